@@ -1,0 +1,49 @@
+"""The only place that reads a clock.
+
+Policies take `now` as an argument; shells hold a `Clock` and pass what it says.
+`CLOCK_MONOTONIC` is one clock for all processes of a machine, so its nanoseconds may be compared
+between the agent, the production engine and the guest.
+"""
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Monotonic seconds."""
+        ...
+
+
+class MonotonicClock:
+    """CLOCK_MONOTONIC."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+@dataclass(slots=True)
+class VirtualClock:
+    """A clock that the simulator or a test moves."""
+
+    now_s: float = 0.0
+
+    def now(self) -> float:
+        return self.now_s
+
+    def advance_to(self, now_s: float) -> None:
+        if now_s < self.now_s:
+            raise ValueError(f"time runs forward: {now_s} < {self.now_s}")
+        self.now_s = now_s
+
+
+def monotonic_ns() -> int:
+    """CLOCK_MONOTONIC in nanoseconds, the stamp of every shared-memory page."""
+    return time.monotonic_ns()
+
+
+def wall_time_utc() -> str:
+    """ISO 8601 wall time for people; nothing is ever decided by it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,40 @@
+"""The one tree of errors that cross a package boundary.
+
+    RoseMuxError
+    ├── ConfigError          the user must fix it; stop at start
+    ├── Exhausted            there is none left now; try later
+    ├── Stale                an old epoch or version; drop it
+    ├── PeerProtocolError    the other side broke the protocol
+    ├── Corrupt              stored or received bytes are not what was written
+    └── Unsupported          this machine, engine or version cannot do it
+
+Refusals that a policy expects are values with a reason, not exceptions. Catch where you can act.
+"""
+
+
+class RoseMuxError(Exception):
+    """Root of every error that RoseMux raises on purpose."""
+
+
+class ConfigError(RoseMuxError):
+    """Wrong settings or a missing prerequisite; the message says what to do."""
+
+
+class Exhausted(RoseMuxError):  # noqa: N818 - named for the state, not for a fault
+    """A resource is used up for now; the same call may succeed later."""
+
+
+class Stale(RoseMuxError):  # noqa: N818
+    """An epoch or weight version is older than what is in force; drop the message."""
+
+
+class PeerProtocolError(RoseMuxError):
+    """A peer sent something that its protocol does not allow."""
+
+
+class Corrupt(RoseMuxError):  # noqa: N818
+    """Bytes at rest or on the wire do not match their checksum, length or format."""
+
+
+class Unsupported(RoseMuxError):  # noqa: N818
+    """This machine, engine or version cannot do what was asked."""

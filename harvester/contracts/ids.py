@@ -1,0 +1,42 @@
+"""Identifiers, and the one rule for names that come from outside.
+
+Names from outside never become paths: `checked_name` admits only what is a harmless file name.
+"""
+
+import re
+from typing import NewType
+
+from harvester.contracts.errors import PeerProtocolError
+
+JobId = NewType("JobId", str)
+TenantId = NewType("TenantId", str)
+NodeId = NewType("NodeId", str)
+SlotId = NewType("SlotId", str)
+"""All accelerators of one production engine replica."""
+EngineId = NewType("EngineId", str)
+"""A rollout engine, dedicated or guest."""
+LeaseId = NewType("LeaseId", str)
+GroupId = NewType("GroupId", str)
+"""A co-execution group."""
+TrajectoryId = NewType("TrajectoryId", str)
+Epoch = NewType("Epoch", int)
+"""Fencing number of a lease; higher wins, 0 is no lease."""
+WeightVersion = NewType("WeightVersion", int)
+"""Published policy version of one job; 0 is none."""
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+_NAME = re.compile(NAME_PATTERN)
+
+
+def checked_name(name: str, *, what: str) -> str:
+    """`name`, if it is 1 to 64 letters, digits, `_`, `.` or `-` and starts with a letter or digit.
+
+    Raises PeerProtocolError otherwise, naming `what` it was meant to be.
+    """
+    if not _NAME.match(name):
+        shown = name if len(name) <= 80 else name[:77] + "..."
+        raise PeerProtocolError(
+            f"{what} {shown!r}: use 1 to 64 letters, digits, '_', '.' or '-', "
+            "starting with a letter or digit"
+        )
+    return name
