@@ -1,0 +1,117 @@
+"""The journal: every decision of a policy with the sample that it rests on.
+
+One JSON line per decision. It is the audit log, the simulator's input and the next regression test:
+the policy named in the `Opened` line, built from that line's configuration and fed the samples in
+order, gives the same effects again (`scheduler.sim.replay`).
+
+Bounded on disk: when the file reaches its share of the bound it becomes `<name>.1` and a new file
+begins, which opens with the policy's snapshot so that each file replays by itself.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from harvester.contracts.clock import wall_time_utc
+from harvester.contracts.errors import Corrupt
+
+SCHEMA = 1
+MAX_LINE_BYTES = 1 << 20
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
+    """First line of a file."""
+
+    schema: int = SCHEMA
+    actor: str
+    """Who decides: `agent:<slot>` or `scheduler`."""
+    policy: str
+    config: dict[str, Any]
+    config_hash: str
+    snapshot: dict[str, Any] | None = None
+    """The policy's state where a rotated file goes on; None at the beginning."""
+    wall: str = ""
+
+
+class Decided(msgspec.Struct, frozen=True, kw_only=True, tag="decided"):
+    """One call of a policy. Every effect carries its reason."""
+
+    t_s: float
+    config_hash: str
+    sample: dict[str, Any]
+    effects: tuple[dict[str, Any], ...] = ()
+
+
+Line = Opened | Decided
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """Short hash of a configuration, the same for the same settings in any order."""
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(config, order="sorted"))
+
+
+class JournalWriter:
+    """Appends lines; a crash loses at most the line being written, never an earlier one."""
+
+    def __init__(self, path: Path, *, max_bytes: int = 64 << 20) -> None:
+        self._path = path
+        self._file_bytes = max_bytes // 2
+        self._encoder = msgspec.json.Encoder(enc_hook=str)
+        self._hash = ""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+
+    def opened(self, line: Opened) -> None:
+        self._hash = line.config_hash
+        self._append(msgspec.structs.replace(line, wall=wall_time_utc()))
+
+    def decided(
+        self, *, now: float, sample: msgspec.Struct, effects: tuple[msgspec.Struct, ...]
+    ) -> None:
+        self._append(
+            Decided(
+                t_s=now,
+                config_hash=self._hash,
+                sample=msgspec.to_builtins(sample),
+                effects=tuple(msgspec.to_builtins(effect) for effect in effects),
+            )
+        )
+
+    @property
+    def full(self) -> bool:
+        """The file has reached its share; call `rotate` with a new first line."""
+        return self._file.tell() >= self._file_bytes
+
+    def rotate(self, line: Opened) -> None:
+        self._file.close()
+        self._path.replace(self._path.with_name(self._path.name + ".1"))
+        self._file = self._path.open("ab")
+        self.opened(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, line: Line) -> None:
+        self._file.write(self._encoder.encode(line) + b"\n")
+        self._file.flush()
+
+
+def read_journal(path: Path) -> Iterator[Line]:
+    """Lines of one file. A torn last line (a crash while writing) is left out.
+
+    Raises Corrupt, naming the line, for anything else that is not a journal line.
+    """
+    decoder = msgspec.json.Decoder(Line)
+    with path.open("rb") as file:
+        for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
+            if not raw.endswith(b"\n"):
+                if len(raw) == MAX_LINE_BYTES:
+                    raise Corrupt(f"{path.name} line {number}: longer than {MAX_LINE_BYTES} bytes")
+                return
+            try:
+                yield decoder.decode(raw)
+            except msgspec.MsgspecError as error:
+                raise Corrupt(f"{path.name} line {number}: {error}") from error

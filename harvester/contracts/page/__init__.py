@@ -1,0 +1,31 @@
+"""The page directory: what agent, production engines and guest of one slot tell each other."""
+
+from harvester.contracts.page.directory import PageDirectory, PageName, pulse_page
+from harvester.contracts.page.file import PageReader, PageWriter, Reading
+from harvester.contracts.page.records import (
+    Grant,
+    GrantMode,
+    Guest,
+    ProductionModel,
+    Pulse,
+    Record,
+)
+from harvester.contracts.page.seal import LAYOUT_VERSION, PAGE_BYTES, PageFault
+
+__all__ = [
+    "LAYOUT_VERSION",
+    "PAGE_BYTES",
+    "Grant",
+    "GrantMode",
+    "Guest",
+    "PageDirectory",
+    "PageFault",
+    "PageName",
+    "PageReader",
+    "PageWriter",
+    "ProductionModel",
+    "Pulse",
+    "Reading",
+    "Record",
+    "pulse_page",
+]

@@ -1,0 +1,69 @@
+"""One directory in shared memory per slot: who writes which file.
+
+grant                       the agent
+guest                       the guest
+pulse.<engine>.<process>    each API-server process of each production engine
+"""
+
+import os
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import checked_name
+from harvester.contracts.page.file import PageReader, PageWriter
+from harvester.contracts.page.records import Grant, Guest, Pulse
+
+DIRECTORY_VARIABLE = "ROSEMUX_PAGE_DIR"
+"""Environment variable by which an engine learns its slot's directory."""
+
+
+class PageName(StrEnum):
+    GRANT = "grant"
+    GUEST = "guest"
+
+
+def pulse_page(engine: str, process: int) -> str:
+    """File name of a pulse. The engine's name may not contain a dot, the separator."""
+    checked_name(engine, what="engine name")
+    if "." in engine:
+        raise ConfigError(f"engine name {engine!r} may not contain '.'")
+    return f"pulse.{engine}.{process}"
+
+
+@dataclass(frozen=True, slots=True)
+class PageDirectory:
+    path: Path
+
+    @staticmethod
+    def create(path: Path, *, mode: int = 0o755) -> "PageDirectory":
+        """Make the directory if needed. Mode 0o1777 lets engines of other users add pulses."""
+        path.mkdir(parents=True, exist_ok=True)
+        if path.stat().st_uid == os.geteuid():
+            path.chmod(mode)
+        return PageDirectory(path)
+
+    def grant_writer(self) -> PageWriter[Grant]:
+        return PageWriter(self.path / PageName.GRANT, Grant)
+
+    def grant_reader(self) -> PageReader[Grant]:
+        return PageReader(self.path / PageName.GRANT, Grant)
+
+    def guest_writer(self) -> PageWriter[Guest]:
+        return PageWriter(self.path / PageName.GUEST, Guest)
+
+    def guest_reader(self) -> PageReader[Guest]:
+        return PageReader(self.path / PageName.GUEST, Guest)
+
+    def pulse_writer(self, engine: str, process: int) -> PageWriter[Pulse]:
+        return PageWriter(self.path / pulse_page(engine, process), Pulse)
+
+    def pulse_reader(self, name: str) -> PageReader[Pulse]:
+        """`name` comes from a grant: it is checked before it becomes a path."""
+        checked_name(name, what="pulse page")
+        return PageReader(self.path / name, Pulse)
+
+    def pulse_names(self) -> tuple[str, ...]:
+        """Pulse files present, sorted."""
+        return tuple(sorted(entry.name for entry in self.path.glob("pulse.*.*")))

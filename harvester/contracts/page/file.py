@@ -1,0 +1,160 @@
+"""One page as a memory-mapped file: a writer that owns it and readers that never wait for it.
+
+The writer is the file's owner; others read. A reader that finds anything but a whole, fresh record
+of the right kind gets a `PageFault` instead, never an exception and never an old value.
+"""
+
+import mmap
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.page.records import Record
+from harvester.contracts.page.seal import (
+    BODY_OFFSET,
+    PAGE_BYTES,
+    PageFault,
+    pack_body,
+    pack_head,
+    sequence_of,
+    unseal,
+)
+
+R = TypeVar("R", bound=Record)
+
+# A write takes microseconds; a reader that meets one eight times in a row has met a dead writer.
+_READ_ATTEMPTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Reading(Generic[R]):
+    """A record, or the fault that stands in its place."""
+
+    record: R | None
+    fault: PageFault | None
+    stamp_ns: int = 0
+
+
+class PageWriter(Generic[R]):
+    """Creates the page, or takes over the one that an earlier process of the same user left."""
+
+    def __init__(self, path: Path, kind: type[R]) -> None:
+        self.path = path
+        self._kind = kind
+        self._encoder = msgspec.msgpack.Encoder()
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"cannot write page {path}: {error.strerror}") from error
+        try:
+            if os.fstat(fd).st_uid != os.geteuid():
+                raise ConfigError(f"page {path} belongs to another user; remove it first")
+            os.ftruncate(fd, PAGE_BYTES)
+            self._map = mmap.mmap(fd, PAGE_BYTES)
+        finally:
+            os.close(fd)
+        left = sequence_of(self._map[:BODY_OFFSET])
+        self._sequence = left + left % 2
+
+    def write(self, record: R, *, now_ns: int, ttl_ns: int) -> None:
+        body = pack_body(self._encoder.encode(record), stamp_ns=now_ns, expires_ns=now_ns + ttl_ns)
+        page, kind = self._map, self._kind.KIND
+        page[:BODY_OFFSET] = pack_head(kind=kind, sequence=self._sequence + 1)
+        page[BODY_OFFSET : BODY_OFFSET + len(body)] = body
+        self._sequence += 2
+        page[:BODY_OFFSET] = pack_head(kind=kind, sequence=self._sequence)
+
+    def close(self, *, unlink: bool = False) -> None:
+        self._map.close()
+        if unlink:
+            self.path.unlink(missing_ok=True)
+
+
+class PageReader(Generic[R]):
+    """Reads another process's page.
+
+    `owners` are the user ids whose page is believed, besides this process's own and root.
+    """
+
+    def __init__(self, path: Path, kind: type[R], *, owners: frozenset[int] = frozenset()) -> None:
+        self.path = path
+        self._kind = kind
+        self._owners = owners | {os.geteuid(), 0}
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._map: mmap.mmap | None = None
+        self._inode = 0
+
+    def read(self, *, now_ns: int | None = None) -> Reading[R]:
+        """The record, if it is whole, of the right kind and not expired at `now_ns`."""
+        now_ns = monotonic_ns() if now_ns is None else now_ns
+        if self._map is None:
+            fault = self._open()
+            if fault is not None:
+                return Reading(None, fault)
+        reading = self._decode(now_ns)
+        if reading.fault is None:
+            return reading
+        # The page may have been deleted and made anew since it was mapped.
+        if self._replaced():
+            self.close()
+            if self._open() is None:
+                return self._decode(now_ns)
+            return Reading(None, PageFault.MISSING)
+        return reading
+
+    def peek_sequence(self) -> int:
+        """The sequence number alone: a change of it says that `read` has something new."""
+        return -1 if self._map is None else int.from_bytes(self._map[8:16], "little")
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+    def _open(self) -> PageFault | None:
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return PageFault.MISSING
+        except OSError:
+            return PageFault.FOREIGN
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid not in self._owners:
+                return PageFault.FOREIGN
+            if status.st_size < PAGE_BYTES:
+                return PageFault.TORN
+            self._map = mmap.mmap(fd, PAGE_BYTES, access=mmap.ACCESS_READ)
+            self._inode = status.st_ino
+        finally:
+            os.close(fd)
+        return None
+
+    def _replaced(self) -> bool:
+        try:
+            return self.path.lstat().st_ino != self._inode
+        except OSError:
+            return True
+
+    def _decode(self, now_ns: int) -> Reading[R]:
+        assert self._map is not None
+        for _ in range(_READ_ATTEMPTS):
+            before = self._map[8:16]
+            page = self._map[:]
+            if page[8:16] == before and self._map[8:16] == before and not before[0] & 1:
+                break
+        else:
+            return Reading(None, PageFault.TORN)
+        sealed = unseal(page, kind=self._kind.KIND, now_ns=now_ns)
+        if isinstance(sealed, PageFault):
+            return Reading(None, sealed)
+        try:
+            return Reading(self._decoder.decode(sealed.record), None, sealed.stamp_ns)
+        except msgspec.DecodeError:
+            return Reading(None, PageFault.TORN)

@@ -1,0 +1,123 @@
+"""The three records of the page directory. Fields are added with defaults, never renamed.
+
+Times are CLOCK_MONOTONIC nanoseconds (`_ns`) or durations in seconds (`_s`); 0 is "none".
+"""
+
+from enum import StrEnum
+from typing import ClassVar
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the page records; `KIND` stands in the page's head."""
+
+    KIND: ClassVar[int] = 0
+
+
+class ProductionModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Upper-quantile step times of production running alone, linear in what a step holds."""
+
+    prefill_base_s: float = 0.0
+    prefill_s_per_token: float = 0.0
+    decode_base_s: float = 0.0
+    decode_s_per_request: float = 0.0
+
+    def prefill_s(self, tokens: int) -> float:
+        return self.prefill_base_s + self.prefill_s_per_token * tokens
+
+    def decode_s(self, requests: int) -> float:
+        return self.decode_base_s + self.decode_s_per_request * requests
+
+
+class Pulse(Record, frozen=True, kw_only=True):
+    """One production engine as one of its API-server processes sees it. It beats while idle too."""
+
+    KIND: ClassVar[int] = 1
+
+    in_flight: int = 0
+    """Requests between arrival and last byte."""
+    waiting: int = 0
+    """Requests without a first token yet."""
+    running: int = 0
+    """Requests in the engine's running batch."""
+    decoding: int = 0
+    """Requests with a first token and without a last one."""
+    oldest_waiting_arrival_ns: int = 0
+    largest_waiting_prompt_tokens: int = 0
+    """Bound from the request's bytes and the learned bytes-to-tokens ratio."""
+    last_step_end_ns: int = 0
+    steps_total: int = 0
+    busy_s_total: float = 0.0
+    """Time in which the engine had something to step."""
+    step_s_mean: float = 0.0
+    """Of the last beats' steps, exponentially weighted."""
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    requests_total: int = 0
+    kv_usage_ratio: float = 0.0
+    prompt_tokens_p99: int = 0
+    ttft_s_recent: tuple[float, ...] = ()
+    """Newest last, at most 32; the agent's raw facts for headroom and error budget."""
+    itl_s_recent: tuple[float, ...] = ()
+    samples_total: int = 0
+    """How many TTFT samples were ever appended, so that a reader takes each once."""
+    itl_samples_total: int = 0
+    model: ProductionModel = ProductionModel()
+    model_samples: int = 0
+    """Steps behind `model`; below the agent's minimum the slot is still learning."""
+
+
+class GrantMode(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    UNGATED = "ungated"
+    """Admit without the slack law. For measuring what the law is worth, never for production."""
+
+
+class Grant(Record, frozen=True, kw_only=True):
+    """What the agent lets the guest do until the page expires."""
+
+    KIND: ClassVar[int] = 2
+
+    epoch: int
+    mode: GrantMode
+    reason: str = ""
+    step_tokens_cap: int = 0
+    kv_budget_tokens: int = 0
+    """0 leaves the engine's own size."""
+    pulses: tuple[str, ...] = ()
+    """File names that must be there and fresh."""
+    ttft_slo_s: float = 0.0
+    itl_slo_s: float = 0.0
+    epsilon: float = 0.05
+    phantom_prompt_tokens: int = 0
+    production: ProductionModel = ProductionModel()
+    blocking_ratio: float = 1.0
+    """Share of a running guest step that can delay production: 1 without an isolation backend."""
+    abort_grace_s: float = 10.0
+
+
+class Guest(Record, frozen=True, kw_only=True):
+    """What the guest does."""
+
+    KIND: ClassVar[int] = 3
+
+    epoch: int = 0
+    gate: str = "closed"
+    reason: str = ""
+    steps_launched: int = 0
+    steps_finished: int = 0
+    tokens_total: int = 0
+    last_step_tokens: int = 0
+    last_step_s: float = 0.0
+    last_step_end_ns: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_tokens: int = 0
+    kv_tokens_total: int = 0
+    weight_version: str = ""
+    aborted_total: int = 0
+    closings_total: int = 0
+    decide_s_mean: float = 0.0
+    """Mean cost of one gate decision."""

@@ -1,0 +1,105 @@
+"""How a page's 4 KiB are laid out, and how a reader knows that it may believe them.
+
+A page is a sequence-locked envelope around one msgpack record:
+
+    offset  bytes  field
+    0       4      magic "RMXP"
+    4       2      layout version
+    6       2      record kind
+    8       8      sequence number, odd while the writer is inside
+    16      8      stamp, CLOCK_MONOTONIC ns at writing
+    24      8      expiry, CLOCK_MONOTONIC ns
+    32      4      length of the record in bytes
+    36      4      CRC-32 of header fields 16..36 and the record
+    40      ...    record, msgpack map; fields are added with defaults and never renamed
+
+Readers of layout N accept N and N-1, and a layout N-1 reader skips fields that it does not know.
+This module touches no file: it packs and checks bytes.
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import StrEnum
+
+PAGE_BYTES = 4096
+MAGIC = b"RMXP"
+LAYOUT_VERSION = 1
+OLDEST_READABLE_VERSION = LAYOUT_VERSION - 1
+
+_HEAD = struct.Struct("<4sHHQ")
+_BODY = struct.Struct("<QQI")
+_CRC = struct.Struct("<I")
+SEQUENCE_OFFSET = 8
+BODY_OFFSET = 16
+CRC_OFFSET = BODY_OFFSET + _BODY.size
+RECORD_OFFSET = CRC_OFFSET + _CRC.size
+MAX_RECORD_BYTES = PAGE_BYTES - RECORD_OFFSET
+
+# A stamp may be this far ahead of the reader: CLOCK_MONOTONIC is one clock on one machine, so more
+# than scheduling noise means a page from another boot or another machine.
+FUTURE_TOLERANCE_NS = 1_000_000_000
+
+
+class PageFault(StrEnum):
+    """Why a page says nothing. Every fault closes a gate: missing data is a breach."""
+
+    MISSING = "missing"
+    FOREIGN = "foreign"
+    TORN = "torn"
+    VERSION = "version"
+    EXPIRED = "expired"
+    CLOCK = "clock"
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A whole record with its times, not yet decoded."""
+
+    stamp_ns: int
+    expires_ns: int
+    record: bytes
+
+
+def pack_head(*, kind: int, sequence: int) -> bytes:
+    return _HEAD.pack(MAGIC, LAYOUT_VERSION, kind, sequence)
+
+
+def pack_body(record: bytes, *, stamp_ns: int, expires_ns: int) -> bytes:
+    """Everything behind the head, checksum included.
+
+    Raises ValueError when the record does not fit into a page.
+    """
+    if len(record) > MAX_RECORD_BYTES:
+        raise ValueError(f"record of {len(record)} bytes, a page holds {MAX_RECORD_BYTES}")
+    times = _BODY.pack(stamp_ns, expires_ns, len(record))
+    crc = zlib.crc32(record, zlib.crc32(times))
+    return times + _CRC.pack(crc) + record
+
+
+def sequence_of(page: bytes) -> int:
+    sequence: int = _HEAD.unpack_from(page)[3]
+    return sequence
+
+
+def unseal(page: bytes, *, kind: int, now_ns: int) -> Sealed | PageFault:
+    """Check a copied page; the caller has already compared sequence numbers."""
+    magic, version, found_kind, sequence = _HEAD.unpack_from(page)
+    if magic != MAGIC or found_kind != kind:
+        return PageFault.FOREIGN
+    if not OLDEST_READABLE_VERSION <= version <= LAYOUT_VERSION + 1:
+        return PageFault.VERSION
+    if sequence % 2:
+        return PageFault.TORN
+    stamp_ns, expires_ns, length = _BODY.unpack_from(page, BODY_OFFSET)
+    if length > MAX_RECORD_BYTES:
+        return PageFault.TORN
+    record = page[RECORD_OFFSET : RECORD_OFFSET + length]
+    (crc,) = _CRC.unpack_from(page, CRC_OFFSET)
+    if zlib.crc32(record, zlib.crc32(page[BODY_OFFSET:CRC_OFFSET])) != crc:
+        return PageFault.TORN
+    if stamp_ns > now_ns + FUTURE_TOLERANCE_NS:
+        return PageFault.CLOCK
+    if now_ns >= expires_ns:
+        return PageFault.EXPIRED
+    return Sealed(stamp_ns, expires_ns, record)

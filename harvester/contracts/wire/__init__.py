@@ -1,0 +1,1 @@
+"""What crosses HTTP between agent, scheduler, gateway and RL job."""

@@ -1,0 +1,96 @@
+"""Leases between an agent and the scheduler. Every call is idempotent.
+
+    GET    /v1/slots                     -> SlotOffers
+    POST   /v1/leases                    LeaseRequest -> LeaseGranted | LeaseRefused
+    POST   /v1/leases/{lease}/renew      LeaseRenewal -> LeaseGranted | LeaseEnded
+    DELETE /v1/leases/{lease}            -> LeaseEnded
+
+Durations are monotonic on each side; no wall-clock deadline crosses the wire. The holder stops
+using a lease one margin before its duration ends, the grantor frees it at the end, so a lost reply
+costs idle time and never double use. The epoch fences: a slot's epoch only rises.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from harvester.contracts.ids import Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
+
+EPOCH_HEADER = "X-RoseMux-Epoch"
+SESSION_HEADER = "X-Session-ID"
+JOB_HEADER = "X-RoseMux-Job"
+
+
+class SlotState(StrEnum):
+    OFF = "off"
+    """Not offered: observe-only, killed by the operator, or harvesting is switched off."""
+    LEARNING = "learning"
+    OFFERED = "offered"
+    LEASED = "leased"
+    QUARANTINED = "quarantined"
+
+
+class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
+    slot: SlotId
+    node: NodeId
+    state: SlotState
+    engine_url: str
+    model: str
+    epoch: Epoch
+    concurrency: int
+    kv_tokens: int
+    idle_ratio: float | None
+    """Share of recent time in which production had nothing to step; None is unknown."""
+    reason: str = ""
+
+
+class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
+    node: NodeId
+    slots: tuple[SlotOffer, ...]
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    request_id: str
+    """Repeating a request with the same id returns the same lease."""
+    slot: SlotId
+    tenant: TenantId
+    job: JobId
+    duration_s: float
+
+
+class LeaseRenewal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    epoch: Epoch
+    duration_s: float
+
+
+class EndReason(StrEnum):
+    RELEASED = "released"
+    EXPIRED = "expired"
+    UNKNOWN = "unknown"
+    BREACH = "breach"
+    BUDGET = "budget"
+    KILL_SWITCH = "kill_switch"
+    GUEST_LOST = "guest_lost"
+    PRODUCTION_LOST = "production_lost"
+    DRAIN = "drain"
+
+
+class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
+    lease: LeaseId
+    slot: SlotId
+    epoch: Epoch
+    duration_s: float
+    """From the moment that the grantor wrote this reply."""
+
+
+class LeaseRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    slot: SlotId
+    reason: str
+    retry_after_s: float
+
+
+class LeaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    lease: LeaseId
+    reason: EndReason
+    deadline_s: float = 0.0
+    """How long running turns may still go on."""
