@@ -1,0 +1,41 @@
+# What people and CI call. Arguments for a command go in ARGS: make demo ARGS=--quick
+SHELL := /bin/bash
+BIN := .venv/bin
+export PYTHON ?= python3.11
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench compat lock clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+setup: ## bring .venv to what the lock says; nothing to do when it is current
+	@deploy/lock/install
+
+demo: setup ## production vLLM inside its SLO while an RL job uses its idle time
+	$(BIN)/rosemux demo $(ARGS)
+
+test: setup ## the fast tests on two processes, then those that start a real vLLM
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not engine" $(ARGS)
+	$(BIN)/pytest -q -m engine $(ARGS)
+
+check: setup ## format, lint, types, arrows between packages, names that must not be here
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	.ci/names
+
+bench: setup ## one benchmark: make bench NAME=step_gate
+	@test -n "$(NAME)" || { echo "make bench NAME=one of: $$(ls benchmarks | xargs)"; exit 2; }
+	mkdir -p out/bench
+	$(BIN)/python -m benchmarks.$(NAME) --json out/bench/$(NAME).json $(ARGS)
+
+compat: setup ## every upstream symbol that we touch, in each supported vLLM's wheel
+	$(BIN)/python -m coserve.vllm.compat $(or $(ARGS),--download build/wheels)
+
+lock: setup ## write requirements.lock again: make lock ARGS=--upgrade moves the versions
+	deploy/lock/compile $(ARGS)
+
+clean: ## remove what was built or written by runs, not .venv
+	rm -rf out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
