@@ -1,0 +1,178 @@
+"""Every metric that the rules and the dashboard rest on: name, type, labels, meaning, exporter.
+
+Data only. Tests hold it against the rules, the dashboard and what the agent and the gateway export.
+Labels are those that the exporter sets; `job` and `instance` come from the scraper, so an RL job
+is `rl_job` here.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Exporter(StrEnum):
+    AGENT = "agent"
+    GATEWAY = "gateway"
+    VLLM = "vllm"
+    PROMETHEUS = "prometheus"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    name: str
+    """As Prometheus stores it: a counter with `_total`, a histogram without its suffixes."""
+    kind: Kind
+    labels: tuple[str, ...]
+    help: str
+    exported_by: Exporter
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """Names that an expression may use."""
+        if self.kind is Kind.HISTOGRAM:
+            return tuple(f"{self.name}_{suffix}" for suffix in ("bucket", "sum", "count"))
+        return (self.name,)
+
+
+def _agent(name: str, kind: Kind, labels: str, text: str) -> Metric:
+    return Metric(f"harvester_{name}", kind, tuple(labels.split()), text, Exporter.AGENT)
+
+
+def _gateway(name: str, kind: Kind, labels: str, text: str) -> Metric:
+    return Metric(f"scheduler_{name}", kind, tuple(labels.split()), text, Exporter.GATEWAY)
+
+
+def _vllm(name: str, kind: Kind, text: str, labels: str = "model_name engine") -> Metric:
+    return Metric(f"vllm:{name}", kind, tuple(labels.split()), text, Exporter.VLLM)
+
+
+_AGENT = (
+    _agent("build_info", Kind.GAUGE, "version", "Always 1; the version is a label."),
+    _agent("mode", Kind.GAUGE, "slot mode", "1 for the state that the slot is in, 0 for others."),
+    _agent(
+        "slo_headroom_ratio",
+        Kind.GAUGE,
+        "slot slo",
+        "1 - recent latency / SLO (slo: ttft, itl); below 0 is a breach.",
+    ),
+    _agent(
+        "admission_decisions_total",
+        Kind.COUNTER,
+        "slot decision reason",
+        "Grants written, by whether they are open or closed and why.",
+    ),
+    _agent("grant_step_tokens", Kind.GAUGE, "slot", "Token cap per guest step; 0 while closed."),
+    _agent("guest_tokens_total", Kind.COUNTER, "slot", "Tokens that the guest's steps processed."),
+    _agent("idle_ratio", Kind.GAUGE, "slot", "Share of recent time without a production step."),
+    _agent("leases_active", Kind.GAUGE, "slot tenant", "Leases in force."),
+    _agent("leases_ended_total", Kind.COUNTER, "slot reason", "Leases ended, by reason."),
+    _agent(
+        "evictions_total", Kind.COUNTER, "slot reason", "Guest requests aborted for production."
+    ),
+    _agent(
+        "reclaim_duration_seconds",
+        Kind.HISTOGRAM,
+        "slot",
+        "From the decision to close until the guest's last launched step ended.",
+    ),
+    _agent(
+        "signal_age_seconds",
+        Kind.GAUGE,
+        "slot source",
+        "Age of the newest whole reading of a pulse or of the guest's page.",
+    ),
+    _agent("kill_switch_engaged", Kind.GAUGE, "level", "1 while hold or drain is set."),
+    _agent(
+        "requests_total", Kind.COUNTER, "slot", "Production requests counted by the error budget."
+    ),
+    _agent(
+        "slo_misses_total",
+        Kind.COUNTER,
+        "slot",
+        "Production requests over their SLO whose time overlapped a guest step.",
+    ),
+    _agent("slo_objective_ratio", Kind.GAUGE, "slot", "Share of requests that must meet the SLO."),
+    _agent(
+        "error_budget_spent_ratio",
+        Kind.GAUGE,
+        "slot",
+        "Harvesting's misses in 28 days / its share of the service's error budget.",
+    ),
+    _agent(
+        "impact_ratio",
+        Kind.GAUGE,
+        "slot slo bound",
+        "Latency with grants / in slices without, minus 1 (bound: low, mean, high).",
+    ),
+    _agent("impact_limit_ratio", Kind.GAUGE, "slot", "Impact at which harvesting stops itself."),
+    _agent("config_last_reload_successful", Kind.GAUGE, "", "0 after a reload that was refused."),
+)
+
+_GATEWAY = (
+    _gateway("build_info", Kind.GAUGE, "version", "Always 1; the version is a label."),
+    _gateway("turns_queued", Kind.GAUGE, "rl_job", "Turns waiting for an engine."),
+    _gateway("turns_running", Kind.GAUGE, "engine kind", "Turns on an engine (dedicated, guest)."),
+    _gateway("turns_total", Kind.COUNTER, "rl_job outcome", "Turns ended, by outcome."),
+    _gateway(
+        "trajectories_total",
+        Kind.COUNTER,
+        "rl_job outcome",
+        "Trajectories started, completed, lost, duplicated or migrated.",
+    ),
+    _gateway(
+        "generated_tokens_total", Kind.COUNTER, "rl_job engine kind", "Tokens given to RL jobs."
+    ),
+    _gateway("stale_tokens_total", Kind.COUNTER, "rl_job", "Tokens outside their version pin."),
+    _gateway("engine_up", Kind.GAUGE, "engine kind", "1 while the engine takes turns."),
+    _gateway("engine_weight_version", Kind.GAUGE, "engine kind", "Version that the engine serves."),
+    _gateway("weight_version", Kind.GAUGE, "rl_job", "Newest version that was announced."),
+    _gateway(
+        "version_switch_duration_seconds",
+        Kind.HISTOGRAM,
+        "kind",
+        "One engine's switch, from its last old token to serving again.",
+    ),
+    _gateway("leases_held", Kind.GAUGE, "rl_job", "Leases in use."),
+)
+
+_VLLM = (
+    _vllm("num_requests_running", Kind.GAUGE, "Requests in the running batch."),
+    _vllm("num_requests_waiting", Kind.GAUGE, "Requests waiting to be scheduled."),
+    _vllm("kv_cache_usage_perc", Kind.GAUGE, "KV cache in use, 0 to 1 despite its name."),
+    _vllm("prompt_tokens_total", Kind.COUNTER, "Prompt tokens processed."),
+    _vllm("generation_tokens_total", Kind.COUNTER, "Tokens generated."),
+    _vllm("num_preemptions_total", Kind.COUNTER, "Requests preempted for want of KV blocks."),
+    _vllm(
+        "request_success_total",
+        Kind.COUNTER,
+        "Requests finished.",
+        "model_name engine finished_reason",
+    ),
+    _vllm("time_to_first_token_seconds", Kind.HISTOGRAM, "Time to first token."),
+    _vllm("inter_token_latency_seconds", Kind.HISTOGRAM, "Time between tokens."),
+)
+
+_PROMETHEUS = (
+    Metric("up", Kind.GAUGE, (), "1 while the last scrape succeeded.", Exporter.PROMETHEUS),
+    Metric(
+        "process_cpu_seconds_total",
+        Kind.COUNTER,
+        (),
+        "CPU time of the scraped process (from the client library).",
+        Exporter.PROMETHEUS,
+    ),
+    Metric(
+        "process_resident_memory_bytes",
+        Kind.GAUGE,
+        (),
+        "Resident memory of the scraped process (from the client library).",
+        Exporter.PROMETHEUS,
+    ),
+)
+
+METRICS: tuple[Metric, ...] = (*_AGENT, *_GATEWAY, *_VLLM, *_PROMETHEUS)
