@@ -1,0 +1,80 @@
+"""The gate: may the guest start a step now, and of how many tokens.
+
+It decides from page readings alone and the time that is passed in. Whatever it cannot know closes
+it: an expired grant, a missing, torn or foreign pulse, a production engine that hangs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from coserve.slack import hung, slack_s
+from coserve.step_time import StepTimeModel
+from harvester.contracts.page import Grant, GrantMode, PageFault, Pulse, Reading
+
+
+class Closed(StrEnum):
+    """Why no step may start."""
+
+    NO_GRANT = "no_grant"
+    GRANT_FAULT = "grant_fault"
+    GRANT_CLOSED = "grant_closed"
+    NO_PULSE = "no_pulse"
+    PULSE_FAULT = "pulse_fault"
+    HUNG = "hung"
+    NO_SLACK = "no_slack"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    tokens: int
+    """0 closes the gate; more is the largest step that may start now."""
+    reason: Closed | None
+    slack_s: float
+    fault: PageFault | None = None
+
+    @property
+    def open(self) -> bool:
+        return self.tokens > 0
+
+
+def decide(
+    grant: Reading[Grant],
+    pulses: Sequence[Reading[Pulse]],
+    *,
+    step_time: StepTimeModel,
+    decodes: int,
+    launched_s: float,
+    token_limit: int,
+    now_ns: int,
+) -> Decision:
+    """The step law over all pulses of a slot.
+
+    `launched_s` is the predicted time of guest steps that are launched and not finished,
+    `token_limit` the engine's own maximum per step, `decodes` its running decode requests.
+    """
+    record = grant.record
+    if record is None:
+        missing = grant.fault is PageFault.MISSING
+        return Decision(0, Closed.NO_GRANT if missing else Closed.GRANT_FAULT, 0.0, grant.fault)
+    if record.mode is GrantMode.CLOSED:
+        return Decision(0, Closed.GRANT_CLOSED, 0.0)
+    cap = min(token_limit, record.step_tokens_cap) if record.step_tokens_cap else token_limit
+    if record.mode is GrantMode.UNGATED:
+        return Decision(cap, None, float("inf"))
+    if not pulses or len(pulses) != len(record.pulses):
+        return Decision(0, Closed.NO_PULSE, 0.0)
+    slack = float("inf")
+    for reading in pulses:
+        if reading.record is None:
+            return Decision(0, Closed.PULSE_FAULT, 0.0, reading.fault)
+        if hung(reading.record, record, now_ns=now_ns):
+            return Decision(0, Closed.HUNG, 0.0)
+        slack = min(slack, slack_s(reading.record, record, now_ns=now_ns))
+    # An isolation backend lets production preempt a running step, so only a share of it delays
+    # production; without one the whole step does.
+    budget_s = slack / max(record.blocking_ratio, 1e-3) - launched_s
+    tokens = step_time.tokens_within_s(budget_s, decodes=decodes, cap=cap)
+    if tokens == 0:
+        return Decision(0, Closed.NO_SLACK, slack)
+    return Decision(tokens, None, slack)

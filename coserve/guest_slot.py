@@ -1,0 +1,183 @@
+"""The guest's side of its slot: reads grant and pulses, decides steps, keeps the guest page.
+
+One object per guest engine process. The engine loop's thread asks it before every step; the waker's
+thread asks it while the gate is closed. It knows no vLLM.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from coserve.gate import Closed, Decision, decide
+from coserve.step_time import StepTimeModel
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.page import Grant, Guest, PageDirectory, PageReader, Pulse, Reading
+
+GUEST_PAGE_TTL_NS = 500_000_000
+# The first decision after the engine's own work is fresh enough for the step it admits.
+_DEFAULT_GRACE_S = 10.0
+
+
+@dataclass(slots=True)
+class _Launched:
+    decodes: int
+    prefill_tokens: int
+    predicted_s: float
+    start_ns: int
+    undisturbed: bool
+    pulse_requests: int
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    """What the guest's scheduler holds now."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_tokens: int = 0
+    kv_tokens_total: int = 0
+    weight_version: str = ""
+
+
+class GuestSlot:
+    """Decisions and accounts of one guest on one slot."""
+
+    def __init__(self, directory: Path, *, token_limit: int) -> None:
+        self._directory = PageDirectory(directory)
+        self._grant_page = self._directory.grant_reader()
+        self._guest_page = self._directory.guest_writer()
+        self._pulse_pages: dict[str, PageReader[Pulse]] = {}
+        self._token_limit = token_limit
+        self.step_time = StepTimeModel()
+        self.load = EngineLoad()
+        self.last = Decision(0, Closed.NO_GRANT, 0.0)
+        self._grant: Reading[Grant] = self._grant_page.read()
+        self._launched: deque[_Launched] = deque()
+        self._epoch = 0
+        self._abort_grace_s = _DEFAULT_GRACE_S
+        self._granted_ns = monotonic_ns()
+        self._launched_total = self._finished_total = self._tokens_total = 0
+        self._last_tokens, self._last_step_s, self._last_end_ns = 0, 0.0, 0
+        self._closings = self._aborted = 0
+        self._decide_s = 0.0
+
+    def decide(self) -> Decision:
+        """May a step start now? Reads every page of the slot."""
+        now_ns = monotonic_ns()
+        self._grant = self._grant_page.read(now_ns=now_ns)
+        pulses = self._read_pulses(now_ns)
+        if self._grant.record is not None:
+            self._granted_ns = now_ns
+            self._epoch = self._grant.record.epoch
+            self._abort_grace_s = self._grant.record.abort_grace_s
+        decision = decide(
+            self._grant,
+            pulses,
+            step_time=self.step_time,
+            decodes=self.load.running,
+            launched_s=sum(step.predicted_s for step in self._launched),
+            token_limit=self._token_limit,
+            now_ns=now_ns,
+        )
+        if self.last.open and not decision.open:
+            self._closings += 1
+        self.last = decision
+        self._decide_s += 0.01 * ((monotonic_ns() - now_ns) * 1e-9 - self._decide_s)
+        return decision
+
+    def sequences(self) -> tuple[int, ...]:
+        """Changes when any page of the slot was written. Costs under a microsecond."""
+        pages = self._pulse_pages.values()
+        return (self._grant_page.peek_sequence(), *(page.peek_sequence() for page in pages))
+
+    def grace_over(self) -> bool:
+        """The grant has been gone for longer than its grace: give everything back."""
+        return monotonic_ns() - self._granted_ns > self._abort_grace_s * 1e9
+
+    def kv_excess_tokens(self) -> int:
+        """KV held beyond the granted budget."""
+        record = self._grant.record
+        if record is None or record.kv_budget_tokens == 0:
+            return 0
+        return max(0, self.load.kv_tokens - record.kv_budget_tokens)
+
+    def launched(self, *, decodes: int, prefill_tokens: int) -> None:
+        now_ns = monotonic_ns()
+        idle, requests = self._production(now_ns)
+        predicted_s = self.step_time.predict_s(decodes=decodes, prefill_tokens=prefill_tokens)
+        self._launched.append(
+            _Launched(decodes, prefill_tokens, predicted_s, now_ns, idle, requests)
+        )
+        self._launched_total += 1
+
+    def finished(self) -> None:
+        if not self._launched:
+            return
+        step = self._launched.popleft()
+        now_ns = monotonic_ns()
+        # With steps queued behind one another a step begins when the one before it ends.
+        start_ns = max(step.start_ns, self._last_end_ns)
+        self._last_step_s = (now_ns - start_ns) * 1e-9
+        self._last_tokens = step.decodes + step.prefill_tokens
+        self._last_end_ns = now_ns
+        self._finished_total += 1
+        self._tokens_total += self._last_tokens
+        idle, requests = self._production(now_ns)
+        if step.undisturbed and idle and requests == step.pulse_requests:
+            self.step_time.observe(
+                decodes=step.decodes, prefill_tokens=step.prefill_tokens, step_s=self._last_step_s
+            )
+
+    def aborted(self, requests: int) -> None:
+        self._aborted += requests
+
+    def publish(self) -> None:
+        """Write the guest page."""
+        decision = self.last
+        self._guest_page.write(
+            Guest(
+                epoch=self._epoch,
+                gate="open" if decision.open else "closed",
+                reason=(decision.fault or decision.reason or ""),
+                steps_launched=self._launched_total,
+                steps_finished=self._finished_total,
+                tokens_total=self._tokens_total,
+                last_step_tokens=self._last_tokens,
+                last_step_s=self._last_step_s,
+                last_step_end_ns=self._last_end_ns,
+                running=self.load.running,
+                waiting=self.load.waiting,
+                kv_tokens=self.load.kv_tokens,
+                kv_tokens_total=self.load.kv_tokens_total,
+                weight_version=self.load.weight_version,
+                aborted_total=self._aborted,
+                closings_total=self._closings,
+                decide_s_mean=self._decide_s,
+            ),
+            now_ns=monotonic_ns(),
+            ttl_ns=GUEST_PAGE_TTL_NS,
+        )
+
+    def close(self) -> None:
+        self._guest_page.close(unlink=True)
+
+    def _read_pulses(self, now_ns: int) -> list[Reading[Pulse]]:
+        record = self._grant.record
+        if record is None:
+            return []
+        if tuple(self._pulse_pages) != record.pulses:
+            for page in self._pulse_pages.values():
+                page.close()
+            self._pulse_pages = {name: self._directory.pulse_reader(name) for name in record.pulses}
+        return [page.read(now_ns=now_ns) for page in self._pulse_pages.values()]
+
+    def _production(self, now_ns: int) -> tuple[bool, int]:
+        """(all engines idle, requests ever)"""
+        idle, requests = True, 0
+        for page in self._pulse_pages.values():
+            pulse = page.read(now_ns=now_ns).record
+            if pulse is None:
+                return False, 0
+            idle = idle and pulse.in_flight == 0
+            requests += pulse.requests_total
+        return idle, requests

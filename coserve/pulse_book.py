@@ -1,0 +1,157 @@
+"""What one API-server process of a production engine knows of it, kept as the pulse to publish.
+
+Fed by two read-only hooks of stock vLLM: the ASGI middleware says when a request arrives and ends,
+the statistics logger says what each engine step did. Neither names the other's requests, so first
+tokens are matched to arrivals in order. Touches no clock and no page.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from coserve.production_time import ProductionTime
+from harvester.contracts.page import ProductionModel, Pulse
+
+_RECENT = 32
+_PROMPTS = 512
+# Exponential weight of the newest step in the mean step time.
+_STEP_WEIGHT = 0.05
+# Before the first prompt was counted: a byte-level tokenizer at worst, four bytes a token usually.
+_INITIAL_BYTES_PER_TOKEN = 2.0
+# Bytes of a request around its prompt (model name, sampling parameters).
+_ENVELOPE_BYTES = 100
+
+
+@dataclass(slots=True)
+class _Open:
+    arrival_ns: int
+    prompt_tokens_bound: int
+    body_bytes: int
+    alone: bool
+    first_token: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStep:
+    """One iteration as the statistics logger reports it."""
+
+    running: int | None
+    """None where this process got no scheduler statistics for the step."""
+    kv_usage_ratio: float | None
+    first_tokens: int
+    prompt_tokens: int
+    generation_tokens: int
+    inter_token_s: tuple[float, ...]
+    finished_prompt_tokens: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class PulseBook:
+    times: ProductionTime = field(default_factory=ProductionTime)
+    _open: dict[int, _Open] = field(default_factory=dict)
+    _busy_since_ns: int = 0
+    _busy_ns: int = 0
+    _last_step_ns: int = 0
+    _steps: int = 0
+    _step_s: float = 0.0
+    _running: int = 0
+    _kv_usage_ratio: float = 0.0
+    _prompt_tokens: int = 0
+    _generation_tokens: int = 0
+    _requests: int = 0
+    _bytes_per_token: float = _INITIAL_BYTES_PER_TOKEN
+    _prompts: deque[int] = field(default_factory=lambda: deque(maxlen=_PROMPTS))
+    _ttft: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _itl: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _ttft_total: int = 0
+    _itl_total: int = 0
+    _model: ProductionModel = field(default_factory=ProductionModel)
+    _prompt_p99: int = 0
+
+    def arrive(self, key: int, *, body_bytes: int, now_ns: int) -> None:
+        alone = not self._open
+        if alone:
+            self._busy_since_ns = now_ns
+        bound = max(1, int((body_bytes - _ENVELOPE_BYTES) / self._bytes_per_token))
+        self._open[key] = _Open(now_ns, bound, body_bytes, alone)
+        self._requests += 1
+
+    def finish(self, key: int, *, now_ns: int) -> None:
+        if self._open.pop(key, None) is not None and not self._open:
+            self._busy_ns += now_ns - self._busy_since_ns
+
+    def step(self, step: EngineStep, *, now_ns: int) -> None:
+        previous_ns, self._last_step_ns = self._last_step_ns, now_ns
+        self._steps += 1
+        if previous_ns and self._open and previous_ns > self._busy_since_ns:
+            step_s = (now_ns - previous_ns) * 1e-9
+            self._step_s += _STEP_WEIGHT * (step_s - self._step_s)
+        if step.running is not None:
+            self._running = step.running
+        if step.kv_usage_ratio is not None:
+            self._kv_usage_ratio = step.kv_usage_ratio
+        self._prompt_tokens += step.prompt_tokens
+        self._generation_tokens += step.generation_tokens
+        self._prompts.extend(step.finished_prompt_tokens)
+        self._first_tokens(step, now_ns)
+        if step.inter_token_s:
+            self._itl.extend(step.inter_token_s[-_RECENT:])
+            self._itl_total += len(step.inter_token_s)
+            if not step.first_tokens:
+                batch = sorted(step.inter_token_s)
+                self.times.observe_decode(requests=len(batch), seconds=batch[len(batch) // 2])
+
+    def refit(self) -> None:
+        """Renew the slow figures; about once a second is enough."""
+        self._model = self.times.fit()
+        if self._prompts:
+            ordered = sorted(self._prompts)
+            self._prompt_p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+
+    def pulse(self, *, now_ns: int) -> Pulse:
+        waiting = [request for request in self._open.values() if not request.first_token]
+        busy_ns = self._busy_ns + (now_ns - self._busy_since_ns if self._open else 0)
+        return Pulse(
+            in_flight=len(self._open),
+            waiting=len(waiting),
+            running=self._running,
+            decoding=len(self._open) - len(waiting),
+            oldest_waiting_arrival_ns=min((r.arrival_ns for r in waiting), default=0),
+            largest_waiting_prompt_tokens=max((r.prompt_tokens_bound for r in waiting), default=0),
+            last_step_end_ns=self._last_step_ns,
+            steps_total=self._steps,
+            busy_s_total=busy_ns * 1e-9,
+            step_s_mean=self._step_s,
+            prompt_tokens_total=self._prompt_tokens,
+            generation_tokens_total=self._generation_tokens,
+            requests_total=self._requests,
+            kv_usage_ratio=self._kv_usage_ratio,
+            prompt_tokens_p99=self._prompt_p99,
+            ttft_s_recent=tuple(self._ttft),
+            itl_s_recent=tuple(self._itl),
+            samples_total=self._ttft_total,
+            itl_samples_total=self._itl_total,
+            model=self._model,
+            model_samples=self.times.samples,
+        )
+
+    def _first_tokens(self, step: EngineStep, now_ns: int) -> None:
+        left = step.first_tokens
+        body_bytes = 0
+        for request in self._open.values():
+            if left == 0:
+                break
+            if request.first_token:
+                continue
+            left -= 1
+            request.first_token = True
+            body_bytes += request.body_bytes - _ENVELOPE_BYTES
+            ttft_s = (now_ns - request.arrival_ns) * 1e-9
+            self._ttft.append(ttft_s)
+            self._ttft_total += 1
+            if request.alone and step.first_tokens == 1:
+                self.times.observe_prefill(tokens=step.prompt_tokens, seconds=ttft_s)
+        if step.prompt_tokens and body_bytes > 0 and left == 0:
+            ratio = max(0.5, body_bytes / step.prompt_tokens)
+            # The bound must not come out too small: follow smaller ratios fast, larger ones slowly.
+            weight = 0.2 if ratio < self._bytes_per_token else 0.02
+            self._bytes_per_token += weight * (ratio - self._bytes_per_token)

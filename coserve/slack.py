@@ -1,0 +1,60 @@
+"""The slack law: how long production can spare its accelerator from now on.
+
+A production event (a prefill, a decode step) has the deadline `min(SLO, (1 + epsilon) * T_alone)`
+counted from where its latency is counted from. Slack is what is left of it once the event's own
+predicted time is taken off:
+
+    prefill   S = t_arrival   + D_TTFT - now - T_prefill      (ROSE, section 4.1)
+    decode    S = t_last_step + D_TPOT - now - T_decode
+
+With epsilon = infinity this is ROSE's law; a finite epsilon bounds how much of the SLO harvesting
+may use up. A phantom request that arrives now with the P99 prompt is always among the events, so an
+idle machine has a finite slack too.
+
+At consent level `plugin` single requests are not visible, so the law works on bounds: the oldest
+waiting arrival with the largest waiting prompt, and one last step for all decodes.
+"""
+
+from harvester.contracts.page import Grant, Pulse
+
+# In flight and no step for this many predicted steps: the engine hangs, its slack is unknown.
+HUNG_STEPS = 20
+# A step that is merely slow is no hang.
+HUNG_FLOOR_S = 5.0
+
+
+def deadline_s(slo_s: float, alone_s: float, epsilon: float) -> float:
+    """Latency budget of one event, seconds from its start."""
+    return min(slo_s, (1.0 + epsilon) * alone_s)
+
+
+def slack_s(pulse: Pulse, grant: Grant, *, now_ns: int) -> float:
+    """Least slack in seconds over all events of one production engine; negative is a breach."""
+    model, epsilon = grant.production, grant.epsilon
+    phantom_s = model.prefill_s(grant.phantom_prompt_tokens) + model.decode_base_s
+    slack = deadline_s(grant.ttft_slo_s, phantom_s, epsilon) - phantom_s
+    if pulse.in_flight == 0:
+        return slack
+    if pulse.waiting > 0:
+        alone_s = model.prefill_s(pulse.largest_waiting_prompt_tokens) + model.decode_s(
+            pulse.decoding
+        )
+        waited_s = (now_ns - pulse.oldest_waiting_arrival_ns) * 1e-9
+        slack = min(slack, deadline_s(grant.ttft_slo_s, alone_s, epsilon) - waited_s - alone_s)
+    if pulse.decoding > 0:
+        alone_s = model.decode_s(pulse.decoding)
+        since_s = (now_ns - pulse.last_step_end_ns) * 1e-9
+        slack = min(slack, deadline_s(grant.itl_slo_s, alone_s, epsilon) - since_s - alone_s)
+    return slack
+
+
+def hung(pulse: Pulse, grant: Grant, *, now_ns: int) -> bool:
+    """Requests in flight and no step for several predicted steps."""
+    if pulse.in_flight == 0:
+        return False
+    last_ns = max(pulse.last_step_end_ns, pulse.oldest_waiting_arrival_ns)
+    if last_ns == 0:
+        return False
+    expected_s = grant.production.prefill_s(pulse.largest_waiting_prompt_tokens)
+    expected_s += grant.production.decode_s(pulse.decoding)
+    return (now_ns - last_ns) * 1e-9 > max(HUNG_FLOOR_S, HUNG_STEPS * expected_s)

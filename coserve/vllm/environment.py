@@ -1,0 +1,54 @@
+"""How a stock vLLM process learns that it is part of a slot: three environment variables.
+
+Without them every hook of RoseMux in this process does nothing, so a vLLM that merely has RoseMux
+installed beside it behaves as stock.
+"""
+
+import multiprocessing
+import os
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import checked_name
+from harvester.contracts.page.directory import DIRECTORY_VARIABLE
+
+ROLE_VARIABLE = "ROSEMUX_ROLE"
+ENGINE_VARIABLE = "ROSEMUX_ENGINE"
+
+
+class Role(StrEnum):
+    PRODUCTION = "production"
+    GUEST = "guest"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotEnvironment:
+    role: Role
+    engine: str
+    directory: Path
+
+    @property
+    def process(self) -> int:
+        """Index of this API-server process; vLLM names its children `ApiServer_<i>`."""
+        found = re.search(r"ApiServer_(\d+)", multiprocessing.current_process().name)
+        return int(found[1]) if found else 0
+
+
+def slot_environment() -> SlotEnvironment | None:
+    """None where this process belongs to no slot.
+
+    Raises ConfigError for a half-set or wrong environment.
+    """
+    role = os.environ.get(ROLE_VARIABLE)
+    if not role:
+        return None
+    if role not in tuple(Role):
+        raise ConfigError(f"{ROLE_VARIABLE}={role!r}: use {' or '.join(Role)}")
+    directory = os.environ.get(DIRECTORY_VARIABLE)
+    if not directory or not Path(directory).is_dir():
+        raise ConfigError(f"{DIRECTORY_VARIABLE}={directory!r}: name the slot's page directory")
+    engine = checked_name(os.environ.get(ENGINE_VARIABLE, role), what=ENGINE_VARIABLE)
+    return SlotEnvironment(Role(role), engine, Path(directory))

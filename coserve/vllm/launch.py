@@ -1,0 +1,124 @@
+"""The command lines of stock vLLM as a production engine, a guest or a dedicated rollout engine.
+
+Pure: it builds argument lists and environments and starts nothing. What an operator must add to an
+existing deployment is what `production` adds here: one middleware flag and three variables.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coserve.vllm.environment import ENGINE_VARIABLE, ROLE_VARIABLE, Role
+from harvester.contracts.page.directory import DIRECTORY_VARIABLE
+
+WEIGHT_ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What all three kinds of engine share."""
+
+    name: str
+    model: Path
+    port: int
+    max_model_len: int
+    max_num_seqs: int
+    core: int | None = None
+    """CPU to pin to; None leaves it to the operating system."""
+    kv_cache_gib: int = 1
+    extra_arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    arguments: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def production(spec: EngineSpec, *, pages: Path) -> EngineCommand:
+    """A production engine at consent level `plugin`."""
+    arguments = (*_server(spec), "--middleware", "coserve.vllm.middleware.PulseMiddleware")
+    return EngineCommand(arguments, _environment(spec) | _slot(spec, Role.PRODUCTION, pages))
+
+
+def guest(spec: EngineSpec, *, pages: Path, weights: Path) -> EngineCommand:
+    """A rollout engine on a production slot, gated by the slot's pages."""
+    arguments = (
+        *_server(spec),
+        *_rollout(),
+        "--scheduler-cls",
+        "coserve.vllm.scheduler.CoserveScheduler",
+        "--middleware",
+        "coserve.vllm.middleware.EpochMiddleware",
+    )
+    environment = _environment(spec) | _slot(spec, Role.GUEST, pages) | _weights(weights)
+    return EngineCommand(arguments, environment)
+
+
+def dedicated(spec: EngineSpec, *, weights: Path) -> EngineCommand:
+    """A rollout engine on accelerators of its own."""
+    return EngineCommand((*_server(spec), *_rollout()), _environment(spec) | _weights(weights))
+
+
+def _server(spec: EngineSpec) -> tuple[str, ...]:
+    pin = () if spec.core is None else ("taskset", "-c", str(spec.core))
+    return (
+        *pin,
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(spec.model),
+        "--served-model-name",
+        spec.name,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(spec.port),
+        "--dtype",
+        "bfloat16",
+        "--enforce-eager",
+        "--max-model-len",
+        str(spec.max_model_len),
+        "--max-num-seqs",
+        str(spec.max_num_seqs),
+        "--disable-uvicorn-access-log",
+        *spec.extra_arguments,
+    )
+
+
+def _rollout() -> tuple[str, ...]:
+    # One chunk per few tokens: a rollout's client is a program that waits for whole turns, and a
+    # lost engine costs at most these tokens again.
+    return (
+        "--load-format",
+        "dummy",
+        "--weight-transfer-config",
+        '{"backend": "rosemux"}',
+        "--stream-interval",
+        "8",
+        "--logprobs-mode",
+        "processed_logprobs",
+    )
+
+
+def _environment(spec: EngineSpec) -> dict[str, str]:
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def _slot(spec: EngineSpec, role: Role, pages: Path) -> dict[str, str]:
+    return {ROLE_VARIABLE: role, ENGINE_VARIABLE: spec.name, DIRECTORY_VARIABLE: str(pages)}
+
+
+def _weights(root: Path) -> dict[str, str]:
+    # The routes for pausing and weight updates are vLLM's development routes; they are reached over
+    # loopback only.
+    return {WEIGHT_ROOT_VARIABLE: str(root), "VLLM_SERVER_DEV_MODE": "1"}

@@ -1,0 +1,140 @@
+"""ASGI middleware for stock vLLM's `--middleware`: what HTTP knows before the engine does.
+
+coserve.vllm.middleware.PulseMiddleware    production: when requests arrive and end; read-only
+coserve.vllm.middleware.EpochMiddleware    guest: refuses stale lease epochs and ends requests
+                                           of an older epoch when it rises
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from coserve.vllm.environment import Role, slot_environment
+from coserve.vllm.pulse import process_reporter
+from harvester.contracts.ids import Epoch
+from harvester.contracts.page import Grant, PageDirectory, PageReader
+from harvester.contracts.wire.leases import EPOCH_HEADER
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_EPOCH_HEADER = EPOCH_HEADER.lower().encode()
+_WATCH_S = 0.05
+
+
+def is_inference(scope: Scope) -> bool:
+    """Whether this is a request that makes the engine step."""
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return False
+    path: str = scope["path"]
+    if path.endswith("/abort_requests"):
+        return False
+    return path.startswith(("/v1/", "/inference/v1/"))
+
+
+class PulseMiddleware:
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._reporter = process_reporter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._reporter is None or not is_inference(scope):
+            await self._app(scope, receive, send)
+            return
+        key = self._reporter.arrive(body_bytes=_content_length(scope))
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._reporter.finish(key)
+
+
+class EpochMiddleware:
+    def __init__(self, app: App) -> None:
+        self._app = app
+        environment = slot_environment()
+        guest = environment is not None and environment.role is Role.GUEST
+        self._grant: PageReader[Grant] | None = None
+        if environment is not None and guest:
+            self._grant = PageDirectory(environment.directory).grant_reader()
+        self._open: dict[asyncio.Task[None], Epoch] = {}
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._grant is None or not is_inference(scope):
+            await self._app(scope, receive, send)
+            return
+        grant = self._grant.read().record
+        if grant is None:
+            await _refuse(send, 503, "no grant: the node agent is silent")
+            return
+        epoch = _epoch(scope)
+        if epoch != grant.epoch:
+            await _refuse(send, 409, f"lease epoch {epoch}, in force is {grant.epoch}")
+            return
+        await self._serve(scope, receive, send, Epoch(grant.epoch))
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, epoch: Epoch) -> None:
+        started = False
+
+        async def tracked(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        async def run() -> None:
+            await self._app(scope, receive, tracked)
+
+        task = asyncio.ensure_future(run())
+        self._open[task] = epoch
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.ensure_future(self._watch())
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        finally:
+            self._open.pop(task, None)
+        if not task.cancelled():
+            task.result()
+        elif started:
+            # Ends the stream without a final chunk: the gateway keeps what it has.
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        else:
+            await _refuse(send, 409, "lease epoch was raised")
+
+    async def _watch(self) -> None:
+        """Cancel the requests of older epochs; runs only while requests are open."""
+        assert self._grant is not None
+        while self._open:
+            grant = self._grant.read().record
+            if grant is not None:
+                for task, epoch in tuple(self._open.items()):
+                    if epoch < grant.epoch:
+                        task.cancel()
+            await asyncio.sleep(_WATCH_S)
+
+
+def _content_length(scope: Scope) -> int:
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
+            return int(value)
+    return 0
+
+
+def _epoch(scope: Scope) -> int | None:
+    for name, value in scope["headers"]:
+        if name == _EPOCH_HEADER:
+            return int(value) if value.isdigit() and len(value) < 19 else None
+    return None
+
+
+async def _refuse(send: Send, status: int, why: str) -> None:
+    body = json.dumps({"error": why}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,51 @@
+"""Entry point `vllm.stat_logger_plugins`: feeds each engine iteration into the pulse."""
+
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from coserve.pulse_book import EngineStep
+from coserve.vllm.pulse import process_reporter
+
+
+class PulseStatLogger(StatLoggerBase):
+    """Does nothing in a vLLM that belongs to no slot."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:  # noqa: ARG002
+        self._reporter = process_reporter()
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        *_args: Any,
+        **_kwargs: Any,
+    ) -> None:
+        if self._reporter is None or (scheduler_stats is None and iteration_stats is None):
+            return
+        self._reporter.step(_engine_step(scheduler_stats, iteration_stats))
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+def _engine_step(scheduler_stats: Any, iteration_stats: Any) -> EngineStep:
+    if iteration_stats is None:
+        first_tokens, prompt_tokens, generation_tokens = 0, 0, 0
+        inter_token_s: tuple[float, ...] = ()
+        finished: tuple[int, ...] = ()
+    else:
+        first_tokens = len(iteration_stats.time_to_first_tokens_iter)
+        prompt_tokens = iteration_stats.num_prompt_tokens
+        generation_tokens = iteration_stats.num_generation_tokens
+        inter_token_s = tuple(iteration_stats.inter_token_latencies_iter)
+        finished = tuple(r.num_prompt_tokens for r in iteration_stats.finished_requests)
+    return EngineStep(
+        running=None if scheduler_stats is None else scheduler_stats.num_running_reqs,
+        kv_usage_ratio=None if scheduler_stats is None else scheduler_stats.kv_cache_usage,
+        first_tokens=first_tokens,
+        prompt_tokens=prompt_tokens,
+        generation_tokens=generation_tokens,
+        inter_token_s=inter_token_s,
+        finished_prompt_tokens=finished,
+    )

@@ -1,0 +1,113 @@
+"""The guest's scheduler: stock vLLM's, asked by the gate before every step.
+
+Give it to vLLM with `--scheduler-cls coserve.vllm.scheduler.CoserveScheduler`. A closed gate
+reports "no requests" instead of scheduling empty steps, so the engine loop sleeps in its input
+queue; aborts, pauses and weight updates come through that queue and still pass.
+"""
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import RequestStatus
+
+from coserve.guest_slot import GuestSlot
+from coserve.vllm.environment import Role, slot_environment
+from coserve.vllm.waker import Waker
+from harvester.contracts.errors import ConfigError
+
+
+class CoserveScheduler(AsyncScheduler):
+    """One per guest engine core. `attach` is called once by the engine loop's thread."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        environment = slot_environment()
+        if environment is None or environment.role is not Role.GUEST:
+            raise ConfigError("CoserveScheduler runs in a guest: set ROSEMUX_ROLE=guest")
+        self.max_num_scheduled_tokens: int
+        self._token_limit = self.max_num_scheduled_tokens
+        self._slot = GuestSlot(environment.directory, token_limit=self._token_limit)
+        self._core: Any = None
+        self._waker: Waker | None = None
+        self._granted_tokens = 0
+        self._tokens_per_block = self.block_size
+
+    def attach(self, core: Any, wake: Any) -> None:
+        """Called with the engine core once its loop is about to run."""
+        self._core = core
+        self._waker = Waker(self._slot, wake)
+        self._waker.start()
+
+    def has_requests(self) -> bool:
+        """Whether a step may start now: there is work and the gate is open."""
+        self._granted_tokens = 0
+        if not super().has_requests():
+            return False
+        if self._waker is None or not self._core.is_running():
+            # Not attached yet, or shutting down: the engine must be able to flush and end.
+            self._granted_tokens = self._token_limit
+            return True
+        self._measure_load()
+        if self._waker.abort_all.is_set():
+            self._waker.abort_all.clear()
+            self._abort(list(self.requests))
+        self._granted_tokens = self._slot.decide().tokens
+        if self._granted_tokens == 0:
+            self._waker.arm()
+            return False
+        if excess := self._slot.kv_excess_tokens():
+            self._abort(self._youngest_holding(excess))
+        return True
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.max_num_scheduled_tokens = self._granted_tokens
+        output = super().schedule(*args, **kwargs)
+        total = output.total_num_scheduled_tokens
+        if total > 0:
+            decodes = sum(1 for tokens in output.num_scheduled_tokens.values() if tokens == 1)
+            self._slot.launched(decodes=decodes, prefill_tokens=total - decodes)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        if scheduler_output.total_num_scheduled_tokens > 0:
+            self._slot.finished()
+            self._slot.publish()
+        return outputs
+
+    def shutdown(self) -> None:
+        if self._waker is not None:
+            self._waker.stop()
+            self._waker.join(timeout=1.0)
+        self._slot.close()
+        super().shutdown()
+
+    def _measure_load(self) -> None:
+        pool = self.kv_cache_manager.block_pool
+        load = self._slot.load
+        load.running, load.waiting = len(self.running), len(self.waiting)
+        load.kv_tokens_total = pool.num_gpu_blocks * self._tokens_per_block
+        free_tokens = pool.get_num_free_blocks() * self._tokens_per_block
+        load.kv_tokens = load.kv_tokens_total - free_tokens
+        load.weight_version = str(getattr(self._core, "_weight_version", ""))
+
+    def _abort(self, request_ids: list[str]) -> None:
+        """End requests with the output that they have; their clients are told."""
+        if not request_ids:
+            return
+        aborted = self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        self._core._send_abort_outputs(aborted)
+        self._slot.aborted(len(request_ids))
+
+    def _youngest_holding(self, tokens: int) -> list[str]:
+        """The running requests that arrived last and together hold at least `tokens`."""
+        victims: list[str] = []
+        for request in sorted(self.running, key=lambda r: r.arrival_time, reverse=True):
+            if tokens <= 0:
+                break
+            victims.append(request.request_id)
+            tokens -= request.num_computed_tokens
+        return victims
