@@ -1,0 +1,42 @@
+"""Which subcommands there are and where each one lives.
+
+A command is named here by module and function and imported only when it is called, so that
+`rosemux --help` needs neither an engine nor a web server.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyCommand:
+    target: str
+    """`module:function`; the function is a typer command."""
+    summary: str
+
+
+COMMANDS: dict[str, LazyCommand] = {
+    "demo": LazyCommand(
+        target="scheduler.demo.command:demo",
+        summary="Run production, a guest and an RL job on this machine and compare three arms.",
+    ),
+    "agent": LazyCommand(
+        target="harvester.cli.agent:agent",
+        summary="Run the node agent: watch production, grant its idle part, take it back.",
+    ),
+    "gateway": LazyCommand(
+        target="scheduler.service.command:gateway",
+        summary="Run the rollout gateway with its scheduler.",
+    ),
+    "status": LazyCommand(
+        target="harvester.cli.status:status",
+        summary="Show the slots of this machine: production, grant, guest and lease.",
+    ),
+    "replay": LazyCommand(
+        target="scheduler.sim.command:replay",
+        summary="Feed a recorded journal to its policy again and report the first difference.",
+    ),
+    "simulate": LazyCommand(
+        target="scheduler.sim.command:simulate",
+        summary="Simulate a small fleet in virtual time.",
+    ),
+}

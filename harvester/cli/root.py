@@ -1,0 +1,89 @@
+"""The command tree and what becomes of an error: one clear line on stderr and an exit code.
+
+Exit codes: 0 done, 1 failed, 2 wrong settings or an unsupported machine, 130 interrupted.
+"""
+
+import importlib
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from harvester.cli.commands import COMMANDS, LazyCommand
+from harvester.contracts.errors import ConfigError, RoseMuxError, Unsupported
+
+EXIT_FAILED = 1
+EXIT_SETTINGS = 2
+EXIT_INTERRUPTED = 130
+
+
+class LazyGroup(TyperGroup):
+    """Lists every command from the table and imports only the one that is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = COMMANDS.get(cmd_name)
+        return None if command is None else TyperCommand(cmd_name, help=command.summary)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, placeholder, rest = super().resolve_command(ctx, args)
+        if name is None or placeholder is None:
+            return name, placeholder, rest
+        return name, load(name, COMMANDS[name]), rest
+
+
+def load(name: str, command: LazyCommand) -> Any:
+    """Import a command. Raises Unsupported when something that it needs is not installed."""
+    module_name, _, function_name = command.target.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except ModuleNotFoundError as error:
+        raise Unsupported(
+            f"rosemux {name} needs the module {error.name!r}, which is not installed; "
+            "install the project with its extras (make setup)"
+        ) from error
+    app = typer.Typer(add_completion=False)
+    app.command(name, help=function.__doc__ or command.summary)(function)
+    return get_command(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rosemux {version('rosemux')}")
+        raise typer.Exit
+
+
+def _root(
+    show_version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Lend the idle part of production LLM serving to reinforcement-learning rollouts."""
+
+
+def _group() -> Any:
+    app = typer.Typer(cls=LazyGroup, name="rosemux", add_completion=False, no_args_is_help=True)
+    app.callback()(_root)
+    return get_command(app)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the `rosemux` command; leaves through SystemExit."""
+    try:
+        _group()(args=arguments, prog_name="rosemux")
+    except (ConfigError, Unsupported) as error:
+        _fail(error, EXIT_SETTINGS)
+    except RoseMuxError as error:
+        _fail(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _fail(error: RoseMuxError, code: int) -> None:
+    print(f"rosemux: {error}", file=sys.stderr)
+    sys.exit(code)
