@@ -1,0 +1,162 @@
+"""The scheduler's one model: jobs, nodes, groups, leases and engines, and what must hold of them.
+
+Group scheduling, routing and capacity all speak of these. Nothing here decides or acts.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
+import msgspec
+
+from harvester.contracts.ids import (
+    EngineId,
+    Epoch,
+    GroupId,
+    JobId,
+    LeaseId,
+    NodeId,
+    SlotId,
+    TenantId,
+    WeightVersion,
+)
+
+NO_JOB = JobId("")
+BASE_VERSION = WeightVersion(0)
+"""The weights that an engine started with."""
+
+
+class PhaseKind(StrEnum):
+    ROLLOUT = "rollout"
+    TRAINING = "training"
+
+
+class Pool(StrEnum):
+    """What a node is there for. Serving nodes are only ever leased, slot by slot."""
+
+    ROLLOUT = "rollout"
+    TRAINING = "training"
+    SERVING = "serving"
+
+
+class EngineKind(StrEnum):
+    DEDICATED = "dedicated"
+    GUEST = "guest"
+
+
+class Phase(msgspec.Struct, frozen=True, kw_only=True):
+    """One phase of a job's iteration; durations are stochastic."""
+
+    kind: PhaseKind
+    mean_s: float
+    cv: float = 0.0
+    max_s: float
+    """With every response at its token limit."""
+    nodes: int = 1
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    job: JobId
+    tenant: TenantId
+    phases: tuple[Phase, ...] = ()
+    host_bytes_per_node: int = 0
+    """State that stays resident in host memory on every node that the job is pinned to."""
+    slowdown_slo: float = 1.0
+    """Tolerated ratio of an iteration in company to one alone; at least 1."""
+    store: str = ""
+    """Name of the job's weight store."""
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    node: NodeId
+    pool: Pool
+    type: str = ""
+    accelerators: int = 1
+    price_per_hour: float = 0.0
+    host_bytes: int = 0
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """The exact nodes that a job is pinned to; pinning decides where its state is resident."""
+
+    job: JobId
+    rollout_nodes: tuple[NodeId, ...]
+    training_nodes: tuple[NodeId, ...]
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """A co-execution group: its jobs run their phases in turn on its nodes and nowhere else.
+
+    Leases are elastic extra capacity and no part of it: a group is feasible without any.
+    """
+
+    group: GroupId
+    rollout_nodes: tuple[NodeId, ...]
+    training_nodes: tuple[NodeId, ...]
+    placements: tuple[Placement, ...] = ()
+
+    @property
+    def jobs(self) -> tuple[JobId, ...]:
+        return tuple(placement.job for placement in self.placements)
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """Capacity of one slot for one job until `expires_s` on this side's monotonic clock."""
+
+    lease: LeaseId
+    slot: SlotId
+    agent: str
+    job: JobId
+    epoch: Epoch
+    expires_s: float
+
+    def usable(self, *, now: float, margin_s: float) -> bool:
+        """The holder stops one margin before the grantor frees the slot."""
+        return now < self.expires_s - margin_s
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout engine. A guest serves under the epoch of a lease on its slot."""
+
+    engine: EngineId
+    kind: EngineKind
+    url: str
+    concurrency: int
+    slot: SlotId | None = None
+    epoch: Epoch = Epoch(0)
+    version: WeightVersion = BASE_VERSION
+    numerics: str = ""
+
+
+def group_faults(
+    groups: Iterable[Group], *, nodes: Mapping[NodeId, Node], jobs: Mapping[JobId, Job]
+) -> tuple[str, ...]:
+    """Every broken invariant in words: groups are disjoint, pins stay inside, state fits."""
+    faults: list[str] = []
+    owner: dict[NodeId, GroupId] = {}
+    home: dict[JobId, GroupId] = {}
+    resident: Counter[NodeId] = Counter()
+    for group in groups:
+        for node in (*group.rollout_nodes, *group.training_nodes):
+            if owner.setdefault(node, group.group) != group.group:
+                faults.append(f"node {node} is in groups {owner[node]} and {group.group}")
+        for placement in group.placements:
+            if home.setdefault(placement.job, group.group) != group.group:
+                faults.append(f"job {placement.job} is in two groups")
+            outside = set(placement.rollout_nodes) - set(group.rollout_nodes)
+            outside |= set(placement.training_nodes) - set(group.training_nodes)
+            faults += [f"job {placement.job} is pinned outside its group" for _ in outside]
+            for node in {*placement.rollout_nodes, *placement.training_nodes}:
+                resident[node] += jobs[placement.job].host_bytes_per_node
+    for node, held_bytes in sorted(resident.items()):
+        if held_bytes > nodes[node].host_bytes:
+            faults.append(f"node {node} holds {held_bytes} bytes of {nodes[node].host_bytes}")
+    return tuple(faults)
+
+
+def lease_faults(leases: Iterable[Lease]) -> tuple[str, ...]:
+    """One active job per slot."""
+    held = Counter(lease.slot for lease in leases)
+    return tuple(
+        f"slot {slot} is leased {count} times" for slot, count in sorted(held.items()) if count > 1
+    )

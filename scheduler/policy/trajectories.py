@@ -1,0 +1,241 @@
+"""Exactly-once accounting of turns: which tokens of a turn are its output, and when it has ended.
+
+A turn is served by one attempt after another. Each attempt goes on from the tokens accepted so far
+and only the newest attempt may add to them, so that a late chunk of a lost engine changes nothing.
+Holds no socket and reads no clock.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+
+from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
+from harvester.contracts.wire.rollouts import (
+    Choice,
+    FinishReason,
+    GenerateRequest,
+    Logprobs,
+    SamplingParams,
+    Span,
+    TokenLogprob,
+)
+
+_SEED_MASK = (1 << 31) - 1
+
+
+@dataclass(slots=True)
+class TurnCounters:
+    """Totals of a ledger. `lost` and `duplicated` are zero unless something is wrong."""
+
+    started: int = 0
+    completed: int = 0
+    """Ended with stop or length."""
+    aborted: int = 0
+    """Ended early with partial output: cancelled, cut for good, or shut down."""
+    lost: int = 0
+    """Ended because no engine finished it within the bounded number of attempts."""
+    duplicated: int = 0
+    """A second end for a turn that had ended: refused, and counted."""
+    migrated: int = 0
+    """Attempts that went on elsewhere with tokens already accepted."""
+    retried: int = 0
+    """Attempts after the first, migrated ones included."""
+    late_chunks: int = 0
+    """Chunks of attempts that were no longer the newest: dropped."""
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What to ask an engine for, so that its output continues what is accepted."""
+
+    number: int
+    engine: EngineId
+    version: WeightVersion
+    token_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+
+
+def continued_seed(seed: int | None, offset: int) -> int | None:
+    """Seed of a continuation after `offset` output tokens.
+
+    The engine's generator would start again from the first draw: with the same seed the rest of the
+    turn would be correlated with what it already said. Before the first token the seed is kept.
+    """
+    if seed is None or offset == 0:
+        return seed
+    return xxhash.xxh3_64_intdigest(f"{seed}:{offset}".encode()) & _SEED_MASK
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """One generate call of a trajectory. `request` is as the job sent it."""
+
+    request: GenerateRequest
+    job: JobId
+    trajectory: TrajectoryId
+    counters: TurnCounters
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    attempts: int = 0
+    _spans: list[Span] = field(default_factory=list)
+    _open: Attempt | None = None
+    _open_from: int = 0
+    _numerics: str = ""
+
+    @property
+    def remaining_tokens(self) -> int:
+        return self.request.sampling_params.max_tokens - len(self.token_ids)
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None
+
+    def begin(self, *, engine: EngineId, version: WeightVersion, numerics: str) -> Attempt:
+        """Open the next attempt; the one before, if any, is closed."""
+        if self.ended:
+            raise ValueError(f"turn {self.request.request_id} has ended")
+        self._close_span()
+        offset = len(self.token_ids)
+        if self.attempts:
+            self.counters.retried += 1
+            self.counters.migrated += offset > 0
+        self.attempts += 1
+        wanted = self.request.sampling_params
+        self._open = Attempt(
+            number=self.attempts,
+            engine=engine,
+            version=version,
+            token_ids=self.request.token_ids + tuple(self.token_ids),
+            sampling_params=SamplingParams(
+                max_tokens=wanted.max_tokens - offset,
+                temperature=wanted.temperature,
+                top_p=wanted.top_p,
+                seed=continued_seed(wanted.seed, offset),
+                stop_token_ids=wanted.stop_token_ids,
+            ),
+        )
+        self._open_from = offset
+        self._numerics = numerics
+        return self._open
+
+    def accept(
+        self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> bool:
+        """Append a chunk. False, and nothing changes, if the attempt is not the newest."""
+        if attempt is not self._open:
+            self.counters.late_chunks += 1
+            return False
+        room = self.remaining_tokens
+        if len(token_ids) != len(logprobs) or len(token_ids) > room:
+            raise ValueError(f"{len(token_ids)} tokens, {len(logprobs)} log-probs, room for {room}")
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        return True
+
+    def lose(self, attempt: Attempt) -> None:
+        """The attempt's engine is gone or has been told to stop.
+
+        A turn whose last token already ended it has ended, though nobody said so.
+        """
+        if attempt is not self._open:
+            return
+        self._close_span()
+        if self.token_ids and self.token_ids[-1] in self.request.sampling_params.stop_token_ids:
+            self.end(FinishReason.STOP)
+        elif self.remaining_tokens <= 0:
+            self.end(FinishReason.LENGTH)
+
+    def end(self, reason: FinishReason, *, lost: bool = False) -> bool:
+        """End the turn. False, counted as duplicated, if it had ended already."""
+        if self.ended:
+            self.counters.duplicated += 1
+            return False
+        self._close_span()
+        self.finish_reason = reason
+        counters = self.counters
+        counters.output_tokens += len(self.token_ids)
+        if lost:
+            counters.lost += 1
+        elif reason is FinishReason.ABORT:
+            counters.aborted += 1
+        else:
+            counters.completed += 1
+        return True
+
+    def choice(self, *, start: int = 0) -> Choice:
+        """Tokens from `start` on, with all spans closed so far that reach behind it."""
+        return Choice(
+            token_ids=tuple(self.token_ids[start:]),
+            logprobs=Logprobs(content=tuple(self.logprobs[start:])),
+            finish_reason=self.finish_reason,
+            spans=tuple(span for span in self._spans_now() if span.end > start),
+        )
+
+    def _spans_now(self) -> list[Span]:
+        opened = self._open_span()
+        return [*self._spans, opened] if opened else self._spans
+
+    def _open_span(self) -> Span | None:
+        if self._open is None or self._open_from == len(self.token_ids):
+            return None
+        return Span(
+            start=self._open_from,
+            end=len(self.token_ids),
+            version=self._open.version,
+            engine=self._open.engine,
+            numerics=self._numerics,
+        )
+
+    def _close_span(self) -> None:
+        span = self._open_span()
+        self._open = None
+        if span is None:
+            return
+        if self._spans and _continues(self._spans[-1], span):
+            span = Span(
+                start=self._spans.pop().start,
+                end=span.end,
+                version=span.version,
+                engine=span.engine,
+                numerics=span.numerics,
+            )
+        self._spans.append(span)
+
+
+def _continues(before: Span, after: Span) -> bool:
+    return (before.version, before.engine, before.numerics) == (
+        after.version,
+        after.engine,
+        after.numerics,
+    )
+
+
+class TurnLedger:
+    """The open turns by request id, and the totals of all."""
+
+    def __init__(self) -> None:
+        self.counters = TurnCounters()
+        self._open: dict[str, Turn] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(
+        self, request: GenerateRequest, *, job: JobId, trajectory: TrajectoryId
+    ) -> Turn | None:
+        """A new turn, or None while one with this request id is open."""
+        if request.request_id in self._open:
+            return None
+        turn = Turn(request=request, job=job, trajectory=trajectory, counters=self.counters)
+        self._open[request.request_id] = turn
+        self.counters.started += 1
+        return turn
+
+    def close(self, turn: Turn) -> None:
+        """Forget a turn; one that has not ended ends as aborted."""
+        if not turn.ended:
+            turn.end(FinishReason.ABORT)
+        self._open.pop(turn.request.request_id, None)
