@@ -23,10 +23,10 @@ EXIT_INTERRUPTED = 130
 class LazyGroup(TyperGroup):
     """Lists every command from the table and imports only the one that is called."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
         command = COMMANDS.get(cmd_name)
         return None if command is None else TyperCommand(cmd_name, help=command.summary)
 

@@ -108,6 +108,16 @@ class PageReader(Generic[R]):
             return Reading(None, PageFault.MISSING)
         return reading
 
+    def read_left(self) -> Reading[R]:
+        """The last whole record however old: for a successor that takes the page over."""
+        if self._map is None:
+            fault = self._open()
+            if fault is not None:
+                return Reading(None, fault)
+        assert self._map is not None
+        stamp_ns = int.from_bytes(self._map[BODY_OFFSET : BODY_OFFSET + 8], "little")
+        return self._decode(stamp_ns - 1)
+
     def peek_sequence(self) -> int:
         """The sequence number alone: a change of it says that `read` has something new."""
         return -1 if self._map is None else int.from_bytes(self._map[8:16], "little")

@@ -1,0 +1,31 @@
+"""What the slot policy wants done. Every effect says why."""
+
+import msgspec
+
+from harvester.contracts.ids import LeaseId
+from harvester.contracts.page.records import Grant
+from harvester.contracts.wire.leases import EndReason
+
+
+class WriteGrant(msgspec.Struct, frozen=True, kw_only=True, tag="write_grant"):
+    """Publish this grant; it also stands for the beat, since an old one expires."""
+
+    grant: Grant
+    ttl_s: float
+    reason: str
+
+
+class EndLease(msgspec.Struct, frozen=True, kw_only=True, tag="end_lease"):
+    lease: LeaseId
+    reason: EndReason
+    deadline_s: float = 0.0
+    """How long running turns may still go on."""
+
+
+class Quarantine(msgspec.Struct, frozen=True, kw_only=True, tag="quarantine"):
+    """Offer the slot no more until an operator has looked at it and restarted the agent."""
+
+    reason: str
+
+
+Effect = WriteGrant | EndLease | Quarantine

@@ -1,0 +1,83 @@
+"""How much of a resource the guest gets, as a share of the configured maximum.
+
+The control law: a breach multiplies the level by `shrink_ratio` at once; after `quiet_s` without a
+breach, `grow_ratio` of the maximum comes back every `grow_interval_s`.
+"""
+
+import math
+
+import msgspec
+
+from harvester.policy.settings import LevelSettings, MissSettings
+
+
+class LevelState(msgspec.Struct, kw_only=True):
+    ratio: float = 1.0
+    breached_at_s: float | None = None
+    shrunk_at_s: float | None = None
+    grown_at_s: float | None = None
+
+
+class Level:
+    def __init__(self, settings: LevelSettings, state: LevelState | None = None) -> None:
+        self._settings = settings
+        self.state = state or LevelState()
+
+    @property
+    def ratio(self) -> float:
+        return self.state.ratio
+
+    def observe(self, *, breached: bool, now: float) -> float:
+        if breached:
+            self.state.breached_at_s = now
+            if _elapsed(self.state.shrunk_at_s, now) >= self._settings.shrink_interval_s:
+                self._shrink(now)
+        elif self.state.ratio < 1.0 and self._may_grow(now):
+            self.state.ratio = min(1.0, self.state.ratio + self._settings.grow_ratio)
+            self.state.grown_at_s = now
+        return self.state.ratio
+
+    def _shrink(self, now: float) -> None:
+        lower = self.state.ratio * self._settings.shrink_ratio
+        self.state.ratio = max(self._settings.floor_ratio, lower)
+        self.state.shrunk_at_s = now
+
+    def _may_grow(self, now: float) -> bool:
+        return (
+            _elapsed(self.state.breached_at_s, now) >= self._settings.quiet_s
+            and _elapsed(self.state.grown_at_s, now) >= self._settings.grow_interval_s
+        )
+
+
+class MissState(msgspec.Struct, kw_only=True):
+    samples: float = 0.0
+    misses: float = 0.0
+    at_s: float | None = None
+
+
+class MissWindow:
+    """Exponentially fading counts of latency samples and of misses beside a stepping guest."""
+
+    def __init__(self, settings: MissSettings, state: MissState | None = None) -> None:
+        self._settings = settings
+        self.state = state or MissState()
+
+    def observe(self, *, samples: float, misses: float, now: float) -> bool:
+        """Fold new counts in; True is a breach, after which counting begins anew."""
+        state = self.state
+        fade = math.exp(-_elapsed(state.at_s, now) / self._settings.window_s)
+        state.samples = state.samples * fade + samples
+        state.misses = state.misses * fade + misses
+        state.at_s = now
+        breached = (
+            misses > 0
+            and state.misses >= self._settings.minimum_misses
+            and state.misses > self._settings.limit_ratio * state.samples
+        )
+        if breached:
+            state.samples = state.misses = 0.0
+        return breached
+
+
+def _elapsed(since_s: float | None, now: float) -> float:
+    return math.inf if since_s is None else now - since_s

@@ -1,0 +1,217 @@
+"""What the pulses of one slot say together, and whether production may be believed at all.
+
+Missing data is danger, never idleness: a pulse that is absent, counters that went backwards, or
+requests without steps are conditions of their own. Nothing here decides what the guest may do.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from harvester.contracts.page.records import ProductionModel, Pulse
+from harvester.policy.sample import PulseReading
+from harvester.policy.settings import SlotSettings
+from harvester.policy.states import Condition
+
+_IDLE_WINDOW_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latencies:
+    """Samples that are new in this beat."""
+
+    seen_s: tuple[float, ...] = ()
+    total: int = 0
+    """Including those that a pulse could not hold."""
+
+    @property
+    def weight(self) -> float:
+        """How many new samples each seen one stands for."""
+        return self.total / len(self.seen_s) if self.seen_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductionView:
+    condition: Condition | None
+    """SILENT, RESTARTED, UNLEARNED or HUNG; None when production may be believed."""
+    reason: str = ""
+    model: ProductionModel = field(default_factory=ProductionModel)
+    phantom_prompt_tokens: int = 0
+    ttft: Latencies = field(default_factory=Latencies)
+    itl: Latencies = field(default_factory=Latencies)
+    decoding: int = 0
+    kv_usage_ratio: float = 0.0
+
+
+class PulseMemory(msgspec.Struct, kw_only=True):
+    steps_total: int
+    requests_total: int
+    samples_total: int
+    itl_samples_total: int
+    busy_s_total: float
+
+
+class WatchState(msgspec.Struct, kw_only=True):
+    pulses: dict[str, PulseMemory] = {}
+    progress_at_s: dict[str, float] = {}
+    """Per engine: when it last stepped or had nothing in flight."""
+    restarted_at_s: float | None = None
+    observed_at_s: float | None = None
+    idle_ratio: float | None = None
+
+
+class ProductionWatch:
+    def __init__(self, settings: SlotSettings, state: WatchState | None = None) -> None:
+        self._settings = settings
+        self.state = state or WatchState()
+
+    def observe(self, readings: tuple[PulseReading, ...], *, now: float) -> ProductionView:
+        silent = _silence(readings)
+        pulses = {r.name: r.record for r in readings if r.record is not None}
+        restarted = self._restarted(pulses, now)
+        ttft, itl = self._latencies(pulses)
+        self._note_idleness(pulses, now)
+        hung = self._hung(pulses, now)
+        self._remember(pulses, now)
+        condition, reason = self._condition(silent, restarted, hung, pulses)
+        return ProductionView(
+            condition=condition,
+            reason=reason,
+            model=_upper(tuple(pulses.values())),
+            phantom_prompt_tokens=max((p.prompt_tokens_p99 for p in pulses.values()), default=0),
+            ttft=ttft,
+            itl=itl,
+            decoding=sum(p.decoding for p in pulses.values()),
+            kv_usage_ratio=max((p.kv_usage_ratio for p in pulses.values()), default=0.0),
+        )
+
+    def _condition(
+        self, silent: str, restarted: str, hung: str, pulses: dict[str, Pulse]
+    ) -> tuple[Condition | None, str]:
+        if silent:
+            return Condition.SILENT, silent
+        if restarted:
+            return Condition.RESTARTED, restarted
+        learned = max((p.model_samples for p in pulses.values()), default=0)
+        if learned < self._settings.model_samples_min:
+            return (
+                Condition.UNLEARNED,
+                f"model rests on {learned} of {self._settings.model_samples_min} steps",
+            )
+        return (Condition.HUNG, hung) if hung else (None, "")
+
+    def _restarted(self, pulses: dict[str, Pulse], now: float) -> str:
+        state = self.state
+        for name, pulse in sorted(pulses.items()):
+            if name in state.pulses and _went_backwards(state.pulses[name], pulse):
+                state.restarted_at_s = now
+                state.idle_ratio = None
+                state.progress_at_s.pop(_engine_of(name), None)
+                return f"{name}: counters went backwards"
+        since = state.restarted_at_s
+        if since is not None and now - since < self._settings.cooldown_s:
+            return "production restarted"
+        return ""
+
+    def _latencies(self, pulses: dict[str, Pulse]) -> tuple[Latencies, Latencies]:
+        ttft: list[float] = []
+        itl: list[float] = []
+        ttft_total = itl_total = 0
+        for name, pulse in sorted(pulses.items()):
+            before = self.state.pulses.get(name)
+            if before is None or _went_backwards(before, pulse):
+                continue
+            new = pulse.samples_total - before.samples_total
+            new_itl = pulse.itl_samples_total - before.itl_samples_total
+            ttft += pulse.ttft_s_recent[-new:] if new else ()
+            itl += pulse.itl_s_recent[-new_itl:] if new_itl else ()
+            ttft_total += new
+            itl_total += new_itl
+        return (
+            Latencies(seen_s=tuple(ttft), total=ttft_total),
+            Latencies(seen_s=tuple(itl), total=itl_total),
+        )
+
+    def _note_idleness(self, pulses: dict[str, Pulse], now: float) -> None:
+        state = self.state
+        elapsed_s = 0.0 if state.observed_at_s is None else now - state.observed_at_s
+        if not pulses:
+            state.idle_ratio = None
+        known = [(p, state.pulses[n]) for n, p in pulses.items() if n in state.pulses]
+        if elapsed_s <= 0 or not known:
+            return
+        busy_s = sum(max(0.0, pulse.busy_s_total - before.busy_s_total) for pulse, before in known)
+        idle = 1.0 - min(1.0, busy_s / elapsed_s)
+        gain = min(1.0, elapsed_s / _IDLE_WINDOW_S)
+        last = idle if state.idle_ratio is None else state.idle_ratio
+        state.idle_ratio = last + gain * (idle - last)
+
+    def _hung(self, pulses: dict[str, Pulse], now: float) -> str:
+        engines: dict[str, list[tuple[str, Pulse]]] = {}
+        for name, pulse in sorted(pulses.items()):
+            engines.setdefault(_engine_of(name), []).append((name, pulse))
+        verdict = ""
+        for engine, members in engines.items():
+            idle = all(pulse.in_flight == 0 for _, pulse in members)
+            if idle or any(self._stepped(name, pulse) for name, pulse in members):
+                self.state.progress_at_s[engine] = now
+            stuck_s = now - self.state.progress_at_s.setdefault(engine, now)
+            if stuck_s > self._patience_s([pulse for _, pulse in members]):
+                verdict = verdict or f"{engine}: requests in flight, no step for {stuck_s:.1f} s"
+        return verdict
+
+    def _stepped(self, name: str, pulse: Pulse) -> bool:
+        before = self.state.pulses.get(name)
+        return before is None or pulse.steps_total != before.steps_total
+
+    def _patience_s(self, pulses: list[Pulse]) -> float:
+        model = _upper(tuple(pulses))
+        prompt_tokens = max(pulse.largest_waiting_prompt_tokens for pulse in pulses)
+        decoding = sum(pulse.decoding for pulse in pulses)
+        step_s = max(model.prefill_s(prompt_tokens), model.decode_s(decoding))
+        return max(self._settings.hung_min_s, self._settings.hung_steps * step_s)
+
+    def _remember(self, pulses: dict[str, Pulse], now: float) -> None:
+        for name, pulse in pulses.items():
+            self.state.pulses[name] = PulseMemory(
+                steps_total=pulse.steps_total,
+                requests_total=pulse.requests_total,
+                samples_total=pulse.samples_total,
+                itl_samples_total=pulse.itl_samples_total,
+                busy_s_total=pulse.busy_s_total,
+            )
+        self.state.observed_at_s = now
+
+
+def _silence(readings: tuple[PulseReading, ...]) -> str:
+    if not readings:
+        return "no pulse is expected or present"
+    faults = [f"{r.name} {r.fault or 'missing'}" for r in readings if r.record is None]
+    return ", ".join(faults)
+
+
+def _went_backwards(before: PulseMemory, pulse: Pulse) -> bool:
+    return (
+        pulse.steps_total < before.steps_total
+        or pulse.requests_total < before.requests_total
+        or pulse.samples_total < before.samples_total
+        or pulse.itl_samples_total < before.itl_samples_total
+        or pulse.busy_s_total < before.busy_s_total
+    )
+
+
+def _engine_of(pulse_name: str) -> str:
+    """`pulse.<engine>.<process>`: the processes of one engine share its steps."""
+    parts = pulse_name.split(".")
+    return parts[1] if len(parts) == 3 else pulse_name
+
+
+def _upper(pulses: tuple[Pulse, ...]) -> ProductionModel:
+    """The larger of every coefficient: an upper bound of all models, as none is negative."""
+    models = [pulse.model for pulse in pulses]
+    return ProductionModel(
+        prefill_base_s=max((m.prefill_base_s for m in models), default=0.0),
+        prefill_s_per_token=max((m.prefill_s_per_token for m in models), default=0.0),
+        decode_base_s=max((m.decode_base_s for m in models), default=0.0),
+        decode_s_per_request=max((m.decode_s_per_request for m in models), default=0.0),
+    )

@@ -1,0 +1,46 @@
+"""What the slot policy is told at every beat: raw facts with no verdict in them."""
+
+from enum import StrEnum
+
+import msgspec
+
+from harvester.contracts.ids import Epoch, LeaseId
+from harvester.contracts.page.records import Guest, Pulse
+from harvester.contracts.page.seal import PageFault
+
+
+class KillSwitch(StrEnum):
+    NONE = "none"
+    HOLD = "hold"
+    """No grant and no new lease; leases stay, so that harvesting can go on where it stopped."""
+    DRAIN = "drain"
+    """As hold, and leases end."""
+
+
+class PulseReading(msgspec.Struct, frozen=True, kw_only=True):
+    """An expected pulse: its record, or the fault that stands in its place."""
+
+    name: str
+    record: Pulse | None = None
+    fault: PageFault | None = None
+
+
+class GuestReading(msgspec.Struct, frozen=True, kw_only=True):
+    record: Guest | None = None
+    fault: PageFault | None = None
+
+
+class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
+    """What the lease book says about the slot."""
+
+    epoch: Epoch
+    lease: LeaseId | None = None
+    ending: bool = False
+
+
+class SlotSample(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
+    pulses: tuple[PulseReading, ...]
+    """One for each expected name, in the order of names. None expected is itself a fault."""
+    guest: GuestReading
+    lease: LeaseView
+    kill_switch: KillSwitch = KillSwitch.NONE

@@ -1,0 +1,277 @@
+"""The node's control law for one slot: how much the guest may do in the next half second.
+
+    open level = configured maximum * step level;  a danger writes a closed grant in the same beat
+    step level: halved by a breach of the miss limit, grown slowly after quiet time
+
+The states and transitions are data in `harvester.policy.states`. This module decides nothing about
+single steps (the guest's gate does) and touches no page, socket, clock or log.
+"""
+
+from typing import Any
+
+import msgspec
+
+from harvester.contracts.ids import Epoch
+from harvester.contracts.page.records import Grant, GrantMode, Guest
+from harvester.contracts.wire.leases import EndReason, SlotState
+from harvester.policy.budget import BudgetState, ErrorBudget
+from harvester.policy.effects import Effect, EndLease, Quarantine, WriteGrant
+from harvester.policy.level import Level, LevelState, MissState, MissWindow
+from harvester.policy.production import ProductionView, ProductionWatch, WatchState
+from harvester.policy.proof import Impact, ProofSlices, ProofState
+from harvester.policy.sample import GuestReading, KillSwitch, SlotSample
+from harvester.policy.settings import Mode, SlotSettings
+from harvester.policy.states import DANGERS, TRANSITIONS, Condition, State
+
+_LEASE_FATE: dict[Condition, tuple[EndReason, str]] = {
+    Condition.QUARANTINED: (EndReason.GUEST_LOST, ""),
+    Condition.SILENT: (EndReason.PRODUCTION_LOST, "production_lost_s"),
+    Condition.RESTARTED: (EndReason.PRODUCTION_LOST, "production_lost_s"),
+    Condition.UNLEARNED: (EndReason.PRODUCTION_LOST, "production_lost_s"),
+    Condition.HUNG: (EndReason.PRODUCTION_LOST, "production_lost_s"),
+    Condition.OVERSPENT: (EndReason.BUDGET, ""),
+    Condition.HARMFUL: (EndReason.BREACH, ""),
+    Condition.GUESTLESS: (EndReason.GUEST_LOST, "guest_lost_s"),
+}
+"""Conditions that end a lease, and the setting that says how long they must last first."""
+
+
+class SlotMemory(msgspec.Struct, kw_only=True):
+    """Everything that the policy remembers, so that a journal file replays by itself."""
+
+    state: State = State.OFF
+    condition: Condition = Condition.UNLEARNED
+    reason: str = "starting"
+    since_s: float | None = None
+    danger_at_s: float | None = None
+    guest_steps: int = 0
+    guest_active_at_s: float | None = None
+    losses_s: list[float] = []
+    quarantine: str = ""
+    watch: WatchState = msgspec.field(default_factory=WatchState)
+    step_level: LevelState = msgspec.field(default_factory=LevelState)
+    kv_level: LevelState = msgspec.field(default_factory=LevelState)
+    misses: MissState = msgspec.field(default_factory=MissState)
+    budget: BudgetState | None = None
+    proof_ttft: ProofState = msgspec.field(default_factory=ProofState)
+    proof_itl: ProofState = msgspec.field(default_factory=ProofState)
+
+
+class SlotPolicy:
+    NAME = "harvester.policy.slot"
+    SAMPLE = SlotSample
+    EFFECT = Effect
+
+    def __init__(self, settings: SlotSettings) -> None:
+        self.settings = settings
+        self._install(SlotMemory())
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "SlotPolicy":
+        return cls(msgspec.convert(config, SlotSettings))
+
+    def snapshot(self) -> dict[str, Any]:
+        memory = self._memory
+        memory.watch, memory.misses = self._watch.state, self._misses.state
+        memory.step_level, memory.kv_level = self._step_level.state, self._kv_level.state
+        memory.budget = self.budget.state
+        memory.proof_ttft, memory.proof_itl = self._proof_ttft.state, self._proof_itl.state
+        snapshot: dict[str, Any] = msgspec.to_builtins(memory)
+        return snapshot
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        self._install(msgspec.convert(snapshot, SlotMemory))
+
+    @property
+    def state(self) -> State:
+        return self._memory.state
+
+    @property
+    def condition(self) -> Condition:
+        return self._memory.condition
+
+    @property
+    def reason(self) -> str:
+        return self._memory.reason
+
+    @property
+    def step_level_ratio(self) -> float:
+        return self._step_level.ratio
+
+    @property
+    def idle_ratio(self) -> float | None:
+        """Share of recent time in which production had nothing to step; None is unknown."""
+        return self._watch.state.idle_ratio
+
+    def impact(self) -> dict[str, Impact | None]:
+        return {"ttft": self._proof_ttft.impact(), "itl": self._proof_itl.impact()}
+
+    def slot_state(self) -> SlotState:
+        """What the slot is worth to a scheduler."""
+        memory = self._memory
+        if memory.quarantine:
+            return SlotState.QUARANTINED
+        if self.settings.mode is not Mode.HARVEST or memory.state is State.OFF:
+            return SlotState.OFF
+        if memory.state is State.LEARNING:
+            return SlotState.LEARNING
+        if memory.state is State.COOLDOWN or memory.condition is Condition.GUESTLESS:
+            return SlotState.OFF
+        return SlotState.OFFERED
+
+    def observe(self, sample: SlotSample, *, now: float) -> tuple[Effect, ...]:
+        production = self._watch.observe(sample.pulses, now=now)
+        self._note_guest(sample.guest.record, now)
+        overspent = self._account(production, now)
+        before = self._memory.condition
+        condition, reason = self._condition(sample, production, overspent, now)
+        if condition is not before or self._memory.since_s is None:
+            self._memory.since_s = now
+        if condition in DANGERS:
+            self._memory.danger_at_s = now
+        self._memory.state = TRANSITIONS[self._memory.state, condition]
+        self._memory.condition, self._memory.reason = condition, reason
+        self._prove(production, now)
+        ending = self._end_lease(sample, now)
+        grant = self._grant(sample.lease.epoch, sample, production)
+        write = WriteGrant(grant=grant, ttl_s=self.settings.grant_ttl_s, reason=grant.reason)
+        return (write, *ending)
+
+    def _install(self, memory: SlotMemory) -> None:
+        settings = self.settings
+        self._memory = memory
+        self._watch = ProductionWatch(settings, memory.watch)
+        self._step_level = Level(settings.step_level, memory.step_level)
+        self._kv_level = Level(settings.kv_level, memory.kv_level)
+        self._misses = MissWindow(settings.misses, memory.misses)
+        self.budget = ErrorBudget(settings.budget, memory.budget)
+        self._proof_ttft = ProofSlices(settings.proof, memory.proof_ttft)
+        self._proof_itl = ProofSlices(settings.proof, memory.proof_itl)
+
+    def _note_guest(self, guest: Guest | None, now: float) -> None:
+        if guest is None:
+            return
+        stepping = guest.steps_launched > guest.steps_finished
+        if stepping or guest.steps_finished != self._memory.guest_steps:
+            self._memory.guest_active_at_s = now
+        self._memory.guest_steps = guest.steps_finished
+
+    def _account(self, production: ProductionView, now: float) -> bool:
+        """Fold the beat's latencies into levels, budget and proof; True is an overspent budget."""
+        settings, beside = self.settings, self._stepped_during
+        late_ttft = [x for x in production.ttft.seen_s if x > settings.ttft_slo_s]
+        late_itl = [x for x in production.itl.seen_s if x > settings.itl_slo_s]
+        ttft_misses = sum(beside(x, now) for x in late_ttft) * production.ttft.weight
+        itl_misses = sum(beside(x, now) for x in late_itl) * production.itl.weight
+        breached = self._misses.observe(
+            samples=production.ttft.total + production.itl.total,
+            misses=ttft_misses + itl_misses,
+            now=now,
+        )
+        self._step_level.observe(breached=breached, now=now)
+        self._kv_level.observe(
+            breached=production.kv_usage_ratio >= settings.kv_high_ratio, now=now
+        )
+        # Late tokens of one beat belong to at most as many requests as were decoding.
+        late_requests = ttft_misses + min(itl_misses, float(max(1, production.decoding)))
+        return self.budget.observe(requests=production.ttft.total, misses=late_requests, now=now)
+
+    def _stepped_during(self, latency_s: float, now: float) -> bool:
+        active_at_s = self._memory.guest_active_at_s
+        return active_at_s is not None and now - active_at_s <= latency_s + self.settings.beat_s
+
+    def _condition(
+        self, sample: SlotSample, production: ProductionView, overspent: bool, now: float
+    ) -> tuple[Condition, str]:
+        """The most severe condition; the order is that of `Condition`."""
+        memory, settings = self._memory, self.settings
+        if settings.mode is Mode.OFF:
+            return Condition.KILLED, "mode off"
+        if sample.kill_switch is not KillSwitch.NONE:
+            return Condition.KILLED, f"kill switch: {sample.kill_switch}"
+        if memory.quarantine:
+            return Condition.QUARANTINED, memory.quarantine
+        if production.condition is not None:
+            return production.condition, production.reason
+        if overspent:
+            return Condition.OVERSPENT, self.budget.reason
+        if self._proof_ttft.harmful or self._proof_itl.harmful:
+            return Condition.HARMFUL, "latency beside the guest exceeds the limit"
+        cooling_s = settings.cooldown_s
+        if memory.danger_at_s is not None and now - memory.danger_at_s < cooling_s:
+            return Condition.COOLING, f"quiet for less than {cooling_s} s"
+        return self._harvestable(sample, now)
+
+    def _harvestable(self, sample: SlotSample, now: float) -> tuple[Condition, str]:
+        idle, reason = Condition.CLEAR, ""
+        if self.settings.mode is Mode.HARVEST:
+            if sample.guest.record is None:
+                idle, reason = Condition.GUESTLESS, f"guest {sample.guest.fault or 'missing'}"
+            elif sample.lease.lease is None:
+                idle, reason = Condition.UNLEASED, "no lease"
+        if idle is Condition.CLEAR and self._proof_ttft.withheld(now=now):
+            return Condition.WITHHELD, "proof slice"
+        return idle, reason
+
+    def _prove(self, production: ProductionView, now: float) -> None:
+        memory = self._memory
+        eligible = (
+            self.settings.mode is Mode.HARVEST
+            and memory.condition in {Condition.CLEAR, Condition.WITHHELD}
+            and memory.state in {State.OPEN, State.CLOSED}
+        )
+        self._proof_ttft.observe(latencies_s=production.ttft.seen_s, eligible=eligible, now=now)
+        self._proof_itl.observe(latencies_s=production.itl.seen_s, eligible=eligible, now=now)
+
+    def _end_lease(self, sample: SlotSample, now: float) -> tuple[Effect, ...]:
+        memory, lease = self._memory, sample.lease.lease
+        if lease is None or sample.lease.ending:
+            return ()
+        if sample.kill_switch is KillSwitch.DRAIN:
+            return (EndLease(lease=lease, reason=EndReason.KILL_SWITCH),)
+        fate = _LEASE_FATE.get(memory.condition)
+        if fate is None or memory.since_s is None:
+            return ()
+        reason, patience = fate
+        if patience and now - memory.since_s < getattr(self.settings, patience):
+            return ()
+        ended = EndLease(lease=lease, reason=reason)
+        if memory.condition is not Condition.GUESTLESS:
+            return (ended,)
+        return (ended, *self._count_loss(sample.guest, now))
+
+    def _count_loss(self, guest: GuestReading, now: float) -> tuple[Effect, ...]:
+        memory, settings = self._memory, self.settings
+        recent = [at for at in memory.losses_s if now - at < settings.quarantine_window_s]
+        memory.losses_s = [*recent, now]
+        if len(memory.losses_s) < settings.quarantine_losses:
+            return ()
+        memory.quarantine = (
+            f"guest lost {len(memory.losses_s)} times in {settings.quarantine_window_s:.0f} s "
+            f"({guest.fault or 'missing'})"
+        )
+        return (Quarantine(reason=memory.quarantine),)
+
+    def _grant(self, epoch: Epoch, sample: SlotSample, production: ProductionView) -> Grant:
+        settings, memory = self.settings, self._memory
+        may_run = memory.state is State.OPEN and memory.condition is Condition.CLEAR
+        reason = memory.reason or memory.state.value
+        if settings.mode is Mode.OBSERVE:
+            reason, may_run = f"observe only, else {reason}", False
+        mode = GrantMode.UNGATED if settings.ungated else GrantMode.OPEN
+        return Grant(
+            epoch=epoch,
+            mode=mode if may_run else GrantMode.CLOSED,
+            reason=reason[:200],
+            step_tokens_cap=max(1, int(settings.step_tokens_max * self._step_level.ratio)),
+            kv_budget_tokens=int(settings.kv_budget_tokens * self._kv_level.ratio),
+            pulses=tuple(reading.name for reading in sample.pulses),
+            ttft_slo_s=settings.ttft_slo_s,
+            itl_slo_s=settings.itl_slo_s,
+            epsilon=settings.epsilon,
+            phantom_prompt_tokens=settings.phantom_prompt_tokens
+            or production.phantom_prompt_tokens,
+            production=production.model,
+            blocking_ratio=settings.blocking_ratio,
+            abort_grace_s=settings.abort_grace_s,
+        )

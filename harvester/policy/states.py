@@ -1,0 +1,80 @@
+"""The slot's states and transitions as data; the policy, the documentation and the tests read it.
+
+    shrink at once:  any danger leaves OPEN in the same beat
+    grow slowly:     COOLDOWN must pass in quiet before OPEN, and OPEN grows its level step by step
+
+Only OPEN writes a grant that lets the guest run.
+"""
+
+from enum import StrEnum
+
+
+class State(StrEnum):
+    OFF = "off"
+    """Harvesting is not allowed here: mode, kill switch or quarantine."""
+    LEARNING = "learning"
+    """Production's model is not yet to be believed."""
+    CLOSED = "closed"
+    """Nothing is wrong and nothing to run: no guest, no lease or a withheld slice."""
+    COOLDOWN = "cooldown"
+    """Production was in danger; waiting for quiet."""
+    OPEN = "open"
+
+
+class Condition(StrEnum):
+    """The most severe thing that is true in a beat; the order here is the order of severity."""
+
+    KILLED = "killed"
+    QUARANTINED = "quarantined"
+    SILENT = "silent"
+    """An expected pulse is missing, expired, torn or foreign."""
+    RESTARTED = "restarted"
+    """A pulse's counters went backwards: a new engine, not an idle one."""
+    UNLEARNED = "unlearned"
+    HUNG = "hung"
+    """Requests in flight and no step for several predicted steps."""
+    OVERSPENT = "overspent"
+    """The error budget says stop."""
+    HARMFUL = "harmful"
+    """The proof slices say stop."""
+    COOLING = "cooling"
+    """The last danger is less than the quiet time ago."""
+    GUESTLESS = "guestless"
+    UNLEASED = "unleased"
+    WITHHELD = "withheld"
+    """A proof slice without a grant."""
+    CLEAR = "clear"
+
+
+DANGERS = frozenset({Condition.SILENT, Condition.HUNG, Condition.OVERSPENT, Condition.HARMFUL})
+"""Conditions after which quiet time must pass."""
+
+_TARGET: dict[Condition, State] = {
+    Condition.KILLED: State.OFF,
+    Condition.QUARANTINED: State.OFF,
+    Condition.SILENT: State.COOLDOWN,
+    Condition.RESTARTED: State.LEARNING,
+    Condition.UNLEARNED: State.LEARNING,
+    Condition.HUNG: State.COOLDOWN,
+    Condition.OVERSPENT: State.COOLDOWN,
+    Condition.HARMFUL: State.COOLDOWN,
+    Condition.COOLING: State.COOLDOWN,
+    Condition.GUESTLESS: State.CLOSED,
+    Condition.UNLEASED: State.CLOSED,
+    Condition.WITHHELD: State.CLOSED,
+    Condition.CLEAR: State.OPEN,
+}
+
+_EXCEPTIONS: dict[tuple[State, Condition], State] = {
+    # Before the first pulse there is no danger to cool down from, only nothing known.
+    (State.LEARNING, Condition.SILENT): State.LEARNING,
+    # Off and learning are left through one beat of CLOSED, so that OPEN is never entered blind.
+    (State.OFF, Condition.CLEAR): State.CLOSED,
+    (State.LEARNING, Condition.CLEAR): State.CLOSED,
+}
+
+TRANSITIONS: dict[tuple[State, Condition], State] = {
+    (state, condition): _EXCEPTIONS.get((state, condition), _TARGET[condition])
+    for state in State
+    for condition in Condition
+}
