@@ -31,7 +31,7 @@ bench: setup ## one benchmark: make bench NAME=step_gate
 	$(BIN)/python -m benchmarks.$(NAME) --json out/bench/$(NAME).json $(ARGS)
 
 compat: setup ## every upstream symbol that we touch, in each supported vLLM's wheel
-	$(BIN)/python -m coserve.vllm.compat $(or $(ARGS),--download build/wheels)
+	$(BIN)/python -m coserve.vllm.compat build/wheels --download $(ARGS)
 
 lock: setup ## write requirements.lock again: make lock ARGS=--upgrade moves the versions
 	deploy/lock/compile $(ARGS)

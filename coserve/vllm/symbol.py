@@ -1,0 +1,54 @@
+"""One row of the upstream table: a name of vLLM, and the form in which an adapter relies on it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from coserve.vllm.capabilities import Capabilities
+
+
+class Use(StrEnum):
+    """What an adapter does with a name, and so what must hold for it."""
+
+    READ = "read"
+    """It exists; its definition mentions each string of `details`."""
+
+    OVERRIDE = "override"
+    """Ours replaces it: its parameters are exactly `details`."""
+
+    CALL = "call"
+    """We call it with `details`: those are parameters, and every other one has a default."""
+
+    SUBCLASS = "subclass"
+    """Ours derives from it: its bases are exactly `details`."""
+
+    ROUTE = "route"
+    """An HTTP route of the module: `name` is its path, `details` its method."""
+
+
+def always(_: Capabilities) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """One upstream name in the form that an adapter relies on."""
+
+    use: Use
+    module: str
+    name: str
+    details: tuple[str, ...] = ()
+    when: Callable[[Capabilities], bool] = always
+
+
+def reads(module: str, *names: str) -> tuple[Symbol, ...]:
+    return tuple(Symbol(Use.READ, module, name) for name in names)
+
+
+def overrides(
+    module: str, owner: str, methods: Mapping[str, tuple[str, ...]]
+) -> tuple[Symbol, ...]:
+    return tuple(
+        Symbol(Use.OVERRIDE, module, f"{owner}.{name}", parameters)
+        for name, parameters in methods.items()
+    )

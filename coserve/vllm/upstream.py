@@ -1,0 +1,349 @@
+"""Every name of vLLM that the adapters touch, and how: one table, checked in every version.
+
+An adapter may import, override, call or read only what stands here. A row says which versions have
+the name in the stated form, in terms of the capability table; in all others it must be absent or
+different, so that neither table can drift from what upstream ships. The rows for `weightsync` are
+here too. Decides nothing at run time and imports neither vllm nor torch.
+"""
+
+from collections.abc import Callable, Mapping
+
+from coserve.vllm.capabilities import Capabilities, WeightEngineApi
+from coserve.vllm.symbol import Symbol, Use, always, overrides, reads
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler"
+_CORE = "vllm.v1.engine.core"
+_ENGINE = "vllm.v1.engine"
+_REQUEST = "vllm.v1.request"
+_STATS = "vllm.v1.metrics.stats"
+_LOGGERS = "vllm.v1.metrics.loggers"
+_TRANSFER = "vllm.distributed.weight_transfer"
+_LINEAR = "vllm.model_executor.layers.linear"
+_PATCHES = "vllm.model_executor.model_loader.checkpoint_weight_patch"
+_SLEEP = "vllm.device_allocator.sleep_mode_backend"
+_RL_ROUTES = (
+    "vllm.entrypoints.serve.dev.rlhf.api_router",
+    "vllm.entrypoints.rl.online.api_router",
+)
+_TOKEN_ROUTES = (
+    "vllm.entrypoints.serve.disagg.api_router",
+    "vllm.entrypoints.scale_out.token_in_token_out.api_router",
+)
+
+
+def _rl_route(
+    path: str, method: str = "post", when: Callable[[Capabilities], bool] = always
+) -> list[Symbol]:
+    def is_in(module: str) -> Callable[[Capabilities], bool]:
+        return lambda table: table.rl_routes_module == module and when(table)
+
+    return [Symbol(Use.ROUTE, module, path, (method,), is_in(module)) for module in _RL_ROUTES]
+
+
+def _token_route(module: str) -> Symbol:
+    return Symbol(
+        Use.ROUTE,
+        module,
+        "/inference/v1/generate",
+        ("post",),
+        lambda table: table.token_routes_module == module,
+    )
+
+
+SCHEDULER: tuple[Symbol, ...] = (
+    Symbol(Use.SUBCLASS, _ASYNC_SCHEDULER, "AsyncScheduler", ("Scheduler",)),
+    *overrides(_ASYNC_SCHEDULER, "AsyncScheduler", {"__init__": ("*args", "**kwargs")}),
+    *overrides(
+        _ASYNC_SCHEDULER,
+        "AsyncScheduler",
+        {
+            "schedule": ("throttle_prefills",),
+            "has_requests": (),
+            "has_unfinished_requests": (),
+            "has_finished_requests": (),
+            "get_num_unfinished_requests": (),
+            "get_request_counts": (),
+            "add_request": ("request",),
+            "finish_requests": ("request_ids", "finished_status"),
+            "update_from_output": ("scheduler_output", "model_runner_output"),
+            "reset_prefix_cache": ("reset_running_requests", "reset_connector"),
+            "set_pause_state": ("pause_state",),
+            "shutdown": (),
+        },
+    ),
+    *reads(
+        _SCHEDULER,
+        "Scheduler.running",
+        "Scheduler.waiting",
+        "Scheduler.requests",
+        "Scheduler.finished_req_ids",
+        "Scheduler.max_num_scheduled_tokens",
+        "Scheduler.max_num_running_reqs",
+        "Scheduler.kv_cache_manager",
+        "Scheduler.pause_state",
+        "Scheduler.block_size",
+    ),
+    Symbol(
+        Use.READ,
+        _SCHEDULER,
+        "Scheduler.skipped_waiting",
+        when=lambda table: table.skipped_waiting_queue,
+    ),
+    Symbol(
+        Use.CALL,
+        _SCHEDULER,
+        "Scheduler._preempt_request",
+        ("request", "timestamp", "drop_stale_output"),
+        lambda table: table.preempt_drops_output,
+    ),
+    *reads("vllm.v1.core.kv_cache_manager", "KVCacheManager.block_pool"),
+    *reads("vllm.v1.core.block_pool", "BlockPool.num_gpu_blocks"),
+    Symbol(Use.CALL, "vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks"),
+    *reads(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput.total_num_scheduled_tokens",
+        "SchedulerOutput.num_scheduled_tokens",
+    ),
+    *reads(
+        "vllm.v1.core.sched.interface",
+        "PauseState.UNPAUSED",
+        "PauseState.PAUSED_NEW",
+        "PauseState.PAUSED_ALL",
+    ),
+    *reads(
+        _REQUEST,
+        "Request.request_id",
+        "Request.arrival_time",
+        "Request.num_computed_tokens",
+        "RequestStatus.FINISHED_ABORTED",
+    ),
+    *reads("vllm.config.scheduler", "SchedulerConfig.scheduler_cls"),
+)
+"""What the gated scheduler derives from, overrides and reads."""
+
+ENGINE_LOOP: tuple[Symbol, ...] = (
+    Symbol(Use.SUBCLASS, _CORE, "EngineCoreProc", ("EngineCore",)),
+    *overrides(
+        _CORE,
+        "EngineCoreProc",
+        {
+            "run_busy_loop": (),
+            "_process_input_queue": (),
+            "_process_engine_step": (),
+            "has_work": (),
+            "is_running": (),
+            "_handle_client_request": ("request_type", "request"),
+            "_send_abort_outputs": ("aborted_reqs",),
+        },
+    ),
+    *reads(
+        _CORE,
+        "EngineCoreProc.input_queue",
+        "EngineCoreProc.aborts_queue",
+        "EngineCore.batch_queue",
+        "EngineCore.scheduler",
+    ),
+    Symbol(
+        Use.READ, _CORE, "EngineCore._weight_version", when=lambda table: table.weight_version_api
+    ),
+    Symbol(
+        Use.OVERRIDE,
+        _CORE,
+        "EngineCoreProc._maybe_publish_request_counts",
+        when=lambda table: table.request_counts_published,
+    ),
+    *reads(_ENGINE, "EngineCoreRequestType.WAKEUP", "EngineCoreRequestType.ABORT"),
+)
+"""What wakes the engine loop of a guest and lets it sleep."""
+
+STATISTICS: tuple[Symbol, ...] = (
+    *overrides(
+        _LOGGERS,
+        "StatLoggerBase",
+        {
+            "__init__": ("vllm_config", "engine_index"),
+            "record": ("scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
+            "log_engine_initialized": (),
+        },
+    ),
+    *reads(_STATS, "SchedulerStats.num_running_reqs", "SchedulerStats.num_waiting_reqs"),
+    *reads(_STATS, "SchedulerStats.kv_cache_usage", "FinishedRequestStats.num_prompt_tokens"),
+    *reads(
+        _STATS,
+        "IterationStats.num_prompt_tokens",
+        "IterationStats.num_generation_tokens",
+        "IterationStats.time_to_first_tokens_iter",
+        "IterationStats.inter_token_latencies_iter",
+        "IterationStats.finished_requests",
+    ),
+)
+"""What the pulse of a production engine is made from."""
+
+PLUGINS: tuple[Symbol, ...] = (
+    Symbol(Use.READ, "vllm.plugins", "DEFAULT_PLUGINS_GROUP", ("vllm.general_plugins",)),
+    Symbol(Use.READ, "vllm.plugins", "STAT_LOGGER_PLUGINS_GROUP", ("vllm.stat_logger_plugins",)),
+    Symbol(
+        Use.READ,
+        "vllm.plugins",
+        "ENDPOINT_PLUGINS_GROUP",
+        ("vllm.endpoint_plugins",),
+        lambda table: table.endpoint_plugins,
+    ),
+    Symbol(Use.READ, _SLEEP, "SleepModeBackend", when=lambda table: table.sleep_backends),
+    *reads("vllm.v1.worker.cpu_worker", "CPUWorker"),
+    Symbol(
+        Use.READ,
+        "vllm.engine.arg_utils",
+        "EngineArgs.add_cli_args",
+        (
+            "--scheduler-cls",
+            "--weight-transfer-config",
+            "--stream-interval",
+            "--logprobs-mode",
+            "--load-format",
+            "--served-model-name",
+            "--enforce-eager",
+            "--max-model-len",
+            "--max-num-seqs",
+            "--max-num-batched-tokens",
+        ),
+    ),
+)
+"""How our code gets into an engine: entry points and flags."""
+
+
+def _weight_engine(api: WeightEngineApi, methods: Mapping[str, tuple[str, ...]]) -> list[Symbol]:
+    return [
+        Symbol(
+            Use.OVERRIDE,
+            f"{_TRANSFER}.base",
+            f"WeightTransferEngine.{name}",
+            parameters,
+            lambda table: table.weight_engine_api is api,
+        )
+        for name, parameters in methods.items()
+    ]
+
+
+WEIGHTS: tuple[Symbol, ...] = (
+    Symbol(
+        Use.CALL,
+        f"{_TRANSFER}.factory",
+        "WeightTransferEngineFactory.register_engine",
+        ("name", "module_path_or_cls", "class_name"),
+    ),
+    *overrides(
+        f"{_TRANSFER}.base",
+        "WeightTransferEngine",
+        {
+            "parse_init_info": ("init_dict",),
+            "parse_update_info": ("update_dict",),
+            "init_transfer_engine": ("init_info",),
+            "shutdown": (),
+        },
+    ),
+    *_weight_engine(
+        WeightEngineApi.LOADER,
+        {
+            "__init__": ("config", "parallel_config", "model"),
+            "receive_weights": ("update_info", "load_weights"),
+        },
+    ),
+    *_weight_engine(
+        WeightEngineApi.WORKER,
+        {
+            "__init__": ("config", "vllm_config", "device", "model"),
+            "receive_weights": ("update_info",),
+            "start_weight_update": (),
+            "update_weights": ("update_info",),
+            "finish_weight_update": (),
+        },
+    ),
+    Symbol(
+        Use.OVERRIDE,
+        f"{_TRANSFER}.base",
+        "WeightTransferEngine.trainer_send_weights",
+        ("iterator", "trainer_args"),
+        lambda table: table.weight_engine_sends,
+    ),
+    *reads(f"{_TRANSFER}.base", "WeightTransferInitInfo", "WeightTransferUpdateInfo"),
+    Symbol(
+        Use.READ,
+        f"{_TRANSFER}.base",
+        "VLLMWeightSyncClient",
+        when=lambda table: table.weight_sync_client,
+    ),
+    *(
+        Symbol(
+            Use.READ,
+            _LINEAR,
+            "UnquantizedLinearMethod.process_weights_after_loading",
+            (flag,),
+            lambda table, flag=flag: table.plain_weight_flag == flag,  # type: ignore[misc]
+        )
+        for flag in ("_cpu_skip_gemm_dispatch", "skip_weight_relayout")
+    ),
+    Symbol(
+        Use.CALL,
+        "vllm.model_executor.layers.utils",
+        "dispatch_cpu_unquantized_gemm",
+        ("layer", "remove_weight"),
+    ),
+    Symbol(
+        Use.CALL,
+        _PATCHES,
+        "load_checkpoint_weight_patches",
+        ("model", "patches"),
+        lambda table: table.checkpoint_patches,
+    ),
+)
+"""What the weight backend derives from, and what keeps or repacks a weight on a CPU."""
+
+ROUTES: tuple[Symbol, ...] = (
+    *_rl_route("/pause"),
+    *_rl_route("/resume"),
+    *_rl_route("/is_paused", "get"),
+    *_rl_route("/init_weight_transfer_engine"),
+    *_rl_route("/start_weight_update"),
+    *_rl_route("/update_weights"),
+    *_rl_route("/finish_weight_update"),
+    *_rl_route("/abort_requests", when=lambda table: table.abort_route),
+    *_rl_route("/update_weight_version", when=lambda table: table.weight_version_api),
+    *_rl_route("/weight_info", "get", lambda table: table.weight_version_api),
+    Symbol(
+        Use.ROUTE,
+        _RL_ROUTES[1],
+        "/weight_checker",
+        ("post",),
+        lambda table: table.weight_checker,
+    ),
+    *map(_token_route, _TOKEN_ROUTES),
+    Symbol(
+        Use.READ,
+        "vllm.outputs",
+        "WeightVersionSpan",
+        when=lambda table: table.weight_version_spans,
+    ),
+    Symbol(
+        Use.ROUTE, "vllm.entrypoints.serve.dev.cache.api_router", "/reset_prefix_cache", ("post",)
+    ),
+    Symbol(
+        Use.ROUTE,
+        "vllm.entrypoints.serve.dev.sleep.api_router",
+        "/release_kv_cache_memory",
+        ("post",),
+        lambda table: table.kv_memory_release,
+    ),
+    Symbol(Use.ROUTE, "vllm.entrypoints.serve.instrumentator.health", "/health", ("get",)),
+)
+"""What the gateway and the agent ask of an engine over HTTP."""
+
+TABLE: tuple[Symbol, ...] = (
+    *SCHEDULER,
+    *ENGINE_LOOP,
+    *STATISTICS,
+    *PLUGINS,
+    *WEIGHTS,
+    *ROUTES,
+)
