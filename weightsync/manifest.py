@@ -1,0 +1,153 @@
+"""The index file of one version: the shared Hugging Face layout plus a block of our own.
+
+`metadata` and `weight_map` are what slime, miles and others read and write; the `rosemux` block
+adds the state hash, file digests and per-tensor encodings. A version without the block is a foreign
+one: its tensors are verified by their checksums alone. Never touches a file.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from harvester.contracts.errors import Corrupt, PeerProtocolError, Unsupported
+from harvester.contracts.ids import WeightVersion, checked_name
+from weightsync.codec import Encoding
+from weightsync.state_hash import ALGORITHM
+
+INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 32 << 20
+BLOCK_FORMAT = 1
+
+
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Size and xxh3-128 of one shard."""
+
+    bytes: int
+    xxh3_128: str
+
+
+class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What RoseMux adds to an index."""
+
+    format: int
+    state_hash: str
+    bytes_dense: int
+    files: dict[str, FileRecord]
+    encodings: dict[str, Encoding] = {}
+
+
+class _Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
+    version: str | int
+    base_version: str | int | None = None
+    delta_encoding: str | None = None
+    compression_format: str | None = None
+    checksum_format: str | None = None
+    total_size: int | None = None
+
+
+class _Index(msgspec.Struct, frozen=True, omit_defaults=True):
+    metadata: _Metadata
+    weight_map: dict[str, str]
+    rosemux: Block | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One version. `base_version` and `delta_encoding` are None where it is a full checkpoint."""
+
+    version: WeightVersion
+    base_version: WeightVersion | None
+    delta_encoding: Encoding | None
+    checksum_format: str
+    weight_map: Mapping[str, str]
+    """Tensor name to shard file name."""
+    block: Block | None
+
+    @property
+    def is_full(self) -> bool:
+        return self.delta_encoding is None
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        return tuple(sorted(set(self.weight_map.values())))
+
+    def encoding_of(self, name: str) -> Encoding:
+        """How one tensor of a delta is encoded."""
+        if self.delta_encoding is None:
+            raise ValueError(f"version {self.version} is a full checkpoint")
+        if self.block is None:
+            return self.delta_encoding
+        return self.block.encodings.get(name, self.delta_encoding)
+
+
+def encoded_manifest(manifest: Manifest) -> bytes:
+    """The index file of a version that we publish."""
+    delta = not manifest.is_full
+    base = manifest.base_version
+    metadata = _Metadata(
+        version=f"{manifest.version:06d}",
+        base_version=None if base is None else f"{base:06d}",
+        delta_encoding=manifest.delta_encoding,
+        compression_format="zstd" if delta else None,
+        checksum_format=manifest.checksum_format,
+        total_size=manifest.block.bytes_dense if manifest.block and not delta else None,
+    )
+    index = _Index(metadata, dict(manifest.weight_map), manifest.block)
+    return msgspec.json.format(msgspec.json.encode(index), indent=1)
+
+
+def decoded_manifest(raw: bytes, *, expected: WeightVersion) -> Manifest:
+    """An index that was read from a store; raises Corrupt or Unsupported."""
+    try:
+        index = msgspec.json.decode(raw, type=_Index)
+        version = _version(index.metadata.version)
+        base = index.metadata.base_version
+        manifest = Manifest(
+            version=version,
+            base_version=None if base is None else _version(base),
+            delta_encoding=_encoding(index.metadata.delta_encoding),
+            checksum_format=index.metadata.checksum_format or ALGORITHM,
+            weight_map=index.weight_map,
+            block=index.rosemux,
+        )
+        for shard in manifest.shards:
+            checked_name(shard, what="shard")
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, PeerProtocolError) as error:
+        raise Corrupt(f"index of version {expected}: {error}") from error
+    _check(manifest, index.metadata.compression_format, expected)
+    return manifest
+
+
+def _check(manifest: Manifest, compression: str | None, expected: WeightVersion) -> None:
+    what = f"index of version {expected}"
+    if manifest.version != expected:
+        raise Corrupt(f"{what} says version {manifest.version}")
+    if manifest.is_full:
+        if manifest.base_version is not None:
+            raise Corrupt(f"{what}: a base version without a delta encoding")
+    elif manifest.base_version is None or manifest.base_version >= manifest.version:
+        raise Corrupt(f"{what}: base version {manifest.base_version}")
+    elif compression != "zstd":
+        raise Unsupported(f"{what}: compression {compression!r}; this reader knows zstd")
+    block = manifest.block
+    if block is not None:
+        if block.format != BLOCK_FORMAT:
+            raise Unsupported(f"{what}: format {block.format}; this reader knows {BLOCK_FORMAT}")
+        if set(block.files) != set(manifest.shards):
+            raise Corrupt(f"{what}: file records do not match the weight map")
+
+
+def _version(value: str | int) -> WeightVersion:
+    version = int(value)
+    if not 0 <= version < 1 << 48:
+        raise ValueError(f"version {value}")
+    return WeightVersion(version)
+
+
+def _encoding(name: str | None) -> Encoding | None:
+    if name is None:
+        return None
+    if name not in {Encoding.XOR, Encoding.OVERWRITE, Encoding.ROSEMUX}:
+        raise ValueError(f"delta_encoding {name!r} is not known to this reader")
+    return Encoding(name)

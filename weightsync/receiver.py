@@ -1,0 +1,155 @@
+"""Receiving: from the version that is held to the one that is wanted, checked before and after.
+
+    plan     the cheapest steps, resolved whole before anything is touched
+    stage    shards read, checked and decoded into memory while the engine still runs
+    apply    written in place; then the state that is really there is hashed
+
+`stage` fails without having touched the target. After a failed `apply` the target is in doubt until
+a full checkpoint has been applied: `sync` does that by itself.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.ids import WeightVersion
+from weightsync.bits import Layout
+from weightsync.delta import checked_apply
+from weightsync.plan import Plan, Step, planned
+from weightsync.staging import Staged, check_state, stage
+from weightsync.store import Store, VersionRef
+from weightsync.target import ApplyTarget
+
+MAX_REMEMBERED_STEPS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """A state that is really there."""
+
+    version: WeightVersion
+    state_hash: str
+    bytes_read: int
+    tensors_changed: int
+    from_full: bool
+    seconds: float
+    """Of the apply alone: writing and verifying."""
+
+
+class Receiver:
+    """Reads one store for one holder of weights. Not thread-safe."""
+
+    def __init__(
+        self, store_dir: Path | str, *, threads: int = 2, clock: Clock | None = None
+    ) -> None:
+        self._store = Store(Path(store_dir))
+        self._clock = clock or MonotonicClock()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-receive")
+        self._steps: dict[VersionRef, Step] = {}
+        self._layout: tuple[VersionRef, Layout] | None = None
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def latest(self) -> WeightVersion | None:
+        """The newest published version; None before the first one."""
+        return self._store.latest()
+
+    def plan(self, current: WeightVersion | None, target: WeightVersion) -> Plan:
+        """See `planned`: raises ConfigError, Stale or Corrupt."""
+        return planned(self, current=current, target=target, latest=self._store.latest())
+
+    def step(self, ref: VersionRef) -> Step | None:
+        """One directory's manifest and size; remembered, because versions never change."""
+        if not self._store.has(ref):
+            return None
+        if ref not in self._steps:
+            if len(self._steps) >= MAX_REMEMBERED_STEPS:
+                self._steps.clear()
+            manifest = self._store.manifest(ref)
+            self._steps[ref] = Step(ref, manifest, self._store.size_bytes(ref, manifest))
+        return self._steps[ref]
+
+    def layout(self, plan: Plan) -> Layout:
+        """Names and specs of every tensor of the checkpoint that a plan leads to."""
+        if self._layout is None or self._layout[0] != plan.root.ref:
+            layout = self._store.layout(plan.root.ref, plan.root.manifest)
+            self._layout = (plan.root.ref, layout)
+        return self._layout[1]
+
+    def stage(self, plan: Plan) -> Staged:
+        """Reads and decodes a plan; raises Corrupt or Stale, with no target touched."""
+        try:
+            return stage(self._store, plan, self.layout(plan), self._pool)
+        except Corrupt:
+            self._forget()
+            raise
+
+    def apply(self, staged: Staged, target: ApplyTarget) -> Applied:
+        """Writes a staged state in place and checks what is there then.
+
+        Raises ConfigError where the target has another layout (nothing is touched), and Corrupt
+        where the state is not the published one (the target is in doubt).
+        """
+        started = self._clock.now()
+        _check_layout(staged.layout, target.layout())
+        list(self._pool.map(lambda name: _write(staged, target, name), staged.changed))
+        target.finish(staged.changed)
+        try:
+            found = check_state(staged.expected, staged.layout, target.bits, self._pool)
+        except Corrupt:
+            self._forget()
+            raise
+        return Applied(
+            version=staged.plan.target,
+            state_hash=found,
+            bytes_read=staged.plan.size_bytes,
+            tensors_changed=len(staged.changed),
+            from_full=staged.full is not None,
+            seconds=self._clock.now() - started,
+        )
+
+    def sync(
+        self, current: WeightVersion | None, target: WeightVersion, buffers: ApplyTarget
+    ) -> Applied:
+        """plan, stage and apply; where a chain fails, again from a full checkpoint.
+
+        Raises what the attempt from a full checkpoint raises; the buffers are then in doubt.
+        """
+        plan = self.plan(current, target)
+        if plan.current is not None:
+            try:
+                return self.apply(self.stage(plan), buffers)
+            except ConfigError:
+                raise
+            except Exception:  # whatever tore the apply, a full checkpoint repairs it
+                plan = self.plan(None, target)
+        return self.apply(self.stage(plan), buffers)
+
+    def _forget(self) -> None:
+        """Nothing that may have come from a broken directory is believed again."""
+        self._steps.clear()
+        self._layout = None
+
+
+def _write(staged: Staged, target: ApplyTarget, name: str) -> None:
+    bits = target.bits(name)
+    if staged.full is not None:
+        np.copyto(bits, staged.full[name])
+    else:
+        for delta in staged.deltas[name]:
+            checked_apply(delta, bits)
+    target.commit(name, bits)
+
+
+def _check_layout(published: Layout, held: Layout) -> None:
+    for name in sorted(published.keys() | held.keys()):
+        if published.get(name) != held.get(name):
+            raise ConfigError(
+                f"the store's checkpoint does not fit this model: {name} is "
+                f"{published.get(name)} there and {held.get(name)} here"
+            )

@@ -1,0 +1,81 @@
+"""One compressed run of bytes: zstd level 1 where that is smaller, else the bytes themselves.
+
+Two forms. A stream is ours: its raw length is known from elsewhere, so it carries neither magic nor
+size, and equal lengths mean "stored raw". A frame is standard zstd with its content size, as the
+`xor` and `overwrite` delta encodings of other systems write it. Neither reader ever allocates more
+than the length that the caller expects.
+"""
+
+import threading
+
+import numpy as np
+import zstandard
+
+from harvester.contracts.errors import Corrupt
+from weightsync.bits import Bytes
+
+LEVEL = 1
+_RAW_BELOW_BYTES = 24
+
+
+class _Codecs(threading.local):
+    """zstd contexts are not thread-safe, and making one costs more than a small tensor."""
+
+    def __init__(self) -> None:
+        bare = zstandard.ZstdCompressionParameters.from_level(
+            LEVEL, format=zstandard.FORMAT_ZSTD1_MAGICLESS, write_content_size=False
+        )
+        self.packer = zstandard.ZstdCompressor(compression_params=bare)
+        self.unpacker = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS)
+        self.framer = zstandard.ZstdCompressor(level=LEVEL)
+        self.unframer = zstandard.ZstdDecompressor()
+
+
+_codecs = _Codecs()
+
+
+def pack_stream(raw: Bytes) -> bytes:
+    """`raw` compressed, or as it is when that is not smaller."""
+    if raw.size < _RAW_BELOW_BYTES:
+        return raw.tobytes()
+    packed = _codecs.packer.compress(raw.data)
+    return packed if len(packed) < raw.size else raw.tobytes()
+
+
+def unpack_stream(packed: memoryview, raw_length: int) -> Bytes:
+    """The `raw_length` bytes behind `packed`; raises Corrupt."""
+    if len(packed) == raw_length:
+        return np.frombuffer(packed, dtype=np.uint8)
+    if len(packed) > raw_length:
+        raise Corrupt(f"stream of {len(packed)} bytes for {raw_length} raw bytes")
+    return _decompress(_codecs.unpacker, packed, raw_length)
+
+
+def pack_frame(raw: Bytes) -> bytes:
+    """A standard zstd frame."""
+    return _codecs.framer.compress(raw.data)
+
+
+def unpack_frame(packed: memoryview, max_length: int) -> Bytes:
+    """The content of a standard zstd frame, at most `max_length` bytes; raises Corrupt."""
+    try:
+        announced = zstandard.get_frame_parameters(packed).content_size
+    except zstandard.ZstdError as error:
+        raise Corrupt(f"not a zstd frame: {error}") from error
+    if announced != zstandard.CONTENTSIZE_UNKNOWN and announced > max_length:
+        raise Corrupt(f"zstd frame announces {announced} bytes where {max_length} are allowed")
+    if announced == 0:
+        return np.empty(0, dtype=np.uint8)
+    return _decompress(_codecs.unframer, packed, max_length, exact=False)
+
+
+def _decompress(
+    decompressor: zstandard.ZstdDecompressor, packed: memoryview, length: int, *, exact: bool = True
+) -> Bytes:
+    try:
+        raw = decompressor.decompress(packed, max_output_size=length, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise Corrupt(f"zstd: {error}") from error
+    if exact and len(raw) != length:
+        raise Corrupt(f"stream holds {len(raw)} bytes where {length} were announced")
+    return np.frombuffer(raw, dtype=np.uint8)

@@ -1,0 +1,53 @@
+"""What a state is applied to: named tensors whose bits are read and written in checkpoint layout.
+
+A target never checks hashes and never decides what to write; receiver.py does.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+import torch
+
+from harvester.contracts.errors import ConfigError
+from weightsync.bits import Bits, Layout, bits_of, spec_of
+
+
+class ApplyTarget(Protocol):
+    def layout(self) -> Layout:
+        """Names and specs of every tensor, in checkpoint layout."""
+        ...
+
+    def bits(self, name: str) -> Bits:
+        """The tensor's current bits: its own memory where it is flat, else a copy of it."""
+        ...
+
+    def commit(self, name: str, bits: Bits) -> None:
+        """Stores bits that `bits(name)` gave and that were changed since."""
+        ...
+
+    def finish(self, changed: Collection[str]) -> None:
+        """Called once when every changed tensor is committed."""
+        ...
+
+
+class TensorTarget:
+    """CPU tensors by checkpoint name, changed in place."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if not tensor.is_contiguous():
+                raise ConfigError(f"{name} is not contiguous: it cannot be changed in place")
+        self._bits = {name: bits_of(tensor) for name, tensor in tensors.items()}
+        self._layout = {name: spec_of(tensor) for name, tensor in tensors.items()}
+
+    def layout(self) -> Layout:
+        return self._layout
+
+    def bits(self, name: str) -> Bits:
+        return self._bits[name]
+
+    def commit(self, name: str, bits: Bits) -> None:
+        """`bits` is the tensor's own memory already."""
+
+    def finish(self, changed: Collection[str]) -> None:
+        """Nothing is derived from these tensors."""
