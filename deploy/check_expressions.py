@@ -1,0 +1,183 @@
+"""Does a Prometheus hold data for everything that the dashboard and the rules ask of it?
+
+    python deploy/check_expressions.py --prometheus http://127.0.0.1:9090
+
+Prints each expression that does not parse or has no finite value and exits 1, else exits 0. A
+dashboard query or a recording rule must itself return something. An alert that does not fire
+returns nothing, so of an alert each selector must. Only reads.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEPLOY = Path(__file__).resolve().parent
+DASHBOARD = DEPLOY / "grafana" / "rosemux.json"
+RULES = DEPLOY / "prometheus" / "rules" / "rosemux.yml"
+MAX_REPLY_BYTES = 16 << 20
+
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_MATCHERS = rf"\s*\{{(?:{_STRING}|[^}}\"])*\}}"
+_SELECTOR = re.compile(rf"(?<![\w.:])[a-zA-Z_:][\w:]*(?:{_MATCHERS})?(?!\s*\(|[\w:])")
+_GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
+_WORDS = {"and", "or", "unless", "bool", "offset", "inf", "nan", "Inf", "NaN"}
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    where: str
+    text: str
+    is_alert: bool = False
+
+
+def selectors(text: str) -> tuple[str, ...]:
+    """The instant selectors of an expression, in order: name and matchers, no range."""
+    text = re.sub(r"\[[^\]]*\]", " ", _GROUPING.sub(" ", text))
+    found = (match.group() for match in _SELECTOR.finditer(text))
+    return tuple(one for one in found if one not in _WORDS)
+
+
+def metric_names(text: str) -> frozenset[str]:
+    return frozenset(one.split("{")[0].strip() for one in selectors(text))
+
+
+def rule_expressions(path: Path = RULES) -> tuple[Expression, ...]:
+    groups = yaml.safe_load(path.read_text())["groups"]
+    return tuple(
+        Expression(
+            where=f"rule {rule.get('alert') or rule['record']}",
+            text=rule["expr"],
+            is_alert="alert" in rule,
+        )
+        for group in groups
+        for rule in group["rules"]
+    )
+
+
+def dashboard_expressions(dashboard: dict[str, Any]) -> tuple[Expression, ...]:
+    """Each panel's queries, with Grafana's variables still in them."""
+    return tuple(
+        Expression(where=f"panel {panel['title']}", text=target["expr"])
+        for panel in _panels(dashboard["panels"])
+        for target in panel.get("targets", ())
+    )
+
+
+def _panels(panels: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for panel in panels:
+        yield panel
+        yield from _panels(panel.get("panels") or [])
+
+
+class Prometheus:
+    """The three questions asked of it. A `ValueError` is its own message about a bad query."""
+
+    def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
+        self._url = url.rstrip("/")
+        self._timeout_s = timeout_s
+
+    def format_query(self, expr: str) -> str:
+        return str(self._get("/api/v1/format_query", query=expr))
+
+    def values(self, expr: str) -> tuple[float, ...]:
+        reply = self._get("/api/v1/query", query=expr)
+        if reply["resultType"] == "scalar":
+            return (float(reply["result"][1]),)
+        return tuple(float(series["value"][1]) for series in reply["result"])
+
+    def label_values(self, label: str, selector: str) -> tuple[str, ...]:
+        found = self._get(f"/api/v1/label/{label}/values", **{"match[]": selector})
+        return tuple(sorted(str(value) for value in found))
+
+    def _get(self, path: str, **parameters: str) -> Any:
+        url = f"{self._url}{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=self._timeout_s) as reply:
+                body = reply.read(MAX_REPLY_BYTES)
+        except urllib.error.HTTPError as error:
+            message = error.read(MAX_REPLY_BYTES).decode(errors="replace")
+            raise ValueError(f"HTTP {error.code}: {message[:500]}") from error
+        return json.loads(body)["data"]
+
+
+def variable_values(dashboard: dict[str, Any], prometheus: Prometheus) -> dict[str, str]:
+    """What Grafana would put in: everything where several may be chosen, else the first value."""
+    values: dict[str, str] = {}
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] != "query":
+            continue
+        if variable.get("multi"):
+            values[variable["name"]] = ".+"
+            continue
+        query = re.fullmatch(r"label_values\((.+),\s*(\w+)\)", variable["query"])
+        if query is None:
+            raise ValueError(f"variable {variable['name']}: not label_values(selector, label)")
+        found = prometheus.label_values(query[2], substitute(query[1], values, window=""))
+        chosen = (variable.get("current") or {}).get("value")
+        values[variable["name"]] = chosen if chosen in found else next(iter(found), "none")
+    return values
+
+
+def substitute(text: str, values: dict[str, str], *, window: str) -> str:
+    known = {"__rate_interval": window, "__interval": window, **values}
+    return re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda m: known.get(m[1] or m[2], m[0]), text)
+
+
+def find_faults(
+    prometheus: Prometheus, *, dashboard_path: Path = DASHBOARD, window: str = "1m"
+) -> tuple[tuple[str, ...], int]:
+    """One line for each expression with a fault, and how many were asked."""
+    dashboard = json.loads(dashboard_path.read_text())
+    values = variable_values(dashboard, prometheus)
+    panels = tuple(
+        Expression(one.where, substitute(one.text, values, window=window))
+        for one in dashboard_expressions(dashboard)
+    )
+    expressions = (*rule_expressions(), *panels)
+    return tuple(fault for one in expressions for fault in _faults(prometheus, one)), len(
+        expressions
+    )
+
+
+def _faults(prometheus: Prometheus, expression: Expression) -> Iterator[str]:
+    try:
+        prometheus.format_query(expression.text)
+        queries = selectors(expression.text) if expression.is_alert else (expression.text,)
+        for query in queries:
+            values = prometheus.values(query)
+            if not values:
+                yield f"{expression.where}: no data: {query}"
+            elif not any(math.isfinite(value) for value in values):
+                yield f"{expression.where}: only {values[0]}: {query}"
+    except ValueError as error:
+        yield f"{expression.where}: {error}: {expression.text}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--prometheus", required=True, metavar="URL")
+    parser.add_argument("--window", default="1m", help="range of rates in panels (default 1m)")
+    options = parser.parse_args(arguments)
+    try:
+        faults, asked = find_faults(Prometheus(options.prometheus), window=options.window)
+    except OSError as error:
+        print(f"no answer from {options.prometheus}: {error}; is it running?", file=sys.stderr)
+        return 2
+    print(*faults, sep="\n", end="\n" if faults else "")
+    print(f"{asked} expressions, {len(faults)} faults")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""The dashboard as code.
+
+    python -m deploy.grafana.dashboard          writes deploy/grafana/rosemux.json
+
+From top to bottom it answers: does production feel it, what does harvesting take and why, what do
+the RL jobs get, what does RoseMux itself cost. Variables are named as in vLLM's own dashboards.
+Its rendering in Grafana is not tested; its expressions are, against a real Prometheus.
+"""
+
+from pathlib import Path
+
+from grafana_foundation_sdk.builders import dashboard as builder
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from deploy.grafana import rows
+from deploy.grafana.panels import choice
+
+OUTPUT = Path(__file__).with_name("rosemux.json")
+
+_RUNNING = "vllm:num_requests_running"
+
+
+def _variables() -> tuple[builder.DatasourceVariable | builder.QueryVariable, ...]:
+    return (
+        builder.DatasourceVariable("datasource").label("Data source").type("prometheus"),
+        choice("job", "Job", f"label_values({_RUNNING}, job)"),
+        choice("model_name", "Model", f'label_values({_RUNNING}{{job=~"$job"}}, model_name)'),
+        choice(
+            "instance",
+            "Instance",
+            f'label_values({_RUNNING}{{job=~"$job", model_name=~"$model_name"}}, instance)',
+        ),
+        choice("slot", "Slot", "label_values(harvester_mode, slot)"),
+        choice(
+            "ttft_slo",
+            "TTFT SLO (s)",
+            "label_values(vllm:time_to_first_token_seconds_bucket, le)",
+            first="0.25",
+        ),
+        choice(
+            "itl_slo",
+            "ITL SLO (s)",
+            "label_values(vllm:inter_token_latency_seconds_bucket, le)",
+            first="0.05",
+        ),
+    )
+
+
+def build() -> Dashboard:
+    board = (
+        builder.Dashboard("RoseMux")
+        .uid("rosemux")
+        .description("Production beside harvesting: what each feels, takes and gets.")
+        .tags(["rosemux", "vllm"])
+        .time("now-1h", "now")
+        .refresh("30s")
+        .readonly()
+    )
+    for variable in _variables():
+        board = board.with_variable(variable)
+    for title, panels in (
+        ("Production", rows.production()),
+        ("Harvesting", (*rows.verdicts(), *rows.harvesting())),
+        ("Rollouts", rows.rollouts()),
+        ("Own cost", rows.own_cost()),
+    ):
+        board = board.with_row(builder.Row(title))
+        for panel in panels:
+            board = board.with_panel(panel)
+    return board.build()
+
+
+def to_json() -> str:
+    return f"{JSONEncoder(sort_keys=True, indent=1).encode(build())}\n"
+
+
+if __name__ == "__main__":
+    OUTPUT.write_text(to_json())
