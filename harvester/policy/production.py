@@ -92,7 +92,7 @@ class ProductionWatch:
             return Condition.SILENT, silent
         if restarted:
             return Condition.RESTARTED, restarted
-        learned = max((p.model_samples for p in pulses.values()), default=0)
+        learned = _learned(pulses)
         if learned < self._settings.model_samples_min:
             return (
                 Condition.UNLEARNED,
@@ -204,6 +204,15 @@ def _engine_of(pulse_name: str) -> str:
     """`pulse.<engine>.<process>`: the processes of one engine share its steps."""
     parts = pulse_name.split(".")
     return parts[1] if len(parts) == 3 else pulse_name
+
+
+def _learned(pulses: dict[str, Pulse]) -> int:
+    """Steps behind the model of the engine that is known least."""
+    engines: dict[str, int] = {}
+    for name, pulse in pulses.items():
+        engine = _engine_of(name)
+        engines[engine] = max(engines.get(engine, 0), pulse.model_samples)
+    return min(engines.values(), default=0)
 
 
 def _upper(pulses: tuple[Pulse, ...]) -> ProductionModel:

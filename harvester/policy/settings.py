@@ -15,6 +15,11 @@ class Mode(StrEnum):
     HARVEST = "harvest"
 
 
+def more_careful(one: Mode, other: Mode) -> Mode:
+    order = (Mode.OFF, Mode.OBSERVE, Mode.HARVEST)
+    return min(one, other, key=order.index)
+
+
 def _check(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(message)
@@ -104,8 +109,8 @@ class ProofSettings:
 class SlotSettings:
     """The node's control law for one slot."""
 
-    mode: Mode = Mode.OBSERVE
-    """Installs observe-only; harvesting is the operator's explicit choice."""
+    mode: Mode = Mode.HARVEST
+    """The more careful of this and the node's mode holds."""
     beat_s: float = 0.1
     grant_ttl_s: float = 0.5
     """Five beats: one late beat closes nothing, a dead agent closes within half a second."""

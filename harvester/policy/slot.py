@@ -52,6 +52,8 @@ class SlotMemory(msgspec.Struct, kw_only=True):
     step_level: LevelState = msgspec.field(default_factory=LevelState)
     kv_level: LevelState = msgspec.field(default_factory=LevelState)
     misses: MissState = msgspec.field(default_factory=MissState)
+    requests_total: float = 0.0
+    misses_total: float = 0.0
     budget: BudgetState | None = None
     proof_ttft: ProofState = msgspec.field(default_factory=ProofState)
     proof_itl: ProofState = msgspec.field(default_factory=ProofState)
@@ -102,6 +104,11 @@ class SlotPolicy:
     def idle_ratio(self) -> float | None:
         """Share of recent time in which production had nothing to step; None is unknown."""
         return self._watch.state.idle_ratio
+
+    @property
+    def accounted(self) -> tuple[float, float]:
+        """Production requests, and those of them that missed the SLO beside a guest step."""
+        return self._memory.requests_total, self._memory.misses_total
 
     def impact(self) -> dict[str, Impact | None]:
         return {"ttft": self._proof_ttft.impact(), "itl": self._proof_itl.impact()}
@@ -174,6 +181,8 @@ class SlotPolicy:
         )
         # Late tokens of one beat belong to at most as many requests as were decoding.
         late_requests = ttft_misses + min(itl_misses, float(max(1, production.decoding)))
+        self._memory.requests_total += production.ttft.total
+        self._memory.misses_total += late_requests
         return self.budget.observe(requests=production.ttft.total, misses=late_requests, now=now)
 
     def _stepped_during(self, latency_s: float, now: float) -> bool:

@@ -1,0 +1,115 @@
+"""Turns one slot's beats into metric values. It measures nothing and decides nothing."""
+
+from harvester.agent.metrics import AgentMetrics
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.page import Grant, GrantMode, Guest
+from harvester.policy.effects import Effect, WriteGrant
+from harvester.policy.leases import Lease
+from harvester.policy.sample import SlotSample
+from harvester.policy.slot import SlotPolicy
+from harvester.policy.states import State
+
+
+class SlotExposition:
+    def __init__(self, slot: str, metrics: AgentMetrics, *, tenants: tuple[str, ...]) -> None:
+        """Tenants outside the configured list share one label value: outsiders add no series."""
+        self._slot = slot
+        self._metrics = metrics
+        self._tenants = tenants
+        self._last: SlotSample | None = None
+        self._guest: Guest | None = None
+        self._was_open = False
+        self._closing_at_ns: int | None = None
+        self._counted = (0.0, 0.0)
+        self._tenant = ""
+
+    def observe(
+        self,
+        sample: SlotSample,
+        effects: tuple[Effect, ...],
+        policy: SlotPolicy,
+        lease: Lease | None,
+    ) -> None:
+        """After every beat; cheap."""
+        for effect in effects:
+            if isinstance(effect, WriteGrant):
+                self._note_grant(effect.grant, policy)
+        self._note_guest(sample.guest.record, policy)
+        requests, misses = policy.accounted
+        self._metrics.requests.labels(self._slot).inc(requests - self._counted[0])
+        self._metrics.misses.labels(self._slot).inc(misses - self._counted[1])
+        self._counted = (requests, misses)
+        tenant = "" if lease is None else self._label(lease.tenant)
+        if tenant != self._tenant and self._tenant:
+            self._metrics.leases_active.labels(self._slot, self._tenant).set(0)
+        if tenant:
+            self._metrics.leases_active.labels(self._slot, tenant).set(1)
+        self._tenant = tenant
+        self._last = sample
+
+    def refresh(self, policy: SlotPolicy, seen_ns: dict[str, int]) -> None:
+        """Before every scrape: what need not be counted per beat."""
+        metrics, slot, settings = self._metrics, self._slot, policy.settings
+        for state in State:
+            metrics.mode.labels(slot, state.value).set(state is policy.state)
+        now_ns = monotonic_ns()
+        for source, stamp_ns in seen_ns.items():
+            metrics.signal_age.labels(slot, source).set(max(0, now_ns - stamp_ns) / 1e9)
+        if policy.idle_ratio is not None:
+            metrics.idle.labels(slot).set(policy.idle_ratio)
+        metrics.objective.labels(slot).set(settings.budget.slo_target_ratio)
+        metrics.impact_limit.labels(slot).set(settings.proof.limit_ratio)
+        spent, allowance = policy.budget.spent, policy.budget.allowance
+        ratio = spent / allowance if allowance > 0 else float("inf") if spent else 0.0
+        metrics.budget_spent.labels(slot).set(ratio)
+        for slo, impact in policy.impact().items():
+            if impact is not None:
+                metrics.impact.labels(slot, slo, "low").set(impact.low)
+                metrics.impact.labels(slot, slo, "mean").set(impact.ratio)
+                metrics.impact.labels(slot, slo, "high").set(impact.high)
+        self._set_headroom("ttft", settings.ttft_slo_s)
+        self._set_headroom("itl", settings.itl_slo_s)
+
+    def ended(self, reason: str) -> None:
+        self._metrics.leases_ended.labels(self._slot, reason).inc()
+
+    def _label(self, tenant: str) -> str:
+        return tenant if tenant in self._tenants else "other"
+
+    def _note_grant(self, grant: Grant, policy: SlotPolicy) -> None:
+        metrics, is_open = self._metrics, grant.mode is not GrantMode.CLOSED
+        decision = "open" if is_open else "closed"
+        metrics.decisions.labels(self._slot, decision, policy.condition.value).inc()
+        metrics.step_tokens.labels(self._slot).set(grant.step_tokens_cap if is_open else 0)
+        if self._was_open and not is_open:
+            self._closing_at_ns = monotonic_ns()
+        elif is_open:
+            self._closing_at_ns = None
+        self._was_open = is_open
+
+    def _note_guest(self, guest: Guest | None, policy: SlotPolicy) -> None:
+        if guest is None:
+            return
+        metrics, before = self._metrics, self._guest
+        if before is not None:
+            # After the guest restarted its counters begin anew at 0.
+            tokens = guest.tokens_total - before.tokens_total
+            aborted = guest.aborted_total - before.aborted_total
+            metrics.guest_tokens.labels(self._slot).inc(max(0, tokens))
+            if aborted > 0:
+                metrics.evictions.labels(self._slot, policy.condition.value).inc(aborted)
+        self._guest = guest
+        if self._closing_at_ns is not None and guest.steps_launched <= guest.steps_finished:
+            late_ns = max(0, guest.last_step_end_ns - self._closing_at_ns)
+            metrics.reclaim.labels(self._slot).observe(late_ns / 1e9)
+            self._closing_at_ns = None
+
+    def _set_headroom(self, slo: str, slo_s: float) -> None:
+        readings = self._last.pulses if self._last is not None else ()
+        pulses = [reading.record for reading in readings if reading.record is not None]
+        recent = sorted(
+            x for p in pulses for x in (p.ttft_s_recent if slo == "ttft" else p.itl_s_recent)
+        )
+        if recent:
+            p90 = recent[min(len(recent) - 1, int(0.9 * len(recent)))]
+            self._metrics.headroom.labels(self._slot, slo).set(1 - p90 / slo_s)

@@ -1,0 +1,117 @@
+"""All slots of one node on one beat: the agent without its sockets."""
+
+import logging
+
+from harvester.agent.exposition import SlotExposition
+from harvester.agent.metrics import AgentMetrics
+from harvester.agent.sense import KillSwitchFile
+from harvester.agent.slot import Slot
+from harvester.config import AgentConfig, SlotConfig
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import LeaseId, NodeId, SlotId
+from harvester.policy.leases import LeaseBook
+from harvester.policy.sample import KillSwitch
+from harvester.policy.states import Condition
+
+_log = logging.getLogger(__name__)
+
+_LATE_BEATS = 20
+"""So many beats without one is a hung loop."""
+
+
+class Node:
+    def __init__(self, config: AgentConfig, *, clock: Clock, version: str) -> None:
+        self.clock = clock
+        self.metrics = AgentMetrics(version=version)
+        self._config = config
+        started = clock.now()
+        self.book = LeaseBook(
+            node=NodeId(config.node),
+            ttl_s=config.lease_ttl_s,
+            adopt_until_s=started + config.lease_ttl_s,
+        )
+        self._switch = KillSwitchFile(config.kill_switch)
+        self._switched = KillSwitch.NONE
+        self._expositions: dict[str, SlotExposition] = {}
+        self.slots: list[Slot] = []
+        for slot in config.slots:
+            exposition = SlotExposition(slot.name, self.metrics, tenants=config.tenants)
+            self._expositions[slot.name] = exposition
+            self.slots.append(self._slot(config, slot, exposition))
+        self._slot_of_lease: dict[LeaseId, SlotId] = {}
+        self._beat_at_s = started
+
+    def _slot(self, config: AgentConfig, slot: SlotConfig, exposition: SlotExposition) -> Slot:
+        try:
+            return Slot(config, slot, book=self.book, exposition=exposition)
+        except OSError as error:
+            raise ConfigError(
+                f"slot {slot.name}: cannot use {error.filename}: {error.strerror}; "
+                "check pages, page_root and state_dir"
+            ) from error
+
+    @property
+    def beat_s(self) -> float:
+        return min(slot.policy.settings.beat_s for slot in self.slots)
+
+    def beat(self) -> None:
+        now = self.clock.now()
+        switch = self._switch.read()
+        if switch is not self._switched:
+            _log.warning("kill switch: %s", switch)
+            self._switched = switch
+        self.metrics.kill_switch.labels("node").set(switch is not KillSwitch.NONE)
+        for slot in self.slots:
+            lease = self.book.live(slot.name)
+            if lease is not None:
+                self._slot_of_lease[lease.lease] = slot.name
+            slot.beat(switch, now=now)
+        self._tell_ended()
+        self._beat_at_s = now
+
+    def reconfigure(self, config: AgentConfig) -> None:
+        """Take new slot settings over. Raises ConfigError where only a restart can."""
+        fixed = {"slots", "mode", "tenants"}
+        before, after = (c.model_dump(exclude=fixed) for c in (self._config, config))
+        changed = sorted(name for name in after if after[name] != before[name])
+        if changed:
+            raise ConfigError(f"a restart is needed to change {', '.join(changed)}")
+        pages = [
+            [(s.name, c.pages_of(s), s.pulses) for s in c.slots] for c in (self._config, config)
+        ]
+        if pages[0] != pages[1]:
+            raise ConfigError(
+                "a restart is needed to change which slots, pages or pulses there are"
+            )
+        for slot, new in zip(self.slots, config.slots, strict=True):
+            slot.reconfigure(new, config.settings_of(new))
+        self._config = config
+
+    def close(self) -> None:
+        for slot in self.slots:
+            slot.close(now=self.clock.now())
+        self._tell_ended()
+
+    def late_s(self) -> float:
+        return self.clock.now() - self._beat_at_s
+
+    def alive(self) -> bool:
+        return self.late_s() < _LATE_BEATS * self.beat_s
+
+    def silent_slots(self) -> list[tuple[str, str]]:
+        return [
+            (slot.name, slot.policy.reason)
+            for slot in self.slots
+            if slot.policy.condition is Condition.SILENT
+        ]
+
+    def refresh_metrics(self) -> None:
+        for slot in self.slots:
+            self._expositions[slot.name].refresh(slot.policy, slot.sensor.seen_ns)
+
+    def _tell_ended(self) -> None:
+        for ended in self.book.news():
+            name = self._slot_of_lease.pop(ended.lease, None)
+            if name is not None:
+                self._expositions[name].ended(ended.reason.value)

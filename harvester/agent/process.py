@@ -1,0 +1,116 @@
+"""The agent's process: the beat, the server, signals and systemd, from start to drain."""
+
+import asyncio
+import errno
+import logging
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+
+from aiohttp import web
+
+from harvester.agent.http import application, read_token
+from harvester.agent.node import Node
+from harvester.agent.scrape import MetricsProbe
+from harvester.agent.systemd import Notifier
+from harvester.config import AgentConfig
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+_WATCHDOG_SHARE = 4
+"""systemd is told so many times per watchdog period."""
+
+
+class AgentProcess:
+    """`reload` reads the configuration anew; it raises ConfigError for a bad one."""
+
+    def __init__(
+        self, config: AgentConfig, *, reload: Callable[[], AgentConfig], version: str
+    ) -> None:
+        self._config = config
+        self._reload = reload
+        self._version = version
+        self._stop = asyncio.Event()
+        self._notifier = Notifier()
+        self._clock = MonotonicClock()
+
+    async def run(self) -> None:
+        """Until SIGTERM or SIGINT. Raises ConfigError where the agent cannot start."""
+        token = read_token(self._config.http)
+        node = Node(self._config, clock=self._clock, version=self._version)
+        try:
+            node.beat()
+            runner = await self._serve(node, token)
+            self._handle_signals(node)
+            probes = [asyncio.create_task(probe.run()) for probe in self._probes()]
+            self._notifier.ready()
+            await self._beats(node)
+            self._notifier.stopping()
+            for probe in probes:
+                probe.cancel()
+        finally:
+            node.close()
+        await runner.cleanup()
+
+    async def _beats(self, node: Node) -> None:
+        due_s, told_s = self._clock.now(), 0.0
+        while not self._stop.is_set():
+            node.beat()
+            now = self._clock.now()
+            period_s = (self._notifier.watchdog_s or 4.0) / _WATCHDOG_SHARE
+            if now - told_s >= period_s:
+                self._notifier.alive()
+                told_s = now
+            # A beat that came late is not made up for.
+            due_s = max(due_s + node.beat_s, now)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), due_s - now)
+
+    async def _serve(self, node: Node, token: bytes | None) -> web.AppRunner:
+        runner = web.AppRunner(application(node, token=token), access_log=None)
+        await runner.setup()
+        host, port = self._config.http.host, self._config.http.port
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(f"port {port} is taken; choose another with --port") from error
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        _log.info("agent %s listens on %s:%s", node.book.node, *runner.addresses[0][:2])
+        return runner
+
+    def _handle_signals(self, node: Node) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        loop.add_signal_handler(signal.SIGHUP, self._reconfigure, node)
+
+    def _reconfigure(self, node: Node) -> None:
+        self._notifier.reloading()
+        try:
+            node.reconfigure(self._reload())
+        except ConfigError as error:
+            node.metrics.reload_successful.set(0)
+            _log.error("configuration not reloaded, the old one stays: %s", error)
+        else:
+            node.metrics.reload_successful.set(1)
+            _log.info("configuration reloaded")
+        self._notifier.ready()
+
+    def _probes(self) -> list[MetricsProbe]:
+        return [
+            MetricsProbe(slot.metrics_url, pages=self._config.pages_of(slot))
+            for slot in self._config.slots
+            if slot.metrics_url is not None
+        ]
+
+
+def run_agent(config: AgentConfig, *, reload: Callable[[], AgentConfig], version: str) -> None:
+    async def run() -> None:
+        await AgentProcess(config, reload=reload, version=version).run()
+
+    asyncio.run(run())

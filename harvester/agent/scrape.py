@@ -1,0 +1,119 @@
+"""Consent level `metrics`: production as its Prometheus page tells it, once a second.
+
+The agent writes what it scraped as a pulse of its own. Such a pulse has no step-time model, so the
+slot stays in learning: it can be watched and its idleness estimated, never opened. A series that
+is missing or not a number makes the scrape unknown: nothing is written and the pulse expires.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.page import PageDirectory, Pulse
+
+ACCEPT = "text/plain;version=0.0.4"
+"""Asked for OpenMetrics, newer client libraries write `vllm_` where vLLM says `vllm:`."""
+MAX_SCRAPE_BYTES = 8 << 20
+ENGINE = "metrics"
+
+_PERIOD_S = 1.0
+_TTL_NS = 3_000_000_000
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmLevels:
+    running: float
+    waiting: float
+    kv_usage_ratio: float
+    prompt_tokens_total: float
+    generation_tokens_total: float
+
+
+_SERIES = {
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+    "kv_cache_usage_perc": "kv_usage_ratio",
+    "prompt_tokens_total": "prompt_tokens_total",
+    "generation_tokens_total": "generation_tokens_total",
+}
+
+
+def read_levels(text: str) -> VllmLevels | None:
+    """Sums over engines and models, the largest KV use; None unless every series is a number."""
+    found: dict[str, float] = {}
+    try:
+        for name, value in _samples(text):
+            field = _SERIES.get(name)
+            if field == "kv_usage_ratio":
+                found[field] = max(found.get(field, 0.0), value)
+            elif field is not None:
+                found[field] = found.get(field, 0.0) + value
+    except ValueError:
+        return None
+    if len(found) < len(_SERIES) or not all(math.isfinite(v) and v >= 0 for v in found.values()):
+        return None
+    return VllmLevels(**found)
+
+
+def _samples(text: str) -> Iterator[tuple[str, float]]:
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name
+            if name.startswith(("vllm:", "vllm_")):
+                yield name[len("vllm:") :], sample.value
+
+
+class MetricsProbe:
+    def __init__(self, url: str, *, pages: Path) -> None:
+        self._url = url
+        self._writer = PageDirectory.create(pages, mode=0o1777).pulse_writer(ENGINE, 0)
+        self._busy_s = 0.0
+        self._failing = False
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        timeout = aiohttp.ClientTimeout(total=_PERIOD_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                levels = await self._scrape(session)
+                if levels is not None:
+                    self._write(levels)
+                await asyncio.sleep(_PERIOD_S)
+
+    async def _scrape(self, session: aiohttp.ClientSession) -> VllmLevels | None:
+        try:
+            async with session.get(self._url, headers={"Accept": ACCEPT}) as reply:
+                reply.raise_for_status()
+                body = await reply.content.read(MAX_SCRAPE_BYTES)
+            levels = read_levels(body.decode())
+            problem = "a series is missing or not a number" if levels is None else ""
+        except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
+            levels, problem = None, str(error) or type(error).__name__
+        if bool(problem) != self._failing:
+            self._failing = bool(problem)
+            _log.warning("scrape of %s: %s", self._url, problem or "works again")
+        return levels
+
+    def _write(self, levels: VllmLevels) -> None:
+        in_flight = int(levels.running + levels.waiting)
+        self._busy_s += _PERIOD_S if in_flight else 0.0
+        pulse = Pulse(
+            in_flight=in_flight,
+            waiting=int(levels.waiting),
+            running=int(levels.running),
+            busy_s_total=self._busy_s,
+            prompt_tokens_total=int(levels.prompt_tokens_total),
+            generation_tokens_total=int(levels.generation_tokens_total),
+            # Tokens stand for steps: they advance when steps do.
+            steps_total=int(levels.prompt_tokens_total + levels.generation_tokens_total),
+            kv_usage_ratio=min(1.0, levels.kv_usage_ratio),
+        )
+        self._writer.write(pulse, now_ns=monotonic_ns(), ttl_ns=_TTL_NS)

@@ -1,0 +1,136 @@
+"""One slot of the agent: sense, decide, act and record, once per beat."""
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from harvester.agent.exposition import SlotExposition
+from harvester.agent.sense import SlotSensor
+from harvester.config import AgentConfig, SlotConfig
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.ids import Epoch, SlotId
+from harvester.contracts.journal import JournalWriter, Opened, config_hash
+from harvester.contracts.page import Grant, GrantMode, PageDirectory
+from harvester.contracts.wire.leases import EndReason, SlotOffer
+from harvester.policy.effects import Effect, EndLease, Quarantine, WriteGrant
+from harvester.policy.leases import LeaseBook
+from harvester.policy.sample import KillSwitch
+from harvester.policy.settings import SlotSettings
+from harvester.policy.slot import SlotPolicy
+
+_log = logging.getLogger(__name__)
+
+
+class Slot:
+    """Takes over the pages of an earlier agent and owns the grant page until `close`."""
+
+    def __init__(
+        self, config: AgentConfig, slot: SlotConfig, *, book: LeaseBook, exposition: SlotExposition
+    ) -> None:
+        self.name = SlotId(slot.name)
+        self.config = slot
+        self._book = book
+        self._exposition = exposition
+        directory = PageDirectory.create(config.pages_of(slot), mode=0o1777)
+        book.add_slot(self.name, epoch=epoch_left(directory))
+        self._writer = directory.grant_writer()
+        self.sensor = SlotSensor(directory, pulses=slot.pulses, owners=frozenset(slot.trusted_uids))
+        self.policy = SlotPolicy(config.settings_of(slot))
+        self._journal = JournalWriter(
+            journal_path(config, slot), max_bytes=config.journal_max_bytes
+        )
+        self._journal.opened(self._first_line(resumed=False))
+
+    def beat(self, kill_switch: KillSwitch, *, now: float) -> None:
+        self._book.expire(now=now)
+        sample = self.sensor.sample(lease=self._book.view(self.name), kill_switch=kill_switch)
+        effects = self.policy.observe(sample, now=now)
+        try:
+            self._journal.decided(now=now, sample=sample, effects=effects)
+            if self._journal.full:
+                self._journal.rotate(self._first_line(resumed=True))
+        except OSError as error:
+            # What cannot be audited is not done.
+            effects = tuple(_without_audit(effect, error) for effect in effects)
+        for effect in effects:
+            self._apply(effect, now)
+        self._book.offer(self.name, self.policy.slot_state(), self.policy.reason)
+        self._exposition.observe(sample, effects, self.policy, self._book.live(self.name))
+
+    def reconfigure(self, slot: SlotConfig, settings: SlotSettings) -> None:
+        """Go on under new settings with what the policy remembers."""
+        policy = SlotPolicy(settings)
+        policy.restore(self.policy.snapshot())
+        self.policy, self.config = policy, slot
+        self._journal.opened(self._first_line(resumed=True))
+
+    def offer(self) -> SlotOffer:
+        state, reason, epoch = self._book.entry(self.name)
+        return SlotOffer(
+            slot=self.name,
+            node=self._book.node,
+            state=state,
+            engine_url=self.config.engine_url,
+            model=self.config.model,
+            epoch=epoch,
+            concurrency=self.config.concurrency,
+            kv_tokens=self.config.kv_tokens,
+            idle_ratio=self.policy.idle_ratio,
+            reason=reason,
+        )
+
+    def close(self, *, now: float) -> None:
+        """End the lease and leave a page that is closed and already expired."""
+        lease = self._book.live(self.name)
+        if lease is not None:
+            self._book.end(lease.lease, EndReason.DRAIN, now=now)
+        epoch = self._book.view(self.name).epoch
+        grant = Grant(epoch=epoch, mode=GrantMode.CLOSED, reason="agent stopped")
+        self._writer.write(grant, now_ns=monotonic_ns(), ttl_ns=0)
+        self._writer.close()
+        self.sensor.close()
+        self._journal.close()
+
+    def _apply(self, effect: Effect, now: float) -> None:
+        match effect:
+            case WriteGrant():
+                ttl_ns = int(effect.ttl_s * 1e9)
+                self._writer.write(effect.grant, now_ns=monotonic_ns(), ttl_ns=ttl_ns)
+            case EndLease():
+                _log.warning("slot %s: lease %s ends: %s", self.name, effect.lease, effect.reason)
+                deadline_s = effect.deadline_s
+                self._book.end(effect.lease, effect.reason, deadline_s=deadline_s, now=now)
+            case Quarantine():
+                _log.error("slot %s is quarantined: %s", self.name, effect.reason)
+
+    def _first_line(self, *, resumed: bool) -> Opened:
+        config = msgspec.to_builtins(self.policy.settings)
+        return Opened(
+            actor=f"agent:{self.name}",
+            policy=SlotPolicy.NAME,
+            config=config,
+            config_hash=config_hash(config),
+            snapshot=self.policy.snapshot() if resumed else None,
+        )
+
+
+def journal_path(config: AgentConfig, slot: SlotConfig) -> Path:
+    return config.state_dir / f"{slot.name}.journal"
+
+
+def epoch_left(directory: PageDirectory) -> Epoch:
+    """The highest epoch that the pages know of; 0 where there is none."""
+    grants, guests = directory.grant_reader(), directory.guest_reader()
+    grant, guest = grants.read_left().record, guests.read_left().record
+    grants.close()
+    guests.close()
+    return Epoch(max(grant.epoch if grant else 0, guest.epoch if guest else 0))
+
+
+def _without_audit(effect: Effect, error: OSError) -> Effect:
+    if not isinstance(effect, WriteGrant):
+        return effect
+    reason = f"journal: {error.strerror}"
+    grant = msgspec.structs.replace(effect.grant, mode=GrantMode.CLOSED, reason=reason)
+    return msgspec.structs.replace(effect, grant=grant, reason=reason)

@@ -1,0 +1,60 @@
+"""`rosemux agent`."""
+
+import logging
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from harvester.config import AgentConfig, load_agent_config
+from harvester.contracts.errors import ConfigError
+
+
+def agent(
+    config: Annotated[Path, typer.Option(help="YAML file with the node's slots.")],
+    mode: Annotated[str | None, typer.Option(help="off, observe or harvest.")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes a free one.")] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", help="field.path=value, over everything else.")
+    ] = None,
+    check_config: Annotated[
+        bool, typer.Option("--check-config", help="Check the configuration and stop.")
+    ] = False,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Run the node agent: watch production, grant its idle part, take it back."""
+    flags = _flags(mode, port, assignments or [])
+
+    def load() -> AgentConfig:
+        return load_agent_config(config, flags=flags)
+
+    checked = load()
+    if check_config:
+        names = ", ".join(slot.name for slot in checked.slots)
+        typer.echo(f"{config}: good; node {checked.node}, mode {checked.mode}, slots {names}")
+        return
+    if log_level.upper() not in logging.getLevelNamesMapping():
+        raise ConfigError(f"--log-level {log_level}: use debug, info, warning or error")
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    from harvester.agent.process import run_agent
+
+    run_agent(checked, reload=load, version=version("rosemux"))
+
+
+def _flags(mode: str | None, port: int | None, assignments: list[str]) -> dict[str, Any]:
+    import yaml
+
+    flags: dict[str, Any] = {}
+    for assignment in assignments:
+        field, equals, value = assignment.partition("=")
+        if not field or not equals:
+            raise ConfigError(f"--set {assignment}: write field.path=value")
+        flags[field] = yaml.safe_load(value)
+    if mode is not None:
+        flags["mode"] = mode
+    if port is not None:
+        flags["http.port"] = port
+    return flags

@@ -1,0 +1,127 @@
+"""`rosemux status`: reads pages and, where told, one agent; it changes nothing."""
+
+import urllib.request
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.page import (
+    Grant,
+    Guest,
+    PageDirectory,
+    PageName,
+    PageReader,
+    Pulse,
+    Reading,
+)
+from harvester.contracts.wire.leases import SlotOffers
+
+_TIMEOUT_S = 3.0
+_MAX_REPLY_BYTES = 1 << 20
+
+
+def status(
+    pages: Annotated[Path, typer.Option(help="Directory that holds the slots' pages.")] = Path(
+        "/dev/shm/rosemux"
+    ),
+    agent_url: Annotated[
+        str | None, typer.Option("--agent", help="Agent to ask, e.g. http://127.0.0.1:9711.")
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="The agent's token.")] = None,
+) -> None:
+    """Show the slots of this machine: production, grant, guest and lease."""
+    console = Console()
+    directories = _slot_directories(pages)
+    if not directories and agent_url is None:
+        raise ConfigError(f"no pages under {pages}: start `rosemux agent`, or give --pages")
+    if directories:
+        console.print(_page_table(directories))
+    if agent_url is not None:
+        console.print(_offer_table(_ask(agent_url, token_file)))
+
+
+def _slot_directories(pages: Path) -> list[PageDirectory]:
+    if (pages / PageName.GRANT).exists():
+        return [PageDirectory(pages)]
+    return [PageDirectory(path.parent) for path in sorted(pages.glob(f"*/{PageName.GRANT}"))]
+
+
+def _page_table(directories: list[PageDirectory]) -> Table:
+    table = Table("slot", "page", "age", "says", title="Pages", title_justify="left")
+    for directory in directories:
+        for page, age, says in _page_rows(directory):
+            table.add_row(directory.path.name, page, age, says)
+    return table
+
+
+def _page_rows(directory: PageDirectory) -> list[tuple[str, str, str]]:
+    now_ns = monotonic_ns()
+    rows = []
+    for name in (PageName.GRANT, *directory.pulse_names(), PageName.GUEST):
+        path = directory.path / name
+        owners = frozenset({path.stat().st_uid}) if path.exists() else frozenset()
+        reading = _read(path, name, owners, now_ns)
+        age = f"{(now_ns - reading.stamp_ns) / 1e6:.0f} ms" if reading.record else ""
+        rows.append((str(name), age, _says(reading)))
+    return rows
+
+
+def _read(
+    path: Path, name: str, owners: frozenset[int], now_ns: int
+) -> Reading[Grant] | Reading[Guest] | Reading[Pulse]:
+    if name == PageName.GRANT:
+        return PageReader(path, Grant, owners=owners).read(now_ns=now_ns)
+    if name == PageName.GUEST:
+        return PageReader(path, Guest, owners=owners).read(now_ns=now_ns)
+    return PageReader(path, Pulse, owners=owners).read(now_ns=now_ns)
+
+
+def _says(reading: Reading[Grant] | Reading[Guest] | Reading[Pulse]) -> str:
+    match reading.record:
+        case Grant(epoch=epoch, mode=mode, reason=reason, step_tokens_cap=cap):
+            return f"{mode} ({reason}), epoch {epoch}, at most {cap} tokens per step"
+        case Guest() as guest:
+            return (
+                f"{guest.gate} {guest.reason}, epoch {guest.epoch}, running {guest.running}, "
+                f"waiting {guest.waiting}, {guest.tokens_total} tokens"
+            )
+        case Pulse() as pulse:
+            return (
+                f"in flight {pulse.in_flight}, waiting {pulse.waiting}, KV "
+                f"{pulse.kv_usage_ratio:.0%}, model from {pulse.model_samples} steps"
+            )
+        case _:
+            return str(reading.fault)
+
+
+def _offer_table(offers: SlotOffers) -> Table:
+    table = Table(
+        "slot", "state", "epoch", "idle", "model", "engine", "reason", title=f"Node {offers.node}"
+    )
+    for offer in offers.slots:
+        idle = "unknown" if offer.idle_ratio is None else f"{offer.idle_ratio:.0%}"
+        table.add_row(
+            offer.slot, offer.state, str(offer.epoch), idle, offer.model, offer.engine_url,
+            offer.reason,
+        )  # fmt: skip
+    return table
+
+
+def _ask(agent_url: str, token_file: Path | None) -> SlotOffers:
+    if not agent_url.startswith(("http://", "https://")):
+        raise ConfigError(f"--agent {agent_url}: use http://HOST:PORT")
+    request = urllib.request.Request(agent_url.rstrip("/") + "/v1/slots")
+    if token_file is not None:
+        token = token_file.read_text().strip()
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
+            return msgspec.json.decode(reply.read(_MAX_REPLY_BYTES), type=SlotOffers)
+    except (OSError, msgspec.DecodeError) as error:
+        raise Exhausted(f"agent at {agent_url} gives no answer: {error}") from error

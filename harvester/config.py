@@ -1,0 +1,214 @@
+"""The agent's configuration: flags over environment over file over defaults.
+
+A file is YAML. A variable is `ROSEMUX_AGENT_` and the field's path in capitals with `__` for a dot,
+such as `ROSEMUX_AGENT_HTTP__PORT`. Every mistake is a ConfigError that names the field and, where
+the value came from the file, its line. This module decides nothing and opens no socket.
+"""
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from harvester.contracts.errors import ConfigError, PeerProtocolError
+from harvester.contracts.ids import NAME_PATTERN, checked_name
+from harvester.policy.settings import Mode, SlotSettings, more_careful
+
+ENVIRONMENT_PREFIX = "ROSEMUX_AGENT_"
+MAX_FILE_BYTES = 1 << 20
+_NAME = Field(pattern=NAME_PATTERN)
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class HttpConfig(_Model):
+    """Where leases, health and metrics are served."""
+
+    host: str = "127.0.0.1"
+    """Off loopback a token file is required."""
+    port: int = Field(default=9711, ge=0, le=65535)
+    """0 takes a free port and prints it."""
+    token_file: Path | None = None
+    """File whose content callers send as `Authorization: Bearer ...`."""
+
+    @property
+    def loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @model_validator(mode="after")
+    def _token_off_loopback(self) -> "HttpConfig":
+        if not self.loopback and self.token_file is None:
+            raise ValueError(
+                f"host {self.host} is not loopback: set token_file, or host to 127.0.0.1"
+            )
+        return self
+
+
+class SlotConfig(_Model):
+    """One production engine replica and the guest beside it."""
+
+    name: str = _NAME
+    pages: Path | None = None
+    """Page directory; by default the slot's name under `page_root`."""
+    pulses: tuple[str, ...] = ()
+    """Pulse files that must be fresh; by default whichever are present, and at least one."""
+    trusted_uids: tuple[int, ...] = ()
+    """Users whose pages are believed besides the agent's own and root."""
+    engine_url: str = ""
+    """Where a lease holder reaches the guest."""
+    model: str = ""
+    concurrency: int = Field(default=16, ge=1)
+    kv_tokens: int = Field(default=0, ge=0)
+    metrics_url: str | None = None
+    """vLLM's /metrics. Consent level `metrics`: the slot is observed and never opened."""
+    policy: SlotSettings = SlotSettings()
+
+    @field_validator("pulses")
+    @classmethod
+    def _pulse_names(cls, pulses: tuple[str, ...]) -> tuple[str, ...]:
+        for name in pulses:
+            try:
+                checked_name(name, what="pulse page")
+            except PeerProtocolError as error:
+                raise ValueError(str(error)) from error
+        return tuple(sorted(pulses))
+
+
+class AgentConfig(_Model):
+    """One node."""
+
+    node: str = Field(default="node-0", pattern=NAME_PATTERN)
+    mode: Mode = Mode.OBSERVE
+    """off, observe (decide and journal, grant nothing) or harvest."""
+    page_root: Path = Path("/dev/shm/rosemux")
+    state_dir: Path = Path("/var/lib/rosemux")
+    """Journals."""
+    journal_max_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    """Bound on disk for each slot's journal."""
+    kill_switch_file: Path | None = None
+    """`hold` or `drain`; by default `kill` under `page_root`. Anything but `hold` drains."""
+    lease_ttl_s: float = Field(default=10.0, gt=0)
+    tenants: tuple[str, ...] = ()
+    """Tenants that get a metric label of their own; all others share `other`."""
+    http: HttpConfig = HttpConfig()
+    slots: tuple[SlotConfig, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _distinct_slots(self) -> "AgentConfig":
+        names = [slot.name for slot in self.slots]
+        if len(set(names)) != len(names):
+            raise ValueError("slots: every name may appear once")
+        return self
+
+    @property
+    def kill_switch(self) -> Path:
+        return self.kill_switch_file or self.page_root / "kill"
+
+    def pages_of(self, slot: SlotConfig) -> Path:
+        return slot.pages or self.page_root / slot.name
+
+    def settings_of(self, slot: SlotConfig) -> SlotSettings:
+        return replace(slot.policy, mode=more_careful(self.mode, slot.policy.mode))
+
+
+def load_agent_config(
+    path: Path | None,
+    *,
+    flags: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> AgentConfig:
+    """`flags` maps dotted field paths to values. Raises ConfigError."""
+    text = "" if path is None else _read(path)
+    values = _parse(text, path)
+    for name, value in sorted((os.environ if environment is None else environment).items()):
+        if name.startswith(ENVIRONMENT_PREFIX):
+            where = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+            _put(values, where, yaml.safe_load(value), origin=name)
+    for dotted, value in (flags or {}).items():
+        _put(values, dotted.split("."), value, origin=f"flag {dotted}")
+    try:
+        return AgentConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, text, path)) from error
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
+        return raw.decode()
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text") from error
+
+
+def _parse(text: str, path: Path | None) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{path}{line}: not YAML: {getattr(error, 'problem', error)}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} line 1: expected `field: value` lines")
+    return values
+
+
+def _put(values: dict[str, Any], where: list[str], value: Any, *, origin: str) -> None:
+    node: Any = values
+    for position, step in enumerate(where):
+        last = position == len(where) - 1
+        key: Any = int(step) if isinstance(node, list) and step.isdigit() else step
+        if isinstance(node, list) and not (isinstance(key, int) and key < len(node)):
+            raise ConfigError(f"{origin}: {step!r} is not an item of the list")
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"{origin}: {'.'.join(where[:position])} has no fields")
+        if last:
+            node[key] = value
+        elif isinstance(node, dict):
+            node = node.setdefault(key, {})
+        else:
+            node = node[key]
+
+
+def _explain(error: ValidationError, text: str, path: Path | None) -> str:
+    lines = []
+    for problem in error.errors(include_url=False, include_context=False):
+        field = ".".join(str(step) for step in problem["loc"]) or "configuration"
+        line = _line_of(text, problem["loc"])
+        place = f"{path} line {line}: " if path is not None and line is not None else ""
+        lines.append(f"{place}{field}: {problem['msg']}")
+    return "; ".join(lines)
+
+
+def _line_of(text: str, where: tuple[int | str, ...]) -> int | None:
+    """The line of the deepest part of `where` that stands in the file; None if none does."""
+    node = yaml.compose(text) if text else None
+    line: int | None = None
+    for step in where:
+        child = None
+        if isinstance(node, yaml.MappingNode):
+            child = next(((k, v) for k, v in node.value if k.value == str(step)), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int):
+            child = (node.value[step],) * 2 if step < len(node.value) else None
+        if child is None:
+            break
+        line, node = child[0].start_mark.line + 1, child[1]
+    return line
