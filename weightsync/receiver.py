@@ -5,7 +5,7 @@
     apply    written in place; then the state that is really there is hashed
 
 `stage` fails without having touched the target. After a failed `apply` the target is in doubt until
-a full checkpoint has been applied: `sync` does that by itself.
+a full checkpoint has been applied: `settle` does that by itself.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -113,22 +113,35 @@ class Receiver:
             seconds=self._clock.now() - started,
         )
 
-    def sync(
-        self, current: WeightVersion | None, target: WeightVersion, buffers: ApplyTarget
-    ) -> Applied:
-        """plan, stage and apply; where a chain fails, again from a full checkpoint.
-
-        Raises what the attempt from a full checkpoint raises; the buffers are then in doubt.
-        """
+    def prepare(self, current: WeightVersion | None, target: WeightVersion) -> Staged:
+        """plan and stage; where a chain from `current` is broken, from a full checkpoint."""
         plan = self.plan(current, target)
         if plan.current is not None:
             try:
-                return self.apply(self.stage(plan), buffers)
-            except ConfigError:
-                raise
-            except Exception:  # whatever tore the apply, a full checkpoint repairs it
+                return self.stage(plan)
+            except Corrupt:
                 plan = self.plan(None, target)
-        return self.apply(self.stage(plan), buffers)
+        return self.stage(plan)
+
+    def settle(self, staged: Staged, target: ApplyTarget) -> Applied:
+        """apply; where a chain tears or ends in another state, again from a full checkpoint.
+
+        Raises what the attempt from a full checkpoint raises; the target is then in doubt.
+        """
+        try:
+            return self.apply(staged, target)
+        except ConfigError:
+            raise
+        except Exception:
+            if staged.full is not None:
+                raise
+        return self.apply(self.stage(self.plan(None, staged.plan.target)), target)
+
+    def sync(
+        self, current: WeightVersion | None, target: WeightVersion, buffers: ApplyTarget
+    ) -> Applied:
+        """prepare and settle."""
+        return self.settle(self.prepare(current, target), buffers)
 
     def _forget(self) -> None:
         """Nothing that may have come from a broken directory is believed again."""

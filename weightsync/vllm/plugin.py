@@ -1,0 +1,42 @@
+"""Entry point `vllm.general_plugins`: vLLM then knows `--weight-transfer-config` backend "rosemux".
+
+Runs in every vLLM process, so it imports little: the engine itself is loaded by name when a worker
+asks for it. numba above all must wait: vLLM 0.32 looks through every loaded module when a CPU
+worker starts, and trips over an object of llvmlite's. Does nothing where vLLM has no backend of the
+shape that engine.py derives from.
+"""
+
+import importlib.util
+import inspect
+import logging
+
+BACKEND = "rosemux"
+ENGINE_MODULE = "weightsync.vllm.engine"
+ENGINE_CLASS = "RoseMuxWeightTransferEngine"
+
+_logger = logging.getLogger("vllm.rosemux.weightsync")
+_registered = False
+
+
+def register() -> None:
+    """Registers the backend once a process; says why where it cannot."""
+    global _registered
+    if _registered or importlib.util.find_spec("vllm") is None:
+        return
+    _registered = True
+    try:
+        from vllm.distributed.weight_transfer.base import WeightTransferEngine
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        _logger.warning("this vLLM has no weight transfer: backend %r is off", BACKEND)
+        return
+    if "vllm_config" not in inspect.signature(WeightTransferEngine.__init__).parameters:
+        _logger.warning("backend %r is off: it needs vLLM 0.25 or newer", BACKEND)
+        return
+    WeightTransferEngineFactory.register_engine(BACKEND, ENGINE_MODULE, ENGINE_CLASS)
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from weightsync.vllm import cpu_linear
+
+        cpu_linear.install(BACKEND)
