@@ -145,6 +145,10 @@ class CapacityPolicy:
         self._not_before_s = dict(snapshot["not_before_s"])
         self._busy_at_s = dict(snapshot["busy_at_s"])
 
+    @property
+    def duration_s(self) -> float:
+        return self._config.duration_s
+
     def observe(self, sample: CapacitySample, *, now: float) -> tuple[CapacityEffect, ...]:
         for refusal in sample.refusals:
             self._asked.pop(refusal.slot, None)

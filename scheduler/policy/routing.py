@@ -180,9 +180,9 @@ class RoutingPolicy:
         self._config = config
         self._engines: dict[EngineId, _Load] = {}
         self._last: OrderedDict[TrajectoryId, EngineId] = OrderedDict()
-        self._placed: dict[str, EngineId] = {}
+        self._placed: dict[str, tuple[JobId, EngineId]] = {}
         self._lines: dict[tuple[JobId, int, int], _Line] = {}
-        self._queued: set[str] = set()
+        self._queued: dict[str, JobId] = {}
         self._target: Retargeted | None = None
 
     @classmethod
@@ -216,13 +216,27 @@ class RoutingPolicy:
         load = self._engines.get(engine)
         return load.open_turns if load else 0
 
+    def queued_turns_of(self, job: JobId) -> int:
+        return sum(queued == job for queued in self._queued.values())
+
+    def open_turns_of(self, job: JobId) -> int:
+        return sum(placed == job for placed, _ in self._placed.values())
+
+    def speeds(self) -> dict[EngineId, float]:
+        """Learned seconds per token of one stream alone."""
+        return {
+            engine: round(load.s_per_token_alone, 6)
+            for engine, load in sorted(self._engines.items())
+            if load.s_per_token_alone is not None
+        }
+
     def s_per_token_alone(self, engine: EngineId) -> float | None:
         load = self._engines.get(engine)
         return load.s_per_token_alone if load else None
 
     def has_other_place(self, turn: TurnArrived, *, now: float) -> bool:
         """Whether a turn that stalls where it is could go on elsewhere at once."""
-        here = self._placed.get(turn.turn)
+        _, here = self._placed.get(turn.turn, (turn.job, None))
         return any(engine != here for engine, _ in self._eligible(turn, now))
 
     def observe(self, event: RoutingEvent, *, now: float) -> tuple[RoutingEffect, ...]:
@@ -232,12 +246,13 @@ class RoutingPolicy:
             case TurnLeft():
                 self._leave(event)
             case TurnWithdrawn():
-                self._queued.discard(event.turn)
+                self._queued.pop(event.turn, None)
             case EngineOffered():
                 self._offer(event)
             case EngineWithdrawn():
                 if event.engine in self._engines:
                     self._engines[event.engine].offered = False
+                return tuple(self._refuse_stale())
             case Retargeted():
                 self._target = event
                 return (*self._drain(now), *self._refuse_stale())
@@ -266,13 +281,14 @@ class RoutingPolicy:
             line = self._lines[key] = _Line(turn.job, turn.exact, turn.minimum)
         begun = _BEGUN if turn.trajectory in self._last else _FRESH
         line.waiting[_RESUMED if turn.resumed else begun].append(turn)
-        self._queued.add(turn.turn)
+        self._queued[turn.turn] = turn.job
         return (QueueTurn(turn=turn.turn), *self._drain(now))
 
     def _leave(self, event: TurnLeft) -> None:
-        engine = self._placed.pop(event.turn, None)
-        if engine is None:
+        placed = self._placed.pop(event.turn, None)
+        if placed is None:
             return
+        _, engine = placed
         load = self._engines[engine]
         # A turn lost without a token counts its time, so that a stalled engine becomes a slow one.
         load.learn(seconds=event.seconds, tokens=event.tokens, weight=self._config.speed_weight)
@@ -304,7 +320,7 @@ class RoutingPolicy:
                     if refused is None:
                         kept.append(turn)
                     else:
-                        self._queued.discard(turn.turn)
+                        del self._queued[turn.turn]
                         yield refused
                 waiting.clear()
                 waiting.extend(kept)
@@ -326,7 +342,7 @@ class RoutingPolicy:
                         dispatch = self._place(turn, now, tail=False)
                         if dispatch is None:
                             break
-                        self._queued.discard(turn.turn)
+                        del self._queued[turn.turn]
                         placed.append(dispatch)
                     waiting.popleft()
         return tuple(placed)
@@ -370,7 +386,7 @@ class RoutingPolicy:
     ) -> DispatchTurn:
         load = self._engines[engine]
         load.open_turns += 1
-        self._placed[turn.turn] = engine
+        self._placed[turn.turn] = (turn.job, engine)
         self._last[turn.trajectory] = engine
         self._last.move_to_end(turn.trajectory)
         if len(self._last) > self._config.trajectories:

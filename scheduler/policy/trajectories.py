@@ -33,6 +33,8 @@ class TurnCounters:
     """Ended with stop or length."""
     aborted: int = 0
     """Ended early with partial output: cancelled, cut for good, or shut down."""
+    refused: int = 0
+    """Found no engine that may serve them, before their first token."""
     lost: int = 0
     """Ended because no engine finished it within the bounded number of attempts."""
     duplicated: int = 0
@@ -84,10 +86,21 @@ class Turn:
     _open: Attempt | None = None
     _open_from: int = 0
     _numerics: str = ""
+    _outcome: str = ""
+
+    @property
+    def key(self) -> str:
+        """Unique over all jobs."""
+        return f"{self.job}/{self.request.request_id}"
 
     @property
     def remaining_tokens(self) -> int:
         return self.request.sampling_params.max_tokens - len(self.token_ids)
+
+    @property
+    def outcome(self) -> str:
+        """`finish_reason`, or `lost` or `refused` where that says more."""
+        return self._outcome or (self.finish_reason.value if self.finish_reason else "open")
 
     @property
     def ended(self) -> bool:
@@ -159,11 +172,20 @@ class Turn:
         counters.output_tokens += len(self.token_ids)
         if lost:
             counters.lost += 1
+            self._outcome = "lost"
         elif reason is FinishReason.ABORT:
             counters.aborted += 1
         else:
             counters.completed += 1
         return True
+
+    def refuse(self) -> None:
+        """End a turn that no engine may serve: aborted with its tokens, refused if it has none."""
+        if self.token_ids or self.ended:
+            self.end(FinishReason.ABORT)
+            return
+        self.finish_reason, self._outcome = FinishReason.ABORT, "refused"
+        self.counters.refused += 1
 
     def choice(self, *, start: int = 0) -> Choice:
         """Tokens from `start` on, with all spans closed so far that reach behind it."""
@@ -214,22 +236,21 @@ def _continues(before: Span, after: Span) -> bool:
 
 
 class TurnLedger:
-    """The open turns by request id, and the totals of all."""
+    """The open turns of one job by request id, and the totals of all."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: JobId) -> None:
+        self.job = job
         self.counters = TurnCounters()
         self._open: dict[str, Turn] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(
-        self, request: GenerateRequest, *, job: JobId, trajectory: TrajectoryId
-    ) -> Turn | None:
+    def open(self, request: GenerateRequest, *, trajectory: TrajectoryId) -> Turn | None:
         """A new turn, or None while one with this request id is open."""
         if request.request_id in self._open:
             return None
-        turn = Turn(request=request, job=job, trajectory=trajectory, counters=self.counters)
+        turn = Turn(request=request, job=self.job, trajectory=trajectory, counters=self.counters)
         self._open[request.request_id] = turn
         self.counters.started += 1
         return turn

@@ -49,6 +49,8 @@ TRANSITIONS: dict[tuple[EngineState, Trigger], EngineState] = {
 class VersionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     retry_s: float = 2.0
     """From a failed update to the next try."""
+    min_dedicated: int = 0
+    """Dedicated engines that must serve a version before its publish counts as settled."""
 
 
 class EngineJoined(msgspec.Struct, frozen=True, kw_only=True, tag="engine_joined"):
@@ -119,6 +121,8 @@ class QuiesceEngine(msgspec.Struct, frozen=True, kw_only=True, tag="quiesce_engi
 
 
 class UpdateEngine(msgspec.Struct, frozen=True, kw_only=True, tag="update_engine"):
+    """Version 0 is what the engine started with: nothing to load."""
+
     engine: EngineId
     job: JobId
     store: str
@@ -239,6 +243,10 @@ class VersionPolicy:
         at = self._engines.get(engine)
         return at.state if at else None
 
+    def version(self, engine: EngineId) -> WeightVersion | None:
+        at = self._engines.get(engine)
+        return at.version if at else None
+
     def switch_states(self, job: JobId, version: WeightVersion) -> dict[EngineId, SwitchState]:
         return {
             engine: SwitchState.SWITCHED
@@ -272,8 +280,6 @@ class VersionPolicy:
         if target is None:
             at.state = EngineState.QUIESCING
             return []
-        if target.version == 0:
-            return self._serve(event.engine, at, target.job, target.version)
         return [self._update(event.engine, target)]
 
     def _publish(self, event: VersionPublished) -> list[VersionsEffect]:
@@ -348,7 +354,7 @@ class VersionPolicy:
             case EngineState.UPDATING:
                 return [self._update(engine, target)]
             case EngineState.SERVING:
-                return self._serve(engine, at, at.job, at.version)
+                return [ServeEngine(engine=engine, job=at.job, version=at.version)]
             case EngineState.FAILED:
                 return []
 
@@ -359,19 +365,18 @@ class VersionPolicy:
     def _update(self, engine: EngineId, to: JobVersion) -> UpdateEngine:
         return UpdateEngine(engine=engine, job=to.job, store=to.store, version=to.version)
 
-    def _serve(
-        self, engine: EngineId, at: _Engine, job: JobId, version: WeightVersion
-    ) -> list[VersionsEffect]:
-        at.state, at.job, at.version = EngineState.SERVING, job, version
-        return [ServeEngine(engine=engine, job=job, version=version)]
-
     def _settle(self) -> list[VersionsEffect]:
         target = self._target
         if target is None or self._settled:
             return []
+        serving = 0
         for at in self._engines.values():
             there = (at.job, at.version) == (target.job, target.version)
-            if at.kind is EngineKind.DEDICATED and not (at.state is EngineState.SERVING and there):
-                return []
+            if at.kind is EngineKind.DEDICATED:
+                if at.state is not EngineState.SERVING or not there:
+                    return []
+                serving += 1
+        if serving < self._config.min_dedicated:
+            return []
         self._settled = True
         return [SettlePublish(job=target.job, version=target.version)]

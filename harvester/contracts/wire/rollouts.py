@@ -78,6 +78,9 @@ class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
 class PublishedVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: WeightVersion
     store: str
+    cut_open_turns: bool = False
+    """End turns that are pinned to exactly the version before, with partial output, instead of
+    waiting for them. Turns whose pin admits the new version go on at it either way."""
 
 
 class SwitchState(StrEnum):

@@ -1,0 +1,79 @@
+"""`rosemux gateway`: the gateway process from its configuration file to its last open turn."""
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from scheduler.service.config import GatewaySettings
+    from scheduler.service.tenants import Tenants
+
+
+def gateway(
+    config: Annotated[Path, typer.Option(help="YAML or JSON file with the gateway's settings.")],
+    check_config: Annotated[bool, typer.Option(help="Check the file and stop.")] = False,
+) -> None:
+    """Run the rollout gateway with its scheduler."""
+    from scheduler.service.config import load_settings
+    from scheduler.service.tenants import Tenants
+
+    settings = load_settings(config)
+    tenants = Tenants.load(settings.token_file)
+    if check_config:
+        typer.echo(f"{config} is good: {len(settings.engines)} engines, {len(settings.jobs)} jobs")
+        return
+    asyncio.run(serve(settings, tenants))
+
+
+async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
+    """Until SIGTERM or SIGINT. Raises ConfigError if the port is taken."""
+    import aiohttp
+    from aiohttp import web
+
+    from harvester.contracts.clock import MonotonicClock
+    from harvester.contracts.errors import ConfigError
+    from scheduler.service.gateway import Gateway
+    from scheduler.service.scheduler import Scheduler
+    from scheduler.service.state import SchedulerState
+
+    clock = MonotonicClock()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    state = SchedulerState(settings.state_file)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=None)
+    ) as session:
+        scheduler = Scheduler(settings, clock, state, session)
+        front = Gateway(scheduler, settings, tenants, clock)
+        runner = web.AppRunner(front.app, handler_cancellation=True, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, settings.host, settings.port, shutdown_timeout=5.0)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; "
+                "set another 'port', 0 takes a free one"
+            ) from error
+        await scheduler.start()
+        typer.echo(f"listening on {_address(runner)}")
+        try:
+            await stop.wait()
+        finally:
+            front.close()
+            scheduler.runner.close()
+            await runner.cleanup()
+            await scheduler.close()
+
+
+def _address(runner: "web.AppRunner") -> str:
+    host, port = runner.addresses[0][:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

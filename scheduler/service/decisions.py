@@ -1,0 +1,56 @@
+"""Records what a policy decided: one journal file per policy, rotated with its snapshot."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from harvester.contracts.journal import JournalWriter, Opened, config_hash
+
+
+class JournalledPolicy(Protocol):
+    NAME: Any
+
+    def snapshot(self) -> dict[str, Any]: ...
+
+
+class DecisionLog:
+    """Without a directory it records nothing."""
+
+    def __init__(
+        self,
+        directory: Path | None,
+        policy: JournalledPolicy,
+        config: dict[str, Any],
+        *,
+        max_bytes: int,
+    ) -> None:
+        self._policy = policy
+        self._config = config
+        self._writer: JournalWriter | None = None
+        if directory is not None:
+            path = directory / f"{policy.NAME}.jsonl"
+            self._writer = JournalWriter(path, max_bytes=max_bytes)
+            self._writer.opened(self._opened(None))
+
+    def decided(
+        self, *, now: float, sample: msgspec.Struct, effects: tuple[msgspec.Struct, ...]
+    ) -> None:
+        if self._writer is None:
+            return
+        self._writer.decided(now=now, sample=sample, effects=effects)
+        if self._writer.full:
+            self._writer.rotate(self._opened(self._policy.snapshot()))
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _opened(self, snapshot: dict[str, Any] | None) -> Opened:
+        return Opened(
+            actor="scheduler",
+            policy=self._policy.NAME,
+            config=self._config,
+            config_hash=config_hash(self._config),
+            snapshot=snapshot,
+        )

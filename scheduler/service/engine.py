@@ -1,0 +1,157 @@
+"""The client of one stock vLLM engine: generate as a stream, switch versions, health.
+
+Measures nothing and decides nothing: each failure is an exception that says whose fault it is.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxError, Stale
+from harvester.contracts.ids import Epoch, WeightVersion
+from harvester.contracts.wire.leases import EPOCH_HEADER
+from scheduler.policy.trajectories import Attempt
+from scheduler.service.stream import EngineChoice, EventStream
+
+_ENCODER = msgspec.json.Encoder()
+_MESSAGE_CHARS = 500
+
+
+class EngineLost(RoseMuxError):  # noqa: N818 - named for the state
+    """The engine does not answer, broke the stream or says that it is failing."""
+
+
+class RequestRefused(RoseMuxError):  # noqa: N818 - as above
+    """The engine says that the request itself is wrong; no other engine would take it."""
+
+
+class EngineClient:
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, connect_s: float) -> None:
+        self._session = session
+        self._url = url.rstrip("/")
+        self._stream_timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
+        self._connect_s = connect_s
+        self._transfer_ready = False
+
+    async def generate(
+        self, attempt: Attempt, *, request_id: str, epoch: Epoch | None, priority: int = 0
+    ) -> AsyncGenerator[EngineChoice, None]:
+        """Choices as they come. Leaving the iterator closes the connection: the engine aborts.
+
+        Raises RequestRefused, Stale (lease epoch), Exhausted (try elsewhere or later), EngineLost.
+        """
+        body = _ENCODER.encode(_generate_body(attempt, request_id, priority))
+        headers = {"Content-Type": "application/json"}
+        if epoch is not None:
+            headers[EPOCH_HEADER] = str(epoch)
+        try:
+            async with self._session.post(
+                f"{self._url}/inference/v1/generate",
+                data=body,
+                headers=headers,
+                timeout=self._stream_timeout,
+            ) as response:
+                if response.status != 200:
+                    raise _refusal(response.status, await _message(response))
+                stream = EventStream()
+                while not stream.done:
+                    data = await response.content.readany()
+                    if not data:
+                        raise EngineLost("the stream ended early")
+                    for chunk in stream.feed(data):
+                        if chunk.error is not None:
+                            raise EngineLost(f"engine error: {bytes(chunk.error)[:500]!r}")
+                        for choice in chunk.choices:
+                            yield choice
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise EngineLost(f"{type(error).__name__}: {error}") from error
+        except PeerProtocolError as error:
+            raise EngineLost(str(error)) from error
+
+    async def switch(self, *, store: str, version: WeightVersion, timeout_s: float) -> None:
+        """Bring the engine to a version; on return it samples with nothing older.
+
+        KV made with the old weights is dropped and that of kept requests is computed again.
+        Raises EngineLost; the engine may then be paused, which the next switch ends.
+        """
+        update = {"update_info": {"store": store, "version": version}}
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._post("/pause", params={"mode": "keep"})
+                if not self._transfer_ready:
+                    await self._post("/init_weight_transfer_engine", {"init_info": {}})
+                    self._transfer_ready = True
+                await self._post("/start_weight_update")
+                await self._post("/update_weights", update)
+                await self._post("/finish_weight_update", {"weight_version": str(version)})
+                await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+                await self._post("/resume")
+        except (aiohttp.ClientError, TimeoutError, ConnectionError, EngineLost) as error:
+            self.forget()
+            raise EngineLost(f"switch to {store} {version}: {error!r}") from error
+
+    def forget(self) -> None:
+        """The engine may be another process when it is back."""
+        self._transfer_ready = False
+
+    async def healthy(self) -> bool:
+        timeout = aiohttp.ClientTimeout(total=self._connect_s)
+        try:
+            async with self._session.get(f"{self._url}/health", timeout=timeout) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, ConnectionError):
+            return False
+
+    async def vllm_version(self) -> str:
+        """As the engine says; empty where it does not."""
+        timeout = aiohttp.ClientTimeout(total=self._connect_s)
+        try:
+            async with self._session.get(f"{self._url}/version", timeout=timeout) as response:
+                said = await response.json()
+                return str(said["version"])[:64]
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
+            return ""
+
+    async def _post(
+        self, path: str, body: dict[str, Any] | None = None, params: dict[str, str] | None = None
+    ) -> None:
+        async with self._session.post(self._url + path, json=body, params=params) as response:
+            if response.status != 200:
+                raise EngineLost(f"{path}: {response.status} {await _message(response)}")
+
+
+def _generate_body(attempt: Attempt, request_id: str, priority: int) -> dict[str, Any]:
+    sampling = attempt.sampling_params
+    return {
+        "request_id": f"{request_id}.{attempt.number}",
+        "token_ids": attempt.token_ids,
+        "stream": True,
+        "priority": priority,
+        "sampling_params": {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "stop_token_ids": sampling.stop_token_ids,
+            "logprobs": 1,
+            "detokenize": False,
+        },
+    }
+
+
+async def _message(response: aiohttp.ClientResponse) -> str:
+    raw = await response.content.read(4 * _MESSAGE_CHARS)
+    return raw.decode(errors="replace")[:_MESSAGE_CHARS]
+
+
+def _refusal(status: int, message: str) -> RoseMuxError:
+    if status == 409:
+        return Stale(message)
+    if status in (429, 503):
+        return Exhausted(message)
+    if 400 <= status < 500:
+        return RequestRefused(message)
+    return EngineLost(f"HTTP {status}: {message}")

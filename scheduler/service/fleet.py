@@ -1,0 +1,293 @@
+"""The engines as they are: who is up, what each serves, which turns run on it.
+
+The shell around the version policy: it carries out quiesce, update and serve, and tells routing.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.ids import EngineId, JobId, WeightVersion
+from scheduler.policy.model import Engine, EngineKind, Lease
+from scheduler.policy.routing import EngineOffered, EngineWithdrawn, Retargeted
+from scheduler.policy.trajectories import Turn
+from scheduler.policy.versions import (
+    EngineEmptied,
+    EngineJoined,
+    EngineLeft,
+    EngineUpdated,
+    QuiesceEngine,
+    RefusePublish,
+    Retarget,
+    ServeEngine,
+    SettlePublish,
+    TimePassed,
+    UpdateEngine,
+    VersionPolicy,
+    VersionsEffect,
+    VersionsEvent,
+)
+from scheduler.service.decisions import DecisionLog
+from scheduler.service.dispatch import Dispatcher
+from scheduler.service.engine import EngineClient, EngineLost
+
+
+class Cut(StrEnum):
+    """Why a running attempt is ended from this side."""
+
+    SWITCH = "switch"
+    """The turn goes on at the new version."""
+    END = "end"
+    """The turn ends with what it has."""
+    LEASE = "lease"
+    STALL = "stall"
+    ENGINE = "engine"
+
+
+class Running(Protocol):
+    """An attempt that runs on an engine."""
+
+    turn: Turn
+
+    def cut(self, why: Cut) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    engine: Engine
+    client: EngineClient
+    up: bool = False
+    lease: Lease | None = None
+    numerics: str = ""
+    running: set[Running] = field(default_factory=set)
+    fault: str = ""
+    quiesced_at_s: float | None = None
+    updating: "asyncio.Task[None] | None" = None
+
+
+class Fleet:
+    def __init__(
+        self,
+        policy: VersionPolicy,
+        dispatcher: Dispatcher,
+        log: DecisionLog,
+        clock: Clock,
+        *,
+        update_s: float,
+    ) -> None:
+        self.policy = policy
+        self.members: dict[EngineId, Member] = {}
+        self._dispatcher = dispatcher
+        self._log = log
+        self._clock = clock
+        self._update_s = update_s
+        self._events: deque[VersionsEvent] = deque()
+        self._observing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._settled = asyncio.Condition()
+        self.last_refusal = ""
+        self.on_served: Callable[[Member, float], None] = lambda _member, _seconds: None
+
+    def add(self, engine: Engine, client: EngineClient, *, lease: Lease | None = None) -> Member:
+        """Known, and not up before its first good health check. A lease counts as one."""
+        member = Member(engine=engine, client=client, lease=lease, numerics=engine.numerics)
+        self.members[engine.engine] = member
+        if lease is not None:
+            self.up(member)
+        return member
+
+    def up(self, member: Member) -> None:
+        if not member.up:
+            member.up, member.fault = True, ""
+            joined = EngineJoined(engine=member.engine.engine, kind=member.engine.kind)
+            self.observe(joined)
+
+    def down(self, member: Member, fault: str, *, cut: Cut = Cut.ENGINE) -> None:
+        """Lost: its turns go on elsewhere, and when it is back its weights are unknown."""
+        if not member.up:
+            return
+        member.up, member.fault, member.quiesced_at_s = False, fault, None
+        self._dispatcher.observe(EngineWithdrawn(engine=member.engine.engine))
+        if member.updating is not None:
+            member.updating.cancel()
+            member.updating = None
+        member.client.forget()
+        self.observe(EngineLeft(engine=member.engine.engine))
+        for running in tuple(member.running):
+            running.cut(cut)
+
+    def remove(self, engine: EngineId, reason: str) -> None:
+        member = self.members.get(engine)
+        if member is not None:
+            self.down(member, reason, cut=Cut.LEASE)
+            del self.members[engine]
+
+    def renewed(self, engine: EngineId, lease: Lease) -> None:
+        member = self.members.get(engine)
+        if member is None:
+            return
+        member.lease = lease
+        target = self.policy.target
+        if member.up and target is not None and self._serving(engine):
+            self._offer(member, target.job, target.version)
+
+    def began(self, engine: EngineId, running: Running) -> Member | None:
+        """The member that the attempt runs on, unless it went away since the turn was placed."""
+        member = self.members.get(engine)
+        if member is None or not member.up:
+            return None
+        member.running.add(running)
+        return member
+
+    def ended(self, member: Member, running: Running) -> None:
+        member.running.discard(running)
+        if member.quiesced_at_s is not None and member.up and not member.running:
+            self.observe(EngineEmptied(engine=member.engine.engine))
+
+    def observe(self, event: VersionsEvent) -> None:
+        """Effects may raise further events; they are taken one after another."""
+        self._events.append(event)
+        if self._observing:
+            return
+        self._observing = True
+        try:
+            while self._events:
+                sample, now = self._events.popleft(), self._clock.now()
+                effects = self.policy.observe(sample, now=now)
+                if effects or not isinstance(sample, TimePassed):
+                    self._log.decided(now=now, sample=sample, effects=effects)
+                for effect in effects:
+                    self._apply(effect)
+        finally:
+            self._observing = False
+
+    async def settled(self, job: JobId, version: WeightVersion, *, timeout_s: float) -> bool:
+        """Wait until every dedicated engine serves it. False: it took too long or was overtaken."""
+
+        def done() -> bool:
+            target = self.policy.target
+            overtaken = target is None or (target.job, target.version) != (job, version)
+            return overtaken or self.policy.settled
+
+        try:
+            async with asyncio.timeout(timeout_s), self._settled:
+                await self._settled.wait_for(done)
+        except TimeoutError:
+            return False
+        target = self.policy.target
+        return target is not None and (target.job, target.version) == (job, version)
+
+    async def close(self) -> None:
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _serving(self, engine: EngineId) -> bool:
+        return self.policy.state(engine) == "serving"
+
+    def _apply(self, effect: VersionsEffect) -> None:
+        match effect:
+            case Retarget():
+                self._dispatcher.observe(Retargeted(job=effect.job, version=effect.version))
+                self._spawn(self._notify())
+            case QuiesceEngine():
+                self._quiesce(self.members[effect.engine], effect)
+            case UpdateEngine():
+                member = self.members[effect.engine]
+                member.updating = self._spawn(self._update(member, effect))
+            case ServeEngine():
+                self._serve(self.members[effect.engine], effect)
+            case SettlePublish():
+                self._spawn(self._notify())
+            case RefusePublish():
+                self.last_refusal = effect.reason
+
+    def _quiesce(self, member: Member, effect: QuiesceEngine) -> None:
+        if member.quiesced_at_s is None:
+            member.quiesced_at_s = self._clock.now()
+        self._dispatcher.observe(EngineWithdrawn(engine=effect.engine))
+        target = self.policy.target
+        assert target is not None
+        for running in tuple(member.running):
+            pin = running.turn.request.weight_version
+            goes_on = running.turn.job == target.job and pin.exact is None
+            if goes_on and (pin.minimum is None or pin.minimum <= target.version):
+                running.cut(Cut.SWITCH)
+            elif effect.cut_exact:
+                running.cut(Cut.END)
+        if not member.running:
+            self.observe(EngineEmptied(engine=effect.engine))
+
+    async def _update(self, member: Member, effect: UpdateEngine) -> None:
+        fault = ""
+        try:
+            if effect.version:
+                await member.client.switch(
+                    store=effect.store, version=effect.version, timeout_s=self._update_s
+                )
+            if not member.numerics:
+                version = await member.client.vllm_version()
+                member.numerics = f"vllm {version}".strip()
+        except EngineLost as error:
+            fault = str(error)
+        if member.updating is asyncio.current_task():
+            member.updating, member.fault = None, fault
+            self.observe(
+                EngineUpdated(
+                    engine=effect.engine, job=effect.job, version=effect.version, fault=fault
+                )
+            )
+
+    def _serve(self, member: Member, effect: ServeEngine) -> None:
+        began_s, member.quiesced_at_s = member.quiesced_at_s, None
+        if began_s is not None:
+            self.on_served(member, self._clock.now() - began_s)
+        self._offer(member, effect.job, effect.version)
+
+    def _offer(self, member: Member, job: JobId, version: WeightVersion) -> None:
+        lease, engine = member.lease, member.engine
+        self._dispatcher.observe(
+            EngineOffered(
+                engine=engine.engine,
+                kind=engine.kind,
+                concurrency=engine.concurrency,
+                job=job,
+                version=version,
+                usable_until_s=lease.expires_s if lease else None,
+            )
+        )
+
+    async def _notify(self) -> None:
+        async with self._settled:
+            self._settled.notify_all()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def watch_health(fleet: Fleet, *, period_s: float) -> None:
+    """Bring engines that answer into the fleet and give failed updates their next try."""
+    while True:
+        waiting = [m for m in fleet.members.values() if not m.up]
+        answers = await asyncio.gather(*(member.client.healthy() for member in waiting))
+        for member, healthy in zip(waiting, answers, strict=True):
+            if healthy and fleet.members.get(member.engine.engine) is member:
+                fleet.up(member)
+        fleet.observe(TimePassed())
+        await asyncio.sleep(period_s)
+
+
+def dedicated_places(fleet: Fleet) -> int:
+    return sum(
+        member.engine.concurrency
+        for member in fleet.members.values()
+        if member.up and member.engine.kind is EngineKind.DEDICATED
+    )

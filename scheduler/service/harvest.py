@@ -1,0 +1,264 @@
+"""The shell around the capacity policy: asks agents, takes, renews and releases leases.
+
+A lease in hand becomes a guest in the fleet; a lease that ends takes its guest out at once.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import aiohttp
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.ids import EngineId, JobId, LeaseId, SlotId, TenantId, checked_name
+from harvester.contracts.wire.leases import (
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequest,
+    SlotOffer,
+    SlotState,
+)
+from scheduler.policy.capacity import (
+    CapacityEffect,
+    CapacityPolicy,
+    CapacitySample,
+    Demand,
+    DropLease,
+    OfferedSlot,
+    ReleaseLease,
+    RenewLease,
+    SlotRefusal,
+    TakeLease,
+)
+from scheduler.policy.model import Engine, EngineKind, Lease
+from scheduler.service.config import EngineSettings
+from scheduler.service.decisions import DecisionLog
+from scheduler.service.engine import EngineClient
+from scheduler.service.fleet import Fleet, Member
+from scheduler.service.leases import AgentClient
+from scheduler.service.state import SchedulerState
+
+# Between two looks when turns queue up: an agent answers in a millisecond.
+_LEAST_PERIOD_S = 0.1
+
+
+class Harvest:
+    def __init__(
+        self,
+        policy: CapacityPolicy,
+        fleet: Fleet,
+        state: SchedulerState,
+        log: DecisionLog,
+        clock: Clock,
+        *,
+        agents: dict[str, AgentClient],
+        guests: dict[SlotId, EngineSettings],
+        session: aiohttp.ClientSession,
+        connect_s: float,
+        demands: Callable[[], tuple[Demand, ...]],
+        tenant_of: Callable[[JobId], TenantId],
+    ) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._state = state
+        self._log = log
+        self._clock = clock
+        self._agents = agents
+        self._guests = guests
+        self._session = session
+        self._connect_s = connect_s
+        self._demands = demands
+        self._tenant_of = tenant_of
+        self._refusals: list[SlotRefusal] = []
+        self._wake = asyncio.Event()
+        self.leases: dict[LeaseId, Lease] = {}
+        self.offers: dict[SlotId, tuple[str, SlotOffer]] = {}
+        self.silent_agents: dict[str, str] = {}
+
+    def wake(self) -> None:
+        """Something changed; look at once instead of at the next period."""
+        self._wake.set()
+
+    async def run(self, *, period_s: float) -> None:
+        await self._adopt()
+        while True:
+            await self.look()
+            await asyncio.sleep(_LEAST_PERIOD_S)
+            try:
+                async with asyncio.timeout(period_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+
+    async def look(self) -> None:
+        """One sample, one decision, its effects."""
+        await asyncio.gather(*(self._ask(name) for name in sorted(self._agents)))
+        sample = CapacitySample(
+            demands=self._demands(),
+            slots=tuple(
+                OfferedSlot(
+                    slot=offer.slot,
+                    agent=agent,
+                    free=offer.state is SlotState.OFFERED,
+                    idle_ratio=offer.idle_ratio,
+                )
+                for agent, offer in self.offers.values()
+            ),
+            leases=tuple(self.leases.values()),
+            refusals=tuple(self._refusals),
+        )
+        self._refusals.clear()
+        now = self._clock.now()
+        effects = self._policy.observe(sample, now=now)
+        self._log.decided(now=now, sample=sample, effects=effects)
+        await asyncio.gather(*map(self._apply, effects))
+
+    def refused(self, member: Member) -> None:
+        """The guest says that its lease is not the one in force."""
+        if member.lease is None:
+            self._fleet.down(member, "refused the lease epoch")
+        else:
+            self._end(member.lease, "the guest refused the epoch")
+            self.wake()
+
+    async def release_all(self) -> None:
+        effects = [
+            ReleaseLease(lease=lease.lease, agent=lease.agent, reason="shutting down")
+            for lease in self.leases.values()
+        ]
+        await asyncio.gather(*map(self._apply, effects))
+
+    async def _adopt(self) -> None:
+        """Renew what an earlier process held; what its agent does not renew is forgotten."""
+        for lease in self._state.leases():
+            self._state.end(lease.lease)
+            if lease.agent not in self._agents:
+                continue
+            await self._ask(lease.agent)
+            await self._renew(
+                lease,
+                RenewLease(
+                    lease=lease.lease,
+                    agent=lease.agent,
+                    epoch=lease.epoch,
+                    duration_s=self._policy.duration_s,
+                    reason="restarted",
+                ),
+            )
+
+    async def _ask(self, name: str) -> None:
+        try:
+            offers = await self._agents[name].offers()
+        except (Exhausted, PeerProtocolError) as error:
+            self.silent_agents[name] = str(error)
+            self.offers = {s: (a, o) for s, (a, o) in self.offers.items() if a != name}
+            return
+        self.silent_agents.pop(name, None)
+        fresh = {offer.slot: (name, offer) for offer in offers.slots}
+        others = {s: (a, o) for s, (a, o) in self.offers.items() if a != name}
+        self.offers = {**others, **fresh}
+
+    async def _apply(self, effect: CapacityEffect) -> None:
+        try:
+            match effect:
+                case TakeLease():
+                    await self._take(effect)
+                case RenewLease():
+                    lease = self.leases.get(effect.lease)
+                    if lease is not None:
+                        await self._renew(lease, effect)
+                case ReleaseLease():
+                    # Stop using it before its slot is free for another.
+                    self._end(self.leases[effect.lease], effect.reason)
+                    await self._agents[effect.agent].release(effect.lease)
+                case DropLease():
+                    self._end(self.leases[effect.lease], effect.reason)
+        except (Exhausted, PeerProtocolError) as error:
+            self.silent_agents[effect.agent] = str(error)
+
+    async def _take(self, effect: TakeLease) -> None:
+        asked_at_s = self._clock.now()
+        request = LeaseRequest(
+            request_id=effect.request_id,
+            slot=effect.slot,
+            tenant=self._tenant_of(effect.job),
+            job=effect.job,
+            duration_s=effect.duration_s,
+        )
+        match await self._agents[effect.agent].take(request):
+            case LeaseRefused() as refused:
+                refusal = SlotRefusal(slot=effect.slot, retry_after_s=refused.retry_after_s)
+                self._refusals.append(refusal)
+            case LeaseGranted() as granted:
+                lease = Lease(
+                    lease=granted.lease,
+                    slot=effect.slot,
+                    agent=effect.agent,
+                    job=effect.job,
+                    epoch=granted.epoch,
+                    # The grantor counts from its reply, later than the question.
+                    expires_s=asked_at_s + granted.duration_s,
+                )
+                self._hold(lease)
+
+    async def _renew(self, lease: Lease, effect: RenewLease) -> None:
+        asked_at_s = self._clock.now()
+        try:
+            reply = await self._agents[effect.agent].renew(
+                effect.lease, epoch=effect.epoch, duration_s=effect.duration_s
+            )
+        except (Exhausted, PeerProtocolError) as error:
+            self.silent_agents[effect.agent] = str(error)
+            return
+        match reply:
+            case LeaseEnded():
+                self._end(lease, f"ended by its agent: {reply.reason}")
+            case LeaseGranted():
+                renewed = Lease(
+                    lease=lease.lease,
+                    slot=lease.slot,
+                    agent=lease.agent,
+                    job=lease.job,
+                    epoch=reply.epoch,
+                    expires_s=asked_at_s + reply.duration_s,
+                )
+                self._hold(renewed)
+
+    def _hold(self, lease: Lease) -> None:
+        known = self.leases.get(lease.lease)
+        self.leases[lease.lease] = lease
+        self._state.hold(lease)
+        if known is not None and known.epoch == lease.epoch:
+            self._fleet.renewed(self._guest_id(lease.slot), lease)
+            return
+        offered = self.offers.get(lease.slot)
+        if offered is None:
+            return
+        self._fleet.remove(self._guest_id(lease.slot), "leased anew")
+        engine = self._guest(lease, offered[1])
+        client = EngineClient(self._session, engine.url, connect_s=self._connect_s)
+        self._fleet.add(engine, client, lease=lease)
+
+    def _end(self, lease: Lease, reason: str) -> None:
+        self.leases.pop(lease.lease, None)
+        self._state.end(lease.lease)
+        self._fleet.remove(self._guest_id(lease.slot), reason)
+
+    def _guest_id(self, slot: SlotId) -> EngineId:
+        settings = self._guests.get(slot)
+        return EngineId(settings.id if settings else f"guest.{slot}")
+
+    def _guest(self, lease: Lease, offer: SlotOffer) -> Engine:
+        settings = self._guests.get(lease.slot)
+        checked_name(lease.slot, what="slot")
+        return Engine(
+            engine=self._guest_id(lease.slot),
+            kind=EngineKind.GUEST,
+            url=offer.engine_url,
+            concurrency=min(max(1, offer.concurrency), settings.concurrency if settings else 4096),
+            slot=lease.slot,
+            epoch=lease.epoch,
+            numerics=settings.numerics if settings else "",
+        )

@@ -1,0 +1,55 @@
+"""An engine's event stream, from bytes to chunks: one decode per event, nothing per token."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.wire.rollouts import TokenLogprob
+
+MAX_EVENT_BYTES = 4 << 20
+DONE = b"[DONE]"
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[TokenLogprob] | None = None
+
+
+class EngineChoice(msgspec.Struct):
+    """The part of a streamed choice that is used; the engine sends more."""
+
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class EngineChunk(msgspec.Struct):
+    choices: list[EngineChoice] = []
+    error: msgspec.Raw | None = None
+
+
+_DECODER = msgspec.json.Decoder(EngineChunk)
+
+
+class EventStream:
+    """Feed bytes in any portions; get the chunks that became whole. `done` is the end marker."""
+
+    def __init__(self) -> None:
+        self._left = b""
+        self.done = False
+
+    def feed(self, data: bytes) -> Iterator[EngineChunk]:
+        """Raises PeerProtocolError where the bytes are no event stream of chunks."""
+        *events, self._left = (self._left + data).split(b"\n\n")
+        if len(self._left) > MAX_EVENT_BYTES:
+            raise PeerProtocolError(f"event of more than {MAX_EVENT_BYTES} bytes")
+        for event in events:
+            if not event.startswith(b"data: "):
+                continue
+            if event == b"data: " + DONE:
+                self.done = True
+                return
+            try:
+                yield _DECODER.decode(memoryview(event)[6:])
+            except msgspec.MsgspecError as error:
+                raise PeerProtocolError(f"unreadable chunk: {error}") from error
