@@ -1,0 +1,96 @@
+"""What the demo observes, as raw facts with their times. Verdicts are drawn from them in `result`.
+
+Times are CLOCK_MONOTONIC seconds. Files hold one JSON line per record, so that an interrupted run
+leaves what it saw.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Arm(StrEnum):
+    SERVING_ONLY = "serving_only"
+    FIXED = "fixed"
+    HARVEST = "harvest"
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
+    """One contiguous stretch of one arm; arms alternate in blocks."""
+
+    arm: Arm
+    index: int
+    start_s: float
+    end_s: float
+    production_busy_share: float | None = None
+
+
+class ProductionRequest(msgspec.Struct, frozen=True, kw_only=True, tag="production"):
+    """One request of the open-loop client. Latencies count from when it was due, not when sent."""
+
+    arm: Arm
+    block: int
+    due_s: float
+    input_tokens: int
+    output_tokens: int
+    ttft_s: float | None
+    """None where no first token came."""
+    itl_s: tuple[float, ...]
+    failed: bool
+    error: str = ""
+    trace_index: int = -1
+    """Position in the replayed window: the same index is the same request in every block."""
+
+
+class GrantSample(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
+    """What the slot's pages said at one moment."""
+
+    t_s: float
+    arm: Arm
+    block: int
+    mode: str
+    reason: str
+    step_tokens_cap: int
+    gate_open: bool
+    gate_reason: str
+    guest_tokens_total: int
+    guest_running: int
+    production_in_flight: int
+
+
+class EngineGap(msgspec.Struct, frozen=True, kw_only=True):
+    """Sum of |log-probability differences| over tokens, trainer's recomputation against engine."""
+
+    engine: str
+    sum_abs: float
+    tokens: int
+
+
+class TrainingStep(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """One step of the RL job."""
+
+    arm: Arm
+    block: int
+    step: int
+    end_s: float
+    step_s: float
+    rollout_s: float
+    train_s: float
+    publish_s: float
+    switch_s: float
+    reward_mean: float
+    reward_se: float
+    rollout_tokens: int
+    tokens_by_engine: dict[str, int]
+    gaps: tuple[EngineGap, ...]
+    stale_tokens: int
+    started: int
+    completed: int
+    lost: int
+    duplicated: int
+    version: int
+    bytes_sent: int
+    bytes_dense: int
+
+
+Record = Block | ProductionRequest | GrantSample | TrainingStep
