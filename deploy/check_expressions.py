@@ -2,9 +2,10 @@
 
     python deploy/check_expressions.py --prometheus http://127.0.0.1:9090
 
-Prints each expression that does not parse or has no finite value and exits 1, else exits 0. A
-dashboard query or a recording rule must itself return something. An alert that does not fire
-returns nothing, so of an alert each selector must. Only reads.
+Prints each expression that does not parse or returns no series and exits 1, else exits 0. Those
+whose series hold only NaN or infinity, such as a quantile of nothing, are printed too, but are no
+fault. A dashboard query or a recording rule must itself return something. An alert that does not
+fire returns nothing, so of an alert each selector must. Only reads.
 """
 
 import argparse
@@ -134,34 +135,39 @@ def substitute(text: str, values: dict[str, str], *, window: str) -> str:
     return re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda m: known.get(m[1] or m[2], m[0]), text)
 
 
-def find_faults(
+@dataclass(frozen=True, slots=True)
+class Finding:
+    line: str
+    is_fault: bool
+    """False: the series are there, but nothing has happened yet that gives them a value."""
+
+
+def find(
     prometheus: Prometheus, *, dashboard_path: Path = DASHBOARD, window: str = "1m"
-) -> tuple[tuple[str, ...], int]:
-    """One line for each expression with a fault, and how many were asked."""
+) -> tuple[Finding, ...]:
+    """What is wrong or still unknown, over every rule and panel."""
     dashboard = json.loads(dashboard_path.read_text())
     values = variable_values(dashboard, prometheus)
-    panels = tuple(
+    panels = (
         Expression(one.where, substitute(one.text, values, window=window))
         for one in dashboard_expressions(dashboard)
     )
-    expressions = (*rule_expressions(), *panels)
-    return tuple(fault for one in expressions for fault in _faults(prometheus, one)), len(
-        expressions
-    )
+    asked = (*rule_expressions(), *panels)
+    return tuple(found for one in asked for found in _findings(prometheus, one))
 
 
-def _faults(prometheus: Prometheus, expression: Expression) -> Iterator[str]:
+def _findings(prometheus: Prometheus, expression: Expression) -> Iterator[Finding]:
+    where, text = expression.where, expression.text
     try:
-        prometheus.format_query(expression.text)
-        queries = selectors(expression.text) if expression.is_alert else (expression.text,)
-        for query in queries:
+        prometheus.format_query(text)
+        for query in selectors(text) if expression.is_alert else (text,):
             values = prometheus.values(query)
             if not values:
-                yield f"{expression.where}: no data: {query}"
+                yield Finding(f"{where}: no data: {query}", is_fault=True)
             elif not any(math.isfinite(value) for value in values):
-                yield f"{expression.where}: only {values[0]}: {query}"
+                yield Finding(f"{where}: {values[0]} so far: {query}", is_fault=False)
     except ValueError as error:
-        yield f"{expression.where}: {error}: {expression.text}"
+        yield Finding(f"{where}: {error}: {text}", is_fault=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -170,12 +176,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--window", default="1m", help="range of rates in panels (default 1m)")
     options = parser.parse_args(arguments)
     try:
-        faults, asked = find_faults(Prometheus(options.prometheus), window=options.window)
+        found = find(Prometheus(options.prometheus), window=options.window)
     except OSError as error:
         print(f"no answer from {options.prometheus}: {error}; is it running?", file=sys.stderr)
         return 2
-    print(*faults, sep="\n", end="\n" if faults else "")
-    print(f"{asked} expressions, {len(faults)} faults")
+    faults = [one for one in found if one.is_fault]
+    for one in found:
+        print(one.line)
+    print(f"{len(faults)} faults, {len(found) - len(faults)} without a value yet")
     return 1 if faults else 0
 
 

@@ -54,6 +54,7 @@ def _vllm(name: str, kind: Kind, text: str, labels: str = "model_name engine") -
 _AGENT = (
     _agent("build_info", Kind.GAUGE, "version", "Always 1; the version is a label."),
     _agent("mode", Kind.GAUGE, "slot mode", "1 for the state that the slot is in, 0 for others."),
+    _agent("quarantined", Kind.GAUGE, "slot", "1 while the slot waits for an operator."),
     _agent(
         "slo_headroom_ratio",
         Kind.GAUGE,
@@ -68,7 +69,12 @@ _AGENT = (
     ),
     _agent("grant_step_tokens", Kind.GAUGE, "slot", "Token cap per guest step; 0 while closed."),
     _agent("guest_tokens_total", Kind.COUNTER, "slot", "Tokens that the guest's steps processed."),
-    _agent("idle_ratio", Kind.GAUGE, "slot", "Share of recent time without a production step."),
+    _agent(
+        "idle_ratio",
+        Kind.GAUGE,
+        "slot",
+        "Share of recent time without a production step; NaN is unknown.",
+    ),
     _agent("leases_active", Kind.GAUGE, "slot tenant", "Leases in force."),
     _agent("leases_ended_total", Kind.COUNTER, "slot reason", "Leases ended, by reason."),
     _agent(
@@ -84,9 +90,14 @@ _AGENT = (
         "signal_age_seconds",
         Kind.GAUGE,
         "slot source",
-        "Age of the newest whole reading of a pulse or of the guest's page.",
+        "Age of the newest whole reading of a pulse or of the guest's page; infinite: never seen.",
     ),
-    _agent("kill_switch_engaged", Kind.GAUGE, "level", "1 while hold or drain is set."),
+    _agent(
+        "kill_switch_engaged",
+        Kind.GAUGE,
+        "level",
+        "1 while hold or drain is set at that level (node).",
+    ),
     _agent(
         "requests_total", Kind.COUNTER, "slot", "Production requests counted by the error budget."
     ),
@@ -107,7 +118,7 @@ _AGENT = (
         "impact_ratio",
         Kind.GAUGE,
         "slot slo bound",
-        "Latency with grants / in slices without, minus 1 (bound: low, mean, high).",
+        "Latency with grants over without, minus 1 (bound: low, mean, high); NaN is unknown.",
     ),
     _agent("impact_limit_ratio", Kind.GAUGE, "slot", "Impact at which harvesting stops itself."),
     _agent("config_last_reload_successful", Kind.GAUGE, "", "0 after a reload that was refused."),
@@ -122,7 +133,7 @@ _GATEWAY = (
         "trajectories_total",
         Kind.COUNTER,
         "rl_job outcome",
-        "Trajectories started, completed, lost, duplicated or migrated.",
+        "Trajectories started, lost, duplicated or migrated.",
     ),
     _gateway(
         "generated_tokens_total", Kind.COUNTER, "rl_job engine kind", "Tokens given to RL jobs."

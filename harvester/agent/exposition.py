@@ -1,13 +1,21 @@
-"""Turns one slot's beats into metric values. It measures nothing and decides nothing."""
+"""Turns one slot's beats into metric values. It measures nothing and decides nothing.
+
+What is not known yet is NaN, never 0 and never the last value.
+"""
+
+import math
 
 from harvester.agent.metrics import AgentMetrics
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import Grant, GrantMode, Guest
+from harvester.contracts.wire.leases import EndReason, SlotState
 from harvester.policy.effects import Effect, WriteGrant
 from harvester.policy.leases import Lease
 from harvester.policy.sample import SlotSample
 from harvester.policy.slot import SlotPolicy
-from harvester.policy.states import State
+from harvester.policy.states import Condition, State
+
+_OTHER_TENANT = "other"
 
 
 class SlotExposition:
@@ -22,6 +30,7 @@ class SlotExposition:
         self._closing_at_ns: int | None = None
         self._counted = (0.0, 0.0)
         self._tenant = ""
+        self._begin()
 
     def observe(
         self,
@@ -50,23 +59,26 @@ class SlotExposition:
     def refresh(self, policy: SlotPolicy, seen_ns: dict[str, int]) -> None:
         """Before every scrape: what need not be counted per beat."""
         metrics, slot, settings = self._metrics, self._slot, policy.settings
+        metrics.quarantined.labels(slot).set(policy.slot_state() is SlotState.QUARANTINED)
         for state in State:
             metrics.mode.labels(slot, state.value).set(state is policy.state)
         now_ns = monotonic_ns()
         for source, stamp_ns in seen_ns.items():
             metrics.signal_age.labels(slot, source).set(max(0, now_ns - stamp_ns) / 1e9)
-        if policy.idle_ratio is not None:
-            metrics.idle.labels(slot).set(policy.idle_ratio)
+        for reading in self._last.pulses if self._last is not None else ():
+            if reading.name not in seen_ns:
+                metrics.signal_age.labels(slot, reading.name).set(math.inf)
+        idle = policy.idle_ratio
+        metrics.idle.labels(slot).set(math.nan if idle is None else idle)
         metrics.objective.labels(slot).set(settings.budget.slo_target_ratio)
         metrics.impact_limit.labels(slot).set(settings.proof.limit_ratio)
         spent, allowance = policy.budget.spent, policy.budget.allowance
         ratio = spent / allowance if allowance > 0 else float("inf") if spent else 0.0
         metrics.budget_spent.labels(slot).set(ratio)
         for slo, impact in policy.impact().items():
-            if impact is not None:
-                metrics.impact.labels(slot, slo, "low").set(impact.low)
-                metrics.impact.labels(slot, slo, "mean").set(impact.ratio)
-                metrics.impact.labels(slot, slo, "high").set(impact.high)
+            known = (math.nan,) * 3 if impact is None else (impact.low, impact.ratio, impact.high)
+            for bound, value in zip(("low", "mean", "high"), known, strict=True):
+                metrics.impact.labels(slot, slo, bound).set(value)
         self._set_headroom("ttft", settings.ttft_slo_s)
         self._set_headroom("itl", settings.itl_slo_s)
 
@@ -74,7 +86,19 @@ class SlotExposition:
         self._metrics.leases_ended.labels(self._slot, reason).inc()
 
     def _label(self, tenant: str) -> str:
-        return tenant if tenant in self._tenants else "other"
+        return tenant if tenant in self._tenants else _OTHER_TENANT
+
+    def _begin(self) -> None:
+        """Every series is there from the start: `increase` does not see a counter's first value."""
+        metrics, slot = self._metrics, self._slot
+        metrics.guest_tokens.labels(slot)
+        metrics.reclaim.labels(slot)
+        for condition in Condition:
+            metrics.evictions.labels(slot, condition.value)
+        for reason in EndReason:
+            metrics.leases_ended.labels(slot, reason.value)
+        for tenant in (*self._tenants, _OTHER_TENANT):
+            metrics.leases_active.labels(slot, tenant).set(0)
 
     def _note_grant(self, grant: Grant, policy: SlotPolicy) -> None:
         metrics, is_open = self._metrics, grant.mode is not GrantMode.CLOSED
@@ -110,6 +134,5 @@ class SlotExposition:
         recent = sorted(
             x for p in pulses for x in (p.ttft_s_recent if slo == "ttft" else p.itl_s_recent)
         )
-        if recent:
-            p90 = recent[min(len(recent) - 1, int(0.9 * len(recent)))]
-            self._metrics.headroom.labels(self._slot, slo).set(1 - p90 / slo_s)
+        p90 = recent[min(len(recent) - 1, int(0.9 * len(recent)))] if recent else math.nan
+        self._metrics.headroom.labels(self._slot, slo).set(1 - p90 / slo_s)

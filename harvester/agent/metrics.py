@@ -26,6 +26,7 @@ class AgentMetrics:
 
         gauge("build_info", "Always 1; the version is a label.", "version").labels(version).set(1)
         self.mode = gauge("mode", "1 for the slot's state, 0 for others.", "slot", "mode")
+        self.quarantined = gauge("quarantined", "1 while it waits for an operator.", "slot")
         self.headroom = gauge(
             "slo_headroom_ratio", "1 - recent latency / SLO; below 0 is a breach.", "slot", "slo"
         )
