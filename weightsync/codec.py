@@ -53,8 +53,6 @@ _SPARSE, _PLANES = 0, 1
 PLANES_ABOVE_RATIO = 0.40
 """Below this share of changed elements neither `planes` nor `dense` can win: a zero difference
 costs at least one bit of zstd's entropy coder in each plane."""
-SPARSE_BELOW_RATIO = 0.60
-"""Above this share a gap costs as much as a zero difference; between the two, both are tried."""
 OVERWRITE_BELOW_CHANGES = 16
 """`overwrite` spends 4 bytes on a position, but its header is shorter than ours."""
 
@@ -64,9 +62,7 @@ def encode(old: Bits, new: Bits) -> Encoded | None:
     changed = kernels.count_changes(old, new)
     if changed == 0:
         return None
-    candidates: list[tuple[Encoding, bytes]] = []
-    if changed <= SPARSE_BELOW_RATIO * old.size or old.size < 256:
-        candidates.append((Encoding.ROSEMUX, _encode_sparse(old, new, changed)))
+    candidates = [(Encoding.ROSEMUX, _encode_sparse(old, new, changed))]
     if changed > PLANES_ABOVE_RATIO * old.size:
         candidates.append((Encoding.ROSEMUX, _encode_planes(old, new)))
         candidates.append((Encoding.DENSE, encode_dense(new)))

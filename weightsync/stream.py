@@ -48,7 +48,10 @@ def unpack_stream(packed: memoryview, raw_length: int) -> Bytes:
         return np.frombuffer(packed, dtype=np.uint8)
     if len(packed) > raw_length:
         raise Corrupt(f"stream of {len(packed)} bytes for {raw_length} raw bytes")
-    return _decompress(_codecs.unpacker, packed, raw_length)
+    raw = _decompress(_codecs.unpacker, zstandard.FORMAT_ZSTD1_MAGICLESS, packed, raw_length)
+    if raw.size != raw_length:
+        raise Corrupt(f"stream holds {raw.size} bytes where {raw_length} were announced")
+    return raw
 
 
 def pack_frame(raw: Bytes) -> bytes:
@@ -58,24 +61,20 @@ def pack_frame(raw: Bytes) -> bytes:
 
 def unpack_frame(packed: memoryview, max_length: int) -> Bytes:
     """The content of a standard zstd frame, at most `max_length` bytes; raises Corrupt."""
-    try:
-        announced = zstandard.get_frame_parameters(packed).content_size
-    except zstandard.ZstdError as error:
-        raise Corrupt(f"not a zstd frame: {error}") from error
-    if announced != zstandard.CONTENTSIZE_UNKNOWN and announced > max_length:
-        raise Corrupt(f"zstd frame announces {announced} bytes where {max_length} are allowed")
-    if announced == 0:
-        return np.empty(0, dtype=np.uint8)
-    return _decompress(_codecs.unframer, packed, max_length, exact=False)
+    return _decompress(_codecs.unframer, zstandard.FORMAT_ZSTD1, packed, max_length)
 
 
 def _decompress(
-    decompressor: zstandard.ZstdDecompressor, packed: memoryview, length: int, *, exact: bool = True
+    decompressor: zstandard.ZstdDecompressor, form: int, packed: memoryview, max_length: int
 ) -> Bytes:
     try:
-        raw = decompressor.decompress(packed, max_output_size=length, allow_extra_data=False)
+        # The decompressor believes an announced size over our limit, so it is read first.
+        announced = zstandard.get_frame_parameters(packed, format=form).content_size
+        if announced == 0:
+            return np.empty(0, dtype=np.uint8)
+        if announced != zstandard.CONTENTSIZE_UNKNOWN and announced > max_length:
+            raise Corrupt(f"zstd frame announces {announced} bytes where {max_length} are allowed")
+        raw = decompressor.decompress(packed, max_output_size=max_length, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Corrupt(f"zstd: {error}") from error
-    if exact and len(raw) != length:
-        raise Corrupt(f"stream holds {len(raw)} bytes where {length} were announced")
     return np.frombuffer(raw, dtype=np.uint8)
