@@ -16,7 +16,7 @@ from scheduler.demo.job.model import Policy, PolicyShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamSettings:
-    learning_rate: float
+    learning_rate: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
     weight_decay: float = 0.0

@@ -43,11 +43,10 @@ class WarmUp:
     steps: int = 240
     demonstrations_per_step: int = 12
     learning_rate: float = 2e-3
-    code_version: int = field(default=CODE_VERSION, init=False)
 
     def key(self) -> str:
         """A file name that is the same exactly where all inputs are."""
-        named = json.dumps(asdict(self), sort_keys=True)
+        named = json.dumps({"code": CODE_VERSION, **asdict(self)}, sort_keys=True)
         return blake2b(named.encode(), digest_size=12).hexdigest()
 
     def learning_rate_at(self, step: int) -> float:
