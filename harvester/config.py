@@ -7,6 +7,7 @@ the value came from the file, its line. This module decides nothing and opens no
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,24 @@ from harvester.policy.settings import Mode, SlotSettings, more_careful
 ENVIRONMENT_PREFIX = "ROSEMUX_AGENT_"
 MAX_FILE_BYTES = 1 << 20
 _NAME = Field(pattern=NAME_PATTERN)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 booleans: `mode: off` says off and not false."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
+def parse_value(text: str) -> Any:
+    """A value as the configuration file would hold it. Raises yaml.YAMLError."""
+    return yaml.load(text, Loader=_Loader)
 
 
 class _Model(BaseModel):
@@ -135,7 +154,7 @@ def load_agent_config(
     for name, value in sorted((os.environ if environment is None else environment).items()):
         if name.startswith(ENVIRONMENT_PREFIX):
             where = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-            _put(values, where, yaml.safe_load(value), origin=name)
+            _put(values, where, _parse_variable(name, value), origin=name)
     for dotted, value in (flags or {}).items():
         _put(values, dotted.split("."), value, origin=f"flag {dotted}")
     try:
@@ -159,7 +178,7 @@ def _read(path: Path) -> str:
 
 def _parse(text: str, path: Path | None) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(text)
+        values = parse_value(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark is not None else ""
@@ -169,6 +188,13 @@ def _parse(text: str, path: Path | None) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} line 1: expected `field: value` lines")
     return values
+
+
+def _parse_variable(name: str, value: str) -> Any:
+    try:
+        return parse_value(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not a YAML value") from error
 
 
 def _put(values: dict[str, Any], where: list[str], value: Any, *, origin: str) -> None:

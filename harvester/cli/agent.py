@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from yaml import YAMLError
 
-from harvester.config import AgentConfig, load_agent_config
+from harvester.config import AgentConfig, load_agent_config, parse_value
 from harvester.contracts.errors import ConfigError
 
 
@@ -45,14 +46,15 @@ def agent(
 
 
 def _flags(mode: str | None, port: int | None, assignments: list[str]) -> dict[str, Any]:
-    import yaml
-
     flags: dict[str, Any] = {}
     for assignment in assignments:
         field, equals, value = assignment.partition("=")
         if not field or not equals:
             raise ConfigError(f"--set {assignment}: write field.path=value")
-        flags[field] = yaml.safe_load(value)
+        try:
+            flags[field] = parse_value(value)
+        except YAMLError as error:
+            raise ConfigError(f"--set {assignment}: the value is not YAML") from error
     if mode is not None:
         flags["mode"] = mode
     if port is not None:

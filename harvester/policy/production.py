@@ -137,7 +137,11 @@ class ProductionWatch:
         elapsed_s = 0.0 if state.observed_at_s is None else now - state.observed_at_s
         if not pulses:
             state.idle_ratio = None
-        known = [(p, state.pulses[n]) for n, p in pulses.items() if n in state.pulses]
+        known = [
+            (pulse, state.pulses[name])
+            for name, pulse in pulses.items()
+            if name in state.pulses and not _went_backwards(state.pulses[name], pulse)
+        ]
         if elapsed_s <= 0 or not known:
             return
         busy_s = sum(max(0.0, pulse.busy_s_total - before.busy_s_total) for pulse, before in known)

@@ -1,0 +1,79 @@
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from harvester.cli import main
+from harvester.cli.commands import COMMANDS
+
+HEAVY = ("aiohttp", "numba", "numpy", "prometheus_client", "torch", "vllm", "yaml")
+
+
+def exit_code(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    code = left.value.code
+    return code if isinstance(code, int) else 0
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys\nfrom harvester.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stderr.strip() == "[]"
+
+
+def test_prints_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["--version"]) == 0
+    assert capsys.readouterr().out == f"rosemux {version('rosemux')}\n"
+
+
+def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["dmeo"]) == 2
+    assert "dmeo" in capsys.readouterr().err
+
+
+def test_a_users_error_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(["agent", "--config", str(tmp_path / "absent.yaml")]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("rosemux: cannot read configuration")
+    assert len(shown.splitlines()) == 1
+
+
+def test_checks_a_configuration_without_starting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "agent.yaml"
+    path.write_text("slots: [{name: slot0}]\n")
+    arguments = ["agent", "--config", str(path), "--check-config"]
+    assert exit_code([*arguments, "--mode", "harvest"]) == 0
+    assert "mode harvest, slots slot0" in capsys.readouterr().out
+    assert exit_code([*arguments, "--set", "lease_ttl_s=-1"]) == 2
+    assert "lease_ttl_s" in capsys.readouterr().err
+    assert exit_code([*arguments, "--set", "lease_ttl_s=[1"]) == 2
+    assert "--set lease_ttl_s=[1" in capsys.readouterr().err
+
+
+def test_status_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["status", "--pages", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err.replace("\n", "")
+
+
+def test_status_names_an_agent_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["status", "--pages", "/nonexistent", "--agent", "ftp://x"]) == 2
+    assert "http://HOST:PORT" in capsys.readouterr().err

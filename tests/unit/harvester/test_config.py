@@ -1,0 +1,99 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harvester.config import load_agent_config
+from harvester.contracts.errors import ConfigError
+from harvester.policy.settings import Mode
+
+GOOD = """\
+node: node-7
+slots:
+  - name: slot0
+    policy:
+      ttft_slo_s: 0.2
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write(text: str) -> Path:
+        path = tmp_path / "agent.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_observes_and_listens_on_loopback_by_default(write: Any) -> None:
+    config = load_agent_config(write(GOOD), environment={})
+    assert config.mode is Mode.OBSERVE
+    assert config.http.loopback
+    assert config.settings_of(config.slots[0]).mode is Mode.OBSERVE
+    assert config.settings_of(config.slots[0]).ttft_slo_s == 0.2
+    assert config.pages_of(config.slots[0]) == config.page_root / "slot0"
+
+
+def test_flags_beat_variables_and_variables_beat_the_file(write: Any) -> None:
+    path = write(GOOD + "http: {port: 1}\nmode: off\nlease_ttl_s: 3\n")
+    environment = {
+        "ROSEMUX_AGENT_HTTP__PORT": "2",
+        "ROSEMUX_AGENT_MODE": "observe",
+        "ROSEMUX_PAGE_DIR": "/elsewhere",
+    }
+    config = load_agent_config(path, flags={"http.port": 3}, environment=environment)
+    assert (config.http.port, config.mode, config.lease_ttl_s) == (3, Mode.OBSERVE, 3.0)
+
+
+def test_a_variable_reaches_into_a_slot(write: Any) -> None:
+    environment = {"ROSEMUX_AGENT_SLOTS__0__POLICY__EPSILON": "0.2"}
+    config = load_agent_config(write(GOOD), environment=environment)
+    assert config.slots[0].policy.epsilon == 0.2
+    assert config.slots[0].policy.ttft_slo_s == 0.2
+
+
+def test_the_more_careful_mode_of_node_and_slot_holds(write: Any) -> None:
+    config = load_agent_config(write(GOOD + "mode: harvest\n"), environment={})
+    assert config.settings_of(config.slots[0]).mode is Mode.HARVEST
+    text = GOOD.replace("policy:", "policy:\n      mode: off") + "mode: harvest\n"
+    config = load_agent_config(write(text), environment={})
+    assert config.settings_of(config.slots[0]).mode is Mode.OFF
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("slots: []\n", "line 1: slots: "),
+        (GOOD + "modus: off\n", "line 6: modus: Extra inputs"),
+        (GOOD.replace("0.2", "fast"), "line 5: slots.0.policy.ttft_slo_s: "),
+        (GOOD.replace("ttft_slo_s", "ttft_slo"), "line 5: slots.0.policy.ttft_slo: "),
+        (GOOD.replace("0.2", "-1"), "slots.0.policy: Value error, SLOs must be above 0 s"),
+        (GOOD.replace("slot0", "../../etc"), "line 3: slots.0.name: "),
+        (GOOD.replace("    policy", "    pulses: [../x]\n    policy"), "slots.0.pulses"),
+        (GOOD + "http: {host: 0.0.0.0}\n", "set token_file"),
+        ("slots: [\n", "line 2: not YAML"),
+        ("- 1\n", "expected `field: value`"),
+        (GOOD + "  - name: slot0\n", "every name may appear once"),
+        (
+            GOOD.replace("ttft_slo_s: 0.2", "grant_ttl_s: 0.1"),
+            "grant_ttl_s must be at least two beats",
+        ),
+    ],
+)
+def test_a_mistake_names_its_field_and_line(write: Any, text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_agent_config(write(text), environment={})
+    assert says in str(caught.value)
+
+
+def test_a_missing_file_is_the_users_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read configuration .*absent\.yaml"):
+        load_agent_config(tmp_path / "absent.yaml", environment={})
+
+
+def test_a_misspelt_variable_is_refused(write: Any) -> None:
+    with pytest.raises(ConfigError, match="modus"):
+        load_agent_config(write(GOOD), environment={"ROSEMUX_AGENT_MODUS": "off"})
+    with pytest.raises(ConfigError, match="ROSEMUX_AGENT_SLOTS__9__NAME"):
+        load_agent_config(write(GOOD), environment={"ROSEMUX_AGENT_SLOTS__9__NAME": "x"})

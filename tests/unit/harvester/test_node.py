@@ -1,0 +1,225 @@
+"""The agent without its sockets: pages, kill switch, journal and metrics."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harvester.agent.node import Node
+from harvester.config import AgentConfig
+from harvester.contracts.clock import MonotonicClock, monotonic_ns
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import Epoch, JobId, SlotId, TenantId
+from harvester.contracts.journal import Decided, Opened, read_journal
+from harvester.contracts.page import Grant, GrantMode, Guest, PageDirectory, PageFault, Pulse
+from harvester.contracts.wire.leases import LeaseGranted, LeaseRequest
+from harvester.policy.effects import Effect
+from harvester.policy.slot import SlotPolicy
+
+SLOT = SlotId("slot0")
+
+
+class Stage:
+    def __init__(self, root: Path, **changes: Any) -> None:
+        self.config = AgentConfig.model_validate(
+            {
+                "mode": "harvest",
+                "page_root": root / "pages",
+                "state_dir": root / "state",
+                "slots": [{"name": SLOT, "policy": {"proof": {"share_ratio": 0.0}}}],
+                **changes,
+            }
+        )
+        self.pages = PageDirectory.create(root / "pages" / SLOT)
+        self.journal = root / "state" / f"{SLOT}.journal"
+        self.switch = root / "pages" / "kill"
+        self.start()
+
+    def start(self) -> None:
+        self.node = Node(self.config, clock=MonotonicClock(), version="1")
+
+    def production(self) -> None:
+        pulse = Pulse(model_samples=1000)
+        self.pages.pulse_writer("prod", 0).write(pulse, now_ns=monotonic_ns(), ttl_ns=10**11)
+
+    def guest(self, **fields: Any) -> None:
+        guest = Guest(**fields)
+        self.pages.guest_writer().write(guest, now_ns=monotonic_ns(), ttl_ns=10**11)
+
+    def take(self, request_id: str = "r1") -> LeaseGranted:
+        request = LeaseRequest(
+            request_id=request_id,
+            slot=SLOT,
+            tenant=TenantId("t"),
+            job=JobId("j"),
+            duration_s=10.0,
+        )
+        answer = self.node.book.take(request, now=self.node.clock.now())
+        assert isinstance(answer, LeaseGranted)
+        return answer
+
+    def grant(self) -> Grant:
+        record = self.pages.grant_reader().read().record
+        assert record is not None
+        return record
+
+    def beats(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.node.beat()
+
+    def harvest(self) -> LeaseGranted:
+        self.production()
+        self.guest()
+        self.beats(3)
+        lease = self.take()
+        self.beats(2)
+        return lease
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        self.node.refresh_metrics()
+        return self.node.metrics.registry.get_sample_value(name, labels)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    stage = Stage(tmp_path)
+    yield stage
+    stage.node.close()
+
+
+def test_grants_under_the_epoch_of_the_lease(stage: Stage) -> None:
+    lease = stage.harvest()
+    grant = stage.grant()
+    assert (grant.mode, grant.epoch) == ("open", lease.epoch)
+    assert stage.metric("harvester_mode", slot=SLOT, mode="open") == 1.0
+    assert stage.metric("harvester_leases_active", slot=SLOT, tenant="other") == 1.0
+
+
+@pytest.mark.parametrize("text", ["hold\n", "drain\n", "", "stop everything", "\x00"])
+def test_the_kill_switch_closes_whatever_it_says(stage: Stage, text: str) -> None:
+    stage.harvest()
+    stage.switch.write_text(text)
+    stage.beats()
+    assert stage.grant().mode == "closed"
+    assert stage.metric("harvester_kill_switch_engaged", level="node") == 1.0
+    assert (stage.node.book.live(SLOT) is not None) == (text == "hold\n")
+
+
+def test_a_pulse_that_is_a_link_to_elsewhere_is_not_believed(stage: Stage) -> None:
+    stage.production()
+    page = stage.pages.path / "pulse.prod.0"
+    page.rename(stage.pages.path / "elsewhere")
+    page.symlink_to(stage.pages.path / "elsewhere")
+    stage.beats()
+    assert stage.grant().reason == "pulse.prod.0 foreign"
+
+
+def test_leaves_a_closed_and_expired_page_and_ends_its_leases(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    lease = stage.harvest()
+    stage.node.close()
+    reader = stage.pages.grant_reader()
+    assert reader.read().fault is PageFault.EXPIRED
+    left = reader.read_left().record
+    assert left is not None
+    assert left.mode == "closed"
+    assert left.epoch > lease.epoch
+    assert stage.metric("harvester_leases_ended_total", slot=SLOT, reason="drain") == 1.0
+
+
+def test_a_successor_goes_on_from_the_epoch_left_on_the_page(tmp_path: Path) -> None:
+    pages = PageDirectory.create(tmp_path / "pages" / SLOT)
+    left = pages.grant_writer()
+    left.write(Grant(epoch=Epoch(7), mode=GrantMode.OPEN), now_ns=monotonic_ns(), ttl_ns=1)
+    stage = Stage(tmp_path)
+    stage.production()
+    stage.guest(epoch=7)
+    stage.beats(3)
+    assert (stage.grant().mode, stage.grant().epoch) == ("closed", 7)
+    assert stage.take().epoch == 8
+    stage.node.close()
+
+
+def test_its_journal_replays_to_the_same_effects(stage: Stage) -> None:
+    stage.harvest()
+    stage.switch.write_text("drain")
+    stage.beats(5)
+    lines = list(read_journal(stage.journal))
+    assert isinstance(lines[0], Opened)
+    assert lines[0].policy == SlotPolicy.NAME
+    policy = SlotPolicy.from_config(lines[0].config)
+    decided = [line for line in lines if isinstance(line, Decided)]
+    assert len(decided) == 10
+    for line in decided:
+        sample = msgspec.convert(line.sample, SlotPolicy.SAMPLE)
+        effects = policy.observe(sample, now=line.t_s)
+        assert effects == msgspec.convert(line.effects, tuple[Effect, ...])
+
+
+def test_a_rotated_journal_opens_with_a_snapshot_and_stays_bounded(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, journal_max_bytes=1 << 16)
+    stage.production()
+    stage.beats(200)
+    stage.node.close()
+    files = sorted(stage.journal.parent.iterdir())
+    # A snapshot opens each file, so a file may exceed its half of the bound by one.
+    assert sum(path.stat().st_size for path in files) < 2 << 16
+    first = next(read_journal(stage.journal))
+    assert isinstance(first, Opened)
+    assert first.snapshot is not None
+
+
+def test_what_cannot_be_audited_is_not_granted(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.harvest()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("harvester.contracts.journal.JournalWriter.decided", full)
+    stage.beats()
+    grant = stage.grant()
+    assert (grant.mode, grant.reason) == ("closed", "journal: No space left on device")
+
+
+def test_a_reload_changes_a_slots_policy_and_keeps_what_it_knows(stage: Stage) -> None:
+    stage.harvest()
+    slots = [{"name": SLOT, "policy": {"step_tokens_max": 99, "proof": {"share_ratio": 0.0}}}]
+    changed = AgentConfig.model_validate({**stage.config.model_dump(), "slots": slots})
+    stage.node.reconfigure(changed)
+    stage.beats()
+    assert (stage.grant().mode, stage.grant().step_tokens_cap) == ("open", 99)
+
+
+def test_a_reload_of_what_only_a_restart_can_change_is_refused(stage: Stage) -> None:
+    changed = AgentConfig.model_validate({**stage.config.model_dump(), "node": "other"})
+    with pytest.raises(ConfigError, match="restart is needed to change node"):
+        stage.node.reconfigure(changed)
+
+
+def test_counts_what_the_guest_did_and_lost(stage: Stage) -> None:
+    stage.harvest()
+    stage.guest(tokens_total=500, aborted_total=2, steps_launched=5, steps_finished=5)
+    stage.beats()
+    assert stage.metric("harvester_guest_tokens_total", slot=SLOT) == 500
+    assert stage.metric("harvester_evictions_total", slot=SLOT, reason="clear") == 2
+    stage.switch.write_text("hold")
+    stage.beats(2)
+    assert stage.metric("harvester_reclaim_duration_seconds_count", slot=SLOT) == 1
+
+
+def test_says_which_slots_are_silent(stage: Stage) -> None:
+    stage.beats()
+    assert [name for name, _ in stage.node.silent_slots()] == [SLOT]
+    stage.production()
+    stage.beats()
+    assert stage.node.silent_slots() == []
+
+
+def test_a_directory_that_cannot_be_used_is_the_users_error(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file")
+    with pytest.raises(ConfigError, match="state_dir"):
+        Stage(tmp_path)

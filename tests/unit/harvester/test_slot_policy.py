@@ -1,0 +1,337 @@
+"""The node's control law, seen through samples and effects only."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harvester.contracts.ids import Epoch, LeaseId
+from harvester.contracts.page import Guest, PageFault, Pulse
+from harvester.contracts.wire.leases import SlotState
+from harvester.policy.effects import Quarantine
+from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
+from harvester.policy.settings import BudgetSettings, Mode, ProofSettings, SlotSettings
+from harvester.policy.slot import SlotPolicy
+from harvester.policy.states import TRANSITIONS, Condition, State
+
+
+def test_opens_for_a_lease_with_a_guest_beside_believable_production(
+    make_scene: Any, grant_in: Any
+) -> None:
+    scene = make_scene(step_tokens_max=512, kv_budget_tokens=4096, ttft_slo_s=0.3, epsilon=0.1)
+    scene.set_pulse(prompt_tokens_p99=700)
+
+    grant = grant_in(scene.beats_for(0.5))
+
+    assert grant.mode == "open"
+    assert grant.epoch == 1
+    assert (grant.step_tokens_cap, grant.kv_budget_tokens) == (512, 4096)
+    assert (grant.ttft_slo_s, grant.epsilon) == (0.3, 0.1)
+    assert grant.pulses == ("pulse.prod.0",)
+    assert grant.production == scene.pulse.model
+    assert grant.phantom_prompt_tokens == 700
+
+
+def test_never_opens_in_its_first_beat(make_scene: Any, grant_in: Any) -> None:
+    assert grant_in(make_scene().beat()).mode == "closed"
+
+
+@pytest.mark.parametrize("fault", list(PageFault))
+def test_closes_in_the_beat_in_which_a_pulse_is_not_there(
+    open_scene: Any, grant_in: Any, fault: PageFault
+) -> None:
+    open_scene.pulse_fault = fault
+
+    grant = grant_in(open_scene.beat())
+
+    assert grant.mode == "closed"
+    assert fault.value in grant.reason
+    assert "pulse.prod.0" in grant.reason
+
+
+def test_closes_when_no_pulse_is_expected_or_present(open_scene: Any, grant_in: Any) -> None:
+    bare = SlotSample(pulses=(), guest=GuestReading(record=Guest()), lease=open_scene.lease)
+    effects = open_scene.policy.observe(bare, now=open_scene.now + 0.1)
+    assert grant_in(effects).mode == "closed"
+
+
+def test_opens_again_only_after_the_quiet_time(open_scene: Any, grant_in: Any) -> None:
+    open_scene.pulse_fault = PageFault.EXPIRED
+    open_scene.beat()
+    open_scene.pulse_fault = None
+
+    assert grant_in(open_scene.beats_for(1.8)).mode == "closed"
+    assert grant_in(open_scene.beats_for(0.4)).mode == "open"
+
+
+def test_takes_counters_that_went_backwards_for_a_restart_and_not_for_idleness(
+    open_scene: Any, grant_in: Any
+) -> None:
+    open_scene.set_pulse(steps_total=500, requests_total=50)
+    open_scene.beat()
+    open_scene.set_pulse(steps_total=0, requests_total=0)
+
+    assert grant_in(open_scene.beat()).mode == "closed"
+    assert open_scene.policy.state is State.LEARNING
+    assert grant_in(open_scene.beats_for(1.5)).mode == "closed"
+    assert grant_in(open_scene.beats_for(1.0)).mode == "open"
+
+
+def test_stays_closed_until_productions_model_rests_on_enough_steps(
+    make_scene: Any, grant_in: Any
+) -> None:
+    scene = make_scene(model_samples_min=64)
+    scene.set_pulse(model_samples=63)
+    assert grant_in(scene.beats_for(5)).mode == "closed"
+    assert scene.policy.slot_state() is SlotState.LEARNING
+
+    scene.set_pulse(model_samples=64)
+    assert grant_in(scene.beats_for(0.3)).mode == "open"
+
+
+def test_closes_when_production_has_requests_and_makes_no_step(
+    open_scene: Any, grant_in: Any
+) -> None:
+    open_scene.set_pulse(in_flight=3, decoding=3)
+
+    assert grant_in(open_scene.beats_for(1.5)).mode == "open"
+    grant = grant_in(open_scene.beats_for(1.0))
+    assert grant.mode == "closed"
+    assert "no step" in grant.reason
+
+
+def test_does_not_call_an_engine_hung_that_was_idle_before(open_scene: Any, grant_in: Any) -> None:
+    open_scene.beats_for(30)
+    open_scene.set_pulse(in_flight=1, waiting=1)
+    assert grant_in(open_scene.beats_for(1.5)).mode == "open"
+
+
+def test_waits_for_several_predicted_steps_before_it_calls_a_long_prefill_hung(
+    open_scene: Any, grant_in: Any
+) -> None:
+    open_scene.set_pulse(in_flight=1, waiting=1, largest_waiting_prompt_tokens=100_000)
+    assert grant_in(open_scene.beats_for(7)).mode == "open"
+    assert grant_in(open_scene.beats_for(2)).mode == "closed"
+
+
+@pytest.mark.parametrize("switch", [KillSwitch.HOLD, KillSwitch.DRAIN])
+def test_closes_on_the_kill_switch_and_offers_nothing(
+    open_scene: Any, grant_in: Any, switch: KillSwitch
+) -> None:
+    open_scene.kill_switch = switch
+    assert grant_in(open_scene.beat()).mode == "closed"
+    assert open_scene.policy.slot_state() is SlotState.OFF
+
+
+def test_hold_keeps_the_lease_and_drain_ends_it(open_scene: Any, ended_in: Any) -> None:
+    open_scene.kill_switch = KillSwitch.HOLD
+    assert ended_in(open_scene.beats_for(20)) == []
+    open_scene.kill_switch = KillSwitch.DRAIN
+    assert ended_in(open_scene.beat()) == ["kill_switch"]
+
+
+def test_without_a_lease_the_slot_is_closed_and_offered(open_scene: Any, grant_in: Any) -> None:
+    open_scene.lease = LeaseView(epoch=Epoch(2))
+    grant = grant_in(open_scene.beat())
+    assert (grant.mode, grant.epoch, grant.reason) == ("closed", 2, "no lease")
+    assert open_scene.policy.slot_state() is SlotState.OFFERED
+
+
+def test_ends_the_lease_of_a_guest_that_stays_away(open_scene: Any, ended_in: Any) -> None:
+    open_scene.guest = None
+    assert ended_in(open_scene.beats_for(1.5)) == []
+    open_scene.beats_for(0.5)
+    assert ended_in(open_scene.beat()) == ["guest_lost"]
+
+
+def test_ends_the_lease_when_production_stays_silent(open_scene: Any, ended_in: Any) -> None:
+    open_scene.pulse_fault = PageFault.EXPIRED
+    assert ended_in(open_scene.beats_for(4.5)) == []
+    open_scene.beats_for(0.5)
+    assert ended_in(open_scene.beat()) == ["production_lost"]
+
+
+def test_quarantines_a_slot_that_loses_its_guest_again_and_again(
+    open_scene: Any, grant_in: Any
+) -> None:
+    quarantines = 0
+    for _ in range(3):
+        open_scene.guest = None
+        open_scene.lease = LeaseView(epoch=Epoch(1), lease=LeaseId("l"))
+        for _ in range(22):
+            effects = open_scene.beat()
+            quarantines += sum(isinstance(effect, Quarantine) for effect in effects)
+            if len(effects) > 1:
+                open_scene.lease = LeaseView(epoch=Epoch(2))
+        open_scene.guest = Guest()
+        open_scene.beats_for(1)
+
+    assert quarantines == 1
+    assert open_scene.policy.slot_state() is SlotState.QUARANTINED
+    open_scene.lease = LeaseView(epoch=Epoch(3), lease=LeaseId("l"))
+    assert grant_in(open_scene.beats_for(1000)).mode == "closed"
+
+
+def test_halves_the_step_cap_at_once_and_gives_it_back_slowly(
+    open_scene: Any, grant_in: Any
+) -> None:
+    for _ in range(3):
+        open_scene.guest_steps()
+        open_scene.latencies(ttft=(0.9, 0.9))
+        grant = grant_in(open_scene.beat())
+    assert (grant.mode, grant.step_tokens_cap) == ("open", 1024)
+
+    assert grant_in(open_scene.beats_for(4)).step_tokens_cap == 1024
+    assert 1024 < grant_in(open_scene.beats_for(2.5)).step_tokens_cap <= 1024 + 3 * 205
+    assert grant_in(open_scene.beats_for(10)).step_tokens_cap == 2048
+
+
+def test_misses_without_a_guest_step_shrink_nothing(open_scene: Any, grant_in: Any) -> None:
+    for _ in range(50):
+        open_scene.latencies(ttft=(0.9,), itl=(0.3,))
+        open_scene.beat()
+    assert grant_in(open_scene.beat()).step_tokens_cap == 2048
+    assert open_scene.policy.accounted[1] == 0
+
+
+def test_a_few_misses_among_many_good_samples_shrink_nothing(
+    open_scene: Any, grant_in: Any
+) -> None:
+    for beat in range(200):
+        open_scene.guest_steps()
+        open_scene.latencies(ttft=(0.9 if beat % 50 == 0 else 0.1,), itl=(0.01,) * 4)
+        open_scene.beat()
+    assert grant_in(open_scene.beat()).step_tokens_cap == 2048
+
+
+def test_halves_the_kv_budget_when_productions_cache_is_nearly_full(
+    make_scene: Any, grant_in: Any
+) -> None:
+    scene = make_scene(kv_budget_tokens=10_000)
+    scene.beats_for(1)
+    scene.set_pulse(kv_usage_ratio=0.95)
+    assert grant_in(scene.beat()).kv_budget_tokens == 5000
+    scene.set_pulse(kv_usage_ratio=0.1)
+    assert grant_in(scene.beats_for(29)).kv_budget_tokens == 5000
+
+
+def test_observe_mode_decides_but_grants_and_offers_nothing(make_scene: Any, grant_in: Any) -> None:
+    scene = make_scene(mode=Mode.OBSERVE)
+    scene.lease = LeaseView(epoch=Epoch(0))
+    scene.guest = None
+    grant = grant_in(scene.beats_for(1))
+    assert grant.mode == "closed"
+    assert grant.reason == "observe only, else open"
+    assert scene.policy.slot_state() is SlotState.OFF
+
+
+def test_stops_when_the_error_budget_is_overspent(
+    make_scene: Any, grant_in: Any, ended_in: Any
+) -> None:
+    scene = make_scene(budget=BudgetSettings(minimum_misses=3))
+    scene.beats_for(1)
+    for _ in range(3):
+        scene.guest_steps()
+        scene.latencies(ttft=(0.9,))
+        effects = scene.beat()
+    assert grant_in(effects).mode == "closed"
+    assert ended_in(effects) == ["budget"]
+    assert "allowed in 28 d" in grant_in(effects).reason
+
+
+def test_withholds_the_grant_in_proof_slices_and_opens_again_right_after(
+    make_scene: Any, grant_in: Any
+) -> None:
+    scene = make_scene(proof=ProofSettings(share_ratio=0.2, slice_s=1.0, seed=3))
+    modes = [(scene.now, grant_in(scene.beat())) for _ in range(3000)]
+    withheld = [grant for _, grant in modes if grant.reason == "proof slice"]
+    assert 0.1 < len(withheld) / len(modes) < 0.3
+    assert {grant.mode for grant in withheld} == {"closed"}
+    assert len([g for _, g in modes if g.mode == "closed"]) <= len(withheld) + 2
+
+
+def test_estimates_how_idle_production_is(open_scene: Any) -> None:
+    busy_s = 0.0
+    for _ in range(600):
+        busy_s += 0.06
+        open_scene.set_pulse(busy_s_total=busy_s)
+        open_scene.beat()
+    assert open_scene.policy.idle_ratio == pytest.approx(0.4, abs=0.02)
+
+
+def test_knows_no_idleness_right_after_a_restart(open_scene: Any) -> None:
+    open_scene.set_pulse(busy_s_total=5.0)
+    open_scene.beat()
+    open_scene.set_pulse(busy_s_total=0.0)
+    open_scene.beat()
+    assert open_scene.policy.idle_ratio is None
+
+
+def test_every_state_and_condition_has_a_transition_and_danger_never_leads_to_open() -> None:
+    assert set(TRANSITIONS) == {(s, c) for s in State for c in Condition}
+    into_open = {c for (_, c), target in TRANSITIONS.items() if target is State.OPEN}
+    assert into_open == {Condition.CLEAR}
+
+
+pulses = st.builds(
+    Pulse,
+    in_flight=st.integers(0, 3),
+    steps_total=st.integers(0, 50),
+    samples_total=st.integers(0, 5),
+    requests_total=st.integers(0, 5),
+    ttft_s_recent=st.lists(st.floats(0, 1), max_size=3).map(tuple),
+    kv_usage_ratio=st.floats(0, 1),
+    model_samples=st.sampled_from([0, 100]),
+)
+readings = st.one_of(
+    pulses.map(lambda pulse: PulseReading(name="pulse.prod.0", record=pulse)),
+    st.sampled_from(PageFault).map(lambda f: PulseReading(name="pulse.prod.0", fault=f)),
+)
+samples = st.builds(
+    SlotSample,
+    pulses=st.lists(readings, max_size=1).map(tuple),
+    guest=st.sampled_from([GuestReading(record=Guest()), GuestReading(fault=PageFault.MISSING)]),
+    lease=st.sampled_from(
+        [LeaseView(epoch=Epoch(1), lease=LeaseId("l")), LeaseView(epoch=Epoch(2))]
+    ),
+    kill_switch=st.sampled_from([*KillSwitch, KillSwitch.NONE, KillSwitch.NONE]),
+)
+
+
+@given(st.lists(st.tuples(samples, st.floats(0.01, 3.0)), max_size=60))
+def test_an_open_grant_has_a_lease_a_guest_fresh_pulses_and_no_kill_switch(
+    script: list[tuple[SlotSample, float]],
+) -> None:
+    policy, now = SlotPolicy(SlotSettings()), 0.0
+    for sample, elapsed_s in script:
+        now += elapsed_s
+        for effect in policy.observe(sample, now=now):
+            grant = getattr(effect, "grant", None)
+            if grant is not None and grant.mode != "closed":
+                assert sample.kill_switch is KillSwitch.NONE
+                assert sample.lease.lease is not None
+                assert sample.guest.record is not None
+                assert sample.pulses
+                assert all(reading.record is not None for reading in sample.pulses)
+                assert 1 <= grant.step_tokens_cap <= policy.settings.step_tokens_max
+
+
+@given(st.lists(st.tuples(samples, st.floats(0.01, 3.0)), max_size=40), st.integers(0, 40))
+def test_a_restored_policy_goes_on_exactly_as_the_recorded_one(
+    script: list[tuple[SlotSample, float]], cut: int
+) -> None:
+    policy, now = SlotPolicy(SlotSettings(proof=ProofSettings(share_ratio=0.3))), 50.0
+    twin = policy
+    for number, (sample, elapsed_s) in enumerate(script):
+        now += elapsed_s
+        if number == cut:
+            config = msgspec.json.decode(msgspec.json.encode(policy.settings))
+            twin = SlotPolicy.from_config(config)
+            twin.restore(msgspec.json.decode(msgspec.json.encode(policy.snapshot())))
+        expected = policy.observe(sample, now=now)
+        if twin is not policy:
+            wire = msgspec.json.encode(sample)
+            again = msgspec.json.decode(wire, type=SlotPolicy.SAMPLE)
+            assert twin.observe(again, now=now) == expected
