@@ -155,7 +155,7 @@ class FakeEngine:
         stops = sampling.get("stop_token_ids") or []
         for made in range(1, sampling["max_tokens"] + 1):
             await asyncio.sleep(self.step_s)
-            while self.stalled or not self.running.is_set():
+            while self.stalled or not self.running.is_set():  # noqa: ASYNC110 - set over HTTP
                 await asyncio.sleep(0.01)
             token = next_token(token_ids, self.version)
             token_ids.append(token)

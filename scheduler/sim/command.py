@@ -1,0 +1,57 @@
+"""`rosemux replay` and `rosemux simulate`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def replay(journal: Annotated[Path, typer.Argument(help="A recorded journal file.")]) -> None:
+    """Feed a recorded journal to its policy again and report the first difference."""
+    import msgspec
+
+    from harvester.contracts.errors import ConfigError
+    from scheduler.sim.replay import replay_journal
+
+    if not journal.is_file():
+        raise ConfigError(f"no journal at {journal}")
+    replayed = replay_journal(journal)
+    difference = replayed.difference
+    if difference is None:
+        typer.echo(f"identical: {replayed.decisions} decisions, {replayed.effects} effects")
+        return
+    typer.echo(f"{journal.name} line {difference.line}, t={difference.t_s} s differs")
+    typer.echo(f"  recorded: {msgspec.json.encode(difference.recorded).decode()}")
+    typer.echo(f"  replayed: {msgspec.json.encode(difference.replayed).decode()}")
+    raise typer.Exit(1)
+
+
+def simulate(
+    dedicated: Annotated[int, typer.Option(min=1, max=256)] = 1,
+    guests: Annotated[int, typer.Option(min=0, max=256)] = 1,
+    guest_speed: Annotated[float, typer.Option(min=0.01, max=10.0)] = 0.5,
+    lease_s: Annotated[float, typer.Option(min=0.1, help="Mean seconds to a revoke.")] = 60.0,
+    trajectories: Annotated[int, typer.Option(min=1, max=100_000)] = 192,
+    steps: Annotated[int, typer.Option(min=1, max=1000)] = 10,
+    seed: int = 1,
+) -> None:
+    """Simulate rollouts of a small fleet in virtual time, with and without leased guests."""
+    from scheduler.sim.fleet import BatchShape, FleetShape, run_batch
+
+    fleet = FleetShape(
+        dedicated=dedicated, guests=guests, guest_speed_ratio=guest_speed, lease_s=lease_s
+    )
+    batch = BatchShape(trajectories=trajectories)
+    seeds = [seed + 1000 * step for step in range(steps)]
+    fixed = [run_batch(fleet, batch, seed=each, leases=False) for each in seeds]
+    leased = [run_batch(fleet, batch, seed=each, leases=True) for each in seeds]
+    fixed_s = sum(result.rollout_s for result in fixed)
+    leased_s = sum(result.rollout_s for result in leased)
+    tokens = sum(result.tokens for result in fixed)
+    typer.echo("simulated, not measured")
+    typer.echo(f"rollouts without leases: {fixed_s / steps:8.2f} s  {tokens / fixed_s:8.0f} tok/s")
+    typer.echo(
+        f"rollouts with leases:    {leased_s / steps:8.2f} s  {tokens / leased_s:8.0f} tok/s"
+    )
+    typer.echo(f"rollout speed-up:        {fixed_s / leased_s:8.2f}")
+    typer.echo(f"turns migrated:          {sum(result.migrated for result in leased):8d}")

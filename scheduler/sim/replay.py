@@ -1,0 +1,78 @@
+"""Feeds a recorded journal to its policy again and finds the first decision that differs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harvester.contracts.errors import Corrupt
+from harvester.contracts.journal import Decided, Opened, config_hash, read_journal
+from scheduler.sim.registry import Policy, build_policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    line: int
+    t_s: float
+    recorded: tuple[dict[str, Any], ...]
+    replayed: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    decisions: int
+    effects: int
+    difference: Difference | None
+
+
+def replay_journal(path: Path) -> Replayed:
+    """Stops at the first difference.
+
+    Raises Corrupt where the file is no journal, Unsupported where its policy is not known here.
+    """
+    policy: Policy | None = None
+    decisions = effects = 0
+    for number, line in enumerate(read_journal(path), start=1):
+        match line:
+            case Opened():
+                policy = _open(line, path, number)
+            case Decided():
+                if policy is None:
+                    raise Corrupt(f"{path.name} line {number}: a decision before 'opened'")
+                replayed = _decide(policy, line, path, number)
+                decisions += 1
+                effects += len(replayed)
+                if replayed != line.effects:
+                    difference = Difference(
+                        line=number, t_s=line.t_s, recorded=line.effects, replayed=replayed
+                    )
+                    return Replayed(decisions=decisions, effects=effects, difference=difference)
+    return Replayed(decisions=decisions, effects=effects, difference=None)
+
+
+def _open(line: Opened, path: Path, number: int) -> Policy:
+    if config_hash(line.config) != line.config_hash:
+        raise Corrupt(
+            f"{path.name} line {number}: configuration and its hash do not belong together"
+        )
+    try:
+        policy = build_policy(line.policy, line.config)
+        if line.snapshot is not None:
+            policy.restore(line.snapshot)
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"{path.name} line {number}: {error}") from error
+    return policy
+
+
+def _decide(policy: Policy, line: Decided, path: Path, number: int) -> tuple[dict[str, Any], ...]:
+    try:
+        sample = msgspec.convert(line.sample, policy.SAMPLE)
+    except msgspec.MsgspecError as error:
+        raise Corrupt(f"{path.name} line {number}: sample: {error}") from error
+    effects = policy.observe(sample, now=line.t_s)
+    # Through JSON, as the recorded ones went: NaN, tuples and enums then look the same.
+    plain: list[dict[str, Any]] = msgspec.json.decode(
+        msgspec.json.encode(effects, enc_hook=str), type=list[dict[str, Any]]
+    )
+    return tuple(plain)
