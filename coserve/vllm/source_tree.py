@@ -42,8 +42,11 @@ class SourceTree:
             return None
         owner, _, member = name.partition(".")
         found = _named(tree.body, owner)
+        if found is None:
+            origin = _import_of(tree, owner)
+            return self.find(origin, name) if origin else None
         if not member:
-            return found or self._imported(tree, owner)
+            return found
         if not isinstance(found, ast.ClassDef):
             return None
         return (
@@ -62,10 +65,6 @@ class SourceTree:
             if found is not None:
                 return found
         return None
-
-    def _imported(self, tree: ast.Module, name: str) -> Definition | None:
-        origin = _import_of(tree, name)
-        return self.find(origin, name) if origin else None
 
     def _text(self, path: str) -> bytes | None:
         raise NotImplementedError

@@ -285,11 +285,23 @@ WEIGHTS: tuple[Symbol, ...] = (
         for flag in ("_cpu_skip_gemm_dispatch", "skip_weight_relayout")
     ),
     Symbol(
-        Use.CALL,
+        Use.OVERRIDE,
         "vllm.model_executor.layers.utils",
         "dispatch_cpu_unquantized_gemm",
         ("layer", "remove_weight"),
     ),
+    Symbol(Use.CALL, "vllm.config", "get_current_vllm_config_or_none"),
+    *reads(
+        "vllm.config",
+        "VllmConfig.weight_transfer_config",
+        "VllmConfig.model_config",
+        "VllmConfig.parallel_config",
+        "ModelConfig.enforce_eager",
+        "ParallelConfig.world_size",
+    ),
+    *reads("vllm.config.weight_transfer", "WeightTransferConfig.backend"),
+    *reads("vllm.platforms", "current_platform"),
+    *reads("vllm.v1.worker.gpu_worker", "Worker.weight_transfer_engine"),
     Symbol(
         Use.CALL,
         _PATCHES,
