@@ -1,0 +1,173 @@
+"""The agent's routes as a scheduler sees them, and what they refuse."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from harvester.agent.http import application, read_token
+from harvester.agent.node import Node
+from harvester.config import AgentConfig, HttpConfig
+from harvester.contracts.clock import MonotonicClock, monotonic_ns
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.page import Guest, PageDirectory, Pulse
+from harvester.contracts.wire.leases import (
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    SlotOffers,
+    SlotState,
+)
+
+TAKE = {"request_id": "r1", "slot": "slot0", "tenant": "t", "job": "j", "duration_s": 5.0}
+Answer = LeaseGranted | LeaseRefused | LeaseEnded
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Any:
+    pages = PageDirectory.create(tmp_path / "pages" / "slot0")
+    stamp_ns = monotonic_ns()
+    pages.pulse_writer("prod", 0).write(Pulse(model_samples=1000), now_ns=stamp_ns, ttl_ns=10**11)
+    pages.guest_writer().write(Guest(), now_ns=stamp_ns, ttl_ns=10**11)
+    config = AgentConfig.model_validate(
+        {
+            "mode": "harvest",
+            "page_root": tmp_path / "pages",
+            "state_dir": tmp_path / "state",
+            "slots": [{"name": "slot0", "engine_url": "http://127.0.0.1:1", "model": "m"}],
+        }
+    )
+    node = Node(config, clock=MonotonicClock(), version="1")
+    node.beat()
+    yield node
+    node.close()
+
+
+@pytest.fixture
+async def client(node: Node) -> AsyncIterator[TestClient[Any, Any]]:
+    async with TestClient(TestServer(application(node, token=None))) as client:
+        yield client
+
+
+async def answer(reply: Any) -> Answer:
+    assert reply.status == 200, await reply.text()
+    decoded: Answer = msgspec.json.decode(await reply.read(), type=Answer)
+    return decoded
+
+
+async def test_offers_its_slots(client: Any) -> None:
+    reply = await client.get("/v1/slots")
+    offers = msgspec.json.decode(await reply.read(), type=SlotOffers)
+    (offer,) = offers.slots
+    assert (offer.slot, offer.state, offer.engine_url) == (
+        "slot0",
+        SlotState.OFFERED,
+        "http://127.0.0.1:1",
+    )
+
+
+async def test_a_lease_goes_from_taken_over_renewed_to_released(client: Any, node: Node) -> None:
+    taken = await answer(await client.post("/v1/leases", json=TAKE))
+    assert isinstance(taken, LeaseGranted)
+    renewal = {"epoch": taken.epoch, "duration_s": 10.0}
+    renewed = await answer(await client.post(f"/v1/leases/{taken.lease}/renew", json=renewal))
+    assert isinstance(renewed, LeaseGranted)
+    assert renewed.duration_s > taken.duration_s
+    ended = await answer(await client.delete(f"/v1/leases/{taken.lease}"))
+    assert isinstance(ended, LeaseEnded)
+    assert node.book.view(taken.slot).lease is None
+
+
+async def test_a_lost_reply_costs_nothing_on_any_call(client: Any) -> None:
+    first = await answer(await client.post("/v1/leases", json=TAKE))
+    again = await answer(await client.post("/v1/leases", json=TAKE))
+    assert isinstance(first, LeaseGranted)
+    assert isinstance(again, LeaseGranted)
+    assert (again.lease, again.epoch) == (first.lease, first.epoch)
+    renewal = {"epoch": first.epoch, "duration_s": 5.0}
+    for _ in range(2):
+        renewed = await answer(await client.post(f"/v1/leases/{first.lease}/renew", json=renewal))
+        assert isinstance(renewed, LeaseGranted)
+    ended = [await answer(await client.delete(f"/v1/leases/{first.lease}")) for _ in range(2)]
+    assert ended[0] == ended[1]
+
+
+async def test_a_taken_slot_is_refused_as_a_value(client: Any) -> None:
+    await client.post("/v1/leases", json=TAKE)
+    refused = await answer(await client.post("/v1/leases", json={**TAKE, "request_id": "r2"}))
+    assert isinstance(refused, LeaseRefused)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"slot": "slot0"}',
+        msgspec.json.encode({**TAKE, "extra": 1}),
+        msgspec.json.encode({**TAKE, "duration_s": "long"}),
+        msgspec.json.encode({**TAKE, "slot": "../../etc/passwd"}),
+        msgspec.json.encode({**TAKE, "tenant": "x" * 65}),
+        b"\xff\xfe",
+    ],
+)
+async def test_a_malformed_request_gets_400_and_a_reason(client: Any, body: bytes) -> None:
+    reply = await client.post("/v1/leases", data=body)
+    assert reply.status == 400
+    assert (await reply.json())["error"]
+
+
+async def test_a_body_over_the_limit_is_refused(client: Any) -> None:
+    reply = await client.post("/v1/leases", data=b"x" * (65 << 10))
+    assert reply.status == 413
+
+
+async def test_a_lease_name_that_is_no_name_is_refused(client: Any) -> None:
+    reply = await client.delete("/v1/leases/..%2F..%2Fetc")
+    assert reply.status in {400, 404}
+    reply = await client.delete("/v1/leases/-x")
+    assert reply.status == 400
+
+
+async def test_health_is_about_the_loop_and_readiness_about_signals(
+    client: Any, node: Node, tmp_path: Path
+) -> None:
+    assert (await client.get("/healthz")).status == 200
+    assert (await client.get("/readyz")).status == 200
+    (tmp_path / "pages" / "slot0" / "pulse.prod.0").unlink()
+    PageDirectory(tmp_path / "pages" / "slot0").pulse_writer("prod", 0).close()
+    node.slots[0].sensor.close()
+    node.beat()
+    reply = await client.get("/readyz")
+    assert reply.status == 503
+    assert "pulse.prod.0" in await reply.text()
+
+
+async def test_a_token_guards_everything_but_health(node: Node) -> None:
+    async with TestClient(TestServer(application(node, token=b"s" * 32))) as client:
+        assert (await client.get("/healthz")).status == 200
+        for path in ("/v1/slots", "/metrics"):
+            assert (await client.get(path)).status == 401
+            wrong = {"Authorization": "Bearer " + "t" * 32}
+            assert (await client.get(path, headers=wrong)).status == 401
+            right = {"Authorization": "Bearer " + "s" * 32}
+            assert (await client.get(path, headers=right)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "says"),
+    [(b"short", 0o600, "at least 16"), (b"s" * 32, 0o644, "chmod 600"), (None, 0, "cannot read")],
+)
+def test_a_bad_token_file_stops_the_start(
+    tmp_path: Path, content: bytes | None, mode: int, says: str
+) -> None:
+    path = tmp_path / "token"
+    if content is not None:
+        path.write_bytes(content)
+        path.chmod(mode)
+    with pytest.raises(ConfigError, match=says):
+        read_token(HttpConfig(token_file=path))
