@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from harvester.contracts.errors import Unsupported
+from harvester.contracts.errors import ConfigError, Unsupported
 from weightsync.bits import TORCH_DTYPES, Bits, Layout, TensorSpec, bits_of
 
 _SEED = 20240607
@@ -99,7 +99,11 @@ class LoaderMap:
 
 
 def traced(model: Any, layout: Layout, after: Callable[[Collection[int]], object]) -> LoaderMap:
-    """Runs the model's loader once and proves the map; raises Unsupported where it fails."""
+    """Runs the model's loader once and proves the map.
+
+    Raises Unsupported where the map does not hold, and ConfigError where the loader refuses the
+    checkpoint. `model` has vLLM's `load_weights`.
+    """
     generator = torch.Generator().manual_seed(_SEED)
     loaded = {name: _random(spec, generator) for name, spec in layout.items()}
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in loaded.items()}
@@ -117,7 +121,10 @@ def traced(model: Any, layout: Layout, after: Callable[[Collection[int]], object
             segments[name].append(segment)
 
     with _recorded_copies(record):
-        model.load_weights(iter(loaded.items()))
+        try:
+            model.load_weights(iter(loaded.items()))
+        except Exception as error:
+            raise ConfigError(f"the store's checkpoint does not fit this model: {error}") from error
     found = LoaderMap(layout, dict(segments), after)
     for name, tensor in loaded.items():
         if name not in segments or not np.array_equal(found.bits(name), bits_of(tensor)):

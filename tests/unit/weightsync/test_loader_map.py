@@ -1,0 +1,141 @@
+"""The map of a loader is believed only where it holds, and then it reaches runtime storage."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+
+from harvester.contracts.errors import ConfigError, Unsupported
+from weightsync.bits import Layout, TensorSpec, bits_of
+from weightsync.vllm.loader_map import traced
+
+LAYOUT: Layout = {
+    "q.weight": TensorSpec("BF16", (4, 6)),
+    "k.weight": TensorSpec("BF16", (2, 6)),
+    "down.weight": TensorSpec("BF16", (6, 8)),
+    "norm.weight": TensorSpec("BF16", (6,)),
+    "embed.weight": TensorSpec("BF16", (10, 6)),
+}
+
+
+class PackedModel(torch.nn.Module):
+    """Packs q and k, keeps `down` transposed, widens the norm, pads the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = torch.nn.Parameter(torch.zeros(6, 6, dtype=torch.bfloat16))
+        self.down_t = torch.nn.Parameter(torch.zeros(8, 6, dtype=torch.bfloat16))
+        self.norm = torch.nn.Parameter(torch.zeros(6))
+        self.embed = torch.nn.Parameter(torch.full((16, 6), 7.0, dtype=torch.bfloat16))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "q.weight":
+                self.qk.data[:4].copy_(tensor)
+            elif name == "k.weight":
+                self.qk.data.narrow(0, 4, 2).copy_(tensor)
+            elif name == "down.weight":
+                self.down_t.data.t()[:, :4].copy_(tensor[:, :4])
+                self.down_t.data.t()[:, 4:].copy_(tensor[:, 4:])
+            elif name == "norm.weight":
+                self.norm.data.copy_(tensor)
+            else:
+                self.embed[:10].data.copy_(tensor)
+
+
+class AliasingModel(PackedModel):
+    """Loads k over q, as a model that ties two checkpoint tensors does."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        renamed = {"k.weight": "q.weight"}
+        weights = list(weights)
+        super().load_weights((name, tensor) for name, tensor in weights if name not in renamed)
+        self.qk.data[:2].copy_(dict(weights)["k.weight"])
+
+
+class ScalingModel(PackedModel):
+    """Computes what it stores."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(
+            (name, tensor + 1 if name == "norm.weight" else tensor) for name, tensor in weights
+        )
+
+
+class SkippingModel(PackedModel):
+    """Leaves a tensor out."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights((n, tensor) for n, tensor in weights if n != "norm.weight")
+
+
+def _state(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(spec.shape, generator=generator).bfloat16()
+        for name, spec in LAYOUT.items()
+    }
+
+
+def test_what_is_written_through_the_map_is_what_the_loader_would_have_loaded() -> None:
+    mapped, loaded = PackedModel(), PackedModel()
+    target = traced(mapped, LAYOUT, lambda touched: None)
+    state = _state(5)
+    for name, tensor in state.items():
+        bits = target.bits(name)
+        np.copyto(bits, bits_of(tensor))
+        target.commit(name, bits)
+    loaded.load_weights(state.items())
+    for left, right in zip(mapped.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(left, right)
+    for name, tensor in state.items():
+        assert (target.bits(name) == bits_of(tensor)).all()
+
+
+def test_flat_tensors_are_runtime_storage_itself() -> None:
+    model = PackedModel()
+    target = traced(model, LAYOUT, lambda touched: None)
+    target.bits("k.weight")[0] = 0x4000
+    assert model.qk[4, 0] == 2.0
+
+
+@pytest.mark.parametrize("model", [AliasingModel(), ScalingModel()])
+def test_a_loader_that_aliases_or_computes_is_not_believed(model: PackedModel) -> None:
+    with pytest.raises(Unsupported, match="does not copy"):
+        traced(model, LAYOUT, lambda touched: None)
+
+
+def test_a_tensor_that_the_loader_ignores_is_found() -> None:
+    with pytest.raises(Unsupported, match=r"does not copy norm\.weight"):
+        traced(SkippingModel(), LAYOUT, lambda touched: None)
+
+
+def test_a_checkpoint_that_the_loader_refuses_is_the_users_to_fix() -> None:
+    layout = LAYOUT | {"q.weight": TensorSpec("BF16", (5, 6))}
+    with pytest.raises(ConfigError, match="does not fit this model"):
+        traced(PackedModel(), layout, lambda touched: None)
+
+
+def test_copying_is_as_before_afterwards() -> None:
+    before = torch.Tensor.copy_
+    traced(PackedModel(), LAYOUT, lambda touched: None)
+    assert torch.Tensor.copy_ is before
+
+
+def test_the_touched_storages_are_told() -> None:
+    model = PackedModel()
+    told: list[set[int]] = []
+    target = traced(model, LAYOUT, lambda touched: told.append(set(touched)))
+    target.finish(["q.weight", "norm.weight"])
+    assert told == [
+        {model.qk.untyped_storage().data_ptr(), model.norm.untyped_storage().data_ptr()}
+    ]
+
+
+def test_a_map_of_storage_that_the_model_left_is_not_current() -> None:
+    model = PackedModel()
+    target = traced(model, LAYOUT, lambda touched: None)
+    assert target.is_current(model)
+    model.norm.data = model.norm.data.clone()
+    assert not target.is_current(model)
