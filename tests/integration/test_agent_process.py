@@ -1,0 +1,318 @@
+"""The real agent process beside a production and a guest that only write their pages."""
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from harvester.contracts.clock import MonotonicClock, monotonic_ns
+from harvester.contracts.page import Grant, Guest, PageDirectory, PageFault, Pulse, Reading
+
+ROSEMUX = str(Path(sys.executable).parent / "rosemux")
+GRANT_TTL_S = 0.5
+CONFIG = """\
+node: node-1
+mode: harvest
+page_root: {root}/pages
+state_dir: {root}/state
+http: {{port: {port}}}
+slots:
+  - name: slot0
+    engine_url: http://127.0.0.1:8001
+    policy:
+      cooldown_s: 0.3
+      proof: {{share_ratio: 0}}
+"""
+_clock = MonotonicClock()
+
+
+def wait_for(holds: Callable[[], Any], *, seconds: float = 8.0) -> Any:
+    """What `holds` returned once it was true."""
+    end_s = _clock.now() + seconds
+    tick = threading.Event()
+    while _clock.now() < end_s:
+        if value := holds():
+            return value
+        tick.wait(0.01)
+    raise AssertionError(f"not within {seconds} s")
+
+
+class Beats:
+    """A production engine and a guest that are alive and idle."""
+
+    def __init__(self, pages: PageDirectory) -> None:
+        self._pulse = pages.pulse_writer("prod", 0)
+        self._guest = pages.guest_writer()
+        self._silent = threading.Event()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def fall_silent(self) -> None:
+        self._silent.set()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        step = 0
+        while not self._stopped.wait(0.05):
+            step += 1
+            now_ns = monotonic_ns()
+            if not self._silent.is_set():
+                pulse = Pulse(
+                    model_samples=1000,
+                    steps_total=step,
+                    busy_s_total=step * 0.01,
+                    ttft_s_recent=(0.03,) * 32,
+                    itl_s_recent=(0.008,) * 32,
+                )
+                self._pulse.write(pulse, now_ns=now_ns, ttl_ns=300_000_000)
+            self._guest.write(Guest(steps_finished=step), now_ns=now_ns, ttl_ns=300_000_000)
+
+
+class Agent:
+    def __init__(self, root: Path, **environment: str) -> None:
+        self.root = root
+        self.pages = PageDirectory.create(root / "pages" / "slot0")
+        self.switch = root / "pages" / "kill"
+        self.config = root / "agent.yaml"
+        self.config.write_text(CONFIG.format(root=root, port=0))
+        self._reader = self.pages.grant_reader()
+        self._environment = {**os.environ, **environment}
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [ROSEMUX, "agent", "--config", str(self.config)],
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env=self._environment,
+        )
+        self.url = "http://" + self.line(r"listens on (\S+:\d+)").group(1)
+
+    def line(self, pattern: str, *, seconds: float = 8.0) -> re.Match[str]:
+        """The next line on stderr that matches; bounded in time."""
+        assert self.process.stderr is not None
+        end_s = _clock.now() + seconds
+        while (left_s := end_s - _clock.now()) > 0:
+            if select.select([self.process.stderr], [], [], left_s)[0]:
+                text = self.process.stderr.readline().decode()
+                if match := re.search(pattern, text):
+                    return match
+                assert text, f"the agent left with {self.process.wait()}"
+        raise AssertionError(f"no line like {pattern} within {seconds} s")
+
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=data, method=method)
+        with urllib.request.urlopen(request, timeout=5) as reply:
+            return json.load(reply)
+
+    def take(self, request_id: str) -> Any:
+        body = {
+            "request_id": request_id,
+            "slot": "slot0",
+            "tenant": "t",
+            "job": "j",
+            "duration_s": 10,
+        }
+
+        def granted() -> Any:
+            answer = self.call("POST", "/v1/leases", body)
+            return answer if answer["type"] == "granted" else None
+
+        return wait_for(granted)
+
+    def reading(self) -> Reading[Grant]:
+        return self._reader.read()
+
+    def mode(self) -> str:
+        record = self.reading().record
+        return "none" if record is None else record.mode.value
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    def end(self) -> None:
+        self.kill()
+        self._reader.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path)
+    yield agent
+    agent.end()
+
+
+@pytest.fixture
+def beats(agent: Agent) -> Iterator[Beats]:
+    beats = Beats(agent.pages)
+    yield beats
+    beats.stop()
+
+
+@pytest.fixture
+def harvesting(agent: Agent, beats: Beats) -> Any:
+    """The lease of an agent whose grant is open."""
+    lease = agent.take("r1")
+    wait_for(lambda: agent.mode() == "open")
+    return lease
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_hung_agents_grant_expires_within_its_ttl(
+    agent: Agent, harvesting: Any, number: signal.Signals
+) -> None:
+    agent.process.send_signal(number)
+    sent_s = _clock.now()
+    wait_for(lambda: agent.reading().fault is PageFault.EXPIRED, seconds=2)
+    assert _clock.now() - sent_s < GRANT_TTL_S + 0.2
+
+
+def test_a_stopped_agent_that_goes_on_grants_again(agent: Agent, harvesting: Any) -> None:
+    agent.process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: agent.reading().fault is PageFault.EXPIRED)
+    agent.process.send_signal(signal.SIGCONT)
+    wait_for(lambda: agent.mode() == "open")
+
+
+def test_a_killed_agents_successor_keeps_its_lease_and_raises_the_epoch_for_the_next(
+    agent: Agent, harvesting: Any
+) -> None:
+    agent.kill()
+    agent.start()
+    renewal = {"epoch": harvesting["epoch"], "duration_s": 10}
+    renewed = agent.call("POST", f"/v1/leases/{harvesting['lease']}/renew", renewal)
+    assert (renewed["type"], renewed["epoch"]) == ("granted", harvesting["epoch"])
+    wait_for(lambda: agent.mode() == "open")
+    agent.call("DELETE", f"/v1/leases/{harvesting['lease']}")
+    assert agent.take("r2")["epoch"] > harvesting["epoch"]
+
+
+@pytest.mark.parametrize("text", ["hold", "drain"])
+def test_the_kill_switch_closes_and_its_removal_opens_the_slot_again(
+    agent: Agent, harvesting: Any, text: str
+) -> None:
+    agent.switch.write_text(text)
+    wait_for(lambda: agent.mode() == "closed", seconds=1)
+    agent.switch.unlink()
+    if text == "drain":
+        assert agent.take("r2")["epoch"] > harvesting["epoch"]
+    wait_for(lambda: agent.mode() == "open")
+
+
+def test_closes_when_production_falls_silent(agent: Agent, beats: Beats, harvesting: Any) -> None:
+    beats.fall_silent()
+    wait_for(lambda: agent.mode() == "closed", seconds=1)
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        agent.call("GET", "/readyz")
+
+
+def test_sigterm_leaves_a_closed_expired_page_under_a_raised_epoch(
+    agent: Agent, harvesting: Any
+) -> None:
+    agent.process.terminate()
+    assert agent.process.wait(timeout=5) == 0
+    assert agent.reading().fault is PageFault.EXPIRED
+    left = agent.pages.grant_reader().read_left().record
+    assert left is not None
+    assert (left.mode, left.reason) == ("closed", "agent stopped")
+    assert left.epoch > harvesting["epoch"]
+
+
+def test_sighup_takes_a_good_configuration_and_keeps_the_old_one_for_a_bad_one(
+    agent: Agent, harvesting: Any
+) -> None:
+    text = agent.config.read_text()
+    agent.config.write_text(text.replace("cooldown_s: 0.3", "step_tokens_max: 77"))
+    agent.process.send_signal(signal.SIGHUP)
+    agent.line("configuration reloaded")
+    wait_for(lambda: (r := agent.reading().record) and r.step_tokens_cap == 77)
+    agent.config.write_text(text.replace("cooldown_s", "cooldwon_s"))
+    agent.process.send_signal(signal.SIGHUP)
+    assert "cooldwon_s" in agent.line("old one stays: (.*)").group(1)
+    record = agent.reading().record
+    assert record is not None
+    assert record.step_tokens_cap == 77
+
+
+def test_status_shows_pages_and_offers(agent: Agent, harvesting: Any) -> None:
+    command = [ROSEMUX, "status", "--pages", str(agent.root / "pages"), "--agent", agent.url]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=True,
+        env={**os.environ, "COLUMNS": "160"},
+    )
+    assert re.search(r"grant.*open", done.stdout)
+    assert "pulse.prod.0" in done.stdout
+    assert re.search(r"slot0.*leased", done.stdout)
+
+
+def test_a_taken_port_is_one_clear_line(agent: Agent) -> None:
+    port = agent.url.rsplit(":", 1)[1]
+    second = agent.root / "second.yaml"
+    text = CONFIG.format(root=agent.root / "other", port=port)
+    second.write_text(text)
+    done = subprocess.run(
+        [ROSEMUX, "agent", "--config", str(second)],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"rosemux: port {port} is taken; choose another with --port"
+    )
+
+
+def test_tells_systemd_that_it_is_ready_alive_and_stopping(tmp_path: Path) -> None:
+    address = tmp_path / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(address))
+        systemd.settimeout(8)
+        agent = Agent(tmp_path, NOTIFY_SOCKET=str(address), WATCHDOG_USEC="400000")
+        try:
+            assert systemd.recv(256) == b"READY=1"
+            assert [systemd.recv(256) for _ in range(3)] == [b"WATCHDOG=1"] * 3
+            agent.process.terminate()
+            assert wait_for(lambda: systemd.recv(256) == b"STOPPING=1")
+        finally:
+            agent.end()
+
+
+def test_costs_less_than_one_percent_of_a_core(agent: Agent, harvesting: Any) -> None:
+    process = psutil.Process(agent.process.pid)
+
+    def cpu_s() -> float:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+
+    before_s, start_s = cpu_s(), _clock.now()
+    threading.Event().wait(5.0)
+    share = (cpu_s() - before_s) / (_clock.now() - start_s)
+    print(f"agent: {share:.2%} of a core")
+    assert share < 0.01
