@@ -1,0 +1,70 @@
+"""How fast to replay a trace so that production alone has steps to run about half of the time.
+
+The busy share of a whole window cannot be measured before the window is replayed, and a burst-heavy
+trace makes any short part of it a bad sample. So a short replay measures how long this machine's
+steps take, and the window's busy share is computed from them: batched continuous serving, one step
+after another, each as long as what it holds. Pure.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from harvester.contracts.page import ProductionModel
+from scheduler.demo.trace import Arrival
+
+TARGET_BUSY_SHARE = 0.5
+_CHUNK_TOKENS = 2048
+_ITERATIONS = 24
+_SLOWEST, _FASTEST = 1 / 64, 64.0
+
+
+@dataclass(slots=True)
+class _Running:
+    left: int
+
+
+def busy_share(arrivals: Sequence[Arrival], model: ProductionModel, *, window_s: float) -> float:
+    """Share of `window_s` in which the engine has something to step."""
+    running: list[_Running] = []
+    at, busy_s, now = 0, 0.0, 0.0
+    while at < len(arrivals) or running:
+        if not running:
+            now = max(now, arrivals[at].t_s)
+        due = bisect_right(arrivals, now, lo=at, key=lambda arrival: arrival.t_s)
+        prompt_tokens = 0
+        while at < due and prompt_tokens < _CHUNK_TOKENS:
+            prompt_tokens += arrivals[at].input_tokens
+            running.append(_Running(arrivals[at].output_tokens))
+            at += 1
+        step_s = model.decode_s(len(running)) + model.prefill_s_per_token * prompt_tokens
+        if prompt_tokens:
+            step_s += max(0.0, model.prefill_base_s - model.decode_base_s)
+        now, busy_s = now + step_s, busy_s + step_s
+        for request in running:
+            request.left -= 1
+        running = [request for request in running if request.left > 0]
+    return busy_s / max(window_s, now)
+
+
+def rate_for(
+    window: Callable[[float], tuple[Sequence[Arrival], float]],
+    model: ProductionModel,
+    *,
+    measured_ratio: float,
+    target: float = TARGET_BUSY_SHARE,
+) -> float:
+    """The replay rate at which the window's busy share comes to `target`.
+
+    `window(rate)` gives arrivals and length in seconds; `measured_ratio` is what the short replay
+    measured over what this computation says of it.
+    """
+    slow, fast = _SLOWEST, _FASTEST
+    for _ in range(_ITERATIONS):
+        middle = (slow * fast) ** 0.5
+        arrivals, window_s = window(middle)
+        if measured_ratio * busy_share(arrivals, model, window_s=window_s) < target:
+            slow = middle
+        else:
+            fast = middle
+    return (slow * fast) ** 0.5

@@ -1,0 +1,52 @@
+"""What the demo asks of the gateway: which job is served, whether it harvests, how it stands."""
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+from harvester.contracts.errors import PeerProtocolError
+
+_POLL_S = 0.2
+
+
+class GatewayAdmin:
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+
+    async def activate(self, job: str) -> None:
+        """Every dedicated engine serves this job's newest version on return."""
+        await self._post(f"/v1/jobs/{job}/activate", None)
+
+    async def harvesting(self, job: str, *, enabled: bool) -> None:
+        await self._post(f"/v1/jobs/{job}/harvesting", {"enabled": enabled})
+
+    async def status(self) -> dict[str, Any]:
+        async with self._session.get(f"{self._url}/v1/status") as response:
+            status: dict[str, Any] = await response.json()
+            return status
+
+    async def guest_serving(self, engine: str, *, timeout_s: float) -> bool:
+        """Wait until a guest holds a lease and serves; False when it does not in time."""
+        return await self._until(engine, serving=True, timeout_s=timeout_s)
+
+    async def guest_gone(self, engine: str, *, timeout_s: float) -> bool:
+        return await self._until(engine, serving=False, timeout_s=timeout_s)
+
+    async def _until(self, engine: str, *, serving: bool, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    member = (await self.status())["engines"].get(engine)
+                    if (member is not None and member["state"] == "serving") == serving:
+                        return True
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            return False
+
+    async def _post(self, path: str, body: dict[str, Any] | None) -> None:
+        async with self._session.post(self._url + path, json=body) as response:
+            if response.status != 200:
+                message = (await response.text())[:500]
+                raise PeerProtocolError(f"gateway {path}: {response.status} {message}")

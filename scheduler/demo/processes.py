@@ -1,0 +1,202 @@
+"""The demo's processes: started in groups of their own, watched, pinned, and all gone at the end.
+
+Whatever ends the demo (its own end, Ctrl-C, an error), `Processes` ends every process that it
+started with everything that these started, and removes the shared-memory files that they leave when
+they are killed. A child whose parent dies without that is told by the kernel.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import psutil
+
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError
+
+_PR_SET_PDEATHSIG = 1
+_TERM_S = 8.0
+_KILL_S = 5.0
+_TAIL_BYTES = 2000
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(slots=True)
+class Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def input(self) -> IO[bytes]:
+        assert self.process.stdin is not None
+        return self.process.stdin
+
+    @property
+    def output(self) -> IO[bytes]:
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def tree(self) -> list[psutil.Process]:
+        """The process and all its descendants, those that are already gone left out."""
+        try:
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def last_words(self) -> str:
+        try:
+            return self.log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def check(self) -> None:
+        """Raises ConfigError with the end of its log when the process has ended."""
+        code = self.process.poll()
+        if code is not None:
+            raise ConfigError(
+                f"{self.name} ended with status {code}; its log {self.log} ends with:\n"
+                f"{self.last_words()}"
+            )
+
+
+class Processes:
+    """Context manager; leaving it ends everything."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._children: list[Child] = []
+        self._clock = MonotonicClock()
+        log_dir.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # A second Ctrl-C must not stop the clean-up that the first one asked for.
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self.stop()
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def start(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        core: int | None = None,
+        nice: int = 0,
+        piped: bool = False,
+    ) -> Child:
+        """Start a process in a group of its own; its messages go to `<name>.log`.
+
+        `piped` keeps its standard input and output for the caller.
+        """
+        log = self._log_dir / f"{name}.log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                list(arguments),
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if piped else file,
+                stderr=file,
+                start_new_session=True,
+                # Runs before any thread of ours is started; it only makes system calls.
+                preexec_fn=_prepared(core, nice),  # noqa: PLW1509
+            )
+        child = Child(name, process, log)
+        self._children.append(child)
+        return child
+
+    def check(self) -> None:
+        """Raises ConfigError when any process has ended."""
+        for child in self._children:
+            child.check()
+
+    def stop(self) -> None:
+        """End all: ask, wait, then kill; remove what killed processes left in shared memory."""
+        trees = [process for child in self._children for process in child.tree()]
+        shared = _shared_memory_of(trees)
+        for child in self._children:
+            _signal(child.process.pid, signal.SIGTERM)
+        _, alive = psutil.wait_procs(trees, timeout=_TERM_S)
+        for process in alive:
+            _signal(process.pid, signal.SIGKILL)
+        psutil.wait_procs(alive, timeout=_KILL_S)
+        for child in self._children:
+            child.process.wait()
+            for pipe in (child.process.stdin, child.process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self._children.clear()
+        for path in shared:
+            path.unlink(missing_ok=True)
+
+
+def pin(child: Child, core: int) -> None:
+    """Bind a process tree to one core. Threads and children made later inherit it."""
+    for process in child.tree():
+        _each_thread(process, lambda thread: os.sched_setaffinity(thread, {core}))
+
+
+def renice(child: Child, nice: int) -> None:
+    for process in child.tree():
+        _each_thread(process, lambda thread: os.setpriority(os.PRIO_PROCESS, thread, nice))
+
+
+def _each_thread(process: psutil.Process, action: Callable[[int], None]) -> None:
+    try:
+        for thread in process.threads():
+            action(thread.id)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return
+
+
+def _prepared(core: int | None, nice: int) -> Callable[[], None]:
+    parent = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+        if nice:
+            os.nice(nice)
+
+    return prepare
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _shared_memory_of(trees: Sequence[psutil.Process]) -> set[Path]:
+    """Files in shared memory that these processes have mapped now."""
+    found: set[Path] = set()
+    for process in trees:
+        try:
+            maps = process.memory_maps(grouped=True)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError):
+            continue
+        paths = (Path(entry.path) for entry in maps)
+        found.update(path for path in paths if path.parent == _SHARED_MEMORY)
+    return found
