@@ -62,8 +62,8 @@ class EngineClient:
                     if not data:
                         raise EngineLost("the stream ended early")
                     for chunk in stream.feed(data):
-                        if chunk.error is not None:
-                            raise EngineLost(f"engine error: {bytes(chunk.error)[:500]!r}")
+                        if fault := chunk.fault:
+                            raise EngineLost(f"engine error: {fault}")
                         for choice in chunk.choices:
                             yield choice
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:

@@ -25,7 +25,13 @@ class EngineChoice(msgspec.Struct):
 
 class EngineChunk(msgspec.Struct):
     choices: list[EngineChoice] = []
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def fault(self) -> str:
+        """What the engine says went wrong; empty if nothing did."""
+        said = bytes(self.error)
+        return "" if said in (b"", b"null") else said[:500].decode(errors="replace")
 
 
 _DECODER = msgspec.json.Decoder(EngineChunk)

@@ -1,0 +1,297 @@
+"""Where turns go."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
+from scheduler.policy.model import EngineKind
+from scheduler.policy.routing import (
+    DispatchReason,
+    DispatchTurn,
+    EngineOffered,
+    EngineWithdrawn,
+    QueueTurn,
+    Refusal,
+    RefuseTurn,
+    Retargeted,
+    RoutingConfig,
+    RoutingPolicy,
+    TurnArrived,
+    TurnLeft,
+    TurnWithdrawn,
+)
+
+JOB = JobId("job")
+DEDICATED, GUEST = EngineKind.DEDICATED, EngineKind.GUEST
+
+
+def _target(version: int = 1, job: JobId = JOB) -> Retargeted:
+    return Retargeted(job=job, version=WeightVersion(version))
+
+
+def _offer(
+    engine: str,
+    kind: EngineKind = DEDICATED,
+    *,
+    concurrency: int = 2,
+    version: int = 1,
+    until_s: float | None = None,
+) -> EngineOffered:
+    return EngineOffered(
+        engine=EngineId(engine),
+        kind=kind,
+        concurrency=concurrency,
+        job=JOB,
+        version=WeightVersion(version),
+        usable_until_s=until_s,
+    )
+
+
+def _turn(name: str, trajectory: str = "", **pins) -> TurnArrived:
+    return TurnArrived(
+        turn=name, trajectory=TrajectoryId(trajectory or name), job=JOB, tokens=16, **pins
+    )
+
+
+def _policy(*offers: EngineOffered, **config) -> RoutingPolicy:
+    policy = RoutingPolicy(RoutingConfig(**config))
+    policy.observe(_target(), now=0.0)
+    for offer in offers:
+        policy.observe(offer, now=0.0)
+    return policy
+
+
+def _engine_of(effects) -> str:
+    (effect,) = effects
+    assert isinstance(effect, DispatchTurn)
+    return effect.engine
+
+
+def test_goes_back_to_the_trajectorys_last_engine() -> None:
+    policy = _policy(_offer("a"), _offer("b"))
+    first = _engine_of(policy.observe(_turn("1", "t"), now=0.0))
+    policy.observe(TurnLeft(turn="1", tokens=16, seconds=0.1), now=0.1)
+    (again,) = policy.observe(_turn("2", "t"), now=0.2)
+    assert isinstance(again, DispatchTurn)
+    assert (again.engine, again.reason) == (first, DispatchReason.AFFINITY)
+
+
+def test_queues_when_every_place_is_taken_and_serves_begun_trajectories_first() -> None:
+    policy = _policy(_offer("a", concurrency=1))
+    policy.observe(_turn("1", "begun"), now=0.0)
+    assert policy.observe(_turn("2", "fresh"), now=0.0) == (QueueTurn(turn="2"),)
+    policy.observe(_turn("3", "begun"), now=0.0)
+    policy.observe(_turn("4", "other", resumed=True), now=0.0)
+    order = []
+    for ending in ("1", "4", "3"):
+        (placed,) = policy.observe(TurnLeft(turn=ending, tokens=16, seconds=0.1), now=1.0)
+        order.append(placed.turn)
+    assert order == ["4", "3", "2"]
+
+
+def test_queued_turns_take_dedicated_places_before_guests() -> None:
+    policy = _policy(_offer("d", concurrency=1), _offer("g", GUEST, concurrency=1))
+    for name in ("1", "2", "3", "4"):
+        policy.observe(_turn(name), now=0.0)
+    policy.observe(EngineWithdrawn(engine=EngineId("d")), now=0.0)
+    policy.observe(EngineWithdrawn(engine=EngineId("g")), now=0.0)
+    policy.observe(TurnLeft(turn="1", tokens=16, seconds=0.1), now=1.0)
+    policy.observe(TurnLeft(turn="2", tokens=16, seconds=0.1), now=1.0)
+    assert policy.queued_turns == 2
+    assert _engine_of(policy.observe(_offer("g", GUEST, concurrency=1), now=1.0)) == "g"
+    assert _engine_of(policy.observe(_offer("d", concurrency=1), now=1.0)) == "d"
+
+
+def test_the_tail_avoids_an_engine_that_was_measured_slow() -> None:
+    policy = _policy(_offer("d", concurrency=4), _offer("g", GUEST, concurrency=4))
+    placed = {name: _engine_of(policy.observe(_turn(name), now=0.0)) for name in "abcd"}
+    assert set(placed.values()) == {"d", "g"}
+    for name, engine in placed.items():
+        seconds = 0.05 if engine == "d" else 2.0
+        policy.observe(TurnLeft(turn=name, tokens=16, seconds=seconds), now=2.0)
+    assert [_engine_of(policy.observe(_turn(f"tail{n}"), now=3.0)) for n in range(3)] == ["d"] * 3
+
+
+def test_the_tail_leaves_a_slow_last_engine_though_its_prefix_is_there() -> None:
+    policy = _policy(_offer("g", GUEST))
+    policy.observe(_turn("1", "t"), now=0.0)
+    policy.observe(TurnLeft(turn="1", tokens=1, seconds=2.0), now=2.0)
+    policy.observe(_offer("d"), now=2.0)
+    assert _engine_of(policy.observe(_turn("2", "t"), now=2.0)) == "d"
+
+
+def test_a_guest_takes_no_turn_within_the_margin_of_its_lease() -> None:
+    policy = _policy(_offer("g", GUEST, until_s=10.0), lease_margin_s=1.0)
+    assert _engine_of(policy.observe(_turn("1"), now=8.9)) == "g"
+    assert policy.observe(_turn("2"), now=9.1) == (QueueTurn(turn="2"),)
+    renewed = policy.observe(_offer("g", GUEST, until_s=20.0), now=9.2)
+    assert _engine_of(renewed) == "g"
+
+
+def test_waits_for_the_target_version_and_refuses_one_that_is_served_nowhere() -> None:
+    policy = _policy()
+    assert policy.observe(_turn("1", exact=1), now=0.0) == (QueueTurn(turn="1"),)
+    (refused,) = policy.observe(_turn("2", exact=2), now=0.0)
+    assert isinstance(refused, RefuseTurn)
+    assert refused.refusal is Refusal.VERSION
+    (refused,) = policy.observe(_turn("3", minimum=2), now=0.0)
+    assert refused.refusal is Refusal.VERSION
+
+
+def test_a_pinned_turn_never_runs_on_another_version() -> None:
+    policy = _policy(_offer("old", version=0), _offer("new", version=1))
+    assert _engine_of(policy.observe(_turn("1", exact=0), now=0.0)) == "old"
+    assert _engine_of(policy.observe(_turn("2", exact=1), now=0.0)) == "new"
+    assert _engine_of(policy.observe(_turn("3", minimum=1), now=0.0)) == "new"
+
+
+def test_a_waiting_turn_is_refused_once_its_version_is_gone() -> None:
+    policy = _policy(_offer("a", concurrency=1))
+    policy.observe(_turn("1", exact=1), now=0.0)
+    policy.observe(_turn("2", exact=1), now=0.0)
+    assert policy.observe(_target(2), now=1.0) == ()
+    (refused,) = policy.observe(EngineWithdrawn(engine=EngineId("a")), now=1.0)
+    assert (refused.turn, refused.refusal) == ("2", Refusal.VERSION)
+    assert policy.queued_turns == 0
+
+
+def test_refuses_turns_of_a_job_that_is_not_active() -> None:
+    policy = _policy(_offer("a"))
+    policy.observe(_target(job=JobId("other")), now=0.0)
+    (refused,) = policy.observe(_turn("1"), now=0.0)
+    assert refused.refusal is Refusal.JOB
+
+
+def test_refuses_new_turns_when_the_queue_is_full_but_never_a_resumed_one() -> None:
+    policy = _policy(queue_turns=1)
+    policy.observe(_turn("1"), now=0.0)
+    (refused,) = policy.observe(_turn("2"), now=0.0)
+    assert refused.refusal is Refusal.FULL
+    assert policy.observe(_turn("3", resumed=True), now=0.0) == (QueueTurn(turn="3"),)
+
+
+def test_a_withdrawn_turn_leaves_its_place_in_the_queue_to_the_next() -> None:
+    policy = _policy(_offer("a", concurrency=1))
+    for name in ("1", "2", "3"):
+        policy.observe(_turn(name), now=0.0)
+    policy.observe(TurnWithdrawn(turn="2"), now=0.5)
+    (placed,) = policy.observe(TurnLeft(turn="1", tokens=1, seconds=1.0), now=1.0)
+    assert placed.turn == "3"
+
+
+def test_learned_speeds_survive_a_snapshot() -> None:
+    policy = _policy(_offer("a"))
+    policy.observe(_turn("1"), now=0.0)
+    policy.observe(TurnLeft(turn="1", tokens=10, seconds=1.0), now=1.0)
+    copy = _policy(_offer("a"))
+    copy.restore(policy.snapshot())
+    assert copy.speeds() == policy.speeds() != {}
+
+
+@dataclass
+class _Fleet:
+    version: int = 1
+    offered: dict[str, tuple[int, int]] = field(default_factory=dict)
+    placed: dict[str, str] = field(default_factory=dict)
+    waiting: dict[str, TurnArrived] = field(default_factory=dict)
+    over: set[str] = field(default_factory=set)
+
+
+class RoutingMachine(RuleBasedStateMachine):
+    """Engines come, go and change version at random while turns come and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = RoutingPolicy(RoutingConfig(queue_turns=50))
+        self.fleet = _Fleet()
+        self.now = 0.0
+        self.turns = 0
+        self._observe(_target(1))
+
+    def _observe(self, event) -> None:
+        self.now += 0.1
+        fleet = self.fleet
+        for effect in self.policy.observe(event, now=self.now):
+            match effect:
+                case QueueTurn():
+                    assert effect.turn in fleet.waiting
+                case DispatchTurn():
+                    turn = fleet.waiting.pop(effect.turn)
+                    version, concurrency = fleet.offered[effect.engine]
+                    assert turn.exact in (None, version)
+                    assert (turn.minimum or 0) <= version == effect.version
+                    fleet.placed[effect.turn] = effect.engine
+                    on_it = sum(engine == effect.engine for engine in fleet.placed.values())
+                    assert on_it <= concurrency
+                case RefuseTurn():
+                    del fleet.waiting[effect.turn]
+                    fleet.over.add(effect.turn)
+
+    @rule(
+        engine=st.sampled_from("abc"),
+        concurrency=st.integers(1, 3),
+        kind=st.sampled_from(EngineKind),
+    )
+    def offer(self, engine, concurrency, kind) -> None:
+        on_it = sum(placed == engine for placed in self.fleet.placed.values())
+        concurrency = max(concurrency, on_it)
+        self.fleet.offered[engine] = (self.fleet.version, concurrency)
+        self._observe(_offer(engine, kind, concurrency=concurrency, version=self.fleet.version))
+
+    @rule(engine=st.sampled_from("abc"))
+    def withdraw(self, engine) -> None:
+        self.fleet.offered.pop(engine, None)
+        self._observe(EngineWithdrawn(engine=EngineId(engine)))
+
+    @rule()
+    def publish(self) -> None:
+        self.fleet.version += 1
+        self._observe(_target(self.fleet.version))
+
+    @rule(
+        trajectory=st.sampled_from("stuvw"),
+        pin=st.sampled_from(["exact", "minimum", "none"]),
+        lag=st.integers(-1, 1),
+        resumed=st.booleans(),
+    )
+    def arrive(self, trajectory, pin, lag, resumed) -> None:
+        self.turns += 1
+        version = WeightVersion(max(0, self.fleet.version - lag))
+        pins = {} if pin == "none" else {pin: version}
+        turn = _turn(str(self.turns), trajectory, resumed=resumed, **pins)
+        self.fleet.waiting[turn.turn] = turn
+        self._observe(turn)
+
+    @rule(data=st.data())
+    def end(self, data) -> None:
+        if self.fleet.placed:
+            turn = data.draw(st.sampled_from(sorted(self.fleet.placed)))
+            del self.fleet.placed[turn]
+            self._observe(TurnLeft(turn=turn, tokens=data.draw(st.integers(0, 9)), seconds=0.1))
+
+    @rule(data=st.data())
+    def give_up(self, data) -> None:
+        if self.fleet.waiting:
+            turn = data.draw(st.sampled_from(sorted(self.fleet.waiting)))
+            del self.fleet.waiting[turn]
+            self._observe(TurnWithdrawn(turn=turn))
+
+    @invariant()
+    def every_turn_is_in_exactly_one_place(self) -> None:
+        assert self.policy.queued_turns == len(self.fleet.waiting)
+        assert self.policy.open_turns == len(self.fleet.placed)
+
+    @invariant()
+    def nobody_waits_beside_a_place_that_would_do(self) -> None:
+        for turn in self.fleet.waiting.values():
+            for engine, (version, concurrency) in self.fleet.offered.items():
+                free = sum(e == engine for e in self.fleet.placed.values()) < concurrency
+                fits = turn.exact in (None, version) and (turn.minimum or 0) <= version
+                assert not (free and fits)
+
+
+TestRoutingMachine = RoutingMachine.TestCase
+TestRoutingMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

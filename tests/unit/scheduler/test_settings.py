@@ -1,0 +1,83 @@
+"""The gateway's settings and tokens: what is refused, and whether the message says what to do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harvester.contracts.errors import ConfigError
+from scheduler.service.config import load_settings
+from scheduler.service.tenants import Tenants
+
+GOOD: dict[str, Any] = {
+    "engines": [{"id": "e0", "url": "http://127.0.0.1:8000"}],
+    "jobs": [{"id": "job"}],
+}
+
+
+def _write(path: Path, **changes: Any) -> Path:
+    path.write_text(json.dumps({**GOOD, **changes}))
+    return path
+
+
+def test_loads_a_file_and_fills_in_the_defaults(tmp_path: Path) -> None:
+    settings = load_settings(_write(tmp_path / "g.json", capacity={"duration_s": 5}))
+    assert settings.host == "127.0.0.1"
+    assert settings.engines[0].concurrency == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"prot": 1}, "prot"),
+        ({"engines": [{"id": "../x", "url": "http://h:1"}]}, "engines.0.id"),
+        ({"engines": [{"id": "x", "url": "file:///etc/passwd"}]}, "engines.0.url"),
+        ({"engines": [{"id": "x", "url": "http://h:1", "kind": "guest"}]}, "slot"),
+        ({"engines": GOOD["engines"] * 2}, "listed twice"),
+        ({"engines": []}, "at least one engine"),
+        ({"jobs": []}, "jobs"),
+        ({"jobs": [{"id": "a", "active": True}, {"id": "b", "active": True}]}, "one job"),
+        ({"capacity": {"duration": 5}}, "duration"),
+        ({"host": "0.0.0.0"}, "token_file"),
+    ],
+)
+def test_says_which_field_is_wrong(tmp_path: Path, changes, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_settings(_write(tmp_path / "g.json", **changes))
+
+
+def test_says_which_file_is_missing_or_not_yaml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.yaml"):
+        load_settings(tmp_path / "nothing.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match=r"bad\.yaml is not YAML"):
+        load_settings(tmp_path / "bad.yaml")
+
+
+def test_knows_a_tenant_by_its_token_alone(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"alice: {'a' * 20}\nbob: {'b' * 20}\n")
+    path.chmod(0o600)
+    tenants = Tenants.load(path)
+    assert tenants.tenant_of(f"Bearer {'a' * 20}") == "alice"
+    assert tenants.tenant_of(f"bearer {'b' * 20}") == "bob"
+    for wrong in ("", f"Basic {'a' * 20}", "Bearer ", f"Bearer {'a' * 19}", "Bearer ü"):
+        assert tenants.tenant_of(wrong) is None
+    assert Tenants.load(None).open_to_all
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [
+        (f"a: {'a' * 20}", 0o644, "chmod 600"),
+        ("a: short", 0o600, "16 characters"),
+        ("[]", 0o600, "tenant: token"),
+    ],
+)
+def test_refuses_a_token_file_that_protects_nothing(tmp_path: Path, text, mode, said) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=said):
+        Tenants.load(path)

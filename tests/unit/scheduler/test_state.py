@@ -1,0 +1,58 @@
+"""Durable facts come back after a restart."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, WeightVersion
+from scheduler.policy.model import Lease
+from scheduler.service.state import JobFacts, SchedulerState
+
+A, B = JobId("a"), JobId("b")
+
+
+def test_versions_activation_switches_and_leases_survive_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "state.db"
+    state = SchedulerState(path)
+    state.publish(A, store="sa", version=WeightVersion(1))
+    state.publish(A, store="sa", version=WeightVersion(2))
+    state.activate(A)
+    state.activate(B)
+    state.set_harvesting(B, enabled=False)
+    for name in ("l1", "l2"):
+        lease = Lease(
+            lease=LeaseId(name),
+            slot=SlotId(name),
+            agent="x",
+            job=A,
+            epoch=Epoch(3),
+            expires_s=1e9,
+        )
+        state.hold(lease)
+    state.end(LeaseId("l1"))
+    state.close()
+
+    again = SchedulerState(path)
+    assert again.jobs() == {
+        A: JobFacts(store="sa", version=WeightVersion(2), active=False),
+        B: JobFacts(version=WeightVersion(0), active=True, harvesting=False),
+    }
+    (held,) = again.leases()
+    assert (held.lease, held.epoch) == ("l2", 3)
+    assert not held.usable(now=0.0, margin_s=0.0)
+    again.close()
+
+
+def test_refuses_a_file_of_another_version_or_kind(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version=99")
+    db.close()
+    with pytest.raises(ConfigError, match="schema 99"):
+        SchedulerState(path)
+    other = tmp_path / "text"
+    other.write_text("not a database, but long enough to be looked at as one" * 10)
+    with pytest.raises(ConfigError, match="text"):
+        SchedulerState(other)

@@ -1,0 +1,49 @@
+"""An engine's event stream, however the network cuts it."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harvester.contracts.errors import PeerProtocolError
+from scheduler.service.stream import EventStream
+
+
+def _event(token: int) -> bytes:
+    content = [{"token_id": token, "logprob": -0.5, "rank": 1, "top_logprobs": []}]
+    choice = {"index": 0, "token_ids": [token], "logprobs": {"content": content}, "text": None}
+    return b"data: " + msgspec.json.encode({"choices": [choice], "usage": None}) + b"\n\n"
+
+
+@given(tokens=st.lists(st.integers(0, 1000), max_size=8), cuts=st.lists(st.integers(1, 40)))
+def test_gives_the_same_tokens_however_the_bytes_are_cut(tokens, cuts) -> None:
+    raw = b": comment\n\n" + b"".join(map(_event, tokens)) + b"data: [DONE]\n\n"
+    stream, got = EventStream(), []
+    while raw:
+        size = cuts.pop() if cuts else len(raw)
+        part, raw = raw[:size], raw[size:]
+        for chunk in stream.feed(part):
+            got += chunk.choices[0].token_ids or []
+    assert got == tokens
+    assert stream.done
+
+
+def test_an_error_event_is_a_chunk_with_an_error() -> None:
+    (chunk,) = EventStream().feed(b'data: {"error": {"message": "boom"}}\n\n')
+    assert "boom" in chunk.fault
+    (chunk,) = EventStream().feed(b'data: {"error": null, "choices": []}\n\n')
+    assert chunk.fault == ""
+
+
+@pytest.mark.parametrize("raw", [b"data: {]\n\n", b'data: {"choices": [{"token_ids": ["x"]}]}\n\n'])
+def test_nonsense_is_the_peers_fault(raw: bytes) -> None:
+    with pytest.raises(PeerProtocolError, match="unreadable"):
+        list(EventStream().feed(raw))
+
+
+def test_an_endless_event_is_refused() -> None:
+    stream = EventStream()
+    for _ in range(4):
+        assert list(stream.feed(b"x" * (1 << 20))) == []
+    with pytest.raises(PeerProtocolError, match="more than"):
+        list(stream.feed(b"x"))

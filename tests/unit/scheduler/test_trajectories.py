@@ -1,0 +1,164 @@
+"""The turn ledger: whatever engines do, a turn's tokens are exactly the accepted chunks, once."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
+from harvester.contracts.wire.rollouts import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenLogprob,
+)
+from scheduler.policy.trajectories import Turn, TurnLedger, continued_seed
+
+JOB = JobId("job")
+
+
+def _open(
+    ledger: TurnLedger, *, max_tokens: int = 100, seed: int | None = 7, stops: tuple[int, ...] = ()
+) -> Turn:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=seed, stop_token_ids=stops)
+    request = GenerateRequest(request_id="r", token_ids=(1, 2, 3), sampling_params=sampling)
+    turn = ledger.open(request, trajectory=TrajectoryId("t"))
+    assert turn is not None
+    return turn
+
+
+def _logprobs(token_ids: list[int]) -> list[TokenLogprob]:
+    return [TokenLogprob(token_id=token, logprob=-0.5) for token in token_ids]
+
+
+def _begin(turn: Turn, engine: str, version: int = 1):
+    return turn.begin(engine=EngineId(engine), version=WeightVersion(version), numerics="n")
+
+
+chunks = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=4), max_size=5)
+attempts = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(1, 3), chunks, st.booleans()),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(plan=attempts)
+def test_delivers_exactly_the_accepted_chunks_whatever_engines_die(plan) -> None:
+    ledger = TurnLedger(JOB)
+    turn = _open(ledger)
+    delivered: list[int] = []
+    made_by: list[tuple[str, int]] = []
+    earlier = []
+    for engine, version, said, speaks_late in plan:
+        if turn.ended:
+            break
+        attempt = _begin(turn, engine, version)
+        assert attempt.token_ids == (1, 2, 3, *delivered)
+        assert attempt.sampling_params.max_tokens == 100 - len(delivered)
+        for chunk in said:
+            if len(chunk) > turn.remaining_tokens:
+                break
+            assert turn.accept(attempt, chunk, _logprobs(chunk))
+            delivered += chunk
+            made_by += [(engine, version)] * len(chunk)
+        for late in earlier if speaks_late else ():
+            assert not turn.accept(late, [99], _logprobs([99]))
+        turn.lose(attempt)
+        earlier.append(attempt)
+    if not turn.ended:
+        turn.end(FinishReason.ABORT)
+    ledger.close(turn)
+
+    choice = turn.choice()
+    assert list(choice.token_ids) == delivered
+    assert [logprob.token_id for logprob in choice.logprobs.content] == delivered
+    named = [(s.engine, s.version) for s in choice.spans for _ in range(s.start, s.end)]
+    assert named == made_by
+    counters = ledger.counters
+    assert counters.completed + counters.aborted + counters.lost == counters.started == 1
+    assert counters.duplicated == 0
+    assert len(ledger) == 0
+
+
+def test_a_turn_ends_once_and_a_second_end_is_counted_not_taken() -> None:
+    ledger = TurnLedger(JOB)
+    turn = _open(ledger)
+    assert turn.end(FinishReason.STOP)
+    assert not turn.end(FinishReason.LENGTH)
+    assert turn.finish_reason is FinishReason.STOP
+    assert (ledger.counters.completed, ledger.counters.duplicated) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "ended"), [([4, 9], FinishReason.STOP), ([4, 5, 6, 7], FinishReason.LENGTH)]
+)
+def test_an_engine_lost_after_the_last_token_costs_nothing(said, ended) -> None:
+    turn = _open(TurnLedger(JOB), max_tokens=4, stops=(9,))
+    attempt = _begin(turn, "a")
+    turn.accept(attempt, said, _logprobs(said))
+    turn.lose(attempt)
+    assert turn.finish_reason is ended
+
+
+def test_a_continuation_never_draws_the_same_random_numbers_again() -> None:
+    assert continued_seed(7, 0) == 7
+    assert continued_seed(None, 5) is None
+    seeds = [continued_seed(7, offset) for offset in range(200)]
+    assert len(set(seeds)) == 200
+    assert seeds == [continued_seed(7, offset) for offset in range(200)]
+
+
+def test_adjacent_spans_of_one_engine_and_version_are_one() -> None:
+    turn = _open(TurnLedger(JOB))
+    for engine in ("a", "a", "b"):
+        attempt = _begin(turn, engine)
+        turn.accept(attempt, [5], _logprobs([5]))
+        turn.lose(attempt)
+    assert [(span.start, span.end, span.engine) for span in turn.choice().spans] == [
+        (0, 2, "a"),
+        (2, 3, "b"),
+    ]
+
+
+def test_refuses_tokens_without_logprobs_and_more_tokens_than_asked() -> None:
+    turn = _open(TurnLedger(JOB), max_tokens=2)
+    attempt = _begin(turn, "a")
+    with pytest.raises(ValueError, match="log-probs"):
+        turn.accept(attempt, [1], [])
+    with pytest.raises(ValueError, match="room for 2"):
+        turn.accept(attempt, [1, 2, 3], _logprobs([1, 2, 3]))
+    assert turn.token_ids == []
+
+
+def test_counts_a_move_with_tokens_as_migration_and_one_without_as_retry_only() -> None:
+    ledger = TurnLedger(JOB)
+    turn = _open(ledger)
+    turn.lose(_begin(turn, "a"))
+    attempt = _begin(turn, "b")
+    turn.accept(attempt, [1], _logprobs([1]))
+    turn.lose(attempt)
+    _begin(turn, "c")
+    assert (ledger.counters.retried, ledger.counters.migrated) == (2, 1)
+
+
+def test_one_request_id_is_open_once_and_free_again_after_its_end() -> None:
+    ledger = TurnLedger(JOB)
+    turn = _open(ledger)
+    assert ledger.open(turn.request, trajectory=TrajectoryId("t")) is None
+    ledger.close(turn)
+    assert ledger.open(turn.request, trajectory=TrajectoryId("t")) is not None
+
+
+def test_a_refused_turn_with_tokens_ends_as_aborted_and_keeps_them() -> None:
+    ledger = TurnLedger(JOB)
+    turn = _open(ledger)
+    attempt = _begin(turn, "a")
+    turn.accept(attempt, [1], _logprobs([1]))
+    turn.lose(attempt)
+    turn.refuse()
+    assert (turn.outcome, turn.choice().token_ids) == ("abort", (1,))
+    ledger.close(turn)
+    other = _open(ledger)
+    other.refuse()
+    assert other.outcome == "refused"
+    assert (ledger.counters.aborted, ledger.counters.refused) == (1, 1)
