@@ -25,6 +25,11 @@ class SlotExposition:
         self._metrics = metrics
         self._tenants = tenants
         self._last: SlotSample | None = None
+        # A child looked up by its labels costs as much as everything else that is done per beat.
+        self._requests = metrics.requests.labels(slot)
+        self._misses = metrics.misses.labels(slot)
+        self._step_tokens = metrics.step_tokens.labels(slot)
+        self._guest_tokens = metrics.guest_tokens.labels(slot)
         self._guest: Guest | None = None
         self._was_open = False
         self._closing_at_ns: int | None = None
@@ -45,15 +50,15 @@ class SlotExposition:
                 self._note_grant(effect.grant, policy)
         self._note_guest(sample.guest.record, policy)
         requests, misses = policy.accounted
-        self._metrics.requests.labels(self._slot).inc(requests - self._counted[0])
-        self._metrics.misses.labels(self._slot).inc(misses - self._counted[1])
+        self._requests.inc(requests - self._counted[0])
+        self._misses.inc(misses - self._counted[1])
         self._counted = (requests, misses)
         tenant = "" if lease is None else self._label(lease.tenant)
-        if tenant != self._tenant and self._tenant:
-            self._metrics.leases_active.labels(self._slot, self._tenant).set(0)
-        if tenant:
-            self._metrics.leases_active.labels(self._slot, tenant).set(1)
-        self._tenant = tenant
+        if tenant != self._tenant:
+            for name, active in ((self._tenant, 0), (tenant, 1)):
+                if name:
+                    self._metrics.leases_active.labels(self._slot, name).set(active)
+            self._tenant = tenant
         self._last = sample
 
     def refresh(self, policy: SlotPolicy, seen_ns: dict[str, int]) -> None:
@@ -104,7 +109,7 @@ class SlotExposition:
         metrics, is_open = self._metrics, grant.mode is not GrantMode.CLOSED
         decision = "open" if is_open else "closed"
         metrics.decisions.labels(self._slot, decision, policy.condition.value).inc()
-        metrics.step_tokens.labels(self._slot).set(grant.step_tokens_cap if is_open else 0)
+        self._step_tokens.set(grant.step_tokens_cap if is_open else 0)
         if self._was_open and not is_open:
             self._closing_at_ns = monotonic_ns()
         elif is_open:
@@ -119,7 +124,7 @@ class SlotExposition:
             # After the guest restarted its counters begin anew at 0.
             tokens = guest.tokens_total - before.tokens_total
             aborted = guest.aborted_total - before.aborted_total
-            metrics.guest_tokens.labels(self._slot).inc(max(0, tokens))
+            self._guest_tokens.inc(max(0, tokens))
             if aborted > 0:
                 metrics.evictions.labels(self._slot, policy.condition.value).inc(aborted)
         self._guest = guest

@@ -5,7 +5,6 @@ import errno
 import logging
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 
 from aiohttp import web
 
@@ -56,6 +55,7 @@ class AgentProcess:
 
     async def _beats(self, node: Node) -> None:
         due_s, told_s = self._clock.now(), 0.0
+        stopped = asyncio.create_task(self._stop.wait())
         while not self._stop.is_set():
             node.beat()
             now = self._clock.now()
@@ -65,8 +65,7 @@ class AgentProcess:
                 told_s = now
             # A beat that came late is not made up for.
             due_s = max(due_s + node.beat_s, now)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), due_s - now)
+            await asyncio.wait((stopped,), timeout=due_s - now)
 
     async def _serve(self, node: Node, token: bytes | None) -> web.AppRunner:
         runner = web.AppRunner(application(node, token=token), access_log=None)

@@ -1,5 +1,6 @@
 """Reads a slot's pages and the kill switch into one sample. It judges nothing."""
 
+import os
 from pathlib import Path
 
 from harvester.contracts.clock import monotonic_ns
@@ -8,6 +9,7 @@ from harvester.contracts.page import Guest, PageDirectory, PageName, PageReader,
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
 
 _SWITCH_BYTES = 64
+_RELIST_BEATS = 5
 
 
 class KillSwitchFile:
@@ -18,12 +20,17 @@ class KillSwitchFile:
 
     def read(self) -> KillSwitch:
         try:
-            with self.path.open("rb") as file:
-                text = file.read(_SWITCH_BYTES).strip()
+            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return KillSwitch.NONE
         except OSError:
             return KillSwitch.DRAIN
+        try:
+            text = os.read(file, _SWITCH_BYTES).strip()
+        except OSError:
+            return KillSwitch.DRAIN
+        finally:
+            os.close(file)
         return KillSwitch.HOLD if text == b"hold" else KillSwitch.DRAIN
 
 
@@ -34,6 +41,9 @@ class SlotSensor:
         """`pulses` are the pages that must be there; none means whichever are."""
         self._directory = directory
         self._expected = pulses
+        self._present: tuple[str, ...] = ()
+        self._listed_ns = -1
+        self._beats_listed = 0
         self._owners = owners
         self._pulses: dict[str, PageReader[Pulse]] = {}
         self._guest = PageReader(directory.path / PageName.GUEST, Guest, owners=owners)
@@ -45,7 +55,7 @@ class SlotSensor:
         guest = self._guest.read(now_ns=now_ns)
         if guest.record is not None:
             self.seen_ns[PageName.GUEST] = guest.stamp_ns
-        names = self._expected or self._directory.pulse_names()
+        names = self._expected or self._names()
         return SlotSample(
             pulses=tuple(self._pulse(name, now_ns) for name in names),
             guest=GuestReading(record=guest.record, fault=guest.fault),
@@ -57,6 +67,16 @@ class SlotSensor:
         for reader in self._pulses.values():
             reader.close()
         self._guest.close()
+
+    def _names(self) -> tuple[str, ...]:
+        """Pulse files present, listed anew when the directory changed and now and then besides:
+        two changes within one tick of the file system's clock look like one."""
+        changed_ns = self._directory.path.stat().st_mtime_ns
+        self._beats_listed += 1
+        if changed_ns != self._listed_ns or self._beats_listed >= _RELIST_BEATS:
+            self._listed_ns, self._present = changed_ns, self._directory.pulse_names()
+            self._beats_listed = 0
+        return self._present
 
     def _pulse(self, name: str, now_ns: int) -> PulseReading:
         reader = self._pulses.get(name)
