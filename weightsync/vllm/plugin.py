@@ -40,3 +40,15 @@ def register() -> None:
         from weightsync.vllm import cpu_linear
 
         cpu_linear.install(BACKEND)
+        _allow_amx()
+
+
+def _allow_amx() -> None:
+    """Asks the kernel for this process's AMX tiles, as torch does at its first large product.
+
+    vLLM's CPU attention (0.28 to 0.32) uses the tiles without asking: an engine whose first step
+    has at most four tokens would die of an illegal instruction. Does nothing without AMX.
+    """
+    import torch
+
+    torch.cpu._init_amx()
