@@ -18,6 +18,7 @@ from harvester.contracts.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+_SHUTDOWN_S = 2.0
 _WATCHDOG_SHARE = 4
 """systemd is told so many times per watchdog period."""
 
@@ -68,7 +69,8 @@ class AgentProcess:
             await asyncio.wait((stopped,), timeout=due_s - now)
 
     async def _serve(self, node: Node, token: bytes | None) -> web.AppRunner:
-        runner = web.AppRunner(application(node, token=token), access_log=None)
+        app = application(node, token=token)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
         host, port = self._config.http.host, self._config.http.port
         site = web.TCPSite(runner, host, port)

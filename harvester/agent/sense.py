@@ -1,13 +1,20 @@
 """Reads a slot's pages and the kill switch into one sample. It judges nothing."""
 
 import os
+import re
 from pathlib import Path
 
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.ids import checked_name
-from harvester.contracts.page import Guest, PageDirectory, PageName, PageReader, Pulse
+from harvester.contracts.ids import NAME_PATTERN
+from harvester.contracts.page import Guest, PageDirectory, PageFault, PageName, PageReader, Pulse
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
 
+MAX_PULSES = 32
+"""Their names fit into the grant page."""
+FOREIGN_PULSE = "pulse.foreign.0"
+"""Stands for pulse files whose names or number are not believed."""
+
+_PULSE_NAME = re.compile(NAME_PATTERN)
 _SWITCH_BYTES = 64
 _RELIST_BEATS = 5
 
@@ -57,7 +64,7 @@ class SlotSensor:
             self.seen_ns[PageName.GUEST] = guest.stamp_ns
         names = self._expected or self._names()
         return SlotSample(
-            pulses=tuple(self._pulse(name, now_ns) for name in names),
+            pulses=self._pulses_of(names, now_ns),
             guest=GuestReading(record=guest.record, fault=guest.fault),
             lease=lease,
             kill_switch=kill_switch,
@@ -78,10 +85,17 @@ class SlotSensor:
             self._beats_listed = 0
         return self._present
 
+    def _pulses_of(self, names: tuple[str, ...], now_ns: int) -> tuple[PulseReading, ...]:
+        # Any user may put files into the directory: odd or too many names close the gate and
+        # neither reach the grant page nor stop the agent.
+        if len(names) > MAX_PULSES or not all(_PULSE_NAME.match(name) for name in names):
+            return (PulseReading(name=FOREIGN_PULSE, fault=PageFault.FOREIGN),)
+        return tuple(self._pulse(name, now_ns) for name in names)
+
     def _pulse(self, name: str, now_ns: int) -> PulseReading:
         reader = self._pulses.get(name)
         if reader is None:
-            path = self._directory.path / checked_name(name, what="pulse page")
+            path = self._directory.path / name
             reader = self._pulses[name] = PageReader(path, Pulse, owners=self._owners)
         reading = reader.read(now_ns=now_ns)
         if reading.record is not None:

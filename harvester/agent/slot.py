@@ -1,6 +1,8 @@
 """One slot of the agent: sense, decide, act and record, once per beat."""
 
+import fcntl
 import logging
+import os
 from pathlib import Path
 
 import msgspec
@@ -9,6 +11,7 @@ from harvester.agent.exposition import SlotExposition
 from harvester.agent.sense import SlotSensor
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, SlotId
 from harvester.contracts.journal import JournalWriter, Opened, config_hash
 from harvester.contracts.page import Grant, GrantMode, PageDirectory
@@ -33,6 +36,7 @@ class Slot:
         self._book = book
         self._exposition = exposition
         directory = PageDirectory.create(config.pages_of(slot), mode=0o1777)
+        self._lock = _lock(directory.path)
         book.add_slot(self.name, epoch=epoch_left(directory))
         self._writer = directory.grant_writer()
         self.sensor = SlotSensor(directory, pulses=slot.pulses, owners=frozenset(slot.trusted_uids))
@@ -91,6 +95,7 @@ class Slot:
         self._writer.close()
         self.sensor.close()
         self._journal.close()
+        os.close(self._lock)
 
     def _apply(self, effect: Effect, now: float) -> None:
         match effect:
@@ -117,6 +122,19 @@ class Slot:
 
 def journal_path(config: AgentConfig, slot: SlotConfig) -> Path:
     return config.state_dir / f"{slot.name}.journal"
+
+
+def _lock(path: Path) -> int:
+    """Two agents on one grant page would each undo the other's closing."""
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise ConfigError(
+            f"another agent runs on pages {path}: stop it, or give this one other pages"
+        ) from error
+    return lock
 
 
 def epoch_left(directory: PageDirectory) -> Epoch:

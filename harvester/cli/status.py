@@ -118,10 +118,16 @@ def _ask(agent_url: str, token_file: Path | None) -> SlotOffers:
         raise ConfigError(f"--agent {agent_url}: use http://HOST:PORT")
     request = urllib.request.Request(agent_url.rstrip("/") + "/v1/slots")
     if token_file is not None:
-        token = token_file.read_text().strip()
-        request.add_header("Authorization", f"Bearer {token}")
+        request.add_header("Authorization", f"Bearer {_token(token_file)}")
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
             return msgspec.json.decode(reply.read(_MAX_REPLY_BYTES), type=SlotOffers)
     except (OSError, msgspec.DecodeError) as error:
         raise Exhausted(f"agent at {agent_url} gives no answer: {error}") from error
+
+
+def _token(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read token file {path}: {error.strerror}") from error

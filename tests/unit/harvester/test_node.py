@@ -116,6 +116,27 @@ def test_a_pulse_that_is_a_link_to_elsewhere_is_not_believed(stage: Stage) -> No
     assert stage.grant().reason == "pulse.prod.0 foreign"
 
 
+@pytest.mark.parametrize(
+    "names", [["pulse.a b.0"], ["pulse." + "x" * 200 + ".0"], [f"pulse.e{n}.0" for n in range(40)]]
+)
+def test_odd_or_too_many_pulse_files_close_the_gate_and_do_not_stop_the_agent(
+    stage: Stage, names: list[str]
+) -> None:
+    stage.harvest()
+    for name in names:
+        (stage.pages.path / name).touch()
+    stage.beats(6)
+    assert stage.grant().reason == "pulse.foreign.0 foreign"
+
+
+def test_a_second_agent_on_the_same_pages_is_refused(stage: Stage) -> None:
+    stage.harvest()
+    with pytest.raises(ConfigError, match="another agent runs on pages"):
+        Node(stage.config, clock=MonotonicClock(), version="1")
+    stage.beats()
+    assert stage.grant().mode == "open"
+
+
 def test_leaves_a_closed_and_expired_page_and_ends_its_leases(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     lease = stage.harvest()
