@@ -1,0 +1,125 @@
+"""Which SLO the demo holds production to, and whether a request met it.
+
+A request attains its SLO when its first token came within the TTFT edge, 99 % of its inter-token
+latencies (all of them below a hundred) lie within the ITL edge, and it did not fail. Edges are
+those of the engine's own histograms: an SLO between two edges cannot be read from production's
+metrics. Pure.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.demo.records import ProductionRequest
+
+SLO_EDGES_TTFT_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+"""vLLM's own."""
+SLO_EDGES_ITL_S = (
+    *(0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03),
+    *(0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0),
+    *(7.5, 10.0, 20.0, 40.0, 80.0),
+)
+"""Finer than vLLM's below 300 ms, where one of its buckets is a factor of 2.5. The engine is
+started with them (`--custom-histogram-buckets`, from vLLM 0.32)."""
+
+ATTAINMENT_MIN = 0.97
+ATTAINMENT_MAX = 0.998
+ATTAINMENT_AIMED = 0.99
+"""What a P99 target says. Far enough from both ends of the band to stay inside it when replayed."""
+_ITL_QUANTILE = 0.99
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    ttft_s: float
+    itl_s: float
+    attainment: float
+    """Of the requests that it was chosen from."""
+    in_band: bool
+    """False where no pair of edges is attained by 97 to 99.8 %: then the nearest above, or below
+    where even the widest edges fall short."""
+
+
+def choose_slo(
+    requests: Sequence[ProductionRequest],
+    *,
+    ttft_edges_s: Sequence[float] = SLO_EDGES_TTFT_S,
+    itl_edges_s: Sequence[float] = SLO_EDGES_ITL_S,
+) -> Slo:
+    """The tightest pair of edges that at least 99 % attain jointly and at most 99.8 %.
+
+    Tightest is the least product of both. Where there is none: the pair below 99 % that most
+    attain, then the one above 99.8 % that fewest do. Raises ValueError without requests.
+    """
+    if not requests:
+        raise ValueError("an SLO is chosen from production's requests; there are none")
+    share = _joint_attainment(requests, ttft_edges_s, itl_edges_s)
+    tightness = np.log(ttft_edges_s)[:, None] + np.log(itl_edges_s)[None, :]
+    aimed = (share >= ATTAINMENT_AIMED) & (share <= ATTAINMENT_MAX)
+    accepted = (share >= ATTAINMENT_MIN) & (share < ATTAINMENT_AIMED)
+    if aimed.any():
+        place = _least(tightness, aimed)
+    elif accepted.any():
+        place = _least(tightness, accepted & (share == share[accepted].max()))
+    elif (share > ATTAINMENT_MAX).any():
+        above = share > ATTAINMENT_MAX
+        place = _least(tightness, above & (share == share[above].min()))
+    else:
+        place = _least(tightness, share == share.max())
+    return Slo(
+        ttft_s=ttft_edges_s[place[0]],
+        itl_s=itl_edges_s[place[1]],
+        attainment=float(share[place]),
+        in_band=bool(ATTAINMENT_MIN <= share[place] <= ATTAINMENT_MAX),
+    )
+
+
+def attains(request: ProductionRequest, *, ttft_s: float, itl_s: float) -> bool:
+    return _ttft_s(request) <= ttft_s and _itl_s(request) <= itl_s
+
+
+def attainment(
+    requests: Sequence[ProductionRequest], *, ttft_s: float, itl_s: float
+) -> float | None:
+    """Share of requests that attain both; None without requests."""
+    if not requests:
+        return None
+    return sum(attains(r, ttft_s=ttft_s, itl_s=itl_s) for r in requests) / len(requests)
+
+
+def _joint_attainment(
+    requests: Sequence[ProductionRequest],
+    ttft_edges_s: Sequence[float],
+    itl_edges_s: Sequence[float],
+) -> NDArray[np.float64]:
+    """Share of requests within each pair of edges, TTFT by ITL."""
+    first = np.searchsorted(ttft_edges_s, [_ttft_s(r) for r in requests])
+    later = np.searchsorted(itl_edges_s, [_itl_s(r) for r in requests])
+    counts = np.zeros((len(ttft_edges_s) + 1, len(itl_edges_s) + 1))
+    np.add.at(counts, (first, later), 1.0)
+    within: NDArray[np.float64] = counts.cumsum(axis=0).cumsum(axis=1)[:-1, :-1]
+    return within / len(requests)
+
+
+def _least(tightness: NDArray[np.float64], among: NDArray[np.bool_]) -> tuple[int, int]:
+    flat = int(np.argmin(np.where(among, tightness, np.inf)))
+    row, column = divmod(flat, tightness.shape[1])
+    return row, column
+
+
+def _ttft_s(request: ProductionRequest) -> float:
+    return math.inf if request.failed or request.ttft_s is None else request.ttft_s
+
+
+def _itl_s(request: ProductionRequest) -> float:
+    """The request's 99th percentile by nearest rank; 0 where it had one token."""
+    if not request.itl_s:
+        return 0.0
+    rank = math.ceil(_ITL_QUANTILE * len(request.itl_s))
+    return sorted(request.itl_s)[rank - 1]
