@@ -1,0 +1,107 @@
+"""A real vLLM follows a store: dummy weights, anchor, deltas, another job, and every refusal.
+
+The engines run in one child process (engine cores in-process), because an engine leaves threads and
+global state behind. The child tells what it saw as JSON; the tests here judge it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+
+CHILD = Path(__file__).with_name("weightsync_engine.py")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the child saw."""
+    pytest.importorskip("vllm")
+    root = tmp_path_factory.mktemp("weightsync")
+    environment = os.environ | {
+        "ROSEMUX_WEIGHT_ROOT": str(root / "stores"),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    done = subprocess.run(
+        [sys.executable, str(CHILD), str(root)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads((root / "seen.json").read_text())
+    return result
+
+
+def test_an_engine_with_dummy_weights_joins_from_a_full_version(seen: dict[str, Any]) -> None:
+    assert seen["dummy"]["tokens"] != seen["version_1"]["tokens"]
+    assert seen["report_1"]["from_full"]
+    assert seen["report_1"]["in_place"]
+
+
+@pytest.mark.parametrize("version", ["version_1", "version_4"])
+def test_a_synced_engine_samples_exactly_as_a_fresh_one(seen: dict[str, Any], version: str) -> None:
+    """Tokens and log-probabilities are equal bit for bit, packed layers included."""
+    assert seen[version] == seen[f"fresh_{version}"]
+
+
+def test_deltas_change_what_is_generated(seen: dict[str, Any]) -> None:
+    assert seen["version_1"]["logprobs"] != seen["version_4"]["logprobs"]
+    assert not seen["report_4"]["from_full"]
+    assert seen["report_4"]["bytes_read"] < seen["report_1"]["bytes_read"] / 2
+
+
+def test_the_reported_state_is_the_published_one(seen: dict[str, Any]) -> None:
+    for version in (1, 4):
+        report = seen[f"report_{version}"]
+        assert report["store"] == "job-a"
+        assert report["version"] == version
+        assert report["state_hash"] == seen["published"][version - 1]
+
+
+def test_a_torn_apply_is_repaired_from_a_full_version(seen: dict[str, Any]) -> None:
+    assert seen["report_torn"]["from_full"]
+    assert seen["report_torn"]["state_hash"] == seen["published"][4]
+
+
+def test_a_switch_to_another_job_and_back_is_exact(seen: dict[str, Any]) -> None:
+    assert seen["report_other"]["store"] == "job-b"
+    assert seen["other"]["tokens"] != seen["version_4"]["tokens"]
+    assert seen["other"] == seen["fresh_other"]
+    assert seen["back"] == seen["version_4"]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "message"),
+    [
+        ("unpublished", "not published yet; the newest is 5"),
+        ("older", "older than version 4"),
+        ("path", "use 1 to 64 letters"),
+        ("unknown_store", "no weight store at"),
+        ("other_hash", "the caller expects"),
+        ("broken_payload", "digest is not the published one"),
+        ("unknown_field", "Invalid update_info"),
+    ],
+)
+def test_what_cannot_be_loaded_is_an_error_and_changes_nothing(
+    seen: dict[str, Any], refusal: str, message: str
+) -> None:
+    assert message in seen["refusals"][refusal]["error"]
+    assert seen["refusals"][refusal]["state_hash"] == seen["published"][3]
+
+
+def test_packing_again_keeps_the_speed_of_a_fresh_engine(seen: dict[str, Any]) -> None:
+    """A loose bound: without packing the engine is a fifth to a third slower."""
+    assert seen["tokens_per_s"]["synced"] > 0.6 * seen["tokens_per_s"]["fresh"]

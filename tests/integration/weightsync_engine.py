@@ -1,0 +1,204 @@
+"""Child of test_weightsync_vllm.py: fresh engines, then one that follows stores; writes seen.json.
+
+The fresh engines come first: numba must not be loaded when a CPU worker of vLLM 0.32 starts.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+State = dict[str, torch.Tensor]
+PROMPTS = [{"prompt_token_ids": [1, 2, 3, 4, 5, last]} for last in range(4)]
+
+
+def _model() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def _steps(model: Qwen2ForCausalLM) -> list[State]:
+    """Five states of one job; every step moves a twentieth of the weights."""
+    run = [{name: tensor.clone() for name, tensor in model.state_dict().items()}]
+    for _ in range(4):
+        run.append({name: _moved(tensor) for name, tensor in run[-1].items()})
+    return run
+
+
+def _moved(tensor: torch.Tensor) -> torch.Tensor:
+    hit = torch.rand(tensor.shape) < 0.05
+    return torch.where(hit, tensor.float() * 1.05, tensor.float()).to(tensor.dtype)
+
+
+def _save(model: Qwen2ForCausalLM, state: State, path: Path) -> str:
+    model.load_state_dict(state)
+    model.save_pretrained(path)
+    return str(path)
+
+
+def _engine(path: str, **more: Any) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        model=path,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=128,
+        seed=0,
+        **more,
+    )
+
+
+def _generated(engine: Any) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    engine.reset_prefix_cache()
+    sampling = SamplingParams(
+        temperature=0, max_tokens=12, logprobs=1, ignore_eos=True, detokenize=False
+    )
+    outputs = [out.outputs[0] for out in engine.generate(PROMPTS, sampling, use_tqdm=False)]
+    return {
+        "tokens": [list(output.token_ids) for output in outputs],
+        "logprobs": [
+            [next(iter(step.values())).logprob for step in output.logprobs] for output in outputs
+        ],
+    }
+
+
+def _tokens_per_s(engine: Any) -> float:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": [7, 8, last]} for last in range(16)]
+    best = 0.0
+    for _ in range(3):
+        engine.reset_prefix_cache()
+        started = time.perf_counter()
+        engine.generate(prompts, sampling, use_tqdm=False)
+        best = max(best, 16 * 48 / (time.perf_counter() - started))
+    return best
+
+
+def _update(engine: Any, **update_info: Any) -> dict[str, Any]:
+    engine.collective_rpc("start_weight_update")
+    engine.collective_rpc("update_weights", kwargs={"update_info": update_info})
+    engine.collective_rpc("finish_weight_update")
+    report: dict[str, Any] = engine.collective_rpc("rosemux_weights")[0]
+    return report
+
+
+def _refused(engine: Any, **update_info: Any) -> dict[str, Any]:
+    try:
+        _update(engine, **update_info)
+        error = "none"
+    except Exception as refusal:
+        error = str(refusal)
+    return {
+        "error": error,
+        "state_hash": engine.collective_rpc("rosemux_weights")[0].get("state_hash"),
+    }
+
+
+def _refusals(engine: Any, stores: Path) -> dict[str, Any]:
+    """Everything that must leave version 4 in force."""
+    shard = stores / "job-b" / "weight_v000001" / "model-00001-of-00001.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    refusals = {
+        "unpublished": _refused(engine, store="job-a", version=9),
+        "older": _refused(engine, store="job-a", version=2),
+        "path": _refused(engine, store="../job-a", version=4),
+        "unknown_store": _refused(engine, store="job-c", version=1),
+        "other_hash": _refused(engine, store="job-a", version=5, state_hash="0" * 32),
+        "broken_payload": _refused(engine, store="job-b", version=1),
+        "unknown_field": _refused(engine, store="job-a", version=4, root="/"),
+    }
+    shard.write_bytes(whole)
+    return refusals
+
+
+def _torn_update(engine: Any, state_hash: str) -> dict[str, Any]:
+    """Version 5 with a failure in the middle of the first attempt."""
+    from weightsync.vllm.loader_map import LoaderMap
+
+    commit = LoaderMap.commit
+    calls = 0
+
+    def failing(self: LoaderMap, name: str, bits: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise RuntimeError("torn")
+        commit(self, name, bits)
+
+    LoaderMap.commit = failing  # type: ignore[method-assign]
+    try:
+        return _update(engine, store="job-a", version=5, state_hash=state_hash)
+    finally:
+        LoaderMap.commit = commit  # type: ignore[method-assign]
+
+
+def main(root: Path) -> None:
+    seen: dict[str, Any] = {}
+    stores = Path(os.environ["ROSEMUX_WEIGHT_ROOT"])
+    stores.mkdir()
+    model = _model()
+    steps = _steps(model)
+    other = {name: tensor.roll(1, 0) for name, tensor in steps[0].items()}
+    # An engine that is collected takes the process groups of the others along.
+    alive = []
+    for name, state in (("version_1", steps[0]), ("version_4", steps[3]), ("other", other)):
+        fresh = _engine(_save(model, state, root / name))
+        seen[f"fresh_{name}"] = _generated(fresh)
+        seen["tokens_per_s"] = {"fresh": _tokens_per_s(fresh)}
+        alive.append(fresh)
+    synced = _engine(
+        str(root / "version_1"), load_format="dummy", weight_transfer_config={"backend": "rosemux"}
+    )
+
+    from weightsync.publisher import Publisher
+
+    with Publisher(stores / "job-a") as publisher:
+        published = [publisher.publish(state) for state in steps]
+    with Publisher(stores / "job-b") as publisher:
+        publisher.publish(other)
+    seen["published"] = [step.state_hash for step in published]
+    seen["dummy"] = _generated(synced)
+    for version in (1, 2, 4):
+        expected = published[version - 1].state_hash
+        seen[f"report_{version}"] = _update(
+            synced, store="job-a", version=version, state_hash=expected
+        )
+        seen[f"version_{version}"] = _generated(synced)
+    seen["tokens_per_s"]["synced"] = _tokens_per_s(synced)
+    seen["refusals"] = _refusals(synced, stores)
+    seen["report_other"] = _update(synced, store="job-b", version=1)
+    seen["other"] = _generated(synced)
+    _update(synced, store="job-a", version=4)
+    seen["back"] = _generated(synced)
+    seen["report_torn"] = _torn_update(synced, published[4].state_hash)
+    (root / "seen.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
