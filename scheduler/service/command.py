@@ -53,9 +53,11 @@ async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
     ) as session:
         scheduler = Scheduler(settings, clock, state, session)
         front = Gateway(scheduler, settings, tenants, clock)
-        runner = web.AppRunner(front.app, handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(
+            front.app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0
+        )
         await runner.setup()
-        site = web.TCPSite(runner, settings.host, settings.port, shutdown_timeout=5.0)
+        site = web.TCPSite(runner, settings.host, settings.port)
         try:
             await site.start()
         except OSError as error:

@@ -192,9 +192,11 @@ async def main() -> None:
     parser.add_argument("--epoch", default=None)
     options = parser.parse_args()
     engine = FakeEngine(step_s=options.step_s, epoch=options.epoch)
-    runner = web.AppRunner(engine.app(), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(
+        engine.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+    )
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", options.port, shutdown_timeout=0.1).start()
+    await web.TCPSite(runner, "127.0.0.1", options.port).start()
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)

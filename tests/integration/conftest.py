@@ -1,0 +1,228 @@
+"""Processes and servers for tests of the gateway: fake engines, the real gateway, a fake agent."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from harvester.contracts.ids import Epoch, LeaseId, NodeId, SlotId
+from harvester.contracts.wire.leases import (
+    EndReason,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequest,
+    SlotOffer,
+    SlotOffers,
+    SlotState,
+)
+
+HERE = Path(__file__).parent
+_GATEWAY = (
+    "import sys; from pathlib import Path; from scheduler.service.command import gateway; "
+    "gateway(Path(sys.argv[1]))"
+)
+
+
+class Served:
+    """A child process that says its address in the last word of its first line."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().split()[-1]
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        if self.process.poll() is None:
+            os.kill(self.process.pid, number)
+        status = self.process.wait(timeout=15)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return status
+
+    async def get(self, path: str) -> Any:
+        async with aiohttp.ClientSession() as session, session.get(self.url + path) as response:
+            return await response.json()
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(self.url + path, json=body, headers=named) as response,
+        ):
+            return response.status, await response.json()
+
+    async def until(self, path: str, holds: Callable[[Any], bool], *, within_s: float = 10) -> Any:
+        """Poll a GET route until its answer fits; fails with the last answer."""
+        answer = None
+        try:
+            async with asyncio.timeout(within_s):
+                while not holds(answer := await self.get(path)):  # noqa: ASYNC110 - over HTTP
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            pytest.fail(f"{path} never became so: {answer}")
+        return answer
+
+
+@pytest.fixture
+def fake_engine() -> Iterator[Callable[..., Served]]:
+    started: list[Served] = []
+
+    def start(*, step_s: float = 0.002, port: int = 0, epoch: int | None = None) -> Served:
+        arguments = [str(HERE / "fake_engine.py"), "--step-s", str(step_s), "--port", str(port)]
+        if epoch is not None:
+            arguments += ["--epoch", str(epoch)]
+        started.append(Served(*arguments))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.kill()
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Starts the real gateway process on the given engines."""
+    started: list[Served] = []
+
+    def start(*engines: Served, **settings: Any) -> Served:
+        listed = [
+            {"id": f"e{index}", "url": engine.url, "concurrency": 8}
+            for index, engine in enumerate(engines)
+        ]
+        given = {"port": 0, "engines": listed, "jobs": [{"id": "job"}], **settings}
+        given["timeouts"] = {"health_s": 0.1, "queue_s": 10, **given.get("timeouts", {})}
+        path = tmp_path / f"gateway{len(started)}.json"
+        path.write_text(json.dumps(given))
+        started.append(Served("-c", _GATEWAY, str(path)))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill(signal.SIGTERM)
+
+
+class FakeAgent:
+    """Lease routes over one slot, with a request or a reply that gets lost where told to."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.engine_url = "http://127.0.0.1:9"
+        self.offered = True
+        self.epoch = 0
+        self.lease: LeaseGranted | None = None
+        self.by_request: dict[str, LeaseGranted] = {}
+        self.lose_requests = 0
+        self.lose_replies = 0
+        self.calls: list[str] = []
+        self.duration_s: float | None = None
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/v1/slots", self.slots),
+                web.post("/v1/leases", self.take),
+                web.post("/v1/leases/{lease}/renew", self.renew),
+                web.delete("/v1/leases/{lease}", self.release),
+            ]
+        )
+        return app
+
+    async def _answer(
+        self, request: web.Request, decide: Callable[[bytes], msgspec.Struct]
+    ) -> web.Response:
+        body = await request.read()
+        assert request.transport is not None
+        if self.lose_requests:
+            self.lose_requests -= 1
+            request.transport.abort()
+            return web.Response()
+        reply = decide(body)
+        if self.lose_replies:
+            self.lose_replies -= 1
+            request.transport.abort()
+            return web.Response()
+        return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+
+    async def slots(self, request: web.Request) -> web.Response:
+        state = SlotState.LEASED if self.lease else SlotState.OFFERED
+        offer = SlotOffer(
+            slot=SlotId("slot"),
+            node=NodeId("node"),
+            state=state if self.offered else SlotState.OFF,
+            engine_url=self.engine_url,
+            model="m",
+            epoch=Epoch(self.epoch),
+            concurrency=4,
+            kv_tokens=1000,
+            idle_ratio=0.5,
+        )
+        return web.Response(
+            body=msgspec.json.encode(SlotOffers(node=NodeId("node"), slots=(offer,)))
+        )
+
+    async def take(self, request: web.Request) -> web.Response:
+        return await self._answer(request, self._take)
+
+    def _take(self, body: bytes) -> msgspec.Struct:
+        asked = msgspec.json.decode(body, type=LeaseRequest)
+        self.calls.append(f"take {asked.request_id}")
+        if asked.request_id in self.by_request:
+            return self.by_request[asked.request_id]
+        if self.lease is not None or not self.offered:
+            return LeaseRefused(slot=asked.slot, reason="leased", retry_after_s=0.1)
+        self.epoch += 1
+        self.lease = LeaseGranted(
+            lease=LeaseId(f"lease{self.epoch}"),
+            slot=asked.slot,
+            epoch=Epoch(self.epoch),
+            duration_s=self.duration_s or asked.duration_s,
+        )
+        self.by_request[asked.request_id] = self.lease
+        return self.lease
+
+    async def renew(self, request: web.Request) -> web.Response:
+        name = LeaseId(request.match_info["lease"])
+
+        def decide(_body: bytes) -> msgspec.Struct:
+            self.calls.append(f"renew {name}")
+            if self.lease is None or self.lease.lease != name:
+                return LeaseEnded(lease=name, reason=EndReason.UNKNOWN)
+            return self.lease
+
+        return await self._answer(request, decide)
+
+    async def release(self, request: web.Request) -> web.Response:
+        name = LeaseId(request.match_info["lease"])
+
+        def decide(_body: bytes) -> msgspec.Struct:
+            self.calls.append(f"release {name}")
+            if self.lease is not None and self.lease.lease == name:
+                self.lease = None
+            return LeaseEnded(lease=name, reason=EndReason.RELEASED)
+
+        return await self._answer(request, decide)
+
+
+@pytest.fixture
+async def fake_agent() -> AsyncIterator[FakeAgent]:
+    agent = FakeAgent()
+    runner = web.AppRunner(agent.app(), access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    agent.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield agent
+    await runner.cleanup()

@@ -1,0 +1,139 @@
+"""Leases: the client with lost messages, and guests that come and go under the real gateway."""
+
+import asyncio
+import signal
+
+import aiohttp
+import pytest
+
+from harvester.contracts.errors import Exhausted
+from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId
+from harvester.contracts.wire.leases import LeaseEnded, LeaseGranted, LeaseRequest
+from scheduler.service.leases import AgentClient
+
+REQUEST = LeaseRequest(
+    request_id="q1", slot=SlotId("slot"), tenant=TenantId("t"), job=JobId("job"), duration_s=5.0
+)
+LOST = pytest.mark.parametrize("lost", ["lose_requests", "lose_replies"])
+
+
+async def _generate(front, name: str, max_tokens: int):
+    body = {
+        "request_id": name,
+        "token_ids": [1],
+        "sampling_params": {"max_tokens": max_tokens, "temperature": 1.0},
+    }
+    return await front.post("/inference/v1/generate", body)
+
+
+@LOST
+async def test_a_lost_message_costs_a_repetition_and_never_a_second_lease(fake_agent, lost) -> None:
+    async with aiohttp.ClientSession() as session:
+        client = AgentClient(session, fake_agent.url, timeout_s=1.0)
+        setattr(fake_agent, lost, 1)
+        taken = await client.take(REQUEST)
+        assert isinstance(taken, LeaseGranted)
+        assert (taken.lease, fake_agent.epoch) == ("lease1", 1)
+        setattr(fake_agent, lost, 1)
+        renewed = await client.renew(taken.lease, epoch=taken.epoch, duration_s=5.0)
+        assert renewed == taken
+        setattr(fake_agent, lost, 1)
+        assert isinstance(await client.release(taken.lease), LeaseEnded)
+        assert fake_agent.lease is None
+
+
+@LOST
+async def test_an_agent_that_stays_silent_is_exhausted_and_the_same_request_may_follow(
+    fake_agent, lost
+) -> None:
+    async with aiohttp.ClientSession() as session:
+        client = AgentClient(session, fake_agent.url, timeout_s=1.0)
+        setattr(fake_agent, lost, 2)
+        with pytest.raises(Exhausted, match="does not answer"):
+            await client.take(REQUEST)
+        taken = await client.take(REQUEST)
+        assert isinstance(taken, LeaseGranted)
+        assert fake_agent.epoch == 1
+        ended = await client.renew(LeaseId("other"), epoch=Epoch(1), duration_s=1.0)
+        assert isinstance(ended, LeaseEnded)
+
+
+def _agents(agent) -> dict:
+    return {
+        "agents": [{"id": "agent", "url": agent.url}],
+        "capacity_period_s": 0.1,
+        "capacity": {"duration_s": 3.0, "margin_s": 0.5, "spill_ratio": 0.5},
+    }
+
+
+async def test_a_busy_job_leases_a_slot_its_guest_serves_and_switching_off_gives_it_back(
+    fake_engine, gateway, fake_agent
+) -> None:
+    dedicated, guest = fake_engine(step_s=0.01), fake_engine(step_s=0.01, epoch=1)
+    fake_agent.engine_url = guest.url
+    front = gateway(dedicated, **_agents(fake_agent))
+    await front.post("/v1/jobs/job/versions", {"version": 1, "store": "s"})
+    turns = [asyncio.create_task(_generate(front, f"r{n}", 150)) for n in range(14)]
+    await guest.until("/_fake", lambda looked: looked["open"] == 4)
+    assert (await guest.get("/_fake"))["version"] == 1
+    status, _ = await front.post("/v1/jobs/job/harvesting", {"enabled": False})
+    assert status == 200
+    await guest.until("/_fake", lambda looked: looked["open"] == 0)
+    for status, reply in await asyncio.gather(*turns):
+        assert status == 200
+        assert len(reply["choices"][0]["token_ids"]) == 150
+    assert fake_agent.lease is None
+    said = await front.get("/v1/status")
+    assert said["jobs"]["job"]["turns"]["migrated"] >= 4
+    assert said["jobs"]["job"]["turns"]["lost"] == 0
+    assert said["leases"] == []
+
+
+async def test_a_guest_that_dies_or_refuses_the_epoch_costs_no_turn(
+    fake_engine, gateway, fake_agent
+) -> None:
+    dedicated, guest = fake_engine(step_s=0.01), fake_engine(step_s=0.01, epoch=1)
+    fake_agent.engine_url = guest.url
+    front = gateway(dedicated, **_agents(fake_agent))
+    turns = [asyncio.create_task(_generate(front, f"r{n}", 100)) for n in range(14)]
+    await guest.until("/_fake", lambda looked: looked["open"] == 4)
+    await guest.post("/_fake", {"epoch": "9"})
+    more = [asyncio.create_task(_generate(front, f"s{n}", 30)) for n in range(8)]
+    await asyncio.sleep(0.3)
+    guest.kill(signal.SIGKILL)
+    for status, reply in await asyncio.gather(*turns, *more):
+        assert status == 200
+        assert reply["choices"][0]["finish_reason"] == "length"
+
+
+async def test_leases_are_renewed_while_used_and_given_back_at_the_end(
+    fake_engine, gateway, fake_agent
+) -> None:
+    dedicated, guest = fake_engine(step_s=0.02), fake_engine(step_s=0.02, epoch=1)
+    fake_agent.engine_url = guest.url
+    front = gateway(dedicated, **_agents(fake_agent))
+    turns = [asyncio.create_task(_generate(front, f"r{n}", 5000)) for n in range(12)]
+    await guest.until("/_fake", lambda looked: looked["open"] == 4)
+    await asyncio.sleep(2.5)
+    assert (await guest.get("/_fake"))["open"] == 4
+    assert any(call.startswith("renew") for call in fake_agent.calls)
+    front.kill(signal.SIGTERM)
+    await asyncio.gather(*turns)
+    assert fake_agent.calls[-1] == "release lease1"
+
+
+async def test_a_restarted_gateway_adopts_the_leases_it_held(
+    fake_engine, gateway, fake_agent, tmp_path
+) -> None:
+    dedicated, guest = fake_engine(step_s=0.02), fake_engine(step_s=0.02, epoch=1)
+    fake_agent.engine_url = guest.url
+    settings = {**_agents(fake_agent), "state_file": str(tmp_path / "state.db")}
+    first = gateway(dedicated, **settings)
+    turns = [asyncio.create_task(_generate(first, f"r{n}", 5000)) for n in range(12)]
+    await guest.until("/_fake", lambda looked: looked["open"] == 4)
+    first.kill(signal.SIGKILL)
+    await asyncio.gather(*turns, return_exceptions=True)
+    second = gateway(dedicated, **settings)
+    status = await second.until("/v1/status", lambda s: s["leases"])
+    assert status["leases"][0]["lease"] == "lease1"
+    assert fake_agent.epoch == 1
