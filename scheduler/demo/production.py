@@ -83,6 +83,17 @@ async def production_session() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
+async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+    if seconds <= 0:
+        await asyncio.sleep(0)
+        return event.is_set()
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductionClient:
     """Replays arrivals against one engine's `/v1/completions`."""
@@ -100,18 +111,27 @@ class ProductionClient:
     """Requests in flight; one that is due beyond them has failed."""
 
     async def replay(
-        self, arrivals: Iterable[Arrival], *, arm: Arm, block: int, start_s: float
+        self,
+        arrivals: Iterable[Arrival],
+        *,
+        arm: Arm,
+        block: int,
+        start_s: float,
+        stopped: asyncio.Event | None = None,
     ) -> None:
         """Returns when every request has ended. Cancelled, it drops what is in flight unrecorded.
 
-        `start_s` is the clock's time of the block's start; arrivals are in order of their times.
+        `start_s` is the clock's time of the block's start; arrivals are in order of their times and
+        may go on for ever. Once `stopped` is set nothing more is sent; what is in flight ends.
         """
+        stop = stopped or asyncio.Event()
         flying: set[asyncio.Task[None]] = set()
         async with asyncio.TaskGroup() as tasks:
             for arrival in arrivals:
                 due_s = start_s + arrival.t_s
                 body = self._body(arrival, arm, block)
-                await asyncio.sleep(max(0.0, due_s - self.clock.now()))
+                if await _set_within(stop, due_s - self.clock.now()):
+                    break
                 watch = StreamWatch(due_s=due_s)
                 if len(flying) >= self.open_max:
                     watch.error = f"the client already had {self.open_max} requests in flight"
