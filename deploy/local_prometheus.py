@@ -2,12 +2,13 @@
 
     python -m deploy.local_prometheus --scrape rosemux-agent=127.0.0.1:9711 ...
 
-Only the addresses and the intervals differ from `prometheus/prometheus.yml`; nothing is left behind
-in the given directory's parent, and nothing listens when the block ends.
+Only the addresses and the intervals differ from `prometheus/prometheus.yml`. Its data lie in a
+temporary directory; neither that nor a listener is left when it ends, by Ctrl-C and SIGTERM too.
 """
 
 import argparse
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -113,15 +114,15 @@ def main() -> int:
     parser.add_argument("--scrape", action="append", required=True, metavar="JOB=HOST:PORT[,...]")
     parser.add_argument("--port", type=int, default=0, help="0 chooses a free one")
     options = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(0))
     pairs = (entry.partition("=") for entry in options.scrape)
     targets = {job: addresses.split(",") for job, _, addresses in pairs}
     try:
         with run_prometheus(targets, port=options.port) as url:
             print(url, flush=True)
             while True:
-                time.sleep(3600)
-    except KeyboardInterrupt:
-        return 0
+                signal.pause()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

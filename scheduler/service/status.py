@@ -80,6 +80,7 @@ def render_metrics(scheduler: Scheduler) -> bytes:
         metrics.version.labels(job).set(published.version if published else 0)
         held = sum(lease.job == job for lease in scheduler.harvest.leases.values())
         metrics.leases_held.labels(job).set(held)
+        metrics.stale_tokens.labels(job)
         for outcome in ("lost", "duplicated", "migrated"):
             child = metrics.trajectories.labels(job, outcome)
             total = getattr(ledger.counters, outcome)

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from deploy.check_expressions import DEPLOY
+from harvester.config import load_agent_config
+from harvester.policy.settings import Mode
 
 UNIT = DEPLOY / "systemd" / "rosemux-agent.service"
 
-pytestmark = pytest.mark.skipif(
+needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None and os.environ.get("CI") != "true",
     reason="systemd-analyze is not installed",
 )
@@ -35,24 +37,28 @@ def verify(text: str, directory: Path) -> subprocess.CompletedProcess[str]:
     return analyze("verify", "--man=no", str(unit))
 
 
+@needs_systemd
 def test_systemd_understands_every_line_of_the_unit(tmp_path: Path) -> None:
     result = verify(UNIT.read_text(), tmp_path)
 
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@needs_systemd
 def test_a_misspelt_key_would_be_noticed(tmp_path: Path) -> None:
     text = UNIT.read_text().replace("ProtectSystem=", "ProtectSystme=")
 
     assert "ProtectSystme" in verify(text, tmp_path).stderr
 
 
+@needs_systemd
 def test_exposure_stays_below_two_of_ten() -> None:
     result = analyze("security", "--offline=true", "--threshold=20", str(UNIT))
 
     assert result.returncode == 0, result.stdout
 
 
+@needs_systemd
 def test_systemd_understands_the_unit_with_its_drop_in(tmp_path: Path) -> None:
     drop_ins = tmp_path / f"{UNIT.name}.d"
     drop_ins.mkdir()
@@ -61,3 +67,36 @@ def test_systemd_understands_the_unit_with_its_drop_in(tmp_path: Path) -> None:
     result = verify(UNIT.read_text(), tmp_path)
 
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def example_environment() -> dict[str, str]:
+    lines = (DEPLOY / "systemd" / "agent.env").read_text().splitlines()
+    pairs = (line.lstrip("#").partition("=") for line in lines if re.match(r"#?ROSEMUX_", line))
+    return {name: value for name, _, value in pairs}
+
+
+def test_the_agent_accepts_the_example_settings_and_only_observes() -> None:
+    config = load_agent_config(DEPLOY / "systemd" / "agent.yaml", environment={})
+
+    assert config.settings_of(config.slots[0]).mode is Mode.OBSERVE
+
+
+def test_every_variable_of_the_example_is_a_field() -> None:
+    environment = example_environment()
+
+    config = load_agent_config(DEPLOY / "systemd" / "agent.yaml", environment=environment)
+
+    assert "ROSEMUX_AGENT_MODE" in environment
+    assert config.mode is Mode.OFF
+
+
+def test_the_unit_and_the_settings_mean_the_same_directories() -> None:
+    config = load_agent_config(DEPLOY / "systemd" / "agent.yaml", environment={})
+    unit = UNIT.read_text()
+    directories = (DEPLOY / "systemd" / "tmpfiles.conf").read_text()
+
+    assert f"RuntimeDirectory={config.page_root.name}\n" in unit
+    assert config.page_root.parent == Path("/run")
+    assert f"StateDirectory={config.state_dir.name}\n" in unit
+    for slot in config.slots:
+        assert f"d {config.pages_of(slot)} 1777" in directories
