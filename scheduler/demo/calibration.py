@@ -67,4 +67,4 @@ def rate_for(
             slow = middle
         else:
             fast = middle
-    return (slow * fast) ** 0.5
+    return float((slow * fast) ** 0.5)

@@ -151,8 +151,7 @@ class Stack:
             DEDICATED: self.ports.dedicated,
         }
         waiting = [self._answers(name, port, told) for name, port in ports.items()]
-        await asyncio.gather(*waiting)
-        await self._ended(self.warm_up)
+        await asyncio.gather(*waiting, self._ended(self.warm_up))
         for name, core in ((PRODUCTION, 0), (GUEST, 0), (DEDICATED, ROLLOUT_CORE)):
             pin(self.engines[name], core)
         renice(self.engines[DEDICATED], ROLLOUT_NICE)

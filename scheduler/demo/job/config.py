@@ -37,8 +37,8 @@ def read_config(path: Path) -> JobConfig:
         if path.stat().st_size > _FILE_MAX_BYTES:
             raise ConfigError(f"{path}: larger than {_FILE_MAX_BYTES} bytes")
         raw = msgspec.json.decode(path.read_bytes())
-        config = msgspec.convert(raw, JobConfig)
-        _reject_unknown(raw, msgspec.to_builtins(config), at="")
+        config = msgspec.convert(raw, JobConfig, dec_hook=_decoded)
+        _reject_unknown(raw, msgspec.to_builtins(config, enc_hook=str), at="")
         checked_name(config.job, what="job")
         checked_name(config.store, what="store")
     except OSError as error:
@@ -50,6 +50,12 @@ def read_config(path: Path) -> JobConfig:
     if config.samples_per_prompt < 2:
         raise ConfigError(f"{path}: samples_per_prompt: a group needs at least 2 samples")
     return config
+
+
+def _decoded(kind: type, value: object) -> object:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise NotImplementedError(f"{kind.__name__} from {type(value).__name__}")
 
 
 def _reject_unknown(raw: object, known: object, *, at: str) -> None:

@@ -1,0 +1,158 @@
+"""Runs the arms in alternating blocks: production's replay, training steps, what is watched.
+
+Every block k replays the same window, whatever its arm. A block of serving alone lasts a given
+time; a block with a job lasts a given number of training steps, so that both jobs do equal work.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import count
+
+from harvester.contracts.clock import Clock
+from scheduler.demo.gateway_admin import GatewayAdmin
+from scheduler.demo.job.events import StepDone
+from scheduler.demo.production import ProductionClient
+from scheduler.demo.records import Arm, Block, EngineGap, Record, TrainingStep
+from scheduler.demo.stack import GUEST, JOBS, Stack
+from scheduler.demo.trace import Arrival
+from scheduler.demo.trainer_link import TrainerLink
+from scheduler.demo.watch import SlotWatch
+from scheduler.demo.window import Window
+
+WARM_UP_BLOCK = -1
+_LEASE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlan:
+    """How long each block is, and in which order the arms come in each round."""
+
+    rounds: int
+    serving_s: float
+    steps: int
+
+    def blocks(self) -> Iterator[tuple[Arm, int]]:
+        """Rotated from round to round, so that drift of the machine falls on every arm alike."""
+        arms = tuple(Arm)
+        for index in range(self.rounds):
+            yield from ((arms[(place + index) % len(arms)], index) for place in range(len(arms)))
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockRunner:
+    stack: Stack
+    gateway: GatewayAdmin
+    client: ProductionClient
+    trainers: dict[Arm, TrainerLink]
+    watch: SlotWatch
+    clock: Clock
+    record: Callable[[Record], None]
+    told: Callable[[str], None]
+
+    async def run(self, arm: Arm, index: int, window: Window, plan: BlockPlan) -> None:
+        """One measured block. Raises ConfigError when a part of the stack has died."""
+        async with self.replaying(arm, index, window):
+            if arm is Arm.SERVING_ONLY:
+                await self._idle(plan.serving_s)
+            else:
+                for _ in range(plan.steps):
+                    await self.step(arm, index)
+
+    async def serve(self, arm: Arm) -> None:
+        """Prepare an arm: its job on every engine, a lease where it harvests, none where not."""
+        harvesting = arm is Arm.HARVEST
+        if arm in JOBS:
+            await self.gateway.activate(JOBS[arm])
+        await self.gateway.harvesting(JOBS[Arm.HARVEST], enabled=harvesting)
+        if harvesting:
+            if not await self.gateway.guest_serving(GUEST, timeout_s=_LEASE_S):
+                self.told("the guest got no lease in time; it joins when it does")
+        else:
+            await self.gateway.guest_gone(GUEST, timeout_s=_LEASE_S)
+
+    async def step(self, arm: Arm, index: int) -> None:
+        done = await self.trainers[arm].step()
+        self.stack.check()
+        self.record(training_step(done, arm, index))
+
+    @asynccontextmanager
+    async def replaying(self, arm: Arm, index: int, window: Window) -> AsyncIterator[None]:
+        """Production's replay around a block; requests that were sent are waited for."""
+        await self.serve(arm)
+        self.watch.arm, self.watch.block = arm, index
+        start_s = self.clock.now()
+        busy_s = self.watch.pulse().busy_s_total
+        stopped = asyncio.Event()
+        replay = asyncio.ensure_future(
+            self.client.replay(endless(window, stopped), arm=arm, block=index, start_s=start_s)
+        )
+        try:
+            yield
+            end_s = self.clock.now()
+            busy_s = self.watch.pulse().busy_s_total - busy_s
+            stopped.set()
+            await replay
+        finally:
+            replay.cancel()
+            with suppress(asyncio.CancelledError):
+                await replay
+        self.record(
+            Block(
+                arm=arm,
+                index=index,
+                start_s=start_s,
+                end_s=end_s,
+                production_busy_share=busy_s / (end_s - start_s),
+            )
+        )
+
+    async def _idle(self, seconds: float) -> None:
+        until_s = self.clock.now() + seconds
+        while (left_s := until_s - self.clock.now()) > 0:
+            await asyncio.sleep(min(1.0, left_s))
+            self.stack.check()
+
+
+def endless(window: Window, stopped: asyncio.Event) -> Iterator[Arrival]:
+    """The window's arrivals, lap after lap, until `stopped`; a lap's requests are new indices."""
+    for lap in count():
+        for arrival in window.arrivals:
+            if stopped.is_set():
+                return
+            yield replace(
+                arrival,
+                index=arrival.index + lap * len(window.arrivals),
+                t_s=arrival.t_s + lap * window.duration_s,
+            )
+
+
+def training_step(done: StepDone, arm: Arm, block: int) -> TrainingStep:
+    return TrainingStep(
+        arm=arm,
+        block=block,
+        step=done.step,
+        end_s=done.end_s,
+        step_s=done.step_s,
+        rollout_s=done.rollout_s,
+        train_s=done.train_s,
+        publish_s=done.publish_s,
+        switch_s=done.switch_s,
+        reward_mean=done.reward_mean,
+        reward_se=done.reward_se,
+        rollout_tokens=done.rollout_tokens,
+        tokens_by_engine=done.tokens_by_engine,
+        gaps=tuple(
+            EngineGap(engine=engine, sum_abs=sum_abs, tokens=tokens)
+            for engine, (sum_abs, tokens) in sorted(done.logprob_gap.items())
+        ),
+        stale_tokens=done.stale_tokens,
+        started=done.trajectories.started,
+        completed=done.trajectories.completed,
+        lost=done.trajectories.lost,
+        duplicated=done.trajectories.duplicated,
+        version=done.version,
+        bytes_sent=done.bytes_sent,
+        bytes_dense=done.bytes_dense,
+    )
