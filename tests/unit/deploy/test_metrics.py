@@ -1,5 +1,6 @@
 """Rules, dashboard, runbooks and exporters agree on the names in `deploy/metrics.py`."""
 
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +23,6 @@ SCRAPER_LABELS = {"job", "instance", "le"}
 
 
 def all_expressions() -> tuple[Expression, ...]:
-    import json
-
     return (*rule_expressions(), *dashboard_expressions(json.loads(DASHBOARD.read_text())))
 
 
