@@ -14,9 +14,9 @@ from scheduler.demo.job.environment import KEY_DIGITS, Episode, Key, Line, Task
 class MistakeRates:
     """Probability of each mistake per turn in which it is possible."""
 
-    early_answer: float = 0.15
-    stale_key: float = 0.12
-    wrong_digit: float = 0.12
+    early_answer: float = 0.12
+    stale_key: float = 0.08
+    wrong_digit: float = 0.08
 
 
 @dataclass(frozen=True, slots=True)

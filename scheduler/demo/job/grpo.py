@@ -28,7 +28,7 @@ class GrpoSettings:
     clip_low: float = 0.2
     clip_high: float = 0.28
     advantage_over_std: bool = False
-    microbatch_tokens: int = 1024
+    microbatch_tokens: int = 4096
 
     def __post_init__(self) -> None:
         if not (0 < self.clip_low < 1 and self.clip_high > 0):

@@ -20,11 +20,11 @@ from scheduler.demo.job.vocabulary import BOS_ID, PAD_ID, STOP_ID, VOCABULARY_SI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyShape:
-    hidden: int = 512
-    intermediate: int = 512
+    hidden: int = 384
+    intermediate: int = 832
     layers: int = 2
-    heads: int = 4
-    kv_heads: int = 4
+    heads: int = 3
+    kv_heads: int = 3
     context_tokens: int = 512
     rope_theta: float = 10_000.0
     norm_epsilon: float = 1e-6

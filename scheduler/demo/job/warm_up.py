@@ -29,7 +29,7 @@ CODE_VERSION = 1
 """Part of every cache key: raise it when a change here alters what comes out."""
 
 _LOG = logging.getLogger(__name__)
-_MICROBATCH_TOKENS = 1024
+_MICROBATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
