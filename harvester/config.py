@@ -81,7 +81,7 @@ class SlotConfig(_Model):
     name: str = _NAME
     pages: Path | None = None
     """Page directory; by default the slot's name under `page_root`."""
-    pulses: tuple[str, ...] = ()
+    pulses: tuple[str, ...] = Field(default=(), max_length=32)
     """Pulse files that must be fresh; by default whichever are present, and at least one."""
     trusted_uids: tuple[int, ...] = ()
     """Users whose pages are believed besides the agent's own and root."""

@@ -1,20 +1,17 @@
 """Reads a slot's pages and the kill switch into one sample. It judges nothing."""
 
 import os
-import re
 from pathlib import Path
 
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.ids import NAME_PATTERN
 from harvester.contracts.page import Guest, PageDirectory, PageFault, PageName, PageReader, Pulse
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
 
 MAX_PULSES = 32
 """Their names fit into the grant page."""
 FOREIGN_PULSE = "pulse.foreign.0"
-"""Stands for pulse files whose names or number are not believed."""
+"""Stands for pulse files that are too many to be believed."""
 
-_PULSE_NAME = re.compile(NAME_PATTERN)
 _SWITCH_BYTES = 64
 _RELIST_BEATS = 5
 
@@ -86,9 +83,9 @@ class SlotSensor:
         return self._present
 
     def _pulses_of(self, names: tuple[str, ...], now_ns: int) -> tuple[PulseReading, ...]:
-        # Any user may put files into the directory: odd or too many names close the gate and
-        # neither reach the grant page nor stop the agent.
-        if len(names) > MAX_PULSES or not all(_PULSE_NAME.match(name) for name in names):
+        # Any user may put files into the directory: too many close the gate, and neither reach the
+        # grant page nor stop the agent.
+        if len(names) > MAX_PULSES:
             return (PulseReading(name=FOREIGN_PULSE, fault=PageFault.FOREIGN),)
         return tuple(self._pulse(name, now_ns) for name in names)
 

@@ -116,17 +116,20 @@ def test_a_pulse_that_is_a_link_to_elsewhere_is_not_believed(stage: Stage) -> No
     assert stage.grant().reason == "pulse.prod.0 foreign"
 
 
-@pytest.mark.parametrize(
-    "names", [["pulse.a b.0"], ["pulse." + "x" * 200 + ".0"], [f"pulse.e{n}.0" for n in range(40)]]
-)
-def test_odd_or_too_many_pulse_files_close_the_gate_and_do_not_stop_the_agent(
-    stage: Stage, names: list[str]
-) -> None:
+def test_too_many_pulse_files_close_the_gate_and_do_not_stop_the_agent(stage: Stage) -> None:
     stage.harvest()
-    for name in names:
-        (stage.pages.path / name).touch()
+    for number in range(40):
+        (stage.pages.path / f"pulse.e{number}.0").touch()
     stage.beats(6)
     assert stage.grant().reason == "pulse.foreign.0 foreign"
+
+
+@pytest.mark.parametrize("name", ["pulse.a b.0", "pulse." + "x" * 200 + ".0", "pulse..0"])
+def test_a_file_that_is_no_engines_pulse_changes_nothing(stage: Stage, name: str) -> None:
+    stage.harvest()
+    (stage.pages.path / name).touch()
+    stage.beats(6)
+    assert (stage.grant().mode, stage.grant().pulses) == ("open", ("pulse.prod.0",))
 
 
 def test_a_second_agent_on_the_same_pages_is_refused(stage: Stage) -> None:
