@@ -100,6 +100,16 @@ def decode(encoding: Encoding, payload: memoryview, spec: TensorSpec) -> Delta:
     return readers[encoding](payload, spec)
 
 
+def warm_up() -> None:
+    """Compiles or loads the kernels for 2-byte elements, so that no pause waits for them."""
+    old = np.zeros(2, dtype=np.uint16)
+    new = np.array([1, 9], dtype=np.uint16)
+    kernels.count_changes(old, new)
+    spec = TensorSpec("BF16", (2,))
+    for payload in (_encode_sparse(old, new, 2), _encode_planes(old, new)):
+        decode(Encoding.ROSEMUX, memoryview(payload), spec).apply(old.copy())
+
+
 def encode_dense(new: Bits) -> bytes:
     return pack_stream(bytes_of(new))
 

@@ -22,7 +22,7 @@ from harvester.contracts.errors import ConfigError, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync import state_hash
 from weightsync.bits import Bits, Layout, TensorSpec, bits_of, bytes_of, spec_of
-from weightsync.codec import Encoded, Encoding, encode, encode_as
+from weightsync.codec import Encoded, Encoding, encode, encode_as, warm_up
 from weightsync.manifest import (
     BLOCK_FORMAT,
     INDEX_FILE,
@@ -80,6 +80,8 @@ class Publisher:
             raise ConfigError("encoding: use rosemux, xor or overwrite (anchors are dense anyway)")
         self._anchor_every = anchor_every
         self._keep_versions = keep_versions
+        if encoding is Encoding.ROSEMUX:
+            warm_up()
         self._encoding = encoding
         self._clock = clock or MonotonicClock()
         self._writer = StoreWriter(Path(store_dir), write=write)

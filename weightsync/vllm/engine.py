@@ -29,6 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, Unsupported
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.bits import Layout
+from weightsync.codec import warm_up
 from weightsync.receiver import Applied, Receiver
 from weightsync.staging import Staged
 from weightsync.vllm import cpu_linear
@@ -78,6 +79,7 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         check_layers(model)
         if device.type == "cpu":
             cpu_linear.check_installed()
+        warm_up()
         self._receivers: dict[str, Receiver] = {}
         self._target: LoaderMap | ShadowTarget | None = None
         self._loaded: tuple[str, Applied] | None = None
