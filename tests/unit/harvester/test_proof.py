@@ -61,7 +61,8 @@ def test_leaves_out_a_latency_that_began_before_its_slice() -> None:
     for number in range(400):
         start_s = number * 2.0
         proof.observe(latencies_s=(0.01,), eligible=True, now=start_s + 1.0)
-        proof.observe(latencies_s=(1.9,), eligible=True, now=start_s + 1.5)
+        if not proof.withheld(now=start_s):
+            proof.observe(latencies_s=(1.9,), eligible=True, now=start_s + 1.5)
     impact = proof.impact()
     assert impact is not None
     assert abs(impact.ratio) < 1e-9

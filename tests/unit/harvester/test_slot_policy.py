@@ -66,12 +66,16 @@ def test_opens_again_only_after_the_quiet_time(open_scene: Any, grant_in: Any) -
     assert grant_in(open_scene.beats_for(0.4)).mode == "open"
 
 
-def test_takes_counters_that_went_backwards_for_a_restart_and_not_for_idleness(
-    open_scene: Any, grant_in: Any
+@pytest.mark.parametrize(
+    "counter",
+    ["steps_total", "requests_total", "samples_total", "itl_samples_total", "busy_s_total"],
+)
+def test_takes_a_counter_that_went_backwards_for_a_restart_and_not_for_idleness(
+    open_scene: Any, grant_in: Any, counter: str
 ) -> None:
-    open_scene.set_pulse(steps_total=500, requests_total=50)
+    open_scene.set_pulse(**{counter: 500})
     open_scene.beat()
-    open_scene.set_pulse(steps_total=0, requests_total=0)
+    open_scene.set_pulse(**{counter: 0})
 
     assert grant_in(open_scene.beat()).mode == "closed"
     assert open_scene.policy.state is State.LEARNING
@@ -174,12 +178,13 @@ def test_quarantines_a_slot_that_loses_its_guest_again_and_again(
     assert grant_in(open_scene.beats_for(1000)).mode == "closed"
 
 
+@pytest.mark.parametrize("late", [{"ttft": (0.9, 0.9)}, {"itl": (0.2, 0.2)}])
 def test_halves_the_step_cap_at_once_and_gives_it_back_slowly(
-    open_scene: Any, grant_in: Any
+    open_scene: Any, grant_in: Any, late: dict[str, tuple[float, ...]]
 ) -> None:
     for _ in range(3):
         open_scene.guest_steps()
-        open_scene.latencies(ttft=(0.9, 0.9))
+        open_scene.latencies(**late)
         grant = grant_in(open_scene.beat())
     assert (grant.mode, grant.step_tokens_cap) == ("open", 1024)
 
@@ -194,6 +199,34 @@ def test_misses_without_a_guest_step_shrink_nothing(open_scene: Any, grant_in: A
         open_scene.beat()
     assert grant_in(open_scene.beat()).step_tokens_cap == 2048
     assert open_scene.policy.accounted[1] == 0
+
+
+def test_a_miss_is_harvestings_only_when_its_request_overlapped_a_guest_step(
+    open_scene: Any,
+) -> None:
+    open_scene.guest_steps()
+    open_scene.beats_for(5)
+    open_scene.latencies(ttft=(0.9,))
+    open_scene.beat()
+    assert open_scene.policy.accounted == (1.0, 0.0)
+    open_scene.latencies(ttft=(6.0,))
+    open_scene.beat()
+    assert open_scene.policy.accounted == (2.0, 1.0)
+
+
+def test_late_tokens_count_as_no_more_requests_than_were_decoding(open_scene: Any) -> None:
+    open_scene.set_pulse(decoding=2)
+    open_scene.guest_steps()
+    open_scene.latencies(itl=(0.2,) * 10)
+    open_scene.beat()
+    assert open_scene.policy.accounted == (0.0, 2.0)
+
+
+def test_samples_that_a_pulse_could_not_hold_count_like_those_it_held(open_scene: Any) -> None:
+    open_scene.guest_steps()
+    open_scene.latencies(ttft=(0.9,) * 8 + (0.1,) * 32 + (0.9,) * 16)
+    open_scene.beat()
+    assert open_scene.policy.accounted == (56.0, pytest.approx(28.0))
 
 
 def test_a_few_misses_among_many_good_samples_shrink_nothing(
