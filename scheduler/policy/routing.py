@@ -4,156 +4,41 @@
     else a dedicated engine with a place, else a leased guest with a place
     else the queue: turns of trajectories already begun first, then first come first served
 
-While turns queue, every place gets used and only preference matters. When none queues, the batch is
-at its tail: the turn goes where it is expected to end first, so that no straggler sits on a slow
-engine. Only engines that serve the turn's job at a version its pin allows are eligible.
+A place that is expected to end the turn later than waiting for a faster engine would is no place: a
+slow harvested engine gets the share that fits its speed. When none queues the batch is at its tail,
+and the turn goes where it is expected to end first, so that no straggler sits on a slow engine.
+Only engines that serve the turn's job at a version its pin allows are eligible.
 A decision costs O(engines). Opens no connection and reads no clock.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, ClassVar
 
 import msgspec
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
-from scheduler.policy.model import BASE_VERSION, NO_JOB, EngineKind
-
-
-class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    queue_turns: int = 4096
-    """More are refused."""
-    lease_margin_s: float = 1.0
-    """A guest takes no turn this shortly before its lease ends."""
-    affinity_ratio: float = 2.0
-    """At the tail the last engine keeps a turn unless another ends it this much sooner."""
-    default_s_per_token: float = 0.005
-    """Until an engine has been measured."""
-    speed_weight: float = 0.1
-    """Of the newest turn in the moving average of an engine's speed."""
-    trajectories: int = 65536
-    """Remembered last engines; the longest unused is forgotten."""
-
-
-class EngineOffered(msgspec.Struct, frozen=True, kw_only=True, tag="engine_offered"):
-    """The engine serves this job at this version. Repeated when something changes."""
-
-    engine: EngineId
-    kind: EngineKind
-    concurrency: int
-    job: JobId
-    version: WeightVersion
-    usable_until_s: float | None = None
-
-
-class EngineWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="engine_withdrawn"):
-    engine: EngineId
-
-
-class Retargeted(msgspec.Struct, frozen=True, kw_only=True, tag="retargeted"):
-    """What the fleet serves or is on its way to."""
-
-    job: JobId
-    version: WeightVersion
-
-
-class TurnArrived(msgspec.Struct, frozen=True, kw_only=True, tag="turn_arrived"):
-    turn: str
-    trajectory: TrajectoryId
-    job: JobId
-    tokens: int
-    """Still to be generated, at most."""
-    exact: WeightVersion | None = None
-    minimum: WeightVersion | None = None
-    resumed: bool = False
-    """Lost its engine; it waits in front of all others."""
-
-
-class TurnLeft(msgspec.Struct, frozen=True, kw_only=True, tag="turn_left"):
-    """A dispatched turn freed its place."""
-
-    turn: str
-    tokens: int = 0
-    seconds: float = 0.0
-
-
-class TurnWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="turn_withdrawn"):
-    """Nobody waits for this queued turn any more."""
-
-    turn: str
-
-
-RoutingEvent = EngineOffered | EngineWithdrawn | Retargeted | TurnArrived | TurnLeft | TurnWithdrawn
-
-
-class DispatchReason(StrEnum):
-    AFFINITY = "affinity"
-    DEDICATED = "dedicated"
-    GUEST = "guest"
-    TAIL = "tail"
-
-
-class DispatchTurn(msgspec.Struct, frozen=True, kw_only=True, tag="dispatch_turn"):
-    turn: str
-    engine: EngineId
-    version: WeightVersion
-    reason: DispatchReason
-
-
-class QueueTurn(msgspec.Struct, frozen=True, kw_only=True, tag="queue_turn"):
-    turn: str
-
-
-class Refusal(StrEnum):
-    VERSION = "version"
-    JOB = "job"
-    FULL = "full"
-
-
-class RefuseTurn(msgspec.Struct, frozen=True, kw_only=True, tag="refuse_turn"):
-    turn: str
-    refusal: Refusal
-    reason: str
-
-
-RoutingEffect = DispatchTurn | QueueTurn | RefuseTurn
-
-# One more stream slows a batched decode step by about this share of a step alone: 740 tokens/s for
-# one stream and 9,800 for 32 of the same model give a step of 1.3 ms and 0.06 ms for each stream.
-_STEP_SHARE_PER_STREAM = 0.05
+from scheduler.policy.engine_load import EngineLoad
+from scheduler.policy.model import EngineKind
+from scheduler.policy.routing_events import (
+    DispatchReason,
+    DispatchTurn,
+    EngineOffered,
+    EngineWithdrawn,
+    QueueTurn,
+    Refusal,
+    RefuseTurn,
+    Retargeted,
+    RoutingConfig,
+    RoutingEffect,
+    RoutingEvent,
+    TurnArrived,
+    TurnLeft,
+    TurnWithdrawn,
+)
 
 _RESUMED, _BEGUN, _FRESH = 0, 1, 2
-
-
-@dataclass(slots=True)
-class _Load:
-    """One engine as routing sees it."""
-
-    kind: EngineKind
-    concurrency: int = 0
-    job: JobId = NO_JOB
-    version: WeightVersion = BASE_VERSION
-    usable_until_s: float | None = None
-    offered: bool = False
-    open_turns: int = 0
-    seconds: float = 0.0
-    """Stream time of the last turns, older ones decayed, other streams of the step taken out."""
-    tokens: float = 0.0
-
-    @property
-    def s_per_token_alone(self) -> float | None:
-        return self.seconds / self.tokens if self.tokens >= 1 else None
-
-    def learn(self, *, seconds: float, tokens: int, weight: float) -> None:
-        alone_s = seconds / (1 + _STEP_SHARE_PER_STREAM * self.open_turns)
-        self.seconds = (1 - weight) * self.seconds + alone_s
-        self.tokens = (1 - weight) * self.tokens + tokens
-
-    def s_per_token(self, streams: int, default_s: float) -> float:
-        alone = self.s_per_token_alone
-        return (alone or default_s) * (1 + _STEP_SHARE_PER_STREAM * streams)
 
 
 @dataclass(slots=True)
@@ -178,12 +63,13 @@ class RoutingPolicy:
 
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
-        self._engines: dict[EngineId, _Load] = {}
+        self._engines: dict[EngineId, EngineLoad] = {}
         self._last: OrderedDict[TrajectoryId, EngineId] = OrderedDict()
         self._placed: dict[str, tuple[JobId, EngineId]] = {}
         self._lines: dict[tuple[JobId, int, int], _Line] = {}
         self._queued: dict[str, JobId] = {}
         self._target: Retargeted | None = None
+        self._turn_tokens = config.default_turn_tokens
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "RoutingPolicy":
@@ -192,17 +78,20 @@ class RoutingPolicy:
     def snapshot(self) -> dict[str, Any]:
         """What outlives open turns: the learned speeds."""
         return {
+            "turn_tokens": self._turn_tokens,
             "measured": {
-                engine: {"seconds": load.seconds, "tokens": load.tokens}
-                for engine, load in sorted(self._engines.items())
-                if load.tokens
-            }
+                engine: {"seconds": at.seconds, "tokens": at.tokens, "learned_s": at.learned_s}
+                for engine, at in sorted(self._engines.items())
+                if at.tokens
+            },
         }
 
     def restore(self, snapshot: dict[str, Any]) -> None:
+        self._turn_tokens = snapshot["turn_tokens"]
         for engine, measured in snapshot["measured"].items():
-            load = self._engines.setdefault(EngineId(engine), _Load(kind=EngineKind.GUEST))
-            load.seconds, load.tokens = measured["seconds"], measured["tokens"]
+            at = self._engines.setdefault(EngineId(engine), EngineLoad(kind=EngineKind.GUEST))
+            at.seconds, at.tokens = measured["seconds"], measured["tokens"]
+            at.learned_s = measured["learned_s"]
 
     @property
     def queued_turns(self) -> int:
@@ -237,14 +126,14 @@ class RoutingPolicy:
     def has_other_place(self, turn: TurnArrived, *, now: float) -> bool:
         """Whether a turn that stalls where it is could go on elsewhere at once."""
         _, here = self._placed.get(turn.turn, (turn.job, None))
-        return any(engine != here for engine, _ in self._eligible(turn, now))
+        return any(engine != here for engine in self._places(turn, now))
 
     def observe(self, event: RoutingEvent, *, now: float) -> tuple[RoutingEffect, ...]:
         match event:
             case TurnArrived():
                 return self._arrive(event, now)
             case TurnLeft():
-                self._leave(event)
+                self._leave(event, now)
             case TurnWithdrawn():
                 self._queued.pop(event.turn, None)
             case EngineOffered():
@@ -252,14 +141,14 @@ class RoutingPolicy:
             case EngineWithdrawn():
                 if event.engine in self._engines:
                     self._engines[event.engine].offered = False
-                return tuple(self._refuse_stale())
+                return (*self._drain(now), *self._refuse_stale())
             case Retargeted():
                 self._target = event
                 return (*self._drain(now), *self._refuse_stale())
         return self._drain(now)
 
     def _offer(self, event: EngineOffered) -> None:
-        load = self._engines.setdefault(event.engine, _Load(kind=event.kind))
+        load = self._engines.setdefault(event.engine, EngineLoad(kind=event.kind))
         load.kind, load.concurrency = event.kind, event.concurrency
         load.job, load.version = event.job, event.version
         load.usable_until_s, load.offered = event.usable_until_s, True
@@ -284,15 +173,17 @@ class RoutingPolicy:
         self._queued[turn.turn] = turn.job
         return (QueueTurn(turn=turn.turn), *self._drain(now))
 
-    def _leave(self, event: TurnLeft) -> None:
+    def _leave(self, event: TurnLeft, now: float) -> None:
         placed = self._placed.pop(event.turn, None)
         if placed is None:
             return
         _, engine = placed
-        load = self._engines[engine]
-        # A turn lost without a token counts its time, so that a stalled engine becomes a slow one.
-        load.learn(seconds=event.seconds, tokens=event.tokens, weight=self._config.speed_weight)
-        load.open_turns -= 1
+        weight = self._config.speed_weight
+        self._engines[engine].leave(
+            tokens=event.tokens, seconds=event.seconds, weight=weight, now=now
+        )
+        if event.tokens:
+            self._turn_tokens += weight * (event.tokens - self._turn_tokens)
 
     def _refusal(self, turn: TurnArrived) -> RefuseTurn | None:
         target = self._target
@@ -347,45 +238,67 @@ class RoutingPolicy:
                     waiting.popleft()
         return tuple(placed)
 
-    def _eligible(self, turn: TurnArrived, now: float) -> Iterator[tuple[EngineId, _Load]]:
-        until_s = now + self._config.lease_margin_s
-        for engine, load in self._engines.items():
-            if (
-                load.offered
-                and load.open_turns < load.concurrency
-                and load.job == turn.job
-                and _allows(turn, load.version)
-                and (load.usable_until_s is None or until_s < load.usable_until_s)
-            ):
-                yield engine, load
+    def _expected_s(self, turn: TurnArrived, now: float) -> dict[EngineId, float]:
+        """How long the turn would take on each engine that may serve it, full or not."""
+        config, until_s = self._config, now + self._config.lease_margin_s
+        may = {
+            engine: load
+            for engine, load in self._engines.items()
+            if load.offered
+            and load.job == turn.job
+            and _allows(turn, load.version)
+            and (load.usable_until_s is None or until_s < load.usable_until_s)
+        }
+        known = [load.s_per_token_alone for load in may.values()]
+        guess_s = min((*filter(None, known), config.default_s_per_token))
+        return {
+            engine: load.turn_s(
+                self._turn_tokens, guess_s=guess_s, half_life_s=config.speed_half_life_s, now=now
+            )
+            for engine, load in may.items()
+        }
+
+    def _places(self, turn: TurnArrived, now: float) -> dict[EngineId, float]:
+        """Engines with a place that ends the turn no later than waiting for a faster one would.
+
+        Waiting takes as long as the faster engines, all full, need for everyone in the queue.
+        """
+        places: dict[EngineId, float] = {}
+        faster_places, fastest_s = 0, 0.0
+        ahead = max(1, len(self._queued))
+        expected = self._expected_s(turn, now)
+        for engine, turn_s in sorted(expected.items(), key=lambda item: (item[1], item[0])):
+            load = self._engines[engine]
+            wait_s = fastest_s * (1 + ahead / faster_places) if faster_places else turn_s
+            full = load.full(half_life_s=self._config.speed_half_life_s, now=now)
+            if not full and (places or turn_s <= wait_s):
+                places[engine] = turn_s
+            if not faster_places:
+                fastest_s = turn_s
+            faster_places += load.concurrency
+        return places
 
     def _place(self, turn: TurnArrived, now: float, *, tail: bool) -> DispatchTurn | None:
-        eligible = dict(self._eligible(turn, now))
-        if not eligible:
+        places = self._places(turn, now)
+        if not places:
             return None
-        default_s = self._config.default_s_per_token
-        cost = {
-            engine: (load.s_per_token(load.open_turns + 1, default_s), engine)
-            for engine, load in eligible.items()
-        }
+        fastest = next(iter(places))
         last = self._last.get(turn.trajectory)
-        fastest = min(eligible, key=cost.__getitem__)
-        slowest_kept_s = self._config.affinity_ratio * cost[fastest][0]
-        if last in eligible and (not tail or cost[last][0] <= slowest_kept_s):
-            return self._dispatch(turn, last, DispatchReason.AFFINITY)
+        kept_s = self._config.affinity_ratio * places[fastest]
+        if last in places and places[last] <= kept_s:
+            return self._dispatch(turn, last, DispatchReason.AFFINITY, now)
         if tail:
-            return self._dispatch(turn, fastest, DispatchReason.TAIL)
-        dedicated = [e for e, load in eligible.items() if load.kind is EngineKind.DEDICATED]
-        if dedicated:
-            best = min(dedicated, key=cost.__getitem__)
-            return self._dispatch(turn, best, DispatchReason.DEDICATED)
-        return self._dispatch(turn, fastest, DispatchReason.GUEST)
+            return self._dispatch(turn, fastest, DispatchReason.TAIL, now)
+        for engine in places:
+            if self._engines[engine].kind is EngineKind.DEDICATED:
+                return self._dispatch(turn, engine, DispatchReason.DEDICATED, now)
+        return self._dispatch(turn, fastest, DispatchReason.GUEST, now)
 
     def _dispatch(
-        self, turn: TurnArrived, engine: EngineId, reason: DispatchReason
+        self, turn: TurnArrived, engine: EngineId, reason: DispatchReason, now: float
     ) -> DispatchTurn:
         load = self._engines[engine]
-        load.open_turns += 1
+        load.begin(now=now)
         self._placed[turn.turn] = (turn.job, engine)
         self._last[turn.trajectory] = engine
         self._last.move_to_end(turn.trajectory)

@@ -12,8 +12,12 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN
 from scheduler.policy.capacity import CapacityConfig
 from scheduler.policy.model import EngineKind
-from scheduler.policy.routing import RoutingConfig
-from scheduler.policy.versions import VersionsConfig
+from scheduler.policy.routing_events import (
+    RoutingConfig,
+)
+from scheduler.policy.versions_events import (
+    VersionsConfig,
+)
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Url = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\-_\[\]:]+$")]

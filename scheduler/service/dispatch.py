@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 from harvester.contracts.clock import Clock
 from scheduler.policy.routing import (
+    RoutingPolicy,
+)
+from scheduler.policy.routing_events import (
     DispatchTurn,
     QueueTurn,
     Refusal,
     RefuseTurn,
     RoutingEvent,
-    RoutingPolicy,
     TurnArrived,
     TurnLeft,
     TurnWithdrawn,

@@ -43,7 +43,7 @@ class EngineClient:
 
         Raises RequestRefused, Stale (lease epoch), Exhausted (try elsewhere or later), EngineLost.
         """
-        body = _ENCODER.encode(_generate_body(attempt, request_id, priority))
+        body = _ENCODER.encode(generate_body(attempt, request_id, priority))
         headers = {"Content-Type": "application/json"}
         if epoch is not None:
             headers[EPOCH_HEADER] = str(epoch)
@@ -123,7 +123,8 @@ class EngineClient:
                 raise EngineLost(f"{path}: {response.status} {await _message(response)}")
 
 
-def _generate_body(attempt: Attempt, request_id: str, priority: int) -> dict[str, Any]:
+def generate_body(attempt: Attempt, request_id: str, priority: int) -> dict[str, Any]:
+    """The attempt as vLLM's generate route takes it; each attempt has an id of its own."""
     sampling = attempt.sampling_params
     return {
         "request_id": f"{request_id}.{attempt.number}",

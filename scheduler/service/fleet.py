@@ -13,9 +13,16 @@ from typing import Any, Protocol
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from scheduler.policy.model import Engine, EngineKind, Lease
-from scheduler.policy.routing import EngineOffered, EngineWithdrawn, Retargeted
+from scheduler.policy.routing_events import (
+    EngineOffered,
+    EngineWithdrawn,
+    Retargeted,
+)
 from scheduler.policy.trajectories import Turn
 from scheduler.policy.versions import (
+    VersionPolicy,
+)
+from scheduler.policy.versions_events import (
     EngineEmptied,
     EngineJoined,
     EngineLeft,
@@ -27,7 +34,6 @@ from scheduler.policy.versions import (
     SettlePublish,
     TimePassed,
     UpdateEngine,
-    VersionPolicy,
     VersionsEffect,
     VersionsEvent,
 )

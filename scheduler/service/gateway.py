@@ -24,7 +24,10 @@ from harvester.contracts.wire.rollouts import (
     PublishedVersion,
     VersionSwitched,
 )
-from scheduler.policy.routing import Refusal, RefuseTurn
+from scheduler.policy.routing_events import (
+    Refusal,
+    RefuseTurn,
+)
 from scheduler.policy.trajectories import Turn
 from scheduler.service.config import GatewaySettings
 from scheduler.service.engine import RequestRefused

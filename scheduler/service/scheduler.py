@@ -15,11 +15,19 @@ from harvester.contracts.ids import EngineId, JobId, SlotId, TenantId, Trajector
 from harvester.contracts.wire.rollouts import GenerateRequest, SwitchState
 from scheduler.policy.capacity import CapacityConfig, CapacityPolicy, Demand
 from scheduler.policy.model import Engine, EngineKind
-from scheduler.policy.routing import RefuseTurn, RoutingConfig, RoutingPolicy
+from scheduler.policy.routing import (
+    RoutingPolicy,
+)
+from scheduler.policy.routing_events import (
+    RefuseTurn,
+    RoutingConfig,
+)
 from scheduler.policy.trajectories import Turn, TurnLedger
 from scheduler.policy.versions import (
-    JobActivated,
     VersionPolicy,
+)
+from scheduler.policy.versions_events import (
+    JobActivated,
     VersionPublished,
     VersionsConfig,
 )

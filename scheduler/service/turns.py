@@ -11,7 +11,11 @@ from harvester.contracts.errors import Exhausted, Stale
 from harvester.contracts.ids import Epoch
 from harvester.contracts.wire.rollouts import FinishReason
 from scheduler.policy.model import EngineKind
-from scheduler.policy.routing import DispatchTurn, RefuseTurn
+from scheduler.policy.routing_events import (
+    DispatchTurn,
+    QueueReviewed,
+    RefuseTurn,
+)
 from scheduler.policy.trajectories import Attempt, Turn
 from scheduler.service.config import Timeouts
 from scheduler.service.dispatch import Dispatcher
@@ -92,6 +96,7 @@ class TurnRunner:
         """Move turns off engines that fell silent; where nobody else has room they stay."""
         while True:
             await asyncio.sleep(period_s)
+            self._dispatcher.observe(QueueReviewed())
             for member in tuple(self._fleet.members.values()):
                 for running in tuple(member.running):
                     if isinstance(running, RunningAttempt):

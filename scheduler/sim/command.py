@@ -36,15 +36,14 @@ def simulate(
     seed: int = 1,
 ) -> None:
     """Simulate rollouts of a small fleet in virtual time, with and without leased guests."""
-    from scheduler.sim.fleet import BatchShape, FleetShape, run_batch
+    from scheduler.sim.fleet import BatchShape, FleetShape, run_steps
 
     fleet = FleetShape(
         dedicated=dedicated, guests=guests, guest_speed_ratio=guest_speed, lease_s=lease_s
     )
     batch = BatchShape(trajectories=trajectories)
-    seeds = [seed + 1000 * step for step in range(steps)]
-    fixed = [run_batch(fleet, batch, seed=each, leases=False) for each in seeds]
-    leased = [run_batch(fleet, batch, seed=each, leases=True) for each in seeds]
+    fixed = run_steps(fleet, batch, steps=steps, seed=seed, leases=False)
+    leased = run_steps(fleet, batch, steps=steps, seed=seed, leases=True)
     fixed_s = sum(result.rollout_s for result in fixed)
     leased_s = sum(result.rollout_s for result in leased)
     tokens = sum(result.tokens for result in fixed)

@@ -15,17 +15,22 @@ import numpy as np
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from scheduler.policy.model import EngineKind
 from scheduler.policy.routing import (
+    RoutingPolicy,
+)
+from scheduler.policy.routing_events import (
     DispatchTurn,
     EngineOffered,
     EngineWithdrawn,
     Retargeted,
     RoutingConfig,
     RoutingEvent,
-    RoutingPolicy,
     TurnArrived,
     TurnLeft,
 )
 from scheduler.sim.engine import Scheduled, Simulation
+
+Plan = list[tuple[int, float]]
+"""Tokens and tool seconds of each turn of one trajectory."""
 
 _JOB, _VERSION = JobId("simulated"), WeightVersion(1)
 
@@ -56,6 +61,8 @@ class BatchShape:
     tool_median_s: float = 0.015
     tool_sigma: float = 1.0
     tool_max_s: float = 0.4
+    training_s: float = 1.0
+    """Between two rollout phases."""
 
 
 @dataclass(slots=True)
@@ -220,24 +227,26 @@ class BatchResult:
 class _Batch:
     """One step's rollouts: all trajectories start together; the last one ends the phase."""
 
-    def __init__(self, fleet: SimulatedFleet, shape: BatchShape, rng: np.random.Generator) -> None:
+    def __init__(self, fleet: SimulatedFleet, plans: list[Plan], *, step: int) -> None:
         self._fleet = fleet
-        self.plans = [_plan(shape, rng) for _ in range(shape.trajectories)]
-        self.open = shape.trajectories
-        self.end_s = 0.0
-        for trajectory in range(shape.trajectories):
+        self._plans = plans
+        self._step = step
+        self.open = len(plans)
+        self.began_s = self.end_s = fleet.sim.now
+        for trajectory in range(len(plans)):
             self._play(trajectory, 0)
 
     def _play(self, trajectory: int, turn: int) -> None:
-        plan = self.plans[trajectory]
+        plan = self._plans[trajectory]
         if turn == len(plan):
             self.open -= 1
             self.end_s = self._fleet.sim.now
             return
         tokens, tool_s = plan[turn]
+        name = f"{self._step}.{trajectory}"
         arrived = TurnArrived(
-            turn=f"{trajectory}.{turn}",
-            trajectory=TrajectoryId(str(trajectory)),
+            turn=f"{name}.{turn}",
+            trajectory=TrajectoryId(name),
             job=_JOB,
             tokens=tokens,
             exact=_VERSION,
@@ -248,8 +257,7 @@ class _Batch:
         self._fleet.sim.after(tool_s, partial(self._play, trajectory, turn + 1))
 
 
-def _plan(shape: BatchShape, rng: np.random.Generator) -> list[tuple[int, float]]:
-    """Tokens and tool seconds of each turn of one trajectory."""
+def _plan(shape: BatchShape, rng: np.random.Generator) -> Plan:
     turns = min(shape.turns_max, int(rng.geometric(1 / shape.turns_mean)))
     plan = []
     for _ in range(turns):
@@ -259,19 +267,31 @@ def _plan(shape: BatchShape, rng: np.random.Generator) -> list[tuple[int, float]
     return plan
 
 
-def run_batch(
-    fleet_shape: FleetShape, batch_shape: BatchShape, *, seed: int, leases: bool
-) -> BatchResult:
-    """The same seed gives the same trajectories with and without leases."""
+def run_steps(
+    fleet_shape: FleetShape, batch_shape: BatchShape, *, steps: int, seed: int, leases: bool
+) -> list[BatchResult]:
+    """Steps of one job on one fleet, which learns on the way.
+
+    The same seed gives the same trajectories with and without leases.
+    """
     sim = Simulation(seed=seed + 1)
+    rng = Simulation(seed=seed).rng
     fleet = SimulatedFleet(sim, fleet_shape, leases=leases)
-    batch = _Batch(fleet, batch_shape, Simulation(seed=seed).rng)
-    while batch.open:
-        sim.run(until_s=sim.now + 1.0)
-    return BatchResult(
-        rollout_s=batch.end_s,
-        tokens=sum(tokens for plan in batch.plans for tokens, _ in plan),
-        turns=sum(map(len, batch.plans)),
-        migrated=fleet.migrated,
-        events=sim.events,
-    )
+    results = []
+    for step in range(steps):
+        plans = [_plan(batch_shape, rng) for _ in range(batch_shape.trajectories)]
+        migrated, events = fleet.migrated, sim.events
+        batch = _Batch(fleet, plans, step=step)
+        while batch.open:
+            sim.run(until_s=sim.now + 0.1)
+        results.append(
+            BatchResult(
+                rollout_s=batch.end_s - batch.began_s,
+                tokens=sum(tokens for plan in plans for tokens, _ in plan),
+                turns=sum(map(len, plans)),
+                migrated=fleet.migrated - migrated,
+                events=sim.events - events,
+            )
+        )
+        sim.run(until_s=sim.now + batch_shape.training_s)
+    return results

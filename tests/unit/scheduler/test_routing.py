@@ -9,6 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from scheduler.policy.model import EngineKind
 from scheduler.policy.routing import (
+    RoutingPolicy,
+)
+from scheduler.policy.routing_events import (
     DispatchReason,
     DispatchTurn,
     EngineOffered,
@@ -18,7 +21,6 @@ from scheduler.policy.routing import (
     RefuseTurn,
     Retargeted,
     RoutingConfig,
-    RoutingPolicy,
     TurnArrived,
     TurnLeft,
     TurnWithdrawn,
@@ -191,6 +193,48 @@ def test_learned_speeds_survive_a_snapshot() -> None:
     assert copy.speeds() == policy.speeds() != {}
 
 
+def _measure(policy: RoutingPolicy, engine: str, *, seconds: float) -> None:
+    """Turns of 16 tokens on one engine alone, until its speed is known."""
+    for other in {"d", "g"} - {engine}:
+        policy.observe(EngineWithdrawn(engine=EngineId(other)), now=0.0)
+    for n in range(12):
+        name = f"{engine}.{n}"
+        assert _engine_of(policy.observe(_turn(name), now=0.0)) == engine
+        policy.observe(TurnLeft(turn=name, tokens=16, seconds=seconds), now=0.0)
+
+
+def test_a_slow_guest_takes_turns_only_when_the_queue_is_longer_than_it_is_slow() -> None:
+    policy = _policy(_offer("d", concurrency=2), _offer("g", GUEST, concurrency=2))
+    _measure(policy, "d", seconds=0.1)
+    policy.observe(_offer("g", GUEST, concurrency=2), now=0.0)
+    _measure(policy, "g", seconds=1.0)
+    policy.observe(_offer("d", concurrency=2), now=0.0)
+    placed: list[tuple[int, str]] = []
+    for n in range(40):
+        for effect in policy.observe(_turn(str(n)), now=0.0):
+            if isinstance(effect, DispatchTurn):
+                placed.append((n, effect.engine))
+    assert [engine for _, engine in placed] == ["d", "d", "g", "g"]
+    assert 10 < placed[2][0] < 30
+
+
+def test_a_guest_of_unknown_speed_gets_a_few_turns_first() -> None:
+    policy = _policy(_offer("g", GUEST, concurrency=16))
+    for n in range(16):
+        policy.observe(_turn(str(n)), now=0.0)
+    assert policy.open_turns_on(EngineId("g")) == 4
+    policy.observe(TurnLeft(turn="0", tokens=16, seconds=0.1), now=0.1)
+    assert policy.open_turns_on(EngineId("g")) == 15
+
+
+def test_a_silent_engine_gets_no_more_turns_while_another_has_room() -> None:
+    policy = _policy(_offer("g", GUEST, concurrency=8))
+    _measure(policy, "g", seconds=0.05)
+    assert _engine_of(policy.observe(_turn("stuck"), now=0.0)) == "g"
+    policy.observe(_offer("d"), now=0.0)
+    assert _engine_of(policy.observe(_turn("next", "stuck"), now=20.0)) == "d"
+
+
 @dataclass
 class _Fleet:
     version: int = 1
@@ -285,12 +329,16 @@ class RoutingMachine(RuleBasedStateMachine):
         assert self.policy.open_turns == len(self.fleet.placed)
 
     @invariant()
-    def nobody_waits_beside_a_place_that_would_do(self) -> None:
+    def nobody_waits_for_nothing(self) -> None:
+        """Whoever waits though an engine would do waits for a turn to end on one that would."""
+        busy = set(self.fleet.placed.values())
         for turn in self.fleet.waiting.values():
-            for engine, (version, concurrency) in self.fleet.offered.items():
-                free = sum(e == engine for e in self.fleet.placed.values()) < concurrency
-                fits = turn.exact in (None, version) and (turn.minimum or 0) <= version
-                assert not (free and fits)
+            fitting = {
+                engine
+                for engine, (version, _) in self.fleet.offered.items()
+                if turn.exact in (None, version) and (turn.minimum or 0) <= version
+            }
+            assert not fitting or fitting & busy
 
 
 TestRoutingMachine = RoutingMachine.TestCase

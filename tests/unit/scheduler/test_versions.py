@@ -10,10 +10,13 @@ from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from scheduler.policy.model import EngineKind
 from scheduler.policy.versions import (
     TRANSITIONS,
+    EngineState,
+    VersionPolicy,
+)
+from scheduler.policy.versions_events import (
     EngineEmptied,
     EngineJoined,
     EngineLeft,
-    EngineState,
     EngineUpdated,
     JobActivated,
     QuiesceEngine,
@@ -23,7 +26,6 @@ from scheduler.policy.versions import (
     SettlePublish,
     TimePassed,
     UpdateEngine,
-    VersionPolicy,
     VersionPublished,
     VersionsConfig,
 )

@@ -1,0 +1,123 @@
+"""What routing hears, and what it says: events, effects and settings."""
+
+from enum import StrEnum
+
+import msgspec
+
+from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
+from scheduler.policy.model import EngineKind
+
+
+class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    queue_turns: int = 4096
+    """More are refused."""
+    lease_margin_s: float = 1.0
+    """A guest takes no turn this shortly before its lease ends."""
+    affinity_ratio: float = 2.0
+    """At the tail the last engine keeps a turn unless another ends it this much sooner."""
+    default_s_per_token: float = 0.005
+    """Until an engine has been measured."""
+    default_turn_tokens: float = 64.0
+    """Until a turn has ended."""
+    speed_weight: float = 0.1
+    """Of the newest turn in the moving averages of speed and length."""
+    speed_half_life_s: float = 10.0
+    """In which an engine's measured speed fades where no turn renews it."""
+    trajectories: int = 65536
+    """Remembered last engines; the longest unused is forgotten."""
+
+
+class EngineOffered(msgspec.Struct, frozen=True, kw_only=True, tag="engine_offered"):
+    """The engine serves this job at this version. Repeated when something changes."""
+
+    engine: EngineId
+    kind: EngineKind
+    concurrency: int
+    job: JobId
+    version: WeightVersion
+    usable_until_s: float | None = None
+
+
+class EngineWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="engine_withdrawn"):
+    engine: EngineId
+
+
+class Retargeted(msgspec.Struct, frozen=True, kw_only=True, tag="retargeted"):
+    """What the fleet serves or is on its way to."""
+
+    job: JobId
+    version: WeightVersion
+
+
+class TurnArrived(msgspec.Struct, frozen=True, kw_only=True, tag="turn_arrived"):
+    turn: str
+    trajectory: TrajectoryId
+    job: JobId
+    tokens: int
+    """Still to be generated, at most."""
+    exact: WeightVersion | None = None
+    minimum: WeightVersion | None = None
+    resumed: bool = False
+    """Lost its engine; it waits in front of all others."""
+
+
+class TurnLeft(msgspec.Struct, frozen=True, kw_only=True, tag="turn_left"):
+    """A dispatched turn freed its place."""
+
+    turn: str
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class TurnWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="turn_withdrawn"):
+    """Nobody waits for this queued turn any more."""
+
+    turn: str
+
+
+class QueueReviewed(msgspec.Struct, frozen=True, kw_only=True, tag="queue_reviewed"):
+    """Time has passed: an engine that fell silent may have made a slower one worth having."""
+
+
+RoutingEvent = (
+    EngineOffered
+    | EngineWithdrawn
+    | Retargeted
+    | TurnArrived
+    | TurnLeft
+    | TurnWithdrawn
+    | QueueReviewed
+)
+
+
+class DispatchReason(StrEnum):
+    AFFINITY = "affinity"
+    DEDICATED = "dedicated"
+    GUEST = "guest"
+    TAIL = "tail"
+
+
+class DispatchTurn(msgspec.Struct, frozen=True, kw_only=True, tag="dispatch_turn"):
+    turn: str
+    engine: EngineId
+    version: WeightVersion
+    reason: DispatchReason
+
+
+class QueueTurn(msgspec.Struct, frozen=True, kw_only=True, tag="queue_turn"):
+    turn: str
+
+
+class Refusal(StrEnum):
+    VERSION = "version"
+    JOB = "job"
+    FULL = "full"
+
+
+class RefuseTurn(msgspec.Struct, frozen=True, kw_only=True, tag="refuse_turn"):
+    turn: str
+    refusal: Refusal
+    reason: str
+
+
+RoutingEffect = DispatchTurn | QueueTurn | RefuseTurn
