@@ -51,6 +51,8 @@ class Receiver:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-receive")
         self._steps: dict[VersionRef, Step] = {}
         self._layout: tuple[VersionRef, Layout] | None = None
+        self.reapplied = 0
+        """Applies that tore or ended in another state than the published one."""
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -133,6 +135,7 @@ class Receiver:
         except ConfigError:
             raise
         except Exception:
+            self.reapplied += 1
             if staged.full is not None:
                 raise
         return self.apply(self.stage(self.plan(None, staged.plan.target)), target)

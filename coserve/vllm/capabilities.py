@@ -43,6 +43,12 @@ class Capabilities:
     token_routes_module: str
     """Where `/inference/v1/generate` (ids in, ids out) is defined."""
 
+    token_routes_flag: str | None
+    """Server flag without which those routes answer 403; None: they are open."""
+
+    custom_histogram_buckets: bool
+    """`--custom-histogram-buckets`: an SLO can sit on a bucket edge of its own."""
+
     plain_weight_flag: str | None
     """Attribute of a linear layer that keeps its CPU weight unpacked; None: packing is fixed."""
 
@@ -77,6 +83,8 @@ _0_24_0 = Capabilities(
     weight_engine_sends=True,
     rl_routes_module="vllm.entrypoints.serve.dev.rlhf.api_router",
     token_routes_module="vllm.entrypoints.serve.disagg.api_router",
+    token_routes_flag=None,
+    custom_histogram_buckets=False,
     plain_weight_flag=None,
     sleep_backends=False,
     endpoint_plugins=False,
@@ -118,7 +126,12 @@ _0_29_0 = replace(
     plain_weight_flag="_cpu_skip_gemm_dispatch",
     checkpoint_patches=True,
 )
-_0_30_0 = replace(_0_29_0, version="0.30.0", plain_weight_flag="skip_weight_relayout")
+_0_30_0 = replace(
+    _0_29_0,
+    version="0.30.0",
+    token_routes_flag="--enable-scale-out",
+    plain_weight_flag="skip_weight_relayout",
+)
 _0_31_0 = replace(
     _0_30_0,
     version="0.31.0",
@@ -130,6 +143,7 @@ _0_32_0 = replace(
     _0_31_0,
     version="0.32.0",
     rl_routes_module="vllm.entrypoints.rl.online.api_router",
+    custom_histogram_buckets=True,
     weight_version_spans=True,
     weight_checker=True,
 )

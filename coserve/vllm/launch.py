@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from coserve.vllm.capabilities import Capabilities
 from coserve.vllm.environment import ENGINE_VARIABLE, ROLE_VARIABLE, Role
 from harvester.contracts.page.directory import DIRECTORY_VARIABLE
 
@@ -23,6 +24,7 @@ class EngineSpec:
     port: int
     max_model_len: int
     max_num_seqs: int
+    vllm: Capabilities
     core: int | None = None
     """CPU to pin to; None leaves it to the operating system."""
     kv_cache_gib: int = 1
@@ -45,7 +47,7 @@ def guest(spec: EngineSpec, *, pages: Path, weights: Path) -> EngineCommand:
     """A rollout engine on a production slot, gated by the slot's pages."""
     arguments = (
         *_server(spec),
-        *_rollout(),
+        *_rollout(spec.vllm),
         "--scheduler-cls",
         "coserve.vllm.scheduler.CoserveScheduler",
         "--middleware",
@@ -57,7 +59,9 @@ def guest(spec: EngineSpec, *, pages: Path, weights: Path) -> EngineCommand:
 
 def dedicated(spec: EngineSpec, *, weights: Path) -> EngineCommand:
     """A rollout engine on accelerators of its own."""
-    return EngineCommand((*_server(spec), *_rollout()), _environment(spec) | _weights(weights))
+    return EngineCommand(
+        (*_server(spec), *_rollout(spec.vllm)), _environment(spec) | _weights(weights)
+    )
 
 
 def _server(spec: EngineSpec) -> tuple[str, ...]:
@@ -87,10 +91,12 @@ def _server(spec: EngineSpec) -> tuple[str, ...]:
     )
 
 
-def _rollout() -> tuple[str, ...]:
+def _rollout(vllm: Capabilities) -> tuple[str, ...]:
     # One chunk per few tokens: a rollout's client is a program that waits for whole turns, and a
     # lost engine costs at most these tokens again.
+    routes = () if vllm.token_routes_flag is None else (vllm.token_routes_flag,)
     return (
+        *routes,
         "--load-format",
         "dummy",
         "--weight-transfer-config",

@@ -1,7 +1,10 @@
 """`rosemux demo`: the command around a session, from its flags to its report and exit code."""
 
 import asyncio
+import json
 import signal
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
@@ -13,9 +16,14 @@ from scheduler.demo.blocks import BlockPlan
 from scheduler.demo.bursts import Bursts, generated_trace
 from scheduler.demo.prerequisites import check_machine
 from scheduler.demo.processes import Processes
+from scheduler.demo.records import Arm, ProductionRequest, Record, TrainingStep
+from scheduler.demo.report import write_report
+from scheduler.demo.result import Facts, as_json, result_of
 from scheduler.demo.run_directory import run_directory
-from scheduler.demo.session import Outcome, Recorder, Session, SessionPlan
-from scheduler.demo.stack import Stack
+from scheduler.demo.session import TOKEN_SCALE, Outcome, Recorder, Session, SessionPlan
+from scheduler.demo.slo import choose_slo
+from scheduler.demo.stack import GUEST, Stack
+from scheduler.demo.table import closing, step_line
 from scheduler.demo.trace import Trace, read_trace
 
 FULL = SessionPlan(blocks=BlockPlan(rounds=3, serving_s=40.0, steps=8), calibration_s=20.0)
@@ -41,7 +49,6 @@ def demo(
     production = _trace(trace, seed)
     signal.signal(signal.SIGTERM, _interrupted)
     plan = QUICK if quick else FULL
-    recorder: Recorder
     with run_directory(out, cache=out.parent / "cache") as paths:
         recorder = Recorder(out / "records.jsonl")
         try:
@@ -52,6 +59,7 @@ def demo(
                     trace=production,
                     plan=plan,
                     recorder=recorder,
+                    progress=lambda record: _progress(record, told),
                     clock=clock,
                     told=told,
                     seed=seed,
@@ -59,7 +67,12 @@ def demo(
                 outcome = asyncio.run(session.run())
         finally:
             recorder.close()
-    _report(outcome, recorder, out)
+    facts = _facts(outcome, recorder.records, started_s=started_s, now=clock.now())
+    result = result_of(recorder.records, facts)
+    (out / "result.json").write_text(json.dumps(as_json(result), indent=1) + "\n")
+    write_report(out / "report.html", result, recorder.records)
+    console.print(closing(result))
+    console.print(f"{out / 'result.json'}  {out / 'report.html'}")
 
 
 def _trace(path: Path | None, seed: int) -> Trace:
@@ -68,8 +81,35 @@ def _trace(path: Path | None, seed: int) -> Trace:
     return read_trace(path)
 
 
-def _report(outcome: Outcome, recorder: Recorder, out: Path) -> None:
-    print(outcome, len(recorder.records), out)
+def _progress(record: Record, told: Callable[[str], None]) -> None:
+    if isinstance(record, TrainingStep):
+        told(step_line(record, guests=frozenset({GUEST})))
+
+
+def _facts(outcome: Outcome, records: list[Record], *, started_s: float, now: float) -> Facts:
+    window, status = outcome.window, outcome.gateway
+    slo = choose_slo(
+        [
+            record
+            for record in records
+            if isinstance(record, ProductionRequest)
+            and record.arm is Arm.SERVING_ONLY
+            and record.block >= 0
+        ]
+    )
+    first_s = outcome.first_harvested_token_s
+    return Facts(
+        trace=window.trace,
+        scale=window.speed,
+        scaling={**asdict(TOKEN_SCALE), "requests_per_s": window.rate},
+        ttft_slo_s=slo.ttft_s,
+        itl_slo_s=slo.itl_s,
+        guests=frozenset({GUEST}),
+        hash_mismatches=outcome.hash_mismatches,
+        migrated=sum(job["turns"]["migrated"] for job in status["jobs"].values()),
+        seconds_total=now - started_s,
+        seconds_to_first_harvested_token=None if first_s is None else first_s - started_s,
+    )
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:  # noqa: ARG001

@@ -27,6 +27,7 @@ from scheduler.demo.stack import JOBS, PRODUCTION, ServiceLevel, Stack
 from scheduler.demo.trace import Trace
 from scheduler.demo.trainer_link import TrainerLink
 from scheduler.demo.watch import SlotWatch
+from scheduler.demo.weights_audit import WeightsAudit
 from scheduler.demo.window import TokenScale, Window, window_of
 
 TOKEN_SCALE = TokenScale(
@@ -66,6 +67,7 @@ class Outcome:
     window: Window
     level: ServiceLevel
     gateway: dict[str, Any]
+    hash_mismatches: int | None
     first_harvested_token_s: float | None
     """CLOCK_MONOTONIC."""
 
@@ -78,6 +80,7 @@ class Session:
     recorder: Recorder
     clock: Clock
     told: Callable[[str], None]
+    progress: Callable[[Record], None]
     seed: int
     watch: SlotWatch = field(init=False)
 
@@ -106,7 +109,7 @@ class Session:
             model=PRODUCTION,
             prompts=Prompts(seed=self.seed, first_id=PROMPT_IDS[0], last_id=PROMPT_IDS[1]),
             clock=self.clock,
-            record=self.recorder,
+            record=self._record,
         )
         calibrating = asyncio.ensure_future(self._calibrate(client))
         try:
@@ -122,20 +125,27 @@ class Session:
             trainers=trainers,
             watch=self.watch,
             clock=self.clock,
-            record=self.recorder,
+            record=self._record,
             told=self.told,
         )
         await self._warm(runner, window)
+        audit = WeightsAudit(session, self.stack.rollout_urls(), self.stack.paths.weights)
         slices = rounds_of(window, self.plan.blocks.rounds)
         for arm, index in self.plan.blocks.blocks():
             self.told(f"round {index + 1}: {arm}")
             await runner.run(arm, index, slices[index], self.plan.blocks)
+            await audit.run()
         return Outcome(
             window=window,
             level=level,
             gateway=await gateway.status(),
+            hash_mismatches=audit.hash_mismatches,
             first_harvested_token_s=self.watch.first_guest_token_s,
         )
+
+    def _record(self, record: Record) -> None:
+        self.recorder(record)
+        self.progress(record)
 
     async def _trainers(self) -> dict[Arm, TrainerLink]:
         """Start both; each is ready once its first version serves on the dedicated engine."""

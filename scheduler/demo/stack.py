@@ -23,6 +23,7 @@ import yaml
 
 from coserve import isolation
 from coserve.vllm import launch
+from coserve.vllm.capabilities import Capabilities, capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineCommand, EngineSpec
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
@@ -87,6 +88,7 @@ class Stack:
         self.ports = Ports(*free_ports(5))
         self.pages = PageDirectory.create(paths.pages / SLOT)
         self.isolation = isolation.choose()
+        self.vllm = capabilities(installed_vllm_version())
         self.shape = PolicyShape()
         self.engines: dict[str, Child] = {}
         self.services: dict[str, Child] = {}
@@ -97,6 +99,9 @@ class Stack:
 
     def url(self, port: int) -> str:
         return f"http://127.0.0.1:{port}"
+
+    def rollout_urls(self) -> dict[str, str]:
+        return {GUEST: self.url(self.ports.guest), DEDICATED: self.url(self.ports.dedicated)}
 
     def start_engines(self) -> None:
         """Start the three engines and the policy's warm-up; nothing is waited for."""
@@ -113,12 +118,8 @@ class Stack:
                     port=self.ports.production,
                     max_model_len=PRODUCTION_MAX_LEN,
                     max_num_seqs=32,
-                    extra_arguments=(
-                        "--load-format",
-                        "dummy",
-                        "--custom-histogram-buckets",
-                        _histogram_buckets(),
-                    ),
+                    vllm=self.vllm,
+                    extra_arguments=("--load-format", "dummy", *_histogram_buckets(self.vllm)),
                 ),
                 pages=self.pages.path,
             ),
@@ -198,6 +199,7 @@ class Stack:
             port=port,
             max_model_len=self.shape.context_tokens,
             max_num_seqs=ROLLOUT_CONCURRENCY,
+            vllm=self.vllm,
         )
 
     def _engine(self, name: str, command: EngineCommand) -> None:
@@ -312,9 +314,11 @@ def _trainer_command(config: Path, *flags: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "scheduler.demo.job.trainer", "--config", str(config), *flags)
 
 
-def _histogram_buckets() -> str:
+def _histogram_buckets(vllm: Capabilities) -> tuple[str, ...]:
+    if not vllm.custom_histogram_buckets:
+        return ()
     edges = {
         "time_to_first_token": list(SLO_EDGES_TTFT_S),
         "inter_token_latency": list(SLO_EDGES_ITL_S),
     }
-    return json.dumps(edges)
+    return ("--custom-histogram-buckets", json.dumps(edges))

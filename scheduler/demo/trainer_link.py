@@ -44,7 +44,7 @@ class TrainerLink:
         line = await self._reader.readline()
         if not line:
             raise ConfigError(f"{self._child.name} ended; its log:\n{self._child.last_words()}")
-        event = self._decoder.decode(line)
+        event: Event = self._decoder.decode(line)
         if isinstance(event, Failed):
             raise ConfigError(f"{self._child.name} failed: {event.reason}")
         return event

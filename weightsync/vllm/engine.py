@@ -136,7 +136,8 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return {}
         store, applied = self._loaded
         in_place = isinstance(self._target, LoaderMap)
-        return {"store": store, "in_place": in_place, **asdict(applied)}
+        reapplied = sum(receiver.reapplied for receiver in self._receivers.values())
+        return {"store": store, "in_place": in_place, "reapplied": reapplied, **asdict(applied)}
 
     def _receiver(self, store: str) -> Receiver:
         if store not in self._receivers:
