@@ -18,7 +18,7 @@ from harvester.agent.node import Node
 from harvester.config import HttpConfig
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import LeaseId, checked_name
-from harvester.contracts.wire.leases import LeaseRenewal, LeaseRequest, SlotOffers
+from harvester.contracts.wire.leases import LeaseGranted, LeaseRenewal, LeaseRequest, SlotOffers
 
 MAX_BODY_BYTES = 64 << 10
 MIN_TOKEN_BYTES = 16
@@ -62,7 +62,11 @@ class Routes:
         }
         for what, name in names.items():
             checked_name(name, what=what)
-        return _json(self._node.book.take(wanted, now=self._node.clock.now()))
+        answer = self._node.book.take(wanted, now=self._node.clock.now())
+        if isinstance(answer, LeaseGranted):
+            # The guest must know the epoch before the holder's first request carries it.
+            self._node.beat()
+        return _json(answer)
 
     async def renew(self, request: web.Request) -> web.Response:
         lease = _lease(request)
@@ -70,7 +74,9 @@ class Routes:
         return _json(self._node.book.renew(lease, renewal, now=self._node.clock.now()))
 
     async def release(self, request: web.Request) -> web.Response:
-        return _json(self._node.book.release(_lease(request), now=self._node.clock.now()))
+        answer = self._node.book.release(_lease(request), now=self._node.clock.now())
+        self._node.beat()
+        return _json(answer)
 
     async def healthz(self, _request: web.Request) -> web.Response:
         late_s = self._node.late_s()

@@ -136,7 +136,10 @@ class SlotSettings:
     cooldown_s: float = 2.0
     """Quiet time after danger before the slot opens again."""
     production_lost_s: float = 5.0
-    guest_lost_s: float = 2.0
+    guest_away_s: float = 2.0
+    """A guest in the idle class may be starved of its page's beat; so long it counts as there."""
+    guest_lost_s: float = 5.0
+    """Away for this long besides, its lease ends."""
     quarantine_losses: int = 3
     """Guests lost under a lease within the window before the slot is quarantined."""
     quarantine_window_s: float = 600.0

@@ -44,6 +44,7 @@ class SlotMemory(msgspec.Struct, kw_only=True):
     reason: str = "starting"
     since_s: float | None = None
     danger_at_s: float | None = None
+    guest_seen_at_s: float | None = None
     guest_steps: int = 0
     guest_active_at_s: float | None = None
     losses_s: list[float] = []
@@ -158,6 +159,7 @@ class SlotPolicy:
     def _note_guest(self, guest: Guest | None, now: float) -> None:
         if guest is None:
             return
+        self._memory.guest_seen_at_s = now
         stepping = guest.steps_launched > guest.steps_finished
         if stepping or guest.steps_finished != self._memory.guest_steps:
             self._memory.guest_active_at_s = now
@@ -214,7 +216,8 @@ class SlotPolicy:
     def _harvestable(self, sample: SlotSample, now: float) -> tuple[Condition, str]:
         idle, reason = Condition.CLEAR, ""
         if self.settings.mode is Mode.HARVEST:
-            if sample.guest.record is None:
+            seen_at_s = self._memory.guest_seen_at_s
+            if seen_at_s is None or now - seen_at_s > self.settings.guest_away_s:
                 idle, reason = Condition.GUESTLESS, f"guest {sample.guest.fault or 'missing'}"
             elif sample.lease.lease is None:
                 idle, reason = Condition.UNLEASED, "no lease"

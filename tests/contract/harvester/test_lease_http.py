@@ -81,6 +81,23 @@ async def test_a_lease_goes_from_taken_over_renewed_to_released(client: Any, nod
     assert node.book.view(taken.slot).lease is None
 
 
+async def test_the_guest_knows_a_leases_epoch_when_its_holder_does(
+    client: Any, tmp_path: Path
+) -> None:
+    grants = PageDirectory(tmp_path / "pages" / "slot0").grant_reader()
+
+    def epoch_in_force() -> int:
+        grant = grants.read().record
+        assert grant is not None
+        return grant.epoch
+
+    taken = await answer(await client.post("/v1/leases", json=TAKE))
+    assert isinstance(taken, LeaseGranted)
+    assert epoch_in_force() == taken.epoch
+    await client.delete(f"/v1/leases/{taken.lease}")
+    assert epoch_in_force() > taken.epoch
+
+
 async def test_a_lost_reply_costs_nothing_on_any_call(client: Any) -> None:
     first = await answer(await client.post("/v1/leases", json=TAKE))
     again = await answer(await client.post("/v1/leases", json=TAKE))

@@ -1,0 +1,100 @@
+"""The bytes that agent, scheduler and old journals agree on: fields are added, never renamed."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from harvester.contracts.ids import Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
+from harvester.contracts.page import Guest, PageFault
+from harvester.contracts.wire.leases import (
+    EndReason,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRenewal,
+    LeaseRequest,
+    SlotOffer,
+    SlotOffers,
+    SlotState,
+)
+from harvester.policy.effects import EndLease, Quarantine
+from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
+
+GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
+    (
+        LeaseRequest(
+            request_id="r",
+            slot=SlotId("s"),
+            tenant=TenantId("t"),
+            job=JobId("j"),
+            duration_s=10.0,
+        ),
+        b'{"request_id":"r","slot":"s","tenant":"t","job":"j","duration_s":10.0}',
+    ),
+    (LeaseRenewal(epoch=Epoch(2), duration_s=10.0), b'{"epoch":2,"duration_s":10.0}'),
+    (
+        LeaseGranted(lease=LeaseId("l"), slot=SlotId("s"), epoch=Epoch(2), duration_s=9.5),
+        b'{"type":"granted","lease":"l","slot":"s","epoch":2,"duration_s":9.5}',
+    ),
+    (
+        LeaseRefused(slot=SlotId("s"), reason="why", retry_after_s=1.0),
+        b'{"type":"refused","slot":"s","reason":"why","retry_after_s":1.0}',
+    ),
+    (
+        LeaseEnded(lease=LeaseId("l"), reason=EndReason.KILL_SWITCH, deadline_s=3.0),
+        b'{"type":"ended","lease":"l","reason":"kill_switch","deadline_s":3.0}',
+    ),
+    (
+        SlotOffers(
+            node=NodeId("n"),
+            slots=(
+                SlotOffer(
+                    slot=SlotId("s"),
+                    node=NodeId("n"),
+                    state=SlotState.OFFERED,
+                    engine_url="u",
+                    model="m",
+                    epoch=Epoch(1),
+                    concurrency=16,
+                    kv_tokens=4096,
+                    idle_ratio=None,
+                ),
+            ),
+        ),
+        b'{"node":"n","slots":[{"slot":"s","node":"n","state":"offered","engine_url":"u",'
+        b'"model":"m","epoch":1,"concurrency":16,"kv_tokens":4096,"idle_ratio":null,"reason":""}]}',
+    ),
+    (
+        EndLease(lease=LeaseId("l"), reason=EndReason.BUDGET),
+        b'{"type":"end_lease","lease":"l","reason":"budget","deadline_s":0.0}',
+    ),
+    (Quarantine(reason="why"), b'{"type":"quarantine","reason":"why"}'),
+    (
+        SlotSample(
+            pulses=(PulseReading(name="pulse.p.0", fault=PageFault.EXPIRED),),
+            guest=GuestReading(fault=PageFault.MISSING),
+            lease=LeaseView(epoch=Epoch(3), lease=LeaseId("l")),
+            kill_switch=KillSwitch.HOLD,
+        ),
+        b'{"type":"slot","pulses":[{"name":"pulse.p.0","record":null,"fault":"expired"}],'
+        b'"guest":{"record":null,"fault":"missing"},'
+        b'"lease":{"epoch":3,"lease":"l","ending":false},"kill_switch":"hold"}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("value", "wire"), GOLDEN, ids=[type(v).__name__ for v, _ in GOLDEN])
+def test_writes_and_reads_the_agreed_bytes(value: Any, wire: bytes) -> None:
+    assert msgspec.json.encode(value) == wire
+    assert msgspec.json.decode(wire, type=type(value)) == value
+
+
+def test_a_reply_from_a_newer_agent_with_another_field_is_read() -> None:
+    wire = b'{"type":"granted","lease":"l","slot":"s","epoch":2,"duration_s":9.5,"later":1}'
+    assert msgspec.json.decode(wire, type=LeaseGranted).epoch == 2
+
+
+def test_a_sample_of_an_older_journal_is_read_with_todays_defaults() -> None:
+    record = msgspec.json.decode(b'{"epoch":1}', type=Guest)
+    assert (record.epoch, record.gate) == (1, "closed")
