@@ -62,8 +62,10 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
                 ),
             ),
         ),
-        b'{"node":"n","slots":[{"slot":"s","node":"n","state":"offered","engine_url":"u",'
-        b'"model":"m","epoch":1,"concurrency":16,"kv_tokens":4096,"idle_ratio":null,"reason":""}]}',
+        (
+            b'{"node":"n","slots":[{"slot":"s","node":"n","state":"offered","engine_url":"u",'
+            b'"model":"m","epoch":1,"concurrency":16,"kv_tokens":4096,"idle_ratio":null,"reason":""}]}'
+        ),
     ),
     (
         EndLease(lease=LeaseId("l"), reason=EndReason.BUDGET),
@@ -77,9 +79,11 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
             lease=LeaseView(epoch=Epoch(3), lease=LeaseId("l")),
             kill_switch=KillSwitch.HOLD,
         ),
-        b'{"type":"slot","pulses":[{"name":"pulse.p.0","record":null,"fault":"expired"}],'
-        b'"guest":{"record":null,"fault":"missing"},'
-        b'"lease":{"epoch":3,"lease":"l","ending":false},"kill_switch":"hold"}',
+        (
+            b'{"type":"slot","pulses":[{"name":"pulse.p.0","record":null,"fault":"expired"}],'
+            b'"guest":{"record":null,"fault":"missing"},'
+            b'"lease":{"epoch":3,"lease":"l","ending":false},"kill_switch":"hold"}'
+        ),
     ),
 ]
 
