@@ -47,7 +47,9 @@ async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     state = SchedulerState(settings.state_file)
-    connector = aiohttp.TCPConnector(limit=0)
+    # Shorter than the 5 s after which an engine closes an idle connection: a request that meets the
+    # closing would look like a lost engine.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     async with aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=None)
     ) as session:

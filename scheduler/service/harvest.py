@@ -71,6 +71,7 @@ class Harvest:
         self._demands = demands
         self._tenant_of = tenant_of
         self._refusals: list[SlotRefusal] = []
+        self._doubted: set[LeaseId] = set()
         self._wake = asyncio.Event()
         self.leases: dict[LeaseId, Lease] = {}
         self.offers: dict[SlotId, tuple[str, SlotOffer]] = {}
@@ -94,6 +95,9 @@ class Harvest:
 
     async def look(self) -> None:
         """One sample, one decision, its effects."""
+        for name in sorted(self._doubted & self.leases.keys()):
+            await self._renew(self.leases[name], self._renewal(self.leases[name], "refused"))
+        self._doubted.clear()
         await asyncio.gather(*(self._ask(name) for name in sorted(self._agents)))
         sample = CapacitySample(
             demands=self._demands(),
@@ -116,11 +120,14 @@ class Harvest:
         await asyncio.gather(*map(self._apply, effects))
 
     def refused(self, member: Member) -> None:
-        """The guest says that its lease is not the one in force."""
-        if member.lease is None:
-            self._fleet.down(member, "refused the lease epoch")
-        else:
-            self._end(member.lease, "the guest refused the epoch")
+        """The guest says that its lease is not the one in force.
+
+        A new grant reaches the guest a beat after its lease reached us, so this alone ends no
+        lease: the engine rests until its next health check, and the agent is asked.
+        """
+        self._fleet.down(member, "refused the lease epoch")
+        if member.lease is not None:
+            self._doubted.add(member.lease.lease)
             self.wake()
 
     async def release_all(self) -> None:
@@ -137,16 +144,16 @@ class Harvest:
             if lease.agent not in self._agents:
                 continue
             await self._ask(lease.agent)
-            await self._renew(
-                lease,
-                RenewLease(
-                    lease=lease.lease,
-                    agent=lease.agent,
-                    epoch=lease.epoch,
-                    duration_s=self._policy.duration_s,
-                    reason="restarted",
-                ),
-            )
+            await self._renew(lease, self._renewal(lease, "restarted"))
+
+    def _renewal(self, lease: Lease, reason: str) -> RenewLease:
+        return RenewLease(
+            lease=lease.lease,
+            agent=lease.agent,
+            epoch=lease.epoch,
+            duration_s=self._policy.duration_s,
+            reason=reason,
+        )
 
     async def _ask(self, name: str) -> None:
         try:

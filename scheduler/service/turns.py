@@ -151,7 +151,7 @@ class TurnRunner:
         except Stale:
             turn.lose(attempt)
             self._observer.lease_refused(member)
-            return True
+            return False
         except (EngineLost, Exhausted) as error:
             turn.lose(attempt)
             self._fleet.down(member, str(error))

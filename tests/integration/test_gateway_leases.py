@@ -106,6 +106,24 @@ async def test_a_guest_that_dies_or_refuses_the_epoch_costs_no_turn(
         assert reply["choices"][0]["finish_reason"] == "length"
 
 
+async def test_a_grant_that_reaches_the_guest_after_the_lease_reached_us_costs_no_lease(
+    fake_engine, gateway, fake_agent
+) -> None:
+    dedicated, guest = fake_engine(step_s=0.01), fake_engine(step_s=0.01, epoch=0)
+    fake_agent.engine_url = guest.url
+    front = gateway(dedicated, **_agents(fake_agent))
+    turns = [asyncio.create_task(_generate(front, f"r{n}", 200)) for n in range(14)]
+    await front.until(
+        "/v1/status", lambda s: any("refused" in e["fault"] for e in s["engines"].values())
+    )
+    await guest.post("/_fake", {"epoch": "1"})
+    await guest.until("/_fake", lambda looked: looked["open"] > 0)
+    for status, reply in await asyncio.gather(*turns):
+        assert status == 200
+        assert len(reply["choices"][0]["token_ids"]) == 200
+    assert fake_agent.epoch == 1
+
+
 async def test_leases_are_renewed_while_used_and_given_back_at_the_end(
     fake_engine, gateway, fake_agent
 ) -> None:
