@@ -69,9 +69,15 @@ async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
             ) from error
         await scheduler.start()
         typer.echo(f"listening on {_address(runner)}")
+        failed = asyncio.create_task(scheduler.failed())
+        stopped = asyncio.create_task(stop.wait())
         try:
-            await stop.wait()
+            await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
         finally:
+            failed.cancel()
+            stopped.cancel()
             front.close()
             scheduler.runner.close()
             await runner.cleanup()

@@ -170,6 +170,12 @@ class Scheduler:
         if active is not None:
             self.fleet.observe(JobActivated(job=active))
 
+    async def failed(self) -> None:
+        """Returns never; raises what stopped one of the loops, which must all go on."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
     async def close(self) -> None:
         """Open turns end with what they have; leases are given back."""
         self.runner.close()
