@@ -28,12 +28,17 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 _NAME = re.compile(NAME_PATTERN)
 
 
+def is_name(name: str) -> bool:
+    """Whether `checked_name` admits it."""
+    return _NAME.fullmatch(name) is not None
+
+
 def checked_name(name: str, *, what: str) -> str:
     """`name`, if it is 1 to 64 letters, digits, `_`, `.` or `-` and starts with a letter or digit.
 
     Raises PeerProtocolError otherwise, naming `what` it was meant to be.
     """
-    if not _NAME.match(name):
+    if not is_name(name):
         shown = name if len(name) <= 80 else name[:77] + "..."
         raise PeerProtocolError(
             f"{what} {shown!r}: use 1 to 64 letters, digits, '_', '.' or '-', "

@@ -8,6 +8,7 @@ Bounded on disk: when the file reaches its share of the bound it becomes `<name>
 begins, which opens with the policy's snapshot so that each file replays by itself.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class JournalWriter:
         self._encoder = msgspec.json.Encoder(enc_hook=str)
         self._hash = ""
         path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(path)
         self._file = path.open("ab")
 
     def opened(self, line: Opened) -> None:
@@ -86,10 +88,11 @@ class JournalWriter:
         return self._file.tell() >= self._file_bytes
 
     def rotate(self, line: Opened) -> None:
-        self._file.close()
+        # The old file is given up last, so that a full disk here leaves a writer that still works.
         self._path.replace(self._path.with_name(self._path.name + ".1"))
-        self._file = self._path.open("ab")
+        old, self._file = self._file, self._path.open("ab")
         self.opened(line)
+        old.close()
 
     def close(self) -> None:
         self._file.close()
@@ -97,6 +100,18 @@ class JournalWriter:
     def _append(self, line: Line) -> None:
         self._file.write(self._encoder.encode(line) + b"\n")
         self._file.flush()
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Take off what a crash left of a line, before the next line is written behind it."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = file.seek(max(0, size - MAX_LINE_BYTES))
+        whole = start + file.read().rfind(b"\n") + 1
+        if whole > start or start == 0:
+            file.truncate(whole)
 
 
 def read_journal(path: Path) -> Iterator[Line]:

@@ -6,17 +6,21 @@ pulse.<engine>.<process>    each API-server process of each production engine
 """
 
 import os
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.ids import checked_name
+from harvester.contracts.ids import checked_name, is_name
 from harvester.contracts.page.file import PageReader, PageWriter
 from harvester.contracts.page.records import Grant, Guest, Pulse
 
 DIRECTORY_VARIABLE = "ROSEMUX_PAGE_DIR"
 """Environment variable by which an engine learns its slot's directory."""
+
+_PULSE = re.compile(r"pulse\.[A-Za-z0-9][A-Za-z0-9_-]*\.[0-9]{1,6}")
+_ENGINE_NAME_LENGTH = 51
 
 
 class PageName(StrEnum):
@@ -25,11 +29,17 @@ class PageName(StrEnum):
 
 
 def pulse_page(engine: str, process: int) -> str:
-    """File name of a pulse. The engine's name may not contain a dot, the separator."""
-    checked_name(engine, what="engine name")
-    if "." in engine:
-        raise ConfigError(f"engine name {engine!r} may not contain '.'")
-    return f"pulse.{engine}.{process}"
+    """File name of a pulse.
+
+    Raises ConfigError when the engine's name contains a dot, the separator, or is too long.
+    """
+    name = f"pulse.{engine}.{process}"
+    if not _PULSE.fullmatch(name) or not is_name(name):
+        raise ConfigError(
+            f"engine name {engine!r}: use up to {_ENGINE_NAME_LENGTH} letters, digits, '_' or '-', "
+            "starting with a letter or digit"
+        )
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,5 +75,6 @@ class PageDirectory:
         return PageReader(self.path / name, Pulse)
 
     def pulse_names(self) -> tuple[str, ...]:
-        """Pulse files present, sorted."""
-        return tuple(sorted(entry.name for entry in self.path.glob("pulse.*.*")))
+        """Pulse files present, sorted. What bears another name is no engine's and left out."""
+        names = (entry.name for entry in self.path.glob("pulse.*.*"))
+        return tuple(sorted(name for name in names if _PULSE.fullmatch(name) and is_name(name)))

@@ -19,10 +19,12 @@ from harvester.contracts.page.records import Record
 from harvester.contracts.page.seal import (
     BODY_OFFSET,
     PAGE_BYTES,
+    SEQUENCE_OFFSET,
     PageFault,
     pack_body,
     pack_head,
     sequence_of,
+    time_fault,
     unseal,
 )
 
@@ -30,6 +32,9 @@ R = TypeVar("R", bound=Record)
 
 # A write takes microseconds; a reader that meets one eight times in a row has met a dead writer.
 _READ_ATTEMPTS = 8
+_SEQUENCE = slice(SEQUENCE_OFFSET, BODY_OFFSET)
+# A sequence number of 64 bits never overflows by counting, only by what a foreign file held.
+_SEQUENCES = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +58,53 @@ class PageWriter(Generic[R]):
         except OSError as error:
             raise ConfigError(f"cannot write page {path}: {error.strerror}") from error
         try:
-            if os.fstat(fd).st_uid != os.geteuid():
+            status = os.fstat(fd)
+            if status.st_uid != os.geteuid():
                 raise ConfigError(f"page {path} belongs to another user; remove it first")
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"page {path} is not a regular file; remove it first")
+            # Whatever the umask: readers of other users are what a page is for.
+            os.fchmod(fd, 0o644)
             os.ftruncate(fd, PAGE_BYTES)
             self._map = mmap.mmap(fd, PAGE_BYTES)
+            self._inode = status.st_ino
         finally:
             os.close(fd)
         left = sequence_of(self._map[:BODY_OFFSET])
-        self._sequence = left + left % 2
+        self._sequence = (left + left % 2) % _SEQUENCES
 
     def write(self, record: R, *, now_ns: int, ttl_ns: int) -> None:
-        body = pack_body(self._encoder.encode(record), stamp_ns=now_ns, expires_ns=now_ns + ttl_ns)
-        page, kind = self._map, self._kind.KIND
-        page[:BODY_OFFSET] = pack_head(kind=kind, sequence=self._sequence + 1)
+        page, kind, sequence = self._map, self._kind.KIND, self._sequence + 2
+        body = pack_body(
+            self._encoder.encode(record),
+            sequence=sequence,
+            stamp_ns=now_ns,
+            expires_ns=now_ns + ttl_ns,
+        )
+        inside = pack_head(kind=kind, sequence=sequence - 1)
+        whole = pack_head(kind=kind, sequence=sequence)
+        self._sequence = sequence
+        page[:BODY_OFFSET] = inside
         page[BODY_OFFSET : BODY_OFFSET + len(body)] = body
-        self._sequence += 2
-        page[:BODY_OFFSET] = pack_head(kind=kind, sequence=self._sequence)
+        page[:BODY_OFFSET] = whole
+
+    def in_place(self) -> bool:
+        """Whether the path still names this page: not deleted, not made anew."""
+        try:
+            return self.path.lstat().st_ino == self._inode
+        except OSError:
+            return False
 
     def close(self, *, unlink: bool = False) -> None:
+        """`unlink` removes the page, unless a successor has taken it over or made it anew."""
+        written_last = sequence_of(self._map[:BODY_OFFSET]) == self._sequence
         self._map.close()
-        if unlink:
+        if unlink and written_last and self.in_place():
             self.path.unlink(missing_ok=True)
 
 
 class PageReader(Generic[R]):
-    """Reads another process's page.
+    """Reads another process's page, from one thread at a time.
 
     `owners` are the user ids whose page is believed, besides this process's own and root.
     """
@@ -89,6 +116,9 @@ class PageReader(Generic[R]):
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._map: mmap.mmap | None = None
         self._inode = 0
+        self._sequence = b""
+        self._expires_ns = 0
+        self._last: Reading[R] = Reading(None, PageFault.MISSING)
 
     def read(self, *, now_ns: int | None = None) -> Reading[R]:
         """The record, if it is whole, of the right kind and not expired at `now_ns`."""
@@ -97,15 +127,19 @@ class PageReader(Generic[R]):
             fault = self._open()
             if fault is not None:
                 return Reading(None, fault)
+        elif self._map[_SEQUENCE] == self._sequence:
+            # Decoded before: one sequence number is one record, and only its age can spoil it.
+            last = self._last
+            if time_fault(last.stamp_ns, self._expires_ns, now_ns=now_ns) is None:
+                return last
         reading = self._decode(now_ns)
         if reading.fault is None:
             return reading
         # The page may have been deleted and made anew since it was mapped.
         if self._replaced():
             self.close()
-            if self._open() is None:
-                return self._decode(now_ns)
-            return Reading(None, PageFault.MISSING)
+            fault = self._open()
+            return self._decode(now_ns) if fault is None else Reading(None, fault)
         return reading
 
     def read_left(self) -> Reading[R]:
@@ -120,16 +154,19 @@ class PageReader(Generic[R]):
 
     def peek_sequence(self) -> int:
         """The sequence number alone: a change of it says that `read` has something new."""
-        return -1 if self._map is None else int.from_bytes(self._map[8:16], "little")
+        return -1 if self._map is None else int.from_bytes(self._map[_SEQUENCE], "little")
 
     def close(self) -> None:
         if self._map is not None:
             self._map.close()
             self._map = None
+            self._sequence = b""
 
     def _open(self) -> PageFault | None:
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            # Non-blocking: a named pipe in the page's place would hold the reader for ever.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            fd = os.open(self.path, flags)
         except FileNotFoundError:
             return PageFault.MISSING
         except OSError:
@@ -155,16 +192,21 @@ class PageReader(Generic[R]):
     def _decode(self, now_ns: int) -> Reading[R]:
         assert self._map is not None
         for _ in range(_READ_ATTEMPTS):
-            before = self._map[8:16]
             page = self._map[:]
-            if page[8:16] == before and self._map[8:16] == before and not before[0] & 1:
-                break
+            sequence = page[_SEQUENCE]
+            if not sequence[0] & 1 and self._map[_SEQUENCE] == sequence:
+                sealed = unseal(page, kind=self._kind.KIND, now_ns=now_ns)
+                if sealed is not PageFault.TORN:
+                    break
+            # The writer may wait for this very core.
+            os.sched_yield()
         else:
             return Reading(None, PageFault.TORN)
-        sealed = unseal(page, kind=self._kind.KIND, now_ns=now_ns)
         if isinstance(sealed, PageFault):
             return Reading(None, sealed)
         try:
-            return Reading(self._decoder.decode(sealed.record), None, sealed.stamp_ns)
+            reading = Reading(self._decoder.decode(sealed.record), None, sealed.stamp_ns)
         except msgspec.DecodeError:
             return Reading(None, PageFault.TORN)
+        self._sequence, self._expires_ns, self._last = sequence, sealed.expires_ns, reading
+        return reading

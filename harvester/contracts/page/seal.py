@@ -10,10 +10,12 @@ A page is a sequence-locked envelope around one msgpack record:
     16      8      stamp, CLOCK_MONOTONIC ns at writing
     24      8      expiry, CLOCK_MONOTONIC ns
     32      4      length of the record in bytes
-    36      4      CRC-32 of header fields 16..36 and the record
+    36      4      CRC-32 of header fields 8..36 and the record
     40      ...    record, msgpack map; fields are added with defaults and never renamed
 
 Readers of layout N accept N and N-1, and a layout N-1 reader skips fields that it does not know.
+The checksum binds the record to its sequence number, so that one sequence number means one record
+on every machine, however weakly it orders its stores.
 This module touches no file: it packs and checks bytes.
 """
 
@@ -28,12 +30,14 @@ LAYOUT_VERSION = 1
 OLDEST_READABLE_VERSION = LAYOUT_VERSION - 1
 
 _HEAD = struct.Struct("<4sHHQ")
-_BODY = struct.Struct("<QQI")
+_BODY = struct.Struct("<QQQI")
 _CRC = struct.Struct("<I")
+_PAGE = struct.Struct("<4sHHQQQII")
 SEQUENCE_OFFSET = 8
-BODY_OFFSET = 16
-CRC_OFFSET = BODY_OFFSET + _BODY.size
-RECORD_OFFSET = CRC_OFFSET + _CRC.size
+BODY_OFFSET = _HEAD.size
+RECORD_OFFSET = _PAGE.size
+CRC_OFFSET = RECORD_OFFSET - _CRC.size
+_NEVER_WRITTEN = bytes(4)
 MAX_RECORD_BYTES = PAGE_BYTES - RECORD_OFFSET
 
 # A stamp may be this far ahead of the reader: CLOCK_MONOTONIC is one clock on one machine, so more
@@ -65,16 +69,16 @@ def pack_head(*, kind: int, sequence: int) -> bytes:
     return _HEAD.pack(MAGIC, LAYOUT_VERSION, kind, sequence)
 
 
-def pack_body(record: bytes, *, stamp_ns: int, expires_ns: int) -> bytes:
-    """Everything behind the head, checksum included.
+def pack_body(record: bytes, *, sequence: int, stamp_ns: int, expires_ns: int) -> bytes:
+    """Everything behind the head, checksum included; `sequence` is the head's when all is written.
 
     Raises ValueError when the record does not fit into a page.
     """
     if len(record) > MAX_RECORD_BYTES:
         raise ValueError(f"record of {len(record)} bytes, a page holds {MAX_RECORD_BYTES}")
-    times = _BODY.pack(stamp_ns, expires_ns, len(record))
+    times = _BODY.pack(sequence, stamp_ns, expires_ns, len(record))
     crc = zlib.crc32(record, zlib.crc32(times))
-    return times + _CRC.pack(crc) + record
+    return times[BODY_OFFSET - SEQUENCE_OFFSET :] + _CRC.pack(crc) + record
 
 
 def sequence_of(page: bytes) -> int:
@@ -84,22 +88,25 @@ def sequence_of(page: bytes) -> int:
 
 def unseal(page: bytes, *, kind: int, now_ns: int) -> Sealed | PageFault:
     """Check a copied page; the caller has already compared sequence numbers."""
-    magic, version, found_kind, sequence = _HEAD.unpack_from(page)
+    head = _PAGE.unpack_from(page)
+    magic, version, found_kind, sequence, stamp_ns, expires_ns, length, crc = head
+    if magic == _NEVER_WRITTEN:
+        return PageFault.MISSING
     if magic != MAGIC or found_kind != kind:
         return PageFault.FOREIGN
     if not OLDEST_READABLE_VERSION <= version <= LAYOUT_VERSION + 1:
         return PageFault.VERSION
-    if sequence % 2:
-        return PageFault.TORN
-    stamp_ns, expires_ns, length = _BODY.unpack_from(page, BODY_OFFSET)
-    if length > MAX_RECORD_BYTES:
+    if sequence % 2 or length > MAX_RECORD_BYTES:
         return PageFault.TORN
     record = page[RECORD_OFFSET : RECORD_OFFSET + length]
-    (crc,) = _CRC.unpack_from(page, CRC_OFFSET)
-    if zlib.crc32(record, zlib.crc32(page[BODY_OFFSET:CRC_OFFSET])) != crc:
+    if zlib.crc32(record, zlib.crc32(page[SEQUENCE_OFFSET:CRC_OFFSET])) != crc:
         return PageFault.TORN
+    fault = time_fault(stamp_ns, expires_ns, now_ns=now_ns)
+    return Sealed(stamp_ns, expires_ns, record) if fault is None else fault
+
+
+def time_fault(stamp_ns: int, expires_ns: int, *, now_ns: int) -> PageFault | None:
+    """Whether a whole record may not be believed at `now_ns`."""
     if stamp_ns > now_ns + FUTURE_TOLERANCE_NS:
         return PageFault.CLOCK
-    if now_ns >= expires_ns:
-        return PageFault.EXPIRED
-    return Sealed(stamp_ns, expires_ns, record)
+    return PageFault.EXPIRED if now_ns >= expires_ns else None

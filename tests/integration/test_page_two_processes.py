@@ -1,0 +1,62 @@
+"""A page between two real processes, without any pause between writes or reads."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.page import PageFault, PageReader, Pulse
+
+RUN_S = 1.0
+TTL_NS = 3_600_000_000_000
+
+WRITER = """
+import sys
+from pathlib import Path
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.page import PageWriter, Pulse
+
+writer = PageWriter(Path(sys.argv[1]), Pulse)
+count = 0
+end_ns = monotonic_ns() + int(float(sys.argv[2]) * 1e9)
+while monotonic_ns() < end_ns:
+    count += 1
+    # Records of changing length whose fields belong together.
+    ttft = (float(count),) * (count % 33)
+    pulse = Pulse(in_flight=count, steps_total=2 * count, ttft_s_recent=ttft)
+    writer.write(pulse, now_ns=monotonic_ns(), ttl_ns=int(sys.argv[3]))
+print(count)
+"""
+
+
+def test_a_reader_meets_only_whole_records_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "pulse.prod.0"
+    reader = PageReader(path, Pulse)
+    counts: list[int] = []
+    faults: list[PageFault] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path), str(RUN_S), str(TTL_NS)],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as writer:
+        while writer.poll() is None:
+            reading = reader.read(now_ns=monotonic_ns())
+            if reading.record is None:
+                assert reading.fault is not None
+                faults.append(reading.fault)
+                continue
+            count = reading.record.in_flight
+            assert reading.record.steps_total == 2 * count
+            assert reading.record.ttft_s_recent == (float(count),) * (count % 33)
+            if not counts or counts[-1] != count:
+                counts.append(count)
+        assert writer.stdout is not None
+        written = int(writer.stdout.read())
+    assert counts == sorted(counts)
+    assert reader.read().record == Pulse(
+        in_flight=written, steps_total=2 * written, ttft_s_recent=(float(written),) * (written % 33)
+    )
+    assert len(counts) > 50, f"of {written} records only {len(counts)} were met"
+    torn = faults.count(PageFault.TORN)
+    assert set(faults) <= {PageFault.MISSING, PageFault.TORN}
+    assert torn < len(counts), f"{torn} torn readings beside {len(counts)} records"
