@@ -17,7 +17,7 @@ STRETCH_REQUESTS = 10
 """About a second or two of production: longer than most of its queues last."""
 RESAMPLES = 1000
 LEVEL = 0.95
-_RANKS_MAX = 4096
+_RANKS_MAX = 2048
 """Values are drawn again by rank group, which bounds the work; below this each is its own."""
 
 Unit = tuple[int, int]

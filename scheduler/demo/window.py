@@ -18,6 +18,8 @@ _BINS = 20
 """Time bins per window in which burstiness is measured."""
 _BURSTINESS_WEIGHT = 0.25
 """Against the rate's: load decides how much there is to harvest, bursts how hard it is to."""
+_REGULAR = 0.25
+"""Added to variance over mean (1 for a Poisson process): far below that, less does not count."""
 ARRIVALS_MAX = 100_000
 
 
@@ -139,7 +141,7 @@ def _most_typical(times: NDArray[np.float64], *, length_s: float, rate: float) -
     edges = starts[:, None] + np.linspace(0.0, length_s, _BINS + 1)[None, :]
     counts = np.diff(np.searchsorted(times, edges), axis=1).astype(float)
     rates = counts.sum(axis=1) / length_s
-    bursts = _log_ratio(_dispersion(counts), _whole(times, length_s))
+    bursts = _log_ratio(_REGULAR + _dispersion(counts), _REGULAR + _whole(times, length_s))
     far = _log_ratio(rates, rate) + _BURSTINESS_WEIGHT * bursts
     return float(starts[int(np.argmin(far))])
 

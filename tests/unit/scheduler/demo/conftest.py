@@ -16,7 +16,8 @@ from scheduler.demo.records import (
     Record,
     TrainingStep,
 )
-from scheduler.demo.result import Facts
+from scheduler.demo.result import Facts, result_of
+from scheduler.demo.schema import Result
 
 BLOCK_S = 40.0
 STEPS_PER_BLOCK = 8
@@ -27,7 +28,7 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
     return {"virtual": async_solipsism.EventLoop}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def facts() -> Facts:
     return Facts(
         trace="a <trace>.csv",
@@ -92,6 +93,11 @@ def step_of() -> Callable[..., TrainingStep]:
         return TrainingStep(**(fields | given))  # type: ignore[arg-type]
 
     return build
+
+
+@pytest.fixture(scope="session")
+def whole_result(whole_run: tuple[Record, ...], facts: Facts) -> Result:
+    return result_of(whole_run, facts)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,46 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from scheduler.demo.records import Record
+from scheduler.demo.report import report_html, write_report
+from scheduler.demo.result import Facts, result_of
+from scheduler.demo.schema import Result
+
+
+@pytest.fixture(scope="module")
+def page(whole_run: tuple[Record, ...], whole_result: Result) -> str:
+    return report_html(whole_result, whole_run)
+
+
+def test_the_page_loads_nothing_and_stays_small(page: str) -> None:
+    sources = re.findall(r'(?:src|href)="([^"]{0,30})', page)
+    assert len(sources) == 5
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
+    assert "@import" not in page
+    assert "<script" not in page
+    assert len(page) < 3_000_000
+
+
+def test_every_check_is_on_the_page_with_its_verdict(page: str, whole_result: Result) -> None:
+    for check in whole_result.checks:
+        assert f"<th>{check.name}</th>" in page
+    assert page.count("✗ not ok") == sum(not check.ok for check in whole_result.checks)
+    assert page.count("✓ ok") == sum(check.ok for check in whole_result.checks)
+
+
+def test_names_from_outside_are_text(page: str) -> None:
+    assert "a &lt;trace&gt;.csv" in page
+    assert "a <trace>" not in page
+
+
+def test_every_figure_has_words_for_those_who_cannot_see_it(page: str) -> None:
+    assert all(alt for alt in re.findall(r'<img [^>]*alt="([^"]*)"', page))
+
+
+def test_a_run_cut_short_still_makes_a_page(tmp_path: Path, facts: Facts) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, result_of([], facts), [])
+    assert "nothing can be compared" in path.read_text()
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
