@@ -33,8 +33,9 @@ R = TypeVar("R", bound=Record)
 # A write takes microseconds; a reader that meets one eight times in a row has met a dead writer.
 _READ_ATTEMPTS = 8
 _SEQUENCE = slice(SEQUENCE_OFFSET, BODY_OFFSET)
-# A sequence number of 64 bits never overflows by counting, only by what a foreign file held.
-_SEQUENCES = 1 << 63
+# Each writer counts in a range of its own, above that of the one before it.
+_TERM = 1 << 32
+_TERMS = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,10 @@ class Reading(Generic[R]):
 
 
 class PageWriter(Generic[R]):
-    """Creates the page, or takes over the one that an earlier process of the same user left."""
+    """Creates the page, or takes over the one that an earlier process of the same user left.
+
+    The newest writer wins: an earlier one that still lives writes no more.
+    """
 
     def __init__(self, path: Path, kind: type[R]) -> None:
         self.path = path
@@ -71,9 +75,12 @@ class PageWriter(Generic[R]):
         finally:
             os.close(fd)
         left = sequence_of(self._map[:BODY_OFFSET])
-        self._sequence = (left + left % 2) % _SEQUENCES
+        self._sequence = (left // _TERM + 1) % _TERMS * _TERM
+        self._map[:BODY_OFFSET] = pack_head(kind=kind.KIND, sequence=self._sequence + 1)
 
     def write(self, record: R, *, now_ns: int, ttl_ns: int) -> None:
+        if self._succeeded():
+            return
         page, kind, sequence = self._map, self._kind.KIND, self._sequence + 2
         body = pack_body(
             self._encoder.encode(record),
@@ -97,10 +104,13 @@ class PageWriter(Generic[R]):
 
     def close(self, *, unlink: bool = False) -> None:
         """`unlink` removes the page, unless a successor has taken it over or made it anew."""
-        written_last = sequence_of(self._map[:BODY_OFFSET]) == self._sequence
+        succeeded = self._succeeded()
         self._map.close()
-        if unlink and written_last and self.in_place():
+        if unlink and not succeeded and self.in_place():
             self.path.unlink(missing_ok=True)
+
+    def _succeeded(self) -> bool:
+        return sequence_of(self._map[:BODY_OFFSET]) // _TERM != self._sequence // _TERM
 
 
 class PageReader(Generic[R]):

@@ -37,7 +37,6 @@ SEQUENCE_OFFSET = 8
 BODY_OFFSET = _HEAD.size
 RECORD_OFFSET = _PAGE.size
 CRC_OFFSET = RECORD_OFFSET - _CRC.size
-_NEVER_WRITTEN = bytes(4)
 MAX_RECORD_BYTES = PAGE_BYTES - RECORD_OFFSET
 
 # A stamp may be this far ahead of the reader: CLOCK_MONOTONIC is one clock on one machine, so more
@@ -90,8 +89,6 @@ def unseal(page: bytes, *, kind: int, now_ns: int) -> Sealed | PageFault:
     """Check a copied page; the caller has already compared sequence numbers."""
     head = _PAGE.unpack_from(page)
     magic, version, found_kind, sequence, stamp_ns, expires_ns, length, crc = head
-    if magic == _NEVER_WRITTEN:
-        return PageFault.MISSING
     if magic != MAGIC or found_kind != kind:
         return PageFault.FOREIGN
     if not OLDEST_READABLE_VERSION <= version <= LAYOUT_VERSION + 1:

@@ -67,9 +67,27 @@ def test_no_file_is_missing_until_there_is_one(path: Path) -> None:
     assert read(reader).fault is None
 
 
-def test_a_page_without_its_first_record_is_missing(path: Path) -> None:
+def test_a_page_without_its_first_record_is_torn(path: Path) -> None:
     PageWriter(path, Pulse)
-    assert read(PageReader(path, Pulse)).fault is PageFault.MISSING
+    assert read(PageReader(path, Pulse)).fault is PageFault.TORN
+
+
+def test_a_successor_ends_what_its_predecessor_said(path: Path) -> None:
+    written(path, in_flight=1)
+    reader = PageReader(path, Pulse)
+    read(reader)
+    PageWriter(path, Pulse)
+    assert read(reader).fault is PageFault.TORN
+
+
+def test_the_newest_of_two_writers_wins(path: Path) -> None:
+    first, second = PageWriter(path, Pulse), PageWriter(path, Pulse)
+    reader = PageReader(path, Pulse)
+    for count in range(5):
+        first.write(Pulse(in_flight=100 + count), now_ns=NOW_NS, ttl_ns=TTL_NS)
+        second.write(Pulse(in_flight=count), now_ns=NOW_NS, ttl_ns=TTL_NS)
+        first.write(Pulse(in_flight=200 + count), now_ns=NOW_NS, ttl_ns=TTL_NS)
+        assert read(reader).record == Pulse(in_flight=count)
 
 
 def test_a_page_of_another_kind_is_foreign(path: Path) -> None:

@@ -56,10 +56,6 @@ def test_another_kind_or_another_magic_is_foreign() -> None:
     assert unseal(b"ELF!" + sealed_page()[4:], kind=KIND, now_ns=STAMP_NS) is PageFault.FOREIGN
 
 
-def test_a_page_that_was_never_written_is_missing_rather_than_foreign() -> None:
-    assert unseal(bytes(PAGE_BYTES), kind=KIND, now_ns=STAMP_NS) is PageFault.MISSING
-
-
 @pytest.mark.parametrize("version", [LAYOUT_VERSION - 1, LAYOUT_VERSION + 1])
 def test_the_neighbouring_layout_versions_are_read(version: int) -> None:
     page = with_version(sealed_page(), version)
