@@ -4,6 +4,7 @@ It decides from page readings alone and the time that is passed in. Whatever it 
 it: an expired grant, a missing, torn or foreign pulse, a production engine that hangs.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -32,6 +33,8 @@ class Decision:
     reason: Closed | None
     slack_s: float
     fault: PageFault | None = None
+    probe: bool = False
+    """Open for one token against the prediction, to learn whether it is right."""
 
     @property
     def open(self) -> bool:
@@ -46,12 +49,15 @@ def decide(
     decodes: int,
     launched_s: float,
     token_limit: int,
+    may_probe: bool,
     now_ns: int,
 ) -> Decision:
     """The step law over all pulses of a slot.
 
     `launched_s` is the predicted time of guest steps that are launched and not finished,
     `token_limit` the engine's own maximum per step, `decodes` its running decode requests.
+    `may_probe` says that the last step is long enough ago: a prediction that is too long admits no
+    step and so is never corrected, wherefore idle production is then asked for one token.
     """
     record = grant.record
     if record is None:
@@ -59,22 +65,29 @@ def decide(
         return Decision(0, Closed.NO_GRANT if missing else Closed.GRANT_FAULT, 0.0, grant.fault)
     if record.mode is GrantMode.CLOSED:
         return Decision(0, Closed.GRANT_CLOSED, 0.0)
-    cap = min(token_limit, record.step_tokens_cap) if record.step_tokens_cap else token_limit
+    cap = token_limit
+    if 0 < record.step_tokens_cap < cap:
+        cap = record.step_tokens_cap
     if record.mode is GrantMode.UNGATED:
-        return Decision(cap, None, float("inf"))
+        return Decision(cap, None, math.inf)
     if not pulses or len(pulses) != len(record.pulses):
         return Decision(0, Closed.NO_PULSE, 0.0)
-    slack = float("inf")
+    slack, idle = math.inf, True
     for reading in pulses:
-        if reading.record is None:
+        pulse = reading.record
+        if pulse is None:
             return Decision(0, Closed.PULSE_FAULT, 0.0, reading.fault)
-        if hung(reading.record, record, now_ns=now_ns):
-            return Decision(0, Closed.HUNG, 0.0)
-        slack = min(slack, slack_s(reading.record, record, now_ns=now_ns))
+        if pulse.in_flight:
+            idle = False
+            if hung(pulse, record, now_ns=now_ns):
+                return Decision(0, Closed.HUNG, 0.0)
+        slack = min(slack, slack_s(pulse, record, now_ns=now_ns))
     # An isolation backend lets production preempt a running step, so only a share of it delays
     # production; without one the whole step does.
     budget_s = slack / max(record.blocking_ratio, 1e-3) - launched_s
     tokens = step_time.tokens_within_s(budget_s, decodes=decodes, cap=cap)
-    if tokens == 0:
-        return Decision(0, Closed.NO_SLACK, slack)
-    return Decision(tokens, None, slack)
+    if tokens > 0:
+        return Decision(tokens, None, slack)
+    if may_probe and idle and slack > 0.0 and launched_s == 0.0 and cap > 0:
+        return Decision(1, None, slack, probe=True)
+    return Decision(0, Closed.NO_SLACK, slack)

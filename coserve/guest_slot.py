@@ -1,9 +1,12 @@
 """The guest's side of its slot: reads grant and pulses, decides steps, keeps the guest page.
 
 One object per guest engine process. The engine loop's thread asks it before every step; the waker's
-thread asks it while the gate is closed. It knows no vLLM.
+thread asks it while the gate is closed and while there is no work, so every call takes its lock. It
+knows no vLLM.
 """
 
+import logging
+import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +14,16 @@ from pathlib import Path
 from coserve.gate import Closed, Decision, decide
 from coserve.step_time import StepTimeModel
 from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.page import Grant, Guest, PageDirectory, PageReader, Pulse, Reading
 
+_log = logging.getLogger(__name__)
+
 GUEST_PAGE_TTL_NS = 500_000_000
-# The first decision after the engine's own work is fresh enough for the step it admits.
 _DEFAULT_GRACE_S = 10.0
+# A probe comes after so many times the last step's duration: it takes a hundredth of idle time.
+_PROBE_RATIO = 100.0
+_PROBE_MAX_S = 10.0
 
 
 @dataclass(slots=True)
@@ -46,6 +54,7 @@ class GuestSlot:
         self._directory = PageDirectory(directory)
         self._grant_page = self._directory.grant_reader()
         self._guest_page = self._directory.guest_writer()
+        self._pulse_names: tuple[str, ...] = ()
         self._pulse_pages: dict[str, PageReader[Pulse]] = {}
         self._token_limit = token_limit
         self.step_time = StepTimeModel()
@@ -58,40 +67,49 @@ class GuestSlot:
         self._granted_ns = monotonic_ns()
         self._launched_total = self._finished_total = self._tokens_total = 0
         self._last_tokens, self._last_step_s, self._last_end_ns = 0, 0.0, 0
+        self._probe_ns = 0
         self._closings = self._aborted = 0
         self._decide_s = 0.0
+        self._closed = False
+        self._lock = threading.Lock()
 
     def decide(self) -> Decision:
         """May a step start now? Reads every page of the slot."""
-        now_ns = monotonic_ns()
-        self._grant = self._grant_page.read(now_ns=now_ns)
-        pulses = self._read_pulses(now_ns)
-        if self._grant.record is not None:
-            self._granted_ns = now_ns
-            self._epoch = self._grant.record.epoch
-            self._abort_grace_s = self._grant.record.abort_grace_s
-        decision = decide(
-            self._grant,
-            pulses,
-            step_time=self.step_time,
-            decodes=self.load.running,
-            launched_s=sum(step.predicted_s for step in self._launched),
-            token_limit=self._token_limit,
-            now_ns=now_ns,
-        )
-        if self.last.open and not decision.open:
-            self._closings += 1
-        self.last = decision
-        self._decide_s += 0.01 * ((monotonic_ns() - now_ns) * 1e-9 - self._decide_s)
-        return decision
+        with self._lock:
+            now_ns = monotonic_ns()
+            grant = self._grant = self._grant_page.read(now_ns=now_ns)
+            pulses = self._read_pulses(now_ns)
+            if grant.record is not None:
+                self._granted_ns = now_ns
+                self._epoch = grant.record.epoch
+                self._abort_grace_s = grant.record.abort_grace_s
+            launched = self._launched
+            decision = decide(
+                grant,
+                pulses,
+                step_time=self.step_time,
+                decodes=self.load.running,
+                launched_s=sum([step.predicted_s for step in launched]) if launched else 0.0,
+                token_limit=self._token_limit,
+                may_probe=now_ns > self._probe_ns,
+                now_ns=now_ns,
+            )
+            if decision.tokens == 0 < self.last.tokens:
+                self._closings += 1
+            self.last = decision
+            self._decide_s += 0.01 * ((monotonic_ns() - now_ns) * 1e-9 - self._decide_s)
+            return decision
 
     def sequences(self) -> tuple[int, ...]:
-        """Changes when any page of the slot was written. Costs under a microsecond."""
-        pages = self._pulse_pages.values()
-        return (self._grant_page.peek_sequence(), *(page.peek_sequence() for page in pages))
+        """Changes when any page of the slot was written. Costs a microsecond."""
+        with self._lock:
+            pages = self._pulse_pages.values()
+            return (self._grant_page.peek_sequence(), *[page.peek_sequence() for page in pages])
 
     def grace_over(self) -> bool:
-        """The grant has been gone for longer than its grace: give everything back."""
+        """At the last decision the grant had been gone for longer than its grace."""
+        if self._grant.record is not None:
+            return False
         return monotonic_ns() - self._granted_ns > self._abort_grace_s * 1e9
 
     def kv_excess_tokens(self) -> int:
@@ -102,24 +120,28 @@ class GuestSlot:
         return max(0, self.load.kv_tokens - record.kv_budget_tokens)
 
     def launched(self, *, decodes: int, prefill_tokens: int) -> None:
-        now_ns = monotonic_ns()
-        idle, requests = self._production(now_ns)
-        predicted_s = self.step_time.predict_s(decodes=decodes, prefill_tokens=prefill_tokens)
-        self._launched.append(
-            _Launched(decodes, prefill_tokens, predicted_s, now_ns, idle, requests)
-        )
-        self._launched_total += 1
+        with self._lock:
+            now_ns = monotonic_ns()
+            idle, requests = self._production(now_ns)
+            predicted_s = self.step_time.predict_s(decodes=decodes, prefill_tokens=prefill_tokens)
+            self._launched.append(
+                _Launched(decodes, prefill_tokens, predicted_s, now_ns, idle, requests)
+            )
+            self._launched_total += 1
 
     def finished(self) -> None:
-        if not self._launched:
-            return
-        step = self._launched.popleft()
-        now_ns = monotonic_ns()
+        """The oldest launched step has ended."""
+        with self._lock:
+            if self._launched:
+                self._account(self._launched.popleft(), monotonic_ns())
+
+    def _account(self, step: _Launched, now_ns: int) -> None:
         # With steps queued behind one another a step begins when the one before it ends.
         start_ns = max(step.start_ns, self._last_end_ns)
         self._last_step_s = (now_ns - start_ns) * 1e-9
         self._last_tokens = step.decodes + step.prefill_tokens
         self._last_end_ns = now_ns
+        self._probe_ns = now_ns + int(min(_PROBE_MAX_S, _PROBE_RATIO * self._last_step_s) * 1e9)
         self._finished_total += 1
         self._tokens_total += self._last_tokens
         idle, requests = self._production(now_ns)
@@ -133,43 +155,57 @@ class GuestSlot:
 
     def publish(self) -> None:
         """Write the guest page."""
-        decision = self.last
-        self._guest_page.write(
-            Guest(
-                epoch=self._epoch,
-                gate="open" if decision.open else "closed",
-                reason=(decision.fault or decision.reason or ""),
-                steps_launched=self._launched_total,
-                steps_finished=self._finished_total,
-                tokens_total=self._tokens_total,
-                last_step_tokens=self._last_tokens,
-                last_step_s=self._last_step_s,
-                last_step_end_ns=self._last_end_ns,
-                running=self.load.running,
-                waiting=self.load.waiting,
-                kv_tokens=self.load.kv_tokens,
-                kv_tokens_total=self.load.kv_tokens_total,
-                weight_version=self.load.weight_version,
-                aborted_total=self._aborted,
-                closings_total=self._closings,
-                decide_s_mean=self._decide_s,
-            ),
-            now_ns=monotonic_ns(),
-            ttl_ns=GUEST_PAGE_TTL_NS,
-        )
+        with self._lock:
+            if not self._closed:
+                now_ns = monotonic_ns()
+                self._guest_page.write(self._record(), now_ns=now_ns, ttl_ns=GUEST_PAGE_TTL_NS)
 
     def close(self) -> None:
-        self._guest_page.close(unlink=True)
+        """Give up the guest page; what is called afterwards does nothing to it."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._guest_page.close(unlink=True)
+
+    def _record(self) -> Guest:
+        decision = self.last
+        return Guest(
+            epoch=self._epoch,
+            gate="open" if decision.open else "closed",
+            reason=(decision.fault or decision.reason or ""),
+            steps_launched=self._launched_total,
+            steps_finished=self._finished_total,
+            tokens_total=self._tokens_total,
+            last_step_tokens=self._last_tokens,
+            last_step_s=self._last_step_s,
+            last_step_end_ns=self._last_end_ns,
+            running=self.load.running,
+            waiting=self.load.waiting,
+            kv_tokens=self.load.kv_tokens,
+            kv_tokens_total=self.load.kv_tokens_total,
+            weight_version=self.load.weight_version,
+            aborted_total=self._aborted,
+            closings_total=self._closings,
+            decide_s_mean=self._decide_s,
+        )
 
     def _read_pulses(self, now_ns: int) -> list[Reading[Pulse]]:
         record = self._grant.record
         if record is None:
             return []
-        if tuple(self._pulse_pages) != record.pulses:
-            for page in self._pulse_pages.values():
-                page.close()
-            self._pulse_pages = {name: self._directory.pulse_reader(name) for name in record.pulses}
+        if self._pulse_names != record.pulses:
+            self._expect_pulses(record.pulses)
         return [page.read(now_ns=now_ns) for page in self._pulse_pages.values()]
+
+    def _expect_pulses(self, names: tuple[str, ...]) -> None:
+        for page in self._pulse_pages.values():
+            page.close()
+        self._pulse_names, self._pulse_pages = names, {}
+        try:
+            self._pulse_pages = {name: self._directory.pulse_reader(name) for name in names}
+        except PeerProtocolError as error:
+            # Without its pulses the gate stays closed; the engine lives on for a better grant.
+            _log.error("grant of %s: %s", self._directory.path, error)
 
     def _production(self, now_ns: int) -> tuple[bool, int]:
         """(all engines idle, requests ever)"""

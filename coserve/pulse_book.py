@@ -27,6 +27,7 @@ class _Open:
     prompt_tokens_bound: int
     body_bytes: int
     alone: bool
+    """It found the engine idle."""
     first_token: bool = False
 
 
@@ -148,7 +149,7 @@ class PulseBook:
             ttft_s = (now_ns - request.arrival_ns) * 1e-9
             self._ttft.append(ttft_s)
             self._ttft_total += 1
-            if request.alone and step.first_tokens == 1:
+            if request.alone and step.first_tokens == 1 and len(self._open) == 1:
                 self.times.observe_prefill(tokens=step.prompt_tokens, seconds=ttft_s)
         if step.prompt_tokens and body_bytes > 0 and left == 0:
             ratio = max(0.5, body_bytes / step.prompt_tokens)

@@ -11,9 +11,12 @@ With epsilon = infinity this is ROSE's law; a finite epsilon bounds how much of 
 may use up. A phantom request that arrives now with the P99 prompt is always among the events, so an
 idle machine has a finite slack too.
 
-At consent level `plugin` single requests are not visible, so the law works on bounds: the oldest
-waiting arrival with the largest waiting prompt, and one last step for all decodes.
+At consent level `plugin` single requests are not visible, so the law works on bounds: one last step
+for all decodes, and the oldest waiting arrival with the largest waiting prompt or with none at all.
+Both, because a long prompt leaves less of an SLO and a short one has the smaller share epsilon.
 """
+
+import math
 
 from harvester.contracts.page import Grant, Pulse
 
@@ -25,27 +28,41 @@ HUNG_FLOOR_S = 5.0
 
 def deadline_s(slo_s: float, alone_s: float, epsilon: float) -> float:
     """Latency budget of one event, seconds from its start."""
-    return min(slo_s, (1.0 + epsilon) * alone_s)
+    if epsilon == math.inf:
+        return slo_s
+    return _lesser((1.0 + epsilon) * alone_s, slo_s)
 
 
 def slack_s(pulse: Pulse, grant: Grant, *, now_ns: int) -> float:
-    """Least slack in seconds over all events of one production engine; negative is a breach."""
+    """Least slack in seconds over all events of one production engine; negative is a breach.
+
+    What cannot be computed (a NaN in a model) is minus infinity: unknown is not idle.
+    """
     model, epsilon = grant.production, grant.epsilon
     phantom_s = model.prefill_s(grant.phantom_prompt_tokens) + model.decode_base_s
-    slack = deadline_s(grant.ttft_slo_s, phantom_s, epsilon) - phantom_s
+    event = deadline_s(grant.ttft_slo_s, phantom_s, epsilon) - phantom_s
+    slack = _lesser(math.inf, event)
     if pulse.in_flight == 0:
         return slack
     if pulse.waiting > 0:
-        alone_s = model.prefill_s(pulse.largest_waiting_prompt_tokens) + model.decode_s(
-            pulse.decoding
-        )
-        waited_s = (now_ns - pulse.oldest_waiting_arrival_ns) * 1e-9
-        slack = min(slack, deadline_s(grant.ttft_slo_s, alone_s, epsilon) - waited_s - alone_s)
+        decode_s = model.decode_s(pulse.decoding)
+        waited_s = max(0.0, (now_ns - pulse.oldest_waiting_arrival_ns) * 1e-9)
+        for prompt_tokens in (0, pulse.largest_waiting_prompt_tokens):
+            alone_s = model.prefill_s(prompt_tokens) + decode_s
+            event = deadline_s(grant.ttft_slo_s, alone_s, epsilon) - waited_s - alone_s
+            slack = _lesser(slack, event)
     if pulse.decoding > 0:
         alone_s = model.decode_s(pulse.decoding)
-        since_s = (now_ns - pulse.last_step_end_ns) * 1e-9
-        slack = min(slack, deadline_s(grant.itl_slo_s, alone_s, epsilon) - since_s - alone_s)
+        since_s = max(0.0, (now_ns - pulse.last_step_end_ns) * 1e-9)
+        event = deadline_s(grant.itl_slo_s, alone_s, epsilon) - since_s - alone_s
+        slack = _lesser(slack, event)
     return slack
+
+
+def _lesser(one_s: float, other_s: float) -> float:
+    if one_s <= other_s:
+        return one_s
+    return other_s if other_s < one_s else -math.inf
 
 
 def hung(pulse: Pulse, grant: Grant, *, now_ns: int) -> bool:

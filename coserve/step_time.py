@@ -2,18 +2,24 @@
 
     T = base_s + decode_s * decodes + prefill_s * prefill_tokens,  times an upper-quantile factor
 
-Fitted by recursive least squares with forgetting, so that other hardware, another model or longer
-contexts are followed without a reset. Plain floats: the fit runs once per step and must cost
-microseconds. Touches no clock; observations come with their duration.
+Fitted by recursive least squares with forgetting and a floor under what is known (Kreisselmeier,
+1990), so that other hardware, another model or longer contexts are followed without a reset. Plain
+floats: the fit runs once per step and must cost microseconds. Touches no clock; observations come
+with their duration.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-# Weight of a step 200 steps ago is 1/e: a few seconds of a small model, a minute of a large one.
+# A like step 200 steps ago weighs 1/e: a few seconds of a small model, a minute of a large one.
 _FORGETTING = 1.0 - 1.0 / 200.0
-_INITIAL_VARIANCE = 1e3
-# Bound on the covariance, so that idle directions (no prefill for hours) do not blow up.
-_MAX_VARIANCE = 1e6
+# Added with every step, so that a direction that no step has for hours (no prefill, one batch size)
+# is never quite unknown: without it the fit runs away there.
+_LEAST_INFORMATION = 1e-3
+# One step can be slow for reasons that are no step's (a first call, a page fault); what it says
+# beyond this many predictions is left out, and steps that stay slow still say it again.
+_OUTLIER_RATIO = 4.0
+_SHORTEST_STEP_S = 1e-4
+_LEAST_S = 1e-9
 
 
 @dataclass(slots=True)
@@ -27,9 +33,8 @@ class StepTimeModel:
     factor: float = 1.5
     """Ratio of the wanted quantile to the fitted mean."""
     samples: int = 0
-    _covariance: list[float] = field(
-        default_factory=lambda: [_INITIAL_VARIANCE, 0, 0, _INITIAL_VARIANCE, 0, _INITIAL_VARIANCE]
-    )
+    _information: tuple[float, float, float, float, float, float] = (0.0,) * 6
+    """Upper triangle, by rows: what the steps of late told about base, decode and prefill."""
 
     def predict_s(self, *, decodes: int, prefill_tokens: int) -> float:
         mean = self.base_s + self.decode_s * decodes + self.prefill_s * prefill_tokens
@@ -41,41 +46,51 @@ class StepTimeModel:
         A scheduler runs its decodes first (one token each) and fills up with prefill.
         """
         left_s = budget_s / self.factor - self.base_s
-        if left_s <= 0.0:
+        if not left_s > 0.0:
             return 0
-        if left_s < self.decode_s * decodes:
-            return min(cap, int(left_s / self.decode_s))
-        if self.prefill_s <= 0.0:
-            return cap
-        return min(cap, decodes + int((left_s - self.decode_s * decodes) / self.prefill_s))
+        decodes_s = self.decode_s * decodes
+        if left_s < decodes_s:
+            tokens = left_s / self.decode_s
+        else:
+            tokens = decodes + (left_s - decodes_s) / self.prefill_s
+        return cap if tokens >= cap else int(tokens)
 
     def observe(self, *, decodes: int, prefill_tokens: int, step_s: float) -> None:
         """Fold in one step that production did not disturb."""
-        x0, x1, x2 = 1.0, float(decodes), float(prefill_tokens)
-        p = self._covariance
-        k0 = p[0] * x0 + p[1] * x1 + p[2] * x2
-        k1 = p[1] * x0 + p[3] * x1 + p[4] * x2
-        k2 = p[2] * x0 + p[4] * x1 + p[5] * x2
-        scale = _FORGETTING + x0 * k0 + x1 * k1 + x2 * k2
-        mean = self.base_s * x0 + self.decode_s * x1 + self.prefill_s * x2
-        gain = (step_s - mean) / scale
-        self.base_s = max(0.0, self.base_s + gain * k0)
-        self.decode_s = max(1e-9, self.decode_s + gain * k1)
-        self.prefill_s = max(1e-9, self.prefill_s + gain * k2)
-        inverse = 1.0 / scale
-        self._covariance = [
-            min(_MAX_VARIANCE, value / _FORGETTING)
-            for value in (
-                p[0] - k0 * k0 * inverse,
-                p[1] - k0 * k1 * inverse,
-                p[2] - k0 * k2 * inverse,
-                p[3] - k1 * k1 * inverse,
-                p[4] - k1 * k2 * inverse,
-                p[5] - k2 * k2 * inverse,
-            )
-        ]
+        x1, x2 = float(decodes), float(prefill_tokens)
+        mean = self.base_s + self.decode_s * x1 + self.prefill_s * x2
+        step_s = min(step_s, _OUTLIER_RATIO * self.factor * max(mean, _SHORTEST_STEP_S))
+        a, b, c, d, e, f = self._information
+        a = _FORGETTING * a + _LEAST_INFORMATION + 1.0
+        b = _FORGETTING * b + x1
+        c = _FORGETTING * c + x2
+        d = _FORGETTING * d + _LEAST_INFORMATION + x1 * x1
+        e = _FORGETTING * e + x1 * x2
+        f = _FORGETTING * f + _LEAST_INFORMATION + x2 * x2
+        self._information = (a, b, c, d, e, f)
+        # The inverse by its cofactors: cheaper than a solver, and exact enough for three unknowns.
+        to_base = (d * f - e * e, c * e - b * f, b * e - c * d)
+        to_decode = (to_base[1], a * f - c * c, b * c - a * e)
+        to_prefill = (to_base[2], to_decode[2], a * d - b * b)
+        gain = (step_s - mean) / (a * to_base[0] + b * to_base[1] + c * to_base[2])
+        self._shift(gain, to_base)
+        self._shift(gain * x1, to_decode)
+        self._shift(gain * x2, to_prefill)
+        # Raised along the inverse, so that the others make up for it: raising one coefficient
+        # alone would leave a fit that is off for every step.
+        self._shift(max(0.0, -self.base_s) / to_base[0], to_base)
+        self._shift(max(0.0, _LEAST_S - self.decode_s) / to_decode[1], to_decode)
+        self._shift(max(0.0, _LEAST_S - self.prefill_s) / to_prefill[2], to_prefill)
+        self.base_s = max(0.0, self.base_s)
+        self.decode_s = max(_LEAST_S, self.decode_s)
+        self.prefill_s = max(_LEAST_S, self.prefill_s)
         self._follow_quantile(mean, step_s)
         self.samples += 1
+
+    def _shift(self, by: float, direction: tuple[float, float, float]) -> None:
+        self.base_s += by * direction[0]
+        self.decode_s += by * direction[1]
+        self.prefill_s += by * direction[2]
 
     def _follow_quantile(self, mean_s: float, step_s: float) -> None:
         # Stochastic quantile descent: up by q when the step took longer, down by 1 - q otherwise.

@@ -1,0 +1,230 @@
+"""The guest's side of a slot over real pages, its agent and production played by the test."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from coserve.gate import Closed
+from coserve.guest_slot import GuestSlot
+from harvester.contracts.page import GrantMode, PageFault
+from tests.unit.coserve.conftest import Slot
+
+
+@pytest.fixture
+def other_guest(slot: Slot) -> Iterator[GuestSlot]:
+    guest = GuestSlot(slot.directory.path, token_limit=512)
+    yield guest
+    guest.close()
+
+
+def test_opens_on_a_fresh_grant_and_idle_production(guest: GuestSlot) -> None:
+    assert guest.decide().tokens == 512
+
+
+def test_each_page_that_changes_changes_the_decision(slot: Slot, guest: GuestSlot) -> None:
+    assert guest.decide().open
+    slot.production_arrives()
+    assert guest.decide().reason is Closed.NO_SLACK
+    slot.pulse()
+    assert guest.decide().open
+    slot.grant(mode=GrantMode.CLOSED)
+    assert guest.decide().reason is Closed.GRANT_CLOSED
+    slot.grant(ttl_ns=0)
+    decision = guest.decide()
+    assert (decision.reason, decision.fault) == (Closed.GRANT_FAULT, PageFault.EXPIRED)
+    slot.grant()
+    slot.pulse(ttl_ns=0)
+    decision = guest.decide()
+    assert (decision.reason, decision.fault) == (Closed.PULSE_FAULT, PageFault.EXPIRED)
+
+
+def test_waits_for_the_pulses_that_the_grant_names(slot: Slot, guest: GuestSlot) -> None:
+    slot.grant(pulses=("pulse.prod.0", "pulse.prod.1"))
+    assert guest.decide().fault is PageFault.MISSING
+    from harvester.contracts.clock import monotonic_ns
+    from harvester.contracts.page import Pulse
+
+    second = slot.directory.pulse_writer("prod", 1)
+    second.write(Pulse(), now_ns=monotonic_ns(), ttl_ns=3_600_000_000_000)
+    assert guest.decide().open
+
+
+@pytest.mark.parametrize("name", ["../grant", "", "a/b", "guest\n"])
+def test_a_grant_that_names_no_pulse_page_closes_the_gate_and_ends_no_engine(
+    slot: Slot, guest: GuestSlot, name: str
+) -> None:
+    slot.grant(pulses=(name,))
+    assert guest.decide().reason is Closed.NO_PULSE
+    slot.grant()
+    assert guest.decide().open
+
+
+def test_launched_steps_are_taken_off_until_they_finish(guest: GuestSlot) -> None:
+    guest.step_time.base_s = 0.3
+    full = guest.decide()
+    guest.launched(decodes=1, prefill_tokens=0)
+    one = guest.decide()
+    assert one.tokens < full.tokens
+    guest.launched(decodes=1, prefill_tokens=0)
+    assert not guest.decide().open
+    guest.finished()
+    guest.finished()
+    guest.finished()
+    assert guest.decide().open
+
+
+def test_the_guest_page_tells_what_the_guest_does(slot: Slot, guest: GuestSlot) -> None:
+    slot.grant(epoch=9)
+    guest.load.running, guest.load.waiting, guest.load.weight_version = 2, 1, "17"
+    guest.decide()
+    guest.launched(decodes=2, prefill_tokens=6)
+    guest.publish()
+    page = slot.guest()
+    assert (page.epoch, page.gate, page.reason) == (9, "open", "")
+    assert (page.running, page.waiting, page.weight_version) == (2, 1, "17")
+    assert (page.steps_launched, page.steps_finished) == (1, 0)
+    guest.finished()
+    guest.aborted(3)
+    slot.production_arrives()
+    guest.decide()
+    guest.publish()
+    page = slot.guest()
+    assert (page.gate, page.reason, page.closings_total) == ("closed", "no_slack", 1)
+    assert (page.steps_finished, page.tokens_total, page.last_step_tokens) == (1, 8, 8)
+    assert page.aborted_total == 3
+    assert page.decide_s_mean > 0.0
+
+
+def test_learns_from_steps_beside_idle_production_only(slot: Slot, guest: GuestSlot) -> None:
+    def step() -> None:
+        guest.decide()
+        guest.launched(decodes=1, prefill_tokens=0)
+
+    step()
+    guest.finished()
+    assert guest.step_time.samples == 1
+    step()
+    slot.pulse(in_flight=1, decoding=1, requests_total=1)
+    guest.finished()
+    assert guest.step_time.samples == 1, "production had arrived"
+    step()
+    slot.pulse(requests_total=2)
+    guest.finished()
+    assert guest.step_time.samples == 1, "production had come and gone"
+    step()
+    slot.pulse(ttl_ns=0)
+    guest.finished()
+    assert guest.step_time.samples == 1, "nobody knows"
+    slot.pulse(requests_total=2)
+    step()
+    guest.finished()
+    assert guest.step_time.samples == 2
+
+
+def test_grace_ends_only_while_the_grant_is_gone(slot: Slot, guest: GuestSlot) -> None:
+    slot.grant(abort_grace_s=0.0)
+    guest.decide()
+    assert not guest.grace_over()
+    slot.grant(abort_grace_s=0.0, ttl_ns=0)
+    guest.decide()
+    assert guest.grace_over()
+    slot.grant(abort_grace_s=0.0)
+    guest.decide()
+    assert not guest.grace_over()
+
+
+def test_a_lost_grant_is_waited_for(slot: Slot, guest: GuestSlot) -> None:
+    guest.decide()
+    slot.grant(ttl_ns=0)
+    assert not guest.decide().open
+    assert not guest.grace_over()
+
+
+def test_knows_how_much_cache_is_held_beyond_the_budget(slot: Slot, guest: GuestSlot) -> None:
+    guest.load.kv_tokens = 1000
+    guest.decide()
+    assert guest.kv_excess_tokens() == 0
+    slot.grant(kv_budget_tokens=600)
+    guest.decide()
+    assert guest.kv_excess_tokens() == 400
+
+
+def test_a_prediction_that_admits_nothing_is_probed_and_corrected(
+    slot: Slot, guest: GuestSlot
+) -> None:
+    guest.step_time.base_s = 50.0
+    steps = 0
+    while not (decision := guest.decide()).open or decision.probe:
+        assert decision.probe, "the first step of a guest waits for nothing"
+        guest.launched(decodes=1, prefill_tokens=0)
+        guest.finished()
+        steps += 1
+        assert steps < 20
+    assert steps > 0
+
+
+def test_probes_take_a_hundredth_of_idle_time(guest: GuestSlot) -> None:
+    guest.launched(decodes=1, prefill_tokens=0)
+    threading.Event().wait(0.002)
+    guest.finished()
+    guest.step_time.base_s = 50.0
+    assert guest.decide().reason is Closed.NO_SLACK
+
+
+def test_sequences_change_with_every_page(slot: Slot, guest: GuestSlot) -> None:
+    guest.decide()
+    before = guest.sequences()
+    assert guest.sequences() == before
+    slot.pulse()
+    after_pulse = guest.sequences()
+    slot.grant()
+    assert len({before, after_pulse, guest.sequences()}) == 3
+
+
+def test_closing_removes_the_guest_page_and_quiets_later_calls(
+    slot: Slot, guest: GuestSlot
+) -> None:
+    guest.publish()
+    guest.close()
+    guest.close()
+    guest.publish()
+    assert slot.guest_fault() is PageFault.MISSING
+
+
+def test_a_guest_that_leaves_late_takes_no_page_from_its_successor(
+    slot: Slot, guest: GuestSlot, other_guest: GuestSlot
+) -> None:
+    guest.publish()
+    other_guest.load.running = 5
+    other_guest.publish()
+    guest.close()
+    assert slot.guest().running == 5
+
+
+def test_two_threads_may_decide_while_pages_come_and_go(slot: Slot, guest: GuestSlot) -> None:
+    errors: list[BaseException] = []
+    rounds = 300
+
+    def watch() -> None:
+        try:
+            for _ in range(rounds):
+                guest.sequences()
+                guest.decide()
+                guest.publish()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    for turn in range(rounds):
+        slot.grant(pulses=("pulse.prod.0",) if turn % 2 else ("pulse.prod.0", "pulse.gone.0"))
+        guest.decide()
+        guest.launched(decodes=1, prefill_tokens=0)
+        guest.publish()
+        guest.finished()
+    thread.join()
+    assert errors == []
+    slot.grant()
+    assert guest.decide().open
+    assert slot.guest_fault() is None

@@ -1,0 +1,216 @@
+"""What one API-server process of production knows, event by event."""
+
+from typing import Any
+
+import pytest
+
+from coserve.pulse_book import EngineStep, PulseBook
+from harvester.contracts.page import Pulse
+
+START_NS = 1_000_000_000_000
+
+
+class Production:
+    """An engine whose clock moves by what each event takes."""
+
+    def __init__(self) -> None:
+        self.book = PulseBook()
+        self.now_ns = START_NS
+
+    def after(self, seconds: float) -> "Production":
+        self.now_ns += round(seconds * 1e9)
+        return self
+
+    def arrive(self, key: int, *, body_bytes: int = 300) -> None:
+        self.book.arrive(key, body_bytes=body_bytes, now_ns=self.now_ns)
+
+    def finish(self, key: int) -> None:
+        self.book.finish(key, now_ns=self.now_ns)
+
+    def step(self, **fields: Any) -> None:
+        defaults: dict[str, Any] = {
+            "running": None,
+            "kv_usage_ratio": None,
+            "first_tokens": 0,
+            "prompt_tokens": 0,
+            "generation_tokens": 0,
+            "inter_token_s": (),
+            "finished_prompt_tokens": (),
+        }
+        self.book.step(EngineStep(**(defaults | fields)), now_ns=self.now_ns)
+
+    def pulse(self) -> Pulse:
+        return self.book.pulse(now_ns=self.now_ns)
+
+
+@pytest.fixture
+def production() -> Production:
+    return Production()
+
+
+def test_a_request_waits_then_decodes_then_is_gone(production: Production) -> None:
+    production.arrive(1)
+    pulse = production.pulse()
+    assert (pulse.in_flight, pulse.waiting, pulse.decoding) == (1, 1, 0)
+    assert pulse.oldest_waiting_arrival_ns == START_NS
+    production.after(0.02).step(first_tokens=1, prompt_tokens=50, generation_tokens=1, running=1)
+    pulse = production.pulse()
+    assert (pulse.in_flight, pulse.waiting, pulse.decoding, pulse.running) == (1, 0, 1, 1)
+    assert pulse.oldest_waiting_arrival_ns == 0
+    assert pulse.last_step_end_ns == production.now_ns
+    production.finish(1)
+    pulse = production.pulse()
+    assert (pulse.in_flight, pulse.waiting, pulse.decoding, pulse.requests_total) == (0, 0, 0, 1)
+
+
+def test_first_tokens_go_to_the_requests_that_wait_longest(production: Production) -> None:
+    for key in (1, 2, 3):
+        production.arrive(key, body_bytes=100 * key)
+        production.after(0.01)
+    production.step(first_tokens=2, prompt_tokens=10)
+    pulse = production.pulse()
+    assert pulse.ttft_s_recent == pytest.approx((0.03, 0.02))
+    assert pulse.oldest_waiting_arrival_ns == START_NS + 20_000_000
+    production.after(0.01).step(first_tokens=1, prompt_tokens=10)
+    assert production.pulse().ttft_s_recent == pytest.approx((0.03, 0.02, 0.02))
+    assert production.pulse().samples_total == 3
+
+
+def test_a_request_that_is_not_streamed_still_has_a_first_token(production: Production) -> None:
+    production.arrive(1)
+    production.after(0.02).step(first_tokens=1, prompt_tokens=50)
+    production.after(0.02).step(inter_token_s=(0.02,), finished_prompt_tokens=(50,))
+    assert production.pulse().decoding == 1
+    production.finish(1)
+    assert production.pulse().ttft_s_recent == pytest.approx((0.02,))
+
+
+def test_a_request_that_fails_before_its_first_token_leaves_no_sample(
+    production: Production,
+) -> None:
+    production.arrive(1)
+    production.finish(1)
+    production.arrive(2)
+    production.after(0.01).step(first_tokens=1, prompt_tokens=5)
+    assert production.pulse().ttft_s_recent == pytest.approx((0.01,))
+
+
+def test_ending_a_request_twice_counts_once(production: Production) -> None:
+    production.arrive(1)
+    production.after(1.0).finish(1)
+    production.after(1.0).finish(1)
+    assert production.pulse().busy_s_total == pytest.approx(1.0)
+
+
+def test_busy_time_is_the_time_with_a_request_in_flight(production: Production) -> None:
+    production.arrive(1)
+    production.after(1.0).arrive(2)
+    production.after(1.0).finish(1)
+    assert production.pulse().busy_s_total == pytest.approx(2.0)
+    production.after(1.0).finish(2)
+    production.after(5.0)
+    assert production.pulse().busy_s_total == pytest.approx(3.0)
+    production.arrive(3)
+    assert production.after(0.5).pulse().busy_s_total == pytest.approx(3.5)
+
+
+def test_the_mean_step_leaves_idle_time_out(production: Production) -> None:
+    for key in range(200):
+        production.arrive(key)
+        for _ in range(3):
+            production.after(0.010).step()
+        production.finish(key)
+        production.after(60.0)
+    assert production.pulse().step_s_mean == pytest.approx(0.010, rel=0.01)
+
+
+def test_counts_steps_tokens_and_the_cache(production: Production) -> None:
+    production.step(running=3, kv_usage_ratio=0.25, prompt_tokens=7, generation_tokens=2)
+    production.step(generation_tokens=3)
+    pulse = production.pulse()
+    assert (pulse.steps_total, pulse.prompt_tokens_total, pulse.generation_tokens_total) == (
+        2,
+        7,
+        5,
+    )
+    assert (pulse.running, pulse.kv_usage_ratio) == (3, 0.25)
+
+
+def test_keeps_the_newest_samples_and_counts_them_all(production: Production) -> None:
+    for sample in range(50):
+        production.step(inter_token_s=(float(sample),))
+    pulse = production.pulse()
+    assert pulse.itl_s_recent == tuple(float(sample) for sample in range(18, 50))
+    assert pulse.itl_samples_total == 50
+
+
+def test_the_prompt_bound_follows_smaller_ratios_fast_and_larger_ones_slowly(
+    production: Production,
+) -> None:
+    def bound_after(body_bytes: int, prompt_tokens: int, requests: int) -> int:
+        for key in range(requests):
+            production.arrive(key, body_bytes=body_bytes)
+            production.step(first_tokens=1, prompt_tokens=prompt_tokens)
+            production.finish(key)
+        production.arrive(10_000, body_bytes=1300)
+        bound = production.pulse().largest_waiting_prompt_tokens
+        production.finish(10_000)
+        return bound
+
+    assert bound_after(1300, 1200, 0) == 600, "two bytes a token before the first prompt"
+    assert bound_after(1300, 1200, 20) > 1180, "one byte a token"
+    assert 550 < bound_after(1300, 300, 20) < 1180, "four bytes a token, believed slowly"
+    assert bound_after(1300, 300, 400) < 310
+
+
+def test_a_body_of_unknown_length_is_a_prompt_of_one_token_and_no_error(
+    production: Production,
+) -> None:
+    production.arrive(1, body_bytes=0)
+    assert production.pulse().largest_waiting_prompt_tokens == 1
+    production.step(first_tokens=1, prompt_tokens=40)
+    production.arrive(2, body_bytes=1300)
+    assert production.pulse().largest_waiting_prompt_tokens == 600
+
+
+def test_the_p99_prompt_is_that_of_finished_requests(production: Production) -> None:
+    production.step(finished_prompt_tokens=tuple(range(1, 101)))
+    assert production.pulse().prompt_tokens_p99 == 0, "slow figures come with refit"
+    production.book.refit()
+    assert production.pulse().prompt_tokens_p99 == 100
+
+
+def test_learns_prefills_from_requests_that_were_alone_until_their_first_token(
+    production: Production,
+) -> None:
+    for key in range(30):
+        production.arrive(key)
+        production.after(0.05).step(first_tokens=1, prompt_tokens=100)
+        production.after(0.01).finish(key)
+    assert production.pulse().model_samples == 30
+    production.book.refit()
+    assert production.pulse().model.prefill_s(100) == pytest.approx(0.05)
+
+
+def test_a_prefill_that_shared_the_engine_teaches_nothing(production: Production) -> None:
+    production.arrive(1)
+    production.after(0.01).arrive(2)
+    production.after(0.09).step(first_tokens=1, prompt_tokens=100)
+    production.after(0.01).step(first_tokens=1, prompt_tokens=100)
+    assert production.pulse().model_samples == 0
+
+
+def test_learns_decodes_from_steps_without_a_prefill(production: Production) -> None:
+    for _ in range(30):
+        production.step(inter_token_s=(0.004, 0.005, 0.006))
+        production.step(inter_token_s=(0.040, 0.040), first_tokens=1, prompt_tokens=100)
+    production.book.refit()
+    assert production.pulse().model.decode_s(3) == pytest.approx(0.005)
+    assert production.pulse().model_samples == 30
+
+
+def test_publishes_no_model_before_there_are_enough_samples(production: Production) -> None:
+    for _ in range(19):
+        production.step(inter_token_s=(0.005,))
+    production.book.refit()
+    assert production.pulse().model.decode_s(1) == 0.0

@@ -1,0 +1,152 @@
+"""The guest's own step times, learned from steps whose law the test knows."""
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coserve.step_time import StepTimeModel
+
+Law = Callable[[int, int], float]
+
+models = st.builds(
+    StepTimeModel,
+    base_s=st.floats(0.0, 0.5),
+    decode_s=st.floats(1e-6, 0.05),
+    prefill_s=st.floats(1e-6, 0.05),
+    factor=st.floats(1.0, 4.0),
+)
+
+
+def slow(decodes: int, prefill_tokens: int) -> float:
+    return 0.006 + 0.0005 * decodes + 0.00005 * prefill_tokens
+
+
+def fast(decodes: int, prefill_tokens: int) -> float:
+    return slow(decodes, prefill_tokens) / 5
+
+
+def mixed_steps(
+    model: StepTimeModel, law: Law, count: int, *, seed: int = 1, noise: float = 0.05
+) -> None:
+    rng = random.Random(seed)
+    for _ in range(count):
+        decodes, prefill = rng.randint(1, 32), rng.choice((0, 0, 0, 128, 512))
+        step_s = law(decodes, prefill) * rng.uniform(1 - noise, 1 + noise)
+        model.observe(decodes=decodes, prefill_tokens=prefill, step_s=step_s)
+
+
+def mean_s(model: StepTimeModel, decodes: int, prefill_tokens: int) -> float:
+    return model.predict_s(decodes=decodes, prefill_tokens=prefill_tokens) / model.factor
+
+
+@pytest.mark.parametrize(("decodes", "prefill"), [(1, 0), (32, 0), (8, 512), (0, 1024)])
+def test_converges_on_the_law_of_the_steps(decodes: int, prefill: int) -> None:
+    model = StepTimeModel()
+    mixed_steps(model, slow, 1000)
+    assert mean_s(model, decodes, prefill) == pytest.approx(slow(decodes, prefill), rel=0.1)
+
+
+@pytest.mark.parametrize(("before", "after"), [(slow, fast), (fast, slow)])
+def test_follows_a_change_of_hardware(before: Law, after: Law) -> None:
+    model = StepTimeModel()
+    mixed_steps(model, before, 2000)
+    mixed_steps(model, after, 1500, seed=2)
+    for decodes, prefill in ((1, 0), (16, 0), (8, 512)):
+        assert mean_s(model, decodes, prefill) == pytest.approx(after(decodes, prefill), rel=0.15)
+
+
+def test_hours_of_one_batch_size_neither_run_away_nor_make_it_deaf() -> None:
+    rng = random.Random(3)
+    model = StepTimeModel()
+    for phase in range(40):
+        decodes, prefill = rng.choice((1, 4, 8, 16, 32)), rng.choice((0, 0, 0, 256))
+        for _ in range(2000):
+            step_s = slow(decodes, prefill) * rng.uniform(0.9, 1.1)
+            model.observe(decodes=decodes, prefill_tokens=prefill, step_s=step_s)
+        found = mean_s(model, decodes, prefill)
+        assert found == pytest.approx(slow(decodes, prefill), rel=0.05), f"phase {phase}"
+
+
+def test_keeps_what_it_knows_of_prefills_while_there_are_none() -> None:
+    model = StepTimeModel()
+    mixed_steps(model, slow, 1000)
+    for _ in range(20_000):
+        model.observe(decodes=8, prefill_tokens=0, step_s=slow(8, 0))
+    assert mean_s(model, 8, 512) == pytest.approx(slow(8, 512), rel=0.1)
+
+
+@pytest.mark.parametrize("law", [lambda d, p: 0.0005 * d, lambda d, p: 1e-6 * d * d + 1e-6 * p])
+def test_stays_finite_and_positive_on_steps_that_its_law_fits_badly(law: Law) -> None:
+    model = StepTimeModel()
+    mixed_steps(model, law, 5000, noise=0.5)
+    assert min(model.base_s, model.decode_s, model.prefill_s) >= 0.0
+    assert 0.2 < mean_s(model, 16, 0) / law(16, 0) < 5.0
+
+
+@pytest.mark.parametrize("quantile", [0.5, 0.9])
+def test_the_wanted_share_of_steps_is_within_the_prediction(quantile: float) -> None:
+    rng = random.Random(4)
+    model = StepTimeModel(quantile=quantile)
+
+    def step() -> bool:
+        decodes, prefill = rng.randint(1, 32), rng.choice((0, 0, 0, 128, 512))
+        step_s = slow(decodes, prefill) * rng.lognormvariate(0.0, 0.2)
+        predicted_s = model.predict_s(decodes=decodes, prefill_tokens=prefill)
+        model.observe(decodes=decodes, prefill_tokens=prefill, step_s=step_s)
+        return step_s <= predicted_s
+
+    for _ in range(2000):
+        step()
+    within = sum(step() for _ in range(4000)) / 4000
+    # The margin never goes below the mean, which of a skewed law is above its median.
+    assert quantile - 0.03 <= within <= quantile + 0.06
+
+
+def test_one_slow_call_does_not_spoil_what_was_learned() -> None:
+    model = StepTimeModel()
+    mixed_steps(model, slow, 1000)
+    before_s = model.predict_s(decodes=8, prefill_tokens=0)
+    model.observe(decodes=8, prefill_tokens=0, step_s=5.0)
+    assert model.predict_s(decodes=8, prefill_tokens=0) < 1.2 * before_s
+
+
+def test_a_first_step_of_two_seconds_is_forgotten_within_a_few_steps() -> None:
+    model = StepTimeModel()
+    model.observe(decodes=16, prefill_tokens=0, step_s=2.0)
+    mixed_steps(model, slow, 50)
+    assert model.predict_s(decodes=8, prefill_tokens=0) < 3 * slow(8, 0)
+
+
+@given(
+    model=models,
+    budget_s=st.floats(0.0, 5.0),
+    decodes=st.integers(0, 256),
+    cap=st.integers(1, 8192),
+)
+def test_tokens_within_a_time_is_the_inverse_of_the_prediction(
+    model: StepTimeModel, budget_s: float, decodes: int, cap: int
+) -> None:
+    def predicted_s(tokens: int) -> float:
+        running = min(decodes, tokens)
+        return model.predict_s(decodes=running, prefill_tokens=tokens - running)
+
+    tokens = model.tokens_within_s(budget_s, decodes=decodes, cap=cap)
+    assert 0 <= tokens <= cap
+    rounding_s = 1e-9
+    if tokens > 0:
+        assert predicted_s(tokens) <= budget_s + rounding_s
+    if tokens < cap:
+        assert predicted_s(tokens + 1) > budget_s - rounding_s
+
+
+@pytest.mark.parametrize("budget_s", [-math.inf, -1.0, 0.0, math.nan])
+def test_no_time_or_an_unknown_one_admits_nothing(budget_s: float) -> None:
+    assert StepTimeModel().tokens_within_s(budget_s, decodes=4, cap=512) == 0
+
+
+def test_unlimited_time_admits_the_cap() -> None:
+    assert StepTimeModel().tokens_within_s(math.inf, decodes=4, cap=512) == 512
