@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from harvester.contracts.clock import Clock
+from harvester.contracts.errors import ConfigError
 from scheduler.demo.gateway_admin import GatewayAdmin
 from scheduler.demo.job.events import StepDone
 from scheduler.demo.production import ProductionClient
@@ -61,16 +62,16 @@ class BlockRunner:
                     await self.step(arm, index)
 
     async def serve(self, arm: Arm) -> None:
-        """Prepare an arm: its job on every engine, a lease where it harvests, none where not."""
+        """Prepare an arm: its job on every engine, and no lease left where it does not harvest.
+
+        A harvesting job takes its lease when its turns queue, inside its first step.
+        """
         harvesting = arm is Arm.HARVEST
         if arm in JOBS:
             await self.gateway.activate(JOBS[arm])
         await self.gateway.harvesting(JOBS[Arm.HARVEST], enabled=harvesting)
-        if harvesting:
-            if not await self.gateway.guest_serving(GUEST, timeout_s=_LEASE_S):
-                self.told("the guest got no lease in time; it joins when it does")
-        else:
-            await self.gateway.guest_gone(GUEST, timeout_s=_LEASE_S)
+        if not harvesting and not await self.gateway.guest_gone(GUEST, timeout_s=_LEASE_S):
+            raise ConfigError("the guest still serves a job that gave its lease back")
 
     async def step(self, arm: Arm, index: int) -> None:
         done = await self.trainers[arm].step()

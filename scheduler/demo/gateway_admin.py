@@ -27,19 +27,13 @@ class GatewayAdmin:
             status: dict[str, Any] = await response.json()
             return status
 
-    async def guest_serving(self, engine: str, *, timeout_s: float) -> bool:
-        """Wait until a guest holds a lease and serves; False when it does not in time."""
-        return await self._until(engine, serving=True, timeout_s=timeout_s)
-
     async def guest_gone(self, engine: str, *, timeout_s: float) -> bool:
-        return await self._until(engine, serving=False, timeout_s=timeout_s)
-
-    async def _until(self, engine: str, *, serving: bool, timeout_s: float) -> bool:
+        """Wait until a guest serves no more; False when it still does after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     member = (await self.status())["engines"].get(engine)
-                    if (member is not None and member["state"] == "serving") == serving:
+                    if member is None or member["state"] != "serving":
                         return True
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:

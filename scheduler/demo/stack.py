@@ -281,6 +281,10 @@ class Stack:
                     "concurrency": ROLLOUT_CONCURRENCY,
                 },
             ],
+            "capacity_period_s": 0.25,
+            # A step of the demo's policy takes milliseconds: half a second without a token means
+            # that production is busy, and at a step's tail the turn goes on where there is room.
+            "timeouts": {"guest_stall_s": 0.5},
             "agents": [{"id": "demo", "url": self.url(self.ports.agent)}],
             "jobs": [{"id": JOBS[arm], "harvesting": False} for arm in JOBS],
             "state_file": str(self.paths.run / "gateway.sqlite"),
