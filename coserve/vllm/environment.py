@@ -12,8 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.ids import checked_name
-from harvester.contracts.page.directory import DIRECTORY_VARIABLE
+from harvester.contracts.page.directory import DIRECTORY_VARIABLE, pulse_page
 
 ROLE_VARIABLE = "ROSEMUX_ROLE"
 ENGINE_VARIABLE = "ROSEMUX_ENGINE"
@@ -48,7 +47,12 @@ def slot_environment() -> SlotEnvironment | None:
     if role not in tuple(Role):
         raise ConfigError(f"{ROLE_VARIABLE}={role!r}: use {' or '.join(Role)}")
     directory = os.environ.get(DIRECTORY_VARIABLE)
-    if not directory or not Path(directory).is_dir():
+    # After a reboot production may start before the agent has made the directory: it does not wait.
+    if not directory or (role == Role.GUEST and not Path(directory).is_dir()):
         raise ConfigError(f"{DIRECTORY_VARIABLE}={directory!r}: name the slot's page directory")
-    engine = checked_name(os.environ.get(ENGINE_VARIABLE, role), what=ENGINE_VARIABLE)
+    engine = os.environ.get(ENGINE_VARIABLE, role)
+    try:
+        pulse_page(engine, 0)
+    except ConfigError as error:
+        raise ConfigError(f"{ENGINE_VARIABLE}: {error}") from error
     return SlotEnvironment(Role(role), engine, Path(directory))

@@ -24,6 +24,11 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _EPOCH_HEADER = EPOCH_HEADER.lower().encode()
 _WATCH_S = 0.05
+_MAX_DIGITS = 19
+_PREFIXES = ("/v1/", "/v2/", "/inference/v1/", "/cohere/v2/")
+_ROUTES = frozenset(
+    ("/classify", "/generative_scoring", "/invocations", "/pooling", "/rerank", "/score")
+)
 
 
 def is_inference(scope: Scope) -> bool:
@@ -33,7 +38,7 @@ def is_inference(scope: Scope) -> bool:
     path: str = scope["path"]
     if path.endswith("/abort_requests"):
         return False
-    return path.startswith(("/v1/", "/inference/v1/"))
+    return path.startswith(_PREFIXES) or path in _ROUTES
 
 
 class PulseMiddleware:
@@ -60,7 +65,7 @@ class EpochMiddleware:
         self._grant: PageReader[Grant] | None = None
         if environment is not None and guest:
             self._grant = PageDirectory(environment.directory).grant_reader()
-        self._open: dict[asyncio.Task[None], Epoch] = {}
+        self._open: dict[asyncio.Task[None], _Reply] = {}
         self._watcher: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,34 +83,26 @@ class EpochMiddleware:
         await self._serve(scope, receive, send, Epoch(grant.epoch))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, epoch: Epoch) -> None:
-        started = False
-
-        async def tracked(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        async def run() -> None:
-            await self._app(scope, receive, tracked)
-
-        task = asyncio.ensure_future(run())
-        self._open[task] = epoch
+        reply = _Reply(send, epoch)
+        task = asyncio.create_task(_run(self._app, scope, receive, reply))
+        self._open[task] = reply
         if self._watcher is None or self._watcher.done():
-            self._watcher = asyncio.ensure_future(self._watch())
+            self._watcher = asyncio.create_task(self._watch())
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
             task.cancel()
+            await asyncio.wait({task})
             raise
         finally:
             self._open.pop(task, None)
-        if not task.cancelled():
+        if not reply.cut:
             task.result()
-        elif started:
+        elif not reply.started:
+            await _refuse(send, 409, "lease epoch was raised")
+        elif not reply.whole:
             # Ends the stream without a final chunk: the gateway keeps what it has.
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        else:
-            await _refuse(send, 409, "lease epoch was raised")
 
     async def _watch(self) -> None:
         """Cancel the requests of older epochs; runs only while requests are open."""
@@ -113,15 +110,47 @@ class EpochMiddleware:
         while self._open:
             grant = self._grant.read().record
             if grant is not None:
-                for task, epoch in tuple(self._open.items()):
-                    if epoch < grant.epoch:
+                for task, reply in tuple(self._open.items()):
+                    if reply.epoch < grant.epoch and not reply.cut:
+                        reply.cut = True
                         task.cancel()
             await asyncio.sleep(_WATCH_S)
 
 
+class _Reply:
+    """Passes an app's messages on and remembers how far the reply is.
+
+    A cancelled app may still have something to say (that its client went away): once the reply is
+    `cut`, nothing of that passes, and neither do the app's errors.
+    """
+
+    def __init__(self, send: Send, epoch: Epoch) -> None:
+        self._send = send
+        self.epoch = epoch
+        self.started = False
+        self.whole = False
+        self.cut = False
+
+    async def __call__(self, message: Message) -> None:
+        if self.cut:
+            return
+        self.started = True
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.whole = True
+        await self._send(message)
+
+
+async def _run(app: App, scope: Scope, receive: Receive, reply: _Reply) -> None:
+    try:
+        await app(scope, receive, reply)
+    except Exception:
+        if not reply.cut:
+            raise
+
+
 def _content_length(scope: Scope) -> int:
     for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit():
+        if name == b"content-length" and value.isdigit() and len(value) < _MAX_DIGITS:
             return int(value)
     return 0
 
@@ -129,7 +158,7 @@ def _content_length(scope: Scope) -> int:
 def _epoch(scope: Scope) -> int | None:
     for name, value in scope["headers"]:
         if name == _EPOCH_HEADER:
-            return int(value) if value.isdigit() and len(value) < 19 else None
+            return int(value) if value.isdigit() and len(value) < _MAX_DIGITS else None
     return None
 
 

@@ -2,65 +2,96 @@
 
 The middleware and the statistics logger of one process feed one book. The page is written on every
 event and by a timer of its own, because an idle engine emits nothing and silence must not look like
-idleness. Read-only for production: no request is touched, and no error in here reaches one.
+idleness. Read-only for production: no request is touched, and no error in here reaches one. After
+an error the pulse falls silent for good, which closes every gate.
 """
 
+import itertools
+import logging
 import threading
+from collections.abc import Callable
 
 from coserve.pulse_book import EngineStep, PulseBook
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import PageDirectory
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.page import PageDirectory, PageWriter, Pulse
 
 BEAT_S = 0.1
 PULSE_TTL_NS = 500_000_000
 _REFIT_BEATS = 10
+
+_log = logging.getLogger(__name__)
 
 
 class PulseReporter:
     """Thread-safe: the event loop reports, the timer beats."""
 
     def __init__(self, environment: SlotEnvironment) -> None:
-        directory = PageDirectory(environment.directory)
-        self._page = directory.pulse_writer(environment.engine, environment.process)
+        self._directory = PageDirectory(environment.directory)
+        self._engine, self._process = environment.engine, environment.process
+        self._page: PageWriter[Pulse] | None = None
+        self._why_no_page = ""
         self._book = PulseBook()
         self._lock = threading.Lock()
-        self._next_key = 0
-        threading.Thread(target=self._beat, name="rosemux-pulse", daemon=True).start()
+        self._keys = itertools.count(1)
+        self._silent = False
+        self._beats = 0
+        self._find_page()
+        threading.Thread(target=self._run, name="rosemux-pulse", daemon=True).start()
 
     def arrive(self, *, body_bytes: int) -> int:
         """A request came in; the key is for `finish`."""
-        now_ns = monotonic_ns()
-        with self._lock:
-            self._next_key += 1
-            self._book.arrive(self._next_key, body_bytes=body_bytes, now_ns=now_ns)
-            self._write(now_ns)
-            return self._next_key
+        key = next(self._keys)
+        self.report(lambda now_ns: self._book.arrive(key, body_bytes=body_bytes, now_ns=now_ns))
+        return key
 
     def finish(self, key: int) -> None:
-        now_ns = monotonic_ns()
+        self.report(lambda now_ns: self._book.finish(key, now_ns=now_ns))
+
+    def step(self, read: Callable[[], EngineStep]) -> None:
+        """`read` makes the step of upstream's objects; its errors stay in here too."""
+        self.report(lambda now_ns: self._book.step(read(), now_ns=now_ns))
+
+    def report(self, change: Callable[[int], None]) -> None:
+        """Apply one change to the book and publish it."""
         with self._lock:
-            self._book.finish(key, now_ns=now_ns)
-            self._write(now_ns)
+            if self._silent:
+                return
+            try:
+                now_ns = monotonic_ns()
+                change(now_ns)
+                if self._page is not None:
+                    pulse = self._book.pulse(now_ns=now_ns)
+                    self._page.write(pulse, now_ns=now_ns, ttl_ns=PULSE_TTL_NS)
+            except Exception:
+                self._silent = True
+                _log.exception("RoseMux reports no pulse any more; production is not affected")
 
-    def step(self, step: EngineStep) -> None:
-        now_ns = monotonic_ns()
-        with self._lock:
-            self._book.step(step, now_ns=now_ns)
-            self._write(now_ns)
-
-    def _write(self, now_ns: int) -> None:
-        self._page.write(self._book.pulse(now_ns=now_ns), now_ns=now_ns, ttl_ns=PULSE_TTL_NS)
-
-    def _beat(self) -> None:
+    def _run(self) -> None:
         timer = threading.Event()
-        beats = 0
         while not timer.wait(BEAT_S):
-            beats += 1
-            with self._lock:
-                if beats % _REFIT_BEATS == 0:
-                    self._book.refit()
-                self._write(monotonic_ns())
+            self._find_page()
+            self.report(self._beat)
+
+    def _beat(self, _now_ns: int) -> None:
+        self._beats += 1
+        if self._beats % _REFIT_BEATS == 0:
+            self._book.refit()
+
+    def _find_page(self) -> None:
+        """Make the page, also anew where it was deleted or its directory came later."""
+        if self._page is not None and self._page.in_place():
+            return
+        try:
+            page = self._directory.pulse_writer(self._engine, self._process)
+        except (ConfigError, OSError) as error:
+            if str(error) != self._why_no_page:
+                self._why_no_page = str(error)
+                _log.warning("no pulse until this is mended: %s", error)
+            return
+        with self._lock:
+            self._page = page
 
 
 _reporter: PulseReporter | None = None

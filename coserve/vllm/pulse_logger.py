@@ -23,7 +23,7 @@ class PulseStatLogger(StatLoggerBase):
     ) -> None:
         if self._reporter is None or (scheduler_stats is None and iteration_stats is None):
             return
-        self._reporter.step(_engine_step(scheduler_stats, iteration_stats))
+        self._reporter.step(lambda: _engine_step(scheduler_stats, iteration_stats))
 
     def log_engine_initialized(self) -> None:
         pass

@@ -7,6 +7,7 @@ queue; aborts, pauses and weight updates come through that queue and still pass.
 
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
@@ -14,7 +15,7 @@ from vllm.v1.request import RequestStatus
 from coserve.guest_slot import GuestSlot
 from coserve.vllm.environment import Role, slot_environment
 from coserve.vllm.waker import Waker
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, Unsupported
 
 
 class CoserveScheduler(AsyncScheduler):
@@ -39,25 +40,40 @@ class CoserveScheduler(AsyncScheduler):
         self._waker = Waker(self._slot, wake)
         self._waker.start()
 
+    def add_request(self, request: Any) -> None:
+        # The slack law cuts prefills, and vLLM's CPU runner fails on a cut prefill of a request
+        # with a seed of its own (it rewinds the generator, which CPU generators cannot). One
+        # request must not end the guest; a fleet that continues turns elsewhere repeats no seed
+        # anyway.
+        if current_platform.is_cpu() and request.sampling_params is not None:
+            request.sampling_params.seed = None
+        super().add_request(request)
+
     def has_requests(self) -> bool:
         """Whether a step may start now: there is work and the gate is open."""
         self._granted_tokens = 0
         if not super().has_requests():
             return False
-        if self._waker is None or not self._core.is_running():
-            # Not attached yet, or shutting down: the engine must be able to flush and end.
+        if self._waker is None:
+            raise Unsupported(
+                "no gate holds this engine loop: run the guest as a vLLM server with one "
+                "data-parallel rank and the plugin 'rosemux_coserve' enabled"
+            )
+        if not self._core.is_running():
+            # The engine must be able to flush and end; its turns go on elsewhere.
+            self._abort(list(self.requests))
             self._granted_tokens = self._token_limit
             return True
         self._measure_load()
-        if self._waker.abort_all.is_set():
-            self._waker.abort_all.clear()
+        decision = self._slot.decide()
+        if self._slot.grace_over():
             self._abort(list(self.requests))
-        self._granted_tokens = self._slot.decide().tokens
-        if self._granted_tokens == 0:
+        elif excess := self._slot.kv_excess_tokens():
+            self._abort(self._youngest_holding(excess))
+        if not decision.open:
             self._waker.arm()
             return False
-        if excess := self._slot.kv_excess_tokens():
-            self._abort(self._youngest_holding(excess))
+        self._granted_tokens = decision.tokens
         return True
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:

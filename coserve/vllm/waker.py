@@ -3,9 +3,13 @@
 While the gate is closed the engine loop sleeps in its input queue, so that a waiting guest costs
 nothing. This thread watches the slot's pages by their sequence numbers, evaluates the gate only
 when one of them changed, and puts a wake-up into that queue. Slack only shrinks as time passes, so
-without a changed page a closed gate cannot open.
+without a changed page only a probe can open a closed gate, and that one may wait.
+
+It decides nothing that the engine loop would not decide again: the loop is woken when the gate
+opens, and once when the grace after a lost grant is over.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -14,8 +18,11 @@ from coserve.guest_slot import GuestSlot
 # Opening is noticed within this time. A poll costs about ten microseconds: 1 % of a core.
 POLL_S = 0.001
 BEAT_S = 0.1
-# A page that was deleted and made anew has a new sequence; the full read finds it.
+# The full read finds what no sequence shows: a page deleted and made anew, one that expired.
 _FULL_READ_POLLS = 50
+_BEAT_POLLS = round(BEAT_S / POLL_S)
+
+_log = logging.getLogger(__name__)
 
 
 class Waker(threading.Thread):
@@ -27,7 +34,7 @@ class Waker(threading.Thread):
         self._wake = wake
         self._armed = threading.Event()
         self._stopped = threading.Event()
-        self.abort_all = threading.Event()
+        self._told_grace_over = False
 
     def arm(self) -> None:
         """The loop is about to sleep with work left; wake it when the gate opens."""
@@ -39,26 +46,42 @@ class Waker(threading.Thread):
 
     def run(self) -> None:
         while not self._stopped.is_set():
-            if self._armed.wait(timeout=BEAT_S) and not self._stopped.is_set():
-                self._watch()
-            else:
-                self._slot.publish()
+            try:
+                self._beat()
+            except Exception:
+                # Without this thread a closed gate would stay closed for ever.
+                _log.exception("the waker goes on after an error")
+                self._stopped.wait(BEAT_S)
 
-    def _watch(self) -> None:
+    def _beat(self) -> None:
+        if not self._armed.wait(timeout=BEAT_S):
+            # No work, or work that goes on: keep the grant's age and the guest page true.
+            self._slot.decide()
+            self._told_grace_over &= self._slot.grace_over()
+            self._slot.publish()
+        elif self._watch():
+            # Cleared before the wake-up: a loop that finds the gate closed again arms again.
+            self._armed.clear()
+            self._wake()
+
+    def _watch(self) -> bool:
+        """True once the loop must wake up, False when stopped."""
         seen: tuple[int, ...] = ()
         polls = 0
         while not self._stopped.is_set():
             sequences = self._slot.sequences()
             if sequences != seen or polls % _FULL_READ_POLLS == 0:
                 seen = sequences
-                if self._slot.decide().open:
-                    break
-                if self._slot.grace_over():
-                    self.abort_all.set()
-                    break
-            if polls % round(BEAT_S / POLL_S) == 0:
+                if self._must_wake():
+                    return True
+            if polls % _BEAT_POLLS == 0:
                 self._slot.publish()
             polls += 1
             self._stopped.wait(POLL_S)
-        self._armed.clear()
-        self._wake()
+        return False
+
+    def _must_wake(self) -> bool:
+        opened = self._slot.decide().open
+        over, told = self._slot.grace_over(), self._told_grace_over
+        self._told_grace_over = over
+        return opened or (over and not told)

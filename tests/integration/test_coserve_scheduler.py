@@ -1,0 +1,156 @@
+"""The guest's scheduler over vLLM's own class: what it answers the engine loop. No engine runs."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coserve.guest_slot import GuestSlot
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.errors import Unsupported
+from harvester.contracts.page import Grant, GrantMode, PageDirectory
+
+pytestmark = pytest.mark.engine
+
+HOUR_NS = 3_600_000_000_000
+
+
+class Core:
+    """What the scheduler touches of the engine core."""
+
+    def __init__(self) -> None:
+        self.running = True
+        self.ended: list[str] = []
+
+    def is_running(self) -> bool:
+        return self.running
+
+    def _send_abort_outputs(self, aborted: list[str]) -> None:
+        self.ended += aborted
+
+
+class Waker:
+    def __init__(self) -> None:
+        self.armed = 0
+
+    def arm(self) -> None:
+        self.armed += 1
+
+
+class Scene:
+    """A scheduler with requests, whose upstream half is played by the test."""
+
+    def __init__(self, path: Path, scheduler_class: Any) -> None:
+        self.directory = PageDirectory.create(path)
+        self._grants = self.directory.grant_writer()
+        self.core, self.waker = Core(), Waker()
+        scheduler = self.scheduler = object.__new__(scheduler_class)
+        scheduler._slot = GuestSlot(path, token_limit=512)
+        scheduler._token_limit, scheduler._granted_tokens = 512, 0
+        scheduler._core, scheduler._waker = self.core, self.waker
+        scheduler._measure_load = lambda: None
+        scheduler.requests = dict.fromkeys(("a", "b"))
+        scheduler.running = []
+        scheduler.finish_requests = self._finish
+        self.unflushed = False
+
+    def _finish(self, request_ids: list[str], _status: Any) -> list[str]:
+        for request_id in request_ids:
+            del self.scheduler.requests[request_id]
+        self.unflushed = True
+        return list(request_ids)
+
+    def grant(self, *, mode: GrantMode = GrantMode.UNGATED, ttl_ns: int = HOUR_NS) -> None:
+        grant = Grant(epoch=1, mode=mode, abort_grace_s=0.0)
+        self._grants.write(grant, now_ns=monotonic_ns(), ttl_ns=ttl_ns)
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    from coserve.vllm.scheduler import CoserveScheduler
+
+    scene = Scene(tmp_path, CoserveScheduler)
+
+    def has_requests(self: Any) -> bool:
+        # As upstream: aborted requests count until a step has told the workers.
+        return bool(self.requests) or scene.unflushed
+
+    monkeypatch.setattr(AsyncScheduler, "has_requests", has_requests)
+    scene.grant()
+    return scene
+
+
+def test_reports_work_while_the_gate_is_open(scene: Scene) -> None:
+    assert scene.scheduler.has_requests()
+    assert scene.waker.armed == 0
+
+
+def test_reports_no_work_and_asks_to_be_woken_while_the_gate_is_closed(scene: Scene) -> None:
+    scene.grant(mode=GrantMode.CLOSED)
+    assert not scene.scheduler.has_requests()
+    assert scene.waker.armed == 1
+    assert scene.core.ended == []
+
+
+def test_without_requests_nobody_needs_to_be_woken(scene: Scene) -> None:
+    scene.scheduler.requests.clear()
+    scene.grant(mode=GrantMode.CLOSED)
+    assert not scene.scheduler.has_requests()
+    assert scene.waker.armed == 0
+
+
+def test_an_engine_loop_without_a_gate_takes_no_step(scene: Scene) -> None:
+    scene.scheduler._waker = None
+    with pytest.raises(Unsupported, match="data-parallel"):
+        scene.scheduler.has_requests()
+
+
+def test_gives_everything_back_once_the_grace_is_over(scene: Scene) -> None:
+    scene.scheduler.has_requests()
+    scene.grant(ttl_ns=0)
+    assert not scene.scheduler.has_requests()
+    assert scene.core.ended == ["a", "b"]
+    assert not scene.scheduler.has_requests()
+    assert scene.core.ended == ["a", "b"], "and once only"
+
+
+def test_a_grant_that_is_back_before_the_loop_wakes_aborts_nothing(scene: Scene) -> None:
+    scene.scheduler.has_requests()
+    scene.grant(ttl_ns=0)
+    scene.scheduler._slot.decide()
+    scene.grant()
+    assert scene.scheduler.has_requests()
+    assert scene.core.ended == []
+
+
+def test_a_guest_that_shuts_down_ends_its_requests_instead_of_stepping_ungated(
+    scene: Scene,
+) -> None:
+    scene.grant(mode=GrantMode.CLOSED)
+    scene.core.running = False
+    assert scene.scheduler.has_requests(), "the workers are told"
+    assert scene.core.ended == ["a", "b"]
+    scene.unflushed = False
+    assert not scene.scheduler.has_requests()
+
+
+@pytest.mark.timeout(60)
+def test_a_guest_whose_grant_stays_away_does_not_spin(scene: Scene) -> None:
+    from coserve.vllm.waker import Waker as RealWaker
+
+    scene.scheduler.has_requests()
+    scene.grant(ttl_ns=0)
+    woken = threading.Semaphore(0)
+    waker = scene.scheduler._waker = RealWaker(scene.scheduler._slot, woken.release)
+    waker.start()
+    wakes = 0
+    assert not scene.scheduler.has_requests()
+    while woken.acquire(timeout=0.3):
+        wakes += 1
+        assert not scene.scheduler.has_requests()
+        assert wakes < 5
+    waker.stop()
+    waker.join(timeout=5.0)

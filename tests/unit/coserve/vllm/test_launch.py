@@ -1,0 +1,88 @@
+"""The command lines that an operator would have to write."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coserve.vllm.capabilities import capabilities
+from coserve.vllm.launch import EngineCommand, EngineSpec, dedicated, guest, production
+
+MODEL, PAGES, WEIGHTS = Path("/models/tiny"), Path("/dev/shm/rosemux/s"), Path("/weights")
+
+
+def spec(**changes: Any) -> EngineSpec:
+    fields: dict[str, Any] = {
+        "name": "prod",
+        "model": MODEL,
+        "port": 8001,
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        "vllm": capabilities("0.32.0"),
+    }
+    return EngineSpec(**(fields | changes))
+
+
+def flag(command: EngineCommand, name: str) -> str:
+    return command.arguments[command.arguments.index(name) + 1]
+
+
+def test_production_is_stock_but_for_one_flag_and_three_variables() -> None:
+    command = production(spec(), pages=PAGES)
+    assert flag(command, "--middleware") == "coserve.vllm.middleware.PulseMiddleware"
+    rosemux = {k: v for k, v in command.environment.items() if k.startswith("ROSEMUX_")}
+    assert rosemux == {
+        "ROSEMUX_ROLE": "production",
+        "ROSEMUX_ENGINE": "prod",
+        "ROSEMUX_PAGE_DIR": str(PAGES),
+    }
+    assert "--scheduler-cls" not in command.arguments
+    assert "VLLM_SERVER_DEV_MODE" not in command.environment
+
+
+def test_a_guest_is_gated_fenced_and_takes_weights() -> None:
+    command = guest(spec(name="guest"), pages=PAGES, weights=WEIGHTS)
+    assert flag(command, "--scheduler-cls") == "coserve.vllm.scheduler.CoserveScheduler"
+    assert flag(command, "--middleware") == "coserve.vllm.middleware.EpochMiddleware"
+    assert flag(command, "--weight-transfer-config") == '{"backend": "rosemux"}'
+    assert command.environment["ROSEMUX_ROLE"] == "guest"
+    assert command.environment["ROSEMUX_WEIGHT_ROOT"] == str(WEIGHTS)
+
+
+def test_a_dedicated_engine_takes_weights_and_belongs_to_no_slot() -> None:
+    command = dedicated(spec(), weights=WEIGHTS)
+    assert flag(command, "--weight-transfer-config") == '{"backend": "rosemux"}'
+    assert not {"--scheduler-cls", "--middleware"} & set(command.arguments)
+    assert "ROSEMUX_ROLE" not in command.environment
+
+
+def test_serves_on_loopback_only() -> None:
+    for command in (
+        production(spec(), pages=PAGES),
+        guest(spec(), pages=PAGES, weights=WEIGHTS),
+        dedicated(spec(), weights=WEIGHTS),
+    ):
+        assert flag(command, "--host") == "127.0.0.1"
+        assert flag(command, "--port") == "8001"
+        assert flag(command, "--model") == str(MODEL)
+
+
+def test_a_core_pins_the_engine() -> None:
+    assert production(spec(core=1), pages=PAGES).arguments[:3] == ("taskset", "-c", "1")
+    assert production(spec(), pages=PAGES).arguments[0] == sys.executable
+
+
+def test_an_operators_own_arguments_are_kept() -> None:
+    extra = ("--seed", "7")
+    command = production(spec(extra_arguments=extra), pages=PAGES)
+    assert flag(command, "--seed") == "7"
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.32.0"])
+def test_opens_the_token_routes_where_the_version_keeps_them_shut(version: str) -> None:
+    vllm = capabilities(version)
+    command = dedicated(spec(vllm=vllm), weights=WEIGHTS)
+    if vllm.token_routes_flag is not None:
+        assert vllm.token_routes_flag in command.arguments
+    assert None not in command.arguments

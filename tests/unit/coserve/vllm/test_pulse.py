@@ -1,0 +1,116 @@
+"""The reporter of one production process, over real pages."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from coserve.pulse_book import EngineStep
+from coserve.vllm import pulse
+from coserve.vllm.environment import Role, SlotEnvironment
+from coserve.vllm.pulse import PulseReporter, process_reporter
+from harvester.contracts.page import PageDirectory, PageFault, Pulse, Reading
+
+SetRole = Callable[[str, Path], None]
+BEATS = 50
+STEP = EngineStep(
+    running=1,
+    kv_usage_ratio=0.5,
+    first_tokens=1,
+    prompt_tokens=10,
+    generation_tokens=1,
+    inter_token_s=(),
+    finished_prompt_tokens=(),
+)
+
+
+def reporter_in(path: Path) -> PulseReporter:
+    return PulseReporter(SlotEnvironment(Role.PRODUCTION, "prod", path))
+
+
+def reading(path: Path) -> Reading[Pulse]:
+    return PageDirectory(path).pulse_reader("pulse.prod.0").read()
+
+
+def within_beats(holds: Callable[[], bool]) -> bool:
+    import threading
+
+    pause = threading.Event()
+    return any(holds() or pause.wait(pulse.BEAT_S / 5) for _ in range(BEATS))
+
+
+def test_publishes_each_event_at_once(tmp_path: Path) -> None:
+    reporter = reporter_in(tmp_path)
+    key = reporter.arrive(body_bytes=500)
+    assert reading(tmp_path).record is not None
+    reporter.step(lambda: STEP)
+    record = reading(tmp_path).record
+    assert record is not None
+    assert (record.decoding, record.running, record.steps_total) == (1, 1, 1)
+    reporter.finish(key)
+    record = reading(tmp_path).record
+    assert record is not None
+    assert record.in_flight == 0
+
+
+def test_beats_while_idle(tmp_path: Path) -> None:
+    reporter_in(tmp_path)
+    assert within_beats(lambda: reading(tmp_path).record is not None)
+    first_ns = reading(tmp_path).stamp_ns
+    assert within_beats(lambda: reading(tmp_path).stamp_ns > first_ns)
+
+
+def test_begins_once_the_agent_has_made_the_directory(tmp_path: Path) -> None:
+    pages = tmp_path / "after_reboot"
+    reporter = reporter_in(pages)
+    reporter.arrive(body_bytes=500)
+    assert reading(pages).fault is PageFault.MISSING
+    pages.mkdir()
+    assert within_beats(lambda: reading(pages).record is not None)
+    record = reading(pages).record
+    assert record is not None
+    assert record.in_flight == 1, "what arrived before is known"
+
+
+def test_makes_a_deleted_page_anew(tmp_path: Path) -> None:
+    reporter = reporter_in(tmp_path)
+    reporter.arrive(body_bytes=500)
+    (tmp_path / "pulse.prod.0").unlink()
+    assert within_beats(lambda: reading(tmp_path).record is not None)
+
+
+def test_a_step_that_cannot_be_read_silences_the_pulse_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reporter = reporter_in(tmp_path)
+    reporter.arrive(body_bytes=500)
+
+    def of_another_vllm() -> EngineStep:
+        raise AttributeError("num_running_reqs")
+
+    reporter.step(of_another_vllm)
+    assert "num_running_reqs" in caplog.text
+    stamp_ns = reading(tmp_path).stamp_ns
+    reporter.finish(reporter.arrive(body_bytes=500))
+    reporter.step(lambda: STEP)
+    assert reading(tmp_path).stamp_ns == stamp_ns
+
+
+def test_there_is_one_reporter_in_a_production_process(
+    tmp_path: Path, set_role: SetRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "_reporter", None)
+    set_role("production", tmp_path)
+    reporter = process_reporter()
+    assert reporter is not None
+    assert process_reporter() is reporter
+
+
+def test_there_is_no_reporter_elsewhere(
+    tmp_path: Path, set_role: SetRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "_reporter", None)
+    set_role("guest", tmp_path)
+    assert process_reporter() is None
+    monkeypatch.delenv("ROSEMUX_ROLE")
+    assert process_reporter() is None

@@ -1,0 +1,160 @@
+"""The waker against a slot whose every answer the test sets."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from coserve.gate import Closed, Decision
+from coserve.vllm.waker import Waker
+
+OPEN = Decision(8, None, 1.0)
+SHUT = Decision(0, Closed.NO_SLACK, 0.0)
+WAIT_S = 5.0
+
+
+class FakeSlot:
+    """Counts what it is asked; `asked` is set on every full decision."""
+
+    def __init__(self) -> None:
+        self.decision = SHUT
+        self.sequence = 0
+        self.over = False
+        self.error: Exception | None = None
+        self.decisions = self.polls = self.published = 0
+        self.asked = threading.Semaphore(0)
+        self.told = threading.Semaphore(0)
+
+    def decide(self) -> Decision:
+        self.decisions += 1
+        error, self.error = self.error, None
+        self.asked.release()
+        if error is not None:
+            raise error
+        return self.decision
+
+    def sequences(self) -> tuple[int, ...]:
+        self.polls += 1
+        return (self.sequence,)
+
+    def grace_over(self) -> bool:
+        return self.over
+
+    def publish(self) -> None:
+        self.published += 1
+        self.told.release()
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.slot = FakeSlot()
+        self.woken = threading.Semaphore(0)
+        self.waker = Waker(self.slot, self.woken.release)  # type: ignore[arg-type]
+        self.waker.start()
+
+    def arm_and_look(self) -> None:
+        """Arm, and wait until the waker has evaluated the gate."""
+        while self.slot.asked.acquire(blocking=False):
+            pass
+        self.waker.arm()
+        assert self.slot.asked.acquire(timeout=WAIT_S)
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.waker.stop()
+    scene.waker.join(timeout=WAIT_S)
+    assert not scene.waker.is_alive()
+
+
+def eventually(semaphore: threading.Semaphore) -> bool:
+    return semaphore.acquire(timeout=WAIT_S)
+
+
+def not_within_beats(semaphore: threading.Semaphore) -> bool:
+    return not semaphore.acquire(timeout=0.15)
+
+
+def test_wakes_the_loop_when_a_changed_page_opens_the_gate(scene: Scene) -> None:
+    scene.arm_and_look()
+    scene.slot.decision = OPEN
+    scene.slot.sequence += 1
+    assert eventually(scene.woken)
+
+
+def test_finds_an_opening_that_no_sequence_shows(scene: Scene) -> None:
+    scene.arm_and_look()
+    scene.slot.decision = OPEN
+    assert eventually(scene.woken)
+
+
+def test_wakes_nobody_that_is_not_armed(scene: Scene) -> None:
+    scene.slot.decision = OPEN
+    assert not_within_beats(scene.woken)
+
+
+def test_wakes_once_per_arming(scene: Scene) -> None:
+    scene.slot.decision = OPEN
+    scene.waker.arm()
+    assert eventually(scene.woken)
+    assert not_within_beats(scene.woken)
+    scene.waker.arm()
+    assert eventually(scene.woken)
+
+
+def test_evaluates_the_gate_rarely_while_no_page_changes(scene: Scene) -> None:
+    scene.arm_and_look()
+    polls, decisions = scene.slot.polls, scene.slot.decisions
+    while scene.slot.polls < polls + 100:
+        assert eventually(scene.slot.told)
+    assert scene.slot.decisions - decisions <= (scene.slot.polls - polls) // 50 + 1
+
+
+def test_wakes_once_when_the_grace_is_over_and_not_again_while_it_stays_so(scene: Scene) -> None:
+    scene.arm_and_look()
+    scene.slot.over = True
+    assert eventually(scene.woken)
+    scene.waker.arm()
+    assert not_within_beats(scene.woken)
+    scene.slot.over = False
+    scene.slot.sequence += 1
+    scene.arm_and_look()
+    scene.slot.over = True
+    assert eventually(scene.woken), "a grant that was lost again"
+
+
+def test_a_grace_that_ended_while_there_was_no_work_is_still_told(scene: Scene) -> None:
+    scene.slot.over = True
+    assert eventually(scene.slot.told)
+    assert eventually(scene.slot.told)
+    scene.waker.arm()
+    assert eventually(scene.woken)
+
+
+@pytest.mark.parametrize("prepare", [Scene.arm_and_look, lambda scene: None])
+def test_keeps_the_guest_page_fresh_armed_and_idle(
+    scene: Scene, prepare: Callable[[Scene], None]
+) -> None:
+    prepare(scene)
+    for _ in range(3):
+        assert eventually(scene.slot.told)
+
+
+def test_lives_on_after_an_error_and_still_wakes(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.slot.error = OSError("page gone")
+    scene.arm_and_look()
+    scene.slot.decision = OPEN
+    assert eventually(scene.woken)
+    assert "page gone" in caplog.text
+
+
+def test_stops_while_armed(scene: Scene) -> None:
+    scene.arm_and_look()
+    scene.waker.stop()
+    scene.waker.join(timeout=WAIT_S)
+    assert not scene.waker.is_alive()
+    assert not scene.woken.acquire(blocking=False)
