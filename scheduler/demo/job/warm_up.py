@@ -83,7 +83,7 @@ def trained(warm_up: WarmUp) -> dict[str, Tensor]:
     """Imitates demonstrations from scratch; float32 weights under the checkpoint's names."""
     weights = MasterWeights(
         Policy(warm_up.policy, seed=warm_up.seed),
-        AdamSettings(learning_rate=warm_up.learning_rate),
+        AdamSettings(learning_rate=warm_up.learning_rate, epsilon=1e-8),
     )
     stream = _demonstrations(warm_up)
     for step in range(warm_up.steps):
