@@ -1,5 +1,6 @@
 """The guest's side of a slot over real pages, its agent and production played by the test."""
 
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -7,7 +8,8 @@ import pytest
 
 from coserve.gate import Closed
 from coserve.guest_slot import GuestSlot
-from harvester.contracts.page import GrantMode, PageFault
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.page import GrantMode, PageFault, Pulse
 from tests.unit.coserve.conftest import Slot
 
 
@@ -42,9 +44,6 @@ def test_each_page_that_changes_changes_the_decision(slot: Slot, guest: GuestSlo
 def test_waits_for_the_pulses_that_the_grant_names(slot: Slot, guest: GuestSlot) -> None:
     slot.grant(pulses=("pulse.prod.0", "pulse.prod.1"))
     assert guest.decide().fault is PageFault.MISSING
-    from harvester.contracts.clock import monotonic_ns
-    from harvester.contracts.page import Pulse
-
     second = slot.directory.pulse_writer("prod", 1)
     second.write(Pulse(), now_ns=monotonic_ns(), ttl_ns=3_600_000_000_000)
     assert guest.decide().open
@@ -202,9 +201,18 @@ def test_a_guest_that_leaves_late_takes_no_page_from_its_successor(
     assert slot.guest().running == 5
 
 
+@pytest.fixture
+def eager_threads() -> Iterator[None]:
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before_s)
+
+
+@pytest.mark.usefixtures("eager_threads")
 def test_two_threads_may_decide_while_pages_come_and_go(slot: Slot, guest: GuestSlot) -> None:
     errors: list[BaseException] = []
-    rounds = 300
+    rounds = 1000
 
     def watch() -> None:
         try:
