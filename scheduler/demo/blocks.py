@@ -87,7 +87,9 @@ class BlockRunner:
         busy_s = self.watch.pulse().busy_s_total
         stopped = asyncio.Event()
         replay = asyncio.ensure_future(
-            self.client.replay(endless(window, stopped), arm=arm, block=index, start_s=start_s)
+            self.client.replay(
+                endless(window), arm=arm, block=index, start_s=start_s, stopped=stopped
+            )
         )
         try:
             yield
@@ -116,12 +118,12 @@ class BlockRunner:
             self.stack.check()
 
 
-def endless(window: Window, stopped: asyncio.Event) -> Iterator[Arrival]:
-    """The window's arrivals, lap after lap, until `stopped`; a lap's requests are new indices."""
+def endless(window: Window) -> Iterator[Arrival]:
+    """The window's arrivals, lap after lap; a later lap's requests have indices of their own."""
+    if not window.arrivals:
+        return
     for lap in count():
         for arrival in window.arrivals:
-            if stopped.is_set():
-                return
             yield replace(
                 arrival,
                 index=arrival.index + lap * len(window.arrivals),

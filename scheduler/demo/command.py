@@ -16,12 +16,18 @@ from scheduler.demo.blocks import BlockPlan
 from scheduler.demo.bursts import Bursts, generated_trace
 from scheduler.demo.prerequisites import check_machine
 from scheduler.demo.processes import Processes
-from scheduler.demo.records import Arm, ProductionRequest, Record, TrainingStep
+from scheduler.demo.records import Record, TrainingStep
 from scheduler.demo.report import write_report
 from scheduler.demo.result import Facts, as_json, result_of
 from scheduler.demo.run_directory import run_directory
-from scheduler.demo.session import TOKEN_SCALE, Outcome, Recorder, Session, SessionPlan
-from scheduler.demo.slo import choose_slo
+from scheduler.demo.session import (
+    TOKEN_SCALE,
+    Outcome,
+    Recorder,
+    Session,
+    SessionPlan,
+    service_level,
+)
 from scheduler.demo.stack import GUEST, Stack
 from scheduler.demo.table import closing, step_line
 from scheduler.demo.trace import Trace, read_trace
@@ -88,22 +94,14 @@ def _progress(record: Record, told: Callable[[str], None]) -> None:
 
 def _facts(outcome: Outcome, records: list[Record], *, started_s: float, now: float) -> Facts:
     window, status = outcome.window, outcome.gateway
-    slo = choose_slo(
-        [
-            record
-            for record in records
-            if isinstance(record, ProductionRequest)
-            and record.arm is Arm.SERVING_ONLY
-            and record.block >= 0
-        ]
-    )
+    level = service_level(records)
     first_s = outcome.first_harvested_token_s
     return Facts(
         trace=window.trace,
         scale=window.speed,
         scaling={**asdict(TOKEN_SCALE), "requests_per_s": window.rate},
-        ttft_slo_s=slo.ttft_s,
-        itl_slo_s=slo.itl_s,
+        ttft_slo_s=level.ttft_s,
+        itl_slo_s=level.itl_s,
         guests=frozenset({GUEST}),
         hash_mismatches=outcome.hash_mismatches,
         migrated=sum(job["turns"]["migrated"] for job in status["jobs"].values()),

@@ -6,7 +6,7 @@ both jobs take one unmeasured step        ->  measured blocks  ->  result
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -135,6 +135,9 @@ class Session:
             self.told(f"round {index + 1}: {arm}")
             await runner.run(arm, index, slices[index], self.plan.blocks)
             await audit.run()
+            if arm is Arm.SERVING_ONLY:
+                level = service_level(self.recorder.records)
+                self.stack.promise(level)
         return Outcome(
             window=window,
             level=level,
@@ -200,6 +203,20 @@ class Session:
         blocks = self.plan.blocks
         duration_s = blocks.rounds * blocks.serving_s
         return window_of(self.trace, duration_s=duration_s, rate=rate).sized(TOKEN_SCALE)
+
+
+def service_level(records: Iterable[Record]) -> ServiceLevel:
+    """The SLO that production alone attains in its measured blocks. Needs one request of them."""
+    slo = choose_slo(
+        [
+            record
+            for record in records
+            if isinstance(record, ProductionRequest)
+            and record.arm is Arm.SERVING_ONLY
+            and record.block >= 0
+        ]
+    )
+    return ServiceLevel(ttft_s=slo.ttft_s, itl_s=slo.itl_s)
 
 
 def rounds_of(window: Window, rounds: int) -> tuple[Window, ...]:

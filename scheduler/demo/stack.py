@@ -257,6 +257,7 @@ class Stack:
                         # The demo sets its SLO where production alone already misses it now and
                         # then, so every budget would be overspent by production itself.
                         "budget": {"enforced": False},
+                        "proof": {"slice_s": 0.5},
                     },
                 }
             ],

@@ -271,7 +271,10 @@ class RoutingPolicy:
             load = self._engines[engine]
             wait_s = fastest_s * (1 + ahead / faster_places) if faster_places else turn_s
             full = load.full(half_life_s=self._config.speed_half_life_s, now=now)
-            if not full and (places or turn_s <= wait_s):
+            cost_s = turn_s
+            if load.kind is EngineKind.GUEST and self._config.moved_after_s is not None:
+                cost_s = min(turn_s, self._config.moved_after_s + fastest_s)
+            if not full and (places or cost_s <= wait_s):
                 places[engine] = turn_s
             if not faster_places:
                 fastest_s = turn_s

@@ -19,10 +19,13 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Until an engine has been measured."""
     default_turn_tokens: float = 64.0
     """Until a turn has ended."""
-    speed_weight: float = 0.1
+    speed_weight: float = 0.03
     """Of the newest turn in the moving averages of speed and length."""
     speed_half_life_s: float = 10.0
     """In which an engine's measured speed fades where no turn renews it."""
+    moved_after_s: float | None = None
+    """A guest's turn without a token for this long is moved to where there is room, so a bad place
+    costs no more than this and the turn elsewhere. None: nobody moves it."""
     trajectories: int = 65536
     """Remembered last engines; the longest unused is forgotten."""
 

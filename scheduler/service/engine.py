@@ -84,7 +84,7 @@ class EngineClient:
                 if not self._transfer_ready:
                     await self._post("/init_weight_transfer_engine", {"init_info": {}})
                     self._transfer_ready = True
-                await self._post("/start_weight_update")
+                await self._begin_update()
                 await self._post("/update_weights", update)
                 await self._post("/finish_weight_update", {"weight_version": str(version)})
                 await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
@@ -92,6 +92,15 @@ class EngineClient:
         except (aiohttp.ClientError, TimeoutError, ConnectionError, EngineLost) as error:
             self.forget()
             raise EngineLost(f"switch to {store} {version}: {error!r}") from error
+
+    async def _begin_update(self) -> None:
+        try:
+            await self._post("/start_weight_update")
+        except EngineLost:
+            # A switch that was cut off (its lease ended) left its session open. vLLM has no call
+            # that closes one, and going on in it is the same, as every update is a whole one.
+            # Where starting failed for another reason, the update that follows says so.
+            return
 
     def forget(self) -> None:
         """The engine may be another process when it is back."""
@@ -118,7 +127,11 @@ class EngineClient:
     async def _post(
         self, path: str, body: dict[str, Any] | None = None, params: dict[str, str] | None = None
     ) -> None:
-        async with self._session.post(self._url + path, json=body, params=params) as response:
+        # vLLM's server drops the connection after an error, and a POST is never sent twice: each of
+        # these rare calls has a connection of its own.
+        async with self._session.post(
+            self._url + path, json=body, params=params, headers={"Connection": "close"}
+        ) as response:
             if response.status != 200:
                 raise EngineLost(f"{path}: {response.status} {await _message(response)}")
 

@@ -67,7 +67,8 @@ class Scheduler:
         """Ledger totals that the metrics have had."""
         self._sessions: set[tuple[JobId, TrajectoryId]] = set()
         times = settings.timeouts
-        routing = RoutingPolicy(msgspec.convert(settings.routing, RoutingConfig))
+        moved = {"moved_after_s": settings.timeouts.guest_stall_s}
+        routing = RoutingPolicy(msgspec.convert(moved | settings.routing, RoutingConfig))
         self.dispatcher = Dispatcher(routing, clock, queue_s=times.queue_s)
         versions_config = {
             "min_dedicated": int(any(e.kind is EngineKind.DEDICATED for e in settings.engines)),
