@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# A guest beside the production engine of slot0: stock vLLM with the coserve scheduler, in the idle
+# scheduling class. Usage: examples/guest.sh MODEL_DIRECTORY [more vLLM flags]
+#
+# Same user as the agent. The weights come from the store; the model directory needs only its
+# configuration and tokenizer. On a CPU add --enforce-eager --dtype bfloat16; before vLLM 0.30 leave
+# --enable-scale-out out. The development routes (VLLM_SERVER_DEV_MODE) must stay on loopback.
+set -euo pipefail
+
+export ROSEMUX_ROLE=guest ROSEMUX_ENGINE=guest ROSEMUX_PAGE_DIR=/run/rosemux/slot0
+export ROSEMUX_WEIGHT_ROOT=/srv/weights VLLM_SERVER_DEV_MODE=1
+
+exec chrt --idle 0 python -m vllm.entrypoints.openai.api_server \
+    --model "${1:?usage: examples/guest.sh MODEL_DIRECTORY [more vLLM flags]}" "${@:2}" \
+    --host 127.0.0.1 --port 8001 \
+    --scheduler-cls coserve.vllm.scheduler.CoserveScheduler \
+    --middleware coserve.vllm.middleware.EpochMiddleware \
+    --weight-transfer-config '{"backend": "rosemux"}' \
+    --load-format dummy \
+    --enable-scale-out \
+    --stream-interval 8 \
+    --logprobs-mode processed_logprobs

@@ -1,0 +1,58 @@
+"""Publish a checkpoint as the next version of a job, and tell the gateway.
+
+    python examples/publish.py --checkpoint model.safetensors --store /srv/weights/job-a --job job-a
+
+In a trainer it is three lines, the first of them once:
+
+    publisher = Publisher("/srv/weights/job-a")
+    published = publisher.publish(model.state_dict())
+    announce(gateway_url, "job-a", announcement(published, "job-a"))
+
+The second returns when the version is durable, the third when every dedicated engine serves it.
+"""
+
+import argparse
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from weightsync.publisher import Published, Publisher
+
+
+def announcement(published: Published, store: str) -> dict[str, Any]:
+    """`store` is the directory's name under the engines' ROSEMUX_WEIGHT_ROOT."""
+    return {"version": published.version, "store": store}
+
+
+def announce(gateway_url: str, job: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"{gateway_url}/v1/jobs/{job}/versions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=150) as reply:
+        switched: dict[str, Any] = json.load(reply)
+    return switched
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a safetensors file")
+    parser.add_argument("--store", type=Path, required=True, help="this job's weight store")
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--gateway", default="http://127.0.0.1:8300")
+    given = parser.parse_args()
+
+    from safetensors.torch import load_file
+
+    with Publisher(given.store) as publisher:
+        published = publisher.publish(load_file(given.checkpoint))
+    print(f"version {published.version}: {published.bytes_sent} of {published.bytes_dense} bytes")
+    switched = announce(given.gateway, given.job, announcement(published, given.store.name))
+    for engine, state in switched["engines"].items():
+        print(f"{engine}: {state}")
+
+
+if __name__ == "__main__":
+    main()

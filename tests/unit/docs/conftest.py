@@ -1,0 +1,33 @@
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Table = list[list[str]]
+_ROW = re.compile(r"\|(.+)\|")
+
+
+@pytest.fixture
+def repository() -> Path:
+    return Path(__file__).parents[3]
+
+
+@pytest.fixture
+def table_after(repository: Path) -> Callable[[str, str], Table]:
+    """Cells of the first table behind a mark in a page, without its head and without backticks."""
+
+    def read(page: str, mark: str) -> Table:
+        text = (repository / page).read_text()
+        assert text.count(mark) == 1, f"{mark!r} stands {text.count(mark)} times in {page}"
+        rows: Table = []
+        for line in text[text.index(mark) :].splitlines():
+            found = _ROW.fullmatch(line)
+            if found:
+                rows.append([cell.strip().replace("`", "") for cell in found[1].split("|")])
+            elif rows:
+                break
+        assert len(rows) > 2, f"no table after {mark!r} in {page}"
+        return rows[2:]
+
+    return read

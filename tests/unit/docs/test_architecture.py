@@ -1,0 +1,51 @@
+"""docs/architecture.md draws the transitions that the policies really have."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harvester.policy.states import TRANSITIONS, Condition, State
+from scheduler.policy import versions
+
+PAGE = "docs/architecture.md"
+TableAfter = Callable[[str, str], list[list[str]]]
+
+
+def test_the_slot_s_states_are_those_of_the_policy(table_after: TableAfter) -> None:
+    usual = {row[0]: row[1] for row in table_after(PAGE, "| condition | state | when |")}
+    rest = table_after(PAGE, "| from | condition | state |")
+    exceptions = {(row[0], row[1]): row[2] for row in rest}
+
+    assert list(usual) == [condition.value for condition in Condition], "in order of severity"
+    assert {
+        (state.value, condition.value): exceptions.get(
+            (state.value, condition.value), usual[condition.value]
+        )
+        for state in State
+        for condition in Condition
+    } == {
+        (state.value, condition.value): to.value for (state, condition), to in TRANSITIONS.items()
+    }
+
+
+def test_a_version_switch_moves_as_the_policy_does(table_after: TableAfter) -> None:
+    rows = table_after(PAGE, "| state | on | next |")
+
+    assert {(row[0], row[1]): row[2] for row in rows} == {
+        (state.value, trigger.value): to.value
+        for (state, trigger), to in versions.TRANSITIONS.items()
+    }
+
+
+@pytest.mark.parametrize("folder", ["harvester", "coserve", "weightsync", "scheduler"])
+def test_every_package_is_described(folder: str, repository: Path, table_after: TableAfter) -> None:
+    described = {row[0] for row in table_after(PAGE, "| package | what it is |")}
+    found = {
+        f"{folder}.{path.name}"
+        for path in (repository / folder).iterdir()
+        if (path / "__init__.py").is_file() and path.name != "vllm"
+    }
+
+    assert {name for name in described if name.startswith(f"{folder}.")} == found
+    assert found or folder in described

@@ -1,0 +1,113 @@
+"""What users copy works: configurations load, requests are accepted, flags are those we start."""
+
+import importlib.util
+import json
+import shlex
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+import torch
+
+from coserve.isolation import IDLE_CLASS
+from coserve.vllm import launch
+from coserve.vllm.capabilities import SUPPORTED
+from coserve.vllm.launch import EngineSpec
+from harvester.config import load_agent_config
+from harvester.contracts.wire.rollouts import PublishedVersion
+from harvester.policy.settings import Mode
+from scheduler.service.config import load_settings
+from scheduler.service.requests import decode_generate
+from weightsync.publisher import Publisher
+
+
+@pytest.fixture
+def example(repository: Path) -> Callable[[str], ModuleType]:
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, repository / "examples" / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def test_the_agent_s_configuration_loads_and_begins_with_observing(repository: Path) -> None:
+    config = load_agent_config(repository / "examples/agent.yaml", environment={})
+
+    assert config.mode is Mode.OBSERVE
+    assert config.slots[0].policy.blocking_ratio == IDLE_CLASS.blocking_ratio
+
+
+def test_the_gateway_s_configuration_loads_and_meets_the_agent_s(repository: Path) -> None:
+    gateway = load_settings(repository / "examples/gateway.yaml")
+    agent = load_agent_config(repository / "examples/agent.yaml", environment={})
+
+    assert [each.url for each in gateway.agents] == [f"http://{agent.http.host}:{agent.http.port}"]
+    assert gateway.jobs[0].tenant in agent.tenants
+
+
+def test_a_published_checkpoint_is_announced_in_the_gateway_s_words(
+    example: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    publish = example("publish")
+    with Publisher(tmp_path / "job-a") as publisher:
+        published = publisher.publish({"weight": torch.ones(4, dtype=torch.bfloat16)})
+
+    body = json.dumps(publish.announcement(published, "job-a")).encode()
+
+    assert msgspec.json.decode(body, type=PublishedVersion) == PublishedVersion(
+        version=published.version, store="job-a"
+    )
+
+
+@pytest.mark.parametrize("version", [None, 3])
+def test_a_turn_is_what_the_gateway_accepts(
+    version: int | None, example: Callable[[str], ModuleType]
+) -> None:
+    body = example("rollout").turn([1, 2, 3], version=version)
+
+    asked = decode_generate(json.dumps(body).encode())
+
+    assert asked.token_ids == (1, 2, 3)
+    assert asked.weight_version.exact == version
+
+
+def test_every_turn_has_an_id_of_its_own(example: Callable[[str], ModuleType]) -> None:
+    turn = example("rollout").turn
+
+    assert turn([1], version=1)["request_id"] != turn([1], version=1)["request_id"]
+
+
+def test_the_guest_is_started_as_the_project_starts_it(repository: Path, tmp_path: Path) -> None:
+    script = (repository / "examples/guest.sh").read_text()
+    words = shlex.split(script, comments=True)
+    given = dict(pairwise(words))
+    variables = dict(word.split("=", 1) for word in words if word[:1].isupper() and "=" in word)
+    spec = EngineSpec(
+        name="guest",
+        model=tmp_path,
+        port=8001,
+        max_model_len=512,
+        max_num_seqs=16,
+        vllm=SUPPORTED["0.32.0"],
+    )
+    command = launch.guest(spec, pages=Path("/run/rosemux/slot0"), weights=Path("/srv/weights"))
+    plain = launch.dedicated(spec, weights=Path("/srv/weights"))
+    production = launch.production(spec, pages=tmp_path)
+    started = dict(pairwise(command.arguments))
+    ours = [flag for flag in started if flag.startswith("--") and flag not in production.arguments]
+
+    assert "--scheduler-cls" in ours
+    for flag in (*ours, "--middleware", "--host", "--port"):
+        assert flag in given, flag
+        if not started[flag].startswith("--"):
+            assert given[flag] == started[flag], flag
+    assert {name: command.environment[name] for name in variables} == variables
+    assert command.environment.keys() - plain.environment.keys() <= variables.keys()
+    assert words[words.index("chrt") + 1] == "--idle"

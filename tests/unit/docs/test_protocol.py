@@ -1,0 +1,195 @@
+"""docs/protocol.md says what the code does: fields, routes, states, layout and examples."""
+
+import re
+import types
+import typing
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from coserve.gate import Closed
+from harvester.agent.http import application
+from harvester.contracts import journal
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.ids import WeightVersion
+from harvester.contracts.page import (
+    LAYOUT_VERSION,
+    PAGE_BYTES,
+    Grant,
+    GrantMode,
+    Guest,
+    PageFault,
+    ProductionModel,
+    Pulse,
+)
+from harvester.contracts.page.seal import (
+    BODY_OFFSET,
+    CRC_OFFSET,
+    MAGIC,
+    MAX_RECORD_BYTES,
+    RECORD_OFFSET,
+    SEQUENCE_OFFSET,
+)
+from harvester.contracts.wire import leases, rollouts
+from scheduler.service.config import GatewaySettings
+from scheduler.service.gateway import Gateway
+from scheduler.service.requests import decode_generate
+from scheduler.service.tenants import Tenants
+from weightsync.manifest import Block, FileRecord, decoded_manifest
+
+PAGE = "docs/protocol.md"
+STRUCTS: tuple[type[msgspec.Struct], ...] = (
+    ProductionModel,
+    Pulse,
+    Grant,
+    Guest,
+    leases.SlotOffers,
+    leases.SlotOffer,
+    leases.LeaseRequest,
+    leases.LeaseRenewal,
+    leases.LeaseGranted,
+    leases.LeaseRefused,
+    leases.LeaseEnded,
+    rollouts.GenerateRequest,
+    rollouts.SamplingParams,
+    rollouts.VersionPin,
+    rollouts.GenerateReply,
+    rollouts.Choice,
+    rollouts.Logprobs,
+    rollouts.TokenLogprob,
+    rollouts.Span,
+    rollouts.PublishedVersion,
+    rollouts.VersionSwitched,
+    Block,
+    FileRecord,
+    journal.Opened,
+    journal.Decided,
+)
+TableAfter = Callable[[str, str], list[list[str]]]
+
+
+def shown_type(of: Any) -> str:
+    if isinstance(of, typing.NewType):
+        return shown_type(of.__supertype__)
+    origin, arguments = typing.get_origin(of), typing.get_args(of)
+    if origin in (types.UnionType, typing.Union):
+        kinds = [shown_type(each) for each in arguments if each is not type(None)]
+        return " or ".join([*kinds, "null"] if len(kinds) < len(arguments) else kinds)
+    if origin is tuple:
+        return f"list of {shown_type(arguments[0])}"
+    if origin is dict:
+        return f"map of {shown_type(arguments[1])}"
+    return "any" if of is Any else {str: "string"}.get(of) or of.__name__
+
+
+def shown_default(field: Any) -> str:
+    if field.required:
+        return "–"
+    given = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
+    return "{}" if isinstance(given, msgspec.Struct) else msgspec.json.encode(given).decode()
+
+
+@pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
+def test_the_table_of_a_record_lists_its_fields_types_and_defaults(
+    struct: type[msgspec.Struct], table_after: TableAfter
+) -> None:
+    rows = table_after(PAGE, f"**`{struct.__name__}`**")
+
+    assert [tuple(row[:3]) for row in rows] == [
+        (field.encode_name, shown_type(field.type), shown_default(field))
+        for field in msgspec.structs.fields(struct)
+    ]
+    assert all(row[3] for row in rows), "every field has a meaning"
+
+
+def test_every_record_that_crosses_a_process_has_a_table() -> None:
+    defined = {
+        value
+        for module in (leases, rollouts, journal)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, msgspec.Struct)
+    }
+
+    assert defined <= set(STRUCTS)
+
+
+@pytest.mark.parametrize(
+    ("struct", "field", "of"),
+    [
+        (Grant, "mode", GrantMode),
+        (leases.SlotOffer, "state", leases.SlotState),
+        (leases.LeaseEnded, "reason", leases.EndReason),
+        (rollouts.Choice, "finish_reason", rollouts.FinishReason),
+        (rollouts.VersionSwitched, "engines", rollouts.SwitchState),
+    ],
+)
+def test_the_values_of_a_closed_set_are_all_named(
+    struct: type[msgspec.Struct], field: str, of: type[StrEnum], repository: Path
+) -> None:
+    table = (repository / PAGE).read_text().partition(f"**`{struct.__name__}`**")[2]
+    row = next(line for line in table.splitlines() if line.startswith(f"| `{field}` |"))
+    meaning = row.split("|")[4]
+
+    assert set(re.findall(r"`([a-z_]+)`", meaning)) == {each.value for each in of}
+
+
+def test_the_layout_of_a_page_is_that_of_the_code(table_after: TableAfter) -> None:
+    rows = table_after(PAGE, "mapped into memory, little-endian")
+    offsets = [int(row[0]) for row in rows]
+    sizes = [int(row[1].removeprefix("up to ")) for row in rows]
+    named = {row[2].split(",")[0].split(" ")[0]: int(row[0]) for row in rows}
+
+    assert offsets == [sum(sizes[:index]) for index in range(len(sizes))]
+    assert sum(sizes) == PAGE_BYTES
+    assert sizes[-1] == MAX_RECORD_BYTES
+    assert (named["sequence"], named["stamp"]) == (SEQUENCE_OFFSET, BODY_OFFSET)
+    assert (named["CRC-32"], named["the"]) == (CRC_OFFSET, RECORD_OFFSET)
+    assert rows[0][2] == f"magic {MAGIC.decode()}"
+    assert rows[1][2].endswith(f"now {LAYOUT_VERSION}")
+    kinds = {record.KIND: record.__name__.lower() for record in (Pulse, Grant, Guest)}
+    assert rows[2][2].endswith(", ".join(f"{kind} {name}" for kind, name in sorted(kinds.items())))
+
+
+@pytest.mark.parametrize(
+    ("mark", "of"), [("| fault | means |", PageFault), ("| gate closed because |", Closed)]
+)
+def test_every_fault_and_every_reason_is_explained(
+    mark: str, of: type[StrEnum], table_after: TableAfter
+) -> None:
+    assert [row[0] for row in table_after(PAGE, mark)] == [each.value for each in of]
+
+
+def test_the_routes_of_agent_and_gateway_are_all_there_and_no_others(
+    table_after: TableAfter,
+) -> None:
+    settings = GatewaySettings.model_validate(
+        {"jobs": [{"id": "job"}], "engines": [{"id": "engine"}]}
+    )
+    gateway = Gateway(cast(Any, None), settings, Tenants({}), MonotonicClock())
+    apps = {
+        "| method | path | takes |": application(cast(Any, None), token=None),
+        "| method | path | what |": gateway.app,
+    }
+
+    for mark, app in apps.items():
+        served = {
+            (route.method, route.resource.canonical)
+            for route in app.router.routes()
+            if route.resource is not None and route.method != "HEAD"
+        }
+        assert {(row[0], row[1]) for row in table_after(PAGE, mark)} == served
+
+
+def test_the_examples_are_accepted(repository: Path) -> None:
+    found = dict(re.findall(r"```json ([^\n]+)\n(.*?)```", (repository / PAGE).read_text(), re.S))
+
+    assert decode_generate(found.pop("GenerateRequest").encode()).weight_version.exact == 3
+    published = msgspec.json.decode(found.pop("PublishedVersion"), type=rollouts.PublishedVersion)
+    assert published.store == "job-a"
+    manifest = decoded_manifest(found.pop("index 4").encode(), expected=WeightVersion(4))
+    assert manifest.base_version == 3
+    assert not found
