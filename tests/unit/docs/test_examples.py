@@ -41,7 +41,7 @@ def test_the_agent_s_configuration_loads_and_begins_with_observing(repository: P
     config = load_agent_config(repository / "examples/agent.yaml", environment={})
 
     assert config.mode is Mode.OBSERVE
-    assert config.slots[0].policy.blocking_ratio == IDLE_CLASS.blocking_ratio
+    assert IDLE_CLASS.blocking_ratio <= config.slots[0].policy.blocking_ratio < 1
 
 
 def test_the_gateway_s_configuration_loads_and_meets_the_agent_s(repository: Path) -> None:
