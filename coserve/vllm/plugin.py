@@ -1,7 +1,8 @@
-"""Entry point `vllm.general_plugins`: connects a guest's scheduler with its engine loop.
+"""Entry point `vllm.general_plugins`: makes a stock engine a guest, in the guest's processes only.
 
-The scheduler needs the engine's input queue to be woken through it. Stock vLLM does not hand it
-out, so the engine loop is wrapped: one method, once, in the guest's processes only.
+Two methods are wrapped, once. The engine loop, because the scheduler needs the input queue that it
+is woken through and stock vLLM does not hand it out. And the readers of vLLM's shared-memory
+queues, which spin for a second after each message.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,13 @@ from typing import Any
 
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.environment import Role, slot_environment
+
+# Long enough that steps in a row find each other without a notification, short beside the second
+# of stock vLLM, which beside production is production's.
+_SPIN_S = 0.02
+# The writer's socket drops a notification while it believes the one before unread; stock vLLM looks
+# again after five seconds.
+_LOOK_AGAIN_MS = 2
 
 _registered = False
 
@@ -23,13 +31,23 @@ def register() -> None:
     if _registered or environment is None or environment.role is not Role.GUEST:
         return
     capabilities(installed_vllm_version())
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc
 
     EngineCoreProc.run_busy_loop = _attached(
         EngineCoreProc.run_busy_loop, EngineCoreRequestType.WAKEUP
     )
+    SpinCondition.wait = _sleeping(SpinCondition.wait)
     _registered = True
+
+
+def _sleeping(wait: Callable[..., None]) -> Callable[..., None]:
+    def sleeping_wait(self: Any, timeout_ms: int | None = None) -> None:
+        self.busy_loop_s = _SPIN_S
+        wait(self, _LOOK_AGAIN_MS if timeout_ms is None else min(timeout_ms, _LOOK_AGAIN_MS))
+
+    return sleeping_wait
 
 
 def _attached(run_busy_loop: Callable[[Any], Any], wakeup: Any) -> Callable[[Any], Any]:

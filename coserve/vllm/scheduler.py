@@ -105,7 +105,8 @@ class CoserveScheduler(AsyncScheduler):
         pool = self.kv_cache_manager.block_pool
         load = self._slot.load
         load.running, load.waiting = len(self.running), len(self.waiting)
-        load.kv_tokens_total = pool.num_gpu_blocks * self._tokens_per_block
+        # One block is upstream's null block: never free, and nobody's.
+        load.kv_tokens_total = (pool.num_gpu_blocks - 1) * self._tokens_per_block
         free_tokens = pool.get_num_free_blocks() * self._tokens_per_block
         load.kv_tokens = load.kv_tokens_total - free_tokens
         load.weight_version = str(getattr(self._core, "_weight_version", ""))

@@ -15,6 +15,7 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler"
 _CORE = "vllm.v1.engine.core"
 _ENGINE = "vllm.v1.engine"
+_QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 _REQUEST = "vllm.v1.request"
 _STATS = "vllm.v1.metrics.stats"
 _LOGGERS = "vllm.v1.metrics.loggers"
@@ -123,6 +124,12 @@ SCHEDULER: tuple[Symbol, ...] = (
 """What the gated scheduler derives from, overrides and reads."""
 
 ENGINE_LOOP: tuple[Symbol, ...] = (
+    *overrides(
+        _QUEUES,
+        "SpinCondition",
+        {"wait": ("timeout_ms",)},
+    ),
+    *reads(_QUEUES, "SpinCondition.busy_loop_s"),
     Symbol(Use.SUBCLASS, _CORE, "EngineCoreProc", ("EngineCore",)),
     *overrides(
         _CORE,

@@ -40,6 +40,7 @@ from scheduler.demo.slo import SLO_EDGES_ITL_S, SLO_EDGES_TTFT_S
 SERVING_CORE = 0
 ROLLOUT_CORE = 1
 ROLLOUT_NICE = 10
+TRAINER_NICE = 5
 SLOT = "slot-0"
 PRODUCTION = "production"
 DEDICATED = "dedicated-0"
@@ -181,7 +182,8 @@ class Stack:
             f"trainer-{JOBS[arm]}",
             _trainer_command(self._trainer_config(arm)),
             core=ROLLOUT_CORE,
-            nice=ROLLOUT_NICE,
+            # Before the engine, which spins for a second after its last rollout.
+            nice=TRAINER_NICE,
             piped=True,
         )
         self.trainers[arm] = child

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from harvester.contracts.errors import RoseMuxError
-from harvester.contracts.ids import WeightVersion
+from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.store import Store
 
 _METHOD = "rosemux_weights"
@@ -41,7 +41,7 @@ class WeightsAudit:
                 continue
             self.audited += 1
             self._reapplied[name] = int(held["reapplied"])
-            published = _published(self.root / held["store"], WeightVersion(held["version"]))
+            published = _published(self.root, held["store"], WeightVersion(held["version"]))
             self.mismatches += held["state_hash"] not in published
 
     async def _held(self, url: str) -> dict[str, Any]:
@@ -59,10 +59,10 @@ class WeightsAudit:
             return {}
 
 
-def _published(store_dir: Path, version: WeightVersion) -> set[str]:
-    """Hashes under which the version is published; empty when its files were pruned."""
-    store = Store(store_dir)
+def _published(root: Path, name: str, version: WeightVersion) -> set[str]:
+    """Hashes under which the version is published; empty where there is none (any more)."""
     try:
+        store = Store(root / checked_name(name, what="store"))
         manifests = [store.manifest(ref) for ref in store.refs() if ref.version == version]
     except RoseMuxError:
         return set()
