@@ -1,0 +1,215 @@
+"""Blocks over a stack of stand-ins, in virtual time."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.page import Pulse
+from scheduler.demo.blocks import BlockPlan, BlockRunner, endless
+from scheduler.demo.job.events import StepDone, Trajectories
+from scheduler.demo.records import Arm, Block, Record, TrainingStep
+from scheduler.demo.trace import Arrival
+from scheduler.demo.window import Window
+
+PLAN = BlockPlan(rounds=3, serving_s=40.0, steps=2)
+WINDOW = Window(
+    trace="given",
+    arrivals=tuple(
+        Arrival(index=index, t_s=t_s, input_tokens=10, output_tokens=5)
+        for index, t_s in enumerate((0.0, 1.0, 4.0))
+    ),
+    duration_s=10.0,
+    start_s=0.0,
+)
+STEP_S = 6.0
+BUSY_RATIO = 0.4
+
+
+class LoopClock:
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+@dataclass(slots=True)
+class Scene:
+    """Everything that a runner touches. `calls` is what it did, in order."""
+
+    calls: list[Any] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    sent: list[tuple[Arm, int]] = field(default_factory=list)
+    guest_stays: bool = False
+    dead: bool = False
+    arm: Arm = Arm.SERVING_ONLY
+    block: int = -1
+
+    def check(self) -> None:
+        if self.dead:
+            raise ConfigError("dedicated-0 ended with status 1")
+
+    async def activate(self, job: str) -> None:
+        self.calls.append(("activate", job))
+
+    async def harvesting(self, job: str, *, enabled: bool) -> None:
+        self.calls.append(("harvesting", job, enabled))
+
+    async def guest_gone(self, engine: str, *, timeout_s: float) -> bool:
+        self.calls.append(("guest_gone", engine))
+        return not self.guest_stays
+
+    async def replay(
+        self,
+        arrivals: Iterable[Arrival],
+        *,
+        arm: Arm,
+        block: int,
+        start_s: float,
+        stopped: asyncio.Event,
+    ) -> None:
+        for arrival in arrivals:
+            await asyncio.sleep(max(0.0, start_s + arrival.t_s - LoopClock().now()))
+            if stopped.is_set():
+                return
+            self.sent.append((arm, arrival.index))
+
+    def pulse(self) -> Pulse:
+        return Pulse(busy_s_total=100.0 + BUSY_RATIO * LoopClock().now())
+
+    async def step(self) -> StepDone:
+        await asyncio.sleep(STEP_S)
+        return StepDone(
+            step=1,
+            end_s=LoopClock().now(),
+            version=2,
+            step_s=STEP_S,
+            rollout_s=4.0,
+            train_s=1.0,
+            publish_s=0.5,
+            switch_s=0.5,
+            reward_mean=0.5,
+            reward_se=0.1,
+            rollout_tokens=100,
+            prefill_tokens=10,
+            turns=4,
+            tokens_by_engine={"guest-0": 40, "dedicated-0": 60},
+            logprob_gap={"guest-0": (0.2, 40), "dedicated-0": (0.1, 60)},
+            stale_tokens=0,
+            trajectories=Trajectories(started=4, completed=3, lost=1, duplicated=0, migrated=2),
+            bytes_sent=10,
+            bytes_dense=20,
+            kl_mean=0.0,
+            clip_share=0.0,
+            entropy_mean=1.0,
+            gradient_norm=1.0,
+        )
+
+    def runner(self) -> BlockRunner:
+        played = cast(Any, self)
+        return BlockRunner(
+            stack=played,
+            gateway=played,
+            client=played,
+            trainers={Arm.FIXED: played, Arm.HARVEST: played},
+            watch=played,
+            clock=LoopClock(),
+            record=self.records.append,
+            told=lambda _: None,
+        )
+
+
+@given(st.integers(1, 9))
+def test_every_arm_comes_once_a_round_and_in_every_place_alike(rounds: int) -> None:
+    blocks = list(BlockPlan(rounds=rounds, serving_s=1.0, steps=1).blocks())
+    assert Counter(blocks) == Counter((arm, index) for arm in Arm for index in range(rounds))
+    places = [blocks[3 * index : 3 * index + 3] for index in range(rounds)]
+    for place in range(3):
+        held = Counter(each[place][0] for each in places)
+        assert max(held.values()) - min(held[arm] for arm in Arm) <= 1
+
+
+def test_a_window_goes_on_lap_after_lap_with_new_indices() -> None:
+    arrivals = list(islice(endless(WINDOW), 7))
+    assert [arrival.index for arrival in arrivals] == list(range(7))
+    assert [arrival.t_s for arrival in arrivals] == [0.0, 1.0, 4.0, 10.0, 11.0, 14.0, 20.0]
+
+
+async def test_a_block_of_serving_alone_lasts_its_time_and_leaves_no_lease() -> None:
+    scene = Scene()
+    await scene.runner().run(Arm.SERVING_ONLY, 1, WINDOW, PLAN)
+    assert scene.calls == [("harvesting", "harvest", False), ("guest_gone", "guest-0")]
+    (block,) = scene.records
+    assert isinstance(block, Block)
+    assert (block.arm, block.index) == (Arm.SERVING_ONLY, 1)
+    assert block.end_s - block.start_s == pytest.approx(PLAN.serving_s)
+    assert block.production_busy_share == pytest.approx(BUSY_RATIO)
+    assert (scene.arm, scene.block) == (Arm.SERVING_ONLY, 1), "samples are labelled"
+    assert [index for _, index in scene.sent][:12] == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("arm", "calls"),
+    [
+        (
+            Arm.FIXED,
+            [
+                ("activate", "fixed"),
+                ("harvesting", "harvest", False),
+                ("guest_gone", "guest-0"),
+            ],
+        ),
+        (Arm.HARVEST, [("activate", "harvest"), ("harvesting", "harvest", True)]),
+    ],
+)
+async def test_a_block_with_a_job_lasts_its_steps(arm: Arm, calls: list[Any]) -> None:
+    scene = Scene()
+    await scene.runner().run(arm, 2, WINDOW, PLAN)
+    assert scene.calls == calls
+    *steps, block = scene.records
+    assert [type(record) for record in scene.records] == [TrainingStep, TrainingStep, Block]
+    assert block.end_s - block.start_s == pytest.approx(PLAN.steps * STEP_S)
+    assert {(step.arm, step.block) for step in steps} == {(arm, 2)}
+    assert {label for label, _ in scene.sent} == {arm}
+
+
+async def test_a_step_is_recorded_with_every_engines_gap_and_every_trajectory() -> None:
+    scene = Scene()
+    await scene.runner().step(Arm.HARVEST, 0)
+    (step,) = scene.records
+    assert isinstance(step, TrainingStep)
+    assert [(gap.engine, gap.sum_abs, gap.tokens) for gap in step.gaps] == [
+        ("dedicated-0", 0.1, 60),
+        ("guest-0", 0.2, 40),
+    ]
+    assert (step.started, step.completed, step.lost, step.duplicated) == (4, 3, 1, 0)
+
+
+async def test_a_guest_that_serves_on_stops_an_arm_that_does_not_harvest() -> None:
+    scene = Scene(guest_stays=True)
+    with pytest.raises(ConfigError, match="still serves"):
+        await scene.runner().run(Arm.FIXED, 0, WINDOW, PLAN)
+    assert scene.records == []
+
+
+@pytest.mark.parametrize("arm", Arm)
+async def test_a_part_that_died_stops_a_block_and_its_replay(arm: Arm) -> None:
+    scene = Scene(dead=True)
+    with pytest.raises(ConfigError, match="ended with status"):
+        await scene.runner().run(arm, 0, WINDOW, PLAN)
+    sent = len(scene.sent)
+    await asyncio.sleep(100.0)
+    assert len(scene.sent) == sent
+    assert not [record for record in scene.records if isinstance(record, Block)]
+
+
+async def test_a_part_of_a_trace_without_a_request_sends_none() -> None:
+    scene = Scene()
+    await scene.runner().run(Arm.HARVEST, 0, replace(WINDOW, arrivals=()), PLAN)
+    assert scene.sent == []
+    assert isinstance(scene.records[-1], Block)
