@@ -63,7 +63,7 @@ class EngineClient:
                         raise EngineLost("the stream ended early")
                     for chunk in stream.feed(data):
                         if fault := chunk.fault:
-                            raise EngineLost(f"engine error: {fault}")
+                            raise _refusal(chunk.fault_status, fault)
                         for choice in chunk.choices:
                             yield choice
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:

@@ -23,6 +23,10 @@ class EngineChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _Error(msgspec.Struct):
+    code: int = 500
+
+
 class EngineChunk(msgspec.Struct):
     choices: list[EngineChoice] = []
     error: msgspec.Raw = msgspec.Raw()
@@ -32,6 +36,14 @@ class EngineChunk(msgspec.Struct):
         """What the engine says went wrong; empty if nothing did."""
         said = bytes(self.error)
         return "" if said in (b"", b"null") else said[:500].decode(errors="replace")
+
+    @property
+    def fault_status(self) -> int:
+        """The HTTP status that the fault would have had before the stream began."""
+        try:
+            return msgspec.json.decode(self.error, type=_Error).code
+        except msgspec.MsgspecError:
+            return 500
 
 
 _DECODER = msgspec.json.Decoder(EngineChunk)

@@ -126,7 +126,7 @@ class FakeEngine:
         body = await request.json()
         sampling = body["sampling_params"]
         token_ids = list(body["token_ids"])
-        if not token_ids or min(token_ids) < 0 or max(token_ids) >= 1 << 17:
+        if not token_ids or min(token_ids) < 0:
             return web.json_response({"error": {"message": "bad token id"}}, status=400)
         if sampling["max_tokens"] < 1:
             return web.json_response({"error": {"message": "max_tokens"}}, status=400)
@@ -134,6 +134,12 @@ class FakeEngine:
             return web.json_response({"error": {"message": "only streams here"}}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if max(token_ids) >= 1 << 17:
+            # As vLLM does: found out where the stream has begun.
+            error = {"message": "bad token id", "code": 400}
+            await response.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
+            return response
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         try:

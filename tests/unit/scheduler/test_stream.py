@@ -35,6 +35,20 @@ def test_an_error_event_is_a_chunk_with_an_error() -> None:
     assert chunk.fault == ""
 
 
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (b'{"message": "out of vocabulary", "code": 400}', 400),
+        (b'{"message": "boom"}', 500),
+        (b'{"message": "boom", "code": "x"}', 500),
+        (b'"boom"', 500),
+    ],
+)
+def test_an_error_has_the_status_that_it_says_or_is_the_engines(error: bytes, status: int) -> None:
+    (chunk,) = EventStream().feed(b'data: {"error": ' + error + b"}\n\n")
+    assert chunk.fault_status == status
+
+
 @pytest.mark.parametrize("raw", [b"data: {]\n\n", b'data: {"choices": [{"token_ids": ["x"]}]}\n\n'])
 def test_nonsense_is_the_peers_fault(raw: bytes) -> None:
     with pytest.raises(PeerProtocolError, match="unreadable"):
