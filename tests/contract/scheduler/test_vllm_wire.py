@@ -1,8 +1,11 @@
 """Our side of the engine's protocol against vLLM's own models of it. Starts no engine."""
 
+from importlib import import_module
+
 import msgspec
 import pytest
 
+from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.policy.trajectories import TurnLedger
@@ -14,18 +17,28 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def protocol():
-    return pytest.importorskip("vllm.entrypoints.scale_out.token_in_token_out.protocol")
+    pytest.importorskip("vllm")
+    routes = capabilities(installed_vllm_version()).token_routes_module
+    return import_module(routes.replace("api_router", "protocol"))
+
+
+def stream_models(protocol):
+    """Upstream's chunk and its choice, which have these names from 0.32, and before it others."""
+    if hasattr(protocol, "GenerateTokensStreamChoice"):
+        return protocol.GenerateTokensStreamResponse, protocol.GenerateTokensStreamChoice
+    return protocol.GenerateStreamResponse, protocol.GenerateResponseStreamChoice
 
 
 def test_reads_a_chunk_as_vllm_writes_it(protocol) -> None:
+    response_model, choice_model = stream_models(protocol)
     entry = {"token_id": 7, "logprob": -0.25, "rank": 1}
-    choice = protocol.GenerateTokensStreamChoice(
+    choice = choice_model(
         index=0,
         token_ids=[7],
         finish_reason="length",
         logprobs={"content": [{**entry, "top_logprobs": [entry]}]},
     )
-    chunk = protocol.GenerateTokensStreamResponse(request_id="r", choices=[choice])
+    chunk = response_model(request_id="r", choices=[choice])
     (read,) = EventStream().feed(f"data: {chunk.model_dump_json()}\n\n".encode())
     (got,) = read.choices
     assert (got.token_ids, got.finish_reason, read.fault) == ([7], "length", "")

@@ -1,0 +1,26 @@
+"""What tests of several folders share: the real engines, started once a session and on demand."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.integration.engine_slot import EngineSlot
+
+
+@pytest.fixture(scope="session")
+def engine_slot(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[EngineSlot]":
+    """A production engine and a guest on one slot, without a grant."""
+    pytest.importorskip("vllm")
+    # Imports torch, which most tests do without.
+    from tests.integration.engine_slot import started_slot
+
+    with started_slot(tmp_path_factory.mktemp("slot")) as slot:
+        yield slot
+
+
+@pytest.fixture(scope="session")
+def real_engine_url(engine_slot: "EngineSlot") -> str:
+    """A stock engine with token routes."""
+    return engine_slot.production_url

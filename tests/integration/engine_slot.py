@@ -1,0 +1,288 @@
+"""Two real engines on one slot, production and guest, with the node agent played by the tests.
+
+One slot serves the whole session, because two engines take half a minute to start. What the agent
+says is beaten by a thread: a test sets a grant and goes on. Waits are long and end early, so that a
+busy machine makes the tests slow and not red.
+"""
+
+import asyncio
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from coserve.vllm import launch
+from coserve.vllm.capabilities import capabilities, installed_vllm_version
+from coserve.vllm.launch import EngineSpec
+from harvester.contracts.clock import MonotonicClock, monotonic_ns
+from harvester.contracts.page import (
+    Grant,
+    GrantMode,
+    Guest,
+    PageDirectory,
+    PageWriter,
+    Pulse,
+    pulse_page,
+)
+from harvester.contracts.page.seal import SEQUENCE_OFFSET
+from harvester.contracts.wire.leases import EPOCH_HEADER
+from scheduler.demo.job.model import PolicyShape, write_checkpoint
+from scheduler.demo.prerequisites import free_ports
+from scheduler.demo.processes import Child, Processes
+from scheduler.service.stream import EventStream
+
+PRODUCTION = "production"
+PRODUCTION_PULSE = pulse_page(PRODUCTION, 0)
+PLAYED_PULSE = pulse_page("played", 0)
+CONTEXT_TOKENS = 4096
+SHAPE = PolicyShape(
+    hidden=128, intermediate=256, layers=2, heads=2, kv_heads=2, context_tokens=CONTEXT_TOKENS
+)
+# Shorter than a KV block, so that no prefix is cached and equal requests take equal steps.
+PROMPT = tuple(range(5, 21))
+WITHIN_S = 60.0
+_START_S = 200.0
+_BEAT_S = 0.05
+_TTL_S = 2.0
+
+
+class PlayedAgent:
+    """Writes the grant, and the pulse of an engine that there is not, until told to fall silent."""
+
+    def __init__(self, pages: PageDirectory) -> None:
+        self._pages = pages
+        self._grants: PageWriter[Grant] | None = pages.grant_writer()
+        self._pulses = pages.pulse_writer("played", 0)
+        self._lock = threading.Lock()
+        self._grant: Grant | None = None
+        self._ttl_ns = 0
+        self._pulse = True
+        self._stopped = threading.Event()
+        self.epoch = 0
+        self.expires_ns = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def say(self, mode: GrantMode, *, ttl_s: float = _TTL_S, **fields: Any) -> None:
+        """Grant this from now on, at once and then with every beat."""
+        with self._lock:
+            self._grant = Grant(epoch=self.epoch, mode=mode, **fields)
+            self._ttl_ns = int(ttl_s * 1e9)
+            self._beat()
+
+    def raise_epoch(self) -> None:
+        self.epoch += 1
+
+    def fall_silent(self, *, unlink: bool = False) -> int:
+        """Die, as far as the guest can tell. Returns when the last grant expires."""
+        with self._lock:
+            self._grant = None
+            if unlink and self._grants is not None:
+                self._grants.close(unlink=True)
+                self._grants = None
+        return self.expires_ns
+
+    def come_back(self) -> None:
+        """A successor takes the grant page over."""
+        with self._lock:
+            self._grants = self._pages.grant_writer()
+
+    def stop_pulse(self) -> None:
+        with self._lock:
+            self._pulse = False
+
+    def tear_pulse(self) -> None:
+        """The writer dies in the middle of a record: an odd sequence number stays."""
+        with self._lock:
+            self._pulse = False
+            with (self._pages.path / PLAYED_PULSE).open("r+b") as page:
+                page.seek(SEQUENCE_OFFSET)
+                lowest = page.read(1)[0] | 1
+                page.seek(SEQUENCE_OFFSET)
+                page.write(bytes([lowest]))
+
+    def remove_pulse(self) -> None:
+        with self._lock:
+            self._pulse = False
+            (self._pages.path / PLAYED_PULSE).unlink()
+
+    def restart_pulse(self) -> None:
+        with self._lock:
+            self._pulses = self._pages.pulse_writer("played", 0)
+            self._pulse = True
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_BEAT_S):
+            with self._lock:
+                self._beat()
+
+    def _beat(self) -> None:
+        now_ns = monotonic_ns()
+        if self._pulse:
+            self._pulses.write(Pulse(), now_ns=now_ns, ttl_ns=int(_TTL_S * 1e9))
+        if self._grant is not None and self._grants is not None:
+            self._grants.write(self._grant, now_ns=now_ns, ttl_ns=self._ttl_ns)
+            self.expires_ns = now_ns + self._ttl_ns
+
+
+@dataclass
+class Turn:
+    """One streamed request to an engine's token route, running beside the test."""
+
+    status: int = 0
+    said: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    whole: bool = False
+    """The stream came to its end marker."""
+    task: "asyncio.Task[None] | None" = None
+
+    async def ended(self) -> "Turn":
+        assert self.task is not None
+        async with asyncio.timeout(2 * WITHIN_S):
+            await self.task
+        return self
+
+    async def follow(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/inference/v1/generate", json=body, headers=headers) as response,
+        ):
+            self.status = response.status
+            if response.status != 200:
+                self.said = await response.text()
+                return
+            stream = EventStream()
+            async for data in response.content.iter_any():
+                for chunk in stream.feed(data):
+                    assert not chunk.fault
+                    for choice in chunk.choices:
+                        self.tokens += choice.token_ids or []
+                        if choice.logprobs is not None:
+                            self.logprobs += [one.logprob for one in choice.logprobs.content or []]
+                        self.finish_reason = choice.finish_reason or self.finish_reason
+            self.whole = stream.done
+
+
+@dataclass
+class EngineSlot:
+    production_url: str
+    guest_url: str
+    pages: PageDirectory
+    weights: Path
+    agent: PlayedAgent
+    guest_child: Child
+
+    def begin(self, max_tokens: int, *, epoch: int | None = None) -> Turn:
+        """A greedy request to the guest that runs to its last token."""
+        turn = Turn()
+        sampling = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+        body = {
+            "token_ids": PROMPT,
+            "stream": True,
+            "sampling_params": {**sampling, "logprobs": 1, "detokenize": False},
+        }
+        headers = {EPOCH_HEADER: str(self.agent.epoch if epoch is None else epoch)}
+        turn.task = asyncio.create_task(turn.follow(self.guest_url, body, headers))
+        return turn
+
+    def guest(self) -> Guest:
+        """The guest's page however old it is: a waker that waits for a core is no silent guest."""
+        return self._left(self.pages.guest_reader()) or Guest()
+
+    def pulse(self) -> Pulse:
+        return self._left(self.pages.pulse_reader(PRODUCTION_PULSE)) or Pulse()
+
+    @staticmethod
+    def _left(reader: Any) -> Any:
+        try:
+            return reader.read_left().record
+        finally:
+            reader.close()
+
+
+async def until(holds: Callable[[], object], what: str, *, within_s: float = WITHIN_S) -> None:
+    try:
+        async with asyncio.timeout(within_s):
+            while not holds():  # noqa: ASYNC110 - pages of another process
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        pytest.fail(f"never so: {what}")
+
+
+@contextmanager
+def started_slot(root: Path) -> Iterator[EngineSlot]:
+    """Both engines up, the guest ungated."""
+    vllm = capabilities(installed_vllm_version())
+    model, weights, sockets = root / "model", root / "weights", root / "s"
+    pages = PageDirectory.create(root / "pages")
+    write_checkpoint(model, SHAPE)
+    weights.mkdir()
+    sockets.mkdir()
+    ports = free_ports(2)
+
+    def spec(name: str, port: int, *extra: str) -> EngineSpec:
+        return EngineSpec(
+            name=name,
+            model=model,
+            port=port,
+            max_model_len=CONTEXT_TOKENS,
+            max_num_seqs=8,
+            vllm=vllm,
+            extra_arguments=extra,
+        )
+
+    # The contract suite speaks to production, as the stock engine of the two: by its token route.
+    routes = () if vllm.token_routes_flag is None else (vllm.token_routes_flag,)
+    commands = {
+        PRODUCTION: launch.production(
+            spec(PRODUCTION, ports[0], "--load-format", "dummy", *routes), pages=pages.path
+        ),
+        "guest": launch.guest(spec("guest", ports[1]), pages=pages.path, weights=weights),
+    }
+    with Processes(root / "logs") as processes:
+        children = {
+            name: processes.start(
+                name,
+                command.arguments,
+                environment={**command.environment, "VLLM_RPC_BASE_PATH": str(sockets)},
+            )
+            for name, command in commands.items()
+        }
+        agent = PlayedAgent(pages)
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        try:
+            for url, child in zip(urls, children.values(), strict=True):
+                _wait_for(url, child)
+            yield EngineSlot(*urls, pages, weights, agent, children["guest"])
+        finally:
+            agent.stop()
+
+
+def _wait_for(url: str, child: Child) -> None:
+    clock = MonotonicClock()
+    until_s = clock.now() + _START_S
+    while not _answers(url):
+        child.check()
+        assert clock.now() < until_s, f"{child.name} does not start: {child.last_words()}"
+        time.sleep(0.25)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2.0) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False

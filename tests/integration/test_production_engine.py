@@ -1,0 +1,97 @@
+"""A real production engine's pulse: it beats while idle and counts what happens, no more."""
+
+import asyncio
+import math
+
+import aiohttp
+import pytest
+
+from harvester.contracts.page import GrantMode, PageReader, Pulse
+from tests.integration.engine_slot import PRODUCTION, PRODUCTION_PULSE, EngineSlot, until
+
+pytestmark = pytest.mark.engine
+
+
+async def complete(slot: EngineSlot, max_tokens: int) -> int:
+    """A plain request of a production client; its number of tokens."""
+    body = {
+        "model": PRODUCTION,
+        "prompt": [5, 6, 7, 8],
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{slot.production_url}/v1/completions", json=body) as response,
+    ):
+        assert response.status == 200, await response.text()
+        return int((await response.json())["usage"]["completion_tokens"])
+
+
+async def fresh_stamp_ns(reader: PageReader[Pulse], *, after_ns: int = 0) -> int:
+    await until(
+        lambda: reader.read().record is not None and reader.read().stamp_ns > after_ns,
+        "the pulse is fresh",
+    )
+    return reader.read().stamp_ns
+
+
+async def test_an_idle_engine_beats(engine_slot: EngineSlot) -> None:
+    reader = engine_slot.pages.pulse_reader(PRODUCTION_PULSE)
+    first_ns = await fresh_stamp_ns(reader)
+    steps = engine_slot.pulse().steps_total
+    later_ns = await fresh_stamp_ns(reader, after_ns=first_ns + 500_000_000)
+    assert later_ns > first_ns
+    pulse = engine_slot.pulse()
+    assert (pulse.in_flight, pulse.waiting, pulse.decoding) == (0, 0, 0)
+    assert pulse.steps_total == steps
+
+
+async def test_a_request_is_in_flight_from_its_arrival_to_its_last_byte(
+    engine_slot: EngineSlot,
+) -> None:
+    before = engine_slot.pulse()
+    request = asyncio.create_task(complete(engine_slot, 1000))
+    await until(lambda: engine_slot.pulse().in_flight == 1, "the request is in flight")
+    await until(lambda: engine_slot.pulse().decoding == 1, "its first token is out")
+    assert engine_slot.pulse().waiting == 0
+    assert await request == 1000
+    await until(lambda: engine_slot.pulse().in_flight == 0, "nothing is in flight")
+    after = engine_slot.pulse()
+    assert (after.decoding, after.running) == (0, 0)
+    assert after.requests_total == before.requests_total + 1
+    assert after.samples_total == before.samples_total + 1
+    assert after.generation_tokens_total == before.generation_tokens_total + 1000
+    assert after.steps_total >= before.steps_total + 1000
+    assert after.busy_s_total > before.busy_s_total
+    assert after.step_s_mean > 0
+
+
+async def test_a_guest_takes_no_step_while_production_has_no_slack(
+    engine_slot: EngineSlot,
+) -> None:
+    """No slack at all while production decodes; ten seconds of it while production is idle."""
+    agent = engine_slot.agent
+    agent.raise_epoch()
+    agent.say(
+        GrantMode.OPEN,
+        ttft_slo_s=10.0,
+        itl_slo_s=0.0,
+        epsilon=math.inf,
+        pulses=(PRODUCTION_PULSE,),
+    )
+    assert len((await engine_slot.begin(4).ended()).tokens) == 4
+    request = asyncio.create_task(complete(engine_slot, 4000))
+    await until(lambda: engine_slot.pulse().decoding == 1, "production decodes")
+    steps = engine_slot.guest().steps_launched
+    turn = engine_slot.begin(40)
+    await until(
+        lambda: engine_slot.guest().waiting == 1 and engine_slot.guest().gate == "closed",
+        "the guest waits",
+    )
+    assert engine_slot.pulse().decoding == 1, "production is at it still"
+    assert (turn.tokens, engine_slot.guest().steps_launched) == ([], steps)
+    assert engine_slot.guest().reason == "no_slack"
+    assert await request == 4000
+    assert len((await turn.ended()).tokens) == 40
