@@ -26,6 +26,8 @@ from enum import StrEnum
 
 PAGE_BYTES = 4096
 MAGIC = b"RMXP"
+_UNWRITTEN = bytes(len(MAGIC))
+"""A page whose writer has made the file and written nothing yet."""
 LAYOUT_VERSION = 1
 OLDEST_READABLE_VERSION = LAYOUT_VERSION - 1
 
@@ -89,6 +91,8 @@ def unseal(page: bytes, *, kind: int, now_ns: int) -> Sealed | PageFault:
     """Check a copied page; the caller has already compared sequence numbers."""
     head = _PAGE.unpack_from(page)
     magic, version, found_kind, sequence, stamp_ns, expires_ns, length, crc = head
+    if magic == _UNWRITTEN:
+        return PageFault.MISSING
     if magic != MAGIC or found_kind != kind:
         return PageFault.FOREIGN
     if not OLDEST_READABLE_VERSION <= version <= LAYOUT_VERSION + 1:
