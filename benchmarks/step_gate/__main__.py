@@ -1,0 +1,100 @@
+"""What one decision of the guest's gate costs: `python -m benchmarks.step_gate --json PATH`.
+
+Real pages in shared memory, a real `GuestSlot`; no engine. Two cases in turn, block by block: no
+page changed since the last decision, and every pulse written anew before it.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from coserve.guest_slot import GuestSlot
+from harvester.contracts.page import (
+    Grant,
+    GrantMode,
+    PageDirectory,
+    PageWriter,
+    ProductionModel,
+    Pulse,
+    pulse_page,
+)
+
+BLOCKS = 30
+DECISIONS = 500
+HOUR_NS = 3_600_000_000_000
+MODEL = ProductionModel(prefill_base_s=0.02, prefill_s_per_token=1e-4, decode_base_s=0.01)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.step_gate", description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    given = parser.parse_args()
+    result = {"pulses": {str(count): measured(count) for count in (1, 4)}}
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    given.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+def measured(pulses: int) -> dict[str, dict[str, float]]:
+    """Microseconds per decision over `pulses` production processes."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        pages = PageDirectory.create(Path(directory))
+        writers = [pages.pulse_writer("production", process) for process in range(pulses)]
+        names = tuple(pulse_page("production", process) for process in range(pulses))
+        grant = Grant(
+            epoch=1,
+            mode=GrantMode.OPEN,
+            pulses=names,
+            ttft_slo_s=0.25,
+            itl_slo_s=0.05,
+            phantom_prompt_tokens=512,
+            production=MODEL,
+        )
+        grant_page = pages.grant_writer()
+        grant_page.write(grant, now_ns=time.monotonic_ns(), ttl_ns=HOUR_NS)  # noqa: TID251
+        slot = GuestSlot(pages.path, token_limit=2048)
+        cases: dict[str, Callable[[int], None]] = {
+            "unchanged": lambda _: None,
+            "changed": lambda turn: write_all(writers, turn),
+        }
+        write_all(writers, 0)
+        taken: dict[str, list[float]] = {name: [] for name in cases}
+        for _ in range(BLOCKS):
+            for name, before in cases.items():
+                taken[name].append(block_us(slot, before))
+        slot.close()
+    return {name: summary(values) for name, values in taken.items()}
+
+
+def block_us(slot: GuestSlot, before: Callable[[int], None]) -> float:
+    """Mean of one block; what happens before each decision is not counted."""
+    total_ns = 0
+    for turn in range(DECISIONS):
+        before(turn)
+        start_ns = time.perf_counter_ns()
+        slot.decide()
+        total_ns += time.perf_counter_ns() - start_ns
+    return total_ns / DECISIONS / 1e3
+
+
+def write_all(writers: list[PageWriter[Pulse]], turn: int) -> None:
+    now_ns = time.monotonic_ns()  # noqa: TID251
+    pulse = Pulse(in_flight=turn % 3, decoding=turn % 3, last_step_end_ns=now_ns, steps_total=turn)
+    for writer in writers:
+        writer.write(pulse, now_ns=now_ns, ttl_ns=HOUR_NS)
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    return {
+        "median_us": round(statistics.median(values), 2),
+        "min_us": round(min(values), 2),
+        "max_us": round(max(values), 2),
+    }
+
+
+if __name__ == "__main__":
+    main()
