@@ -118,6 +118,8 @@ class CoserveScheduler(AsyncScheduler):
         aborted = self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
         self._core._send_abort_outputs(aborted)
         self._slot.aborted(len(request_ids))
+        # The gate may stay closed and no step come that would tell what is held now.
+        self._measure_load()
 
     def _youngest_holding(self, tokens: int) -> list[str]:
         """The running requests that arrived last and together hold at least `tokens`."""

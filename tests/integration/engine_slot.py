@@ -198,6 +198,9 @@ class EngineSlot:
         turn.task = asyncio.create_task(turn.follow(self.guest_url, body, headers))
         return turn
 
+    async def guest_becomes(self, holds: Callable[[Guest], object], what: str) -> None:
+        await until(lambda: holds(self.guest()), what, seen=self.guest)
+
     def guest(self) -> Guest:
         """The guest's page however old it is: a waker that waits for a core is no silent guest."""
         return self._left(self.pages.guest_reader()) or Guest()
@@ -213,13 +216,16 @@ class EngineSlot:
             reader.close()
 
 
-async def until(holds: Callable[[], object], what: str, *, within_s: float = WITHIN_S) -> None:
+async def until(
+    holds: Callable[[], object], what: str, *, seen: Callable[[], object] = lambda: ""
+) -> None:
+    """Fails with `what`, and with what is `seen` then, where it is not so for a minute."""
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(WITHIN_S):
             while not holds():  # noqa: ASYNC110 - pages of another process
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        pytest.fail(f"never so: {what}")
+        pytest.fail(f"never so: {what}; {seen()}")
 
 
 @contextmanager

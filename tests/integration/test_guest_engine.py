@@ -28,7 +28,9 @@ async def slot(engine_slot: EngineSlot) -> AsyncIterator[EngineSlot]:
     yield engine_slot
     engine_slot.agent.raise_epoch()
     engine_slot.agent.say(GrantMode.UNGATED)
-    await until(lambda: engine_slot.guest().running == 0, "the guest has ended every request")
+    await engine_slot.guest_becomes(
+        lambda guest: guest.running == 0, "the guest has ended every request"
+    )
 
 
 async def started(slot: EngineSlot, max_tokens: int) -> Turn:
@@ -54,7 +56,9 @@ async def test_with_a_grant_it_generates_tokens_with_their_logprobs(slot: Engine
     assert (turn.status, turn.finish_reason, turn.whole) == (200, "length", True)
     assert len(turn.tokens) == len(turn.logprobs) == 40
     assert all(-9999 <= logprob <= 0 for logprob in turn.logprobs)
-    await until(lambda: slot.guest().tokens_total >= before.tokens_total + 40, "it is accounted")
+    await slot.guest_becomes(
+        lambda guest: guest.tokens_total >= before.tokens_total + 40, "it is accounted"
+    )
     assert slot.guest().epoch == slot.agent.epoch
 
 
@@ -89,7 +93,7 @@ async def test_requests_wait_while_the_agent_keeps_the_gate_closed(slot: EngineS
     slot.agent.say(GrantMode.CLOSED)
     steps = await steps_stand_still(slot)
     turn = slot.begin(8)
-    await until(lambda: slot.guest().waiting == 1, "the request waits")
+    await slot.guest_becomes(lambda guest: guest.waiting == 1, "the request waits")
     await asyncio.sleep(1.0)
     assert (turn.tokens, slot.guest().steps_launched) == ([], steps)
     assert slot.guest().reason == "grant_closed"
@@ -101,13 +105,13 @@ async def test_after_the_grace_every_request_ends_with_what_it_has(slot: EngineS
     aborted = slot.guest().aborted_total
     slot.agent.say(GrantMode.UNGATED, ttl_s=EXPIRY_S, abort_grace_s=0.5)
     turn = await started(slot, LONG)
-    await until(lambda: slot.guest().kv_tokens > 0, "it holds KV")
+    await slot.guest_becomes(lambda guest: guest.kv_tokens > 0, "it holds KV")
     slot.agent.fall_silent()
     await turn.ended()
     assert (turn.finish_reason, turn.whole) == ("abort", True)
     assert 0 < len(turn.tokens) < LONG
     assert len(turn.logprobs) == len(turn.tokens)
-    await until(lambda: slot.guest().kv_tokens == 0, "the KV is given back")
+    await slot.guest_becomes(lambda guest: guest.kv_tokens == 0, "the KV is given back")
     assert slot.guest().running == 0
     assert slot.guest().aborted_total == aborted + 1
 
@@ -128,7 +132,7 @@ async def test_a_raised_epoch_ends_the_turns_of_the_one_before(slot: EngineSlot)
     assert (old.finish_reason, old.whole) == (None, False)
     assert 0 < len(old.tokens) < LONG
     assert (len(new.tokens), new.finish_reason) == (8, "length")
-    await until(lambda: slot.guest().running == 0, "the old turn holds nothing")
+    await slot.guest_becomes(lambda guest: guest.running == 0, "the old turn holds nothing")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +150,7 @@ async def test_without_production_s_pulse_it_takes_no_step(
     slot.agent.say(GrantMode.OPEN, **SLACK)
     turn = await started(slot, 3000)
     fail(slot)
-    await until(lambda: slot.guest().gate == "closed", "the gate closes")
+    await slot.guest_becomes(lambda guest: guest.gate == "closed", "the gate closes")
     await steps_stand_still(slot)
     assert slot.guest().reason in reasons
     assert len(turn.tokens) < 3000
@@ -160,8 +164,8 @@ async def test_a_closed_gate_with_a_waiting_request_costs_next_to_nothing(
 ) -> None:
     slot.agent.say(GrantMode.CLOSED)
     turn = slot.begin(4)
-    await until(lambda: slot.guest().waiting == 1, "the request waits")
-    # vLLM itself spins for a second after the last work.
+    await slot.guest_becomes(lambda guest: guest.waiting == 1, "the request waits")
+    # What woke for the request sleeps again within vLLM's second of spinning.
     await asyncio.sleep(2.0)
     tree = slot.guest_child.tree()
     before_s = _cpu_s(tree)

@@ -11,7 +11,7 @@ from harvester.contracts.ids import WeightVersion
 from harvester.contracts.page import GrantMode
 from scheduler.demo.job.model import Policy
 from scheduler.service.engine import EngineClient
-from tests.integration.engine_slot import SHAPE, EngineSlot, until
+from tests.integration.engine_slot import SHAPE, EngineSlot
 
 pytestmark = pytest.mark.engine
 
@@ -57,7 +57,7 @@ async def test_versions_pass_a_closed_gate_and_a_waiting_turn_samples_with_the_n
     with_dummy = await slot.begin(16).ended()
     agent.say(GrantMode.CLOSED)
     waiting = slot.begin(16)
-    await until(lambda: slot.guest().waiting == 1, "a turn waits")
+    await slot.guest_becomes(lambda guest: guest.waiting == 1, "a turn waits")
     steps = slot.guest().steps_launched
     state = first_state()
     async with aiohttp.ClientSession() as session:

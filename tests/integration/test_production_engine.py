@@ -72,26 +72,32 @@ async def test_a_guest_takes_no_step_while_production_has_no_slack(
     engine_slot: EngineSlot,
 ) -> None:
     """No slack at all while production decodes; ten seconds of it while production is idle."""
-    agent = engine_slot.agent
-    agent.raise_epoch()
-    agent.say(
+    slot = engine_slot
+    slot.agent.raise_epoch()
+    slot.agent.say(
         GrantMode.OPEN,
         ttft_slo_s=10.0,
         itl_slo_s=0.0,
         epsilon=math.inf,
         pulses=(PRODUCTION_PULSE,),
     )
-    assert len((await engine_slot.begin(4).ended()).tokens) == 4
-    request = asyncio.create_task(complete(engine_slot, 4000))
-    await until(lambda: engine_slot.pulse().decoding == 1, "production decodes")
-    steps = engine_slot.guest().steps_launched
-    turn = engine_slot.begin(40)
-    await until(
-        lambda: engine_slot.guest().waiting == 1 and engine_slot.guest().gate == "closed",
-        "the guest waits",
+    assert len((await slot.begin(4).ended()).tokens) == 4
+    quiet = asyncio.Event()
+
+    async def follow_one_another(max_tokens: int) -> None:
+        while not quiet.is_set():
+            await complete(slot, max_tokens)
+
+    # Of unequal lengths, so that one decodes while the next of another begins.
+    clients = [asyncio.create_task(follow_one_another(length)) for length in (1700, 2300, 2900)]
+    await until(lambda: slot.pulse().decoding == 3, "production decodes", seen=slot.pulse)
+    steps = slot.guest().steps_launched
+    turn = slot.begin(40)
+    await slot.guest_becomes(
+        lambda guest: guest.waiting == 1 and guest.reason == "no_slack", "the guest waits"
     )
-    assert engine_slot.pulse().decoding == 1, "production is at it still"
-    assert (turn.tokens, engine_slot.guest().steps_launched) == ([], steps)
-    assert engine_slot.guest().reason == "no_slack"
-    assert await request == 4000
+    await asyncio.sleep(1.0)
+    assert (turn.tokens, slot.guest().steps_launched) == ([], steps)
+    quiet.set()
+    await asyncio.gather(*clients)
     assert len((await turn.ended()).tokens) == 40
