@@ -13,6 +13,10 @@ from coserve.slack import hung, slack_s
 from coserve.step_time import StepTimeModel
 from harvester.contracts.page import Grant, GrantMode, PageFault, Pulse, Reading
 
+# What it costs production to preempt a step, however short: the switch, and the weights that the
+# step pushed out of the caches. A decode's slack is less: no step starts between two decode steps.
+PREEMPTION_S = 5e-4
+
 
 class Closed(StrEnum):
     """Why no step may start."""
@@ -82,9 +86,10 @@ def decide(
             if hung(pulse, record, now_ns=now_ns):
                 return Decision(0, Closed.HUNG, 0.0)
         slack = min(slack, slack_s(pulse, record, now_ns=now_ns))
-    # An isolation backend lets production preempt a running step, so only a share of it delays
-    # production; without one the whole step does.
-    budget_s = slack / max(record.blocking_ratio, 1e-3) - launched_s
+    # An isolation backend lets production preempt a running step, so only the preemption and a
+    # share of the step delay production; without one the whole step does.
+    preemption_s = PREEMPTION_S if record.blocking_ratio < 1.0 else 0.0
+    budget_s = (slack - preemption_s) / max(record.blocking_ratio, 1e-3) - launched_s
     tokens = step_time.tokens_within_s(budget_s, decodes=decodes, cap=cap)
     if tokens > 0:
         return Decision(tokens, None, slack)

@@ -40,8 +40,7 @@ def slack_s(pulse: Pulse, grant: Grant, *, now_ns: int) -> float:
     """
     model, epsilon = grant.production, grant.epsilon
     phantom_s = model.prefill_s(grant.phantom_prompt_tokens) + model.decode_base_s
-    event = deadline_s(grant.ttft_slo_s, phantom_s, epsilon) - phantom_s
-    slack = _lesser(math.inf, event)
+    slack = _lesser(math.inf, _phantom_slack_s(grant.ttft_slo_s, phantom_s, epsilon))
     if pulse.in_flight == 0:
         return slack
     if pulse.waiting > 0:
@@ -57,6 +56,17 @@ def slack_s(pulse: Pulse, grant: Grant, *, now_ns: int) -> float:
         event = deadline_s(grant.itl_slo_s, alone_s, epsilon) - since_s - alone_s
         slack = _lesser(slack, event)
     return slack
+
+
+def _phantom_slack_s(slo_s: float, alone_s: float, epsilon: float) -> float:
+    """Of a request that might arrive this moment.
+
+    One that production alone would serve too late has no SLO to lose, only its share epsilon:
+    otherwise an SLO at the P99, where many are set, would shut an idle machine for ever.
+    """
+    if alone_s >= slo_s and epsilon != math.inf:
+        return epsilon * alone_s
+    return deadline_s(slo_s, alone_s, epsilon) - alone_s
 
 
 def _lesser(one_s: float, other_s: float) -> float:

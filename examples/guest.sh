@@ -2,6 +2,8 @@
 # A guest beside the production engine of slot0: stock vLLM with the coserve scheduler, in the idle
 # scheduling class. Usage: examples/guest.sh MODEL_DIRECTORY [more vLLM flags]
 #
+# The idle class counts within one scheduling group only: start both engines in one session, or give
+# the guest's service or container an idle control group (systemd: CPUWeight=idle).
 # Same user as the agent. The weights come from the store; the model directory needs only its
 # configuration and tokenizer. On a CPU add --enforce-eager --dtype bfloat16; before vLLM 0.30 leave
 # --enable-scale-out out. The development routes (VLLM_SERVER_DEV_MODE) must stay on loopback.

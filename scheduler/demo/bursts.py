@@ -17,7 +17,7 @@ from scheduler.demo.trace import Trace
 class Bursts:
     rate: float = 4.0
     """Mean requests per second over both states."""
-    burst_ratio: float = 5.0
+    burst_ratio: float = 3.0
     calm_s: float = 12.0
     """Mean stay in the calm state."""
     burst_s: float = 3.0

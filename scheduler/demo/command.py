@@ -32,8 +32,8 @@ from scheduler.demo.stack import GUEST, Stack
 from scheduler.demo.table import closing, step_line
 from scheduler.demo.trace import Trace, read_trace
 
-FULL = SessionPlan(blocks=BlockPlan(rounds=3, serving_s=36.0, steps=6), calibration_s=20.0)
-QUICK = SessionPlan(blocks=BlockPlan(rounds=1, serving_s=20.0, steps=4), calibration_s=12.0)
+FULL = SessionPlan(blocks=BlockPlan(rounds=3, serving_s=36.0, steps=4), calibration_s=20.0)
+QUICK = SessionPlan(blocks=BlockPlan(rounds=1, serving_s=20.0, steps=3), calibration_s=12.0)
 _GENERATED_S = 3600.0
 
 

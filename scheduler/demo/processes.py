@@ -114,7 +114,9 @@ class Processes:
                 stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else file,
                 stderr=file,
-                start_new_session=True,
+                # No session of its own: the kernel shares a core out between sessions first, and
+                # neither nice nor the idle class counts from one to another.
+                process_group=0,
                 # Runs before any thread of ours is started; it only makes system calls.
                 preexec_fn=_prepared(core, nice),  # noqa: PLW1509
             )

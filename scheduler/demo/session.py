@@ -1,7 +1,7 @@
 """One run of the demo from cold engines to its result: what comes after what.
 
 engines start, the warm policy is made    ->  services  ->  trainers publish version 1
-a short replay teaches the agent production's step times and calibrates the replay's speed
+two short replays teach the agent production's step times and calibrate the replay's speed
 both jobs take one unmeasured step        ->  measured blocks  ->  result
 """
 
@@ -111,12 +111,8 @@ class Session:
             clock=self.clock,
             record=self._record,
         )
-        calibrating = asyncio.ensure_future(self._calibrate(client))
-        try:
-            trainers = await self._trainers()
-            window, level = await calibrating
-        finally:
-            calibrating.cancel()
+        trainers = await self._trainers()
+        window, level = await self._calibrate(client)
         self.stack.promise(level)
         runner = BlockRunner(
             stack=self.stack,
@@ -165,39 +161,44 @@ class Session:
                 await runner.step(arm, WARM_UP_BLOCK)
 
     async def _calibrate(self, client: ProductionClient) -> tuple[Window, ServiceLevel]:
-        """A short replay with nothing beside it; the speed and the SLO that follow from it."""
-        plan = self.plan
-        first = window_of(self.trace, duration_s=plan.calibration_s, rate=FIRST_RATE)
-        first = first.sized(TOKEN_SCALE)
+        """Short replays with nothing beside them; the speed and the SLO that follow from them.
+
+        The first is slow, because the engine makes its kernels as it meets new sizes; what it says
+        of the speed only sets the second's.
+        """
+        rate = FIRST_RATE
+        for seconds in (self.plan.calibration_s / 2, self.plan.calibration_s):
+            short = window_of(self.trace, duration_s=seconds, rate=rate).sized(TOKEN_SCALE)
+            seen, busy = await self._replayed(client, short)
+            model = self.watch.pulse().model
+            computed = busy_share(short.arrivals, model, window_s=short.duration_s)
+            rate = rate_for(
+                lambda rate: (self._window(rate).arrivals, self._window(rate).duration_s),
+                model,
+                measured_ratio=busy / computed if computed > 0 else 1.0,
+            )
+            self.told(
+                f"production alone was busy {busy:.0%} at {short.rate:.1f} requests/s; "
+                f"replaying at {rate:.1f}"
+            )
+        slo = choose_slo(seen)
+        return self._window(rate), ServiceLevel(ttft_s=slo.ttft_s, itl_s=slo.itl_s)
+
+    async def _replayed(
+        self, client: ProductionClient, window: Window
+    ) -> tuple[list[ProductionRequest], float]:
+        """Its requests, left out of the records, and the share of its time with one in flight."""
         seen: list[ProductionRequest] = []
-        quiet = ProductionClient(
-            session=client.session,
-            url=client.url,
-            model=client.model,
-            prompts=client.prompts,
-            clock=client.clock,
-            record=seen.append,
-        )
+        quiet = replace(client, record=seen.append)
         start_s, busy_s = self.clock.now(), self.watch.pulse().busy_s_total
         await quiet.replay(
-            first.arrivals, arm=Arm.SERVING_ONLY, block=WARM_UP_BLOCK, start_s=start_s
+            window.arrivals, arm=Arm.SERVING_ONLY, block=WARM_UP_BLOCK, start_s=start_s
         )
-        elapsed_s = max(first.duration_s, self.clock.now() - start_s)
-        measured = (self.watch.pulse().busy_s_total - busy_s) / elapsed_s
+        await asyncio.sleep(max(0.0, start_s + window.duration_s - self.clock.now()))
+        elapsed_s = self.clock.now() - start_s
+        # The pulse renews its step times once a second.
         await asyncio.sleep(1.5)
-        model = self.watch.pulse().model
-        computed = busy_share(first.arrivals, model, window_s=elapsed_s)
-        rate = rate_for(
-            lambda rate: (self._window(rate).arrivals, self._window(rate).duration_s),
-            model,
-            measured_ratio=measured / computed if computed > 0 else 1.0,
-        )
-        slo = choose_slo(seen)
-        self.told(
-            f"production alone was busy {measured:.0%} at {first.rate:.1f} requests/s; "
-            f"replaying at {rate:.1f}"
-        )
-        return self._window(rate), ServiceLevel(ttft_s=slo.ttft_s, itl_s=slo.itl_s)
+        return seen, (self.watch.pulse().busy_s_total - busy_s) / elapsed_s
 
     def _window(self, rate: float) -> Window:
         blocks = self.plan.blocks

@@ -24,7 +24,7 @@ import yaml
 from coserve import isolation
 from coserve.vllm import launch
 from coserve.vllm.capabilities import Capabilities, capabilities, installed_vllm_version
-from coserve.vllm.launch import EngineCommand, EngineSpec
+from coserve.vllm.launch import STEADY_HEAP, EngineCommand, EngineSpec
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory
@@ -142,7 +142,10 @@ class Stack:
         )
         config = self._trainer_config(Arm.FIXED)
         self.warm_up = self._processes.start(
-            "warm-up", _trainer_command(config, "--warm-only"), nice=ROLLOUT_NICE
+            "warm-up",
+            _trainer_command(config, "--warm-only"),
+            environment=STEADY_HEAP,
+            nice=ROLLOUT_NICE,
         )
 
     async def engines_ready(self, told: Callable[[str], None]) -> None:
@@ -157,8 +160,12 @@ class Stack:
         for name, core in ((PRODUCTION, 0), (GUEST, 0), (DEDICATED, ROLLOUT_CORE)):
             pin(self.engines[name], core)
         renice(self.engines[DEDICATED], ROLLOUT_NICE)
+        # The open-loop client lives in this process and must not take turns with production.
+        os.sched_setaffinity(0, {ROLLOUT_CORE})
         for process in self.engines[GUEST].tree():
             isolation.apply_to_process(self.isolation, process.pid)
+        guest, production = (self.engines[name].process.pid for name in (GUEST, PRODUCTION))
+        isolation.check_beside(self.isolation, guest=guest, production=production)
 
     def start_services(self, level: ServiceLevel) -> None:
         """The node agent and the gateway with its scheduler."""
@@ -181,6 +188,7 @@ class Stack:
         child = self._processes.start(
             f"trainer-{JOBS[arm]}",
             _trainer_command(self._trainer_config(arm)),
+            environment=STEADY_HEAP,
             core=ROLLOUT_CORE,
             # Before the engine, which spins for a second after its last rollout.
             nice=TRAINER_NICE,
@@ -205,9 +213,12 @@ class Stack:
         )
 
     def _engine(self, name: str, command: EngineCommand) -> None:
-        sockets = {"VLLM_RPC_BASE_PATH": str(self.paths.pages)}
+        temporary = self.paths.run / "tmp"
+        temporary.mkdir(exist_ok=True)
+        # What vLLM leaves in its temporary directory goes with the run's.
+        places = {"VLLM_RPC_BASE_PATH": str(self.paths.pages), "TMPDIR": str(temporary)}
         self.engines[name] = self._processes.start(
-            name, command.arguments, environment={**command.environment, **sockets}
+            name, command.arguments, environment={**command.environment, **places}
         )
 
     def _service(self, name: str, *arguments: str) -> None:
@@ -288,6 +299,8 @@ class Stack:
             # A step of the demo's policy takes milliseconds: half a second without a token means
             # that production is busy, and at a step's tail the turn goes on where there is room.
             "timeouts": {"guest_stall_s": 0.5},
+            # Its contexts are so short that a prefix costs less than a longer tail.
+            "routing": {"begun_first": False},
             "agents": [{"id": "demo", "url": self.url(self.ports.agent)}],
             "jobs": [{"id": JOBS[arm], "harvesting": False} for arm in JOBS],
             "state_file": str(self.paths.run / "gateway.sqlite"),

@@ -2,7 +2,9 @@
 
 The speed is learned from turns that left. Old knowledge fades towards the best engine known: a
 guest that was slow during a burst is tried again, with a few turns first. An engine that has been
-silent for longer than a turn should take is as slow as its silence: a closed gate gets no more.
+silent for longer than a turn should take is as slow as its silence: a closed gate gets no more. One
+that turns were taken off for its silence is left alone for a while, then tried with a few, and has
+all its places again with the first turn that ends on it: a gate opens as suddenly as it closes.
 """
 
 import math
@@ -16,6 +18,9 @@ from scheduler.policy.model import BASE_VERSION, NO_JOB, EngineKind
 STEP_SHARE_PER_STREAM = 0.05
 
 PROBE_TURNS = 4
+
+# No turn is sent to a silent engine for this long after one was taken off it.
+STALL_PAUSE_S = 1.0
 
 # What the guess weighs against measured tokens; about one turn.
 _GUESS_TOKENS = 16.0
@@ -36,12 +41,14 @@ class EngineLoad:
     """Stream time of the last turns, older ones decayed, other streams of the step taken out."""
     tokens: float = 0.0
     learned_s: float = 0.0
+    stalled_s: float | None = None
+    """When a turn was last taken off for silence; None once a turn has ended here since."""
 
     def full(self, *, half_life_s: float, now: float) -> bool:
-        """A guest of unknown speed has places for a few turns only."""
+        """A guest of unknown speed, or that fell silent, has places for a few turns only."""
         places = self.concurrency
         unknown = self.tokens * self._faded(half_life_s, now) < _GUESS_TOKENS
-        if self.kind is EngineKind.GUEST and unknown:
+        if self.kind is EngineKind.GUEST and (unknown or self.stalled_s is not None):
             places = min(places, PROBE_TURNS)
         return self.open_turns >= places
 
@@ -55,8 +62,15 @@ class EngineLoad:
             self.heard_s = now
         self.open_turns += 1
 
+    def stall(self, *, now: float) -> None:
+        """A turn was taken off. Its wait says when the gate closed, not how fast the engine is."""
+        self.open_turns -= 1
+        self.stalled_s = now
+
     def leave(self, *, tokens: int, seconds: float, weight: float, now: float) -> None:
-        """A turn lost without a token counts its time: a stalled engine becomes a slow one."""
+        """A turn lost without a token counts its time: a failing engine becomes a slow one."""
+        if tokens:
+            self.stalled_s = None
         alone_s = seconds / (1 + STEP_SHARE_PER_STREAM * self.open_turns)
         self.seconds = (1 - weight) * self.seconds + alone_s
         self.tokens = (1 - weight) * self.tokens + tokens
@@ -72,7 +86,8 @@ class EngineLoad:
             self.tokens * faded + _GUESS_TOKENS
         )
         expected_s = turn_tokens * alone_s * (1 + STEP_SHARE_PER_STREAM * (self.open_turns + 1))
-        return max(expected_s, now - self.heard_s) if self.open_turns else expected_s
+        paused = self.stalled_s is not None and now - self.stalled_s < STALL_PAUSE_S
+        return max(expected_s, now - self.heard_s) if self.open_turns or paused else expected_s
 
     def _faded(self, half_life_s: float, now: float) -> float:
         """What is left of the weight of what was learned."""

@@ -2,11 +2,13 @@
 
     last engine of the trajectory, if it has a place (its KV prefix is there)
     else a dedicated engine with a place, else a leased guest with a place
-    else the queue: turns of trajectories already begun first, then first come first served
+    else the queue: turns of trajectories already begun first, then first come first served, but a
+    freed place goes to a turn whose prefix is there before it goes to an older one
 
 A place that is expected to end the turn later than waiting for a faster engine would is no place: a
 slow harvested engine gets the share that fits its speed. When none queues the batch is at its tail,
-and the turn goes where it is expected to end first, so that no straggler sits on a slow engine.
+and the turn goes where it is expected to end first, so that no straggler sits on a slow engine; a
+guest, whose gate may close any moment, must be clearly faster for that.
 Only engines that serve the turn's job at a version its pin allows are eligible.
 A decision costs O(engines). Opens no connection and reads no clock.
 """
@@ -51,9 +53,17 @@ class _Line:
     waiting: tuple[deque[TurnArrived], ...] = field(
         default_factory=lambda: (deque(), deque(), deque())
     )
+    begun_on: dict[EngineId, deque[TurnArrived]] = field(default_factory=dict)
+    """Those of rank `_BEGUN` once more, by the engine that their trajectory was on."""
 
     def __len__(self) -> int:
         return sum(map(len, self.waiting))
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    job: JobId
+    since_s: float
 
 
 class RoutingPolicy:
@@ -67,7 +77,7 @@ class RoutingPolicy:
         self._last: OrderedDict[TrajectoryId, EngineId] = OrderedDict()
         self._placed: dict[str, tuple[JobId, EngineId]] = {}
         self._lines: dict[tuple[JobId, int, int], _Line] = {}
-        self._queued: dict[str, JobId] = {}
+        self._queued: dict[str, _Queued] = {}
         self._target: Retargeted | None = None
         self._turn_tokens = config.default_turn_tokens
 
@@ -106,7 +116,7 @@ class RoutingPolicy:
         return load.open_turns if load else 0
 
     def queued_turns_of(self, job: JobId) -> int:
-        return sum(queued == job for queued in self._queued.values())
+        return sum(queued.job == job for queued in self._queued.values())
 
     def open_turns_of(self, job: JobId) -> int:
         return sum(placed == job for placed, _ in self._placed.values())
@@ -160,17 +170,24 @@ class RoutingPolicy:
         key = (turn.job, _pin(turn.exact), _pin(turn.minimum))
         line = self._lines.get(key)
         if line is None or not len(line):
-            placed = self._place(turn, now, tail=not self._queued)
-            if placed is not None:
-                return (placed,)
+            chosen = self._choose(turn, now, tail=not self._queued)
+            if chosen is not None:
+                return (self._dispatch(turn, *chosen, now),)
         if len(self._queued) >= self._config.queue_turns and not turn.resumed:
             reason = f"{len(self._queued)} turns are waiting"
             return (RefuseTurn(turn=turn.turn, refusal=Refusal.FULL, reason=reason),)
         if line is None:
             line = self._lines[key] = _Line(turn.job, turn.exact, turn.minimum)
-        begun = _BEGUN if turn.trajectory in self._last else _FRESH
-        line.waiting[_RESUMED if turn.resumed else begun].append(turn)
-        self._queued[turn.turn] = turn.job
+        last = self._last.get(turn.trajectory)
+        begun = last is not None and self._config.begun_first
+        rank = _RESUMED if turn.resumed else _BEGUN if begun else _FRESH
+        line.waiting[rank].append(turn)
+        if rank == _BEGUN and last is not None:
+            near = line.begun_on.setdefault(last, deque())
+            while near and near[0].turn not in self._queued:
+                near.popleft()
+            near.append(turn)
+        self._queued[turn.turn] = _Queued(turn.job, now)
         return (QueueTurn(turn=turn.turn), *self._drain(now))
 
     def _leave(self, event: TurnLeft, now: float) -> None:
@@ -178,6 +195,9 @@ class RoutingPolicy:
         if placed is None:
             return
         _, engine = placed
+        if event.stalled:
+            self._engines[engine].stall(now=now)
+            return
         weight = self._config.speed_weight
         self._engines[engine].leave(
             tokens=event.tokens, seconds=event.seconds, weight=weight, now=now
@@ -229,14 +249,34 @@ class RoutingPolicy:
                 waiting = line.waiting[rank]
                 while waiting:
                     turn = waiting[0]
-                    if turn.turn in self._queued:
-                        dispatch = self._place(turn, now, tail=False)
-                        if dispatch is None:
-                            break
-                        del self._queued[turn.turn]
-                        placed.append(dispatch)
-                    waiting.popleft()
+                    if turn.turn not in self._queued:
+                        waiting.popleft()
+                        continue
+                    chosen = self._choose(turn, now, tail=False)
+                    if chosen is None:
+                        break
+                    engine, reason = chosen
+                    nearer = None
+                    if rank == _BEGUN and reason is not DispatchReason.AFFINITY:
+                        nearer = self._nearer(line, engine, older=turn, now=now)
+                    if nearer is not None:
+                        turn, reason = nearer, DispatchReason.AFFINITY
+                    del self._queued[turn.turn]
+                    placed.append(self._dispatch(turn, engine, reason, now))
         return tuple(placed)
+
+    def _nearer(
+        self, line: _Line, engine: EngineId, *, older: TurnArrived, now: float
+    ) -> TurnArrived | None:
+        """The oldest turn of the line whose prefix is on `engine`, while `older` can wait."""
+        if now - self._queued[older.turn].since_s > self._config.patience_s:
+            return None
+        near = line.begun_on.get(engine)
+        while near:
+            turn = near.popleft()
+            if turn.turn in self._queued and self._last.get(turn.trajectory) == engine:
+                return turn
+        return None
 
     def _expected_s(self, turn: TurnArrived, now: float) -> dict[EngineId, float]:
         """How long the turn would take on each engine that may serve it, full or not."""
@@ -281,7 +321,9 @@ class RoutingPolicy:
             faster_places += load.concurrency
         return places
 
-    def _place(self, turn: TurnArrived, now: float, *, tail: bool) -> DispatchTurn | None:
+    def _choose(
+        self, turn: TurnArrived, now: float, *, tail: bool
+    ) -> tuple[EngineId, DispatchReason] | None:
         places = self._places(turn, now)
         if not places:
             return None
@@ -289,13 +331,17 @@ class RoutingPolicy:
         last = self._last.get(turn.trajectory)
         kept_s = self._config.affinity_ratio * places[fastest]
         if last in places and places[last] <= kept_s:
-            return self._dispatch(turn, last, DispatchReason.AFFINITY, now)
+            return last, DispatchReason.AFFINITY
+        dedicated = next(
+            (each for each in places if self._engines[each].kind is EngineKind.DEDICATED), None
+        )
         if tail:
-            return self._dispatch(turn, fastest, DispatchReason.TAIL, now)
-        for engine in places:
-            if self._engines[engine].kind is EngineKind.DEDICATED:
-                return self._dispatch(turn, engine, DispatchReason.DEDICATED, now)
-        return self._dispatch(turn, fastest, DispatchReason.GUEST, now)
+            safe = dedicated is not None and places[dedicated] <= kept_s
+            chosen = dedicated if dedicated is not None and safe else fastest
+            return chosen, DispatchReason.TAIL
+        if dedicated is not None:
+            return dedicated, DispatchReason.DEDICATED
+        return fastest, DispatchReason.GUEST
 
     def _dispatch(
         self, turn: TurnArrived, engine: EngineId, reason: DispatchReason, now: float

@@ -26,6 +26,12 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     moved_after_s: float | None = None
     """A guest's turn without a token for this long is moved to where there is room, so a bad place
     costs no more than this and the turn elsewhere. None: nobody moves it."""
+    begun_first: bool = True
+    """Queued turns of begun trajectories go before first turns, so that few prefixes are kept at a
+    time. False: first come first served. All trajectories then advance together and the step's tail
+    is shorter, which pays where prefixes are cheap to make again."""
+    patience_s: float = 1.0
+    """A queued turn is passed over for this long by turns whose prefix is on the freed engine."""
     trajectories: int = 65536
     """Remembered last engines; the longest unused is forgotten."""
 
@@ -70,6 +76,9 @@ class TurnLeft(msgspec.Struct, frozen=True, kw_only=True, tag="turn_left"):
     turn: str
     tokens: int = 0
     seconds: float = 0.0
+    """On its engine, without the pauses of a guest's closed gate."""
+    stalled: bool = False
+    """Taken off an engine that had fallen silent."""
 
 
 class TurnWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="turn_withdrawn"):

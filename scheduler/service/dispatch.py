@@ -74,8 +74,10 @@ class Dispatcher:
                 reason = "the gateway is shutting down"
                 waiting.set_result(RefuseTurn(turn=turn, refusal=Refusal.FULL, reason=reason))
 
-    def leave(self, turn: str, *, tokens: int = 0, seconds: float = 0.0) -> None:
-        self.observe(TurnLeft(turn=turn, tokens=tokens, seconds=seconds))
+    def leave(
+        self, turn: str, *, tokens: int = 0, seconds: float = 0.0, stalled: bool = False
+    ) -> None:
+        self.observe(TurnLeft(turn=turn, tokens=tokens, seconds=seconds, stalled=stalled))
 
     def has_other_place(self, turn: Turn) -> bool:
         return self.policy.has_other_place(arrival(turn, resumed=True), now=self._clock.now())

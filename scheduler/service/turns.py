@@ -1,6 +1,7 @@
 """Carries one turn to its end: from engine to engine until it has ended, cancelled or lost."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -40,6 +41,14 @@ class RunningAttempt:
     heard_s: float
     task: "asyncio.Task[FinishReason | None] | None" = None
     why_cut: Cut | None = None
+    paused_s: float = 0.0
+    """Waited for a guest's closed gate, which says nothing of its speed."""
+
+    def hear(self, *, now: float, pause_s: float) -> None:
+        """A chunk came; a gap of more than `pause_s` before it was a pause."""
+        gap_s, self.heard_s = now - self.heard_s, now
+        if gap_s > pause_s:
+            self.paused_s += gap_s
 
     def cut(self, why: Cut) -> None:
         if self.why_cut is None and self.task is not None and not self.task.done():
@@ -130,7 +139,10 @@ class TurnRunner:
             tokens = len(turn.token_ids) - before
             self._observer.generated(turn, member, tokens)
             self._dispatcher.leave(
-                turn.key, tokens=tokens, seconds=self._clock.now() - running.began_s
+                turn.key,
+                tokens=tokens,
+                seconds=self._clock.now() - running.began_s - running.paused_s,
+                stalled=running.why_cut is Cut.STALL,
             )
             self._fleet.ended(member, running)
 
@@ -178,10 +190,12 @@ class TurnRunner:
             epoch=epoch,
             priority=turn.request.priority,
         )
+        guest = member.engine.kind is EngineKind.GUEST
+        pause_s = self._timeouts.guest_stall_s / 4 if guest else math.inf
         finish: str | None = None
         async with aclosing(choices):
             async for choice in choices:
-                running.heard_s = self._clock.now()
+                running.hear(now=self._clock.now(), pause_s=pause_s)
                 if choice.token_ids:
                     logprobs = choice.logprobs.content if choice.logprobs else None
                     try:

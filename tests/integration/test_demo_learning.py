@@ -43,7 +43,8 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Learned:
     )
     result = Learned([], [])
     for step in range(STEPS):
-        tasks = [Task(WARM_UP.tasks, 1, step, prompt) for prompt in range(24)]
+        prompts = WARM_UP.tasks.prompts_per_step
+        tasks = [Task(WARM_UP.tasks, 1, step, prompt) for prompt in range(prompts)]
         trajectories = LocalSampler(weights.policy).sample(
             tasks, samples_per_prompt=8, version=step + 1, seed=step
         )

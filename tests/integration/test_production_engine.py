@@ -91,11 +91,11 @@ async def test_a_guest_takes_no_step_while_production_has_no_slack(
     # Of unequal lengths, so that one decodes while the next of another begins.
     clients = [asyncio.create_task(follow_one_another(length)) for length in (1700, 2300, 2900)]
     await until(lambda: slot.pulse().decoding == 3, "production decodes", seen=slot.pulse)
-    steps = slot.guest().steps_launched
     turn = slot.begin(40)
     await slot.guest_becomes(
         lambda guest: guest.waiting == 1 and guest.reason == "no_slack", "the guest waits"
     )
+    steps = slot.guest().steps_launched
     await asyncio.sleep(1.0)
     assert (turn.tokens, slot.guest().steps_launched) == ([], steps)
     quiet.set()

@@ -35,7 +35,7 @@ Key = tuple[int, ...]
 class TaskShape:
     """The distributions that tasks are drawn from."""
 
-    prompts_per_step: int = 24
+    prompts_per_step: int = 36
     hops_max: int = 8
     hops_go_on: float = 0.64
     """Hops are geometric, cut at `hops_max`: each further hop has this share of the one before."""

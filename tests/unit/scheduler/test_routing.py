@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
+from scheduler.policy.engine_load import PROBE_TURNS, STALL_PAUSE_S
 from scheduler.policy.model import EngineKind
 from scheduler.policy.routing import (
     RoutingPolicy,
@@ -16,6 +17,7 @@ from scheduler.policy.routing_events import (
     DispatchTurn,
     EngineOffered,
     EngineWithdrawn,
+    QueueReviewed,
     QueueTurn,
     Refusal,
     RefuseTurn,
@@ -94,6 +96,47 @@ def test_queues_when_every_place_is_taken_and_serves_begun_trajectories_first() 
     assert order == ["4", "3", "2"]
 
 
+def _waiting_for_their_engines(policy: RoutingPolicy) -> tuple[str, str]:
+    """Fills `a` and `b`, one place each; the older queued turn was on `a`, the younger on `b`."""
+    on = {_engine_of(policy.observe(_turn(f"{t}1", t), now=0.0)): t for t in ("t", "u")}
+    for engine in ("a", "b"):
+        policy.observe(_turn(f"other-{engine}"), now=0.05)
+    for engine in ("a", "b"):
+        freed = TurnLeft(turn=f"{on[engine]}1", tokens=16, seconds=0.1)
+        assert _engine_of(policy.observe(freed, now=0.1)) == engine
+    for engine in ("a", "b"):
+        policy.observe(_turn(f"{on[engine]}2", on[engine]), now=0.2)
+    return f"{on['a']}2", f"{on['b']}2"
+
+
+def test_a_freed_place_goes_to_a_queued_turn_whose_prefix_is_there() -> None:
+    policy = _policy(_offer("a", concurrency=1), _offer("b", concurrency=1))
+    older, younger = _waiting_for_their_engines(policy)
+    freed = TurnLeft(turn="other-b", tokens=16, seconds=0.1)
+    (placed,) = policy.observe(freed, now=0.3)
+    assert (placed.turn, placed.reason) == (younger, DispatchReason.AFFINITY)
+    (placed,) = policy.observe(TurnLeft(turn="other-a", tokens=16, seconds=0.1), now=0.3)
+    assert (placed.turn, placed.reason) == (older, DispatchReason.AFFINITY)
+
+
+def test_first_come_first_served_where_prefixes_are_cheap() -> None:
+    policy = _policy(_offer("a", concurrency=1), begun_first=False)
+    policy.observe(_turn("1", "begun"), now=0.0)
+    policy.observe(_turn("2", "fresh"), now=0.0)
+    policy.observe(_turn("3", "begun"), now=0.0)
+    (placed,) = policy.observe(TurnLeft(turn="1", tokens=16, seconds=0.1), now=0.1)
+    assert placed.turn == "2"
+
+
+def test_an_older_turn_is_passed_over_for_a_while_only() -> None:
+    policy = _policy(_offer("a", concurrency=1), _offer("b", concurrency=1), patience_s=0.5)
+    older, _ = _waiting_for_their_engines(policy)
+    freed = TurnLeft(turn="other-b", tokens=16, seconds=0.1)
+    (placed,) = policy.observe(freed, now=0.8)
+    assert (placed.turn, placed.engine) == (older, "b")
+    assert policy.queued_turns == 1
+
+
 def test_queued_turns_take_dedicated_places_before_guests() -> None:
     policy = _policy(_offer("d", concurrency=1), _offer("g", GUEST, concurrency=1))
     for name in ("1", "2", "3", "4"):
@@ -107,14 +150,56 @@ def test_queued_turns_take_dedicated_places_before_guests() -> None:
     assert _engine_of(policy.observe(_offer("d", concurrency=1), now=1.0)) == "d"
 
 
-def test_the_tail_avoids_an_engine_that_was_measured_slow() -> None:
+def _measured(dedicated_s: float, guest_s: float) -> RoutingPolicy:
+    """Two engines of four places, both empty again; what turns took on each."""
     policy = _policy(_offer("d", concurrency=4), _offer("g", GUEST, concurrency=4))
-    placed = {name: _engine_of(policy.observe(_turn(name), now=0.0)) for name in "abcd"}
+    placed = {name: _engine_of(policy.observe(_turn(name), now=0.0)) for name in "abcdefgh"}
     assert set(placed.values()) == {"d", "g"}
     for name, engine in placed.items():
-        seconds = 0.05 if engine == "d" else 2.0
+        seconds = dedicated_s if engine == "d" else guest_s
         policy.observe(TurnLeft(turn=name, tokens=16, seconds=seconds), now=2.0)
-    assert [_engine_of(policy.observe(_turn(f"tail{n}"), now=3.0)) for n in range(3)] == ["d"] * 3
+    return policy
+
+
+def _tail_on(policy: RoutingPolicy) -> list[str]:
+    return [_engine_of(policy.observe(_turn(f"tail{n}"), now=3.0)) for n in range(3)]
+
+
+def test_the_tail_avoids_an_engine_that_was_measured_slow() -> None:
+    assert _tail_on(_measured(dedicated_s=0.05, guest_s=2.0)) == ["d"] * 3
+
+
+def test_the_tail_stays_off_a_guest_unless_it_is_clearly_faster() -> None:
+    assert _tail_on(_measured(dedicated_s=0.12, guest_s=0.1)) == ["d"] * 3
+    assert _tail_on(_measured(dedicated_s=2.0, guest_s=0.1)) == ["g"] * 3
+
+
+def test_a_guest_that_fell_silent_is_left_alone_then_tried_then_used_again() -> None:
+    guest = EngineId("g")
+    offers = (_offer("d", concurrency=8), _offer("g", GUEST, concurrency=8))
+    policy = _policy(*offers, default_turn_tokens=16.0)
+    engines = {}
+    for n in range(24):
+        for effect in policy.observe(_turn(str(n)), now=0.0):
+            if isinstance(effect, DispatchTurn):
+                engines[effect.turn] = effect.engine
+    on_guest = [turn for turn, engine in engines.items() if engine == guest]
+    elsewhere = [turn for turn, engine in engines.items() if engine != guest]
+    assert len(on_guest) == PROBE_TURNS
+
+    def ends_elsewhere(now: float) -> None:
+        policy.observe(TurnLeft(turn=elsewhere.pop(), tokens=16, seconds=0.1), now=now)
+
+    ends_elsewhere(0.6)
+    for turn in on_guest:
+        policy.observe(TurnLeft(turn=turn, stalled=True), now=0.6)
+    assert policy.open_turns_on(guest) == 0
+    ends_elsewhere(0.5 + STALL_PAUSE_S)
+    assert policy.open_turns_on(guest) == 0
+    probes = policy.observe(QueueReviewed(), now=0.6 + STALL_PAUSE_S)
+    assert len(probes) == policy.open_turns_on(guest) == PROBE_TURNS
+    policy.observe(TurnLeft(turn=probes[0].turn, tokens=16, seconds=0.1), now=1.7)
+    assert policy.open_turns_on(guest) > PROBE_TURNS
 
 
 def test_the_tail_leaves_a_slow_last_engine_though_its_prefix_is_there() -> None:

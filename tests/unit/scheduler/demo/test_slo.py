@@ -38,22 +38,24 @@ def test_failed_and_unanswered_requests_never_attain(request_of: Build) -> None:
     assert attainment([], ttft_s=1, itl_s=1) is None
 
 
-def test_chooses_the_tightest_edges_that_99_percent_attain(request_of: Build) -> None:
+def test_chooses_the_tightest_edges_within_the_band(request_of: Build) -> None:
     requests = [request_of(ttft_s=0.031, itl_s=(0.0072,)) for _ in range(990)]
-    requests += [request_of(ttft_s=0.3, itl_s=(0.0072,)) for _ in range(5)]
-    requests += [request_of(ttft_s=0.031, itl_s=(0.05,)) for _ in range(5)]
+    requests += [request_of(ttft_s=0.33, itl_s=(0.0072,)) for _ in range(5)]
+    requests += [request_of(ttft_s=0.031, itl_s=(0.045,)) for _ in range(5)]
     slo = choose_slo(requests)
     assert (slo.ttft_s, slo.itl_s) == (0.04, 0.008)
     assert slo.attainment == pytest.approx(0.99)
     assert slo.in_band
 
 
-def test_takes_97_percent_where_no_edges_reach_99(request_of: Build) -> None:
-    requests = [request_of(ttft_s=0.031) for _ in range(980)]
-    requests += [request_of(ttft_s=9999.0) for _ in range(20)]
+def test_passes_over_edges_that_many_meet_only_narrowly(request_of: Build) -> None:
+    requests = [request_of(ttft_s=0.031, itl_s=(0.0072,)) for _ in range(900)]
+    requests += [request_of(ttft_s=0.145, itl_s=(0.0072,)) for _ in range(80)]
+    requests += [request_of(ttft_s=0.33, itl_s=(0.0072,)) for _ in range(20)]
     slo = choose_slo(requests)
+    # At 150 ms a twentieth of delay would cost 8 % of the requests, at 175 ms none.
+    assert slo.ttft_s == 0.175
     assert slo.attainment == pytest.approx(0.98)
-    assert slo.in_band
 
 
 def test_says_when_everybody_attains_the_tightest_useful_edges(request_of: Build) -> None:

@@ -22,7 +22,11 @@ SHAPE = TaskShape()
 
 
 def task_of(hops: int, *, seed: int = 7) -> Task:
-    return next(task for i in range(24) if (task := Task(SHAPE, seed, 3, i)).hops == hops)
+    return next(
+        task
+        for i in range(SHAPE.prompts_per_step)
+        if (task := Task(SHAPE, seed, 3, i)).hops == hops
+    )
 
 
 def line(turn: int, left: int, key: Key, *, answer: bool = False) -> tuple[int, ...]:
@@ -46,7 +50,9 @@ def test_a_task_is_a_function_of_seed_step_and_prompt() -> None:
 
 
 def test_the_number_of_hops_is_long_tailed_with_a_mean_of_two_and_a_half() -> None:
-    hops = [Task(SHAPE, 1, step, i).hops for step in range(40) for i in range(24)]
+    hops = [
+        Task(SHAPE, 1, step, i).hops for step in range(40) for i in range(SHAPE.prompts_per_step)
+    ]
     assert min(hops) == 1
     assert max(hops) == 8
     assert 2.3 < mean(hops) < 2.7
@@ -54,7 +60,10 @@ def test_the_number_of_hops_is_long_tailed_with_a_mean_of_two_and_a_half() -> No
 
 
 def test_every_step_has_nearly_the_same_mix_of_hops() -> None:
-    sums = [sum(Task(SHAPE, 1, step, i).hops for i in range(24)) for step in range(30)]
+    sums = [
+        sum(Task(SHAPE, 1, step, i).hops for i in range(SHAPE.prompts_per_step))
+        for step in range(30)
+    ]
     assert max(sums) - min(sums) <= 0.2 * mean(sums)
 
 
@@ -62,7 +71,7 @@ def test_tool_latencies_are_long_tailed_and_capped() -> None:
     all_s = sorted(
         (task := Task(SHAPE, 1, step, i)).latency_s(task.start)
         for step in range(60)
-        for i in range(24)
+        for i in range(SHAPE.prompts_per_step)
     )
     assert 0.012 < median(all_s) < 0.018
     assert all_s[int(0.99 * len(all_s))] > 8 * median(all_s)
