@@ -2,7 +2,7 @@
 
 Upper quantiles of what was seen in a sliding window:
 
-    T_prefill(n) = prefill_base + prefill_per_token * n    from requests that found the engine idle
+    T_prefill(n) = prefill_base + prefill_per_token * n    from requests that waited for no other
     T_decode(b)  = decode_base  + decode_per_request * b   from steps without a prefill in them
 
 Whether the guest ran meanwhile is not visible to production; the agent takes a model over only from
@@ -29,6 +29,12 @@ class ProductionTime:
     decodes: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     """(requests in the batch, seconds)"""
     samples: int = 0
+
+    @property
+    def learned(self) -> int:
+        """Steps behind the model; while one of its halves is unknown, that half's."""
+        least = min(len(self.prefills), len(self.decodes))
+        return least if least < _MIN_SAMPLES else self.samples
 
     def observe_prefill(self, *, tokens: int, seconds: float) -> None:
         self.prefills.append((tokens, seconds))

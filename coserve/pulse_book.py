@@ -26,8 +26,11 @@ class _Open:
     arrival_ns: int
     prompt_tokens_bound: int
     body_bytes: int
-    alone: bool
-    """It found the engine idle."""
+    begun_ns: int
+    """When its prefill could begin: as it came to an idle engine, else as the running step ended;
+    0 while that step runs."""
+    queued: bool
+    """Another request waited beside it, so its wait says nothing about its own prefill."""
     first_token: bool = False
 
 
@@ -69,11 +72,14 @@ class PulseBook:
     _prompt_p99: int = 0
 
     def arrive(self, key: int, *, body_bytes: int, now_ns: int) -> None:
-        alone = not self._open
-        if alone:
-            self._busy_since_ns = now_ns
+        begun_ns = 0
+        if not self._open:
+            begun_ns = self._busy_since_ns = now_ns
+        waiting = [request for request in self._open.values() if not request.first_token]
+        for request in waiting:
+            request.queued = True
         bound = max(1, int((body_bytes - _ENVELOPE_BYTES) / self._bytes_per_token))
-        self._open[key] = _Open(now_ns, bound, body_bytes, alone)
+        self._open[key] = _Open(now_ns, bound, body_bytes, begun_ns, queued=bool(waiting))
         self._requests += 1
 
     def finish(self, key: int, *, now_ns: int) -> None:
@@ -94,6 +100,8 @@ class PulseBook:
         self._generation_tokens += step.generation_tokens
         self._prompts.extend(step.finished_prompt_tokens)
         self._first_tokens(step, now_ns)
+        for request in self._open.values():
+            request.begun_ns = request.begun_ns or now_ns
         if step.inter_token_s:
             self._itl.extend(step.inter_token_s[-_RECENT:])
             self._itl_total += len(step.inter_token_s)
@@ -132,8 +140,15 @@ class PulseBook:
             samples_total=self._ttft_total,
             itl_samples_total=self._itl_total,
             model=self._model,
-            model_samples=self.times.samples,
+            model_samples=self.times.learned,
         )
+
+    def _observe_prefill(self, request: _Open, step: EngineStep, now_ns: int) -> None:
+        """Its step served the running decodes too; what they took is left out."""
+        seconds = (now_ns - (request.begun_ns or request.arrival_ns)) * 1e-9
+        others = sum(1 for other in self._open.values() if other.first_token) - 1
+        decodes_s = others * self._model.decode_s_per_request
+        self.times.observe_prefill(tokens=step.prompt_tokens, seconds=max(0.0, seconds - decodes_s))
 
     def _first_tokens(self, step: EngineStep, now_ns: int) -> None:
         left = step.first_tokens
@@ -149,8 +164,8 @@ class PulseBook:
             ttft_s = (now_ns - request.arrival_ns) * 1e-9
             self._ttft.append(ttft_s)
             self._ttft_total += 1
-            if request.alone and step.first_tokens == 1 and len(self._open) == 1:
-                self.times.observe_prefill(tokens=step.prompt_tokens, seconds=ttft_s)
+            if not request.queued and step.first_tokens == 1:
+                self._observe_prefill(request, step, now_ns)
         if step.prompt_tokens and body_bytes > 0 and left == 0:
             ratio = max(0.5, body_bytes / step.prompt_tokens)
             # The bound must not come out too small: follow smaller ratios fast, larger ones slowly.

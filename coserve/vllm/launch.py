@@ -53,15 +53,14 @@ def guest(spec: EngineSpec, *, pages: Path, weights: Path) -> EngineCommand:
         "--middleware",
         "coserve.vllm.middleware.EpochMiddleware",
     )
-    environment = _environment(spec) | _slot(spec, Role.GUEST, pages) | _weights(weights)
-    return EngineCommand(arguments, environment)
+    slot = _slot(spec, Role.GUEST, pages)
+    return EngineCommand(arguments, _environment(spec) | NO_COMPILER | slot | _weights(weights))
 
 
 def dedicated(spec: EngineSpec, *, weights: Path) -> EngineCommand:
     """A rollout engine on accelerators of its own."""
-    return EngineCommand(
-        (*_server(spec), *_rollout(spec.vllm)), _environment(spec) | _weights(weights)
-    )
+    arguments = (*_server(spec), *_rollout(spec.vllm))
+    return EngineCommand(arguments, _environment(spec) | NO_COMPILER | _weights(weights))
 
 
 def _server(spec: EngineSpec) -> tuple[str, ...]:
@@ -117,6 +116,11 @@ STEADY_HEAP = {
 """Keeps what a step frees for the next one. glibc otherwise gives large blocks back to the kernel
 and asks for them again, step after step: page faults, and a lock on which a page scanner of the
 kernel held production's worker up for a second, several times an hour."""
+
+
+NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
+"""vLLM compiles its count of better tokens, asked for by every request with log-probabilities, at
+the first of them: 20 s of a core, in a guest of production's core."""
 
 
 def _environment(spec: EngineSpec) -> dict[str, str]:

@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import count
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
@@ -17,7 +16,6 @@ from scheduler.demo.job.events import StepDone
 from scheduler.demo.production import ProductionClient
 from scheduler.demo.records import Arm, Block, EngineGap, Record, TrainingStep
 from scheduler.demo.stack import GUEST, JOBS, Stack
-from scheduler.demo.trace import Arrival
 from scheduler.demo.trainer_link import TrainerLink
 from scheduler.demo.watch import SlotWatch
 from scheduler.demo.window import Window
@@ -33,6 +31,11 @@ class BlockPlan:
     rounds: int
     serving_s: float
     steps: int
+
+    def within(self, seconds: float, *, step_s: float) -> "BlockPlan":
+        """As many of the rounds as fit where a job's step takes `step_s`; at least one."""
+        round_s = self.serving_s + len(JOBS) * self.steps * step_s
+        return replace(self, rounds=max(1, min(self.rounds, int(seconds / round_s))))
 
     def blocks(self) -> Iterator[tuple[Arm, int]]:
         """Rotated from round to round, so that drift of the machine falls on every arm alike."""
@@ -73,10 +76,12 @@ class BlockRunner:
         if not harvesting and not await self.gateway.guest_gone(GUEST, timeout_s=_LEASE_S):
             raise ConfigError("the guest still serves a job that gave its lease back")
 
-    async def step(self, arm: Arm, index: int) -> None:
+    async def step(self, arm: Arm, index: int) -> float:
+        """Its seconds."""
         done = await self.trainers[arm].step()
         self.stack.check()
         self.record(training_step(done, arm, index))
+        return done.step_s
 
     @asynccontextmanager
     async def replaying(self, arm: Arm, index: int, window: Window) -> AsyncIterator[None]:
@@ -88,7 +93,7 @@ class BlockRunner:
         stopped = asyncio.Event()
         replay = asyncio.ensure_future(
             self.client.replay(
-                endless(window), arm=arm, block=index, start_s=start_s, stopped=stopped
+                window.endless(), arm=arm, block=index, start_s=start_s, stopped=stopped
             )
         )
         try:
@@ -116,19 +121,6 @@ class BlockRunner:
         while (left_s := until_s - self.clock.now()) > 0:
             await asyncio.sleep(min(1.0, left_s))
             self.stack.check()
-
-
-def endless(window: Window) -> Iterator[Arrival]:
-    """The window's arrivals, lap after lap; a later lap's requests have indices of their own."""
-    if not window.arrivals:
-        return
-    for lap in count():
-        for arrival in window.arrivals:
-            yield replace(
-                arrival,
-                index=arrival.index + lap * len(window.arrivals),
-                t_s=arrival.t_s + lap * window.duration_s,
-            )
 
 
 def training_step(done: StepDone, arm: Arm, block: int) -> TrainingStep:

@@ -11,12 +11,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from harvester.contracts.page import ProductionModel
+from scheduler.demo.production_model import STEP_TOKENS
 from scheduler.demo.trace import Arrival
 
 TARGET_BUSY_SHARE = 0.5
-_CHUNK_TOKENS = 2048
 _ITERATIONS = 24
 _SLOWEST, _FASTEST = 1 / 64, 64.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """A replay that has been measured: what came in, and how long the engine had steps to run."""
+
+    arrivals: Sequence[Arrival]
+    seconds: float
+    busy_s: float
 
 
 @dataclass(slots=True)
@@ -33,7 +42,7 @@ def busy_share(arrivals: Sequence[Arrival], model: ProductionModel, *, window_s:
             now = max(now, arrivals[at].t_s)
         due = bisect_right(arrivals, now, lo=at, key=lambda arrival: arrival.t_s)
         prompt_tokens = 0
-        while at < due and prompt_tokens < _CHUNK_TOKENS:
+        while at < due and prompt_tokens < STEP_TOKENS:
             prompt_tokens += arrivals[at].input_tokens
             running.append(_Running(arrivals[at].output_tokens))
             at += 1
@@ -45,6 +54,15 @@ def busy_share(arrivals: Sequence[Arrival], model: ProductionModel, *, window_s:
             request.left -= 1
         running = [request for request in running if request.left > 0]
     return busy_s / max(window_s, now)
+
+
+def measured_ratio(replays: Sequence[Replayed], model: ProductionModel) -> float:
+    """How much busier the engine was, over all replays, than is computed; 1 where nothing came."""
+    computed_s = sum(
+        busy_share(each.arrivals, model, window_s=each.seconds) * each.seconds for each in replays
+    )
+    measured_s = sum(each.busy_s for each in replays)
+    return measured_s / computed_s if computed_s > 0 and measured_s > 0 else 1.0
 
 
 def rate_for(

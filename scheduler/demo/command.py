@@ -17,23 +17,33 @@ from scheduler.demo.bursts import Bursts, generated_trace
 from scheduler.demo.prerequisites import check_machine
 from scheduler.demo.processes import Processes
 from scheduler.demo.records import Record, TrainingStep
+from scheduler.demo.rehearsal import TOKEN_SCALE
 from scheduler.demo.report import write_report
 from scheduler.demo.result import Facts, as_json, result_of
 from scheduler.demo.run_directory import run_directory
 from scheduler.demo.session import (
-    TOKEN_SCALE,
     Outcome,
     Recorder,
     Session,
     SessionPlan,
-    service_level,
+    measured_level,
 )
 from scheduler.demo.stack import GUEST, Stack
 from scheduler.demo.table import closing, step_line
 from scheduler.demo.trace import Trace, read_trace
 
-FULL = SessionPlan(blocks=BlockPlan(rounds=3, serving_s=36.0, steps=4), calibration_s=20.0)
-QUICK = SessionPlan(blocks=BlockPlan(rounds=1, serving_s=20.0, steps=3), calibration_s=12.0)
+FULL = SessionPlan(
+    blocks=BlockPlan(rounds=5, serving_s=28.0, steps=2),
+    first_replay_s=10.0,
+    last_replay_s=20.0,
+    within_s=580.0,
+)
+QUICK = SessionPlan(
+    blocks=BlockPlan(rounds=1, serving_s=20.0, steps=3),
+    first_replay_s=8.0,
+    last_replay_s=12.0,
+    within_s=240.0,
+)
 _GENERATED_S = 3600.0
 
 
@@ -69,6 +79,7 @@ def demo(
                     clock=clock,
                     told=told,
                     seed=seed,
+                    started_s=started_s,
                 )
                 outcome = asyncio.run(session.run())
         finally:
@@ -94,7 +105,7 @@ def _progress(record: Record, told: Callable[[str], None]) -> None:
 
 def _facts(outcome: Outcome, records: list[Record], *, started_s: float, now: float) -> Facts:
     window, status = outcome.window, outcome.gateway
-    level = service_level(records)
+    level = measured_level(records)
     first_s = outcome.first_harvested_token_s
     return Facts(
         trace=window.trace,

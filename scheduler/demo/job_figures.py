@@ -129,11 +129,24 @@ def ideal_speedup(*, rollout_share: float | None, busy_share: float | None) -> f
 
 
 def on_policy_of(steps: Sequence[TrainingStep], *, guests: Collection[str]) -> OnPolicy:
-    """Gaps of the harvesting job, where both kinds of engine sampled from the same policy."""
-    harvest = [s for s in steps if s.arm is Arm.HARVEST]
+    """Gaps of the harvesting job, where both kinds of engine sampled from the same policy.
+
+    The gap falls as the policy learns, to a fifth over a run, and the harvested share changes from
+    step to step: so the dedicated engines' gap of a step weighs as much as its harvested tokens.
+    """
+    harvested, expected, compared_tokens = 0.0, 0.0, 0
+    for step in steps:
+        if step.arm is not Arm.HARVEST:
+            continue
+        guest_sum, guest_tokens = _gap(step, guests, harvested=True)
+        dedicated_sum, dedicated_tokens = _gap(step, guests, harvested=False)
+        if guest_tokens and dedicated_tokens:
+            harvested += guest_sum
+            expected += guest_tokens * dedicated_sum / dedicated_tokens
+            compared_tokens += guest_tokens
     return OnPolicy(
-        logprob_gap_dedicated=_gap(harvest, guests, harvested=False),
-        logprob_gap_harvested=_gap(harvest, guests, harvested=True),
+        logprob_gap_dedicated=ratio(expected, compared_tokens),
+        logprob_gap_harvested=ratio(harvested, compared_tokens),
         stale_tokens=sum(s.stale_tokens for s in steps),
     )
 
@@ -157,11 +170,10 @@ def trajectories_of(steps: Sequence[TrainingStep], *, migrated: int | None) -> T
     )
 
 
-def _gap(
-    steps: Sequence[TrainingStep], guests: Collection[str], *, harvested: bool
-) -> float | None:
-    gaps = [g for s in steps for g in s.gaps if (g.engine in guests) == harvested]
-    return ratio(sum(g.sum_abs for g in gaps), sum(g.tokens for g in gaps))
+def _gap(step: TrainingStep, guests: Collection[str], *, harvested: bool) -> tuple[float, int]:
+    """Sum of absolute differences, and of how many tokens."""
+    gaps = [gap for gap in step.gaps if (gap.engine in guests) == harvested]
+    return sum(gap.sum_abs for gap in gaps), sum(gap.tokens for gap in gaps)
 
 
 def _reward(steps: Sequence[TrainingStep]) -> Estimate | None:

@@ -13,6 +13,10 @@ from scheduler.demo.job.vocabulary import BOS_ID, PAD_ID, STOP_ID, VOCABULARY_SI
 PROMPT_IDS = (4, VOCABULARY_SIZE - 1)
 """Range of token ids that a prompt may hold, both ends included."""
 
+STEP_TOKENS = 512
+"""A step's budget, as whoever minds the time between tokens sets it: with vLLM's own 2,048, every
+request in flight waits while four long prompts are prefilled."""
+
 _SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1408,

@@ -81,7 +81,10 @@ class Intervals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OnPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean absolute log-probability difference, trainer's recomputation against the engine's."""
+    """Mean absolute log-probability difference, trainer's recomputation against the engine's.
+
+    Of steps in which both kinds sampled, the dedicated engines' weighted by harvested tokens.
+    """
 
     logprob_gap_dedicated: float | None
     logprob_gap_harvested: float | None

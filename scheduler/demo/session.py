@@ -1,8 +1,8 @@
 """One run of the demo from cold engines to its result: what comes after what.
 
-engines start, the warm policy is made    ->  services  ->  trainers publish version 1
-two short replays teach the agent production's step times and calibrate the replay's speed
-both jobs take one unmeasured step        ->  measured blocks  ->  result
+services and engines start, the warm policy is made  ->  trainers publish version 1
+rehearsal: the replay's speed, production's SLO, one unmeasured step of each job
+measured blocks, as many rounds as there is time for  ->  result
 """
 
 import asyncio
@@ -16,32 +16,32 @@ import aiohttp
 import msgspec
 
 from harvester.contracts.clock import Clock
-from scheduler.demo.blocks import WARM_UP_BLOCK, BlockPlan, BlockRunner
-from scheduler.demo.calibration import busy_share, rate_for
+from scheduler.demo.blocks import BlockPlan, BlockRunner
+from scheduler.demo.calibration import TARGET_BUSY_SHARE
 from scheduler.demo.gateway_admin import GatewayAdmin
 from scheduler.demo.production import ProductionClient, Prompts, production_session
 from scheduler.demo.production_model import PROMPT_IDS
 from scheduler.demo.records import Arm, ProductionRequest, Record
-from scheduler.demo.slo import choose_slo
-from scheduler.demo.stack import JOBS, PRODUCTION, ServiceLevel, Stack
+from scheduler.demo.rehearsal import Rehearsal
+from scheduler.demo.slo import ServiceLevel, choose_slo
+from scheduler.demo.stack import JOBS, PRODUCTION, Stack
 from scheduler.demo.trace import Trace
 from scheduler.demo.trainer_link import TrainerLink
 from scheduler.demo.watch import SlotWatch
 from scheduler.demo.weights_audit import WeightsAudit
-from scheduler.demo.window import TokenScale, Window, window_of
+from scheduler.demo.window import Window
 
-TOKEN_SCALE = TokenScale(
-    input_scale=0.25, output_scale=0.25, input_max=1024, output_min=2, output_max=128
-)
-# Slow enough for any machine that can run the demo at all; the calibration raises it.
-FIRST_RATE = 3.0
 FIRST_LEVEL = ServiceLevel(ttft_s=0.25, itl_s=0.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlan:
     blocks: BlockPlan
-    calibration_s: float
+    """At most so many rounds; a slow machine gets fewer."""
+    first_replay_s: float
+    last_replay_s: float
+    within_s: float
+    """From the command to the end of the last block."""
 
 
 class Recorder:
@@ -82,6 +82,8 @@ class Session:
     told: Callable[[str], None]
     progress: Callable[[Record], None]
     seed: int
+    started_s: float
+    """When the command began."""
     watch: SlotWatch = field(init=False)
 
     async def run(self) -> Outcome:
@@ -111,9 +113,12 @@ class Session:
             clock=self.clock,
             record=self._record,
         )
-        trainers = await self._trainers()
-        window, level = await self._calibrate(client)
-        self.stack.promise(level)
+        rehearsal = Rehearsal(
+            stack=self.stack, trace=self.trace, client=client, watch=self.watch, clock=self.clock
+        )
+        trainers, _ = await asyncio.gather(
+            self._trainers(), rehearsal.first_replay(self.plan.first_replay_s)
+        )
         runner = BlockRunner(
             stack=self.stack,
             gateway=gateway,
@@ -124,19 +129,26 @@ class Session:
             record=self._record,
             told=self.told,
         )
-        await self._warm(runner, window)
+        step_s = await rehearsal.fixed_step(runner)
+        await rehearsal.harvesting_step(runner)
+        left_s = self.started_s + self.plan.within_s - self.clock.now()
+        blocks = self.plan.blocks.within(left_s - self.plan.last_replay_s, step_s=step_s)
+        window = await rehearsal.last_replay(self.plan.last_replay_s, blocks=blocks)
+        self.told(
+            f"{blocks.rounds} rounds at {window.rate:.1f} requests/s, which should keep production "
+            f"busy {TARGET_BUSY_SHARE:.0%} of the time"
+        )
         audit = WeightsAudit(session, self.stack.rollout_urls(), self.stack.paths.weights)
-        slices = rounds_of(window, self.plan.blocks.rounds)
-        for arm, index in self.plan.blocks.blocks():
+        slices = rounds_of(window, blocks.rounds)
+        for arm, index in blocks.blocks():
             self.told(f"round {index + 1}: {arm}")
-            await runner.run(arm, index, slices[index], self.plan.blocks)
+            await runner.run(arm, index, slices[index], blocks)
             await audit.run()
             if arm is Arm.SERVING_ONLY:
-                level = service_level(self.recorder.records)
-                self.stack.promise(level)
+                self.stack.promise(measured_level(self.recorder.records))
         return Outcome(
             window=window,
-            level=level,
+            level=measured_level(self.recorder.records),
             gateway=await gateway.status(),
             hash_mismatches=audit.hash_mismatches,
             first_harvested_token_s=self.watch.first_guest_token_s,
@@ -154,61 +166,10 @@ class Session:
             self.told(f"job {JOBS[arm]}: {ready.parameters / 1e6:.1f} M parameters published")
         return links
 
-    async def _warm(self, runner: BlockRunner, window: Window) -> None:
-        """One step of each job, with production running: caches fill, the guest's model learns."""
-        for arm in (Arm.HARVEST, Arm.FIXED):
-            async with runner.replaying(arm, WARM_UP_BLOCK, window):
-                await runner.step(arm, WARM_UP_BLOCK)
 
-    async def _calibrate(self, client: ProductionClient) -> tuple[Window, ServiceLevel]:
-        """Short replays with nothing beside them; the speed and the SLO that follow from them.
-
-        The first is slow, because the engine makes its kernels as it meets new sizes; what it says
-        of the speed only sets the second's.
-        """
-        rate = FIRST_RATE
-        for seconds in (self.plan.calibration_s / 2, self.plan.calibration_s):
-            short = window_of(self.trace, duration_s=seconds, rate=rate).sized(TOKEN_SCALE)
-            seen, busy = await self._replayed(client, short)
-            model = self.watch.pulse().model
-            computed = busy_share(short.arrivals, model, window_s=short.duration_s)
-            rate = rate_for(
-                lambda rate: (self._window(rate).arrivals, self._window(rate).duration_s),
-                model,
-                measured_ratio=busy / computed if computed > 0 else 1.0,
-            )
-            self.told(
-                f"production alone was busy {busy:.0%} at {short.rate:.1f} requests/s; "
-                f"replaying at {rate:.1f}"
-            )
-        slo = choose_slo(seen)
-        return self._window(rate), ServiceLevel(ttft_s=slo.ttft_s, itl_s=slo.itl_s)
-
-    async def _replayed(
-        self, client: ProductionClient, window: Window
-    ) -> tuple[list[ProductionRequest], float]:
-        """Its requests, left out of the records, and the share of its time with one in flight."""
-        seen: list[ProductionRequest] = []
-        quiet = replace(client, record=seen.append)
-        start_s, busy_s = self.clock.now(), self.watch.pulse().busy_s_total
-        await quiet.replay(
-            window.arrivals, arm=Arm.SERVING_ONLY, block=WARM_UP_BLOCK, start_s=start_s
-        )
-        await asyncio.sleep(max(0.0, start_s + window.duration_s - self.clock.now()))
-        elapsed_s = self.clock.now() - start_s
-        # The pulse renews its step times once a second.
-        await asyncio.sleep(1.5)
-        return seen, (self.watch.pulse().busy_s_total - busy_s) / elapsed_s
-
-    def _window(self, rate: float) -> Window:
-        blocks = self.plan.blocks
-        duration_s = blocks.rounds * blocks.serving_s
-        return window_of(self.trace, duration_s=duration_s, rate=rate).sized(TOKEN_SCALE)
-
-
-def service_level(records: Iterable[Record]) -> ServiceLevel:
+def measured_level(records: Iterable[Record]) -> ServiceLevel:
     """The SLO that production alone attains in its measured blocks. Needs one request of them."""
-    slo = choose_slo(
+    return choose_slo(
         [
             record
             for record in records
@@ -216,8 +177,7 @@ def service_level(records: Iterable[Record]) -> ServiceLevel:
             and record.arm is Arm.SERVING_ONLY
             and record.block >= 0
         ]
-    )
-    return ServiceLevel(ttft_s=slo.ttft_s, itl_s=slo.itl_s)
+    ).level
 
 
 def rounds_of(window: Window, rounds: int) -> tuple[Window, ...]:

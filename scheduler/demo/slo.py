@@ -30,10 +30,16 @@ them (`--custom-histogram-buckets`, from vLLM 0.32)."""
 
 ATTAINMENT_MIN = 0.97
 ATTAINMENT_MAX = 0.998
-MARGIN = 1.1
-"""An edge that many requests meet by less than a tenth says more of the machine's noise than of
-what is done to it: production in two replays of one trace differs by a few percent."""
+MARGIN = 1.25
+"""An edge that many requests meet or miss by less than a quarter says more of the machine's noise
+than of what is done to it: two replays of one trace differ by that much in a burst's queue."""
 _ITL_QUANTILE = 0.99
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLevel:
+    ttft_s: float
+    itl_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,10 @@ class Slo:
     """False where no pair of edges is attained by 97 to 99.8 %: then the nearest above, or below
     where even the widest edges fall short."""
 
+    @property
+    def level(self) -> ServiceLevel:
+        return ServiceLevel(ttft_s=self.ttft_s, itl_s=self.itl_s)
+
 
 def choose_slo(
     requests: Sequence[ProductionRequest],
@@ -53,7 +63,7 @@ def choose_slo(
     ttft_edges_s: Sequence[float] = SLO_EDGES_TTFT_S,
     itl_edges_s: Sequence[float] = SLO_EDGES_ITL_S,
 ) -> Slo:
-    """The pair of edges, attained by 97 to 99.8 %, that the fewest requests meet only narrowly.
+    """The pair of edges, attained by 97 to 99.8 %, that the fewest requests meet or miss narrowly.
 
     The tightest of equals; tightest is the least product of both. Where no pair is within the
     band: the one above it that fewest attain, else the one below it that most do. Raises ValueError
@@ -62,7 +72,9 @@ def choose_slo(
     if not requests:
         raise ValueError("an SLO is chosen from production's requests; there are none")
     share = _joint_attainment(requests, ttft_edges_s, itl_edges_s)
-    narrow = share - _joint_attainment(requests, ttft_edges_s, itl_edges_s, margin=MARGIN)
+    surely = _joint_attainment(requests, ttft_edges_s, itl_edges_s, margin=MARGIN)
+    nearly = _joint_attainment(requests, ttft_edges_s, itl_edges_s, margin=1.0 / MARGIN)
+    narrow = nearly - surely
     tightness = np.log(ttft_edges_s)[:, None] + np.log(itl_edges_s)[None, :]
     in_band = (share >= ATTAINMENT_MIN) & (share <= ATTAINMENT_MAX)
     above = share > ATTAINMENT_MAX

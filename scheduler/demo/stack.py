@@ -33,9 +33,9 @@ from scheduler.demo.job.model import PolicyShape, write_checkpoint
 from scheduler.demo.job.warm_up import WarmUp
 from scheduler.demo.prerequisites import free_ports
 from scheduler.demo.processes import Child, Processes, pin, renice
-from scheduler.demo.production_model import write_production_checkpoint
+from scheduler.demo.production_model import STEP_TOKENS, write_production_checkpoint
 from scheduler.demo.records import Arm
-from scheduler.demo.slo import SLO_EDGES_ITL_S, SLO_EDGES_TTFT_S
+from scheduler.demo.slo import SLO_EDGES_ITL_S, SLO_EDGES_TTFT_S, ServiceLevel
 
 SERVING_CORE = 0
 ROLLOUT_CORE = 1
@@ -73,12 +73,6 @@ class Ports:
     dedicated: int
     agent: int
     gateway: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceLevel:
-    ttft_s: float
-    itl_s: float
 
 
 class Stack:
@@ -120,7 +114,11 @@ class Stack:
                     max_model_len=PRODUCTION_MAX_LEN,
                     max_num_seqs=32,
                     vllm=self.vllm,
-                    extra_arguments=("--load-format", "dummy", *_histogram_buckets(self.vllm)),
+                    extra_arguments=(
+                        *("--load-format", "dummy"),
+                        *("--max-num-batched-tokens", str(STEP_TOKENS)),
+                        *_histogram_buckets(self.vllm),
+                    ),
                 ),
                 pages=self.pages.path,
             ),
@@ -210,6 +208,9 @@ class Stack:
             max_model_len=self.shape.context_tokens,
             max_num_seqs=ROLLOUT_CONCURRENCY,
             vllm=self.vllm,
+            # Most contexts are shorter than the 128 tokens of a CPU engine's own block: no prefix
+            # would ever be found again.
+            extra_arguments=("--block-size", "32"),
         )
 
     def _engine(self, name: str, command: EngineCommand) -> None:

@@ -4,7 +4,9 @@ The window chosen is the one most like its trace, so that no arm is measured on 
 great burst. Small models get smaller requests; the order, the bursts and the tails stay. Pure.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +58,22 @@ class Window:
     def rate(self) -> float:
         """Requests per second."""
         return len(self.arrivals) / self.duration_s
+
+    def endless(self) -> Iterator[Arrival]:
+        """The arrivals, lap after lap; a later lap's requests have indices of their own."""
+        if not self.arrivals:
+            return
+        for lap in count():
+            for arrival in self.arrivals:
+                yield replace(
+                    arrival,
+                    index=arrival.index + lap * len(self.arrivals),
+                    t_s=arrival.t_s + lap * self.duration_s,
+                )
+
+    def until(self, seconds: float) -> tuple[Arrival, ...]:
+        """What comes in the first `seconds`, however many laps these are."""
+        return tuple(takewhile(lambda arrival: arrival.t_s < seconds, self.endless()))
 
     def scaled(self, *, rate: float) -> "Window":
         """The same requests at `rate` per second: time is stretched, the window with it."""

@@ -187,17 +187,33 @@ def test_learns_prefills_from_requests_that_were_alone_until_their_first_token(
         production.arrive(key)
         production.after(0.05).step(first_tokens=1, prompt_tokens=100)
         production.after(0.01).finish(key)
-    assert production.pulse().model_samples == 30
     production.book.refit()
     assert production.pulse().model.prefill_s(100) == pytest.approx(0.05)
 
 
-def test_a_prefill_that_shared_the_engine_teaches_nothing(production: Production) -> None:
+def test_learns_prefills_of_an_engine_that_is_never_idle(production: Production) -> None:
+    """From the end of the step that ran when a request came, and less what the decodes took."""
+    for requests in (1, 2) * 15:
+        production.step(inter_token_s=(0.003 + 0.001 * requests,) * requests)
+    production.book.refit()
+    production.arrive(0)
+    production.arrive(1)
+    production.after(0.05).step(first_tokens=2, prompt_tokens=20)
+    for key in range(2, 32):
+        production.after(0.003).arrive(key)
+        production.after(0.002).step(inter_token_s=(0.005, 0.005))
+        production.after(0.042).step(first_tokens=1, prompt_tokens=100, inter_token_s=(0.042,) * 2)
+        production.after(0.005).finish(key)
+    production.book.refit()
+    assert production.pulse().model.prefill_s(100) == pytest.approx(0.04)
+
+
+def test_a_prefill_that_waited_for_another_teaches_nothing(production: Production) -> None:
     production.arrive(1)
     production.after(0.01).arrive(2)
     production.after(0.09).step(first_tokens=1, prompt_tokens=100)
     production.after(0.01).step(first_tokens=1, prompt_tokens=100)
-    assert production.pulse().model_samples == 0
+    assert not production.book.times.prefills
 
 
 def test_learns_decodes_from_steps_without_a_prefill(production: Production) -> None:
@@ -206,7 +222,17 @@ def test_learns_decodes_from_steps_without_a_prefill(production: Production) -> 
         production.step(inter_token_s=(0.040, 0.040), first_tokens=1, prompt_tokens=100)
     production.book.refit()
     assert production.pulse().model.decode_s(3) == pytest.approx(0.005)
-    assert production.pulse().model_samples == 30
+
+
+def test_the_model_rests_on_no_more_than_its_lesser_half(production: Production) -> None:
+    for key in range(25):
+        production.arrive(key)
+        production.after(0.05).step(first_tokens=1, prompt_tokens=100)
+        production.after(0.01).finish(key)
+        assert production.pulse().model_samples == 0
+    for seen in range(1, 30):
+        production.step(inter_token_s=(0.004,))
+        assert production.pulse().model_samples == (seen if seen < 20 else 25 + seen)
 
 
 def test_publishes_no_model_before_there_are_enough_samples(production: Production) -> None:

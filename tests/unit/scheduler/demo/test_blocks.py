@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Pulse
-from scheduler.demo.blocks import BlockPlan, BlockRunner, endless
+from scheduler.demo.blocks import BlockPlan, BlockRunner
 from scheduler.demo.job.events import StepDone, Trajectories
 from scheduler.demo.records import Arm, Block, Record, TrainingStep
 from scheduler.demo.trace import Arrival
@@ -134,10 +134,19 @@ def test_every_arm_comes_once_a_round_and_in_every_place_alike(rounds: int) -> N
         assert max(held.values()) - min(held[arm] for arm in Arm) <= 1
 
 
+@pytest.mark.parametrize(
+    ("seconds", "step_s", "rounds"),
+    [(1000.0, 10.0, 3), (200.0, 10.0, 2), (200.0, 90.0, 1), (-5.0, 1.0, 1)],
+)
+def test_a_slow_machine_gets_fewer_rounds(seconds: float, step_s: float, rounds: int) -> None:
+    assert PLAN.within(seconds, step_s=step_s) == replace(PLAN, rounds=rounds)
+
+
 def test_a_window_goes_on_lap_after_lap_with_new_indices() -> None:
-    arrivals = list(islice(endless(WINDOW), 7))
+    arrivals = list(islice(WINDOW.endless(), 7))
     assert [arrival.index for arrival in arrivals] == list(range(7))
     assert [arrival.t_s for arrival in arrivals] == [0.0, 1.0, 4.0, 10.0, 11.0, 14.0, 20.0]
+    assert WINDOW.until(11.0) == tuple(arrivals[:4])
 
 
 async def test_a_block_of_serving_alone_lasts_its_time_and_leaves_no_lease() -> None:

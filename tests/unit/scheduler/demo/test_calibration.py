@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from harvester.contracts.page import ProductionModel
 from scheduler.demo.bursts import Bursts, generated_trace
-from scheduler.demo.calibration import busy_share, rate_for
+from scheduler.demo.calibration import Replayed, busy_share, measured_ratio, rate_for
 from scheduler.demo.trace import Arrival
 from scheduler.demo.window import TokenScale, window_of
 
@@ -84,6 +84,21 @@ def test_the_faster_the_replay_the_busier_the_engine(model: ProductionModel) -> 
 def test_the_chosen_rate_hits_its_target(model: ProductionModel, target: float) -> None:
     rate = rate_for(arrivals_at, model, measured_ratio=1.0, target=target)
     assert share_at(rate, model) == pytest.approx(target, abs=0.02)
+
+
+def test_the_measured_ratio_is_over_all_replays() -> None:
+    model = MODELS["small"]
+    arrivals, window_s = arrivals_at(2.0)
+    computed_s = busy_share(arrivals, model, window_s=window_s) * window_s
+    twice = Replayed(arrivals=arrivals, seconds=window_s, busy_s=2.0 * computed_s)
+    assert measured_ratio([twice], model) == pytest.approx(2.0)
+    assert measured_ratio([twice, replace(twice, busy_s=computed_s)], model) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("busy_s", [0.0, 3.0])
+def test_replays_in_which_nothing_came_say_nothing(busy_s: float) -> None:
+    quiet = Replayed(arrivals=(), seconds=10.0, busy_s=busy_s)
+    assert measured_ratio([quiet], MODELS["small"]) == 1.0
 
 
 def test_what_was_measured_corrects_what_is_computed() -> None:

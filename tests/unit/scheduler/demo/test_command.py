@@ -16,7 +16,7 @@ from scheduler.demo.command import demo
 from scheduler.demo.records import Record
 from scheduler.demo.schema import problems
 from scheduler.demo.session import Outcome
-from scheduler.demo.stack import ServiceLevel
+from scheduler.demo.slo import ServiceLevel
 from scheduler.demo.trace import Trace
 from scheduler.demo.window import window_of
 
@@ -90,8 +90,8 @@ def test_quick_is_shorter_than_the_full_form(tmp_path: Path, session: type[Playe
         run(tmp_path / "out", quick=quick)
         plans.append(session.seen.plan)
     short, full = plans
-    assert short.blocks.rounds < full.blocks.rounds
-    assert short.blocks.steps <= full.blocks.steps
+    assert short.blocks.rounds * short.blocks.steps < full.blocks.rounds * full.blocks.steps
+    assert short.within_s < full.within_s
 
 
 def test_a_given_trace_is_replayed(tmp_path: Path, session: type[PlayedSession]) -> None:

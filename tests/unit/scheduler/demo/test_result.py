@@ -115,10 +115,10 @@ def test_few_steps_are_never_first_and_last_at_once(step_of: Steps, facts: Facts
 
 
 def test_gaps_are_per_token_and_by_kind_of_engine(step_of: Steps, facts: Facts) -> None:
-    def gaps(dedicated: float, guest: float) -> tuple[EngineGap, ...]:
+    def gaps(dedicated: float, guest: float, guest_tokens: int = 50) -> tuple[EngineGap, ...]:
         return (
             EngineGap(engine="dedicated-0", sum_abs=dedicated, tokens=100),
-            EngineGap(engine="guest-0", sum_abs=guest, tokens=50),
+            EngineGap(engine="guest-0", sum_abs=guest, tokens=guest_tokens),
         )
 
     records: list[Record] = [
@@ -130,6 +130,22 @@ def test_gaps_are_per_token_and_by_kind_of_engine(step_of: Steps, facts: Facts) 
     assert result.onpolicy.logprob_gap_dedicated == pytest.approx(0.02)
     assert result.onpolicy.logprob_gap_harvested == pytest.approx(0.012)
     assert check(result, "log-probability gap").value == pytest.approx(0.6)
+
+
+def test_a_gap_is_compared_within_its_step(step_of: Steps, facts: Facts) -> None:
+    def both(per_token: float, guest_tokens: int) -> tuple[EngineGap, ...]:
+        return (
+            EngineGap(engine="dedicated-0", sum_abs=per_token * 100, tokens=100),
+            EngineGap(engine="guest-0", sum_abs=per_token * guest_tokens, tokens=guest_tokens),
+        )
+
+    # Equal in each step; most harvested where the gap is greatest.
+    records: list[Record] = [
+        step_of(Arm.HARVEST, step=1, gaps=both(0.05, 400)),
+        step_of(Arm.HARVEST, step=2, gaps=both(0.01, 10)),
+        step_of(Arm.HARVEST, step=3, gaps=both(0.09, 0)),
+    ]
+    assert check(result_of(records, facts), "log-probability gap").value == pytest.approx(1.0)
 
 
 def test_what_may_never_happen_is_counted_in_warm_up_steps_too(

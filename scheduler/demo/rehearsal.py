@@ -1,0 +1,112 @@
+"""Between ready engines and the first measured block: what this machine can do is found out.
+
+a short replay of production alone, while the trainers start    ->  a first speed and SLO
+a step of the fixed job beside production                       ->  how long a step takes here,
+                                                                    what the law must know
+a step of the harvesting job, production idle                   ->  the guest learns its own times
+a longer replay of production alone                             ->  the blocks' speed and SLO
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from harvester.contracts.clock import Clock
+from scheduler.demo.blocks import WARM_UP_BLOCK, BlockPlan, BlockRunner
+from scheduler.demo.calibration import Replayed, measured_ratio, rate_for
+from scheduler.demo.production import ProductionClient
+from scheduler.demo.records import Arm, ProductionRequest
+from scheduler.demo.slo import choose_slo
+from scheduler.demo.stack import Stack
+from scheduler.demo.trace import Trace
+from scheduler.demo.watch import SlotWatch
+from scheduler.demo.window import TokenScale, Window, window_of
+
+TOKEN_SCALE = TokenScale(
+    input_scale=0.25, output_scale=0.25, input_max=1024, output_min=2, output_max=128
+)
+# Slow enough for any machine that can run the demo at all; the replays raise it.
+FIRST_RATE = 3.0
+_STEP_WINDOW_S = 30.0
+# The pulse renews its step times once a second.
+_PULSE_S = 1.5
+
+
+@dataclass(slots=True, kw_only=True)
+class Rehearsal:
+    """Its methods are called in the order in which they stand here."""
+
+    stack: Stack
+    trace: Trace
+    client: ProductionClient
+    watch: SlotWatch
+    clock: Clock
+    rate: float = FIRST_RATE
+    """Requests per second: at first a guess, in the end the measured blocks'."""
+    _replayed: list[Replayed] = field(default_factory=list)
+
+    async def first_replay(self, seconds: float) -> None:
+        """Slow, because the engine makes its kernels as it meets new sizes: forgotten later."""
+        await self._replay_alone(seconds)
+        self._aim(seconds)
+        self._replayed.clear()
+
+    async def fixed_step(self, runner: BlockRunner) -> float:
+        """Its seconds."""
+        window = self._window(_STEP_WINDOW_S)
+        async with runner.replaying(Arm.FIXED, WARM_UP_BLOCK, window):
+            with self._learning(window):
+                return await runner.step(Arm.FIXED, WARM_UP_BLOCK)
+
+    async def harvesting_step(self, runner: BlockRunner) -> None:
+        """Beside production a guest that has never run would learn one token at a time."""
+        nothing = replace(self._window(_STEP_WINDOW_S), arrivals=())
+        async with runner.replaying(Arm.HARVEST, WARM_UP_BLOCK, nothing):
+            await runner.step(Arm.HARVEST, WARM_UP_BLOCK)
+
+    async def last_replay(self, seconds: float, *, blocks: BlockPlan) -> Window:
+        """What the measured blocks replay."""
+        await self._replay_alone(seconds)
+        window_s = blocks.rounds * blocks.serving_s
+        self._aim(window_s)
+        return self._window(window_s)
+
+    async def _replay_alone(self, seconds: float) -> None:
+        """Its requests stay out of the records; the SLO that they attain is promised."""
+        window = self._window(seconds)
+        seen: list[ProductionRequest] = []
+        quiet = replace(self.client, record=seen.append)
+        start_s = self.clock.now()
+        with self._learning(window):
+            await quiet.replay(
+                window.arrivals, arm=Arm.SERVING_ONLY, block=WARM_UP_BLOCK, start_s=start_s
+            )
+            await asyncio.sleep(max(0.0, start_s + window.duration_s - self.clock.now()))
+        await asyncio.sleep(_PULSE_S)
+        self.stack.promise(choose_slo(seen).level)
+
+    @contextmanager
+    def _learning(self, window: Window) -> Iterator[None]:
+        """Notes how busy production was while `window` was replayed, from its beginning."""
+        start_s, busy_s = self.clock.now(), self.watch.pulse().busy_s_total
+        yield
+        seconds = self.clock.now() - start_s
+        self._replayed.append(
+            Replayed(
+                arrivals=window.until(seconds),
+                seconds=seconds,
+                busy_s=self.watch.pulse().busy_s_total - busy_s,
+            )
+        )
+
+    def _aim(self, window_s: float) -> None:
+        model = self.watch.pulse().model
+        self.rate = rate_for(
+            lambda rate: (self._window(window_s, rate).arrivals, window_s),
+            model,
+            measured_ratio=measured_ratio(self._replayed, model),
+        )
+
+    def _window(self, seconds: float, rate: float | None = None) -> Window:
+        return window_of(self.trace, duration_s=seconds, rate=rate or self.rate).sized(TOKEN_SCALE)

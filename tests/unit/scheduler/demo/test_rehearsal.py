@@ -1,0 +1,130 @@
+"""A rehearsal on a machine that the test plays, in virtual time."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from harvester.contracts.page import ProductionModel, Pulse
+from scheduler.demo.blocks import WARM_UP_BLOCK, BlockPlan
+from scheduler.demo.bursts import Bursts, generated_trace
+from scheduler.demo.calibration import TARGET_BUSY_SHARE, busy_share
+from scheduler.demo.records import Arm, ProductionRequest
+from scheduler.demo.rehearsal import Rehearsal
+from scheduler.demo.slo import ServiceLevel
+from scheduler.demo.trace import Arrival
+from scheduler.demo.window import Window
+
+TRACE = generated_trace(Bursts(), duration_s=900.0, seed=2)
+MODEL = ProductionModel(
+    prefill_base_s=0.01, prefill_s_per_token=4e-5, decode_base_s=0.006, decode_s_per_request=3e-4
+)
+STEP_S = 9.0
+COLD = 3.0
+BLOCKS = BlockPlan(rounds=4, serving_s=25.0, steps=2)
+
+
+class LoopClock:
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+@dataclass(slots=True)
+class Machine:
+    """Busier than its own step times say, and `COLD` times as slow until it has served once."""
+
+    busier: float
+    busy_s: float = 0.0
+    cold: bool = True
+    promised: list[ServiceLevel] = field(default_factory=list)
+    steps: list[tuple[Arm, int]] = field(default_factory=list)
+
+    def pulse(self) -> Pulse:
+        return Pulse(busy_s_total=self.busy_s, model=MODEL)
+
+    def promise(self, level: ServiceLevel) -> None:
+        self.promised.append(level)
+
+    def serve(self, arrivals: Iterable[Arrival], seconds: float) -> None:
+        share = busy_share(list(arrivals), MODEL, window_s=seconds)
+        self.busy_s += self.busier * share * seconds * (COLD if self.cold else 1.0)
+        self.cold = False
+
+    @asynccontextmanager
+    async def replaying(self, arm: Arm, index: int, window: Window) -> AsyncIterator[None]:
+        self.steps.append((arm, index))
+        self._window = window
+        yield
+
+    async def step(self, arm: Arm, index: int) -> float:
+        await asyncio.sleep(STEP_S)
+        self.serve(self._window.until(STEP_S), STEP_S)
+        return STEP_S
+
+    _window: Window = field(init=False)
+
+
+@dataclass(slots=True)
+class Client:
+    machine: Machine
+    record: Callable[[ProductionRequest], None]
+
+    async def replay(
+        self, arrivals: tuple[Arrival, ...], *, arm: Arm, block: int, start_s: float
+    ) -> None:
+        seconds = arrivals[-1].t_s
+        await asyncio.sleep(seconds)
+        self.machine.serve(arrivals, seconds)
+        for arrival in arrivals:
+            self.record(
+                ProductionRequest(
+                    arm=arm,
+                    block=block,
+                    due_s=start_s + arrival.t_s,
+                    input_tokens=arrival.input_tokens,
+                    output_tokens=arrival.output_tokens,
+                    ttft_s=0.035,
+                    itl_s=(0.0055,),
+                    failed=False,
+                )
+            )
+
+
+def never(_: ProductionRequest) -> None:
+    raise AssertionError("a rehearsal's requests stay out of the records")
+
+
+def rehearsal_of(machine: Machine) -> Rehearsal:
+    played = cast(Any, machine)
+    return Rehearsal(
+        stack=played,
+        trace=TRACE,
+        client=cast(Any, Client(machine, never)),
+        watch=played,
+        clock=LoopClock(),
+    )
+
+
+@pytest.mark.parametrize("busier", [0.7, 1.0, 1.3])
+async def test_the_blocks_keep_production_as_busy_as_they_should(busier: float) -> None:
+    machine = Machine(busier)
+    rehearsal = rehearsal_of(machine)
+    await rehearsal.first_replay(10.0)
+    assert await rehearsal.fixed_step(cast(Any, machine)) == STEP_S
+    await rehearsal.harvesting_step(cast(Any, machine))
+    window = await rehearsal.last_replay(20.0, blocks=BLOCKS)
+    assert window.duration_s == BLOCKS.rounds * BLOCKS.serving_s
+    share = busier * busy_share(window.arrivals, MODEL, window_s=window.duration_s)
+    assert share == pytest.approx(TARGET_BUSY_SHARE, abs=0.05)
+    assert machine.steps == [(Arm.FIXED, WARM_UP_BLOCK), (Arm.HARVEST, WARM_UP_BLOCK)]
+
+
+async def test_what_each_replay_attains_is_promised() -> None:
+    machine = Machine(1.0)
+    rehearsal = rehearsal_of(machine)
+    await rehearsal.first_replay(10.0)
+    await rehearsal.last_replay(20.0, blocks=BLOCKS)
+    assert machine.promised == [ServiceLevel(ttft_s=0.04, itl_s=0.006)] * 2
