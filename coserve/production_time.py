@@ -5,8 +5,8 @@ Upper quantiles of what was seen in a sliding window:
     T_prefill(n) = prefill_base + prefill_per_token * n    from requests that waited for no other
     T_decode(b)  = decode_base  + decode_per_request * b   from steps without a prefill in them
 
-Whether the guest ran meanwhile is not visible to production; the agent takes a model over only from
-times in which its grant was closed.
+Fed only from times in which the grant was closed: a model that learned from steps beside a guest
+would call them normal, and let the next ones be a little later still.
 """
 
 from collections import deque

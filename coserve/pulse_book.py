@@ -51,6 +51,9 @@ class EngineStep:
 @dataclass(slots=True)
 class PulseBook:
     times: ProductionTime = field(default_factory=ProductionTime)
+    alone_since_ns: int | None = 0
+    """Since when no guest may step beside this engine; None while one may. Only what began and
+    ended in such a time teaches `times`."""
     _open: dict[int, _Open] = field(default_factory=dict)
     _busy_since_ns: int = 0
     _busy_ns: int = 0
@@ -105,7 +108,7 @@ class PulseBook:
         if step.inter_token_s:
             self._itl.extend(step.inter_token_s[-_RECENT:])
             self._itl_total += len(step.inter_token_s)
-            if not step.first_tokens:
+            if not step.first_tokens and self._alone_since(previous_ns):
                 batch = sorted(step.inter_token_s)
                 self.times.observe_decode(requests=len(batch), seconds=batch[len(batch) // 2])
 
@@ -143,9 +146,11 @@ class PulseBook:
             model_samples=self.times.learned,
         )
 
-    def _observe_prefill(self, request: _Open, step: EngineStep, now_ns: int) -> None:
+    def _alone_since(self, begun_ns: int) -> bool:
+        return self.alone_since_ns is not None and begun_ns >= self.alone_since_ns
+
+    def _observe_prefill(self, step: EngineStep, seconds: float) -> None:
         """Its step served the running decodes too; what they took is left out."""
-        seconds = (now_ns - (request.begun_ns or request.arrival_ns)) * 1e-9
         others = sum(1 for other in self._open.values() if other.first_token) - 1
         decodes_s = others * self._model.decode_s_per_request
         self.times.observe_prefill(tokens=step.prompt_tokens, seconds=max(0.0, seconds - decodes_s))
@@ -164,8 +169,9 @@ class PulseBook:
             ttft_s = (now_ns - request.arrival_ns) * 1e-9
             self._ttft.append(ttft_s)
             self._ttft_total += 1
-            if not request.queued and step.first_tokens == 1:
-                self._observe_prefill(request, step, now_ns)
+            begun_ns = request.begun_ns or request.arrival_ns
+            if not request.queued and step.first_tokens == 1 and self._alone_since(begun_ns):
+                self._observe_prefill(step, (now_ns - begun_ns) * 1e-9)
         if step.prompt_tokens and body_bytes > 0 and left == 0:
             ratio = max(0.5, body_bytes / step.prompt_tokens)
             # The bound must not come out too small: follow smaller ratios fast, larger ones slowly.

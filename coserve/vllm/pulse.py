@@ -2,8 +2,9 @@
 
 The middleware and the statistics logger of one process feed one book. The page is written on every
 event and by a timer of its own, because an idle engine emits nothing and silence must not look like
-idleness. Read-only for production: no request is touched, and no error in here reaches one. After
-an error the pulse falls silent for good, which closes every gate.
+idleness. The slot's grant is watched too: production's step times are learned while it is closed.
+Read-only for production: no request is touched, and no error in here reaches one. After an error
+the pulse falls silent for good, which closes every gate.
 """
 
 import itertools
@@ -15,7 +16,7 @@ from coserve.pulse_book import EngineStep, PulseBook
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.page import PageDirectory, PageWriter, Pulse
+from harvester.contracts.page import GrantMode, PageDirectory, PageWriter, Pulse
 
 BEAT_S = 0.1
 PULSE_TTL_NS = 500_000_000
@@ -33,6 +34,8 @@ class PulseReporter:
         self._page: PageWriter[Pulse] | None = None
         self._why_no_page = ""
         self._book = PulseBook()
+        self._grant = self._directory.grant_reader()
+        self._grant_sequence = -1
         self._lock = threading.Lock()
         self._keys = itertools.count(1)
         self._silent = False
@@ -51,7 +54,7 @@ class PulseReporter:
 
     def step(self, read: Callable[[], EngineStep]) -> None:
         """`read` makes the step of upstream's objects; its errors stay in here too."""
-        self.report(lambda now_ns: self._book.step(read(), now_ns=now_ns))
+        self.report(lambda now_ns: self._step(read(), now_ns))
 
     def report(self, change: Callable[[int], None]) -> None:
         """Apply one change to the book and publish it."""
@@ -74,7 +77,22 @@ class PulseReporter:
             self._find_page()
             self.report(self._beat)
 
-    def _beat(self, _now_ns: int) -> None:
+    def _step(self, step: EngineStep, now_ns: int) -> None:
+        if self._grant.peek_sequence() != self._grant_sequence:
+            self._look_at_grant(now_ns)
+        self._book.step(step, now_ns=now_ns)
+
+    def _look_at_grant(self, now_ns: int) -> None:
+        """A grant that is no more, or cannot be read, closes the guest's gate too."""
+        grant = self._grant.read(now_ns=now_ns).record
+        self._grant_sequence = self._grant.peek_sequence()
+        if grant is not None and grant.mode is not GrantMode.CLOSED:
+            self._book.alone_since_ns = None
+        elif self._book.alone_since_ns is None:
+            self._book.alone_since_ns = now_ns
+
+    def _beat(self, now_ns: int) -> None:
+        self._look_at_grant(now_ns)
         self._beats += 1
         if self._beats % _REFIT_BEATS == 0:
             self._book.refit()

@@ -224,6 +224,26 @@ def test_learns_decodes_from_steps_without_a_prefill(production: Production) -> 
     assert production.pulse().model.decode_s(3) == pytest.approx(0.005)
 
 
+def test_what_ran_beside_a_guest_teaches_nothing(production: Production) -> None:
+    times = production.book.times
+    production.arrive(1)
+    production.book.alone_since_ns = None
+    production.after(0.05).step(first_tokens=1, prompt_tokens=100)
+    production.after(0.01).step(inter_token_s=(0.01,))
+    assert not times.prefills
+    assert not times.decodes
+    production.after(0.005)
+    production.book.alone_since_ns = production.now_ns
+    production.after(0.005).step(inter_token_s=(0.01,))
+    assert not times.decodes, "it began while a guest was let in"
+    production.after(0.01).step(inter_token_s=(0.01,))
+    assert len(times.decodes) == 1
+    production.arrive(2)
+    production.after(0.01).step(inter_token_s=(0.01,))
+    production.after(0.04).step(first_tokens=1, prompt_tokens=100)
+    assert len(times.prefills) == 1
+
+
 def test_the_model_rests_on_no_more_than_its_lesser_half(production: Production) -> None:
     for key in range(25):
         production.arrive(key)

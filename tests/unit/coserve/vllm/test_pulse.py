@@ -1,6 +1,7 @@
 """The reporter of one production process, over real pages."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,15 @@ from coserve.pulse_book import EngineStep
 from coserve.vllm import pulse
 from coserve.vllm.environment import Role, SlotEnvironment
 from coserve.vllm.pulse import PulseReporter, process_reporter
-from harvester.contracts.page import PageDirectory, PageFault, Pulse, Reading
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.page import (
+    Grant,
+    GrantMode,
+    PageDirectory,
+    PageFault,
+    Pulse,
+    Reading,
+)
 
 SetRole = Callable[[str, Path], None]
 BEATS = 50
@@ -70,6 +79,33 @@ def test_begins_once_the_agent_has_made_the_directory(tmp_path: Path) -> None:
     record = reading(pages).record
     assert record is not None
     assert record.in_flight == 1, "what arrived before is known"
+
+
+def test_learns_nothing_while_a_guest_is_let_in(
+    tmp_path: Path, make_grant: Callable[..., Grant]
+) -> None:
+    reporter = reporter_in(tmp_path)
+    agent = PageDirectory(tmp_path).grant_writer()
+
+    def grant(mode: GrantMode) -> None:
+        agent.write(make_grant(mode=mode), now_ns=monotonic_ns(), ttl_ns=10**11)
+
+    def learns() -> bool:
+        """Whether a request teaches anything that comes one step after the newest grant."""
+        reporter.step(lambda: replace(STEP, first_tokens=0, prompt_tokens=0))
+        before = len(reporter._book.times.prefills)
+        key = reporter.arrive(body_bytes=500)
+        reporter.step(lambda: STEP)
+        reporter.finish(key)
+        return len(reporter._book.times.prefills) > before
+
+    assert learns(), "no agent, no guest"
+    grant(GrantMode.OPEN)
+    assert within_beats(lambda: not learns()), "a page that is new is found by the timer"
+    grant(GrantMode.CLOSED)
+    assert learns()
+    grant(GrantMode.UNGATED)
+    assert not learns()
 
 
 def test_makes_a_deleted_page_anew(tmp_path: Path) -> None:
