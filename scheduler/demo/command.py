@@ -16,17 +16,17 @@ from scheduler.demo.blocks import BlockPlan
 from scheduler.demo.bursts import Bursts, generated_trace
 from scheduler.demo.prerequisites import check_machine
 from scheduler.demo.processes import Processes
-from scheduler.demo.records import Record, TrainingStep
+from scheduler.demo.records import ProductionRequest, Record, TrainingStep
 from scheduler.demo.rehearsal import TOKEN_SCALE
 from scheduler.demo.report import write_report
 from scheduler.demo.result import Facts, as_json, result_of
 from scheduler.demo.run_directory import run_directory
+from scheduler.demo.serving_figures import arms_of, level_of
 from scheduler.demo.session import (
     Outcome,
     Recorder,
     Session,
     SessionPlan,
-    measured_level,
 )
 from scheduler.demo.stack import GUEST, Stack
 from scheduler.demo.table import closing, step_line
@@ -105,7 +105,7 @@ def _progress(record: Record, told: Callable[[str], None]) -> None:
 
 def _facts(outcome: Outcome, records: list[Record], *, started_s: float, now: float) -> Facts:
     window, status = outcome.window, outcome.gateway
-    level = measured_level(records)
+    level = level_of(arms_of([r for r in records if isinstance(r, ProductionRequest)]))
     first_s = outcome.first_harvested_token_s
     return Facts(
         trace=window.trace,

@@ -5,13 +5,13 @@ step and so replays more or less of the window than its neighbours, and what onl
 be compared with nothing. Failures are counted over everything that was sent. Pure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scheduler.demo.bootstrap import Latencies, itl_of, ratio_interval, ttft_of
 from scheduler.demo.records import Arm, ProductionRequest
 from scheduler.demo.schema import Interval, Intervals, LatencyRatios, Serving
-from scheduler.demo.slo import attainment
+from scheduler.demo.slo import ServiceLevel, attainment, choose_slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,11 @@ def arms_of(requests: Sequence[ProductionRequest]) -> dict[Arm, ArmRequests]:
         arm: ArmRequests(given, tuple(r for r in given if _identity(r) in common))
         for arm, given in sent.items()
     }
+
+
+def level_of(arms: Mapping[Arm, ArmRequests]) -> ServiceLevel:
+    """The SLO that production alone attains in what is compared; ValueError where nothing is."""
+    return choose_slo(arms[Arm.SERVING_ONLY].shared).level
 
 
 def serving_of(arm: ArmRequests, *, ttft_slo_s: float, itl_slo_s: float) -> Serving:

@@ -65,7 +65,6 @@ class Outcome:
     """What a run leaves for the result besides its records."""
 
     window: Window
-    level: ServiceLevel
     gateway: dict[str, Any]
     hash_mismatches: int | None
     first_harvested_token_s: float | None
@@ -148,7 +147,6 @@ class Session:
                 self.stack.promise(measured_level(self.recorder.records))
         return Outcome(
             window=window,
-            level=measured_level(self.recorder.records),
             gateway=await gateway.status(),
             hash_mismatches=audit.hash_mismatches,
             first_harvested_token_s=self.watch.first_guest_token_s,
@@ -168,7 +166,7 @@ class Session:
 
 
 def measured_level(records: Iterable[Record]) -> ServiceLevel:
-    """The SLO that production alone attains in its measured blocks. Needs one request of them."""
+    """The SLO that production alone attains in its measured blocks so far; needs one request."""
     return choose_slo(
         [
             record

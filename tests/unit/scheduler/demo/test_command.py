@@ -16,7 +16,6 @@ from scheduler.demo.command import demo
 from scheduler.demo.records import Record
 from scheduler.demo.schema import problems
 from scheduler.demo.session import Outcome
-from scheduler.demo.slo import ServiceLevel
 from scheduler.demo.trace import Trace
 from scheduler.demo.window import window_of
 
@@ -45,7 +44,6 @@ class PlayedSession:
         trace: Trace = self.given.trace
         return Outcome(
             window=window_of(trace, duration_s=40.0, rate=2.0),
-            level=ServiceLevel(ttft_s=0.08, itl_s=0.03),
             gateway={"jobs": {"harvest": {"turns": {"migrated": 3}}}},
             hash_mismatches=0,
             first_harvested_token_s=self.given.clock.now() + 5.0,

@@ -6,6 +6,7 @@ import pytest
 from scheduler.demo.records import Arm, Block, EngineGap, ProductionRequest, Record, TrainingStep
 from scheduler.demo.result import Facts, as_json, result_of
 from scheduler.demo.schema import Check, Result
+from scheduler.demo.serving_figures import arms_of, level_of
 
 Requests = Callable[..., ProductionRequest]
 Steps = Callable[..., TrainingStep]
@@ -47,6 +48,17 @@ def test_compares_only_requests_that_every_arm_replayed(request_of: Requests, fa
     assert result.fixed_ratios.ttft_p50 == pytest.approx(1.0)
     failed = check(result, "failed production requests")
     assert (failed.ok, failed.value) == (False, 1)
+
+
+def test_the_slo_is_chosen_from_the_requests_that_are_compared(request_of: Requests) -> None:
+    """A miss that no other arm replayed must not make room for an SLO that all then attain."""
+    shared = [(0.02, i) for i in range(98)] + [(0.3, 98), (0.3, 99)]
+    requests = [
+        *(request_of(arm, trace_index=i, ttft_s=ttft_s) for arm in Arm for ttft_s, i in shared),
+        *(request_of(trace_index=100 + i, ttft_s=0.9) for i in range(3)),
+    ]
+    level = level_of(arms_of(requests))
+    assert 0.02 < level.ttft_s < 0.3
 
 
 def test_figures_of_the_job_by_hand(step_of: Steps, facts: Facts) -> None:
