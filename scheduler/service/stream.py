@@ -46,7 +46,50 @@ class EngineChunk(msgspec.Struct):
             return 500
 
 
+class _NamelessLogprob(msgspec.Struct):
+    logprob: float
+
+
+class _NamelessLogprobs(msgspec.Struct):
+    content: list[_NamelessLogprob] | None = None
+
+
+class _NamelessChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _NamelessLogprobs | None = None
+    finish_reason: str | None = None
+
+    def named(self) -> EngineChoice:
+        """Each log-probability is that of the token in the same place."""
+        content = self.logprobs.content if self.logprobs else None
+        if content is None:
+            return EngineChoice(self.token_ids, None, self.finish_reason)
+        token_ids = self.token_ids or []
+        if len(token_ids) != len(content):
+            raise PeerProtocolError(f"{len(content)} log-probabilities, {len(token_ids)} tokens")
+        named = [
+            TokenLogprob(token_id, each.logprob)
+            for token_id, each in zip(token_ids, content, strict=True)
+        ]
+        return EngineChoice(token_ids, _Logprobs(named), self.finish_reason)
+
+
+class _NamelessChunk(msgspec.Struct):
+    choices: list[_NamelessChoice] = []
+    error: msgspec.Raw = msgspec.Raw()
+
+
 _DECODER = msgspec.json.Decoder(EngineChunk)
+_NAMELESS_DECODER = msgspec.json.Decoder(_NamelessChunk)
+"""For vLLM before 0.32, whose log-probabilities do not say of which token id they are."""
+
+
+def _chunk(event: memoryview) -> EngineChunk:
+    try:
+        return _DECODER.decode(event)
+    except msgspec.ValidationError:
+        older = _NAMELESS_DECODER.decode(event)
+        return EngineChunk([choice.named() for choice in older.choices], older.error)
 
 
 class EventStream:
@@ -68,6 +111,6 @@ class EventStream:
                 self.done = True
                 return
             try:
-                yield _DECODER.decode(memoryview(event)[6:])
+                yield _chunk(memoryview(event)[6:])
             except msgspec.MsgspecError as error:
                 raise PeerProtocolError(f"unreadable chunk: {error}") from error

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.wire.rollouts import TokenLogprob
 from scheduler.service.stream import EventStream
 
 
@@ -61,3 +62,21 @@ def test_an_endless_event_is_refused() -> None:
         assert list(stream.feed(b"x" * (1 << 20))) == []
     with pytest.raises(PeerProtocolError, match="more than"):
         list(stream.feed(b"x"))
+
+
+def test_an_older_engine_names_tokens_by_their_place() -> None:
+    content = [{"token": "token_id:7", "logprob": -0.5}, {"token": "token_id:9", "logprob": -1.5}]
+    choice = {"token_ids": [7, 9], "logprobs": {"content": content}, "finish_reason": None}
+    event = b"data: " + msgspec.json.encode({"choices": [choice]}) + b"\n\n"
+    (chunk,) = EventStream().feed(event)
+    (read,) = chunk.choices
+    assert read.logprobs is not None
+    assert read.logprobs.content == [TokenLogprob(7, -0.5), TokenLogprob(9, -1.5)]
+    assert read.token_ids == [7, 9]
+
+
+def test_log_probabilities_of_other_tokens_are_refused() -> None:
+    choice = {"token_ids": [7, 9], "logprobs": {"content": [{"logprob": -0.5}]}}
+    event = b"data: " + msgspec.json.encode({"choices": [choice]}) + b"\n\n"
+    with pytest.raises(PeerProtocolError, match="1 log-probabilities, 2 tokens"):
+        list(EventStream().feed(event))
