@@ -16,7 +16,7 @@ from coserve.pulse_book import EngineStep, PulseBook
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.page import GrantMode, PageDirectory, PageWriter, Pulse
+from harvester.contracts.page import GrantMode, PageDirectory, PageFault, PageWriter, Pulse
 
 BEAT_S = 0.1
 PULSE_TTL_NS = 500_000_000
@@ -83,10 +83,14 @@ class PulseReporter:
         self._book.step(step, now_ns=now_ns)
 
     def _look_at_grant(self, now_ns: int) -> None:
-        """A grant that is no more, or cannot be read, closes the guest's gate too."""
-        grant = self._grant.read(now_ns=now_ns).record
+        """A grant that is no more closes the guest's gate; one that only we cannot read may not."""
+        grant = self._grant.read(now_ns=now_ns)
         self._grant_sequence = self._grant.peek_sequence()
-        if grant is not None and grant.mode is not GrantMode.CLOSED:
+        if grant.record is None:
+            closed = grant.fault in (PageFault.MISSING, PageFault.EXPIRED)
+        else:
+            closed = grant.record.mode is GrantMode.CLOSED
+        if not closed:
             self._book.alone_since_ns = None
         elif self._book.alone_since_ns is None:
             self._book.alone_since_ns = now_ns

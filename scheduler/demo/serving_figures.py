@@ -8,6 +8,7 @@ be compared with nothing. Failures are counted over everything that was sent. Pu
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from harvester.contracts.errors import ConfigError
 from scheduler.demo.bootstrap import Latencies, itl_of, ratio_interval, ttft_of
 from scheduler.demo.records import Arm, ProductionRequest
 from scheduler.demo.schema import Interval, Intervals, LatencyRatios, Serving
@@ -34,8 +35,14 @@ def arms_of(requests: Sequence[ProductionRequest]) -> dict[Arm, ArmRequests]:
 
 
 def level_of(arms: Mapping[Arm, ArmRequests]) -> ServiceLevel:
-    """The SLO that production alone attains in what is compared; ValueError where nothing is."""
-    return choose_slo(arms[Arm.SERVING_ONLY].shared).level
+    """The SLO that production alone attains in what is compared.
+
+    Raises ConfigError where no request was replayed in every arm.
+    """
+    compared = arms[Arm.SERVING_ONLY].shared
+    if not compared:
+        raise ConfigError("no request of the trace came in every arm: use a longer or busier trace")
+    return choose_slo(compared).level
 
 
 def serving_of(arm: ArmRequests, *, ttft_slo_s: float, itl_slo_s: float) -> Serving:

@@ -143,8 +143,9 @@ class Session:
             self.told(f"round {index + 1}: {arm}")
             await runner.run(arm, index, slices[index], blocks)
             await audit.run()
-            if arm is Arm.SERVING_ONLY:
-                self.stack.promise(measured_level(self.recorder.records))
+            level = measured_level(self.recorder.records)
+            if arm is Arm.SERVING_ONLY and level is not None:
+                self.stack.promise(level)
         return Outcome(
             window=window,
             gateway=await gateway.status(),
@@ -165,17 +166,19 @@ class Session:
         return links
 
 
-def measured_level(records: Iterable[Record]) -> ServiceLevel:
-    """The SLO that production alone attains in its measured blocks so far; needs one request."""
-    return choose_slo(
-        [
-            record
-            for record in records
-            if isinstance(record, ProductionRequest)
-            and record.arm is Arm.SERVING_ONLY
-            and record.block >= 0
-        ]
-    ).level
+def measured_level(records: Iterable[Record]) -> ServiceLevel | None:
+    """The SLO that production alone attains in its measured blocks so far.
+
+    None before its first request: a round of a bursty trace may have none.
+    """
+    seen = [
+        record
+        for record in records
+        if isinstance(record, ProductionRequest)
+        and record.arm is Arm.SERVING_ONLY
+        and record.block >= 0
+    ]
+    return choose_slo(seen).level if seen else None
 
 
 def rounds_of(window: Window, rounds: int) -> tuple[Window, ...]:

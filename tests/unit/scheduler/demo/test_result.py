@@ -3,10 +3,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from harvester.contracts.errors import ConfigError
 from scheduler.demo.records import Arm, Block, EngineGap, ProductionRequest, Record, TrainingStep
 from scheduler.demo.result import Facts, as_json, result_of
 from scheduler.demo.schema import Check, Result
 from scheduler.demo.serving_figures import arms_of, level_of
+from scheduler.demo.session import measured_level
 
 Requests = Callable[..., ProductionRequest]
 Steps = Callable[..., TrainingStep]
@@ -59,6 +61,14 @@ def test_the_slo_is_chosen_from_the_requests_that_are_compared(request_of: Reque
     ]
     level = level_of(arms_of(requests))
     assert 0.02 < level.ttft_s < 0.3
+
+
+def test_without_a_request_in_every_arm_there_is_no_slo(request_of: Requests) -> None:
+    requests = [request_of(arm, trace_index=place) for place, arm in enumerate(Arm)]
+    with pytest.raises(ConfigError, match="longer or busier trace"):
+        level_of(arms_of(requests))
+    assert measured_level([]) is None, "a round without a request promises nothing new"
+    assert measured_level(requests) is not None
 
 
 def test_figures_of_the_job_by_hand(step_of: Steps, facts: Facts) -> None:
