@@ -9,10 +9,12 @@ after another, each as long as what it holds. Pure.
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from harvester.contracts.page import ProductionModel
 from scheduler.demo.production_model import STEP_TOKENS
 from scheduler.demo.trace import Arrival
+from scheduler.demo.window import Window
 
 TARGET_BUSY_SHARE = 0.5
 _ITERATIONS = 24
@@ -65,23 +67,28 @@ def measured_ratio(replays: Sequence[Replayed], model: ProductionModel) -> float
     return measured_s / computed_s if computed_s > 0 and measured_s > 0 else 1.0
 
 
+def mean_busy_share(windows: Sequence[Window], model: ProductionModel) -> float:
+    """Of windows of equal length, each replayed on an idle engine."""
+    return fmean(
+        busy_share(window.arrivals, model, window_s=window.duration_s) for window in windows
+    )
+
+
 def rate_for(
-    window: Callable[[float], tuple[Sequence[Arrival], float]],
+    windows: Callable[[float], Sequence[Window]],
     model: ProductionModel,
     *,
     measured_ratio: float,
     target: float = TARGET_BUSY_SHARE,
 ) -> float:
-    """The replay rate at which the window's busy share comes to `target`.
+    """The replay rate at which the busy share of `windows(rate)` comes to `target`.
 
-    `window(rate)` gives arrivals and length in seconds; `measured_ratio` is what the short replay
-    measured over what this computation says of it.
+    `measured_ratio` is what the short replays measured over what this computation says of them.
     """
     slow, fast = _SLOWEST, _FASTEST
     for _ in range(_ITERATIONS):
         middle = (slow * fast) ** 0.5
-        arrivals, window_s = window(middle)
-        if measured_ratio * busy_share(arrivals, model, window_s=window_s) < target:
+        if measured_ratio * mean_busy_share(windows(middle), model) < target:
             slow = middle
         else:
             fast = middle

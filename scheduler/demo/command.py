@@ -31,6 +31,7 @@ from scheduler.demo.session import (
 from scheduler.demo.stack import GUEST, Stack
 from scheduler.demo.table import closing, step_line
 from scheduler.demo.trace import Trace, read_trace
+from scheduler.demo.window import mean_rate
 
 FULL = SessionPlan(
     blocks=BlockPlan(rounds=5, serving_s=28.0, steps=2),
@@ -104,13 +105,13 @@ def _progress(record: Record, told: Callable[[str], None]) -> None:
 
 
 def _facts(outcome: Outcome, records: list[Record], *, started_s: float, now: float) -> Facts:
-    window, status = outcome.window, outcome.gateway
+    windows, status = outcome.windows, outcome.gateway
     level = level_of(arms_of([r for r in records if isinstance(r, ProductionRequest)]))
     first_s = outcome.first_harvested_token_s
     return Facts(
-        trace=window.trace,
-        scale=window.speed,
-        scaling={**asdict(TOKEN_SCALE), "requests_per_s": window.rate},
+        trace=windows[0].trace,
+        scale=windows[0].speed,
+        scaling={**asdict(TOKEN_SCALE), "requests_per_s": mean_rate(windows)},
         ttft_slo_s=level.ttft_s,
         itl_slo_s=level.itl_s,
         guests=frozenset({GUEST}),

@@ -21,7 +21,7 @@ from scheduler.demo.slo import choose_slo
 from scheduler.demo.stack import Stack
 from scheduler.demo.trace import Trace
 from scheduler.demo.watch import SlotWatch
-from scheduler.demo.window import TokenScale, Window, window_of
+from scheduler.demo.window import TokenScale, Window, windows_of
 
 TOKEN_SCALE = TokenScale(
     input_scale=0.25, output_scale=0.25, input_max=1024, output_min=2, output_max=128
@@ -65,12 +65,11 @@ class Rehearsal:
         async with runner.replaying(Arm.HARVEST, WARM_UP_BLOCK, nothing):
             await runner.step(Arm.HARVEST, WARM_UP_BLOCK)
 
-    async def last_replay(self, seconds: float, *, blocks: BlockPlan) -> Window:
-        """What the measured blocks replay."""
+    async def last_replay(self, seconds: float, *, blocks: BlockPlan) -> tuple[Window, ...]:
+        """What the measured blocks replay, a window for each round."""
         await self._replay_alone(seconds)
-        window_s = blocks.rounds * blocks.serving_s
-        self._aim(window_s)
-        return self._window(window_s)
+        self._aim(blocks.serving_s, count=blocks.rounds)
+        return self._windows(blocks.serving_s, count=blocks.rounds, rate=self.rate)
 
     async def _replay_alone(self, seconds: float) -> None:
         """Its requests stay out of the records; the SLO that they attain is promised."""
@@ -100,13 +99,17 @@ class Rehearsal:
             )
         )
 
-    def _aim(self, window_s: float) -> None:
+    def _aim(self, seconds: float, *, count: int = 1) -> None:
         model = self.watch.pulse().model
         self.rate = rate_for(
-            lambda rate: (self._window(window_s, rate).arrivals, window_s),
+            lambda rate: self._windows(seconds, count=count, rate=rate),
             model,
             measured_ratio=measured_ratio(self._replayed, model),
         )
 
-    def _window(self, seconds: float, rate: float | None = None) -> Window:
-        return window_of(self.trace, duration_s=seconds, rate=rate or self.rate).sized(TOKEN_SCALE)
+    def _window(self, seconds: float) -> Window:
+        return self._windows(seconds, count=1, rate=self.rate)[0]
+
+    def _windows(self, seconds: float, *, count: int, rate: float) -> tuple[Window, ...]:
+        windows = windows_of(self.trace, count=count, duration_s=seconds, rate=rate)
+        return tuple(window.sized(TOKEN_SCALE) for window in windows)

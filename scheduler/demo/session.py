@@ -8,7 +8,7 @@ measured blocks, as many rounds as there is time for  ->  result
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from scheduler.demo.trace import Trace
 from scheduler.demo.trainer_link import TrainerLink
 from scheduler.demo.watch import SlotWatch
 from scheduler.demo.weights_audit import WeightsAudit
-from scheduler.demo.window import Window
+from scheduler.demo.window import Window, mean_rate
 
 FIRST_LEVEL = ServiceLevel(ttft_s=0.25, itl_s=0.1)
 
@@ -64,7 +64,8 @@ class Recorder:
 class Outcome:
     """What a run leaves for the result besides its records."""
 
-    window: Window
+    windows: tuple[Window, ...]
+    """One for each round."""
     gateway: dict[str, Any]
     hash_mismatches: int | None
     first_harvested_token_s: float | None
@@ -132,22 +133,21 @@ class Session:
         await rehearsal.harvesting_step(runner)
         left_s = self.started_s + self.plan.within_s - self.clock.now()
         blocks = self.plan.blocks.within(left_s - self.plan.last_replay_s, step_s=step_s)
-        window = await rehearsal.last_replay(self.plan.last_replay_s, blocks=blocks)
+        windows = await rehearsal.last_replay(self.plan.last_replay_s, blocks=blocks)
         self.told(
-            f"{blocks.rounds} rounds at {window.rate:.1f} requests/s, which should keep production "
-            f"busy {TARGET_BUSY_SHARE:.0%} of the time"
+            f"{blocks.rounds} rounds at {mean_rate(windows):.1f} requests/s, which should keep "
+            f"production busy {TARGET_BUSY_SHARE:.0%} of the time"
         )
         audit = WeightsAudit(session, self.stack.rollout_urls(), self.stack.paths.weights)
-        slices = rounds_of(window, blocks.rounds)
         for arm, index in blocks.blocks():
             self.told(f"round {index + 1}: {arm}")
-            await runner.run(arm, index, slices[index], blocks)
+            await runner.run(arm, index, windows[index], blocks)
             await audit.run()
             level = measured_level(self.recorder.records)
             if arm is Arm.SERVING_ONLY and level is not None:
                 self.stack.promise(level)
         return Outcome(
-            window=window,
+            windows=windows,
             gateway=await gateway.status(),
             hash_mismatches=audit.hash_mismatches,
             first_harvested_token_s=self.watch.first_guest_token_s,
@@ -179,19 +179,3 @@ def measured_level(records: Iterable[Record]) -> ServiceLevel | None:
         and record.block >= 0
     ]
     return choose_slo(seen).level if seen else None
-
-
-def rounds_of(window: Window, rounds: int) -> tuple[Window, ...]:
-    """The window cut into equal parts, one for each round, each counting from its own start."""
-    length_s = window.duration_s / rounds
-    return tuple(_part(window, index, length_s) for index in range(rounds))
-
-
-def _part(window: Window, index: int, length_s: float) -> Window:
-    start_s = index * length_s
-    arrivals = tuple(
-        replace(arrival, t_s=arrival.t_s - start_s)
-        for arrival in window.arrivals
-        if start_s <= arrival.t_s < start_s + length_s
-    )
-    return replace(window, arrivals=arrivals, duration_s=length_s, start_s=window.start_s + start_s)

@@ -1,12 +1,13 @@
-"""Which part of a trace is replayed, how fast and how large.
+"""Which parts of a trace are replayed, how fast and how large.
 
-The window chosen is the one most like its trace, so that no arm is measured on a lull or on the one
-great burst. Small models get smaller requests; the order, the bursts and the tails stay. Pure.
+The windows chosen are those most like their trace, so that no round is measured on a lull or on the
+one great burst. Small models get smaller requests; the order, the bursts and the tails stay. Pure.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, takewhile
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +64,7 @@ class Window:
         """The arrivals, lap after lap; a later lap's requests have indices of their own."""
         if not self.arrivals:
             return
-        for lap in count():
+        for lap in itertools.count():
             for arrival in self.arrivals:
                 yield replace(
                     arrival,
@@ -73,7 +74,7 @@ class Window:
 
     def until(self, seconds: float) -> tuple[Arrival, ...]:
         """What comes in the first `seconds`, however many laps these are."""
-        return tuple(takewhile(lambda arrival: arrival.t_s < seconds, self.endless()))
+        return tuple(itertools.takewhile(lambda arrival: arrival.t_s < seconds, self.endless()))
 
     def scaled(self, *, rate: float) -> "Window":
         """The same requests at `rate` per second: time is stretched, the window with it."""
@@ -110,49 +111,83 @@ def window_of(trace: Trace, *, duration_s: float, rate: float) -> Window:
     Its own rate is as near to `rate` as the trace has a window; a trace too short begins again.
     Raises ConfigError where the trace has no such window with a request in it.
     """
+    return windows_of(trace, count=1, duration_s=duration_s, rate=rate)[0]
+
+
+def mean_rate(windows: Sequence[Window]) -> float:
+    """Requests per second over windows of equal length."""
+    return fmean(window.rate for window in windows)
+
+
+def windows_of(trace: Trace, *, count: int, duration_s: float, rate: float) -> tuple[Window, ...]:
+    """`count` windows as `window_of` chooses one, in the trace's order, none over another.
+
+    Where the trace has not so many apart from each other, the best come again.
+    """
     speed = rate / trace.rate
-    times, order = _long_enough(trace, duration_s * speed)
-    start_s = _most_typical(times, length_s=duration_s * speed, rate=trace.rate)
-    first, last = np.searchsorted(times, (start_s, start_s + duration_s * speed))
-    if first == last:
-        raise ConfigError(f"trace {trace.name}: no request in any {duration_s * speed:g} s of it")
-    chosen = order[first:last]
-    rows = zip(
+    length_s = duration_s * speed
+    times, rows = _long_enough(trace, length_s, count=count)
+    windows = tuple(
+        Window(
+            trace=trace.name,
+            arrivals=_arrivals(trace, times, rows, start_s=start_s, length_s=length_s, speed=speed),
+            duration_s=duration_s,
+            start_s=start_s,
+            speed=speed,
+        )
+        for start_s in _most_typical(times, length_s=length_s, rate=trace.rate, count=count)
+    )
+    if not windows:
+        raise ConfigError(f"trace {trace.name}: no request in any {length_s:g} s of it")
+    return windows
+
+
+def _arrivals(
+    trace: Trace,
+    times: NDArray[np.float64],
+    rows: NDArray[np.int64],
+    *,
+    start_s: float,
+    length_s: float,
+    speed: float,
+) -> tuple[Arrival, ...]:
+    first, last = np.searchsorted(times, (start_s, start_s + length_s))
+    chosen = rows[first:last]
+    columns = zip(
         ((times[first:last] - start_s) / speed).tolist(),
         trace.input_tokens[chosen].tolist(),
         trace.output_tokens[chosen].tolist(),
         strict=True,
     )
-    arrivals = tuple(
+    return tuple(
         Arrival(index=index, t_s=t_s, input_tokens=given, output_tokens=asked)
-        for index, (t_s, given, asked) in enumerate(rows)
-    )
-    return Window(
-        trace=trace.name, arrivals=arrivals, duration_s=duration_s, start_s=start_s, speed=speed
+        for index, (t_s, given, asked) in enumerate(columns)
     )
 
 
-def _long_enough(trace: Trace, length_s: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Times and row numbers of the trace, repeated until a window of `length_s` fits into it."""
-    count = len(trace.t_s)
-    expected = length_s * trace.rate
+def _long_enough(
+    trace: Trace, length_s: float, *, count: int
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Times and row numbers of the trace, repeated until `count` windows fit into it."""
+    expected = count * length_s * trace.rate
     if expected > ARRIVALS_MAX:
         raise ConfigError(
-            f"a window of about {expected:.0f} requests is too many (at most {ARRIVALS_MAX}); "
+            f"a replay of about {expected:.0f} requests is too many (at most {ARRIVALS_MAX}); "
             "replay more slowly or for a shorter time"
         )
     period_s = trace.duration_s + 1.0 / trace.rate
-    repeats = max(1, int(np.ceil(length_s / period_s)))
-    if length_s <= trace.duration_s:
-        repeats = 1
+    needed_s = count * length_s
+    repeats = 1 if needed_s <= trace.duration_s else max(1, int(np.ceil(needed_s / period_s)))
     times = np.concatenate([trace.t_s + turn * period_s for turn in range(repeats)])
-    return times, np.tile(np.arange(count, dtype=np.int64), repeats)
+    return times, np.tile(np.arange(len(trace.t_s), dtype=np.int64), repeats)
 
 
-def _most_typical(times: NDArray[np.float64], *, length_s: float, rate: float) -> float:
-    """Start of the window nearest to the whole in rate and in variance over mean of its bins.
+def _most_typical(
+    times: NDArray[np.float64], *, length_s: float, rate: float, count: int
+) -> list[float]:
+    """Starts of the windows nearest to the whole in rate and in variance over mean of their bins.
 
-    Distances are of logarithms, so that half and double weigh the same; the earliest wins a tie.
+    Distances are of logarithms, so that half and double weigh the same; the earlier wins a tie.
     """
     latest_s = max(0.0, float(times[-1]) - length_s)
     starts = np.linspace(0.0, latest_s, _PLACES) if latest_s > 0 else np.zeros(1)
@@ -161,7 +196,14 @@ def _most_typical(times: NDArray[np.float64], *, length_s: float, rate: float) -
     rates = counts.sum(axis=1) / length_s
     bursts = _log_ratio(_REGULAR + _dispersion(counts), _REGULAR + _whole(times, length_s))
     far = _log_ratio(rates, rate) + _BURSTINESS_WEIGHT * bursts
-    return float(starts[int(np.argmin(far))])
+    chosen: list[float] = []
+    for place in np.argsort(far, kind="stable"):
+        start_s = float(starts[place])
+        if rates[place] and all(abs(start_s - other_s) >= length_s for other_s in chosen):
+            chosen.append(start_s)
+        if len(chosen) == count:
+            break
+    return sorted(itertools.islice(itertools.cycle(chosen), count))
 
 
 def _whole(times: NDArray[np.float64], length_s: float) -> NDArray[np.float64]:

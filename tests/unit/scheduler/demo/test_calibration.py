@@ -7,9 +7,15 @@ from hypothesis import strategies as st
 
 from harvester.contracts.page import ProductionModel
 from scheduler.demo.bursts import Bursts, generated_trace
-from scheduler.demo.calibration import Replayed, busy_share, measured_ratio, rate_for
+from scheduler.demo.calibration import (
+    Replayed,
+    busy_share,
+    mean_busy_share,
+    measured_ratio,
+    rate_for,
+)
 from scheduler.demo.trace import Arrival
-from scheduler.demo.window import TokenScale, window_of
+from scheduler.demo.window import TokenScale, Window, windows_of
 
 MODELS = {
     "small": ProductionModel(
@@ -27,15 +33,16 @@ SCALE = TokenScale(input_scale=0.25, output_scale=0.25, input_max=1024, output_m
 TRACE = generated_trace(Bursts(), duration_s=900.0, seed=2)
 
 
-def arrivals_at(rate: float) -> tuple[tuple[Arrival, ...], float]:
+WINDOWS = windows_of(TRACE, count=3, duration_s=20.0, rate=4.0)
+
+
+def windows_at(rate: float) -> list[Window]:
     """The same requests at any rate: time is stretched."""
-    window = window_of(TRACE, duration_s=60.0, rate=4.0).sized(SCALE).scaled(rate=rate)
-    return window.arrivals, window.duration_s
+    return [window.sized(SCALE).scaled(rate=rate) for window in WINDOWS]
 
 
 def share_at(rate: float, model: ProductionModel) -> float:
-    arrivals, window_s = arrivals_at(rate)
-    return busy_share(arrivals, model, window_s=window_s)
+    return mean_busy_share(windows_at(rate), model)
 
 
 def test_one_request_is_busy_for_its_prefill_and_its_other_tokens() -> None:
@@ -82,15 +89,16 @@ def test_the_faster_the_replay_the_busier_the_engine(model: ProductionModel) -> 
 @pytest.mark.parametrize("target", [0.3, 0.5, 0.7])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_the_chosen_rate_hits_its_target(model: ProductionModel, target: float) -> None:
-    rate = rate_for(arrivals_at, model, measured_ratio=1.0, target=target)
+    rate = rate_for(windows_at, model, measured_ratio=1.0, target=target)
     assert share_at(rate, model) == pytest.approx(target, abs=0.02)
 
 
 def test_the_measured_ratio_is_over_all_replays() -> None:
     model = MODELS["small"]
-    arrivals, window_s = arrivals_at(2.0)
-    computed_s = busy_share(arrivals, model, window_s=window_s) * window_s
-    twice = Replayed(arrivals=arrivals, seconds=window_s, busy_s=2.0 * computed_s)
+    window = windows_at(2.0)[0]
+    seconds = window.duration_s
+    computed_s = busy_share(window.arrivals, model, window_s=seconds) * seconds
+    twice = Replayed(arrivals=window.arrivals, seconds=seconds, busy_s=2.0 * computed_s)
     assert measured_ratio([twice], model) == pytest.approx(2.0)
     assert measured_ratio([twice, replace(twice, busy_s=computed_s)], model) == pytest.approx(1.5)
 
@@ -103,5 +111,5 @@ def test_replays_in_which_nothing_came_say_nothing(busy_s: float) -> None:
 
 def test_what_was_measured_corrects_what_is_computed() -> None:
     model = MODELS["small"]
-    rate = rate_for(arrivals_at, model, measured_ratio=1.25, target=0.5)
+    rate = rate_for(windows_at, model, measured_ratio=1.25, target=0.5)
     assert share_at(rate, model) == pytest.approx(0.4, abs=0.02)

@@ -17,7 +17,7 @@ from scheduler.demo.records import Record
 from scheduler.demo.schema import problems
 from scheduler.demo.session import Outcome
 from scheduler.demo.trace import Trace
-from scheduler.demo.window import window_of
+from scheduler.demo.window import windows_of
 
 PLAIN_TRACE = "t_s,input_tokens,output_tokens\n" + "".join(
     f"{second},100,20\n" for second in range(100)
@@ -43,7 +43,7 @@ class PlayedSession:
             raise self.error
         trace: Trace = self.given.trace
         return Outcome(
-            window=window_of(trace, duration_s=40.0, rate=2.0),
+            windows=windows_of(trace, count=2, duration_s=40.0, rate=2.0),
             gateway={"jobs": {"harvest": {"turns": {"migrated": 3}}}},
             hash_mismatches=0,
             first_harvested_token_s=self.given.clock.now() + 5.0,

@@ -43,7 +43,7 @@ def test_chooses_the_tightest_edges_within_the_band(request_of: Build) -> None:
     requests += [request_of(ttft_s=0.33, itl_s=(0.0072,)) for _ in range(5)]
     requests += [request_of(ttft_s=0.031, itl_s=(0.045,)) for _ in range(5)]
     slo = choose_slo(requests)
-    assert (slo.ttft_s, slo.itl_s) == (0.04, 0.01)
+    assert (slo.ttft_s, slo.itl_s) == (0.04, 0.009)
     assert slo.attainment == pytest.approx(0.99)
     assert slo.in_band
 
@@ -53,7 +53,7 @@ def test_passes_over_edges_that_many_meet_only_narrowly(request_of: Build) -> No
     requests += [request_of(ttft_s=0.145, itl_s=(0.0072,)) for _ in range(80)]
     requests += [request_of(ttft_s=0.33, itl_s=(0.0072,)) for _ in range(20)]
     slo = choose_slo(requests)
-    # At 150 ms a twentieth of delay would cost 8 % of the requests, at 175 ms a fifth would.
+    # At 160 ms a tenth of delay would cost 8 % of the requests, at 180 ms a quarter would.
     assert slo.ttft_s == 0.2
     assert slo.attainment == pytest.approx(0.98)
 
@@ -62,13 +62,13 @@ def test_passes_over_edges_that_many_miss_only_narrowly(request_of: Build) -> No
     requests = [request_of(ttft_s=0.1, itl_s=(0.0072,)) for _ in range(970)]
     requests += [request_of(ttft_s=0.14, itl_s=(0.0072,)) for _ in range(15)]
     requests += [request_of(ttft_s=0.3, itl_s=(0.0072,)) for _ in range(15)]
-    # 125 ms is within the band too, but a faster moment of the machine would gain 1.5 %.
-    assert choose_slo(requests).ttft_s == 0.2
+    # 112 ms is within the band too, but a faster moment of the machine would gain 1.5 %.
+    assert choose_slo(requests).ttft_s == 0.18
 
 
 def test_says_when_everybody_attains_the_tightest_useful_edges(request_of: Build) -> None:
     slo = choose_slo([request_of(ttft_s=0.031, itl_s=(0.0072,)) for _ in range(100)])
-    assert (slo.ttft_s, slo.itl_s) == (0.04, 0.008)
+    assert (slo.ttft_s, slo.itl_s) == (0.0315, 0.008)
     assert slo.attainment == 1.0
     assert not slo.in_band
 

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -6,7 +8,7 @@ from hypothesis import strategies as st
 from harvester.contracts.errors import ConfigError
 from scheduler.demo.bursts import Bursts, generated_trace
 from scheduler.demo.trace import Trace
-from scheduler.demo.window import TokenScale, window_of
+from scheduler.demo.window import TokenScale, window_of, windows_of
 
 
 def trace_of(times: list[float]) -> Trace:
@@ -27,6 +29,23 @@ def test_passes_by_the_lull_and_the_burst() -> None:
     window = window_of(trace, duration_s=50, rate=trace.rate)
     assert 95 <= window.start_s <= 255
     assert window.rate == pytest.approx(trace.rate, rel=0.5)
+
+
+def test_rounds_pass_by_the_silences_of_a_bursty_trace() -> None:
+    """Like the Azure code trace: minutes of requests, minutes of none."""
+    spells = [np.linspace(start, start + 120, 600) for start in range(0, 3600, 300)]
+    trace = trace_of(np.concatenate(spells).tolist())
+    windows = windows_of(trace, count=5, duration_s=30, rate=trace.rate)
+    starts = [window.start_s for window in windows]
+    assert all(later - earlier >= 30 for earlier, later in pairwise(starts))
+    assert all(window.rate == pytest.approx(trace.rate, rel=0.5) for window in windows)
+
+
+def test_too_few_windows_come_again() -> None:
+    trace = trace_of([0.0, *np.linspace(100, 130, 200)])
+    windows = windows_of(trace, count=6, duration_s=25, rate=trace.rate)
+    assert len(windows) == 6
+    assert all(window.arrivals for window in windows)
 
 
 def test_keeps_gaps_in_proportion_when_replayed_faster() -> None:
