@@ -43,6 +43,14 @@ class PulseReporter:
         self._find_page()
         threading.Thread(target=self._run, name="rosemux-pulse", daemon=True).start()
 
+    def limit(self, read: Callable[[], int]) -> None:
+        """`read` gives the engine's own limit of tokens per step."""
+
+        def take(_: int) -> None:
+            self._book.step_tokens = read()
+
+        self.report(take)
+
     def arrive(self, *, body_bytes: int) -> int:
         """A request came in; the key is for `finish`."""
         key = next(self._keys)
@@ -53,7 +61,7 @@ class PulseReporter:
         self.report(lambda now_ns: self._book.finish(key, now_ns=now_ns))
 
     def step(self, read: Callable[[], EngineStep]) -> None:
-        """`read` makes the step of upstream's objects; its errors stay in here too."""
+        """`read` makes the step of upstream's objects; its errors stay in here, as in `limit`."""
         self.report(lambda now_ns: self._step(read(), now_ns))
 
     def report(self, change: Callable[[int], None]) -> None:

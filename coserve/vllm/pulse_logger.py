@@ -13,6 +13,8 @@ class PulseStatLogger(StatLoggerBase):
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:  # noqa: ARG002
         self._reporter = process_reporter()
+        if self._reporter is not None:
+            self._reporter.limit(lambda: vllm_config.scheduler_config.max_num_batched_tokens)
 
     def record(
         self,

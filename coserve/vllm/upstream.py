@@ -174,6 +174,7 @@ STATISTICS: tuple[Symbol, ...] = (
             "log_engine_initialized": (),
         },
     ),
+    *reads("vllm.config", "VllmConfig.scheduler_config", "SchedulerConfig.max_num_batched_tokens"),
     *reads(_STATS, "SchedulerStats.num_running_reqs", "SchedulerStats.num_waiting_reqs"),
     *reads(_STATS, "SchedulerStats.kv_cache_usage", "FinishedRequestStats.num_prompt_tokens"),
     *reads(

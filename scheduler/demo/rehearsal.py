@@ -47,8 +47,11 @@ class Rehearsal:
     _replayed: list[Replayed] = field(default_factory=list)
 
     async def first_replay(self, seconds: float) -> None:
-        """Slow, because the engine makes its kernels as it meets new sizes: forgotten later."""
-        await self._replay_alone(seconds)
+        """Evenly, so that each request teaches how long it takes, however bursty the trace is.
+
+        Slow, because the engine makes its kernels as it meets new sizes: forgotten later.
+        """
+        await self._replay_alone(self._window(seconds).evenly())
         self._aim(seconds)
         self._replayed.clear()
 
@@ -67,13 +70,12 @@ class Rehearsal:
 
     async def last_replay(self, seconds: float, *, blocks: BlockPlan) -> tuple[Window, ...]:
         """What the measured blocks replay, a window for each round."""
-        await self._replay_alone(seconds)
+        await self._replay_alone(self._window(seconds))
         self._aim(blocks.serving_s, count=blocks.rounds)
         return self._windows(blocks.serving_s, count=blocks.rounds, rate=self.rate)
 
-    async def _replay_alone(self, seconds: float) -> None:
+    async def _replay_alone(self, window: Window) -> None:
         """Its requests stay out of the records; the SLO that they attain is promised."""
-        window = self._window(seconds)
         seen: list[ProductionRequest] = []
         quiet = replace(self.client, record=seen.append)
         start_s = self.clock.now()

@@ -86,6 +86,16 @@ class Window:
             speed=self.speed / factor,
         )
 
+    def evenly(self) -> "Window":
+        """The same requests at equal distances, so that each is served for itself."""
+        return replace(
+            self,
+            arrivals=tuple(
+                replace(arrival, t_s=place / self.rate)
+                for place, arrival in enumerate(self.arrivals)
+            ),
+        )
+
     def sized(self, scale: TokenScale) -> "Window":
         """The same moments, with token counts scaled and then clipped."""
         return replace(

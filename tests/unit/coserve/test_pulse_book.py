@@ -198,7 +198,7 @@ def test_learns_prefills_of_an_engine_that_is_never_idle(production: Production)
     production.book.refit()
     production.arrive(0)
     production.arrive(1)
-    production.after(0.05).step(first_tokens=2, prompt_tokens=20)
+    production.after(0.04).step(first_tokens=2, prompt_tokens=100)
     for key in range(2, 32):
         production.after(0.003).arrive(key)
         production.after(0.002).step(inter_token_s=(0.005, 0.005))
@@ -208,12 +208,59 @@ def test_learns_prefills_of_an_engine_that_is_never_idle(production: Production)
     assert production.pulse().model.prefill_s(100) == pytest.approx(0.04)
 
 
-def test_a_prefill_that_waited_for_another_teaches_nothing(production: Production) -> None:
+def test_learns_prefills_that_wait_for_one_another_from_all_of_them(
+    production: Production,
+) -> None:
+    """Three prompts of 400 tokens, 512 a step, 0.1 ms a token: the cut prompts' shares cancel."""
     production.arrive(1)
     production.after(0.01).arrive(2)
-    production.after(0.09).step(first_tokens=1, prompt_tokens=100)
-    production.after(0.01).step(first_tokens=1, prompt_tokens=100)
+    production.arrive(3)
+    production.after(0.0412).step(first_tokens=1, prompt_tokens=400)
+    production.after(0.0512).step(first_tokens=1, prompt_tokens=400)
     assert not production.book.times.prefills
+    production.after(0.0176).step(first_tokens=1, prompt_tokens=400)
+    assert production.book.times.prefills.pop() == (400, pytest.approx(0.04))
+
+
+def test_an_engine_that_never_catches_up_teaches_too(production: Production) -> None:
+    for key in range(40):
+        production.arrive(key)
+    for _ in range(39):
+        production.after(0.04).step(first_tokens=1, prompt_tokens=400)
+    assert list(production.book.times.prefills) == [(400, pytest.approx(0.04))] * 2
+
+
+def test_prefills_teach_nothing_where_a_request_went_away(production: Production) -> None:
+    production.arrive(1)
+    production.arrive(2)
+    production.after(0.04).step(first_tokens=1, prompt_tokens=400)
+    production.after(0.02).finish(2)
+    production.after(0.02).arrive(3)
+    production.after(0.01).step(inter_token_s=(0.03,))
+    production.after(0.04).step(first_tokens=1, prompt_tokens=400)
+    assert list(production.book.times.prefills) == [(400, pytest.approx(0.04))]
+
+
+def test_waiting_for_room_is_no_prefill(production: Production) -> None:
+    production.book.step_tokens = 512
+    production.arrive(1)
+    production.arrive(2)
+    production.after(0.04).step(first_tokens=1, prompt_tokens=400)
+    for _ in range(50):
+        production.after(0.01).step(inter_token_s=(0.01,))
+    production.after(0.04).step(first_tokens=1, prompt_tokens=400)
+    assert not production.book.times.prefills
+
+
+def test_a_step_that_may_hold_a_piece_of_a_prompt_is_no_decode(production: Production) -> None:
+    production.arrive(1)
+    production.after(0.01).step(first_tokens=1, prompt_tokens=20)
+    production.arrive(2)
+    production.after(0.05).step(inter_token_s=(0.05,))
+    assert not production.book.times.decodes
+    production.after(0.05).step(inter_token_s=(0.05,), first_tokens=1, prompt_tokens=900)
+    production.after(0.01).step(inter_token_s=(0.01, 0.01))
+    assert list(production.book.times.decodes) == [(2, 0.01)]
 
 
 def test_learns_decodes_from_steps_without_a_prefill(production: Production) -> None:

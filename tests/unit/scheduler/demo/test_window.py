@@ -65,6 +65,16 @@ def test_scales_to_a_rate_by_stretching_time_alone() -> None:
     assert [a.input_tokens for a in faster.arrivals] == [a.input_tokens for a in window.arrivals]
 
 
+def test_spaces_requests_evenly_and_changes_nothing_else_of_them() -> None:
+    window = window_of(trace_of([0, 1, 1, 1, 1, 9, 16]), duration_s=16.0, rate=7 / 16)
+    even = window.evenly()
+    assert [a.t_s for a in even.arrivals] == pytest.approx(
+        [place * 16.0 / len(window.arrivals) for place in range(len(window.arrivals))]
+    )
+    assert [a.input_tokens for a in even.arrivals] == [a.input_tokens for a in window.arrivals]
+    assert (even.duration_s, even.rate) == (window.duration_s, window.rate)
+
+
 def test_scales_token_counts_and_then_clips_them() -> None:
     window = window_of(trace_of([0, 1, 2, 3, 4]), duration_s=4.5, rate=5 / 4)
     sized = window.sized(TokenScale(input_scale=0.5, input_min=4, input_max=12, output_scale=0.25))
