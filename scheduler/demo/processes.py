@@ -1,8 +1,9 @@
 """The demo's processes: started in groups of their own, watched, pinned, and all gone at the end.
 
 Whatever ends the demo (its own end, Ctrl-C, an error), `Processes` ends every process that it
-started with everything that these started, and removes the shared-memory files that they leave when
-they are killed. A child whose parent dies without that is told by the kernel.
+started with everything that these started, also what outlived its own parent, and removes the
+shared-memory files that they leave when they are killed. A child whose parent dies without that is
+told by the kernel.
 """
 
 import ctypes
@@ -10,6 +11,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -44,12 +46,12 @@ class Child:
         return self.process.stdout
 
     def tree(self) -> list[psutil.Process]:
-        """The process and all its descendants, those that are already gone left out."""
-        try:
-            root = psutil.Process(self.process.pid)
-            return [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+        """The process and all that it started, also where it has died itself.
+
+        They are found by their group, which is the kernel's as long as one of them lives.
+        """
+        group = self.process.pid
+        return [process for process in psutil.process_iter() if _group_of(process.pid) == group]
 
     def last_words(self) -> str:
         try:
@@ -134,11 +136,12 @@ class Processes:
         trees = [process for child in self._children for process in child.tree()]
         shared = _shared_memory_of(trees)
         for child in self._children:
-            _signal(child.process.pid, signal.SIGTERM)
+            # A head ends its own; what has lost its head is asked itself.
+            asked = [child.process] if child.process.poll() is None else child.tree()
+            for process in asked:
+                _signal(process.pid, signal.SIGTERM)
         _, alive = psutil.wait_procs(trees, timeout=_TERM_S)
-        for process in alive:
-            _signal(process.pid, signal.SIGKILL)
-        psutil.wait_procs(alive, timeout=_KILL_S)
+        _kill(alive)
         for child in self._children:
             child.process.wait()
             for pipe in (child.process.stdin, child.process.stdout):
@@ -184,11 +187,35 @@ def _prepared(core: int | None, nice: int) -> Callable[[], None]:
     return prepare
 
 
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
 def _signal(pid: int, number: signal.Signals) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:
         return
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    """Resource trackers last: once the others are gone they remove what those left behind."""
+    others = [process for process in processes if not _is_resource_tracker(process)]
+    for doomed in (others, processes):
+        for process in doomed:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        _, processes = psutil.wait_procs(processes, timeout=_KILL_S)
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def _shared_memory_of(trees: Sequence[psutil.Process]) -> set[Path]:

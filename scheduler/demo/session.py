@@ -6,11 +6,11 @@ measured blocks, as many rounds as there is time for  ->  result
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -31,6 +31,7 @@ from scheduler.demo.watch import SlotWatch
 from scheduler.demo.weights_audit import WeightsAudit
 from scheduler.demo.window import Window, mean_rate
 
+T = TypeVar("T")
 FIRST_LEVEL = ServiceLevel(ttft_s=0.25, itl_s=0.1)
 
 
@@ -90,6 +91,9 @@ class Session:
         """Raises RoseMuxError when a part fails; cancelled, it leaves its records."""
         self.stack.start_engines()
         self.stack.start_services(FIRST_LEVEL)
+        return await unless(self.stack.part_dies(), self._run())
+
+    async def _run(self) -> Outcome:
         await asyncio.gather(
             self.stack.engines_ready(self.told), self.stack.services_ready(self.told)
         )
@@ -164,6 +168,20 @@ class Session:
             ready = await link.ready()
             self.told(f"job {JOBS[arm]}: {ready.parameters / 1e6:.1f} M parameters published")
         return links
+
+
+async def unless(danger: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns; what `danger` raises as soon as it does, with `work` cancelled."""
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(danger)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[1].done():
+            tasks[1].result()
+        return await tasks[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def measured_level(records: Iterable[Record]) -> ServiceLevel | None:

@@ -195,10 +195,12 @@ class Stack:
         self.trainers[arm] = child
         return child
 
-    def check(self) -> None:
-        """Raises ConfigError when a part has died."""
-        for child in (*self.engines.values(), *self.services.values(), *self.trainers.values()):
-            child.check()
+    async def part_dies(self) -> None:
+        """Raises ConfigError as soon as a part has died; never returns."""
+        while True:
+            for child in (*self.engines.values(), *self.services.values(), *self.trainers.values()):
+                child.check()
+            await asyncio.sleep(_POLL_S)
 
     def _rollout_engine(self, name: str, port: int, model: Path) -> EngineSpec:
         return EngineSpec(

@@ -75,6 +75,19 @@ def test_what_a_process_started_itself_is_ended_too_and_killed_where_it_will_not
 
 
 @pytest.mark.usefixtures("impatient")
+def test_what_outlives_its_parent_is_ended_too(tmp_path: Path) -> None:
+    """As vLLM's engine core does when its API server is killed."""
+    with Processes(tmp_path) as started:
+        child = started.start("engine", python(PARENT), piped=True)
+        grandchild = int(said(child))
+        child.process.kill()
+        child.process.wait()
+        assert not is_gone(grandchild)
+        assert [process.pid for process in child.tree()] == [grandchild]
+    assert is_gone(grandchild)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_shared_memory_of_killed_processes_is_removed(tmp_path: Path) -> None:
     left = Path(f"/dev/shm/rosemux-test-{os.getpid()}")
     program = f"""
@@ -93,6 +106,30 @@ signal.pause()
         assert not left.exists()
     finally:
         left.unlink(missing_ok=True)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_shared_memory_of_a_parent_that_died_before_is_removed(tmp_path: Path) -> None:
+    """Nobody maps it any more; Python's resource tracker still knows of it."""
+    program = f"""
+import subprocess, sys
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=4096)
+from multiprocessing import resource_tracker
+tracker = resource_tracker._resource_tracker._fd
+grandchild = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], stdout=subprocess.PIPE,
+                              pass_fds=[tracker])
+grandchild.stdout.readline()
+print(memory.name, flush=True)
+grandchild.wait()
+"""
+    with Processes(tmp_path) as started:
+        child = started.start("engine", python(program), piped=True)
+        left = Path("/dev/shm") / said(child)
+        assert left.exists()
+        child.process.kill()
+        child.process.wait()
+    assert not left.exists()
 
 
 def test_an_error_ends_them_and_passes_on(tmp_path: Path) -> None:
