@@ -5,17 +5,15 @@ it: an expired grant, a missing, torn or foreign pulse, a production engine that
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from random import random
 
-from coserve.slack import hung, slack_s
+from coserve.laws import Admission, GuestLoad, rose_law, saturation_law, slack_law
+from coserve.slack import hung
 from coserve.step_time import StepTimeModel
-from harvester.contracts.page import Grant, GrantMode, PageFault, Pulse, Reading
-
-# What it costs production to preempt a step, however short: the switch, and the weights that the
-# step pushed out of the caches. A decode's slack is less: no step starts between two decode steps.
-PREEMPTION_S = 5e-4
+from harvester.contracts.page import Grant, GrantMode, Law, PageFault, Pulse, Reading
 
 
 class Closed(StrEnum):
@@ -55,8 +53,9 @@ def decide(
     token_limit: int,
     may_probe: bool,
     now_ns: int,
+    chance: Callable[[], float] = random,
 ) -> Decision:
-    """The step law over all pulses of a slot.
+    """The grant's law over all pulses of a slot.
 
     `launched_s` is the predicted time of guest steps that are launched and not finished,
     `token_limit` the engine's own maximum per step, `decodes` its running decode requests.
@@ -76,23 +75,29 @@ def decide(
         return Decision(cap, None, math.inf)
     if not pulses or len(pulses) != len(record.pulses):
         return Decision(0, Closed.NO_PULSE, 0.0)
-    slack, idle = math.inf, True
+    present: list[Pulse] = []
     for reading in pulses:
         pulse = reading.record
         if pulse is None:
             return Decision(0, Closed.PULSE_FAULT, 0.0, reading.fault)
-        if pulse.in_flight:
-            idle = False
-            if hung(pulse, record, now_ns=now_ns):
-                return Decision(0, Closed.HUNG, 0.0)
-        slack = min(slack, slack_s(pulse, record, now_ns=now_ns))
-    # An isolation backend lets production preempt a running step, so only the preemption and a
-    # share of the step delay production; without one the whole step does.
-    preemption_s = PREEMPTION_S if record.blocking_ratio < 1.0 else 0.0
-    budget_s = (slack - preemption_s) / max(record.blocking_ratio, 1e-3) - launched_s
-    tokens = step_time.tokens_within_s(budget_s, decodes=decodes, cap=cap)
-    if tokens > 0:
-        return Decision(tokens, None, slack)
-    if may_probe and idle and slack > 0.0 and launched_s == 0.0 and cap > 0:
-        return Decision(1, None, slack, probe=True)
-    return Decision(0, Closed.NO_SLACK, slack)
+        if hung(pulse, record, now_ns=now_ns):
+            return Decision(0, Closed.HUNG, 0.0)
+        present.append(pulse)
+    guest = GuestLoad(step_time, decodes, launched_s, cap)
+    match record.law:
+        case Law.SLACK:
+            admitted = slack_law(present, record, guest, now_ns=now_ns)
+        case Law.ROSE:
+            admitted = rose_law(present, record, guest, now_ns=now_ns)
+        case Law.SATURATION:
+            admitted = saturation_law(present, guest, chance=chance())
+    if admitted.tokens > 0:
+        return Decision(admitted.tokens, None, admitted.slack_s)
+    if may_probe and _may_probe(admitted, present, guest):
+        return Decision(1, None, admitted.slack_s, probe=True)
+    return Decision(0, Closed.NO_SLACK, admitted.slack_s)
+
+
+def _may_probe(admitted: Admission, pulses: Sequence[Pulse], guest: GuestLoad) -> bool:
+    idle = not any(pulse.in_flight for pulse in pulses)
+    return idle and admitted.slack_s > 0.0 and guest.launched_s == 0.0 and guest.cap > 0

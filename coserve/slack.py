@@ -40,7 +40,13 @@ def slack_s(pulse: Pulse, grant: Grant, *, now_ns: int) -> float:
     """
     model, epsilon = grant.production, grant.epsilon
     phantom_s = model.prefill_s(grant.phantom_prompt_tokens) + model.decode_base_s
-    slack = _lesser(math.inf, _phantom_slack_s(grant.ttft_slo_s, phantom_s, epsilon))
+    phantom = _phantom_slack_s(grant.ttft_slo_s, phantom_s, epsilon)
+    return _lesser(phantom, events_slack_s(pulse, grant, epsilon=epsilon, now_ns=now_ns))
+
+
+def events_slack_s(pulse: Pulse, grant: Grant, *, epsilon: float, now_ns: int) -> float:
+    """Over the requests that are there, without the phantom; infinity where there is none."""
+    model, slack = grant.production, math.inf
     if pulse.in_flight == 0:
         return slack
     if pulse.waiting > 0:
@@ -70,6 +76,7 @@ def _phantom_slack_s(slo_s: float, alone_s: float, epsilon: float) -> float:
 
 
 def _lesser(one_s: float, other_s: float) -> float:
+    """Minus infinity where one of them is no number."""
     if one_s <= other_s:
         return one_s
     return other_s if other_s < one_s else -math.inf

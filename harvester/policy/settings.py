@@ -7,6 +7,8 @@ all make the same object. Nothing here reads a file or an environment variable.
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from harvester.contracts.page.records import Law
+
 
 class Mode(StrEnum):
     OFF = "off"
@@ -119,8 +121,10 @@ class SlotSettings:
     itl_slo_s: float = 0.05
     epsilon: float = 0.05
     """Production's events may take (1 + epsilon) of their time alone; 1e6 leaves only the SLO."""
+    law: Law = Law.SLACK
+    """`rose` and `saturation` are other projects' rules, to be measured beside ours."""
     ungated: bool = False
-    """Grant without the slack law, to measure what the law is worth. Never in production."""
+    """Grant without any law, to measure what a law is worth. Never in production."""
     step_tokens_max: int = 2048
     kv_budget_tokens: int = 0
     """0 leaves the guest engine's own size."""

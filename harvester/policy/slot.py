@@ -286,4 +286,5 @@ class SlotPolicy:
             production=production.model,
             blocking_ratio=settings.blocking_ratio,
             abort_grace_s=settings.abort_grace_s,
+            law=settings.law,
         )

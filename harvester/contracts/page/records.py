@@ -75,6 +75,17 @@ class GrantMode(StrEnum):
     """Admit without the slack law. For measuring what the law is worth, never for production."""
 
 
+class Law(StrEnum):
+    """By which rule the guest decides its steps while the grant is open."""
+
+    SLACK = "slack"
+    """Steps sized to what production can spare, (1 + epsilon) of its time alone."""
+    ROSE = "rose"
+    """Steps of one size while every event of production would still meet its SLO."""
+    SATURATION = "saturation"
+    """llm-d's: new work is shed at random, the likelier the fuller production is."""
+
+
 class Grant(Record, frozen=True, kw_only=True):
     """What the agent lets the guest do until the page expires."""
 
@@ -96,6 +107,7 @@ class Grant(Record, frozen=True, kw_only=True):
     blocking_ratio: float = 1.0
     """Share of a running guest step that can delay production: 1 without an isolation backend."""
     abort_grace_s: float = 10.0
+    law: Law = Law.SLACK
 
 
 class Guest(Record, frozen=True, kw_only=True):

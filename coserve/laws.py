@@ -1,0 +1,75 @@
+"""The laws by which a guest's steps are admitted, each from pulses, grant and time alone.
+
+    slack        ours: the largest step that fits into what production can spare
+    rose         ROSE, section 4.1: chunks of 512 tokens while TTFT and TPOT slack to the SLO itself
+                 are positive
+    saturation   llm-d's probabilistic admitter (inference scheduler 520af478): new work is shed
+                 with probability min(1, 300 * saturation ** 5), work that runs goes on
+
+The last two are what others do, to be measured beside ours on one engine. A law is asked only once
+the grant is open and every pulse is there and fresh. Pure; chance comes as an argument.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coserve.slack import events_slack_s, slack_s
+from coserve.step_time import StepTimeModel
+from harvester.contracts.page import Grant, Pulse
+
+# What it costs production to preempt a step, however short: the switch, and the weights that the
+# step pushed out of the caches. A decode's slack is less: no step starts between two decode steps.
+PREEMPTION_S = 5e-4
+ROSE_CHUNK_TOKENS = 512
+# llm-d's: an engine is full with five requests waiting, or with four fifths of its KV in use.
+_FULL_WAITING = 5.0
+_FULL_KV_RATIO = 0.8
+_SHED_FACTOR = 300.0
+_SHED_POWER = 5
+
+
+@dataclass(frozen=True, slots=True)
+class GuestLoad:
+    """What the guest would step with."""
+
+    step_time: StepTimeModel
+    decodes: int
+    """Its running decode requests."""
+    launched_s: float
+    """Predicted time of its steps that are launched and not finished."""
+    cap: int
+    """Tokens that engine and grant allow a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    tokens: int
+    """0 admits no step."""
+    slack_s: float
+
+
+def slack_law(pulses: Sequence[Pulse], grant: Grant, guest: GuestLoad, *, now_ns: int) -> Admission:
+    slack = min((slack_s(pulse, grant, now_ns=now_ns) for pulse in pulses), default=-math.inf)
+    # An isolation backend lets production preempt a running step, so only the preemption and a
+    # share of the step delay production; without one the whole step does.
+    preemption_s = PREEMPTION_S if grant.blocking_ratio < 1.0 else 0.0
+    budget_s = (slack - preemption_s) / max(grant.blocking_ratio, 1e-3) - guest.launched_s
+    tokens = guest.step_time.tokens_within_s(budget_s, decodes=guest.decodes, cap=guest.cap)
+    return Admission(tokens, slack)
+
+
+def rose_law(pulses: Sequence[Pulse], grant: Grant, guest: GuestLoad, *, now_ns: int) -> Admission:
+    slack = min(
+        (events_slack_s(pulse, grant, epsilon=math.inf, now_ns=now_ns) for pulse in pulses),
+        default=-math.inf,
+    )
+    return Admission(min(guest.cap, ROSE_CHUNK_TOKENS) if slack > 0.0 else 0, slack)
+
+
+def saturation_law(pulses: Sequence[Pulse], guest: GuestLoad, *, chance: float) -> Admission:
+    """`chance` is uniform between 0 and 1."""
+    full = [max(p.waiting / _FULL_WAITING, p.kv_usage_ratio / _FULL_KV_RATIO) for p in pulses]
+    saturation = sum(full) / len(full) if full else 1.0
+    shed = chance < _SHED_FACTOR * saturation**_SHED_POWER
+    return Admission(min(guest.cap, guest.decodes) if shed else guest.cap, math.inf)
