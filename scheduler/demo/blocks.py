@@ -15,7 +15,8 @@ from scheduler.demo.gateway_admin import GatewayAdmin
 from scheduler.demo.job.events import StepDone
 from scheduler.demo.production import ProductionClient
 from scheduler.demo.records import Arm, Block, EngineGap, Record, TrainingStep
-from scheduler.demo.stack import GUEST, JOBS, Stack
+from scheduler.demo.slot import GUEST
+from scheduler.demo.stack import JOBS, Stack
 from scheduler.demo.trainer_link import TrainerLink
 from scheduler.demo.watch import SlotWatch
 from scheduler.demo.window import Window

@@ -28,7 +28,8 @@ from scheduler.demo.session import (
     Session,
     SessionPlan,
 )
-from scheduler.demo.stack import GUEST, Stack
+from scheduler.demo.slot import GUEST
+from scheduler.demo.stack import Stack
 from scheduler.demo.table import closing, step_line
 from scheduler.demo.trace import Trace, read_trace
 from scheduler.demo.window import mean_rate

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from harvester.contracts.errors import ConfigError
-from scheduler.demo.stack import RunPaths
+from scheduler.demo.parts import RunPaths
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "rosemux-demo-"

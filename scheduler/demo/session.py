@@ -24,7 +24,8 @@ from scheduler.demo.production_model import PROMPT_IDS
 from scheduler.demo.records import Arm, ProductionRequest, Record
 from scheduler.demo.rehearsal import Rehearsal
 from scheduler.demo.slo import ServiceLevel, choose_slo
-from scheduler.demo.stack import JOBS, PRODUCTION, Stack
+from scheduler.demo.slot import PRODUCTION
+from scheduler.demo.stack import JOBS, Stack
 from scheduler.demo.trace import Trace
 from scheduler.demo.trainer_link import TrainerLink
 from scheduler.demo.watch import SlotWatch
@@ -91,13 +92,15 @@ class Session:
         """Raises RoseMuxError when a part fails; cancelled, it leaves its records."""
         self.stack.start_engines()
         self.stack.start_services(FIRST_LEVEL)
-        return await unless(self.stack.part_dies(), self._run())
+        return await unless(self.stack.parts.one_dies(), self._run())
 
     async def _run(self) -> Outcome:
         await asyncio.gather(
             self.stack.engines_ready(self.told), self.stack.services_ready(self.told)
         )
-        self.watch = SlotWatch(self.stack.pages, PRODUCTION, clock=self.clock, record=self.recorder)
+        self.watch = SlotWatch(
+            self.stack.slot.pages, PRODUCTION, clock=self.clock, record=self.recorder
+        )
         watching = asyncio.ensure_future(self.watch.run())
         try:
             async with production_session() as session:
@@ -108,10 +111,10 @@ class Session:
                 await watching
 
     async def _measure(self, session: aiohttp.ClientSession) -> Outcome:
-        gateway = GatewayAdmin(session, self.stack.url(self.stack.ports.gateway))
+        gateway = GatewayAdmin(session, self.stack.gateway_url)
         client = ProductionClient(
             session=session,
-            url=self.stack.url(self.stack.ports.production),
+            url=self.stack.production_url,
             model=PRODUCTION,
             prompts=Prompts(seed=self.seed, first_id=PROMPT_IDS[0], last_id=PROMPT_IDS[1]),
             clock=self.clock,

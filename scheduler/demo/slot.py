@@ -1,0 +1,199 @@
+"""One serving slot of real parts: a production engine, a guest beside it, the node's agent.
+
+    core 0    both engines; the guest in the isolation backend's class
+    core 1    the agent, and the caller with its open-loop client
+
+Engines start on both cores, because starting is import-bound, and are pinned once they answer.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coserve import isolation
+from coserve.isolation import Isolation
+from coserve.vllm import launch
+from coserve.vllm.capabilities import Capabilities, capabilities, installed_vllm_version
+from coserve.vllm.launch import EngineSpec
+from harvester.contracts.page import PageDirectory
+from scheduler.demo.job.model import PolicyShape, write_checkpoint
+from scheduler.demo.parts import Parts
+from scheduler.demo.processes import pin
+from scheduler.demo.production_model import STEP_TOKENS, write_production_checkpoint
+from scheduler.demo.slo import SLO_EDGES_ITL_S, SLO_EDGES_TTFT_S, ServiceLevel
+
+SERVING_CORE = 0
+ROLLOUT_CORE = 1
+SLOT = "slot-0"
+PRODUCTION = "production"
+GUEST = "guest-0"
+AGENT = "agent"
+ROLLOUT_CONCURRENCY = 16
+PRODUCTION_MAX_LEN = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotPorts:
+    production: int
+    guest: int
+    agent: int
+
+
+@dataclass(slots=True)
+class ServingSlot:
+    """Started by `start_engines` and `start_agent`; once the engines answer, by `bind`."""
+
+    parts: Parts
+    ports: SlotPorts
+    shape: PolicyShape = field(default_factory=PolicyShape)
+    isolation: Isolation = field(default_factory=isolation.choose)
+    vllm: Capabilities = field(default_factory=lambda: capabilities(installed_vllm_version()))
+    pages: PageDirectory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pages = PageDirectory.create(self.parts.paths.pages / SLOT)
+
+    @property
+    def policy_model(self) -> Path:
+        return self.parts.paths.run / "models" / "policy"
+
+    def start_engines(self) -> None:
+        """Nothing is waited for."""
+        paths = self.parts.paths
+        write_production_checkpoint(paths.run / "models" / PRODUCTION)
+        write_checkpoint(self.policy_model, self.shape)
+        paths.weights.mkdir(parents=True, exist_ok=True)
+        self.parts.engine(
+            PRODUCTION,
+            launch.production(
+                EngineSpec(
+                    name=PRODUCTION,
+                    model=paths.run / "models" / PRODUCTION,
+                    port=self.ports.production,
+                    max_model_len=PRODUCTION_MAX_LEN,
+                    max_num_seqs=32,
+                    vllm=self.vllm,
+                    extra_arguments=(
+                        *("--load-format", "dummy"),
+                        *("--max-num-batched-tokens", str(STEP_TOKENS)),
+                        *_histogram_buckets(self.vllm),
+                    ),
+                ),
+                pages=self.pages.path,
+            ),
+        )
+        self.parts.engine(
+            GUEST,
+            launch.guest(
+                self.rollout_engine(GUEST, self.ports.guest),
+                pages=self.pages.path,
+                weights=paths.weights,
+            ),
+        )
+
+    def rollout_engine(self, name: str, port: int) -> EngineSpec:
+        return EngineSpec(
+            name=name,
+            model=self.policy_model,
+            port=port,
+            max_model_len=self.shape.context_tokens,
+            max_num_seqs=ROLLOUT_CONCURRENCY,
+            vllm=self.vllm,
+            # Most contexts are shorter than the 128 tokens of a CPU engine's own block: no prefix
+            # would ever be found again.
+            extra_arguments=("--block-size", "32"),
+        )
+
+    async def engines_answer(self, told: Callable[[str], None]) -> None:
+        for name, port in ((PRODUCTION, self.ports.production), (GUEST, self.ports.guest)):
+            await self.parts.answers(name, url(port), told)
+
+    def bind(self) -> None:
+        """Pin both engines, and put the guest under its isolation backend.
+
+        Raises Unsupported where the backend would do nothing.
+        """
+        running = self.parts.running
+        for name in (PRODUCTION, GUEST):
+            pin(running[name], SERVING_CORE)
+        # The open-loop client lives in this process and must not take turns with production.
+        os.sched_setaffinity(0, {ROLLOUT_CORE})
+        self.isolate(self.isolation)
+        guest, production = (running[name].process.pid for name in (GUEST, PRODUCTION))
+        isolation.check_beside(self.isolation, guest=guest, production=production)
+
+    def isolate(self, backend: Isolation) -> None:
+        """Put every process of the guest under `backend`, whichever it was under."""
+        for process in self.parts.running[GUEST].tree():
+            isolation.lift_from_process(process.pid)
+            isolation.apply_to_process(backend, process.pid)
+
+    def start_agent(self, policy: dict[str, Any]) -> None:
+        self._write_agent_config(policy)
+        self.parts.service(AGENT, "agent", "--config", str(self._agent_config), core=ROLLOUT_CORE)
+
+    async def agent_answers(self, told: Callable[[str], None]) -> None:
+        await self.parts.answers(AGENT, url(self.ports.agent), told, path="/healthz")
+
+    def instruct(self, policy: dict[str, Any]) -> None:
+        """Give the agent another policy; it reloads its file and keeps the old one on error."""
+        self._write_agent_config(policy)
+        os.kill(self.parts.running[AGENT].process.pid, signal.SIGHUP)
+
+    def policy(self, level: ServiceLevel) -> dict[str, Any]:
+        """The agent's settings for this slot, with production's SLO."""
+        return {
+            "ttft_slo_s": level.ttft_s,
+            "itl_slo_s": level.itl_s,
+            "blocking_ratio": self.isolation.blocking_ratio,
+            # The SLO stands where production alone already misses it now and then, so every budget
+            # would be overspent by production itself.
+            "budget": {"enforced": False},
+            "proof": {"slice_s": 0.5},
+        }
+
+    @property
+    def _agent_config(self) -> Path:
+        return self.parts.paths.run / "agent.yaml"
+
+    def _write_agent_config(self, policy: dict[str, Any]) -> None:
+        paths = self.parts.paths
+        config: dict[str, Any] = {
+            "node": "demo",
+            "mode": "harvest",
+            "page_root": str(paths.pages),
+            "state_dir": str(paths.run / AGENT),
+            "http": {"port": self.ports.agent},
+            "slots": [
+                {
+                    "name": SLOT,
+                    "engine_url": url(self.ports.guest),
+                    "model": "policy",
+                    "concurrency": ROLLOUT_CONCURRENCY,
+                    "policy": policy,
+                }
+            ],
+        }
+        temporary = self._agent_config.with_suffix(".new")
+        temporary.write_text(yaml.safe_dump(config))
+        temporary.replace(self._agent_config)
+
+
+def url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+def _histogram_buckets(vllm: Capabilities) -> tuple[str, ...]:
+    if not vllm.custom_histogram_buckets:
+        return ()
+    edges = {
+        "time_to_first_token": list(SLO_EDGES_TTFT_S),
+        "inter_token_latency": list(SLO_EDGES_ITL_S),
+    }
+    return ("--custom-histogram-buckets", json.dumps(edges))
