@@ -24,6 +24,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _EPOCH_HEADER = EPOCH_HEADER.lower().encode()
 _WATCH_S = 0.05
+_PASSES = 4
+"""Of the watch, between telling an app that its client is gone and cancelling it. An app of which
+only the outer task is cancelled may leave its engine request running: vLLM's handlers do."""
 _MAX_DIGITS = 19
 _PREFIXES = ("/v1/", "/v2/", "/inference/v1/", "/cohere/v2/")
 _ROUTES = frozenset(
@@ -84,7 +87,7 @@ class EpochMiddleware:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, epoch: Epoch) -> None:
         reply = _Reply(send, epoch)
-        task = asyncio.create_task(_run(self._app, scope, receive, reply))
+        task = asyncio.create_task(_run(self._app, scope, _Receive(receive, reply), reply))
         self._open[task] = reply
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch())
@@ -96,7 +99,7 @@ class EpochMiddleware:
             raise
         finally:
             self._open.pop(task, None)
-        if not reply.cut:
+        if not reply.cut.is_set():
             task.result()
         elif not reply.started:
             await _refuse(send, 409, "lease epoch was raised")
@@ -105,15 +108,17 @@ class EpochMiddleware:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _watch(self) -> None:
-        """Cancel the requests of older epochs; runs only while requests are open."""
+        """End the requests of older epochs; runs only while requests are open."""
         assert self._grant is not None
         while self._open:
             grant = self._grant.read().record
             if grant is not None:
                 for task, reply in tuple(self._open.items()):
-                    if reply.epoch < grant.epoch and not reply.cut:
-                        reply.cut = True
-                        task.cancel()
+                    if reply.epoch < grant.epoch:
+                        reply.cut.set()
+                        reply.passes += 1
+                        if reply.passes == _PASSES:
+                            task.cancel()
             await asyncio.sleep(_WATCH_S)
 
 
@@ -129,10 +134,12 @@ class _Reply:
         self.epoch = epoch
         self.started = False
         self.whole = False
-        self.cut = False
+        self.cut = asyncio.Event()
+        self.passes = 0
+        """Of the watch, since it was cut."""
 
     async def __call__(self, message: Message) -> None:
-        if self.cut:
+        if self.cut.is_set():
             return
         self.started = True
         if message["type"] == "http.response.body" and not message.get("more_body", False):
@@ -140,11 +147,31 @@ class _Reply:
         await self._send(message)
 
 
+class _Receive:
+    """Passes the client's messages on; once the reply is cut it says that the client is gone."""
+
+    def __init__(self, receive: Receive, reply: _Reply) -> None:
+        self._receive = receive
+        self._cut = reply.cut
+
+    async def __call__(self) -> Message:
+        message = asyncio.ensure_future(self._receive())
+        cut = asyncio.ensure_future(self._cut.wait())
+        try:
+            await asyncio.wait({message, cut}, return_when=asyncio.FIRST_COMPLETED)
+            if message.done() and not self._cut.is_set():
+                return message.result()
+            return {"type": "http.disconnect"}
+        finally:
+            message.cancel()
+            cut.cancel()
+
+
 async def _run(app: App, scope: Scope, receive: Receive, reply: _Reply) -> None:
     try:
         await app(scope, receive, reply)
     except Exception:
-        if not reply.cut:
+        if not reply.cut.is_set():
             raise
 
 

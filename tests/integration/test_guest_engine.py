@@ -135,6 +135,18 @@ async def test_a_raised_epoch_ends_the_turns_of_the_one_before(slot: EngineSlot)
     await slot.guest_becomes(lambda guest: guest.running == 0, "the old turn holds nothing")
 
 
+async def test_a_raised_epoch_takes_back_what_a_turn_without_a_stream_holds(
+    slot: EngineSlot,
+) -> None:
+    old = slot.begin(LONG, stream=False)
+    await slot.guest_becomes(lambda guest: guest.running == 1, "the turn is under way")
+    slot.agent.raise_epoch()
+    slot.agent.say(GrantMode.CLOSED)
+    await old.ended()
+    assert (old.status, old.tokens) == (409, [])
+    await slot.guest_becomes(lambda guest: guest.kv_tokens == 0, "with its gate closed")
+
+
 @pytest.mark.parametrize(
     ("fail", "reasons"),
     [

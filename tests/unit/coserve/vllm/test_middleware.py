@@ -192,6 +192,39 @@ async def test_a_raised_epoch_refuses_a_request_that_had_no_reply_yet(grant: Gra
     assert "raised" in json.loads(client.body)["error"]
 
 
+async def test_a_raised_epoch_reaches_a_handler_that_no_cancellation_reaches(
+    grant: GrantPage,
+) -> None:
+    """vLLM's: the engine request ends when the client goes, not with the outer task."""
+    left: list[str] = []
+
+    async def generating() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            left.append("aborted")
+            raise
+
+    async def until_the_client_goes(receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def handler(scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(generating())
+        gone = asyncio.create_task(until_the_client_goes(receive))
+        _, pending = await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+
+    client = Client(EpochMiddleware(handler), scope_of(x_rosemux_epoch="3"))
+    await asyncio.sleep(0)
+    grant.set(4)
+    await client.task
+    await asyncio.sleep(0)
+    assert left == ["aborted"]
+    assert client.status == 409
+
+
 @pytest.mark.parametrize("started", [True, False])
 async def test_what_an_engine_says_to_its_cancellation_reaches_no_client(
     grant: GrantPage, started: bool
