@@ -48,21 +48,28 @@ def ratio_interval(
     above: Latencies, below: Latencies, *, percent: float, seed: int
 ) -> tuple[float, float] | None:
     """95 % interval of `above`'s percentile over `below`'s; None with fewer than two units."""
+    ratios = ratio_draws(above, below, percent=percent, seed=seed)
+    if not len(ratios):
+        return None
+    tail = 50.0 * (1.0 - LEVEL)
+    low, high = np.percentile(ratios, (tail, 100.0 - tail))
+    return float(low), float(high)
+
+
+def ratio_draws(
+    above: Latencies, below: Latencies, *, percent: float, seed: int
+) -> NDArray[np.float64]:
+    """`above`'s percentile over `below`'s in each resample; none with fewer than two units."""
     units = sorted({*above.units, *below.units})
     if len(units) < 2 or not len(above.values_s) or not len(below.values_s):
-        return None
+        return np.zeros(0)
     rng = np.random.default_rng(seed)
     draws = rng.multinomial(len(units), np.full(len(units), 1 / len(units)), size=RESAMPLES)
     upper = _percentiles(above, units, draws, percent)
     lower = _percentiles(below, units, draws, percent)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = upper / lower
-    ratios = ratios[np.isfinite(ratios)]
-    if not len(ratios):
-        return None
-    tail = 50.0 * (1.0 - LEVEL)
-    low, high = np.percentile(ratios, (tail, 100.0 - tail))
-    return float(low), float(high)
+    return np.asarray(ratios[np.isfinite(ratios)])
 
 
 def _percentiles(

@@ -16,7 +16,7 @@ from scheduler.demo.blocks import BlockPlan
 from scheduler.demo.bursts import Bursts, generated_trace
 from scheduler.demo.prerequisites import check_machine
 from scheduler.demo.processes import Processes
-from scheduler.demo.records import ProductionRequest, Record, TrainingStep
+from scheduler.demo.records import Arm, ProductionRequest, Record, TrainingStep
 from scheduler.demo.rehearsal import TOKEN_SCALE
 from scheduler.demo.report import write_report
 from scheduler.demo.result import Facts, as_json, result_of
@@ -107,7 +107,7 @@ def _progress(record: Record, told: Callable[[str], None]) -> None:
 
 def _facts(outcome: Outcome, records: list[Record], *, started_s: float, now: float) -> Facts:
     windows, status = outcome.windows, outcome.gateway
-    level = level_of(arms_of([r for r in records if isinstance(r, ProductionRequest)]))
+    level = level_of(arms_of([r for r in records if isinstance(r, ProductionRequest)], Arm))
     first_s = outcome.first_harvested_token_s
     return Facts(
         trace=windows[0].trace,

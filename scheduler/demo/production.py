@@ -15,7 +15,7 @@ from random import Random
 import aiohttp
 
 from harvester.contracts.clock import Clock
-from scheduler.demo.records import Arm, ProductionRequest
+from scheduler.demo.records import ProductionRequest
 from scheduler.demo.trace import Arrival
 
 _EVENT = b"data: {"
@@ -68,7 +68,7 @@ class Prompts:
     first_id: int
     last_id: int
 
-    def of(self, arrival: Arrival, *, arm: Arm, block: int) -> list[int]:
+    def of(self, arrival: Arrival, *, arm: str, block: int) -> list[int]:
         rng = Random(f"{self.seed}:{arm}:{block}:{arrival.index}")
         return rng.choices(range(self.first_id, self.last_id + 1), k=arrival.input_tokens)
 
@@ -114,7 +114,7 @@ class ProductionClient:
         self,
         arrivals: Iterable[Arrival],
         *,
-        arm: Arm,
+        arm: str,
         block: int,
         start_s: float,
         stopped: asyncio.Event | None = None,
@@ -142,7 +142,7 @@ class ProductionClient:
                 task.add_done_callback(flying.discard)
 
     async def _request(
-        self, watch: StreamWatch, body: bytes, arrival: Arrival, arm: Arm, block: int
+        self, watch: StreamWatch, body: bytes, arrival: Arrival, arm: str, block: int
     ) -> None:
         left_s = watch.due_s + self.timeout_s - self.clock.now()
         try:
@@ -167,7 +167,7 @@ class ProductionClient:
             async for chunk in response.content.iter_any():
                 watch.read(chunk, now=self.clock.now())
 
-    def _body(self, arrival: Arrival, arm: Arm, block: int) -> bytes:
+    def _body(self, arrival: Arrival, arm: str, block: int) -> bytes:
         request = {
             "model": self.model,
             "prompt": self.prompts.of(arrival, arm=arm, block=block),
@@ -178,7 +178,7 @@ class ProductionClient:
         }
         return json.dumps(request, separators=(",", ":")).encode()
 
-    def _report(self, watch: StreamWatch, arrival: Arrival, arm: Arm, block: int) -> None:
+    def _report(self, watch: StreamWatch, arrival: Arrival, arm: str, block: int) -> None:
         self.record(
             ProductionRequest(
                 arm=arm,

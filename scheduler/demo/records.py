@@ -28,7 +28,8 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
 class ProductionRequest(msgspec.Struct, frozen=True, kw_only=True, tag="production"):
     """One request of the open-loop client. Latencies count from when it was due, not when sent."""
 
-    arm: Arm
+    arm: str
+    """An `Arm` in the demo; a benchmark has arms of its own."""
     block: int
     due_s: float
     input_tokens: int

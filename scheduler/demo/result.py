@@ -47,7 +47,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 def result_of(records: Iterable[Record], facts: Facts) -> Result:
     """The whole result; also of a run that was cut short."""
     kept = tuple(records)
-    arms = arms_of([r for r in kept if isinstance(r, ProductionRequest)])
+    arms = arms_of([r for r in kept if isinstance(r, ProductionRequest)], Arm)
     serving = {
         arm: serving_of(given, ttft_slo_s=facts.ttft_slo_s, itl_slo_s=facts.itl_slo_s)
         for arm, given in arms.items()

@@ -5,14 +5,17 @@ step and so replays more or less of the window than its neighbours, and what onl
 be compared with nothing. Failures are counted over everything that was sent. Pure.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from harvester.contracts.errors import ConfigError
 from scheduler.demo.bootstrap import Latencies, itl_of, ratio_interval, ttft_of
 from scheduler.demo.records import Arm, ProductionRequest
 from scheduler.demo.schema import Interval, Intervals, LatencyRatios, Serving
 from scheduler.demo.slo import ServiceLevel, attainment, choose_slo
+
+A = TypeVar("A", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +26,9 @@ class ArmRequests:
     shared: tuple[ProductionRequest, ...]
 
 
-def arms_of(requests: Sequence[ProductionRequest]) -> dict[Arm, ArmRequests]:
+def arms_of(requests: Sequence[ProductionRequest], arms: Iterable[A]) -> dict[A, ArmRequests]:
     """Warm-up blocks (negative) left out. An arm without requests narrows nothing."""
-    sent = {arm: tuple(r for r in requests if r.arm == arm and r.block >= 0) for arm in Arm}
+    sent = {arm: tuple(r for r in requests if r.arm == arm and r.block >= 0) for arm in arms}
     seen = [{_identity(r) for r in given} for given in sent.values() if given]
     common = set.intersection(*seen) if seen else set()
     return {

@@ -59,14 +59,14 @@ def test_the_slo_is_chosen_from_the_requests_that_are_compared(request_of: Reque
         *(request_of(arm, trace_index=i, ttft_s=ttft_s) for arm in Arm for ttft_s, i in shared),
         *(request_of(trace_index=100 + i, ttft_s=0.9) for i in range(3)),
     ]
-    level = level_of(arms_of(requests))
+    level = level_of(arms_of(requests, Arm))
     assert 0.02 < level.ttft_s < 0.3
 
 
 def test_without_a_request_in_every_arm_there_is_no_slo(request_of: Requests) -> None:
     requests = [request_of(arm, trace_index=place) for place, arm in enumerate(Arm)]
     with pytest.raises(ConfigError, match="longer or busier trace"):
-        level_of(arms_of(requests))
+        level_of(arms_of(requests, Arm))
     assert measured_level([]) is None, "a round without a request promises nothing new"
     assert measured_level(requests) is not None
 

@@ -1,0 +1,276 @@
+"""Whether production feels the guest: `python -m benchmarks.coserve --trace FILE --json PATH`.
+
+Real engines on one slot, as in the demo; rollouts without end on the guest. Eight arms take turns
+in one run, with the same requests in each round. See README.md beside this file.
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.coserve.arms import RECLAIM, SETTINGS, Arm
+from benchmarks.coserve.figures import Facts, figures
+from benchmarks.coserve.reclaim import (
+    after_loss,
+    closed_gate_core_share,
+    percentile,
+    watch_closings,
+)
+from benchmarks.coserve.rollouts import Lease, Rollouts
+from benchmarks.coserve.rounds import Runner, order
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import RoseMuxError
+from harvester.contracts.page import Guest, Pulse, pulse_page
+from scheduler.demo.bursts import Bursts, generated_trace
+from scheduler.demo.calibration import Replayed, measured_ratio, rate_for
+from scheduler.demo.parts import Parts
+from scheduler.demo.prerequisites import check_machine, free_ports
+from scheduler.demo.processes import Processes
+from scheduler.demo.production import ProductionClient, Prompts, production_session
+from scheduler.demo.production_model import PROMPT_IDS
+from scheduler.demo.records import ProductionRequest
+from scheduler.demo.run_directory import run_directory
+from scheduler.demo.session import FIRST_LEVEL, unless
+from scheduler.demo.slo import choose_slo
+from scheduler.demo.slot import AGENT, PRODUCTION, ServingSlot, SlotPorts, url
+from scheduler.demo.trace import Trace, read_trace
+from scheduler.demo.window import TokenScale, Window, mean_rate, windows_of
+from scheduler.service.leases import AgentClient
+
+REQUESTS_MIN = 1000
+_SLICE_S = 20.0
+_FIRST_RATE = 3.0
+_REHEARSAL_S = 15.0
+_PULSE_S = 1.5
+_CLOSINGS_S = 60.0
+# From the demo's requests to ever smaller ones, until there are enough of them in the time.
+_SCALES = (0.25, 0.18, 0.125, 0.09, 0.0625, 0.045, 0.03)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.coserve", description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--trace", type=Path, help="else bursts of the project's own generator")
+    parser.add_argument("--seconds", type=float, default=160.0, help="measured, for each arm")
+    parser.add_argument("--failsafe", type=int, default=10, help="kills and stops of the agent")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    try:
+        check_machine()
+        result = measured(given)
+    except RoseMuxError as error:
+        sys.exit(f"benchmarks.coserve: {error}")
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    given.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    trace = generated_trace(Bursts(), duration_s=3600.0, seed=given.seed)
+    if given.trace is not None:
+        trace = read_trace(given.trace)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    out = given.json.parent / f"{given.json.stem}.run"
+    with run_directory(out, cache=out / "cache") as paths, Processes(paths.logs) as processes:
+        parts = Parts(processes=processes, paths=paths, clock=MonotonicClock())
+        production, guest, agent = free_ports(3)
+        slot = ServingSlot(parts, SlotPorts(production=production, guest=guest, agent=agent))
+        return asyncio.run(Bench(slot, trace, given).run())
+
+
+class Bench:
+    """One run: engines, rehearsal, rounds, then what the guest does when it is to stop."""
+
+    def __init__(self, slot: ServingSlot, trace: Trace, given: argparse.Namespace) -> None:
+        self.slot, self.trace, self.given = slot, trace, given
+        self.clock = MonotonicClock()
+        self.started_s = self.clock.now()
+        self.requests: list[ProductionRequest] = []
+        self.rate = _FIRST_RATE
+        self.scale = _SCALES[0]
+        self.rounds = max(1, round(given.seconds / _SLICE_S))
+        pages = slot.pages
+        self._guest, self._grant = pages.guest_reader(), pages.grant_reader()
+        self._pulse = pages.pulse_reader(pulse_page(PRODUCTION, 0))
+
+    def told(self, message: str) -> None:
+        print(f"{self.clock.now() - self.started_s:6.0f} s  {message}", file=sys.stderr, flush=True)
+
+    def guest(self) -> Guest:
+        return self._guest.read().record or Guest()
+
+    def pulse(self) -> Pulse:
+        return self._pulse.read().record or Pulse()
+
+    async def run(self) -> dict[str, Any]:
+        """Raises RoseMuxError when a part fails."""
+        self.slot.start_engines()
+        self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
+        async with production_session() as session:
+            self.client = ProductionClient(
+                session=session,
+                url=url(self.slot.ports.production),
+                model=PRODUCTION,
+                prompts=Prompts(
+                    seed=self.given.seed, first_id=PROMPT_IDS[0], last_id=PROMPT_IDS[1]
+                ),
+                clock=self.clock,
+                record=self.requests.append,
+            )
+            self.lease = Lease(AgentClient(session, url(self.slot.ports.agent), timeout_s=5.0))
+            self.rollouts = Rollouts(
+                session, url(self.slot.ports.guest), self.lease, self.given.seed
+            )
+            result = await unless(self.slot.parts.one_dies(), self._rounds())
+            return result | {"failsafe_ms": await self._failsafe()}
+
+    async def _rounds(self) -> dict[str, Any]:
+        await self.slot.agent_answers(self.told)
+        await self.slot.engines_answer(self.told)
+        self.slot.bind()
+        runner = Runner(
+            slot=self.slot,
+            client=self.client,
+            rollouts=self.rollouts,
+            lease=self.lease,
+            clock=self.clock,
+            pulse=self.pulse,
+            guest=self.guest,
+            level=FIRST_LEVEL,
+            requests=self.requests,
+        )
+        windows = await self._rehearsed(runner)
+        self.told(
+            f"{self.rounds} rounds of {_SLICE_S:.0f} s, {mean_rate(windows):.1f} requests/s of "
+            f"{self.scale:g} times the trace's tokens"
+        )
+        for arm, turn in order(self.rounds):
+            done = await runner.run(arm, turn, windows[turn])
+            self.told(
+                f"round {turn + 1} {arm}: production busy "
+                f"{done.production_busy_s / done.seconds:.0%}, guest "
+                f"{done.guest_tokens / done.seconds:,.0f} tokens/s"
+            )
+        result = figures(
+            self.requests,
+            runner.slices,
+            Facts(trace=self.trace.name, requests_per_s=mean_rate(windows), seed=self.given.seed),
+        )
+        result["reclaim"] = await self._reclaim(runner, windows[-1])
+        async with self.lease.holding(), self.rollouts.running():
+            await asyncio.sleep(_PULSE_S)
+            result["closed_gate_core_share"] = await closed_gate_core_share(self.slot, self.clock)
+        return result
+
+    async def _rehearsed(self, runner: Runner) -> tuple[Window, ...]:
+        """The windows of the rounds, once both engines have learned their steps."""
+        await self._replayed(self._windows(_REHEARSAL_S, count=1)[0].evenly(), runner)
+        self._aim(())
+        runner.instruct(SETTINGS[Arm.ROSEMUX])
+        async with self.lease.holding(), self.rollouts.running():
+            await asyncio.sleep(_REHEARSAL_S)
+        await runner.quiet()
+        self._aim((await self._replayed(self._windows(_REHEARSAL_S, count=1)[0], runner),))
+        return self._windows(_SLICE_S, count=self.rounds)
+
+    async def _replayed(self, window: Window, runner: Runner) -> Replayed:
+        seen: list[ProductionRequest] = []
+        start_s, busy_s = self.clock.now(), self.pulse().busy_s_total
+        await replace(self.client, record=seen.append).replay(
+            window.arrivals, arm=Arm.ALONE, block=-1, start_s=start_s
+        )
+        await asyncio.sleep(max(0.0, start_s + window.duration_s - self.clock.now()) + _PULSE_S)
+        seconds = self.clock.now() - start_s
+        runner.level = choose_slo(seen).level
+        busy_s = self.pulse().busy_s_total - busy_s
+        return Replayed(arrivals=window.arrivals, seconds=seconds, busy_s=busy_s)
+
+    def _aim(self, replays: tuple[Replayed, ...]) -> None:
+        """The rate that keeps production half busy, with requests small enough to have many."""
+        model = self.pulse().model
+        ratio = measured_ratio(replays, model)
+        for scale in _SCALES:
+            self.scale = scale
+            self.rate = rate_for(
+                lambda rate: self._windows(_SLICE_S, count=self.rounds, rate=rate),
+                model,
+                measured_ratio=ratio,
+            )
+            windows = self._windows(_SLICE_S, count=self.rounds)
+            if sum(len(window.arrivals) for window in windows) >= REQUESTS_MIN:
+                return
+
+    def _windows(
+        self, seconds: float, *, count: int, rate: float | None = None
+    ) -> tuple[Window, ...]:
+        tokens = TokenScale(
+            input_scale=self.scale,
+            output_scale=self.scale,
+            input_max=1024,
+            output_min=2,
+            output_max=128,
+        )
+        windows = windows_of(self.trace, count=count, duration_s=seconds, rate=rate or self.rate)
+        return tuple(window.sized(tokens) for window in windows)
+
+    async def _reclaim(self, runner: Runner, window: Window) -> dict[str, Any]:
+        setting = SETTINGS[Arm.ROSEMUX]
+        runner.instruct(replace(setting, policy=RECLAIM))
+        async with self.lease.holding(), self.rollouts.running():
+            stopped = asyncio.Event()
+            replay = asyncio.ensure_future(
+                self.client.replay(
+                    window.endless(),
+                    arm="reclaim",
+                    block=-1,
+                    start_s=self.clock.now(),
+                    stopped=stopped,
+                )
+            )
+            found = await watch_closings(
+                self._grant, self.guest, seconds=_CLOSINGS_S, clock=self.clock
+            )
+            stopped.set()
+            await replay
+        await runner.quiet()
+        runner.instruct(setting)
+        return {
+            "closings": len(found),
+            "compute_p99_ms": percentile([1e3 * each.seconds for each in found], 99),
+            "compute_p99_steps": percentile([float(each.steps) for each in found], 99),
+            "kv_p99_ms": None,
+            "deadline_missed": None,
+            "guests_killed": 0,
+        }
+
+    async def _failsafe(self) -> dict[str, Any]:
+        """The agent killed, and stopped; production stays idle, so that the guest always steps."""
+        found: dict[signal.Signals, list[float]] = {signal.SIGKILL: [], signal.SIGSTOP: []}
+        for number, taken in found.items():
+            for turn in range(self.given.failsafe):
+                async with self.lease.holding(), self.rollouts.running():
+                    await asyncio.sleep(_PULSE_S)
+                    taken += [ms for ms in [await after_loss(self.slot, self.guest, number)] if ms]
+                    if number is signal.SIGKILL:
+                        await self._new_agent()
+                if turn % 10 == 9:
+                    self.told(f"{number.name} {turn + 1} of {self.given.failsafe}")
+        return {
+            "kill_max": max(found[signal.SIGKILL], default=None),
+            "stop_max": max(found[signal.SIGSTOP], default=None),
+            "n": {number.name: len(taken) for number, taken in found.items()},
+        }
+
+    async def _new_agent(self) -> None:
+        self.slot.parts.running[AGENT].process.wait()
+        self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
+        await self.slot.agent_answers(lambda _: None)
+
+
+if __name__ == "__main__":
+    main()

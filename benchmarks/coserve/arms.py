@@ -1,0 +1,56 @@
+"""What runs in each arm, and under which rule."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from harvester.contracts.page import Law
+
+
+class Arm(StrEnum):
+    ALONE = "alone"
+    ALONE_AGAIN = "alone_again"
+    ROLLOUTS = "rollouts_alone"
+    UNGATED = "ungated"
+    SATURATION = "saturation_law"
+    ROSE = "rose_law"
+    GATE_ONLY = "gate_only"
+    ROSEMUX = "rosemux"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    production: bool = True
+    rollouts: bool = True
+    isolated: bool = False
+    """The guest under the machine's isolation backend; without one its steps block production."""
+    policy: dict[str, Any] = field(default_factory=dict)
+    """Over the slot's own."""
+
+
+# The proof compares hours of one rule; here eight rules pass by in minutes, and the worst of them
+# would end harvesting for all. It goes on taking its time in the arms that are RoseMux's.
+_NO_VERDICT: dict[str, Any] = {"limit_ratio": 1e6}
+# The agent's own brakes belong to RoseMux; whoever else's rule is measured runs without them.
+_BARE: dict[str, Any] = {
+    "misses": {"limit_ratio": 0.999, "minimum_misses": 1e9},
+    "proof": {"share_ratio": 0.0, **_NO_VERDICT},
+}
+_OURS: dict[str, Any] = {"proof": _NO_VERDICT}
+RECLAIM: dict[str, Any] = {**_BARE, "proof": {"share_ratio": 0.5, "slice_s": 0.5, **_NO_VERDICT}}
+"""The agent closes the grant every other half second, for its proof, and for nothing else."""
+_BLOCKING = {"blocking_ratio": 1.0}
+
+SETTINGS = {
+    Arm.ALONE: Setting(rollouts=False, policy=_OURS),
+    Arm.ALONE_AGAIN: Setting(rollouts=False, policy=_OURS),
+    Arm.ROLLOUTS: Setting(production=False, policy={"ungated": True, **_BLOCKING, **_BARE}),
+    Arm.UNGATED: Setting(policy={"ungated": True, **_BLOCKING, **_BARE}),
+    Arm.SATURATION: Setting(policy={"law": Law.SATURATION.value, **_BLOCKING, **_BARE}),
+    Arm.ROSE: Setting(policy={"law": Law.ROSE.value, **_BLOCKING, **_BARE}),
+    Arm.GATE_ONLY: Setting(policy={**_OURS, **_BLOCKING}),
+    Arm.ROSEMUX: Setting(isolated=True, policy=_OURS),
+}
+ALONE = (Arm.ALONE, Arm.ALONE_AGAIN)
+WITH_PRODUCTION = tuple(arm for arm in Arm if SETTINGS[arm].production)
+BESIDE = tuple(arm for arm in WITH_PRODUCTION if SETTINGS[arm].rollouts)

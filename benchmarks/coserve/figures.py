@@ -1,0 +1,120 @@
+"""From requests and slices to the figures. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from benchmarks.coserve.arms import ALONE, BESIDE, WITH_PRODUCTION, Arm
+from benchmarks.coserve.rounds import Slice
+from scheduler.demo.bootstrap import itl_of, ratio_draws, ratio_interval, ttft_of
+from scheduler.demo.records import ProductionRequest
+from scheduler.demo.serving_figures import ArmRequests, arms_of, ratio, serving_of
+from scheduler.demo.slo import choose_slo
+
+_INCONCLUSIVE = 0.05
+_PARTS = (("ttft", ttft_of), ("itl", itl_of))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    trace: str
+    requests_per_s: float
+    seed: int
+
+
+def figures(
+    requests: Sequence[ProductionRequest], slices: Sequence[Slice], facts: Facts
+) -> dict[str, Any]:
+    """Every latency rests on the requests that all arms replayed."""
+    given = arms_of(requests, WITH_PRODUCTION)
+    alone = ArmRequests(
+        sent=tuple(r for arm in ALONE for r in given[arm].sent),
+        shared=tuple(r for arm in ALONE for r in given[arm].shared),
+    )
+    slo = choose_slo(alone.shared)
+    busy = fmean(s.production_busy_s / s.seconds for s in slices if s.arm in ALONE)
+    speeds = {arm: _speed(slices, arm) for arm in Arm}
+    arms: dict[str, dict[str, Any]] = {}
+    for arm in WITH_PRODUCTION:
+        serving = serving_of(given[arm], ttft_slo_s=slo.ttft_s, itl_slo_s=slo.itl_s)
+        arms[arm] = {
+            "ttft_p50_ms": serving.ttft_p50_ms,
+            "ttft_p99_ms": serving.ttft_p99_ms,
+            "itl_p50_ms": serving.itl_p50_ms,
+            "itl_p99_ms": serving.itl_p99_ms,
+            "slo_attainment": serving.slo_attainment,
+            "rollout_tokens_per_s": speeds[arm],
+            "requests": serving.requests,
+            "failed": serving.failed,
+        }
+    arms[Arm.ROLLOUTS] = {"rollout_tokens_per_s": speeds[Arm.ROLLOUTS]}
+    base = serving_of(alone, ttft_slo_s=slo.ttft_s, itl_slo_s=slo.itl_s)
+    ideal = speeds[Arm.ROLLOUTS] * (1.0 - busy)
+    beside = {
+        arm: _beside(given[arm], alone, seed=facts.seed)
+        | {
+            "slo_attainment_drop": _points(base.slo_attainment, arms[arm]["slo_attainment"]),
+            "residual_share": ratio(speeds[arm], ideal),
+        }
+        for arm in BESIDE
+    }
+    ours, gate = beside[Arm.ROSEMUX], beside[Arm.GATE_ONLY]
+    return {
+        "trace": facts.trace,
+        "requests_per_s": facts.requests_per_s,
+        "slo": {"ttft_ms": slo.ttft_s * 1e3, "itl_ms": slo.itl_s * 1e3},
+        "arms": arms,
+        "ratios": ours["ratios"],
+        "intervals": ours["intervals"],
+        "gate_only_ratios": gate["ratios"],
+        "gate_only_intervals": gate["intervals"],
+        "aa_p95": {f"{name}_p99": _aa_p95(given, of, seed=facts.seed) for name, of in _PARTS},
+        "slo_attainment_drop": ours["slo_attainment_drop"],
+        "gate_only_slo_attainment_drop": gate["slo_attainment_drop"],
+        "production_busy_share": busy,
+        "residual_share": ours["residual_share"],
+        "gate_only_residual_share": gate["residual_share"],
+        "beside": beside,
+        "step_overhead_us": 1e6 * fmean(s.decide_s_mean for s in slices if s.arm is Arm.ROSEMUX),
+        "inconclusive": inconclusive(ours["intervals"]),
+    }
+
+
+def inconclusive(intervals: Mapping[str, tuple[float, float] | None]) -> list[str]:
+    """Names of the intervals that are too wide to say anything about a few per cent."""
+    return [
+        name
+        for name, interval in intervals.items()
+        if interval is None or (interval[1] - interval[0]) / 2 > _INCONCLUSIVE
+    ]
+
+
+def _beside(arm: ArmRequests, alone: ArmRequests, *, seed: int) -> dict[str, Any]:
+    ratios: dict[str, float | None] = {}
+    intervals: dict[str, tuple[float, float] | None] = {}
+    for name, of in _PARTS:
+        above, below = of(arm.shared), of(alone.shared)
+        for percent in (50, 99):
+            key = f"{name}_p{percent}"
+            ratios[key] = ratio(above.percentile_s(percent), below.percentile_s(percent))
+            intervals[key] = ratio_interval(above, below, percent=percent, seed=seed)
+    return {"ratios": ratios, "intervals": intervals}
+
+
+def _aa_p95(given: Mapping[Arm, ArmRequests], of: Any, *, seed: int) -> float | None:
+    """95th percentile of production alone over itself: what this machine calls equal."""
+    one, other = (of(given[arm].shared) for arm in ALONE)
+    draws = ratio_draws(other, one, percent=99, seed=seed)
+    return float(np.percentile(draws, 95)) if len(draws) else None
+
+
+def _speed(slices: Sequence[Slice], arm: Arm) -> float:
+    own = [s for s in slices if s.arm is arm]
+    return sum(s.guest_tokens for s in own) / sum(s.seconds for s in own)
+
+
+def _points(alone: float | None, beside: float | None) -> float | None:
+    return None if alone is None or beside is None else 100.0 * (alone - beside)

@@ -1,0 +1,108 @@
+"""How fast the guest yields: to a grant that closes, and to an agent that is gone.
+
+Read from the slot's pages alone, whose times are the writers' own. While the guest is watched its
+rollouts go on as before, so that there is always a step to yield.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+
+from coserve.isolation import NO_ISOLATION
+from harvester.contracts.clock import Clock, monotonic_ns
+from harvester.contracts.page import Grant, GrantMode, Guest, PageReader
+from scheduler.demo.slot import AGENT, GUEST, ServingSlot
+
+_POLL_S = 0.001
+_AFTER_S = 0.1
+"""A step that has not ended so long after the grant closed is taken for one that began later."""
+# Longer than the grant's time to live and any step of the benchmark's guest.
+_GONE_S = 1.5
+_CLOSED_S = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Yielded:
+    """What the guest still did after the grant had closed."""
+
+    seconds: float
+    """To the end of its last step; 0 where none was under way."""
+    steps: int
+
+
+async def watch_closings(
+    grant: PageReader[Grant], guest: Callable[[], Guest], *, seconds: float, clock: Clock
+) -> list[Yielded]:
+    """Every closing of the grant within `seconds` that found the guest stepping."""
+    until_s = clock.now() + seconds
+    found: list[Yielded] = []
+    was_open, before = False, guest()
+    while clock.now() < until_s:
+        reading = grant.read()
+        record = reading.record
+        is_open = record is not None and record.mode is not GrantMode.CLOSED
+        if was_open and not is_open and record is not None:
+            await asyncio.sleep(_AFTER_S)
+            after = guest()
+            late_s = (after.last_step_end_ns - reading.stamp_ns) * 1e-9
+            if 0.0 < late_s < _AFTER_S:
+                found.append(Yielded(late_s, after.steps_finished - before.steps_finished))
+            elif before.running:
+                found.append(Yielded(0.0, 0))
+        was_open = is_open
+        before = guest()
+        await asyncio.sleep(_POLL_S)
+    return found
+
+
+async def after_loss(
+    slot: ServingSlot, guest: Callable[[], Guest], number: signal.Signals
+) -> float | None:
+    """Milliseconds from the agent's loss to the end of the guest's last step; None if it stood.
+
+    Stopped agents go on afterwards; killed ones are the caller's to start anew.
+    """
+    agent = slot.parts.running[AGENT].process.pid
+    steps = guest().steps_finished
+    lost_ns = monotonic_ns()
+    os.kill(agent, number)
+    await asyncio.sleep(_GONE_S)
+    last = guest()
+    if number is signal.SIGSTOP:
+        os.kill(agent, signal.SIGCONT)
+    if last.steps_finished == steps:
+        return None
+    return (last.last_step_end_ns - lost_ns) * 1e-6
+
+
+async def closed_gate_core_share(slot: ServingSlot, clock: Clock) -> float:
+    """Share of a core that the guest takes with requests waiting and its gate closed.
+
+    Without any isolation backend. The agent stands still meanwhile: the grant is gone, and what
+    waits is not yet given up.
+    """
+    slot.isolate(NO_ISOLATION)
+    agent = slot.parts.running[AGENT].process.pid
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(_GONE_S)
+        guest = slot.parts.running[GUEST].tree()
+        start_s, used_s = clock.now(), _cpu_s(guest)
+        await asyncio.sleep(_CLOSED_S)
+        return (_cpu_s(guest) - used_s) / (clock.now() - start_s)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+
+
+def _cpu_s(processes: list[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return sum(time.user + time.system for time in times)
+
+
+def percentile(values: list[float], percent: float) -> float | None:
+    return float(np.percentile(values, percent)) if values else None

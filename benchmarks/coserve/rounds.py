@@ -1,0 +1,119 @@
+"""One slice after another: the arms in turn, the same requests in each of a round."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from benchmarks.coserve.arms import ALONE, SETTINGS, Arm, Setting
+from benchmarks.coserve.rollouts import Lease, Rollouts
+from coserve.isolation import NO_ISOLATION
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.page import Guest, Pulse
+from scheduler.demo.production import ProductionClient
+from scheduler.demo.records import ProductionRequest
+from scheduler.demo.slo import ServiceLevel, choose_slo
+from scheduler.demo.slot import ServingSlot
+from scheduler.demo.window import Window
+
+# Until the guest's steps are under way, and what the last arm left has gone.
+_SETTLE_S = 1.0
+_QUIET_S = 20.0
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """What one arm did in one round."""
+
+    arm: Arm
+    round: int
+    seconds: float
+    guest_tokens: int
+    """Prefilled and generated."""
+    production_busy_s: float
+    decide_s_mean: float
+
+
+def order(rounds: int) -> Iterator[tuple[Arm, int]]:
+    """Rotated from round to round, so that the machine's drift falls on every arm alike."""
+    arms = tuple(Arm)
+    for turn in range(rounds):
+        yield from ((arms[(place + turn) % len(arms)], turn) for place in range(len(arms)))
+
+
+@dataclass(slots=True, kw_only=True)
+class Runner:
+    slot: ServingSlot
+    client: ProductionClient
+    rollouts: Rollouts
+    lease: Lease
+    clock: Clock
+    pulse: Callable[[], Pulse]
+    guest: Callable[[], Guest]
+    level: ServiceLevel
+    """Production's SLO as of now."""
+    requests: list[ProductionRequest]
+    slices: list[Slice] = field(default_factory=list)
+
+    async def run(self, arm: Arm, turn: int, window: Window) -> Slice:
+        setting = SETTINGS[arm]
+        self.instruct(setting)
+        async with AsyncExitStack() as arrangement:
+            if setting.rollouts:
+                await arrangement.enter_async_context(self.lease.holding())
+                await arrangement.enter_async_context(self.rollouts.running())
+            await asyncio.sleep(_SETTLE_S)
+            measured = await self._measured(arm, turn, window, serving=setting.production)
+        await self.quiet()
+        self.slices.append(measured)
+        if arm in ALONE:
+            seen = [r for r in self.requests if r.arm in ALONE and r.block >= 0]
+            if seen:
+                self.level = choose_slo(seen).level
+        return measured
+
+    def instruct(self, setting: Setting) -> None:
+        self.slot.isolate(self.slot.isolation if setting.isolated else NO_ISOLATION)
+        own = self.slot.policy(self.level)
+        merged = {
+            key: {**own[key], **value} if isinstance(value, dict) and key in own else value
+            for key, value in setting.policy.items()
+        }
+        self.slot.instruct(own | merged)
+
+    async def quiet(self) -> None:
+        """Until the guest holds and steps nothing. Raises ConfigError where it goes on."""
+        until_s, steps = self.clock.now() + _QUIET_S, -1
+        while (guest := self.guest()).running or guest.steps_finished != steps:
+            if self.clock.now() > until_s:
+                raise ConfigError(f"the guest still runs {guest.running} requests")
+            steps = guest.steps_finished
+            await asyncio.sleep(_POLL_S)
+
+    async def _measured(self, arm: Arm, turn: int, window: Window, *, serving: bool) -> Slice:
+        start_s, guest, busy_s = self.clock.now(), self.guest(), self.pulse().busy_s_total
+        stopped = asyncio.Event()
+        arrivals = window.arrivals if serving else ()
+        replay = asyncio.ensure_future(
+            self.client.replay(arrivals, arm=arm, block=turn, start_s=start_s, stopped=stopped)
+        )
+        try:
+            await asyncio.sleep(start_s + window.duration_s - self.clock.now())
+            end_s, after = self.clock.now(), self.guest()
+            busy_s = self.pulse().busy_s_total - busy_s
+            stopped.set()
+            await replay
+        finally:
+            replay.cancel()
+        if after.steps_finished < guest.steps_finished:
+            raise ConfigError("the guest began anew within a slice")
+        return Slice(
+            arm=arm,
+            round=turn,
+            seconds=end_s - start_s,
+            guest_tokens=after.tokens_total - guest.tokens_total,
+            production_busy_s=busy_s,
+            decide_s_mean=after.decide_s_mean,
+        )

@@ -1,0 +1,114 @@
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmarks.coserve.arms import ALONE, RECLAIM, SETTINGS, WITH_PRODUCTION, Arm
+from benchmarks.coserve.figures import Facts, figures, inconclusive
+from benchmarks.coserve.rounds import Slice, order
+from harvester.config import SlotConfig
+from scheduler.demo.records import ProductionRequest
+
+FACTS = Facts(trace="given", requests_per_s=2.0, seed=1)
+SECONDS = 20.0
+
+
+def requests_of(arm: Arm, *, slower: float = 1.0) -> list[ProductionRequest]:
+    """Two rounds of fifty; one in fifty is slow."""
+    return [
+        ProductionRequest(
+            arm=arm,
+            block=turn,
+            due_s=0.0,
+            input_tokens=10,
+            output_tokens=3,
+            ttft_s=slower * (0.3 if index == 7 else 0.05 + 1e-4 * index),
+            itl_s=(slower * 0.010, slower * 0.011),
+            failed=False,
+            trace_index=index,
+        )
+        for turn in range(2)
+        for index in range(50)
+    ]
+
+
+def slices_of(speeds: dict[Arm, int], *, busy: float) -> list[Slice]:
+    return [
+        Slice(
+            arm=arm,
+            round=turn,
+            seconds=SECONDS,
+            guest_tokens=round(speeds.get(arm, 0) * SECONDS),
+            production_busy_s=busy * SECONDS,
+            decide_s_mean=1e-5,
+        )
+        for arm in Arm
+        for turn in range(2)
+    ]
+
+
+def given(slower: dict[Arm, float] | None = None) -> dict[str, Any]:
+    requests = [
+        request
+        for arm in WITH_PRODUCTION
+        for request in requests_of(arm, slower=(slower or {}).get(arm, 1.0))
+    ]
+    speeds = {Arm.ROLLOUTS: 1000, Arm.ROSEMUX: 480, Arm.GATE_ONLY: 400}
+    return figures(requests, slices_of(speeds, busy=0.5), FACTS)
+
+
+def test_the_residual_is_what_production_leaves() -> None:
+    result = given()
+    assert result["production_busy_share"] == pytest.approx(0.5)
+    assert result["residual_share"] == pytest.approx(0.96)
+    assert result["gate_only_residual_share"] == pytest.approx(0.8)
+
+
+def test_what_is_as_fast_as_alone_has_ratios_of_one() -> None:
+    result = given()
+    assert list(result["ratios"].values()) == pytest.approx([1.0] * 4)
+    assert result["slo_attainment_drop"] == pytest.approx(0.0)
+    assert result["aa_p95"]["ttft_p99"] >= 1.0
+    assert result["arms"]["alone"]["requests"] == 100
+
+
+def test_what_is_slower_shows_in_its_ratios_and_its_attainment() -> None:
+    result = given({Arm.GATE_ONLY: 2.0})
+    assert result["gate_only_ratios"]["itl_p50"] == pytest.approx(2.0)
+    assert result["ratios"]["itl_p50"] == pytest.approx(1.0)
+    assert result["gate_only_slo_attainment_drop"] > 50.0
+
+
+def test_latencies_rest_on_requests_that_every_arm_replayed() -> None:
+    requests = [r for arm in WITH_PRODUCTION for r in requests_of(arm)]
+    late = replace_index(requests_of(Arm.ROSEMUX)[0], index=50)
+    result = figures([*requests, late], slices_of({Arm.ROLLOUTS: 1}, busy=0.5), FACTS)
+    assert result["arms"]["rosemux"]["requests"] == 100
+
+
+def replace_index(request: ProductionRequest, *, index: int) -> ProductionRequest:
+    return msgspec.structs.replace(request, trace_index=index, ttft_s=30.0)
+
+
+def test_intervals_that_are_too_wide_are_named() -> None:
+    intervals = {"ttft_p50": (0.98, 1.02), "ttft_p99": (0.9, 1.2), "itl_p99": None}
+    assert inconclusive(intervals) == ["ttft_p99", "itl_p99"]
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 8])
+def test_every_arm_comes_once_in_each_round(rounds: int) -> None:
+    plan: Sequence[tuple[Arm, int]] = list(order(rounds))
+    assert len(set(plan)) == len(plan) == rounds * len(Arm)
+    assert len({arm for arm, turn in plan[:: len(Arm)]}) == min(rounds, len(Arm))
+
+
+@pytest.mark.parametrize("policy", [*(SETTINGS[arm].policy for arm in Arm), RECLAIM])
+def test_the_agent_takes_every_arms_policy(policy: dict[str, Any]) -> None:
+    settings = SlotConfig(name="slot", policy=policy).policy
+    plain = {name: value for name, value in policy.items() if not isinstance(value, dict)}
+    assert {name: getattr(settings, name) for name in plain} == plain
+
+
+def test_production_alone_means_no_rollouts() -> None:
+    assert all(not SETTINGS[arm].rollouts and SETTINGS[arm].production for arm in ALONE)
