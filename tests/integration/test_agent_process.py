@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
@@ -302,21 +301,3 @@ def test_tells_systemd_that_it_is_ready_alive_and_stopping(tmp_path: Path) -> No
             assert wait_for(lambda: systemd.recv(256) == b"STOPPING=1")
         finally:
             agent.end()
-
-
-def test_costs_less_than_one_percent_of_a_core(agent: Agent, harvesting: Any) -> None:
-    process = psutil.Process(agent.process.pid)
-
-    def cpu_s() -> float:
-        times = process.cpu_times()
-        return float(times.user + times.system)
-
-    def share() -> float:
-        before_s, start_s = cpu_s(), _clock.now()
-        threading.Event().wait(3.0)
-        return (cpu_s() - before_s) / (_clock.now() - start_s)
-
-    # The better of two windows: a neighbour that empties the caches is not the agent's cost.
-    best = min(share(), share())
-    print(f"agent: {best:.2%} of a core")
-    assert best < 0.01
