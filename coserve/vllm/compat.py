@@ -29,6 +29,8 @@ _MARKS = {
     Verdict.UNDECLARED: "[bold red]EXTRA[/]",
 }
 _ENGINE_TEST_TIMEOUT_S = 1200.0
+_WIDTH = 180
+"""Of the table in a log; eleven versions do not fit into eighty columns."""
 
 Findings = Mapping[str, tuple[Finding, ...]]
 
@@ -41,6 +43,8 @@ def compat(
 ) -> None:
     """Check every upstream name that RoseMux touches in each supported vLLM."""
     console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH
     try:
         if download:
             _download(wheels, console)
