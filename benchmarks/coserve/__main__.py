@@ -65,6 +65,8 @@ def main() -> None:
         result = measured(given)
     except RoseMuxError as error:
         sys.exit(f"benchmarks.coserve: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     given.json.parent.mkdir(parents=True, exist_ok=True)
     given.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

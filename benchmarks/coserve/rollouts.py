@@ -13,7 +13,7 @@ from random import Random
 
 import aiohttp
 
-from harvester.contracts.errors import Exhausted
+from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.wire.leases import EPOCH_HEADER, LeaseGranted, LeaseRequest
 from scheduler.demo.job.vocabulary import VOCABULARY_SIZE
@@ -39,9 +39,12 @@ class Lease:
 
     @asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:
-        """Raises TimeoutError where the agent offers nothing for a minute."""
-        async with asyncio.timeout(_TAKE_S):
-            await self._take()
+        """Raises ConfigError where the agent offers nothing for a minute."""
+        try:
+            async with asyncio.timeout(_TAKE_S):
+                await self._take()
+        except TimeoutError as error:
+            raise ConfigError(f"the agent gave no lease within {_TAKE_S:.0f} s") from error
         renewing = asyncio.ensure_future(self._renew())
         try:
             yield

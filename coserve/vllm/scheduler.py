@@ -53,9 +53,6 @@ class CoserveScheduler(AsyncScheduler):
         """Whether a step may start now: there is work and the gate is open."""
         self._granted_tokens = 0
         if not super().has_requests():
-            if self._slot.load.running or self._slot.load.waiting:
-                # The last ones were aborted while the gate was closed: no step tells so.
-                self._measure_load()
             return False
         if self._waker is None:
             raise Unsupported(

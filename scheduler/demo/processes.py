@@ -51,6 +51,8 @@ class Child:
         They are found by their group, which is the kernel's as long as one of them lives.
         """
         group = self.process.pid
+        if self.process.poll() is not None and psutil.pid_exists(group):
+            return []  # A stranger's: the kernel gives a number anew once its group is empty.
         return [process for process in psutil.process_iter() if _group_of(process.pid) == group]
 
     def last_words(self) -> str:

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -85,6 +87,14 @@ def test_what_outlives_its_parent_is_ended_too(tmp_path: Path) -> None:
         assert not is_gone(grandchild)
         assert [process.pid for process in child.tree()] == [grandchild]
     assert is_gone(grandchild)
+
+
+def test_a_stranger_with_the_number_of_one_that_ended_is_let_alone(tmp_path: Path) -> None:
+    with Processes(tmp_path) as started:
+        stranger = started.start("stranger", python(SLEEPER), piped=True)
+        said(stranger)
+        ended = SimpleNamespace(pid=stranger.process.pid, poll=lambda: 0)
+        assert Child("engine", cast(Any, ended), tmp_path / "log").tree() == []
 
 
 @pytest.mark.usefixtures("impatient")
