@@ -15,7 +15,15 @@ from coserve.gate import Closed, Decision, decide
 from coserve.step_time import StepTimeModel
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import PeerProtocolError
-from harvester.contracts.page import Grant, Guest, PageDirectory, PageReader, Pulse, Reading
+from harvester.contracts.page import (
+    Grant,
+    GrantMode,
+    Guest,
+    PageDirectory,
+    PageReader,
+    Pulse,
+    Reading,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +52,13 @@ class EngineLoad:
     waiting: int = 0
     kv_tokens: int = 0
     kv_tokens_total: int = 0
+    kv_tokens_withheld: int = 0
+    kv_budget_tokens: int | None = None
+    """The budget that was obeyed last; None is all that there is."""
+    kv_tokens_short: int = 0
+    """What requests held above it at that time."""
     weight_version: str = ""
+    processes: tuple[int, ...] = ()
 
 
 class GuestSlot:
@@ -64,6 +78,7 @@ class GuestSlot:
         self._launched: deque[_Launched] = deque()
         self._epoch = 0
         self._abort_grace_s = _DEFAULT_GRACE_S
+        self._budget_tokens: int | None = None
         self._granted_ns = monotonic_ns()
         self._launched_total = self._finished_total = self._tokens_total = 0
         self._last_tokens, self._last_step_s, self._last_end_ns = 0, 0.0, 0
@@ -83,6 +98,8 @@ class GuestSlot:
                 self._granted_ns = now_ns
                 self._epoch = grant.record.epoch
                 self._abort_grace_s = grant.record.abort_grace_s
+                asleep = grant.record.mode is GrantMode.ASLEEP
+                self._budget_tokens = 0 if asleep else grant.record.kv_budget_tokens or None
             launched = self._launched
             decision = decide(
                 grant,
@@ -112,12 +129,15 @@ class GuestSlot:
             return False
         return monotonic_ns() - self._granted_ns > self._abort_grace_s * 1e9
 
-    def kv_excess_tokens(self) -> int:
-        """KV held beyond the granted budget."""
-        record = self._grant.record
-        if record is None or record.kv_budget_tokens == 0:
-            return 0
-        return max(0, self.load.kv_tokens - record.kv_budget_tokens)
+    def kv_budget_tokens(self) -> int | None:
+        """KV that the guest may keep as of the last decision; None for all that it has."""
+        # A grant that is merely late takes nothing; one that stays away takes everything.
+        return 0 if self.grace_over() else self._budget_tokens
+
+    def owes_memory(self) -> bool:
+        """The loop has another budget to obey than the one that it knows."""
+        load = self.load
+        return load.kv_tokens_short > 0 or load.kv_budget_tokens != self.kv_budget_tokens()
 
     def launched(self, *, decodes: int, prefill_tokens: int) -> None:
         with self._lock:
@@ -183,6 +203,8 @@ class GuestSlot:
             waiting=self.load.waiting,
             kv_tokens=self.load.kv_tokens,
             kv_tokens_total=self.load.kv_tokens_total,
+            kv_tokens_withheld=self.load.kv_tokens_withheld,
+            processes=self.load.processes,
             weight_version=self.load.weight_version,
             aborted_total=self._aborted,
             closings_total=self._closings,

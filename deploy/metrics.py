@@ -75,6 +75,18 @@ _AGENT = (
         "slot",
         "Share of recent time without a production step; NaN is unknown.",
     ),
+    _agent(
+        "guest_kv_tokens",
+        Kind.GAUGE,
+        "slot state",
+        "The guest's KV: held by requests, free, or withheld (returned to production).",
+    ),
+    _agent(
+        "kv_reclaims_total",
+        Kind.COUNTER,
+        "slot outcome",
+        "Memory that was due: returned in time, or missed (the guest was ended).",
+    ),
     _agent("leases_active", Kind.GAUGE, "slot tenant", "Leases in force."),
     _agent("leases_ended_total", Kind.COUNTER, "slot reason", "Leases ended, by reason."),
     _agent(

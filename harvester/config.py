@@ -90,6 +90,8 @@ class SlotConfig(_Model):
     model: str = ""
     concurrency: int = Field(default=16, ge=1)
     kv_tokens: int = Field(default=0, ge=0)
+    memory_group: Path | None = None
+    """Directory of the control group that production and guest share: its limit is their budget."""
     metrics_url: str | None = None
     """vLLM's /metrics. Consent level `metrics`: the slot is observed and never opened."""
     policy: SlotSettings = SlotSettings()

@@ -13,6 +13,8 @@ from coserve.vllm.environment import ENGINE_VARIABLE, ROLE_VARIABLE, Role
 from harvester.contracts.page.directory import DIRECTORY_VARIABLE
 
 WEIGHT_ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
+WORKER_EXTENSION = "coserve.vllm.kv_worker.KvPages"
+"""Lets a guest give its KV memory back page by page. Without the flag it keeps what it took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,8 @@ def guest(spec: EngineSpec, *, pages: Path, weights: Path) -> EngineCommand:
         "coserve.vllm.scheduler.CoserveScheduler",
         "--middleware",
         "coserve.vllm.middleware.EpochMiddleware",
+        "--worker-extension-cls",
+        WORKER_EXTENSION,
     )
     slot = _slot(spec, Role.GUEST, pages)
     return EngineCommand(arguments, _environment(spec) | NO_COMPILER | slot | _weights(weights))

@@ -5,6 +5,7 @@ reports "no requests" instead of scheduling empty steps, so the engine loop slee
 queue; aborts, pauses and weight updates come through that queue and still pass.
 """
 
+import os
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -14,6 +15,8 @@ from vllm.v1.request import RequestStatus
 
 from coserve.guest_slot import GuestSlot
 from coserve.vllm.environment import Role, slot_environment
+from coserve.vllm.kv_reserve import KvReserve
+from coserve.vllm.launch import WORKER_EXTENSION
 from coserve.vllm.waker import Waker
 from harvester.contracts.errors import ConfigError, Unsupported
 
@@ -32,11 +35,19 @@ class CoserveScheduler(AsyncScheduler):
         self._core: Any = None
         self._waker: Waker | None = None
         self._granted_tokens = 0
-        self._tokens_per_block = self.block_size
+        self.kv_cache_manager: Any
+        pages = self.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
+        self._kv = KvReserve(
+            self.kv_cache_manager.block_pool,
+            tokens_per_block=self.block_size,
+            give_back=self._give_back if pages else None,
+        )
 
     def attach(self, core: Any, wake: Any) -> None:
         """Called with the engine core once its loop is about to run."""
         self._core = core
+        self._slot.load.processes = (os.getpid(), *self._worker_pids())
+        self._measure_load()
         self._waker = Waker(self._slot, wake)
         self._waker.start()
 
@@ -52,6 +63,7 @@ class CoserveScheduler(AsyncScheduler):
     def has_requests(self) -> bool:
         """Whether a step may start now: there is work and the gate is open."""
         self._granted_tokens = 0
+        self._keep_within_budget()
         if not super().has_requests():
             return False
         if self._waker is None:
@@ -68,8 +80,6 @@ class CoserveScheduler(AsyncScheduler):
         decision = self._slot.decide()
         if self._slot.grace_over():
             self._abort(list(self.requests))
-        elif excess := self._slot.kv_excess_tokens():
-            self._abort(self._youngest_holding(excess))
         if not decision.open:
             self._waker.arm()
             return False
@@ -94,6 +104,10 @@ class CoserveScheduler(AsyncScheduler):
             self._slot.publish()
         return outputs
 
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        reset = super().reset_prefix_cache
+        return self._kv.released(lambda: reset(*args, **kwargs))
+
     def shutdown(self) -> None:
         if self._waker is not None:
             self._waker.stop()
@@ -102,14 +116,40 @@ class CoserveScheduler(AsyncScheduler):
         super().shutdown()
 
     def _measure_load(self) -> None:
-        pool = self.kv_cache_manager.block_pool
         load = self._slot.load
         load.running, load.waiting = len(self.running), len(self.waiting)
-        # One block is upstream's null block: never free, and nobody's.
-        load.kv_tokens_total = (pool.num_gpu_blocks - 1) * self._tokens_per_block
-        free_tokens = pool.get_num_free_blocks() * self._tokens_per_block
-        load.kv_tokens = load.kv_tokens_total - free_tokens
+        load.kv_tokens_total = self._kv.tokens_total
+        load.kv_tokens_withheld = self._kv.tokens_withheld
+        load.kv_tokens = self._kv.tokens_held
         load.weight_version = str(getattr(self._core, "_weight_version", ""))
+
+    def _keep_within_budget(self) -> None:
+        """Obey a budget that changed: prefixes go first, then the youngest requests."""
+        if self._slot.owes_memory():
+            # By the pages of now: a grant may be back since the last decision.
+            self._slot.decide()
+        if self._slot.owes_memory():
+            budget_tokens = self._slot.kv_budget_tokens()
+            short_tokens = self._kv.keep_within(budget_tokens)
+            if short_tokens:
+                self._abort(self._youngest_holding(short_tokens))
+                short_tokens = self._kv.keep_within(budget_tokens)
+            self._slot.load.kv_budget_tokens = budget_tokens
+            self._slot.load.kv_tokens_short = short_tokens
+            self._measure_load()
+            self._slot.publish()
+        if self._kv.tokens_withheld and self.waiting and not self.running:
+            # They would wait for ever; elsewhere they go on from what they have.
+            room = self._kv.tokens_total - self._kv.tokens_withheld
+            self._abort([r.request_id for r in self.waiting if r.num_tokens >= room])
+
+    def _give_back(self, blocks: list[int], total: int) -> None:
+        self._core.model_executor.collective_rpc("rosemux_give_back", args=(blocks, total))
+
+    def _worker_pids(self) -> list[int]:
+        if self._kv.returns_pages:
+            return list(self._core.model_executor.collective_rpc("rosemux_pid"))
+        return []
 
     def _abort(self, request_ids: list[str]) -> None:
         """End requests with the output that they have; their clients are told."""

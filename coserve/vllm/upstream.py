@@ -13,6 +13,7 @@ from coserve.vllm.symbol import Symbol, Use, always, overrides, reads
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler"
+_POOL = "vllm.v1.core.block_pool"
 _CORE = "vllm.v1.engine.core"
 _ENGINE = "vllm.v1.engine"
 _QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
@@ -99,8 +100,11 @@ SCHEDULER: tuple[Symbol, ...] = (
         lambda table: table.preempt_drops_output,
     ),
     *reads("vllm.v1.core.kv_cache_manager", "KVCacheManager.block_pool"),
-    *reads("vllm.v1.core.block_pool", "BlockPool.num_gpu_blocks"),
-    Symbol(Use.CALL, "vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks"),
+    *reads(_POOL, "BlockPool.num_gpu_blocks"),
+    *reads("vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_id"),
+    Symbol(Use.CALL, _POOL, "BlockPool.get_num_free_blocks"),
+    Symbol(Use.CALL, _POOL, "BlockPool.get_new_blocks", ("num_blocks",)),
+    Symbol(Use.CALL, _POOL, "BlockPool.free_blocks", ("ordered_blocks",)),
     *reads(
         "vllm.v1.core.sched.output",
         "SchedulerOutput.total_num_scheduled_tokens",
@@ -117,6 +121,7 @@ SCHEDULER: tuple[Symbol, ...] = (
         "Request.request_id",
         "Request.arrival_time",
         "Request.num_computed_tokens",
+        "Request.num_tokens",
         "RequestStatus.FINISHED_ABORTED",
     ),
     *reads("vllm.config.scheduler", "SchedulerConfig.scheduler_cls"),
@@ -150,7 +155,17 @@ ENGINE_LOOP: tuple[Symbol, ...] = (
         "EngineCoreProc.aborts_queue",
         "EngineCore.batch_queue",
         "EngineCore.scheduler",
+        "EngineCore.model_executor",
     ),
+    Symbol(
+        Use.CALL,
+        "vllm.v1.executor.abstract",
+        "Executor.collective_rpc",
+        ("method", "timeout", "args", "kwargs"),
+    ),
+    *reads("vllm.config", "ParallelConfig.worker_extension_cls"),
+    *reads("vllm.v1.worker.gpu_worker", "Worker.model_runner"),
+    *reads("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.kv_caches"),
     Symbol(
         Use.READ, _CORE, "EngineCore._weight_version", when=lambda table: table.weight_version_api
     ),
@@ -206,6 +221,7 @@ PLUGINS: tuple[Symbol, ...] = (
         "EngineArgs.add_cli_args",
         (
             "--scheduler-cls",
+            "--worker-extension-cls",
             "--weight-transfer-config",
             "--stream-interval",
             "--logprobs-mode",

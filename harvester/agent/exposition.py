@@ -7,7 +7,7 @@ import math
 
 from harvester.agent.metrics import AgentMetrics
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import Grant, GrantMode, Guest
+from harvester.contracts.page import Grant, Guest
 from harvester.contracts.wire.leases import EndReason, SlotState
 from harvester.policy.effects import Effect, WriteGrant
 from harvester.policy.leases import Lease
@@ -16,6 +16,7 @@ from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition, State
 
 _OTHER_TENANT = "other"
+_OUTCOMES = ("in_time", "missed")
 
 
 class SlotExposition:
@@ -34,6 +35,7 @@ class SlotExposition:
         self._was_open = False
         self._closing_at_ns: int | None = None
         self._counted = (0.0, 0.0)
+        self._reclaims = (0, 0)
         self._tenant = ""
         self._begin()
 
@@ -53,6 +55,11 @@ class SlotExposition:
         self._requests.inc(requests - self._counted[0])
         self._misses.inc(misses - self._counted[1])
         self._counted = (requests, misses)
+        reclaims = (policy.reclaim.state.in_time, policy.reclaim.state.missed)
+        for outcome, count, before in zip(_OUTCOMES, reclaims, self._reclaims, strict=True):
+            if count > before:
+                self._metrics.kv_reclaims.labels(self._slot, outcome).inc(count - before)
+        self._reclaims = reclaims
         tenant = "" if lease is None else self._label(lease.tenant)
         if tenant != self._tenant:
             for name, active in ((self._tenant, 0), (tenant, 1)):
@@ -73,6 +80,7 @@ class SlotExposition:
         for reading in self._last.pulses if self._last is not None else ():
             if reading.name not in seen_ns:
                 metrics.signal_age.labels(slot, reading.name).set(math.inf)
+        self._set_kv()
         idle = policy.idle_ratio
         metrics.idle.labels(slot).set(math.nan if idle is None else idle)
         metrics.objective.labels(slot).set(settings.budget.slo_target_ratio)
@@ -98,6 +106,8 @@ class SlotExposition:
         metrics, slot = self._metrics, self._slot
         metrics.guest_tokens.labels(slot)
         metrics.reclaim.labels(slot)
+        for outcome in _OUTCOMES:
+            metrics.kv_reclaims.labels(slot, outcome)
         for condition in Condition:
             metrics.evictions.labels(slot, condition.value)
         for reason in EndReason:
@@ -106,7 +116,7 @@ class SlotExposition:
             metrics.leases_active.labels(slot, tenant).set(0)
 
     def _note_grant(self, grant: Grant, policy: SlotPolicy) -> None:
-        metrics, is_open = self._metrics, grant.mode is not GrantMode.CLOSED
+        metrics, is_open = self._metrics, grant.mode.admits
         decision = "open" if is_open else "closed"
         metrics.decisions.labels(self._slot, decision, policy.condition.value).inc()
         self._step_tokens.set(grant.step_tokens_cap if is_open else 0)
@@ -132,6 +142,16 @@ class SlotExposition:
             late_ns = max(0, guest.last_step_end_ns - self._closing_at_ns)
             metrics.reclaim.labels(self._slot).observe(late_ns / 1e9)
             self._closing_at_ns = None
+
+    def _set_kv(self) -> None:
+        guest = self._last.guest.record if self._last is not None else None
+        known: dict[str, float] = dict.fromkeys(("held", "free", "withheld"), math.nan)
+        if guest is not None:
+            held, withheld = guest.kv_tokens, guest.kv_tokens_withheld
+            free = guest.kv_tokens_total - held - withheld
+            known = {"held": held, "free": free, "withheld": withheld}
+        for state, tokens in known.items():
+            self._metrics.kv.labels(self._slot, state).set(tokens)
 
     def _set_headroom(self, slo: str, slo_s: float) -> None:
         readings = self._last.pulses if self._last is not None else ()

@@ -50,6 +50,16 @@ class AgentMetrics:
             buckets=_RECLAIM_EDGES_S,
         )
 
+        self.kv = self._gauge(
+            "guest_kv_tokens", "Of the guest's KV: held, free, withheld.", "slot", "state"
+        )
+        self.kv_reclaims = self._counter(
+            "kv_reclaims",
+            "Shrinks of its budget that the guest owed memory for.",
+            "slot",
+            "outcome",
+        )
+
     def _describe_accounts(self) -> None:
         self.signal_age = self._gauge(
             "signal_age_seconds", "Age of the newest reading.", "slot", "source"

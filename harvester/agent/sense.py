@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from harvester.agent.memory import SharedMemory
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import Guest, PageDirectory, PageFault, PageName, PageReader, Pulse
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
@@ -40,9 +41,15 @@ class KillSwitchFile:
 
 class SlotSensor:
     def __init__(
-        self, directory: PageDirectory, *, pulses: tuple[str, ...], owners: frozenset[int]
+        self,
+        directory: PageDirectory,
+        *,
+        pulses: tuple[str, ...],
+        owners: frozenset[int],
+        memory: SharedMemory | None = None,
     ) -> None:
         """`pulses` are the pages that must be there; none means whichever are."""
+        self._memory = memory
         self._directory = directory
         self._expected = pulses
         self._present: tuple[str, ...] = ()
@@ -65,6 +72,7 @@ class SlotSensor:
             guest=GuestReading(record=guest.record, fault=guest.fault),
             lease=lease,
             kill_switch=kill_switch,
+            memory=None if self._memory is None else self._memory.read(),
         )
 
     def close(self) -> None:

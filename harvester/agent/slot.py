@@ -8,15 +8,25 @@ from pathlib import Path
 import msgspec
 
 from harvester.agent.exposition import SlotExposition
+from harvester.agent.guest_processes import GuestProcesses
+from harvester.agent.memory import SharedMemory
 from harvester.agent.sense import SlotSensor
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, SlotId
 from harvester.contracts.journal import JournalWriter, Opened, config_hash
-from harvester.contracts.page import Grant, GrantMode, PageDirectory
+from harvester.contracts.page import Grant, GrantMode, PageDirectory, PageName
 from harvester.contracts.wire.leases import EndReason, SlotOffer
-from harvester.policy.effects import Effect, EndLease, Quarantine, WriteGrant
+from harvester.policy.effects import (
+    Effect,
+    EndLease,
+    KillGuest,
+    LiftGuest,
+    Quarantine,
+    SettleGuest,
+    WriteGrant,
+)
 from harvester.policy.leases import LeaseBook
 from harvester.policy.sample import KillSwitch
 from harvester.policy.settings import SlotSettings
@@ -39,7 +49,14 @@ class Slot:
         self._lock = _lock(directory.path)
         book.add_slot(self.name, epoch=epoch_left(directory))
         self._writer = directory.grant_writer()
-        self.sensor = SlotSensor(directory, pulses=slot.pulses, owners=frozenset(slot.trusted_uids))
+        shared = None if slot.memory_group is None else SharedMemory(slot.memory_group)
+        self.sensor = SlotSensor(
+            directory,
+            pulses=slot.pulses,
+            owners=frozenset(slot.trusted_uids),
+            memory=shared,
+        )
+        self._guest = GuestProcesses(directory.path / PageName.GUEST)
         self.policy = SlotPolicy(config.settings_of(slot))
         self._journal = JournalWriter(
             journal_path(config, slot), max_bytes=config.journal_max_bytes
@@ -106,6 +123,13 @@ class Slot:
                 _log.warning("slot %s: lease %s ends: %s", self.name, effect.lease, effect.reason)
                 deadline_s = effect.deadline_s
                 self._book.end(effect.lease, effect.reason, deadline_s=deadline_s, now=now)
+            case LiftGuest():
+                self._guest.lift(effect.processes)
+            case SettleGuest():
+                self._guest.settle(effect.processes)
+            case KillGuest():
+                _log.error("slot %s: the guest is ended: %s", self.name, effect.reason)
+                self._guest.kill(effect.processes)
             case Quarantine():
                 _log.error("slot %s is quarantined: %s", self.name, effect.reason)
 

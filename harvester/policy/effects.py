@@ -28,4 +28,24 @@ class Quarantine(msgspec.Struct, frozen=True, kw_only=True, tag="quarantine"):
     reason: str
 
 
-Effect = WriteGrant | EndLease | Quarantine
+class LiftGuest(msgspec.Struct, frozen=True, kw_only=True, tag="lift_guest"):
+    """Out of its isolation backend: what production waits for must not wait behind production."""
+
+    processes: tuple[int, ...]
+    reason: str
+
+
+class SettleGuest(msgspec.Struct, frozen=True, kw_only=True, tag="settle_guest"):
+    """Back under its isolation backend."""
+
+    processes: tuple[int, ...]
+
+
+class KillGuest(msgspec.Struct, frozen=True, kw_only=True, tag="kill_guest"):
+    """End its processes, so that their memory is production's."""
+
+    processes: tuple[int, ...]
+    reason: str
+
+
+Effect = WriteGrant | EndLease | Quarantine | LiftGuest | SettleGuest | KillGuest

@@ -38,9 +38,22 @@ class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
     ending: bool = False
 
 
+class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the control group that production and guest share. No limit is no reading."""
+
+    used_bytes: int = 0
+    limit_bytes: int = 0
+
+    @property
+    def used_ratio(self) -> float:
+        return self.used_bytes / self.limit_bytes if self.limit_bytes > 0 else 1.0
+
+
 class SlotSample(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
     pulses: tuple[PulseReading, ...]
     """One for each expected name, in the order of names. None expected is itself a fault."""
     guest: GuestReading
     lease: LeaseView
     kill_switch: KillSwitch = KillSwitch.NONE
+    memory: MemoryReading | None = None
+    """None where no group is shared."""

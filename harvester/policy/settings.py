@@ -149,6 +149,12 @@ class SlotSettings:
     quarantine_window_s: float = 600.0
     kv_high_ratio: float = 0.9
     """Production's KV use at which the guest's KV budget is halved."""
+    memory_high_ratio: float = 0.9
+    """Use of the shared control group's limit at which the guest's KV budget is halved."""
+    kv_deadline_s: float = 0.5
+    """A guest that holds more than its budget for this long is ended."""
+    sleep_after_s: float = 60.0
+    """Without a lease for this long the guest gives all its KV back; 0 never."""
     step_level: LevelSettings = field(default_factory=LevelSettings)
     kv_level: LevelSettings = field(default_factory=lambda: LevelSettings(quiet_s=30.0))
     misses: MissSettings = field(default_factory=MissSettings)
@@ -166,4 +172,7 @@ class SlotSettings:
         _check(self.step_tokens_max > 0, "step_tokens_max must be above 0")
         _check(self.kv_budget_tokens >= 0, "kv_budget_tokens may not be negative")
         _check(0 <= self.blocking_ratio <= 1, "blocking_ratio must lie between 0 and 1")
+        _check(0 < self.memory_high_ratio <= 1, "memory_high_ratio must lie between 0 and 1")
+        _check(self.kv_deadline_s > 0, "kv_deadline_s must be above 0")
+        _check(self.sleep_after_s >= 0, "sleep_after_s may not be negative")
         _check(self.quarantine_losses > 0, "quarantine_losses must be above 0")

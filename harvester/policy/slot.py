@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from harvester.contracts.ids import Epoch
 from harvester.contracts.page.records import Grant, GrantMode, Guest
 from harvester.contracts.wire.leases import EndReason, SlotState
 from harvester.policy.budget import BudgetState, ErrorBudget
@@ -19,7 +18,8 @@ from harvester.policy.effects import Effect, EndLease, Quarantine, WriteGrant
 from harvester.policy.level import Level, LevelState, MissState, MissWindow
 from harvester.policy.production import ProductionView, ProductionWatch, WatchState
 from harvester.policy.proof import Impact, ProofSlices, ProofState
-from harvester.policy.sample import GuestReading, KillSwitch, SlotSample
+from harvester.policy.reclaim import Reclaim, ReclaimState
+from harvester.policy.sample import GuestReading, KillSwitch, MemoryReading, SlotSample
 from harvester.policy.settings import Mode, SlotSettings
 from harvester.policy.states import DANGERS, TRANSITIONS, Condition, State
 
@@ -56,6 +56,10 @@ class SlotMemory(msgspec.Struct, kw_only=True):
     requests_total: float = 0.0
     misses_total: float = 0.0
     budget: BudgetState | None = None
+    reclaim: ReclaimState = msgspec.field(default_factory=ReclaimState)
+    kv_tokens: int = 0
+    """What the guest's engine has, as it said last."""
+    unleased_since_s: float | None = None
     proof_ttft: ProofState = msgspec.field(default_factory=ProofState)
     proof_itl: ProofState = msgspec.field(default_factory=ProofState)
 
@@ -78,6 +82,7 @@ class SlotPolicy:
         memory.watch, memory.misses = self._watch.state, self._misses.state
         memory.step_level, memory.kv_level = self._step_level.state, self._kv_level.state
         memory.budget = self.budget.state
+        memory.reclaim = self.reclaim.state
         memory.proof_ttft, memory.proof_itl = self._proof_ttft.state, self._proof_itl.state
         snapshot: dict[str, Any] = msgspec.to_builtins(memory)
         return snapshot
@@ -130,7 +135,7 @@ class SlotPolicy:
     def observe(self, sample: SlotSample, *, now: float) -> tuple[Effect, ...]:
         production = self._watch.observe(sample.pulses, now=now)
         self._note_guest(sample.guest.record, now)
-        overspent = self._account(production, now)
+        overspent = self._account(production, sample.memory, now)
         before = self._memory.condition
         condition, reason = self._condition(sample, production, overspent, now)
         if condition is not before or self._memory.since_s is None:
@@ -141,9 +146,12 @@ class SlotPolicy:
         self._memory.condition, self._memory.reason = condition, reason
         self._prove(production, now)
         ending = self._end_lease(sample, now)
-        grant = self._grant(sample.lease.epoch, sample, production)
+        grant = self._grant(sample, production, now)
         write = WriteGrant(grant=grant, ttl_s=self.settings.grant_ttl_s, reason=grant.reason)
-        return (write, *ending)
+        # A guest that falls asleep gives up what nobody waits for: it has all the time it needs.
+        budget = None if grant.mode is GrantMode.ASLEEP else grant.kv_budget_tokens or None
+        due = self.reclaim.observe(sample.guest.record, budget_tokens=budget, now=now)
+        return (write, *ending, *due)
 
     def _install(self, memory: SlotMemory) -> None:
         settings = self.settings
@@ -152,6 +160,7 @@ class SlotPolicy:
         self._step_level = Level(settings.step_level, memory.step_level)
         self._kv_level = Level(settings.kv_level, memory.kv_level)
         self._misses = MissWindow(settings.misses, memory.misses)
+        self.reclaim = Reclaim(settings.kv_deadline_s, memory.reclaim)
         self.budget = ErrorBudget(settings.budget, memory.budget)
         self._proof_ttft = ProofSlices(settings.proof, memory.proof_ttft)
         self._proof_itl = ProofSlices(settings.proof, memory.proof_itl)
@@ -160,12 +169,15 @@ class SlotPolicy:
         if guest is None:
             return
         self._memory.guest_seen_at_s = now
+        self._memory.kv_tokens = guest.kv_tokens_total
         stepping = guest.steps_launched > guest.steps_finished
         if stepping or guest.steps_finished != self._memory.guest_steps:
             self._memory.guest_active_at_s = now
         self._memory.guest_steps = guest.steps_finished
 
-    def _account(self, production: ProductionView, now: float) -> bool:
+    def _account(
+        self, production: ProductionView, shared: MemoryReading | None, now: float
+    ) -> bool:
         """Fold the beat's latencies into levels, budget and proof; True is an overspent budget."""
         settings, beside = self.settings, self._stepped_during
         late_ttft = [x for x in production.ttft.seen_s if x > settings.ttft_slo_s]
@@ -178,8 +190,9 @@ class SlotPolicy:
             now=now,
         )
         self._step_level.observe(breached=breached, now=now)
+        full = shared is not None and shared.used_ratio >= settings.memory_high_ratio
         self._kv_level.observe(
-            breached=production.kv_usage_ratio >= settings.kv_high_ratio, now=now
+            breached=full or production.kv_usage_ratio >= settings.kv_high_ratio, now=now
         )
         # Late tokens of one beat belong to at most as many requests as were decoding.
         late_requests = ttft_misses + min(itl_misses, float(max(1, production.decoding)))
@@ -264,19 +277,35 @@ class SlotPolicy:
         )
         return (Quarantine(reason=memory.quarantine),)
 
-    def _grant(self, epoch: Epoch, sample: SlotSample, production: ProductionView) -> Grant:
+    def _asleep(self, sample: SlotSample, now: float) -> bool:
+        """Without a lease for so long that nobody is expected soon."""
+        memory, after_s = self._memory, self.settings.sleep_after_s
+        if sample.lease.lease is not None or after_s == 0.0:
+            memory.unleased_since_s = None
+            return False
+        if memory.unleased_since_s is None:
+            memory.unleased_since_s = now
+        return now - memory.unleased_since_s >= after_s
+
+    def _kv_budget_tokens(self) -> int:
+        """0 while the guest may have all that its engine has."""
+        most, ratio = self.settings.kv_budget_tokens, self._kv_level.ratio
+        return most if ratio >= 1.0 else int((most or self._memory.kv_tokens) * ratio)
+
+    def _grant(self, sample: SlotSample, production: ProductionView, now: float) -> Grant:
         settings, memory = self.settings, self._memory
+        closed = GrantMode.ASLEEP if self._asleep(sample, now) else GrantMode.CLOSED
         may_run = memory.state is State.OPEN and memory.condition is Condition.CLEAR
         reason = memory.reason or memory.state.value
         if settings.mode is Mode.OBSERVE:
             reason, may_run = f"observe only, else {reason}", False
         mode = GrantMode.UNGATED if settings.ungated else GrantMode.OPEN
         return Grant(
-            epoch=epoch,
-            mode=mode if may_run else GrantMode.CLOSED,
+            epoch=sample.lease.epoch,
+            mode=mode if may_run else closed,
             reason=reason[:200],
             step_tokens_cap=max(1, int(settings.step_tokens_max * self._step_level.ratio)),
-            kv_budget_tokens=int(settings.kv_budget_tokens * self._kv_level.ratio),
+            kv_budget_tokens=self._kv_budget_tokens(),
             pulses=tuple(reading.name for reading in sample.pulses),
             ttft_slo_s=settings.ttft_slo_s,
             itl_slo_s=settings.itl_slo_s,

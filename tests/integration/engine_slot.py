@@ -198,6 +198,11 @@ class EngineSlot:
         turn.task = asyncio.create_task(turn.follow(self.guest_url, body, headers))
         return turn
 
+    async def drop_prefixes(self) -> None:
+        url = f"{self.guest_url}/reset_prefix_cache"
+        async with aiohttp.ClientSession() as session, session.post(url) as response:
+            assert response.status == 200
+
     async def guest_becomes(self, holds: Callable[[Guest], object], what: str) -> None:
         await until(lambda: holds(self.guest()), what, seen=self.guest)
 

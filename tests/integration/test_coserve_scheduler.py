@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,8 @@ class Scene:
         scheduler._token_limit, scheduler._granted_tokens = 512, 0
         scheduler._core, scheduler._waker = self.core, self.waker
         scheduler._measure_load = lambda: None
+        scheduler._kv = SimpleNamespace(tokens_withheld=0, keep_within=lambda _: 0)
+        scheduler.waiting = []
         scheduler.requests = dict.fromkeys(("a", "b"))
         scheduler.running = []
         scheduler.finish_requests = self._finish

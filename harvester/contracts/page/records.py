@@ -69,10 +69,18 @@ class Pulse(Record, frozen=True, kw_only=True):
 
 
 class GrantMode(StrEnum):
+    ASLEEP = "asleep"
+    """Closed, and nobody will need the guest soon: it gives all its KV back. Its weights stay and
+    go on following new versions."""
     CLOSED = "closed"
     OPEN = "open"
     UNGATED = "ungated"
     """Admit without the slack law. For measuring what the law is worth, never for production."""
+
+    @property
+    def admits(self) -> bool:
+        """Whether steps may start at all."""
+        return self in (GrantMode.OPEN, GrantMode.UNGATED)
 
 
 class Law(StrEnum):
@@ -133,3 +141,8 @@ class Guest(Record, frozen=True, kw_only=True):
     closings_total: int = 0
     decide_s_mean: float = 0.0
     """Mean cost of one gate decision."""
+    kv_tokens_withheld: int = 0
+    """Of the total, out of use because the budget says so; their memory is given back where the
+    guest can."""
+    processes: tuple[int, ...] = ()
+    """Ids of the engine's processes, as the guest sees them."""

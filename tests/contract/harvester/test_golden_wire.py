@@ -18,7 +18,7 @@ from harvester.contracts.wire.leases import (
     SlotOffers,
     SlotState,
 )
-from harvester.policy.effects import EndLease, Quarantine
+from harvester.policy.effects import EndLease, KillGuest, LiftGuest, Quarantine, SettleGuest
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
 
 GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
@@ -82,8 +82,17 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         (
             b'{"type":"slot","pulses":[{"name":"pulse.p.0","record":null,"fault":"expired"}],'
             b'"guest":{"record":null,"fault":"missing"},'
-            b'"lease":{"epoch":3,"lease":"l","ending":false},"kill_switch":"hold"}'
+            b'"lease":{"epoch":3,"lease":"l","ending":false},"kill_switch":"hold","memory":null}'
         ),
+    ),
+    (
+        LiftGuest(processes=(4, 5), reason="why"),
+        b'{"type":"lift_guest","processes":[4,5],"reason":"why"}',
+    ),
+    (SettleGuest(processes=(4,)), b'{"type":"settle_guest","processes":[4]}'),
+    (
+        KillGuest(processes=(4,), reason="why"),
+        b'{"type":"kill_guest","processes":[4],"reason":"why"}',
     ),
 ]
 
@@ -102,3 +111,8 @@ def test_a_reply_from_a_newer_agent_with_another_field_is_read() -> None:
 def test_a_sample_of_an_older_journal_is_read_with_todays_defaults() -> None:
     record = msgspec.json.decode(b'{"epoch":1}', type=Guest)
     assert (record.epoch, record.gate) == (1, "closed")
+    wire = (
+        b'{"type":"slot","pulses":[],"guest":{"record":null,"fault":"missing"},'
+        b'"lease":{"epoch":3,"lease":"l","ending":false},"kill_switch":"hold"}'
+    )
+    assert msgspec.json.decode(wire, type=SlotSample).memory is None

@@ -140,13 +140,37 @@ def test_a_lost_grant_is_waited_for(slot: Slot, guest: GuestSlot) -> None:
     assert not guest.grace_over()
 
 
-def test_knows_how_much_cache_is_held_beyond_the_budget(slot: Slot, guest: GuestSlot) -> None:
-    guest.load.kv_tokens = 1000
+def test_a_budget_is_owed_until_the_loop_has_obeyed_it(slot: Slot, guest: GuestSlot) -> None:
     guest.decide()
-    assert guest.kv_excess_tokens() == 0
+    assert (guest.kv_budget_tokens(), guest.owes_memory()) == (None, False)
     slot.grant(kv_budget_tokens=600)
     guest.decide()
-    assert guest.kv_excess_tokens() == 400
+    assert (guest.kv_budget_tokens(), guest.owes_memory()) == (600, True)
+    guest.load.kv_budget_tokens, guest.load.kv_tokens_short = 600, 8
+    assert guest.owes_memory(), "requests still hold some"
+    guest.load.kv_tokens_short = 0
+    assert not guest.owes_memory()
+
+
+def test_a_late_grant_takes_no_memory_and_one_that_stays_away_takes_all(
+    slot: Slot, guest: GuestSlot
+) -> None:
+    slot.grant(kv_budget_tokens=600, abort_grace_s=1e6)
+    guest.decide()
+    slot.grant(ttl_ns=0)
+    guest.decide()
+    assert guest.kv_budget_tokens() == 600
+    slot.grant(kv_budget_tokens=600, abort_grace_s=0.0)
+    guest.decide()
+    slot.grant(ttl_ns=0)
+    guest.decide()
+    assert guest.kv_budget_tokens() == 0
+
+
+def test_asleep_it_keeps_nothing(slot: Slot, guest: GuestSlot) -> None:
+    slot.grant(mode=GrantMode.ASLEEP, kv_budget_tokens=600)
+    assert not guest.decide().open
+    assert guest.kv_budget_tokens() == 0
 
 
 def test_a_prediction_that_admits_nothing_is_probed_and_corrected(

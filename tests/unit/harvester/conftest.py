@@ -10,7 +10,14 @@ import pytest
 from harvester.contracts.ids import Epoch, LeaseId
 from harvester.contracts.page import Grant, Guest, PageFault, ProductionModel, Pulse
 from harvester.policy.effects import Effect, EndLease, WriteGrant
-from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
+from harvester.policy.sample import (
+    GuestReading,
+    KillSwitch,
+    LeaseView,
+    MemoryReading,
+    PulseReading,
+    SlotSample,
+)
 from harvester.policy.settings import ProofSettings, SlotSettings
 from harvester.policy.slot import SlotPolicy
 
@@ -29,6 +36,7 @@ class Scene:
     guest: Guest | None = field(default_factory=Guest)
     lease: LeaseView = field(default_factory=lambda: LeaseView(epoch=Epoch(1), lease=LeaseId("l1")))
     kill_switch: KillSwitch = KillSwitch.NONE
+    memory: MemoryReading | None = None
 
     def __post_init__(self) -> None:
         self.policy = SlotPolicy(self.settings)
@@ -44,6 +52,7 @@ class Scene:
             guest=GuestReading(record=self.guest, fault=None if self.guest else PageFault.EXPIRED),
             lease=self.lease,
             kill_switch=self.kill_switch,
+            memory=self.memory,
         )
 
     def beat(self) -> tuple[Effect, ...]:

@@ -19,7 +19,7 @@ class FakeSlot:
     def __init__(self) -> None:
         self.decision = SHUT
         self.sequence = 0
-        self.over = False
+        self.over = self.owes = False
         self.error: Exception | None = None
         self.decisions = self.polls = self.published = 0
         self.asked = threading.Semaphore(0)
@@ -39,6 +39,9 @@ class FakeSlot:
 
     def grace_over(self) -> bool:
         return self.over
+
+    def owes_memory(self) -> bool:
+        return self.owes
 
     def publish(self) -> None:
         self.published += 1
@@ -140,6 +143,15 @@ def test_keeps_the_guest_page_fresh_armed_and_idle(
     prepare(scene)
     for _ in range(3):
         assert eventually(scene.slot.told)
+
+
+@pytest.mark.parametrize("prepare", [Scene.arm_and_look, lambda scene: None])
+def test_wakes_the_loop_for_memory_that_is_due_whether_or_not_there_is_work(
+    scene: Scene, prepare: Callable[[Scene], None]
+) -> None:
+    prepare(scene)
+    scene.slot.owes = True
+    assert eventually(scene.woken)
 
 
 def test_lives_on_after_an_error_and_still_wakes(

@@ -1,0 +1,76 @@
+"""Keeps the guest's KV within its budget: what lies above it is taken out of vLLM's block pool.
+
+Withheld blocks are allocated to nobody. vLLM's pool hands out free blocks first and then the oldest
+cached prefixes, whose entries it drops, so that prefixes go before requests do. Where the worker
+can (consent level `page`), the blocks' memory goes back to the operating system as well.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+
+class KvReserve:
+    """Used by the engine loop's thread alone."""
+
+    def __init__(
+        self,
+        pool: Any,
+        *,
+        tokens_per_block: int,
+        give_back: Callable[[list[int], int], None] | None = None,
+    ) -> None:
+        """`give_back(blocks, total)` returns their memory; None leaves it (level `static`)."""
+        self._pool = pool
+        self._tokens_per_block = tokens_per_block
+        self._give_back = give_back
+        self._withheld: list[Any] = []
+        # One block is upstream's null block: never free, and nobody's.
+        self._blocks = pool.num_gpu_blocks - 1
+
+    @property
+    def returns_pages(self) -> bool:
+        return self._give_back is not None
+
+    @property
+    def tokens_total(self) -> int:
+        return self._blocks * self._tokens_per_block
+
+    @property
+    def tokens_withheld(self) -> int:
+        return len(self._withheld) * self._tokens_per_block
+
+    @property
+    def tokens_held(self) -> int:
+        """By requests; cached prefixes are free."""
+        free = self._pool.get_num_free_blocks()
+        return (self._blocks - free - len(self._withheld)) * self._tokens_per_block
+
+    def keep_within(self, budget_tokens: int | None) -> int:
+        """Withhold all above the budget (None: nothing). Returns the tokens still missing, which
+        requests hold."""
+        kept = self._blocks
+        if budget_tokens is not None:
+            kept = min(self._blocks, budget_tokens // self._tokens_per_block)
+        missing = self._blocks - kept - len(self._withheld)
+        if missing < 0:
+            self._pool.free_blocks(self._withheld[missing:])
+            del self._withheld[missing:]
+            return 0
+        taken = self._pool.get_new_blocks(min(missing, self._pool.get_num_free_blocks()))
+        self._withheld += taken
+        if taken and self._give_back is not None:
+            self._give_back([block.block_id for block in taken], self._pool.num_gpu_blocks)
+        return (missing - len(taken)) * self._tokens_per_block
+
+    def released(self, act: Callable[[], bool]) -> bool:
+        """Run what vLLM does only with every block free, such as dropping all prefixes."""
+        withheld, self._withheld = self._withheld, []
+        self._pool.free_blocks(withheld)
+        done = act()
+        # Maybe other blocks than before: which ones are used and which are not has changed.
+        again = self._pool.get_new_blocks(min(len(withheld), self._pool.get_num_free_blocks()))
+        self._withheld = again
+        new = {block.block_id for block in again} - {block.block_id for block in withheld}
+        if new and self._give_back is not None:
+            self._give_back(sorted(new), self._pool.num_gpu_blocks)
+        return done

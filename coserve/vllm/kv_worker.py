@@ -1,0 +1,62 @@
+"""The worker's half of a guest's page-wise memory; vLLM's `--worker-extension-cls`.
+
+The scheduler decides which blocks stay unused; the tensors are the worker's, in another process.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from coserve.kv_pages import Plane, give_back, whole_pages
+
+
+class KvPages:
+    """Mixed into vLLM's worker, whose names it must not repeat."""
+
+    model_runner: Any
+
+    def rosemux_give_back(self, blocks: list[int], total: int) -> int:
+        """Return the pages of these of the pool's `total` blocks. Bytes."""
+        return give_back(whole_pages(self._rosemux_planes(total), blocks))
+
+    def rosemux_pid(self) -> int:
+        return os.getpid()
+
+    def _rosemux_planes(self, total: int) -> list[Plane]:
+        planes = getattr(self, "_rosemux_known_planes", None)
+        if planes is None:
+            planes = planes_of(self.model_runner.kv_caches, total)
+            self._rosemux_known_planes = planes
+        return planes
+
+
+def planes_of(tensors: Sequence[torch.Tensor], total: int) -> list[Plane]:
+    """Where the blocks of these KV caches lie; a tensor that cannot be read this way is left out.
+
+    vLLM's layouts differ by version in which dimension counts blocks, and layers share one
+    allocation in some; a tensor's strides tell.
+    """
+    found = [plane for tensor in tensors for plane in _planes(tensor, total)]
+    return sorted(set(found), key=lambda plane: plane.address)
+
+
+def _planes(tensor: torch.Tensor, total: int) -> list[Plane]:
+    axes = [axis for axis, size in enumerate(tensor.shape) if size == total]
+    if len(axes) != 1 or tensor.device.type != "cpu":
+        return []
+    block_stride, element = tensor.stride(axes[0]), tensor.element_size()
+    starts, block_elements = [0], 1
+    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if axis in axes:
+            continue
+        if stride < block_stride:
+            block_elements += (size - 1) * stride
+        else:
+            starts = [start + index * stride for start in starts for index in range(size)]
+    first = tensor.data_ptr()
+    return [
+        Plane(first + start * element, block_stride * element, block_elements * element)
+        for start in starts
+    ]

@@ -1,0 +1,97 @@
+"""A real guest gives its KV back to the operating system, and computes as before."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from harvester.contracts.page import GrantMode
+from tests.integration.engine_slot import CONTEXT_TOKENS, EngineSlot, until
+
+pytestmark = pytest.mark.engine
+
+LONG = 1200
+
+
+@pytest.fixture
+async def slot(engine_slot: EngineSlot) -> AsyncIterator[EngineSlot]:
+    engine_slot.agent.raise_epoch()
+    engine_slot.agent.say(GrantMode.UNGATED)
+    await engine_slot.guest_becomes(lambda guest: guest.kv_tokens_withheld == 0, "it has all")
+    yield engine_slot
+    engine_slot.agent.raise_epoch()
+    engine_slot.agent.say(GrantMode.UNGATED)
+    await engine_slot.guest_becomes(
+        lambda guest: guest.running == 0 and guest.kv_tokens_withheld == 0, "nothing is left"
+    )
+
+
+def resident_bytes(slot: EngineSlot) -> int:
+    return sum(process.memory_info().rss for process in slot.guest_child.tree())
+
+
+async def filled(slot: EngineSlot) -> int:
+    """What the guest's processes hold once its KV cache has been written to; bytes."""
+    await slot.begin(8).ended()
+    return resident_bytes(slot)
+
+
+async def test_a_smaller_budget_returns_memory_and_leaves_a_running_turn_as_it_is(
+    slot: EngineSlot,
+) -> None:
+    undisturbed = await slot.begin(LONG).ended()
+    kv_bytes = 1 << 30
+    before = await filled(slot)
+    turn = slot.begin(LONG)
+    await until(lambda: len(turn.tokens) > 50, "it is under way")
+    slot.agent.say(GrantMode.UNGATED, kv_budget_tokens=CONTEXT_TOKENS)
+    await slot.guest_becomes(lambda guest: guest.kv_tokens_withheld, "the budget is obeyed")
+    guest = slot.guest()
+    assert guest.kv_tokens_total - guest.kv_tokens_withheld <= CONTEXT_TOKENS
+    returned = kv_bytes * guest.kv_tokens_withheld / guest.kv_tokens_total
+    # In the first shrink of the session the whole cache is resident, as vLLM has zeroed it.
+    if before > kv_bytes:
+        assert before - resident_bytes(slot) > 0.9 * returned
+    await turn.ended()
+    assert turn.tokens == undisturbed.tokens
+    assert turn.logprobs == undisturbed.logprobs
+
+
+async def test_a_guest_asleep_holds_no_kv_and_wakes_to_the_same_answers(slot: EngineSlot) -> None:
+    undisturbed = await slot.begin(40).ended()
+    turn = slot.begin(LONG)
+    await until(lambda: turn.tokens, "it is under way")
+    slot.agent.say(GrantMode.ASLEEP)
+    await turn.ended()
+    assert turn.finish_reason == "abort"
+    await slot.guest_becomes(
+        lambda guest: guest.kv_tokens_withheld == guest.kv_tokens_total, "everything is returned"
+    )
+    asleep = resident_bytes(slot)
+    slot.agent.say(GrantMode.UNGATED)
+    awake = await slot.begin(40).ended()
+    assert (awake.tokens, awake.logprobs) == (undisturbed.tokens, undisturbed.logprobs)
+    # The cache is there again, and takes memory only where it was written to.
+    assert resident_bytes(slot) - asleep < 64 << 20
+
+
+async def test_a_turn_that_the_budget_cannot_hold_ends_with_what_it_has(slot: EngineSlot) -> None:
+    turn = slot.begin(LONG)
+    await until(lambda: len(turn.tokens) > 200, "it holds more than the budget to come")
+    slot.agent.say(GrantMode.UNGATED, kv_budget_tokens=128)
+    await turn.ended()
+    assert (turn.finish_reason, turn.whole) == ("abort", True)
+    assert len(turn.tokens) > 200
+    short = await slot.begin(8).ended()
+    assert len(short.tokens) == 8, "what fits goes on"
+    grown = await slot.begin(LONG).ended()
+    assert grown.finish_reason == "abort", "what outgrows it does not wait for ever"
+    assert 0 < len(grown.tokens) < LONG
+
+
+async def test_the_budget_holds_after_every_prefix_was_dropped(slot: EngineSlot) -> None:
+    slot.agent.say(GrantMode.UNGATED, kv_budget_tokens=CONTEXT_TOKENS)
+    await slot.guest_becomes(lambda guest: guest.kv_tokens_withheld, "the budget is obeyed")
+    withheld = slot.guest().kv_tokens_withheld
+    await slot.drop_prefixes()
+    await slot.begin(8).ended()
+    assert slot.guest().kv_tokens_withheld == withheld

@@ -1,0 +1,126 @@
+"""Memory that production needs back: first asked for, then helped along, then taken."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harvester.agent.memory import SharedMemory
+from harvester.contracts.ids import Epoch
+from harvester.contracts.page import Guest
+from harvester.policy.effects import KillGuest, LiftGuest, SettleGuest
+from harvester.policy.sample import LeaseView, MemoryReading
+
+KV_TOKENS = 8192
+GUEST = Guest(kv_tokens_total=KV_TOKENS, processes=(41, 42))
+FULL = MemoryReading(used_bytes=95, limit_bytes=100)
+ROOM = MemoryReading(used_bytes=50, limit_bytes=100)
+
+
+@pytest.fixture
+def scene(make_scene: Any) -> Any:
+    scene = make_scene()
+    scene.guest = GUEST
+    scene.beats_for(0.5)
+    return scene
+
+
+def of(kind: Any, effects: Any) -> list[Any]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def withhold(scene: Any, tokens: int) -> None:
+    scene.guest = msgspec.structs.replace(scene.guest, kv_tokens_withheld=tokens)
+
+
+def test_a_full_control_group_halves_the_budget_and_lifts_the_guest_in_the_same_beat(
+    scene: Any, grant_in: Any
+) -> None:
+    assert grant_in(scene.beat()).kv_budget_tokens == 0, "all that its engine has"
+    scene.memory = FULL
+    effects = scene.beat()
+    assert grant_in(effects).kv_budget_tokens == KV_TOKENS // 2
+    assert [effect.processes for effect in of(LiftGuest, effects)] == [(41, 42)]
+
+
+def test_memory_that_cannot_be_read_is_full(scene: Any, grant_in: Any) -> None:
+    scene.memory = MemoryReading()
+    assert grant_in(scene.beat()).kv_budget_tokens == KV_TOKENS // 2
+
+
+def test_a_guest_that_gives_back_in_time_is_settled_again(scene: Any) -> None:
+    scene.memory = FULL
+    scene.beat()
+    scene.memory = ROOM
+    withhold(scene, KV_TOKENS // 2)
+    effects = scene.beat()
+    assert of(SettleGuest, effects)
+    assert scene.policy.reclaim.state.in_time == 1
+    assert not of(SettleGuest, scene.beat()), "once"
+
+
+def test_what_is_kept_beyond_the_deadline_is_taken_once(scene: Any) -> None:
+    scene.memory = FULL
+    scene.beat()
+    scene.memory = ROOM
+    killed = [of(KillGuest, scene.beat()) for _ in range(12)]
+    (effect,) = [effect for effects in killed for effect in effects]
+    assert effect.processes == (41, 42)
+    assert "8192 tokens of KV, 4096 allowed" in effect.reason
+    assert scene.policy.reclaim.state.missed == 1
+    scene.guest = None
+    scene.beat()
+    assert scene.policy.reclaim.state.since_s is None
+
+
+def test_an_unleased_guest_falls_asleep_and_wakes_with_its_lease(scene: Any, grant_in: Any) -> None:
+    leased, scene.lease = scene.lease, LeaseView(epoch=Epoch(2))
+    assert grant_in(scene.beats_for(59.0)).mode == "closed"
+    effects = scene.beats_for(2.0)
+    assert grant_in(effects).mode == "asleep"
+    assert not of(LiftGuest, effects), "nobody waits for what it gives up"
+    scene.lease = leased
+    assert grant_in(scene.beat()).mode == "open"
+
+
+def test_a_guest_is_never_put_to_sleep_where_the_setting_is_0(
+    make_scene: Any, grant_in: Any
+) -> None:
+    scene = make_scene(sleep_after_s=0.0)
+    scene.lease = LeaseView(epoch=Epoch(2))
+    assert grant_in(scene.beats_for(200.0)).mode == "closed"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (
+            {"memory.current": "700", "memory.max": "1000", "memory.stat": "inactive_file 200"},
+            MemoryReading(used_bytes=500, limit_bytes=1000),
+        ),
+        (
+            {
+                "memory.usage_in_bytes": "700",
+                "memory.limit_in_bytes": "1000",
+                "memory.stat": "cache 5\ntotal_inactive_file 100",
+            },
+            MemoryReading(used_bytes=600, limit_bytes=1000),
+        ),
+        ({}, MemoryReading()),
+        ({"memory.current": "many", "memory.max": "1", "memory.stat": ""}, MemoryReading()),
+    ],
+    ids=["unified", "legacy", "missing", "not_a_number"],
+)
+def test_a_control_group_is_read_in_both_hierarchies(
+    tmp_path: Path, files: dict[str, str], expected: MemoryReading
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    assert SharedMemory(tmp_path).read() == expected
+
+
+def test_a_group_without_a_limit_is_never_full(tmp_path: Path) -> None:
+    for name, text in (("memory.current", "700"), ("memory.max", "max"), ("memory.stat", "")):
+        (tmp_path / name).write_text(text)
+    assert SharedMemory(tmp_path).read().used_ratio < 1e-6
