@@ -23,7 +23,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _EPOCH_HEADER = EPOCH_HEADER.lower().encode()
-_WATCH_S = 0.05
+_WATCH_S = 0.1
 _PASSES = 4
 """Of the watch, between telling an app that its client is gone and cancelling it. An app of which
 only the outer task is cancelled may leave its engine request running: vLLM's handlers do."""

@@ -10,13 +10,16 @@ from typing import Any
 
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.environment import Role, slot_environment
+from harvester.contracts.clock import monotonic_ns
 
 # Long enough that steps in a row find each other without a notification, short beside the second
 # of stock vLLM, which beside production is production's.
 _SPIN_S = 0.02
-# The writer's socket drops a notification while it believes the one before unread; stock vLLM looks
-# again after five seconds.
-_LOOK_AGAIN_MS = 2
+# The writer's socket drops a notification that follows on another one, and a reader in the idle
+# class may be too late to find by spinning what it was about; stock vLLM looks again after five
+# seconds. Long after the last message nothing is dropped any more.
+_LOOK_AGAIN_MS = (2, 100)
+_LOOK_AGAIN_RATIO = 0.25
 
 _registered = False
 
@@ -45,7 +48,10 @@ def register() -> None:
 def _sleeping(wait: Callable[..., None]) -> Callable[..., None]:
     def sleeping_wait(self: Any, timeout_ms: int | None = None) -> None:
         self.busy_loop_s = _SPIN_S
-        wait(self, _LOOK_AGAIN_MS if timeout_ms is None else min(timeout_ms, _LOOK_AGAIN_MS))
+        least, most = _LOOK_AGAIN_MS
+        quiet_ms = 1e-6 * monotonic_ns() - 1e3 * self.last_read
+        look_again_ms = int(min(most, max(least, _LOOK_AGAIN_RATIO * quiet_ms)))
+        wait(self, look_again_ms if timeout_ms is None else min(timeout_ms, look_again_ms))
 
     return sleeping_wait
 

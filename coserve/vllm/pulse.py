@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from coserve.pulse_book import EngineStep, PulseBook
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
+from harvester.contracts.bell import Word
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import GrantMode, PageDirectory, PageFault, PageWriter, Pulse
@@ -35,7 +36,7 @@ class PulseReporter:
         self._why_no_page = ""
         self._book = PulseBook()
         self._grant = self._directory.grant_reader()
-        self._grant_sequence = -1
+        self._grant_seen: Word | None = None
         self._lock = threading.Lock()
         self._keys = itertools.count(1)
         self._silent = False
@@ -86,14 +87,14 @@ class PulseReporter:
             self.report(self._beat)
 
     def _step(self, step: EngineStep, now_ns: int) -> None:
-        if self._grant.peek_sequence() != self._grant_sequence:
+        if self._grant.peek() != self._grant_seen:
             self._look_at_grant(now_ns)
         self._book.step(step, now_ns=now_ns)
 
     def _look_at_grant(self, now_ns: int) -> None:
         """A grant that is no more closes the guest's gate; one that only we cannot read may not."""
         grant = self._grant.read(now_ns=now_ns)
-        self._grant_sequence = self._grant.peek_sequence()
+        self._grant_seen = self._grant.peek()
         if grant.record is None:
             closed = grant.fault in (PageFault.MISSING, PageFault.EXPIRED)
         else:

@@ -134,7 +134,7 @@ ENGINE_LOOP: tuple[Symbol, ...] = (
         "SpinCondition",
         {"wait": ("timeout_ms",)},
     ),
-    *reads(_QUEUES, "SpinCondition.busy_loop_s"),
+    *reads(_QUEUES, "SpinCondition.busy_loop_s", "SpinCondition.last_read"),
     Symbol(Use.SUBCLASS, _CORE, "EngineCoreProc", ("EngineCore",)),
     *overrides(
         _CORE,

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from harvester.contracts.bell import Word, address_of, ring
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page.records import Record
@@ -33,6 +34,7 @@ R = TypeVar("R", bound=Record)
 # A write takes microseconds; a reader that meets one eight times in a row has met a dead writer.
 _READ_ATTEMPTS = 8
 _SEQUENCE = slice(SEQUENCE_OFFSET, BODY_OFFSET)
+_LOWER_SEQUENCE = slice(SEQUENCE_OFFSET, SEQUENCE_OFFSET + 4)
 # Each writer counts in a range of its own, above that of the one before it.
 _TERM = 1 << 32
 _TERMS = 1 << 31
@@ -74,8 +76,10 @@ class PageWriter(Generic[R]):
             self._inode = status.st_ino
         finally:
             os.close(fd)
+        self._bell = address_of(self._map) + SEQUENCE_OFFSET
         left = sequence_of(self._map[:BODY_OFFSET])
-        self._sequence = (left // _TERM + 1) % _TERMS * _TERM
+        # The lower half goes on counting: it is what a sleeping reader sees of the sequence.
+        self._sequence = (left // _TERM + 1) % _TERMS * _TERM + (left % _TERM & ~1)
         self._map[:BODY_OFFSET] = pack_head(kind=kind.KIND, sequence=self._sequence + 1)
 
     def write(self, record: R, *, now_ns: int, ttl_ns: int) -> None:
@@ -94,6 +98,7 @@ class PageWriter(Generic[R]):
         page[:BODY_OFFSET] = inside
         page[BODY_OFFSET : BODY_OFFSET + len(body)] = body
         page[:BODY_OFFSET] = whole
+        ring(self._bell)
 
     def in_place(self) -> bool:
         """Whether the path still names this page: not deleted, not made anew."""
@@ -125,7 +130,7 @@ class PageReader(Generic[R]):
         self._owners = owners | {os.geteuid(), 0}
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._map: mmap.mmap | None = None
-        self._inode = 0
+        self._inode = self._bell = 0
         self._sequence = b""
         self._expires_ns = 0
         self._last: Reading[R] = Reading(None, PageFault.MISSING)
@@ -162,9 +167,12 @@ class PageReader(Generic[R]):
         stamp_ns = int.from_bytes(self._map[BODY_OFFSET : BODY_OFFSET + 8], "little")
         return self._decode(stamp_ns - 1)
 
-    def peek_sequence(self) -> int:
-        """The sequence number alone: a change of it says that `read` has something new."""
-        return -1 if self._map is None else int.from_bytes(self._map[_SEQUENCE], "little")
+    def peek(self) -> Word | None:
+        """The sequence number's lower half: a change of it says that `read` has something new, and
+        who sleeps on it is woken by the writer. None while there is no page."""
+        if self._map is None:
+            return None
+        return Word(self._bell, int.from_bytes(self._map[_LOWER_SEQUENCE], "little"))
 
     def close(self) -> None:
         if self._map is not None:
@@ -189,6 +197,7 @@ class PageReader(Generic[R]):
                 return PageFault.TORN
             self._map = mmap.mmap(fd, PAGE_BYTES, access=mmap.ACCESS_READ)
             self._inode = status.st_ino
+            self._bell = address_of(self._map) + SEQUENCE_OFFSET
         finally:
             os.close(fd)
         return None

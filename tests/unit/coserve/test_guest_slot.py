@@ -197,12 +197,12 @@ def test_probes_take_a_hundredth_of_idle_time(guest: GuestSlot) -> None:
 
 def test_sequences_change_with_every_page(slot: Slot, guest: GuestSlot) -> None:
     guest.decide()
-    before = guest.sequences()
-    assert guest.sequences() == before
+    before = guest.written()
+    assert guest.written() == before
     slot.pulse()
-    after_pulse = guest.sequences()
+    after_pulse = guest.written()
     slot.grant()
-    assert len({before, after_pulse, guest.sequences()}) == 3
+    assert len({before, after_pulse, guest.written()}) == 3
 
 
 def test_closing_removes_the_guest_page_and_quiets_later_calls(
@@ -241,7 +241,7 @@ def test_two_threads_may_decide_while_pages_come_and_go(slot: Slot, guest: Guest
     def watch() -> None:
         try:
             for _ in range(rounds):
-                guest.sequences()
+                guest.written()
                 guest.decide()
                 guest.publish()
         except BaseException as error:

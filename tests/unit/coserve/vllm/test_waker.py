@@ -7,6 +7,7 @@ import pytest
 
 from coserve.gate import Closed, Decision
 from coserve.vllm.waker import Waker
+from harvester.contracts.bell import PrivateBell, Word
 
 OPEN = Decision(8, None, 1.0)
 SHUT = Decision(0, Closed.NO_SLACK, 0.0)
@@ -18,10 +19,10 @@ class FakeSlot:
 
     def __init__(self) -> None:
         self.decision = SHUT
-        self.sequence = 0
+        self.page = PrivateBell()
         self.over = self.owes = False
         self.error: Exception | None = None
-        self.decisions = self.polls = self.published = 0
+        self.decisions = self.published = 0
         self.asked = threading.Semaphore(0)
         self.told = threading.Semaphore(0)
 
@@ -33,9 +34,8 @@ class FakeSlot:
             raise error
         return self.decision
 
-    def sequences(self) -> tuple[int, ...]:
-        self.polls += 1
-        return (self.sequence,)
+    def written(self, *, grant_only: bool = False) -> tuple[Word, ...]:
+        return (self.page.word(),)
 
     def grace_over(self) -> bool:
         return self.over
@@ -83,7 +83,7 @@ def not_within_beats(semaphore: threading.Semaphore) -> bool:
 def test_wakes_the_loop_when_a_changed_page_opens_the_gate(scene: Scene) -> None:
     scene.arm_and_look()
     scene.slot.decision = OPEN
-    scene.slot.sequence += 1
+    scene.slot.page.ring()
     assert eventually(scene.woken)
 
 
@@ -109,10 +109,12 @@ def test_wakes_once_per_arming(scene: Scene) -> None:
 
 def test_evaluates_the_gate_rarely_while_no_page_changes(scene: Scene) -> None:
     scene.arm_and_look()
-    polls, decisions = scene.slot.polls, scene.slot.decisions
-    while scene.slot.polls < polls + 100:
+    while scene.slot.told.acquire(blocking=False):
+        pass
+    decisions = scene.slot.decisions
+    for _ in range(5):
         assert eventually(scene.slot.told)
-    assert scene.slot.decisions - decisions <= (scene.slot.polls - polls) // 50 + 1
+    assert scene.slot.decisions - decisions < 20
 
 
 def test_wakes_once_when_the_grace_is_over_and_not_again_while_it_stays_so(scene: Scene) -> None:
@@ -122,7 +124,7 @@ def test_wakes_once_when_the_grace_is_over_and_not_again_while_it_stays_so(scene
     scene.waker.arm()
     assert not_within_beats(scene.woken)
     scene.slot.over = False
-    scene.slot.sequence += 1
+    scene.slot.page.ring()
     scene.arm_and_look()
     scene.slot.over = True
     assert eventually(scene.woken), "a grant that was lost again"

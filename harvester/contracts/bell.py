@@ -1,0 +1,137 @@
+"""Sleep until one of several words of shared memory changes, instead of looking again and again.
+
+Linux futexes: whoever writes a word rings, whoever watches it sleeps in the kernel. A watcher needs
+no right to write, and one that rings waits for nobody. Where the kernel or its filter of calls has
+no `futex_waitv` (before Linux 5.16), a sleep is a short nap: the watcher looks again by itself.
+"""
+
+import ctypes
+import errno
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from mmap import mmap
+
+from harvester.contracts.clock import monotonic_ns
+
+NAP_S = 0.001
+"""How long a sleeper sleeps at a time where nothing can wake it."""
+WORDS_MAX = 128
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+_FUTEX_WAITV = 449
+_WAKE, _WAKE_PRIVATE = 1, 129
+_SIZE_32, _PRIVATE = 2, 128
+_EVERYBODY = 0x7FFFFFFF
+_CLOCK_MONOTONIC = 1
+_PAST = (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
+
+
+class _Waiter(ctypes.Structure):
+    _fields_ = (
+        ("value", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64))
+
+
+class _Buffer(ctypes.Structure):
+    """Py_buffer: `from_buffer` would want to write, and a watcher may not."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("owner", ctypes.py_object),
+        ("length", ctypes.c_ssize_t),
+        ("item_bytes", ctypes.c_ssize_t),
+        ("read_only", ctypes.c_int),
+        ("dimensions", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def _system_call() -> "ctypes._FuncPointer | None":
+    if sys.platform != "linux" or _FUTEX is None:
+        return None
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    return call
+
+
+_call = _system_call()
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """Four bytes at an address, as they were last seen."""
+
+    address: int
+    value: int
+    private: bool = False
+    """Of this process alone."""
+
+
+class PrivateBell:
+    """A word of this process, rung by one thread for another."""
+
+    def __init__(self) -> None:
+        self._word = ctypes.c_uint32(0)
+        self._address = ctypes.addressof(self._word)
+
+    def word(self) -> Word:
+        return Word(self._address, self._word.value, private=True)
+
+    def ring(self) -> None:
+        self._word.value += 1
+        ring(self._address, private=True)
+
+
+def ring(address: int, *, private: bool = False) -> None:
+    """Wake everybody who sleeps on this word; it has just been changed."""
+    if _call is not None:
+        operation = _WAKE_PRIVATE if private else _WAKE
+        _call(_FUTEX, ctypes.c_void_p(address), operation, _EVERYBODY, None, None, 0)
+
+
+def sleep_until_rung(words: Sequence[Word], *, timeout_s: float) -> None:
+    """Returns when one of the words is no longer what it was, or was rung; at the latest after
+    `timeout_s`, and now and then for no reason."""
+    global _call
+    if _call is None or not words:
+        time.sleep(min(timeout_s, NAP_S))
+        return
+    waiters = (_Waiter * min(len(words), WORDS_MAX))(
+        *[
+            _Waiter(word.value, word.address, _SIZE_32 | (_PRIVATE if word.private else 0), 0)
+            for word in words[:WORDS_MAX]
+        ]
+    )
+    until_ns = monotonic_ns() + int(timeout_s * 1e9)
+    until = _Timespec(*divmod(until_ns, 1_000_000_000))
+    rung = _call(_FUTEX_WAITV, waiters, len(waiters), 0, ctypes.byref(until), _CLOCK_MONOTONIC)
+    if rung >= 0 or ctypes.get_errno() in _PAST:
+        return
+    if ctypes.get_errno() in (errno.ENOSYS, errno.EPERM):
+        _call = None
+    # A word that is gone (its page was unmapped): whoever watches it looks again.
+    time.sleep(NAP_S)
+
+
+def address_of(memory: mmap) -> int:
+    """Where a mapping lies. It stays mapped for as long as its owner keeps it open."""
+    buffer = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(buffer), 0)
+    try:
+        return int(buffer.address)
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
