@@ -13,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.coserve.activation import Activations
 from benchmarks.coserve.arms import RECLAIM, SETTINGS, Arm
 from benchmarks.coserve.figures import Facts, figures
+from benchmarks.coserve.memory import Shrinks
 from benchmarks.coserve.reclaim import (
     after_loss,
     closed_gate_core_share,
@@ -23,6 +25,7 @@ from benchmarks.coserve.reclaim import (
 )
 from benchmarks.coserve.rollouts import Lease, Rollouts
 from benchmarks.coserve.rounds import Runner, order
+from benchmarks.coserve.surge import Surges
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.page import Guest, Pulse, pulse_page
@@ -48,6 +51,9 @@ _FIRST_RATE = 3.0
 _REHEARSAL_S = 15.0
 _PULSE_S = 1.5
 _CLOSINGS_S = 60.0
+_TRIALS = 30
+_ACTIVATIONS = 10
+_SURGES = 5
 # From the demo's requests to ever smaller ones, until there are enough of them in the time.
 _SCALES = (0.25, 0.18, 0.125, 0.09, 0.0625, 0.045, 0.03)
 
@@ -114,6 +120,7 @@ class Bench:
         self.slot.start_engines()
         self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
         async with production_session() as session:
+            self.session = session
             self.client = ProductionClient(
                 session=session,
                 url=url(self.slot.ports.production),
@@ -133,7 +140,9 @@ class Bench:
 
     async def _rounds(self) -> dict[str, Any]:
         await self.slot.agent_answers(self.told)
+        started_s = self.clock.now()
         await self.slot.engines_answer(self.told)
+        cold_s = self.clock.now() - started_s
         self.slot.bind()
         runner = Runner(
             slot=self.slot,
@@ -164,6 +173,14 @@ class Bench:
             Facts(trace=self.trace.name, requests_per_s=mean_rate(windows), seed=self.given.seed),
         )
         result["reclaim"] = await self._reclaim(runner, windows[-1])
+        self.told("KV back, a sleeping guest to its first token, a surge")
+        arrivals = tuple(a for window in windows for a in window.arrivals)
+        shrinks = Shrinks(runner, self._grant, self._guest, self.session)
+        result["reclaim"] |= await shrinks.run(_TRIALS, arrivals)
+        result["activation"] = {"cold_s": cold_s} | await Activations(runner, self.session).run(
+            _ACTIVATIONS
+        )
+        result["surge"] = await Surges(runner).run(_SURGES, arrivals, rate=mean_rate(windows))
         async with self.lease.holding(), self.rollouts.running():
             await asyncio.sleep(_PULSE_S)
             result["closed_gate_core_share"] = await closed_gate_core_share(self.slot, self.clock)
@@ -245,9 +262,6 @@ class Bench:
             "closings": len(found),
             "compute_p99_ms": percentile([1e3 * each.seconds for each in found], 99),
             "compute_p99_steps": percentile([float(each.steps) for each in found], 99),
-            "kv_p99_ms": None,
-            "deadline_missed": None,
-            "guests_killed": 0,
         }
 
     async def _failsafe(self) -> dict[str, Any]:

@@ -32,23 +32,26 @@ class Setting:
 # would end harvesting for all. It goes on taking its time in the arms that are RoseMux's.
 _NO_VERDICT: dict[str, Any] = {"limit_ratio": 1e6}
 # The agent's own brakes belong to RoseMux; whoever else's rule is measured runs without them.
-_BARE: dict[str, Any] = {
+BARE: dict[str, Any] = {
     "misses": {"limit_ratio": 0.999, "minimum_misses": 1e9},
     "proof": {"share_ratio": 0.0, **_NO_VERDICT},
 }
 _OURS: dict[str, Any] = {"proof": _NO_VERDICT}
-RECLAIM: dict[str, Any] = {**_BARE, "proof": {"share_ratio": 0.5, "slice_s": 0.5, **_NO_VERDICT}}
+RECLAIM: dict[str, Any] = {**BARE, "proof": {"share_ratio": 0.5, "slice_s": 0.5, **_NO_VERDICT}}
 """The agent closes the grant every other half second, for its proof, and for nothing else."""
 _BLOCKING = {"blocking_ratio": 1.0}
+# A twentieth of a short prefill is less than any step of a guest, and no step would ever start.
+# What is promised without isolation is a quarter.
+_UNISOLATED = {**_BLOCKING, "epsilon": 0.25}
 
 SETTINGS = {
     Arm.ALONE: Setting(rollouts=False, policy=_OURS),
     Arm.ALONE_AGAIN: Setting(rollouts=False, policy=_OURS),
-    Arm.ROLLOUTS: Setting(production=False, policy={"ungated": True, **_BLOCKING, **_BARE}),
-    Arm.UNGATED: Setting(policy={"ungated": True, **_BLOCKING, **_BARE}),
-    Arm.SATURATION: Setting(policy={"law": Law.SATURATION.value, **_BLOCKING, **_BARE}),
-    Arm.ROSE: Setting(policy={"law": Law.ROSE.value, **_BLOCKING, **_BARE}),
-    Arm.GATE_ONLY: Setting(policy={**_OURS, **_BLOCKING}),
+    Arm.ROLLOUTS: Setting(production=False, policy={"ungated": True, **_BLOCKING, **BARE}),
+    Arm.UNGATED: Setting(policy={"ungated": True, **_BLOCKING, **BARE}),
+    Arm.SATURATION: Setting(policy={"law": Law.SATURATION.value, **_BLOCKING, **BARE}),
+    Arm.ROSE: Setting(policy={"law": Law.ROSE.value, **_BLOCKING, **BARE}),
+    Arm.GATE_ONLY: Setting(policy={**_OURS, **_UNISOLATED}),
     Arm.ROSEMUX: Setting(isolated=True, policy=_OURS),
 }
 ALONE = (Arm.ALONE, Arm.ALONE_AGAIN)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.coserve.arms import ALONE, SETTINGS, Arm, Setting
 from benchmarks.coserve.rollouts import Lease, Rollouts
@@ -76,10 +77,14 @@ class Runner:
 
     def instruct(self, setting: Setting) -> None:
         self.slot.isolate(self.slot.isolation if setting.isolated else NO_ISOLATION)
+        self.policy(setting.policy)
+
+    def policy(self, changes: dict[str, Any]) -> None:
+        """Over the slot's own; the guest's isolation stays as it is."""
         own = self.slot.policy(self.level)
         merged = {
             key: {**own[key], **value} if isinstance(value, dict) and key in own else value
-            for key, value in setting.policy.items()
+            for key, value in changes.items()
         }
         self.slot.instruct(own | merged)
 
