@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from time import thread_time_ns
 
 from coserve.gate import Closed, Decision, decide
 from coserve.step_time import StepTimeModel
@@ -18,13 +19,13 @@ from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.page import (
     Grant,
-    GrantMode,
     Guest,
     PageDirectory,
     PageReader,
     Pulse,
     Reading,
 )
+from harvester.contracts.process import ProcessId
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class EngineLoad:
     kv_tokens_short: int = 0
     """What requests held above it at that time."""
     weight_version: str = ""
-    processes: tuple[int, ...] = ()
+    processes: tuple[ProcessId, ...] = ()
 
 
 class GuestSlot:
@@ -92,15 +93,16 @@ class GuestSlot:
     def decide(self) -> Decision:
         """May a step start now? Reads every page of the slot."""
         with self._lock:
-            now_ns = monotonic_ns()
+            # Of this thread alone: beside production the idle class is preempted at any moment.
+            began_ns, now_ns = thread_time_ns(), monotonic_ns()
             grant = self._grant = self._grant_page.read(now_ns=now_ns)
             pulses = self._read_pulses(now_ns)
             if grant.record is not None:
                 self._granted_ns = now_ns
                 self._epoch = grant.record.epoch
                 self._abort_grace_s = grant.record.abort_grace_s
-                asleep = grant.record.mode is GrantMode.ASLEEP
-                self._budget_tokens = 0 if asleep else grant.record.kv_budget_tokens or None
+                budget_tokens = grant.record.kv_budget_tokens or None
+                self._budget_tokens = 0 if grant.record.asleep else budget_tokens
             launched = self._launched
             decision = decide(
                 grant,
@@ -115,7 +117,7 @@ class GuestSlot:
             if decision.tokens == 0 < self.last.tokens:
                 self._closings += 1
             self.last = decision
-            self._decide_s += 0.01 * ((monotonic_ns() - now_ns) * 1e-9 - self._decide_s)
+            self._decide_s += 0.01 * ((thread_time_ns() - began_ns) * 1e-9 - self._decide_s)
             return decision
 
     def written(self, *, grant_only: bool = False) -> tuple[Word, ...]:
@@ -207,6 +209,7 @@ class GuestSlot:
             kv_tokens_total=self.load.kv_tokens_total,
             kv_tokens_withheld=self.load.kv_tokens_withheld,
             processes=self.load.processes,
+            step_over_ratio=self.step_time.over_ratio,
             weight_version=self.load.weight_version,
             aborted_total=self._aborted,
             closings_total=self._closings,

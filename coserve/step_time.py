@@ -20,6 +20,7 @@ _LEAST_INFORMATION = 1e-3
 _OUTLIER_RATIO = 4.0
 _SHORTEST_STEP_S = 1e-4
 _LEAST_S = 1e-9
+_CALIBRATION_GAIN = 0.01
 
 
 @dataclass(slots=True)
@@ -33,6 +34,8 @@ class StepTimeModel:
     factor: float = 1.5
     """Ratio of the wanted quantile to the fitted mean."""
     samples: int = 0
+    over_ratio: float = 0.1
+    """Share of late steps that took longer than predicted: 1 - `quantile` if it is calibrated."""
     _information: tuple[float, float, float, float, float, float] = (0.0,) * 6
     """Upper triangle, by rows: what the steps of late told about base, decode and prefill."""
 
@@ -59,6 +62,7 @@ class StepTimeModel:
         """Fold in one step that production did not disturb."""
         x1, x2 = float(decodes), float(prefill_tokens)
         mean = self.base_s + self.decode_s * x1 + self.prefill_s * x2
+        self.over_ratio += _CALIBRATION_GAIN * ((step_s > self.factor * mean) - self.over_ratio)
         step_s = min(step_s, _OUTLIER_RATIO * self.factor * max(mean, _SHORTEST_STEP_S))
         a, b, c, d, e, f = self._information
         a = _FORGETTING * a + _LEAST_INFORMATION + 1.0

@@ -76,6 +76,12 @@ _AGENT = (
         "Share of recent time without a production step; NaN is unknown.",
     ),
     _agent(
+        "guest_step_over_ratio",
+        Kind.GAUGE,
+        "slot",
+        "Share of the guest's late steps that took longer than predicted; 0.1 is wanted.",
+    ),
+    _agent(
         "guest_kv_tokens",
         Kind.GAUGE,
         "slot state",

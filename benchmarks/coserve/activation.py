@@ -84,7 +84,9 @@ class Activations:
             said = await response.text()
             if response.status not in (200, *_NOT_YET):
                 raise ConfigError(f"the guest answers {response.status}: {said[:200]}")
-            return response.status == 200
+            if response.status != 200:
+                return False
+            return bool(json.loads(said)["usage"]["completion_tokens"] == 1)
 
     def _held_mib(self) -> float:
         tree = self.runner.slot.parts.running[GUEST].tree()

@@ -83,12 +83,12 @@ async def after_loss(
 async def closed_gate_core_share(slot: ServingSlot, clock: Clock) -> float:
     """Share of a core that the guest takes with requests waiting and its gate closed.
 
-    Without any isolation backend. The agent stands still meanwhile: the grant is gone, and what
-    waits is not yet given up.
+    Without any isolation backend. An operator holds the node meanwhile: grants are closed, leases
+    stay, and what comes waits.
     """
     slot.isolate(NO_ISOLATION)
-    agent = slot.parts.running[AGENT].process.pid
-    os.kill(agent, signal.SIGSTOP)
+    switch = slot.pages.path.parent / "kill"
+    switch.write_text("hold")
     try:
         await asyncio.sleep(_GONE_S)
         guest = slot.parts.running[GUEST].tree()
@@ -96,7 +96,7 @@ async def closed_gate_core_share(slot: ServingSlot, clock: Clock) -> float:
         await asyncio.sleep(_CLOSED_S)
         return (_cpu_s(guest) - used_s) / (clock.now() - start_s)
     finally:
-        os.kill(agent, signal.SIGCONT)
+        switch.unlink()
 
 
 def _cpu_s(processes: list[psutil.Process]) -> float:

@@ -66,11 +66,15 @@ class KvReserve:
         """Run what vLLM does only with every block free, such as dropping all prefixes."""
         withheld, self._withheld = self._withheld, []
         self._pool.free_blocks(withheld)
-        done = act()
-        # Maybe other blocks than before: which ones are used and which are not has changed.
-        again = self._pool.get_new_blocks(min(len(withheld), self._pool.get_num_free_blocks()))
-        self._withheld = again
-        new = {block.block_id for block in again} - {block.block_id for block in withheld}
+        try:
+            return act()
+        finally:
+            self._withhold_again(withheld)
+
+    def _withhold_again(self, before: list[Any]) -> None:
+        """As many blocks as before, maybe others: which ones are in use has changed."""
+        count = min(len(before), self._pool.get_num_free_blocks())
+        self._withheld = self._pool.get_new_blocks(count)
+        new = {block.block_id for block in self._withheld} - {block.block_id for block in before}
         if new and self._give_back is not None:
             self._give_back(sorted(new), self._pool.num_gpu_blocks)
-        return done

@@ -39,10 +39,16 @@ class EngineCommand:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+def stock(spec: EngineSpec) -> EngineCommand:
+    """A production engine with nothing of ours."""
+    return EngineCommand(_server(spec), _environment(spec))
+
+
 def production(spec: EngineSpec, *, pages: Path) -> EngineCommand:
     """A production engine at consent level `plugin`."""
-    arguments = (*_server(spec), "--middleware", "coserve.vllm.middleware.PulseMiddleware")
-    return EngineCommand(arguments, _environment(spec) | _slot(spec, Role.PRODUCTION, pages))
+    bare = stock(spec)
+    arguments = (*bare.arguments, "--middleware", "coserve.vllm.middleware.PulseMiddleware")
+    return EngineCommand(arguments, bare.environment | _slot(spec, Role.PRODUCTION, pages))
 
 
 def guest(spec: EngineSpec, *, pages: Path, weights: Path) -> EngineCommand:

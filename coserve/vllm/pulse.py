@@ -17,7 +17,7 @@ from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.bell import Word
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.page import GrantMode, PageDirectory, PageFault, PageWriter, Pulse
+from harvester.contracts.page import PageDirectory, PageFault, PageWriter, Pulse
 
 BEAT_S = 0.1
 PULSE_TTL_NS = 500_000_000
@@ -98,7 +98,7 @@ class PulseReporter:
         if grant.record is None:
             closed = grant.fault in (PageFault.MISSING, PageFault.EXPIRED)
         else:
-            closed = grant.record.mode is GrantMode.CLOSED
+            closed = not grant.record.mode.admits
         if not closed:
             self._book.alone_since_ns = None
         elif self._book.alone_since_ns is None:

@@ -5,6 +5,7 @@ reports "no requests" instead of scheduling empty steps, so the engine loop slee
 queue; aborts, pauses and weight updates come through that queue and still pass.
 """
 
+import logging
 import os
 from typing import Any
 
@@ -19,6 +20,9 @@ from coserve.vllm.kv_reserve import KvReserve
 from coserve.vllm.launch import WORKER_EXTENSION
 from coserve.vllm.waker import Waker
 from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.process import process_ids
+
+_log = logging.getLogger(__name__)
 
 
 class CoserveScheduler(AsyncScheduler):
@@ -46,7 +50,7 @@ class CoserveScheduler(AsyncScheduler):
     def attach(self, core: Any, wake: Any) -> None:
         """Called with the engine core once its loop is about to run."""
         self._core = core
-        self._slot.load.processes = (os.getpid(), *self._worker_pids())
+        self._slot.load.processes = process_ids([os.getpid(), *self._worker_pids()])
         self._measure_load()
         self._waker = Waker(self._slot, wake)
         self._waker.start()
@@ -139,12 +143,20 @@ class CoserveScheduler(AsyncScheduler):
             self._measure_load()
             self._slot.publish()
         if self._kv.tokens_withheld and self.waiting and not self.running:
-            # They would wait for ever; elsewhere they go on from what they have.
+            # They would wait for ever; elsewhere they go on from what they have. Unless the budget
+            # has just grown: a request may be here before the page was looked at.
+            self._slot.decide()
+            if self._slot.owes_memory():
+                self._keep_within_budget()
+                return
             room = self._kv.tokens_total - self._kv.tokens_withheld
             self._abort([r.request_id for r in self.waiting if r.num_tokens >= room])
 
     def _give_back(self, blocks: list[int], total: int) -> None:
-        self._core.model_executor.collective_rpc("rosemux_give_back", args=(blocks, total))
+        rpc = self._core.model_executor.collective_rpc
+        returned = sum(rpc("rosemux_give_back", args=(blocks, total)))
+        if returned == 0 and len(blocks) > total // 2:
+            _log.warning("no KV memory is given back: this engine's cache has an unknown layout")
 
     def _worker_pids(self) -> list[int]:
         if self._kv.returns_pages:

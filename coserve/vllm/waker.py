@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from coserve.guest_slot import GuestSlot
-from harvester.contracts.bell import PrivateBell, sleep_until_rung
+from harvester.contracts.bell import PrivateBell, Word, sleep_until_rung
 from harvester.contracts.clock import monotonic_ns
 
 BEAT_S = 0.1
@@ -73,7 +73,7 @@ class Waker(threading.Thread):
             self._wake()
         self._publish()
         if not self._armed:
-            sleep_until_rung((rung, *written), timeout_s=BEAT_S)
+            self._sleep((rung, *written), timeout_s=BEAT_S, grant_only=True)
 
     def _watch(self) -> None:
         """Until the loop must wake up."""
@@ -86,8 +86,18 @@ class Waker(threading.Thread):
                 self._wake()
                 return
             self._publish()
-            sleep_until_rung((rung, *written), timeout_s=_FULL_READ_S)
+            self._sleep((rung, *written), timeout_s=_FULL_READ_S)
             time.sleep(max(0, looked_ns + _PAUSE_NS - monotonic_ns()) * 1e-9)
+
+    def _sleep(
+        self, words: tuple[Word, ...], *, timeout_s: float, grant_only: bool = False
+    ) -> None:
+        """Until one of the words has changed. Where nobody can ring, by looking at them alone."""
+        until_ns = monotonic_ns() + int(timeout_s * 1e9)
+        while (left_ns := until_ns - monotonic_ns()) > 0:
+            sleep_until_rung(words, timeout_s=left_ns * 1e-9)
+            if (self._bell.word(), *self._slot.written(grant_only=grant_only)) != words:
+                return
 
     def _publish(self) -> None:
         now_ns = monotonic_ns()

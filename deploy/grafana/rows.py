@@ -170,6 +170,24 @@ def harvesting() -> tuple[Lines | Stat, ...]:
             "slot",
             _SLOT,
         ),
+        lines(
+            "Guest KV",
+            "Tokens held by requests, free, and withheld: given back to production.",
+            COUNT,
+            (_latest("harvester_guest_kv_tokens", _SLOT, "slot, state"), "{{slot}} {{state}}"),
+        ),
+        lines(
+            "Memory that was due",
+            "Returned in time, or missed: the guest was ended. Per second.",
+            PER_SECOND,
+            (_rate("harvester_kv_reclaims_total", "slot, outcome", _SLOT), "{{slot}} {{outcome}}"),
+        ),
+        lines(
+            "Guest steps longer than predicted",
+            "A tenth is what the step-time model promises.",
+            RATIO,
+            (_latest("harvester_guest_step_over_ratio", _SLOT), "{{slot}}"),
+        ),
     )
 
 

@@ -80,7 +80,7 @@ class SlotExposition:
         for reading in self._last.pulses if self._last is not None else ():
             if reading.name not in seen_ns:
                 metrics.signal_age.labels(slot, reading.name).set(math.inf)
-        self._set_kv()
+        self._set_guest()
         idle = policy.idle_ratio
         metrics.idle.labels(slot).set(math.nan if idle is None else idle)
         metrics.objective.labels(slot).set(settings.budget.slo_target_ratio)
@@ -143,13 +143,15 @@ class SlotExposition:
             metrics.reclaim.labels(self._slot).observe(late_ns / 1e9)
             self._closing_at_ns = None
 
-    def _set_kv(self) -> None:
+    def _set_guest(self) -> None:
         guest = self._last.guest.record if self._last is not None else None
         known: dict[str, float] = dict.fromkeys(("held", "free", "withheld"), math.nan)
         if guest is not None:
             held, withheld = guest.kv_tokens, guest.kv_tokens_withheld
             free = guest.kv_tokens_total - held - withheld
             known = {"held": held, "free": free, "withheld": withheld}
+        over = math.nan if guest is None else guest.step_over_ratio
+        self._metrics.step_over.labels(self._slot).set(over)
         for state, tokens in known.items():
             self._metrics.kv.labels(self._slot, state).set(tokens)
 

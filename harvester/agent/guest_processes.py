@@ -1,8 +1,8 @@
 """Acts on a guest's processes, which the guest itself names: lifts them, or ends them.
 
-A page is written by its guest, so a name in it is believed only for processes of the page's own
-owner: whatever a guest makes the agent do, its user could have done. Where the agent sees no such
-process (in another pod, say), nothing happens and the caller is told.
+A page is written by its guest, so a name in it is believed only for a process of the page's owner
+that began when the guest says: a number alone would be somebody else's in another pid namespace, or
+a moment later. Where the agent sees no such process (in another pod, say), nothing happens.
 """
 
 import logging
@@ -11,66 +11,99 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+
+from harvester.contracts.process import ProcessId, start_ticks
+
 _log = logging.getLogger(__name__)
 
 
 class GuestProcesses:
-    def __init__(self, page: Path) -> None:
-        """`page` is the guest's page; its owner is the guest's user."""
+    def __init__(self, page: Path, *, memo: Path) -> None:
+        """`page` is the guest's page; its owner is the guest's user. `memo` names what is lifted,
+        so that an agent that comes after this one can settle it."""
         self._page = page
-        self._settled: dict[int, tuple[int, int]] = {}
-        """Thread -> (scheduling policy, priority) before it was lifted."""
+        self._memo = memo
+        self._lifted = _remembered(memo)
 
-    def lift(self, processes: Iterable[int]) -> bool:
-        """Into the normal scheduling class. False where any could not be."""
+    def lift(self, processes: Iterable[ProcessId]) -> bool:
+        """Out of the idle class. False where any thread could not be."""
         done = True
-        self._settled.clear()
-        for pid in self._own(processes):
-            for thread in _threads(pid):
+        for process in self._own(processes):
+            for thread in _threads(process.pid):
                 try:
-                    policy = os.sched_getscheduler(thread)
-                    if policy != os.SCHED_IDLE:
+                    if os.sched_getscheduler(thread) != os.SCHED_IDLE:
                         continue
-                    before = (policy, os.sched_getparam(thread).sched_priority)
                     os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
                 except OSError as error:
                     _log.warning("guest thread %s is not lifted: %s", thread, error.strerror)
                     done = False
                 else:
-                    self._settled[thread] = before
+                    self._lifted.add(process)
+        self._remember()
         return done
 
-    def settle(self, processes: Iterable[int]) -> None:
-        """Back to where they were before they were lifted."""
-        threads = {thread for pid in self._own(processes) for thread in _threads(pid)}
-        for thread, (policy, priority) in self._settled.items():
-            if thread not in threads:
+    def settle(self) -> None:
+        """Back into it, with the threads that they have made since."""
+        for process in self._lifted:
+            if start_ticks(process.pid) != process.start_ticks:
                 continue
-            try:
-                os.sched_setscheduler(thread, policy, os.sched_param(priority))
-            except OSError:
-                continue
-        self._settled.clear()
+            for thread in _threads(process.pid):
+                try:
+                    os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+                except OSError as error:
+                    _log.error("guest thread %s stays lifted: %s", thread, error.strerror)
+        self._lifted.clear()
+        self._remember()
 
-    def kill(self, processes: Iterable[int]) -> bool:
+    def kill(self, processes: Iterable[ProcessId]) -> bool:
         """False where none could be."""
         killed = False
-        self._settled.clear()
-        for pid in self._own(processes):
+        for process in self._own(processes):
             try:
-                os.kill(pid, signal.SIGKILL)
+                # The descriptor stands for the process that is checked, whatever ends meanwhile.
+                descriptor = os.pidfd_open(process.pid)
+            except OSError:
+                continue
+            try:
+                if start_ticks(process.pid) == process.start_ticks:
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                    killed = True
             except OSError as error:
-                _log.error("guest process %s lives on: %s", pid, error.strerror)
-            else:
-                killed = True
+                _log.error("guest process %s lives on: %s", process.pid, error.strerror)
+            finally:
+                os.close(descriptor)
         return killed
 
-    def _own(self, processes: Iterable[int]) -> list[int]:
+    def _own(self, processes: Iterable[ProcessId]) -> list[ProcessId]:
         try:
             owner = self._page.lstat().st_uid
         except OSError:
             return []
-        return [pid for pid in processes if pid > 1 and _owner(pid) == owner]
+        return [
+            process
+            for process in processes
+            if process.pid > 1
+            and process.pid != os.getpid()
+            and _owner(process.pid) == owner
+            and start_ticks(process.pid) == process.start_ticks
+        ]
+
+    def _remember(self) -> None:
+        try:
+            if self._lifted:
+                self._memo.write_bytes(msgspec.json.encode(tuple(self._lifted)))
+            else:
+                self._memo.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("%s: %s", self._memo, error.strerror)
+
+
+def _remembered(memo: Path) -> set[ProcessId]:
+    try:
+        return set(msgspec.json.decode(memo.read_bytes(), type=tuple[ProcessId, ...]))
+    except (OSError, msgspec.DecodeError):
+        return set()
 
 
 def _owner(pid: int) -> int | None:

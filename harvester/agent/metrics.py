@@ -50,6 +50,9 @@ class AgentMetrics:
             buckets=_RECLAIM_EDGES_S,
         )
 
+        self.step_over = self._gauge(
+            "guest_step_over_ratio", "Guest steps longer than predicted; 0.1 is wanted.", "slot"
+        )
         self.kv = self._gauge(
             "guest_kv_tokens", "Of the guest's KV: held, free, withheld.", "slot", "state"
         )

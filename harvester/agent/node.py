@@ -78,11 +78,12 @@ class Node:
         if changed:
             raise ConfigError(f"a restart is needed to change {', '.join(changed)}")
         pages = [
-            [(s.name, c.pages_of(s), s.pulses) for s in c.slots] for c in (self._config, config)
+            [(s.name, c.pages_of(s), s.pulses, s.memory_group) for s in c.slots]
+            for c in (self._config, config)
         ]
         if pages[0] != pages[1]:
             raise ConfigError(
-                "a restart is needed to change which slots, pages or pulses there are"
+                "a restart is needed to change slots, or their pages, pulses and memory groups"
             )
         for slot, new in zip(self.slots, config.slots, strict=True):
             slot.reconfigure(new, config.settings_of(new))

@@ -56,7 +56,11 @@ class Slot:
             owners=frozenset(slot.trusted_uids),
             memory=shared,
         )
-        self._guest = GuestProcesses(directory.path / PageName.GUEST)
+        self._guest = GuestProcesses(
+            directory.path / PageName.GUEST, memo=config.state_dir / f"{slot.name}.lifted"
+        )
+        # What an earlier agent had lifted when it ended.
+        self._guest.settle()
         self.policy = SlotPolicy(config.settings_of(slot))
         self._journal = JournalWriter(
             journal_path(config, slot), max_bytes=config.journal_max_bytes
@@ -73,7 +77,11 @@ class Slot:
                 self._journal.rotate(self._first_line(resumed=True))
         except OSError as error:
             # What cannot be audited is not done.
-            effects = tuple(_without_audit(effect, error) for effect in effects)
+            effects = tuple(
+                _without_audit(effect, error)
+                for effect in effects
+                if not isinstance(effect, LiftGuest | KillGuest)
+            )
         for effect in effects:
             self._apply(effect, now)
         self._book.offer(self.name, self.policy.slot_state(), self.policy.reason)
@@ -110,6 +118,7 @@ class Slot:
         grant = Grant(epoch=epoch, mode=GrantMode.CLOSED, reason="agent stopped")
         self._writer.write(grant, now_ns=monotonic_ns(), ttl_ns=0)
         self._writer.close()
+        self._guest.settle()
         self.sensor.close()
         self._journal.close()
         os.close(self._lock)
@@ -126,7 +135,7 @@ class Slot:
             case LiftGuest():
                 self._guest.lift(effect.processes)
             case SettleGuest():
-                self._guest.settle(effect.processes)
+                self._guest.settle()
             case KillGuest():
                 _log.error("slot %s: the guest is ended: %s", self.name, effect.reason)
                 self._guest.kill(effect.processes)

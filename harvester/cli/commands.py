@@ -31,6 +31,10 @@ COMMANDS: dict[str, LazyCommand] = {
         target="harvester.cli.status:status",
         summary="Show the slots of this machine: production, grant, guest and lease.",
     ),
+    "profile": LazyCommand(
+        target="harvester.cli.profile:profile",
+        summary="Print production's learned step times, to start another slot from.",
+    ),
     "replay": LazyCommand(
         target="scheduler.sim.command:replay",
         summary="Feed a recorded journal to its policy again and report the first difference.",

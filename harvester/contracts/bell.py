@@ -103,6 +103,11 @@ def ring(address: int, *, private: bool = False) -> None:
         _call(_FUTEX, ctypes.c_void_p(address), operation, _EVERYBODY, None, None, 0)
 
 
+def can_ring() -> bool:
+    """Whether a sleeper is woken at all; otherwise it naps."""
+    return _call is not None
+
+
 def sleep_until_rung(words: Sequence[Word], *, timeout_s: float) -> None:
     """Returns when one of the words is no longer what it was, or was rung; at the latest after
     `timeout_s`, and now and then for no reason."""

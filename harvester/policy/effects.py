@@ -4,6 +4,7 @@ import msgspec
 
 from harvester.contracts.ids import LeaseId
 from harvester.contracts.page.records import Grant
+from harvester.contracts.process import ProcessId
 from harvester.contracts.wire.leases import EndReason
 
 
@@ -31,20 +32,20 @@ class Quarantine(msgspec.Struct, frozen=True, kw_only=True, tag="quarantine"):
 class LiftGuest(msgspec.Struct, frozen=True, kw_only=True, tag="lift_guest"):
     """Out of its isolation backend: what production waits for must not wait behind production."""
 
-    processes: tuple[int, ...]
+    processes: tuple[ProcessId, ...]
     reason: str
 
 
 class SettleGuest(msgspec.Struct, frozen=True, kw_only=True, tag="settle_guest"):
-    """Back under its isolation backend."""
+    """Back under its isolation backend, where it was lifted out of it."""
 
-    processes: tuple[int, ...]
+    reason: str
 
 
 class KillGuest(msgspec.Struct, frozen=True, kw_only=True, tag="kill_guest"):
     """End its processes, so that their memory is production's."""
 
-    processes: tuple[int, ...]
+    processes: tuple[ProcessId, ...]
     reason: str
 
 

@@ -4,7 +4,7 @@ Missing data is danger, never idleness: a pulse that is absent, counters that we
 requests without steps are conditions of their own. Nothing here decides what the guest may do.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import msgspec
 
@@ -77,7 +77,7 @@ class ProductionWatch:
         return ProductionView(
             condition=condition,
             reason=reason,
-            model=_upper(tuple(pulses.values())),
+            model=self._model(pulses),
             phantom_prompt_tokens=max((p.prompt_tokens_p99 for p in pulses.values()), default=0),
             ttft=ttft,
             itl=itl,
@@ -93,12 +93,19 @@ class ProductionWatch:
         if restarted:
             return Condition.RESTARTED, restarted
         learned = _learned(pulses)
-        if learned < self._settings.model_samples_min:
+        if learned < self._settings.model_samples_min and not self._settings.profile.given:
             return (
                 Condition.UNLEARNED,
                 f"model rests on {learned} of {self._settings.model_samples_min} steps",
             )
         return (Condition.HUNG, hung) if hung else (None, "")
+
+    def _model(self, pulses: dict[str, Pulse]) -> ProductionModel:
+        """As learned, or as given until then."""
+        given = self._settings.profile
+        if given.given and _learned(pulses) < self._settings.model_samples_min:
+            return ProductionModel(**asdict(given))
+        return _upper(tuple(pulses.values()))
 
     def _restarted(self, pulses: dict[str, Pulse], now: float) -> str:
         state = self.state
@@ -160,7 +167,7 @@ class ProductionWatch:
             if idle or any(self._stepped(name, pulse) for name, pulse in members):
                 self.state.progress_at_s[engine] = now
             stuck_s = now - self.state.progress_at_s.setdefault(engine, now)
-            if stuck_s > self._patience_s([pulse for _, pulse in members]):
+            if stuck_s > self._patience_s(dict(members)):
                 verdict = verdict or f"{engine}: requests in flight, no step for {stuck_s:.1f} s"
         return verdict
 
@@ -168,10 +175,10 @@ class ProductionWatch:
         before = self.state.pulses.get(name)
         return before is None or pulse.steps_total != before.steps_total
 
-    def _patience_s(self, pulses: list[Pulse]) -> float:
-        model = _upper(tuple(pulses))
-        prompt_tokens = max(pulse.largest_waiting_prompt_tokens for pulse in pulses)
-        decoding = sum(pulse.decoding for pulse in pulses)
+    def _patience_s(self, pulses: dict[str, Pulse]) -> float:
+        model = self._model(pulses)
+        prompt_tokens = max(pulse.largest_waiting_prompt_tokens for pulse in pulses.values())
+        decoding = sum(pulse.decoding for pulse in pulses.values())
         step_s = max(model.prefill_s(prompt_tokens), model.decode_s(decoding))
         return max(self._settings.hung_min_s, self._settings.hung_steps * step_s)
 

@@ -4,12 +4,17 @@ The KV budget falls first, in the grant. From the beat in which the guest holds 
 lifted out of its isolation backend, since a guest in the idle class beside saturated production
 would give nothing back for as long as production is saturated. What it still keeps at the deadline
 is taken by ending it. Both are effects, and both are counted.
+
+Such a guest is often too starved to write its page, so what it said last stands until it says
+something else or its page is gone.
 """
 
 import msgspec
 
-from harvester.contracts.page.records import Guest
+from harvester.contracts.page.seal import PageFault
+from harvester.contracts.process import ProcessId
 from harvester.policy.effects import KillGuest, LiftGuest, SettleGuest
+from harvester.policy.sample import GuestReading
 
 
 class ReclaimState(msgspec.Struct, kw_only=True):
@@ -18,8 +23,9 @@ class ReclaimState(msgspec.Struct, kw_only=True):
     killed: bool = False
     in_time: int = 0
     missed: int = 0
-    last_s: float = 0.0
-    """How long the last one took, or has been taking."""
+    usable_tokens: int = 0
+    processes: tuple[ProcessId, ...] = ()
+    """What the guest said last."""
 
 
 class Reclaim:
@@ -28,33 +34,34 @@ class Reclaim:
         self.state = state or ReclaimState()
 
     def observe(
-        self, guest: Guest | None, *, budget_tokens: int | None, now: float
+        self, reading: GuestReading, *, budget_tokens: int | None, now: float
     ) -> tuple[LiftGuest | SettleGuest | KillGuest, ...]:
         """`budget_tokens` is what this beat's grant leaves the guest; None is all that it has."""
-        state = self.state
-        if guest is None:
-            # Ended, or silent: in either case it is for the conditions of a lost guest.
-            state.since_s, state.killed = None, False
-            return ()
-        owing = budget_tokens is not None and _usable(guest) > budget_tokens
-        if not owing:
-            if state.since_s is None:
-                return ()
-            state.in_time += not state.killed
-            state.since_s, state.killed = None, False
-            return (SettleGuest(processes=guest.processes),)
+        state, guest = self.state, reading.record
+        if guest is not None:
+            state.usable_tokens = guest.kv_tokens_total - guest.kv_tokens_withheld
+            state.processes = guest.processes
+        elif reading.fault is PageFault.MISSING:
+            # Gone, with everything that it held.
+            state.usable_tokens, state.processes = 0, ()
+        if budget_tokens is None or state.usable_tokens <= budget_tokens:
+            return self._settled()
         if state.since_s is None:
-            state.since_s, state.last_s = now, 0.0
-            return (LiftGuest(processes=guest.processes, reason="memory is due"),)
-        state.last_s = now - state.since_s
-        if state.killed or state.last_s < self._deadline_s:
+            state.since_s = now
+            return (LiftGuest(processes=state.processes, reason="memory is due"),)
+        elapsed_s = now - state.since_s
+        if state.killed or elapsed_s < self._deadline_s:
             return ()
         state.killed = True
         state.missed += 1
-        why = f"held {_usable(guest)} tokens of KV, {budget_tokens} allowed"
-        reason = f"{why} for {state.last_s:.1f} s"
-        return (KillGuest(processes=guest.processes, reason=reason),)
+        held = f"held {state.usable_tokens} tokens of KV, {budget_tokens} allowed"
+        reason = f"{held} for {elapsed_s:.1f} s"
+        return (KillGuest(processes=state.processes, reason=reason),)
 
-
-def _usable(guest: Guest) -> int:
-    return guest.kv_tokens_total - guest.kv_tokens_withheld
+    def _settled(self) -> tuple[SettleGuest, ...]:
+        state = self.state
+        if state.since_s is None:
+            return ()
+        state.in_time += not state.killed
+        state.since_s, state.killed = None, False
+        return (SettleGuest(reason="nothing is due"),)

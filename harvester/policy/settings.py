@@ -108,6 +108,29 @@ class ProofSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSettings:
+    """Production's step times to start from, as `rosemux profile` prints them. All 0 is none."""
+
+    prefill_base_s: float = 0.0
+    prefill_s_per_token: float = 0.0
+    decode_base_s: float = 0.0
+    decode_s_per_request: float = 0.0
+
+    def __post_init__(self) -> None:
+        values = (
+            self.prefill_base_s,
+            self.prefill_s_per_token,
+            self.decode_base_s,
+            self.decode_s_per_request,
+        )
+        _check(all(0 <= value < 1e3 for value in values), "profile: times must be 0 to 1000 s")
+
+    @property
+    def given(self) -> bool:
+        return self != ProfileSettings()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSettings:
     """The node's control law for one slot."""
 
@@ -133,6 +156,8 @@ class SlotSettings:
     blocking_ratio: float = 1.0
     model_samples_min: int = 64
     """Steps behind production's model before it is believed."""
+    profile: ProfileSettings = field(default_factory=ProfileSettings)
+    """Stands in for that model until then, so that a slot need not learn first."""
     hung_steps: float = 8.0
     """Requests in flight and no step for so many predicted steps is a hung engine ..."""
     hung_min_s: float = 2.0
@@ -151,8 +176,9 @@ class SlotSettings:
     """Production's KV use at which the guest's KV budget is halved."""
     memory_high_ratio: float = 0.9
     """Use of the shared control group's limit at which the guest's KV budget is halved."""
-    kv_deadline_s: float = 0.5
-    """A guest that holds more than its budget for this long is ended."""
+    kv_deadline_s: float = 2.0
+    """A guest that holds more than its budget for this long is ended. Longer than any step of it,
+    and than a change of its weights."""
     sleep_after_s: float = 60.0
     """Without a lease for this long the guest gives all its KV back; 0 never."""
     step_level: LevelSettings = field(default_factory=LevelSettings)

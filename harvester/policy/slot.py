@@ -149,8 +149,8 @@ class SlotPolicy:
         grant = self._grant(sample, production, now)
         write = WriteGrant(grant=grant, ttl_s=self.settings.grant_ttl_s, reason=grant.reason)
         # A guest that falls asleep gives up what nobody waits for: it has all the time it needs.
-        budget = None if grant.mode is GrantMode.ASLEEP else grant.kv_budget_tokens or None
-        due = self.reclaim.observe(sample.guest.record, budget_tokens=budget, now=now)
+        budget = grant.kv_budget_tokens or None if self.settings.mode is Mode.HARVEST else None
+        due = self.reclaim.observe(sample.guest, budget_tokens=budget, now=now)
         return (write, *ending, *due)
 
     def _install(self, memory: SlotMemory) -> None:
@@ -289,12 +289,15 @@ class SlotPolicy:
 
     def _kv_budget_tokens(self) -> int:
         """0 while the guest may have all that its engine has."""
-        most, ratio = self.settings.kv_budget_tokens, self._kv_level.ratio
-        return most if ratio >= 1.0 else int((most or self._memory.kv_tokens) * ratio)
+        most, has = self.settings.kv_budget_tokens, self._memory.kv_tokens
+        if self._kv_level.ratio >= 1.0:
+            return most
+        # At least one: 0 would leave the guest everything.
+        return max(1, int((min(most, has) if most and has else most or has) * self._kv_level.ratio))
 
     def _grant(self, sample: SlotSample, production: ProductionView, now: float) -> Grant:
         settings, memory = self.settings, self._memory
-        closed = GrantMode.ASLEEP if self._asleep(sample, now) else GrantMode.CLOSED
+        asleep = self._asleep(sample, now)
         may_run = memory.state is State.OPEN and memory.condition is Condition.CLEAR
         reason = memory.reason or memory.state.value
         if settings.mode is Mode.OBSERVE:
@@ -302,7 +305,7 @@ class SlotPolicy:
         mode = GrantMode.UNGATED if settings.ungated else GrantMode.OPEN
         return Grant(
             epoch=sample.lease.epoch,
-            mode=mode if may_run else closed,
+            mode=mode if may_run else GrantMode.CLOSED,
             reason=reason[:200],
             step_tokens_cap=max(1, int(settings.step_tokens_max * self._step_level.ratio)),
             kv_budget_tokens=self._kv_budget_tokens(),
@@ -316,4 +319,5 @@ class SlotPolicy:
             blocking_ratio=settings.blocking_ratio,
             abort_grace_s=settings.abort_grace_s,
             law=settings.law,
+            asleep=asleep,
         )

@@ -45,7 +45,7 @@ LABEL_VALUES = {
     "kind": ("dedicated", "guest"),
     "level": ("node",),
     "mode": ("off", "learning", "closed", "cooldown", "open"),
-    "outcome": ("started", "lost", "duplicated", "migrated"),
+    "outcome": ("started", "lost", "duplicated", "migrated", "in_time", "missed"),
     "slo": ("ttft", "itl"),
     "source": ("pulse.prod.0", "guest"),
 }

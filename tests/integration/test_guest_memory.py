@@ -29,10 +29,10 @@ def resident_bytes(slot: EngineSlot) -> int:
     return sum(process.memory_info().rss for process in slot.guest_child.tree())
 
 
-async def filled(slot: EngineSlot) -> int:
-    """What the guest's processes hold once its KV cache has been written to; bytes."""
-    await slot.begin(8).ended()
-    return resident_bytes(slot)
+async def filled(slot: EngineSlot) -> None:
+    """Long turns, each in blocks of its own, until a good part of the cache was written to."""
+    for _ in range(3):
+        await slot.begin(LONG).ended()
 
 
 async def test_a_smaller_budget_returns_memory_and_leaves_a_running_turn_as_it_is(
@@ -40,7 +40,8 @@ async def test_a_smaller_budget_returns_memory_and_leaves_a_running_turn_as_it_i
 ) -> None:
     undisturbed = await slot.begin(LONG).ended()
     kv_bytes = 1 << 30
-    before = await filled(slot)
+    await filled(slot)
+    before = resident_bytes(slot)
     turn = slot.begin(LONG)
     await until(lambda: len(turn.tokens) > 50, "it is under way")
     slot.agent.say(GrantMode.UNGATED, kv_budget_tokens=CONTEXT_TOKENS)
@@ -60,7 +61,7 @@ async def test_a_guest_asleep_holds_no_kv_and_wakes_to_the_same_answers(slot: En
     undisturbed = await slot.begin(40).ended()
     turn = slot.begin(LONG)
     await until(lambda: turn.tokens, "it is under way")
-    slot.agent.say(GrantMode.ASLEEP)
+    slot.agent.say(GrantMode.CLOSED, asleep=True)
     await turn.ended()
     assert turn.finish_reason == "abort"
     await slot.guest_becomes(

@@ -8,6 +8,8 @@ from typing import ClassVar
 
 import msgspec
 
+from harvester.contracts.process import ProcessId
+
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the page records; `KIND` stands in the page's head."""
@@ -69,9 +71,6 @@ class Pulse(Record, frozen=True, kw_only=True):
 
 
 class GrantMode(StrEnum):
-    ASLEEP = "asleep"
-    """Closed, and nobody will need the guest soon: it gives all its KV back. Its weights stay and
-    go on following new versions."""
     CLOSED = "closed"
     OPEN = "open"
     UNGATED = "ungated"
@@ -116,6 +115,9 @@ class Grant(Record, frozen=True, kw_only=True):
     """Share of a running guest step that can delay production: 1 without an isolation backend."""
     abort_grace_s: float = 10.0
     law: Law = Law.SLACK
+    asleep: bool = False
+    """Closed, and nobody will need the guest soon: it gives all its KV back. Its weights stay and
+    go on following new versions."""
 
 
 class Guest(Record, frozen=True, kw_only=True):
@@ -144,5 +146,7 @@ class Guest(Record, frozen=True, kw_only=True):
     kv_tokens_withheld: int = 0
     """Of the total, out of use because the budget says so; their memory is given back where the
     guest can."""
-    processes: tuple[int, ...] = ()
-    """Ids of the engine's processes, as the guest sees them."""
+    processes: tuple[ProcessId, ...] = ()
+    """The engine's, as the guest sees them."""
+    step_over_ratio: float = 0.0
+    """Share of late steps that took longer than predicted; a tenth is what is wanted."""

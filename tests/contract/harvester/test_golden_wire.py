@@ -7,6 +7,7 @@ import pytest
 
 from harvester.contracts.ids import Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
 from harvester.contracts.page import Guest, PageFault
+from harvester.contracts.process import ProcessId
 from harvester.contracts.wire.leases import (
     EndReason,
     LeaseEnded,
@@ -86,13 +87,13 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         ),
     ),
     (
-        LiftGuest(processes=(4, 5), reason="why"),
-        b'{"type":"lift_guest","processes":[4,5],"reason":"why"}',
+        LiftGuest(processes=(ProcessId(pid=4, start_ticks=9),), reason="why"),
+        b'{"type":"lift_guest","processes":[{"pid":4,"start_ticks":9}],"reason":"why"}',
     ),
-    (SettleGuest(processes=(4,)), b'{"type":"settle_guest","processes":[4]}'),
+    (SettleGuest(reason="why"), b'{"type":"settle_guest","reason":"why"}'),
     (
-        KillGuest(processes=(4,), reason="why"),
-        b'{"type":"kill_guest","processes":[4],"reason":"why"}',
+        KillGuest(processes=(), reason="why"),
+        b'{"type":"kill_guest","processes":[],"reason":"why"}',
     ),
 ]
 

@@ -168,7 +168,7 @@ def test_a_late_grant_takes_no_memory_and_one_that_stays_away_takes_all(
 
 
 def test_asleep_it_keeps_nothing(slot: Slot, guest: GuestSlot) -> None:
-    slot.grant(mode=GrantMode.ASLEEP, kv_budget_tokens=600)
+    slot.grant(mode=GrantMode.CLOSED, asleep=True, kv_budget_tokens=600)
     assert not guest.decide().open
     assert guest.kv_budget_tokens() == 0
 

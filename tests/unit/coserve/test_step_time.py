@@ -150,3 +150,12 @@ def test_no_time_or_an_unknown_one_admits_nothing(budget_s: float) -> None:
 
 def test_unlimited_time_admits_the_cap() -> None:
     assert StepTimeModel().tokens_within_s(math.inf, decodes=4, cap=512) == 512
+
+
+def test_says_how_often_steps_took_longer_than_predicted() -> None:
+    model = StepTimeModel()
+    mixed_steps(model, slow, 3000, noise=0.2)
+    assert 0.03 < model.over_ratio < 0.2, "the tenth that its quantile promises"
+    for _ in range(50):
+        model.observe(decodes=8, prefill_tokens=0, step_s=10 * slow(8, 0))
+    assert model.over_ratio > 0.2, "a machine that became slow shows"

@@ -34,6 +34,7 @@ class Scene:
     pulse: Pulse = field(default_factory=lambda: Pulse(model=MODEL, model_samples=1000))
     pulse_fault: PageFault | None = None
     guest: Guest | None = field(default_factory=Guest)
+    guest_fault: PageFault = PageFault.EXPIRED
     lease: LeaseView = field(default_factory=lambda: LeaseView(epoch=Epoch(1), lease=LeaseId("l1")))
     kill_switch: KillSwitch = KillSwitch.NONE
     memory: MemoryReading | None = None
@@ -49,7 +50,7 @@ class Scene:
         record = None if self.pulse_fault else self.pulse
         return SlotSample(
             pulses=(PulseReading(name=PULSE, record=record, fault=self.pulse_fault),),
-            guest=GuestReading(record=self.guest, fault=None if self.guest else PageFault.EXPIRED),
+            guest=GuestReading(record=self.guest, fault=None if self.guest else self.guest_fault),
             lease=self.lease,
             kill_switch=self.kill_switch,
             memory=self.memory,

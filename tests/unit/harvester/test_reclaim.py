@@ -8,12 +8,15 @@ import pytest
 
 from harvester.agent.memory import SharedMemory
 from harvester.contracts.ids import Epoch
-from harvester.contracts.page import Guest
+from harvester.contracts.page import Guest, PageFault
+from harvester.contracts.process import ProcessId
 from harvester.policy.effects import KillGuest, LiftGuest, SettleGuest
 from harvester.policy.sample import LeaseView, MemoryReading
+from harvester.policy.settings import Mode
 
 KV_TOKENS = 8192
-GUEST = Guest(kv_tokens_total=KV_TOKENS, processes=(41, 42))
+PROCESSES = (ProcessId(pid=41, start_ticks=7), ProcessId(pid=42, start_ticks=8))
+GUEST = Guest(kv_tokens_total=KV_TOKENS, processes=PROCESSES)
 FULL = MemoryReading(used_bytes=95, limit_bytes=100)
 ROOM = MemoryReading(used_bytes=50, limit_bytes=100)
 
@@ -41,7 +44,7 @@ def test_a_full_control_group_halves_the_budget_and_lifts_the_guest_in_the_same_
     scene.memory = FULL
     effects = scene.beat()
     assert grant_in(effects).kv_budget_tokens == KV_TOKENS // 2
-    assert [effect.processes for effect in of(LiftGuest, effects)] == [(41, 42)]
+    assert [effect.processes for effect in of(LiftGuest, effects)] == [PROCESSES]
 
 
 def test_memory_that_cannot_be_read_is_full(scene: Any, grant_in: Any) -> None:
@@ -64,24 +67,59 @@ def test_what_is_kept_beyond_the_deadline_is_taken_once(scene: Any) -> None:
     scene.memory = FULL
     scene.beat()
     scene.memory = ROOM
-    killed = [of(KillGuest, scene.beat()) for _ in range(12)]
+    killed = [of(KillGuest, scene.beat()) for _ in range(40)]
     (effect,) = [effect for effects in killed for effect in effects]
-    assert effect.processes == (41, 42)
+    assert effect.processes == PROCESSES
     assert "8192 tokens of KV, 4096 allowed" in effect.reason
     assert scene.policy.reclaim.state.missed == 1
+
+
+def test_a_guest_too_starved_to_speak_is_lifted_and_ended_by_what_it_said_last(scene: Any) -> None:
     scene.guest = None
+    scene.memory = FULL
+    assert of(LiftGuest, scene.beat())[0].processes == PROCESSES
+    scene.memory = ROOM
+    killed = [effect for _ in range(40) for effect in of(KillGuest, scene.beat())]
+    assert [effect.processes for effect in killed] == [PROCESSES]
+
+
+def test_a_guest_that_is_gone_owes_nothing(scene: Any) -> None:
+    scene.memory = FULL
     scene.beat()
-    assert scene.policy.reclaim.state.since_s is None
+    scene.guest, scene.guest_fault = None, PageFault.MISSING
+    assert of(SettleGuest, scene.beat())
+    assert not any(of(KillGuest, scene.beat()) for _ in range(40))
+
+
+@pytest.mark.parametrize("mode", [Mode.OFF, Mode.OBSERVE])
+def test_only_a_harvesting_agent_acts_on_a_guest(make_scene: Any, mode: Mode) -> None:
+    scene = make_scene(mode=mode)
+    scene.guest, scene.memory = GUEST, FULL
+    effects = [effect for _ in range(40) for effect in scene.beat()]
+    assert not of(LiftGuest, effects)
+    assert not of(KillGuest, effects)
+
+
+@pytest.mark.parametrize(("most", "left"), [(0, 4096), (1000, 500), (10**9, 4096)])
+def test_a_shrunk_budget_is_a_share_of_what_the_guest_may_and_can_hold(
+    make_scene: Any, grant_in: Any, most: int, left: int
+) -> None:
+    scene = make_scene(kv_budget_tokens=most)
+    scene.guest = GUEST
+    scene.beat()
+    scene.memory = FULL
+    assert grant_in(scene.beat()).kv_budget_tokens == left
 
 
 def test_an_unleased_guest_falls_asleep_and_wakes_with_its_lease(scene: Any, grant_in: Any) -> None:
     leased, scene.lease = scene.lease, LeaseView(epoch=Epoch(2))
-    assert grant_in(scene.beats_for(59.0)).mode == "closed"
+    assert not grant_in(scene.beats_for(59.0)).asleep
     effects = scene.beats_for(2.0)
-    assert grant_in(effects).mode == "asleep"
+    assert (grant_in(effects).mode, grant_in(effects).asleep) == ("closed", True)
     assert not of(LiftGuest, effects), "nobody waits for what it gives up"
     scene.lease = leased
-    assert grant_in(scene.beat()).mode == "open"
+    grant = grant_in(scene.beat())
+    assert (grant.mode, grant.asleep) == ("open", False)
 
 
 def test_a_guest_is_never_put_to_sleep_where_the_setting_is_0(
@@ -89,7 +127,7 @@ def test_a_guest_is_never_put_to_sleep_where_the_setting_is_0(
 ) -> None:
     scene = make_scene(sleep_after_s=0.0)
     scene.lease = LeaseView(epoch=Epoch(2))
-    assert grant_in(scene.beats_for(200.0)).mode == "closed"
+    assert not grant_in(scene.beats_for(200.0)).asleep
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,13 @@ from harvester.contracts.page import Guest, PageFault, Pulse
 from harvester.contracts.wire.leases import SlotState
 from harvester.policy.effects import Quarantine
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
-from harvester.policy.settings import BudgetSettings, Mode, ProofSettings, SlotSettings
+from harvester.policy.settings import (
+    BudgetSettings,
+    Mode,
+    ProfileSettings,
+    ProofSettings,
+    SlotSettings,
+)
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import TRANSITIONS, Condition, State
 
@@ -375,3 +381,22 @@ def test_a_restored_policy_goes_on_exactly_as_the_recorded_one(
             wire = msgspec.json.encode(sample)
             again = msgspec.json.decode(wire, type=SlotPolicy.SAMPLE)
             assert twin.observe(again, now=now) == expected
+
+
+def test_a_profile_stands_in_until_production_has_shown_its_own_times(
+    make_scene: Any, grant_in: Any
+) -> None:
+    profile = ProfileSettings(prefill_base_s=0.5, decode_base_s=0.25)
+    scene = make_scene(profile=profile)
+    scene.set_pulse(model_samples=3)
+    grant = grant_in(scene.beats_for(0.5))
+    assert grant.mode == "open"
+    assert (grant.production.prefill_base_s, grant.production.decode_base_s) == (0.5, 0.25)
+    scene.set_pulse(model_samples=1000)
+    assert grant_in(scene.beat()).production == scene.pulse.model
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+def test_a_profile_that_is_no_time_is_refused(wrong: float) -> None:
+    with pytest.raises(ValueError, match="profile"):
+        ProfileSettings(decode_base_s=wrong)

@@ -7,6 +7,7 @@ import pytest
 
 from coserve.gate import Closed, Decision
 from coserve.vllm.waker import Waker
+from harvester.contracts import bell
 from harvester.contracts.bell import PrivateBell, Word
 
 OPEN = Decision(8, None, 1.0)
@@ -63,8 +64,11 @@ class Scene:
         assert self.slot.asked.acquire(timeout=WAIT_S)
 
 
-@pytest.fixture
-def scene() -> Iterator[Scene]:
+@pytest.fixture(params=[True, False], ids=["rung", "napping"])
+def scene(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    """On a kernel that can wake a sleeper, and on one that cannot."""
+    if not request.param:
+        monkeypatch.setattr(bell, "_call", None)
     scene = Scene()
     yield scene
     scene.waker.stop()

@@ -1,0 +1,175 @@
+"""What the pulse costs production: `python -m benchmarks.pulse --json PATH`.
+
+Two stock vLLM servers of one model on one core, one with the pulse and one without anything of
+ours, take turns: the same requests in each, then as many as eight clients get through. The third
+arm is the one without again. See README.md beside this file.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pulse.figures import ARMS, Arm, Figures
+from coserve.vllm import launch
+from coserve.vllm.capabilities import capabilities, installed_vllm_version
+from coserve.vllm.launch import EngineSpec
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import RoseMuxError
+from harvester.contracts.page import PageDirectory
+from scheduler.demo.bursts import Bursts, generated_trace
+from scheduler.demo.parts import Parts
+from scheduler.demo.prerequisites import check_machine, free_ports
+from scheduler.demo.processes import Processes, pin
+from scheduler.demo.production import ProductionClient, Prompts, production_session
+from scheduler.demo.production_model import PROMPT_IDS, STEP_TOKENS, write_production_checkpoint
+from scheduler.demo.records import ProductionRequest
+from scheduler.demo.run_directory import run_directory
+from scheduler.demo.session import unless
+from scheduler.demo.slot import PRODUCTION_MAX_LEN, ROLLOUT_CORE, SERVING_CORE, url
+from scheduler.demo.trace import Trace, read_trace
+from scheduler.demo.window import TokenScale, Window, windows_of
+
+SLICE_S = 10.0
+_CLOSED_S = 5.0
+_CLIENTS = 8
+_SETTLE_S = 1.5
+"""vLLM's workers spin for a second after their last step, on the other's core."""
+_BUSY = 0.5
+_SIZES = TokenScale(
+    input_scale=0.0625, output_scale=0.0625, input_max=1024, output_min=2, output_max=128
+)
+_ENGINE = {Arm.STOCK: "stock", Arm.STOCK_AGAIN: "stock", Arm.PULSE: "pulse"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.pulse", description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--trace", type=Path, help="else bursts of the project's own generator")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        check_machine()
+        result = measured(given)
+    except RoseMuxError as error:
+        sys.exit(f"benchmarks.pulse: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    given.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    trace = generated_trace(Bursts(), duration_s=3600.0, seed=given.seed)
+    if given.trace is not None:
+        trace = read_trace(given.trace)
+    out = given.json.parent / f"{given.json.stem}.run"
+    with run_directory(out, cache=out / "cache") as paths, Processes(paths.logs) as processes:
+        parts = Parts(processes=processes, paths=paths, clock=MonotonicClock())
+        return asyncio.run(Bench(parts, trace, given.rounds, given.seed).run())
+
+
+@dataclass(slots=True)
+class Bench:
+    parts: Parts
+    trace: Trace
+    rounds: int
+    seed: int
+    clock: MonotonicClock = field(default_factory=MonotonicClock)
+    clients: dict[str, ProductionClient] = field(default_factory=dict)
+    figures: Figures = field(default_factory=Figures)
+
+    async def run(self) -> dict[str, Any]:
+        """Raises RoseMuxError when a part fails."""
+        ports = dict(zip(("stock", "pulse"), free_ports(2), strict=True))
+        self._start(ports)
+        for name, port in ports.items():
+            await self.parts.answers(name, url(port), self._told)
+            pin(self.parts.running[name], SERVING_CORE)
+        os.sched_setaffinity(0, {ROLLOUT_CORE})
+        async with production_session() as session:
+            for name, port in ports.items():
+                self.clients[name] = ProductionClient(
+                    session=session,
+                    url=url(port),
+                    model=name,
+                    prompts=Prompts(seed=self.seed, first_id=PROMPT_IDS[0], last_id=PROMPT_IDS[1]),
+                    clock=self.clock,
+                    record=self.figures.requests.append,
+                )
+            await unless(self.parts.one_dies(), self._rounds())
+        return {"trace": self.trace.name} | self.figures.result(seed=self.seed)
+
+    def _start(self, ports: dict[str, int]) -> None:
+        model = self.parts.paths.run / "models" / "production"
+        write_production_checkpoint(model)
+        pages = PageDirectory.create(self.parts.paths.pages / "slot-0")
+        for name, port in ports.items():
+            spec = EngineSpec(
+                name=name,
+                model=model,
+                port=port,
+                max_model_len=PRODUCTION_MAX_LEN,
+                max_num_seqs=32,
+                vllm=capabilities(installed_vllm_version()),
+                extra_arguments=(
+                    *("--load-format", "dummy"),
+                    *("--max-num-batched-tokens", str(STEP_TOKENS)),
+                ),
+            )
+            beside = launch.production(spec, pages=pages.path)
+            self.parts.engine(name, beside if name == "pulse" else launch.stock(spec))
+
+    async def _rounds(self) -> None:
+        guess = windows_of(self.trace, count=1, duration_s=SLICE_S, rate=3.0)[0].sized(_SIZES)
+        for name in self.clients:
+            await self._closed(name, guess)
+        rate = _BUSY * await self._closed("stock", guess) / _CLOSED_S
+        windows = [
+            window.sized(_SIZES)
+            for window in windows_of(self.trace, count=self.rounds, duration_s=SLICE_S, rate=rate)
+        ]
+        for turn, window in enumerate(windows):
+            for place in range(len(ARMS)):
+                arm = ARMS[(place + turn) % len(ARMS)]
+                client = self.clients[_ENGINE[arm]]
+                await asyncio.sleep(_SETTLE_S)
+                await client.replay(window.arrivals, arm=arm, block=turn, start_s=self.clock.now())
+                done = await self._closed(_ENGINE[arm], window)
+                self.figures.closed[arm].append(done / _CLOSED_S)
+            self._told(f"round {turn + 1} of {self.rounds}, {len(window.arrivals)} requests")
+
+    async def _closed(self, name: str, window: Window) -> int:
+        """Requests that eight clients get through in the time, one after another each."""
+        client = replace(self.clients[name], record=_nothing)
+        arrivals, done = window.endless(), 0
+        until_s = self.clock.now() + _CLOSED_S
+
+        async def lane() -> None:
+            nonlocal done
+            while self.clock.now() < until_s:
+                arrival = replace(next(arrivals), t_s=0.0)
+                await client.replay([arrival], arm="closed", block=0, start_s=self.clock.now())
+                done += 1
+
+        await asyncio.gather(*(lane() for _ in range(_CLIENTS)))
+        return done
+
+    def _told(self, message: str) -> None:
+        print(f"{self.clock.now():8.0f} s  {message}", file=sys.stderr, flush=True)
+
+
+def _nothing(_: ProductionRequest) -> None:
+    """The closed loop counts; its latencies say nothing."""
+
+
+if __name__ == "__main__":
+    main()

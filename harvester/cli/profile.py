@@ -1,0 +1,68 @@
+"""`rosemux profile`: production's step times as its pulse has learned them, for another slot.
+
+It reads pages and changes nothing. Where they are not yet learned it waits.
+"""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.page import PageDirectory, PageFault, PageReader, Pulse
+from harvester.policy.settings import SlotSettings
+
+_POLL_S = 0.2
+
+
+def profile(
+    pages: Annotated[Path, typer.Option(help="Page directory of one slot.")],
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="How long to wait until they are learned.")
+    ] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="Write it there as well.")] = None,
+) -> None:
+    """Print production's learned step times as the `profile` of a slot's policy."""
+    directory, clock = PageDirectory(pages), MonotonicClock()
+    until_s = clock.now() + seconds
+    while (learned := _learned(directory)) is None:
+        if clock.now() >= until_s:
+            raise Exhausted(
+                f"{pages}: production's pulse rests on too few steps after {seconds:g} s; send it "
+                "traffic, or wait longer with --seconds"
+            )
+        time.sleep(_POLL_S)
+    text = yaml.safe_dump({"policy": {"profile": learned}}, sort_keys=False)
+    typer.echo(text, nl=False)
+    if out is not None:
+        try:
+            out.write_text(text)
+        except OSError as error:
+            raise ConfigError(f"cannot write {out}: {error.strerror}") from error
+
+
+def _learned(directory: PageDirectory) -> dict[str, float] | None:
+    """The largest of every coefficient over the slot's pulses; None while any is unlearned.
+
+    Raises ConfigError where there is no pulse at all, or none that may be read.
+    """
+    names = directory.pulse_names()
+    if not names:
+        raise ConfigError(f"no pulse in {directory.path}: start production with its pulse first")
+    most: dict[str, float] = {}
+    for name in names:
+        path = directory.path / name
+        reading = PageReader(path, Pulse, owners=frozenset({path.stat().st_uid})).read()
+        if reading.record is None:
+            if reading.fault is PageFault.FOREIGN:
+                raise ConfigError(f"{path} is no pulse")
+            return None
+        if reading.record.model_samples < SlotSettings().model_samples_min:
+            return None
+        model = reading.record.model
+        for field in model.__struct_fields__:
+            most[field] = max(most.get(field, 0.0), getattr(model, field))
+    return most

@@ -1,0 +1,30 @@
+"""Which process is meant, when another process names it: a number is used again, and counts anew in
+every pid namespace, so its start belongs to it."""
+
+from pathlib import Path
+
+import msgspec
+
+_START_FIELD = 22
+"""Of /proc/PID/stat; clock ticks since the machine started."""
+
+
+class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
+    pid: int
+    start_ticks: int
+
+
+def start_ticks(pid: int) -> int | None:
+    """None where there is no such process, or none that this one may see."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+        # The name, in parentheses, may contain anything.
+        return int(text.rpartition(")")[2].split()[_START_FIELD - 3])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def process_ids(pids: list[int]) -> tuple[ProcessId, ...]:
+    """Of those that there are."""
+    found = [(pid, start_ticks(pid)) for pid in pids]
+    return tuple(ProcessId(pid=pid, start_ticks=ticks) for pid, ticks in found if ticks is not None)

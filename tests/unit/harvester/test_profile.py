@@ -1,0 +1,57 @@
+"""`rosemux profile` prints what a slot's policy can start from."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harvester.cli import main
+from harvester.config import SlotConfig
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.page import PageDirectory, ProductionModel, Pulse
+
+HOUR_NS = 3_600_000_000_000
+ONE = ProductionModel(
+    prefill_base_s=0.02, prefill_s_per_token=1e-4, decode_base_s=0.01, decode_s_per_request=1e-3
+)
+OTHER = ProductionModel(
+    prefill_base_s=0.01, prefill_s_per_token=2e-4, decode_base_s=0.01, decode_s_per_request=5e-4
+)
+
+
+def pulse(pages: Path, process: int, model: ProductionModel, *, samples: int = 1000) -> None:
+    writer = PageDirectory.create(pages).pulse_writer("production", process)
+    record = Pulse(model=model, model_samples=samples)
+    writer.write(record, now_ns=monotonic_ns(), ttl_ns=HOUR_NS)
+    writer.close()
+
+
+def profiled(pages: Path, *more: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(["profile", "--pages", str(pages), "--seconds", "0", *more])
+    return int(left.value.code or 0)
+
+
+def test_what_it_prints_and_writes_is_a_slot_s_policy_with_the_upper_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pulse(tmp_path / "slot", 0, ONE)
+    pulse(tmp_path / "slot", 1, OTHER)
+    assert profiled(tmp_path / "slot", "--out", str(tmp_path / "profile.yaml")) == 0
+    printed = capsys.readouterr().out
+    assert (tmp_path / "profile.yaml").read_text() == printed
+    given = SlotConfig(name="slot", **yaml.safe_load(printed)).policy.profile
+    assert (given.prefill_base_s, given.prefill_s_per_token) == (0.02, 2e-4)
+    assert (given.decode_base_s, given.decode_s_per_request) == (0.01, 1e-3)
+
+
+def test_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert profiled(tmp_path) == 2
+    assert "no pulse" in capsys.readouterr().err
+    pulse(tmp_path, 0, ONE)
+    pulse(tmp_path, 1, OTHER, samples=3)
+    assert profiled(tmp_path) == 1
+    assert "too few steps" in capsys.readouterr().err
+    (tmp_path / "pulse.production.1").write_bytes(b"x" * 4096)
+    assert profiled(tmp_path) == 2
+    assert "is no pulse" in capsys.readouterr().err
