@@ -185,12 +185,19 @@ class EngineSlot:
     agent: PlayedAgent
     guest_child: Child
 
-    def begin(self, max_tokens: int, *, epoch: int | None = None, stream: bool = True) -> Turn:
+    def begin(
+        self,
+        max_tokens: int,
+        *,
+        epoch: int | None = None,
+        stream: bool = True,
+        prompt: tuple[int, ...] = PROMPT,
+    ) -> Turn:
         """A greedy request to the guest that runs to its last token."""
         turn = Turn()
         sampling = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
         body = {
-            "token_ids": PROMPT,
+            "token_ids": prompt,
             "stream": stream,
             "sampling_params": {**sampling, "logprobs": 1, "detokenize": False},
         }
