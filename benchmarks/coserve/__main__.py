@@ -6,7 +6,6 @@ in one run, with the same requests in each round. See README.md beside this file
 
 import argparse
 import asyncio
-import json
 import signal
 import sys
 from dataclasses import replace
@@ -26,13 +25,13 @@ from benchmarks.coserve.reclaim import (
 from benchmarks.coserve.rollouts import Lease, Rollouts
 from benchmarks.coserve.rounds import Runner, order
 from benchmarks.coserve.surge import Surges
+from benchmarks.reporting import report
 from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.page import Guest, Pulse, pulse_page
 from scheduler.demo.bursts import Bursts, generated_trace
 from scheduler.demo.calibration import Replayed, measured_ratio, rate_for
 from scheduler.demo.parts import Parts
-from scheduler.demo.prerequisites import check_machine, free_ports
+from scheduler.demo.prerequisites import free_ports
 from scheduler.demo.processes import Processes
 from scheduler.demo.production import ProductionClient, Prompts, production_session
 from scheduler.demo.production_model import PROMPT_IDS
@@ -66,16 +65,7 @@ def main() -> None:
     parser.add_argument("--failsafe", type=int, default=10, help="kills and stops of the agent")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    try:
-        check_machine()
-        result = measured(given)
-    except RoseMuxError as error:
-        sys.exit(f"benchmarks.coserve: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    given.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    report("coserve", lambda: measured(given), given.json)
 
 
 def measured(given: argparse.Namespace) -> dict[str, Any]:

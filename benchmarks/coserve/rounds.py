@@ -1,8 +1,8 @@
 """One slice after another: the arms in turn, the same requests in each of a round."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,20 +60,26 @@ class Runner:
 
     async def run(self, arm: Arm, turn: int, window: Window) -> Slice:
         setting = SETTINGS[arm]
-        self.instruct(setting)
-        async with AsyncExitStack() as arrangement:
-            if setting.rollouts:
-                await arrangement.enter_async_context(self.lease.holding())
-                await arrangement.enter_async_context(self.rollouts.running())
+        async with self.arranged(setting):
             await asyncio.sleep(_SETTLE_S)
             measured = await self._measured(arm, turn, window, serving=setting.production)
-        await self.quiet()
         self.slices.append(measured)
         if arm in ALONE:
             seen = [r for r in self.requests if r.arm in ALONE and r.block >= 0]
             if seen:
                 self.level = choose_slo(seen).level
         return measured
+
+    @asynccontextmanager
+    async def arranged(self, setting: Setting) -> AsyncIterator[None]:
+        """The arm's rule in force and its rollouts under way; afterwards the guest has ended."""
+        self.instruct(setting)
+        async with AsyncExitStack() as rollouts:
+            if setting.rollouts:
+                await rollouts.enter_async_context(self.lease.holding())
+                await rollouts.enter_async_context(self.rollouts.running())
+            yield
+        await self.quiet()
 
     def instruct(self, setting: Setting) -> None:
         self.slot.isolate(self.slot.isolation if setting.isolated else NO_ISOLATION)

@@ -6,7 +6,6 @@ rollouts take turns.
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,16 +49,11 @@ class Surges:
     async def _trial(
         self, arm: Arm, turn: int, surge: list[Arrival], requests: list[ProductionRequest]
     ) -> None:
-        runner, setting = self.runner, SETTINGS[arm]
-        runner.instruct(setting)
-        async with AsyncExitStack() as arrangement:
-            if setting.rollouts:
-                await arrangement.enter_async_context(runner.lease.holding())
-                await arrangement.enter_async_context(runner.rollouts.running())
+        runner = self.runner
+        async with runner.arranged(SETTINGS[arm]):
             await asyncio.sleep(_BEFORE_S)
             client = replace(runner.client, record=requests.append)
             await client.replay(surge, arm="surge", block=turn, start_s=runner.clock.now())
-        await runner.quiet()
 
 
 def _ttft(requests: list[ProductionRequest], percent: int) -> float | None:

@@ -7,7 +7,6 @@ arm is the one without again. See README.md beside this file.
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -16,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pulse.figures import ARMS, Arm, Figures
+from benchmarks.reporting import report
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
 from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.page import PageDirectory
 from scheduler.demo.bursts import Bursts, generated_trace
 from scheduler.demo.parts import Parts
-from scheduler.demo.prerequisites import check_machine, free_ports
+from scheduler.demo.prerequisites import free_ports
 from scheduler.demo.processes import Processes, pin
 from scheduler.demo.production import ProductionClient, Prompts, production_session
 from scheduler.demo.production_model import PROMPT_IDS, STEP_TOKENS, write_production_checkpoint
@@ -55,16 +54,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        check_machine()
-        result = measured(given)
-    except RoseMuxError as error:
-        sys.exit(f"benchmarks.pulse: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    given.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    report("pulse", lambda: measured(given), given.json)
 
 
 def measured(given: argparse.Namespace) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def build() -> Dashboard:
         board = board.with_variable(variable)
     for title, panels in (
         ("Production", rows.production()),
-        ("Harvesting", (*rows.verdicts(), *rows.harvesting())),
+        ("Harvesting", (*rows.verdicts(), *rows.harvesting(), *rows.giving_back())),
         ("Rollouts", rows.rollouts()),
         ("Own cost", rows.own_cost()),
     ):

@@ -124,7 +124,7 @@ def verdicts() -> tuple[Lines | Stat, ...]:
 
 
 def harvesting() -> tuple[Lines | Stat, ...]:
-    """What does it take, why, and how fast does it give back?"""
+    """What does it take, and why?"""
     return (
         lines(
             "SLO headroom",
@@ -163,6 +163,12 @@ def harvesting() -> tuple[Lines | Stat, ...]:
             (_rate("harvester_evictions_total", "reason", _SLOT), "evicted: {{reason}}"),
             (_rate("harvester_leases_ended_total", "reason", _SLOT), "lease ended: {{reason}}"),
         ),
+    )
+
+
+def giving_back() -> tuple[Lines | Stat, ...]:
+    """How fast does it give back, and can its predictions be believed?"""
+    return (
         _quantiles(
             "Time to give back",
             "From the decision to close until the guest's last launched step ended.",
