@@ -18,7 +18,7 @@ from enum import StrEnum
 import numpy as np
 
 from harvester.contracts.errors import Corrupt, Unsupported
-from weightsync import kernels
+from weightsync import kernels, state_hash
 from weightsync.bits import Bits, Bytes, TensorSpec, bits_from_bytes, bytes_of
 from weightsync.delta import (
     Delta,
@@ -27,7 +27,9 @@ from weightsync.delta import (
     PlanesDelta,
     SparseDelta,
     XorDelta,
+    checked_apply,
 )
+from weightsync.sparse import SparseStreams, compared
 from weightsync.stream import pack_frame, pack_stream, unpack_frame, unpack_stream
 from weightsync.varint import PayloadReader, varint
 
@@ -45,6 +47,8 @@ class Encoded:
     payload: bytes
     changed: int
     """Elements that differ."""
+    digest: str
+    """xxh3-128 of the new bits."""
 
 
 FORMAT = 1
@@ -59,34 +63,37 @@ OVERWRITE_BELOW_CHANGES = 16
 
 def encode(old: Bits, new: Bits) -> Encoded | None:
     """The smallest payload that turns `old` into `new`, or None where nothing changed."""
-    changed = kernels.count_changes(old, new)
+    streams = compared(old, new)
+    changed = streams.changed
     if changed == 0:
         return None
-    candidates = [(Encoding.ROSEMUX, _encode_sparse(old, new, changed))]
+    candidates = [(Encoding.ROSEMUX, _encode_sparse(old, streams))]
     if changed > PLANES_ABOVE_RATIO * old.size:
         candidates.append((Encoding.ROSEMUX, _encode_planes(old, new)))
         candidates.append((Encoding.DENSE, encode_dense(new)))
     if changed < OVERWRITE_BELOW_CHANGES and bytes_of(old).size < 1 << 32:
         candidates.append((Encoding.OVERWRITE, encode_overwrite(old, new)))
     encoding, payload = min(candidates, key=lambda candidate: len(candidate[1]))
-    return Encoded(encoding, payload, changed)
+    return Encoded(encoding, payload, changed, streams.digest)
 
 
 def encode_as(encoding: Encoding, old: Bits, new: Bits) -> Encoded | None:
     """A payload of one given encoding, or None where nothing changed."""
+    if encoding is Encoding.ROSEMUX:
+        streams = compared(old, new)
+        if streams.changed == 0:
+            return None
+        payload = _encode_sparse(old, streams)
+        return Encoded(encoding, payload, streams.changed, streams.digest)
     changed = kernels.count_changes(old, new)
     if changed == 0:
         return None
-    if encoding is Encoding.ROSEMUX:
-        payload = _encode_sparse(old, new, changed)
-    else:
-        writers: dict[Encoding, Callable[[Bits, Bits], bytes]] = {
-            Encoding.XOR: encode_xor,
-            Encoding.OVERWRITE: encode_overwrite,
-            Encoding.DENSE: lambda _, new: encode_dense(new),
-        }
-        payload = writers[encoding](old, new)
-    return Encoded(encoding, payload, changed)
+    writers: dict[Encoding, Callable[[Bits, Bits], bytes]] = {
+        Encoding.XOR: encode_xor,
+        Encoding.OVERWRITE: encode_overwrite,
+        Encoding.DENSE: lambda _, new: encode_dense(new),
+    }
+    return Encoded(encoding, writers[encoding](old, new), changed, state_hash.digest_of(new))
 
 
 def decode(encoding: Encoding, payload: memoryview, spec: TensorSpec) -> Delta:
@@ -106,8 +113,8 @@ def warm_up() -> None:
     new = np.array([1, 9], dtype=np.uint16)
     kernels.count_changes(old, new)
     spec = TensorSpec("BF16", (2,))
-    for payload in (_encode_sparse(old, new, 2), _encode_planes(old, new)):
-        decode(Encoding.ROSEMUX, memoryview(payload), spec).apply(old.copy())
+    for payload in (_encode_sparse(old, compared(old, new)), _encode_planes(old, new)):
+        checked_apply(decode(Encoding.ROSEMUX, memoryview(payload), spec), old.copy())
 
 
 def encode_dense(new: Bits) -> bytes:
@@ -130,25 +137,11 @@ def encode_overwrite(old: Bits, new: Bits) -> bytes:
     )
 
 
-def _encode_sparse(old: Bits, new: Bits, changed: int) -> bytes:
-    width = old.itemsize
-    room = changed + old.size // kernels.GAP_ESCAPE + 1
-    gaps = np.empty(room, dtype=np.uint8)
-    far_gaps = np.empty(room, dtype=np.uint8)
-    signs = np.zeros((changed + 7) // 8, dtype=np.uint8)
-    planes = np.empty((width, changed), dtype=np.uint8)
-    small, far, gap_bytes, far_gap_bytes = kernels.write_sparse(
-        old, new, _mask(old), gaps, signs, far_gaps, planes
-    )
-    numbers = (old.size, small, far, gap_bytes, far_gap_bytes)
-    streams = (
-        gaps[:gap_bytes],
-        signs[: (small + 7) // 8],
-        far_gaps[:far_gap_bytes],
-        *(plane[:far] for plane in planes),
-    )
+def _encode_sparse(old: Bits, found: SparseStreams) -> bytes:
+    numbers = (old.size, found.small, found.far, found.gaps.size, found.far_gaps.size)
+    streams = (found.gaps, found.signs, found.far_gaps, *found.far_planes)
     return b"".join(
-        [bytes((FORMAT, _SPARSE, width)), *map(varint, numbers), *map(_stream, streams)]
+        [bytes((FORMAT, _SPARSE, old.itemsize)), *map(varint, numbers), *map(_stream, streams)]
     )
 
 

@@ -1,9 +1,11 @@
 """Decoded changes of one tensor, validated, ready to be written in place.
 
 A delta never decides anything: codec.py has checked that it fits a tensor of `elements` elements,
-so that `apply` on bits of that size neither fails nor writes out of range.
+so that applying it to bits of that size neither fails nor writes out of range. It works block by
+block, so that who hashes the new bits finds them in the processor's cache.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync import kernels
-from weightsync.bits import Bits, Bytes, bytes_of
+from weightsync.bits import Bits, Bytes, blocks, bytes_of
+from weightsync.kernels import Cursor
 
 
 class Delta(Protocol):
@@ -20,16 +23,25 @@ class Delta(Protocol):
         """Size of the tensor that it fits."""
         ...
 
-    def apply(self, bits: Bits) -> None:
-        """Turns the old bits into the new ones, in place."""
+    def applied(self, bits: Bits) -> Iterator[Bits]:
+        """Turns the old bits into the new ones, in place; gives each block once it is final.
+
+        Whoever calls takes all blocks: what was not taken was not applied.
+        """
         ...
 
 
-def checked_apply(delta: Delta, bits: Bits) -> None:
-    """`delta.apply`, refusing bits of another size: the kernels check no bounds."""
+def applied(delta: Delta, bits: Bits) -> Iterator[Bits]:
+    """`delta.applied`, refusing bits of another size: the kernels check no bounds."""
     if bits.size != delta.elements:
         raise ValueError(f"delta for {delta.elements} elements, tensor of {bits.size}")
-    delta.apply(bits)
+    return delta.applied(bits)
+
+
+def checked_apply(delta: Delta, bits: Bits) -> None:
+    """Applies the whole delta."""
+    for _ in applied(delta, bits):
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +54,10 @@ class DenseDelta:
     def elements(self) -> int:
         return self.new.size
 
-    def apply(self, bits: Bits) -> None:
-        np.copyto(bits, self.new)
+    def applied(self, bits: Bits) -> Iterator[Bits]:
+        for start, stop in blocks(bits):
+            np.copyto(bits[start:stop], self.new[start:stop])
+            yield bits[start:stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +70,11 @@ class XorDelta:
     def elements(self) -> int:
         return self.difference.size
 
-    def apply(self, bits: Bits) -> None:
-        np.bitwise_xor(bits, self.difference, out=bits)
+    def applied(self, bits: Bits) -> Iterator[Bits]:
+        for start, stop in blocks(bits):
+            block = bits[start:stop]
+            np.bitwise_xor(block, self.difference[start:stop], out=block)
+            yield block
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +85,10 @@ class OverwriteDelta:
     positions: npt.NDArray[np.uint32]
     values: Bytes
 
-    def apply(self, bits: Bits) -> None:
+    def applied(self, bits: Bits) -> Iterator[Bits]:
+        # Foreign writers may list positions in any order, so no block is final before the last one.
         bytes_of(bits)[self.positions] = self.values
+        yield bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +101,14 @@ class SparseDelta:
     far_gaps: Bytes
     far_planes: npt.NDArray[np.uint8]
 
-    def apply(self, bits: Bits) -> None:
-        kernels.apply_small(bits, self.gaps, self.signs)
-        kernels.apply_far(bits, self.far_gaps, self.far_planes)
+    def applied(self, bits: Bits) -> Iterator[Bits]:
+        small, far = Cursor(), Cursor()
+        for start, stop in blocks(bits):
+            small, far = kernels.apply_block(
+                bits, start, stop, small, far,
+                self.gaps, self.signs, self.far_gaps, self.far_planes,
+            )  # fmt: skip
+            yield bits[start:stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,5 +121,7 @@ class PlanesDelta:
     def elements(self) -> int:
         return int(self.planes.shape[1])
 
-    def apply(self, bits: Bits) -> None:
-        kernels.apply_planes(bits, self.planes)
+    def applied(self, bits: Bits) -> Iterator[Bits]:
+        for start, stop in blocks(bits):
+            kernels.apply_planes(bits, start, stop, self.planes)
+            yield bits[start:stop]

@@ -23,6 +23,14 @@ def digest_of(bits: Bits) -> str:
     return str(xxhash.xxh3_128_hexdigest(np.ascontiguousarray(bytes_of(bits)).data))
 
 
+def digest_of_blocks(blocks: Iterable[Bits]) -> str:
+    """`digest_of` the concatenation; takes every block."""
+    whole = xxhash.xxh3_128()
+    for block in blocks:
+        whole.update(bytes_of(block).data)
+    return str(whole.hexdigest())
+
+
 def new_digest() -> Any:
     """An xxh3-128 in the making (`update`, `hexdigest`)."""
     return xxhash.xxh3_128()
