@@ -4,7 +4,7 @@ Decides how a dtype is named on disk and which unsigned integer carries its bits
 value: NaN payloads and signed zeros pass through untouched.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
@@ -41,8 +41,8 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _UNSIGNED_TORCH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _UNSIGNED_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
-BLOCK_BYTES = 512 << 10
-"""What is read, changed and hashed in one go: two of them fit into a core's second-level cache."""
+BLOCK_BYTES = 256 << 10
+"""What a loop changes and hashes before it goes on: two of them fit into a core's own cache."""
 MAX_DIMS = 8
 MAX_TENSOR_BYTES = 1 << 40
 
@@ -118,13 +118,6 @@ def bits_from_bytes(data: Bytes, spec: TensorSpec) -> Bits:
 def bytes_of(bits: Bits) -> Bytes:
     """The bits as bytes, sharing memory."""
     return bits.view(np.uint8)
-
-
-def blocks(bits: Bits) -> Iterator[tuple[int, int]]:
-    """First element and the one after the last of every block of a tensor."""
-    step = BLOCK_BYTES // bits.itemsize
-    for start in range(0, bits.size, step):
-        yield start, min(start + step, bits.size)
 
 
 def tensor_from_bits(bits: Bits, spec: TensorSpec) -> torch.Tensor:

@@ -29,6 +29,7 @@ from weightsync.delta import (
     XorDelta,
     checked_apply,
 )
+from weightsync.scan import GAP_ESCAPE
 from weightsync.sparse import SparseStreams, compared
 from weightsync.stream import pack_frame, pack_stream, unpack_frame, unpack_stream
 from weightsync.varint import PayloadReader, varint
@@ -147,7 +148,7 @@ def _encode_sparse(old: Bits, found: SparseStreams) -> bytes:
 
 def _encode_planes(old: Bits, new: Bits) -> bytes:
     planes = np.empty((old.itemsize, old.size), dtype=np.uint8)
-    kernels.write_planes(old, new, _mask(old), planes)
+    kernels.write_planes(old, new, planes)
     head = bytes((FORMAT, _PLANES, old.itemsize)) + varint(old.size)
     return head + b"".join(map(_stream, planes))
 
@@ -155,10 +156,6 @@ def _encode_planes(old: Bits, new: Bits) -> bytes:
 def _stream(raw: Bytes) -> bytes:
     packed = pack_stream(raw)
     return varint(len(packed)) + packed
-
-
-def _mask(bits: Bits) -> np.uint64:
-    return np.uint64((1 << (8 * bits.itemsize)) - 1)
 
 
 def _decode_dense(payload: memoryview, spec: TensorSpec) -> DenseDelta:
@@ -205,7 +202,7 @@ def _decode_rosemux(payload: memoryview, spec: TensorSpec) -> Delta:
 def _decode_sparse(reader: PayloadReader, elements: int, width: int) -> SparseDelta:
     small = reader.number(at_most=elements)
     far = reader.number(at_most=elements - small)
-    escapes = elements // kernels.GAP_ESCAPE
+    escapes = elements // GAP_ESCAPE
     gap_bytes = reader.number(at_most=small + escapes)
     far_gap_bytes = reader.number(at_most=far + escapes)
     gaps = _read(reader, gap_bytes)

@@ -1,20 +1,18 @@
 """Decoded changes of one tensor, validated, ready to be written in place.
 
 A delta never decides anything: codec.py has checked that it fits a tensor of `elements` elements,
-so that applying it to bits of that size neither fails nor writes out of range. It works block by
-block, so that who hashes the new bits finds them in the processor's cache.
+so that applying it to bits of that size neither fails nor writes out of range.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsync import kernels
-from weightsync.bits import Bits, Bytes, blocks, bytes_of
-from weightsync.kernels import Cursor
+from weightsync import kernels, xxh3
+from weightsync.bits import Bits, Bytes, bytes_of
+from weightsync.state_hash import digest_from, digest_of
 
 
 class Delta(Protocol):
@@ -23,25 +21,23 @@ class Delta(Protocol):
         """Size of the tensor that it fits."""
         ...
 
-    def applied(self, bits: Bits) -> Iterator[Bits]:
-        """Turns the old bits into the new ones, in place; gives each block once it is final.
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
+        """Turns the old bits into the new ones, in place.
 
-        Whoever calls takes all blocks: what was not taken was not applied.
+        Returns the xxh3-128 of the bits that are there then, "" where it is not asked for.
         """
         ...
 
 
-def applied(delta: Delta, bits: Bits) -> Iterator[Bits]:
-    """`delta.applied`, refusing bits of another size: the kernels check no bounds."""
+def checked_apply(delta: Delta, bits: Bits, *, hashed: bool = False) -> str:
+    """`delta.apply`, refusing bits of another size: the loops check no bounds."""
     if bits.size != delta.elements:
         raise ValueError(f"delta for {delta.elements} elements, tensor of {bits.size}")
-    return delta.applied(bits)
+    return delta.apply(bits, hashed=hashed)
 
 
-def checked_apply(delta: Delta, bits: Bits) -> None:
-    """Applies the whole delta."""
-    for _ in applied(delta, bits):
-        pass
+def _digest(bits: Bits, hashed: bool) -> str:
+    return digest_of(bits) if hashed else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +50,9 @@ class DenseDelta:
     def elements(self) -> int:
         return self.new.size
 
-    def applied(self, bits: Bits) -> Iterator[Bits]:
-        for start, stop in blocks(bits):
-            np.copyto(bits[start:stop], self.new[start:stop])
-            yield bits[start:stop]
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
+        np.copyto(bits, self.new)
+        return _digest(bits, hashed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +65,9 @@ class XorDelta:
     def elements(self) -> int:
         return self.difference.size
 
-    def applied(self, bits: Bits) -> Iterator[Bits]:
-        for start, stop in blocks(bits):
-            block = bits[start:stop]
-            np.bitwise_xor(block, self.difference[start:stop], out=block)
-            yield block
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
+        np.bitwise_xor(bits, self.difference, out=bits)
+        return _digest(bits, hashed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +78,9 @@ class OverwriteDelta:
     positions: npt.NDArray[np.uint32]
     values: Bytes
 
-    def applied(self, bits: Bits) -> Iterator[Bits]:
-        # Foreign writers may list positions in any order, so no block is final before the last one.
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
         bytes_of(bits)[self.positions] = self.values
-        yield bits
+        return _digest(bits, hashed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +93,12 @@ class SparseDelta:
     far_gaps: Bytes
     far_planes: npt.NDArray[np.uint8]
 
-    def applied(self, bits: Bits) -> Iterator[Bits]:
-        small, far = Cursor(), Cursor()
-        for start, stop in blocks(bits):
-            small, far = kernels.apply_block(
-                bits, start, stop, small, far,
-                self.gaps, self.signs, self.far_gaps, self.far_planes,
-            )  # fmt: skip
-            yield bits[start:stop]
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
+        data, sums = bytes_of(bits), xxh3.started()
+        kernels.apply_sparse(
+            bits, data, self.gaps, self.signs, self.far_gaps, self.far_planes, sums, hashed
+        )
+        return digest_from(sums, data) if hashed else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +111,6 @@ class PlanesDelta:
     def elements(self) -> int:
         return int(self.planes.shape[1])
 
-    def applied(self, bits: Bits) -> Iterator[Bits]:
-        for start, stop in blocks(bits):
-            kernels.apply_planes(bits, start, stop, self.planes)
-            yield bits[start:stop]
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
+        kernels.apply_planes(bits, self.planes)
+        return _digest(bits, hashed)

@@ -5,23 +5,19 @@ so these are a few functions in its own terms. They check no bounds and work ins
 only.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
+
+from weightsync.compiled import generated
 
 LANES = 64
 
 _MASK = ir.IntType(64)
 
 
-def _generated(function: Callable[..., Any]) -> Any:
-    return intrinsic(function)
-
-
-@_generated
+@generated
 def step_masks(_typing: Any, old: Any, new: Any, at: Any) -> Any:
     """(changed, by plus one, by minus one) for elements `at` to `at` + 63, modulo their width."""
 
@@ -37,7 +33,7 @@ def step_masks(_typing: Any, old: Any, new: Any, at: Any) -> Any:
     return types.UniTuple(types.uint64, 3)(old, new, at), generate
 
 
-@_generated
+@generated
 def first_lane(_typing: Any, _mask: Any) -> Any:
     """Number of the lowest set bit; 64 where none is."""
 
@@ -47,7 +43,7 @@ def first_lane(_typing: Any, _mask: Any) -> Any:
     return types.uint64(types.uint64), generate
 
 
-@_generated
+@generated
 def lane_count(_typing: Any, _mask: Any) -> Any:
     """How many bits are set."""
 
@@ -57,7 +53,7 @@ def lane_count(_typing: Any, _mask: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@_generated
+@generated
 def prefetch(_typing: Any, bits: Any, at: Any) -> Any:
     """Asks for the cache line of element `at`, which may lie behind the end."""
 

@@ -1,7 +1,7 @@
-"""The streams of a sparse delta in the making: two states compared once, block by block.
+"""The streams of a sparse delta in the making.
 
-Every new block is hashed right after it was compared, while the processor's cache still holds it,
-so that a publisher reads each state once.
+Two states are compared once, with room for whatever may have changed, and the new one is hashed on
+the way, so that a publisher reads each state once.
 """
 
 import threading
@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from weightsync import kernels, state_hash
-from weightsync.bits import BLOCK_BYTES, Bits, Bytes, blocks, bytes_of
-from weightsync.kernels import GAP_ESCAPE, Room, Scan
+from weightsync import kernels, xxh3
+from weightsync.bits import BLOCK_BYTES, Bits, Bytes, bytes_of
 from weightsync.lanes import LANES
+from weightsync.scan import GAP_ESCAPE, Room, Scan, scan_elements
+from weightsync.state_hash import digest_from
 
 _MAX_WIDTH_BYTES = 8
+CHUNK_BYTES = 64 * BLOCK_BYTES
+"""Compared in one call; room is made before it for all that may have changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +49,9 @@ class _Scratch(threading.local):
         self.room = Room(places, places.copy(), nothing, nothing, nothing, planes)
 
     def reserve(self, scan: Scan, stop: int, elements: int) -> Room:
-        """Room for a block of so many elements that ends before `stop`."""
+        """Room for so many elements before `stop`."""
         room = self.room
-        # A gap that began in earlier blocks ends in this one.
+        # A gap that began before them ends here.
         escapes = (stop - min(scan.last, scan.far_last)) // GAP_ESCAPE + 1
         self.room = room._replace(
             minus=_grown(room.minus, scan.small, elements + LANES),
@@ -64,13 +67,13 @@ _scratch = _Scratch()
 
 def compared(old: Bits, new: Bits) -> SparseStreams:
     """All changes from `old` to `new`, of equal size and width."""
-    digest = state_hash.new_digest()
-    mask = np.uint64((1 << (8 * old.itemsize)) - 1)
+    data, sums = bytes_of(new), xxh3.started()
     scan, room = Scan(), _scratch.room
-    for start, stop in blocks(new):
+    step = CHUNK_BYTES // old.itemsize
+    for start in range(0, new.size, step):
+        stop = min(new.size, start + step)
         room = _scratch.reserve(scan, stop, stop - start)
-        scan = kernels.scan_block(old, new, start, stop, mask, scan, room)
-        digest.update(bytes_of(new[start:stop]).data)
+        scan = scan_elements(old, new, data, start, stop, scan, room, sums)
     signs = np.zeros((scan.small + 7) // 8, dtype=np.uint8)
     kernels.pack_signs(room.minus[: scan.small], signs)
     return SparseStreams(
@@ -80,7 +83,7 @@ def compared(old: Bits, new: Bits) -> SparseStreams:
         signs=signs,
         far_gaps=room.far_gaps[: scan.far_gap_bytes],
         far_planes=room.far_planes[: old.itemsize, : scan.far],
-        digest=str(digest.hexdigest()),
+        digest=digest_from(sums, data),
     )
 
 

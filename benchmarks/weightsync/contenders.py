@@ -14,7 +14,7 @@ import numpy as np
 from weightsync import state_hash
 from weightsync.bits import Bits, TensorSpec
 from weightsync.codec import Encoded, Encoding, decode, encode, encode_as
-from weightsync.delta import applied
+from weightsync.delta import checked_apply
 
 _SPECS = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}
 
@@ -43,7 +43,7 @@ class Codec:
         assert isinstance(payload, Encoded)
         spec = TensorSpec(_SPECS[bits.itemsize], (bits.size,))
         delta = decode(payload.encoding, memoryview(payload.payload), spec)
-        return state_hash.digest_of_blocks(applied(delta, bits))
+        return checked_apply(delta, bits, hashed=True)
 
 
 class IndexAndValue:
