@@ -58,12 +58,19 @@ _SPARSE, _PLANES = 0, 1
 PLANES_ABOVE_RATIO = 0.40
 """Below this share of changed elements neither `planes` nor `dense` can win: a zero difference
 costs at least one bit of zstd's entropy coder in each plane."""
+_SPARSE_BELOW_RATIO = 0.60
+"""From here on `planes` needs less than gaps do for saying what changed."""
+_SAMPLE_ELEMENTS = 1 << 16
+_WORTH_A_TRY = 1.2
+"""A sample's size may be off by so much."""
 OVERWRITE_BELOW_CHANGES = 16
 """`overwrite` spends 4 bytes on a position, but its header is shorter than ours."""
 
 
 def encode(old: Bits, new: Bits) -> Encoded | None:
     """The smallest payload that turns `old` into `new`, or None where nothing changed."""
+    if _mostly_changed(old, new):
+        return _encode_everything(old, new)
     streams = compared(old, new)
     changed = streams.changed
     if changed == 0:
@@ -76,6 +83,26 @@ def encode(old: Bits, new: Bits) -> Encoded | None:
         candidates.append((Encoding.OVERWRITE, encode_overwrite(old, new)))
     encoding, payload = min(candidates, key=lambda candidate: len(candidate[1]))
     return Encoded(encoding, payload, changed, streams.digest)
+
+
+def _mostly_changed(old: Bits, new: Bits) -> bool:
+    """Whether elements from all over a large tensor say that `sparse` need not be tried."""
+    if old.size < 4 * _SAMPLE_ELEMENTS:
+        return False
+    every = slice(None, None, old.size // _SAMPLE_ELEMENTS)
+    return bool(np.mean(old[every] != new[every]) > _SPARSE_BELOW_RATIO)
+
+
+def _encode_everything(old: Bits, new: Bits) -> Encoded:
+    planes = _encode_planes(old, new)
+    candidates = [(Encoding.ROSEMUX, planes)]
+    middle = slice(old.size // 2, old.size // 2 + _SAMPLE_ELEMENTS)
+    share = len(encode_dense(new[middle])) / _SAMPLE_ELEMENTS
+    if share * old.size < _WORTH_A_TRY * len(planes):
+        candidates.append((Encoding.DENSE, encode_dense(new)))
+    encoding, payload = min(candidates, key=lambda candidate: len(candidate[1]))
+    changed = kernels.count_changes(old, new)
+    return Encoded(encoding, payload, changed, state_hash.digest_of(new))
 
 
 def encode_as(encoding: Encoding, old: Bits, new: Bits) -> Encoded | None:

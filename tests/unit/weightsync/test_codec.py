@@ -145,14 +145,33 @@ def test_no_other_encoding_is_smaller_than_the_chosen_one(density: float) -> Non
         assert len(chosen.payload) <= len(other.payload)
 
 
-def test_dense_wins_where_nothing_is_alike() -> None:
+@pytest.mark.parametrize("size", [5000, 400_000])
+def test_dense_wins_where_nothing_is_alike(size: int) -> None:
     random = np.random.default_rng(3)
-    old = random.integers(0, 256, 5000, dtype=np.uint8)
-    new = random.integers(0, 256, 5000, dtype=np.uint8)
+    old = random.integers(0, 256, size, dtype=np.uint8)
+    new = random.integers(0, 256, size, dtype=np.uint8)
     encoded = encode(old, new)
     assert encoded is not None
     assert encoded.encoding is Encoding.DENSE
-    assert len(encoded.payload) == 5000
+    assert len(encoded.payload) == size
+    assert encoded.digest == digest_of(new)
+
+
+@pytest.mark.parametrize("density", [0.5, 0.7, 0.9])
+def test_the_smallest_wins_in_large_tensors_that_change_a_lot(density: float) -> None:
+    random = np.random.default_rng(8)
+    old = random.integers(0, 1 << 16, 300_000, dtype=np.uint16)
+    steps = random.integers(-9, 10, old.size).astype(np.uint16)
+    new = old + steps * (random.random(old.size) < density).astype(np.uint16)
+    chosen = encode(old, new)
+    assert chosen is not None
+    assert chosen.changed == np.count_nonzero(old != new)
+    assert chosen.digest == digest_of(new)
+    assert (_through(chosen.encoding, chosen.payload, old) == new).all()
+    for encoding in ENCODINGS:
+        other = encode_as(encoding, old, new)
+        assert other is not None
+        assert len(chosen.payload) <= len(other.payload)
 
 
 def test_a_single_far_change_costs_a_few_bytes() -> None:
