@@ -9,6 +9,7 @@ what a trainer says has changed, and moves that copy only after the new version 
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -92,25 +93,29 @@ class Publisher:
         self._adapter = adapter
         self._clock = clock or MonotonicClock()
         self._steps = 0
-        self._lead = None
-        if rank == 0:
-            self._lead = VersionWriter(
-                self._root,
-                StoreWriter(self._root, write=write),
-                anchor_every=anchor_every,
-                keep_versions=keep_versions,
-                max_bytes=max_bytes,
-                encoding=encoding,
-                adapter=adapter,
-            )
+        self._lead: VersionWriter | None = None
         self._root.mkdir(parents=True, exist_ok=True)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-publish")
+        with ExitStack() as undo:
+            if rank == 0:
+                writer = StoreWriter(self._root, write=write)
+                undo.callback(writer.close)
+                self._lead = VersionWriter(
+                    self._root,
+                    writer,
+                    anchor_every=anchor_every,
+                    keep_versions=keep_versions,
+                    max_bytes=max_bytes,
+                    encoding=encoding,
+                    adapter=adapter,
+                )
+            self._copy = self._opened_copy(copy_dir, rank)
+            undo.pop_all()
         self._ranks: Ranks = Alone()
         if ranks > 1:
             self._ranks = RanksByFiles(
                 self._root, rank=rank, ranks=ranks, timeout_s=rank_timeout_s, clock=self._clock
             )
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-publish")
-        self._copy = self._opened_copy(copy_dir, rank)
         self._share = Share(
             self._copy,
             rank=rank,

@@ -10,7 +10,7 @@ is named by the others when patience ends. Decides nothing about versions.
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -157,6 +157,9 @@ class _First:
         self._calls: dict[int, str] = {}
         """The call that each rank is in, once it said so."""
         self._refused: set[str] = set()
+        self._gone: set[int] = set()
+        """Ranks that failed and listen no more."""
+        self._is_over = False
         self._turn = 0
 
     def gather(self, word: _T) -> list[_T]:
@@ -168,9 +171,11 @@ class _First:
                     if heard is not None:
                         if heard.error:
                             self._calls.pop(rank, None)
+                            self._gone.add(rank)
                         said[rank] = _body(heard, type(word), rank)
             if len(said) == self._ranks.ranks:
                 return [said[rank] for rank in range(self._ranks.ranks)]
+        self._is_over = True
         silent = ", ".join(str(rank) for rank in range(self._ranks.ranks) if rank not in said)
         raise Exhausted(
             f"step {self._step}: rank {silent} of {self._ranks.ranks} said nothing for "
@@ -184,7 +189,17 @@ class _First:
         return told
 
     def fail(self, error: Exception) -> None:
+        """Also to ranks that have not called yet: they would wait for nothing."""
+        if self._turn == 0 and not self._is_over:
+            with suppress(RoseMuxError):
+                self._wait_for_calls()
         self._down(error=type(error).__name__, reason=str(error))
+
+    def _wait_for_calls(self) -> None:
+        for _ in self._ranks.polls(self._ranks.timeout_s):
+            uncalled = {*range(1, self._ranks.ranks)} - self._calls.keys() - self._gone
+            if all(self._opening(rank) for rank in uncalled):
+                return
 
     def _down(self, **said: object) -> None:
         for rank, call in self._calls.items():
@@ -196,6 +211,7 @@ class _First:
         if heard is None or heard.call in self._refused:
             return None
         if heard.step > self._step:
+            self._is_over = True
             raise Stale(f"rank {rank} is at step {heard.step}, rank 0 at step {self._step}")
         if heard.step < self._step:
             reason = f"rank {rank} is at step {heard.step}, the others are at step {self._step}"
