@@ -154,19 +154,24 @@ class Publisher:
         """
         started = self._clock.now()
         self._steps += 1
-        with self._ranks.conversation(self._steps if step is None else step) as talk:
+        try:
+            published = self._agreed(state, self._steps if step is None else step, started)
+        except Exception:
+            # Only now: other ranks were told first, and write there no more.
+            if self._lead is not None:
+                self._lead.sweep()
+            raise
+        if self._lead is not None:
+            self._lead.prune()
+        return published
+
+    def _agreed(self, state: State, step: int, started: float) -> Published:
+        with self._ranks.conversation(step) as talk:
             alone = isinstance(self._ranks, Alone)
             intake = Intake(state, is_adapter=self._adapter is not None, finds_ties=alone)
             order = self._ordered(talk, intake)
-            try:
-                outcome = self._published(talk, intake, order)
-            except Exception:
-                if self._lead is not None:
-                    self._lead.abandon(order)
-                raise
+            outcome = self._published(talk, intake, order)
             anchored = self._anchored(talk, order, outcome)
-        if self._lead is not None:
-            self._lead.prune()
         return Published(
             version=WeightVersion(order.version),
             state_hash=outcome.state_hash,

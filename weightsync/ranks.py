@@ -112,7 +112,9 @@ class RanksByFiles:
         try:
             yield talk
         except Exception as error:
-            talk.fail(error)
+            cause = talk.fail(error)
+            if cause is not None:
+                raise cause from error
             raise
 
     def say(self, name: str, word: _Word) -> None:
@@ -189,7 +191,7 @@ class _First:
         return told
 
     def fail(self, error: Exception) -> None:
-        """Also to ranks that have not called yet: they would wait for nothing."""
+        """Told also to ranks that have not called yet: they would wait for nothing."""
         if self._turn == 0 and not self._is_over:
             with suppress(RoseMuxError):
                 self._wait_for_calls()
@@ -263,10 +265,18 @@ class _Other:
             f"{2 * self._ranks.timeout_s:g} s"
         )
 
-    def fail(self, error: Exception) -> None:
-        """Rank 0 hears of it where it listens next, unless it was rank 0 that ended it."""
-        if not self._is_over:
-            self._up(error=type(error).__name__, reason=str(error))
+    def fail(self, error: Exception) -> Exception | None:
+        """Rank 0 hears of it where it listens next, unless it was rank 0 that ended it.
+
+        Returns what rank 0 gave up for before: then this error is only its consequence.
+        """
+        if self._is_over:
+            return None
+        heard = self._ranks.heard(_name("down", self._ranks.rank, self._call, self._turn))
+        if heard is not None and heard.error:
+            return _raised(heard, 0)
+        self._up(error=type(error).__name__, reason=str(error))
+        return None
 
     def _up(self, **said: object) -> None:
         word = _Word(call=self._call, step=self._step, **said)  # type: ignore[arg-type]
@@ -290,6 +300,10 @@ def _said(word: _T | None) -> _T:
     return word
 
 
+def _raised(word: _Word, rank: int) -> Exception:
+    return _ERRORS.get(word.error, RoseMuxError)(f"rank {rank}: {word.reason}")
+
+
 def _name(way: str, rank: int, call: str, turn: int) -> str:
     return f"{way}-{rank:05d}-{call}-{turn}"
 
@@ -297,7 +311,7 @@ def _name(way: str, rank: int, call: str, turn: int) -> str:
 def _body(word: _Word, kind: type[_T], rank: int) -> _T:
     """Raises what the speaker raised, saying who it was."""
     if word.error:
-        raise _ERRORS.get(word.error, RoseMuxError)(f"rank {rank}: {word.reason}")
+        raise _raised(word, rank)
     try:
         return msgspec.json.decode(word.body, type=kind)
     except msgspec.MsgspecError as error:

@@ -55,14 +55,18 @@ class StoreWriter:
         except BlockingIOError as error:
             self._lock.close()
             raise ConfigError(f"{root} has a publisher already: stop it or use another") from error
-        self._sweep()
+        self.sweep()
         self.store = Store(root)
 
     def close(self) -> None:
         self._lock.close()
 
     def begin(self, ref: VersionRef) -> Path:
-        """A directory to write a version into; nobody who was given an earlier one writes here."""
+        """A directory to write a version into; nobody who was given an earlier one writes here.
+
+        There is one at a time: a straggler may have kept an earlier one from being deleted.
+        """
+        self.sweep()
         directory = self._root / f"{_TEMPORARY}{ref.directory}-{secrets.token_hex(4)}"
         with refusals(self._root):
             directory.mkdir()
@@ -82,10 +86,6 @@ class StoreWriter:
             directory.rename(self._root / ref.directory)
             _fsync_directory(self._root)
         return size
-
-    def abandon(self, directory: Path) -> None:
-        """Deletes what `begin` gave, if it is still there."""
-        shutil.rmtree(directory, ignore_errors=True)
 
     def point_latest(self, version: WeightVersion) -> None:
         """Replaces LATEST."""
@@ -113,10 +113,11 @@ class StoreWriter:
             for ref in self.store.refs()
         }
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Deletes what was begun and not finished."""
         for leftover in self._root.glob(f"{_TEMPORARY}*"):
             if leftover.is_dir() and not leftover.is_symlink():
-                shutil.rmtree(leftover)
+                shutil.rmtree(leftover, ignore_errors=True)
             else:
                 leftover.unlink()
 

@@ -130,14 +130,14 @@ class VersionWriter:
             self._complete(directory, version, 0, written)
             size = self._writer.finish(directory, VersionRef(Kind.ANCHOR, version))
         except RoseMuxError:
-            self._writer.abandon(directory)
+            self._writer.sweep()
             return Anchored(0)
         self._full_versions.add(version)
         return Anchored(size)
 
-    def abandon(self, order: Order) -> None:
+    def sweep(self) -> None:
         """Deletes what was begun and not finished."""
-        self._writer.abandon(self._root / order.directory)
+        self._writer.sweep()
 
     def prune(self) -> None:
         """Deletes what is older than `keep_versions` and needed by nothing newer."""
