@@ -1,8 +1,9 @@
 """The index file of one version: the shared Hugging Face layout plus a block of our own.
 
 `metadata` and `weight_map` are what slime, miles and others read and write; the `rosemux` block
-adds the state hash, file digests and per-tensor encodings. A version without the block is a foreign
-one: its tensors are verified by their checksums alone. Never touches a file.
+adds the state hash, file digests, per-tensor encodings, which entries are slices of a tensor and
+what an adapter belongs to. A version without the block is a foreign one: its tensors are verified
+by their checksums alone. Never touches a file.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import msgspec
 from harvester.contracts.errors import Corrupt, PeerProtocolError, Unsupported
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.codec import Encoding
+from weightsync.slices import SliceRecord, Slicing
 from weightsync.state_hash import ALGORITHM
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -27,14 +29,31 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     xxh3_128: str
 
 
-class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AdapterRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a version of adapter weights belongs to."""
+
+    base_store: str
+    base_version: int
+    base_state_hash: str
+    config: FileRecord
+    """Of the file adapter_config.json beside the index."""
+
+
+def _always_written() -> dict[str, Encoding]:
+    """Not `dict`, which would leave an empty field out: an index always says `encodings`."""
+    return {}
+
+
+class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What RoseMux adds to an index."""
 
     format: int
     state_hash: str
     bytes_dense: int
     files: dict[str, FileRecord]
-    encodings: dict[str, Encoding] = {}
+    encodings: dict[str, Encoding] = msgspec.field(default_factory=_always_written)
+    slices: dict[str, SliceRecord] = {}
+    adapter: AdapterRecord | None = None
 
 
 class _Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,6 +90,11 @@ class Manifest:
     @property
     def shards(self) -> tuple[str, ...]:
         return tuple(sorted(set(self.weight_map.values())))
+
+    @property
+    def slicing(self) -> Slicing:
+        """Which entries are slices; told by full checkpoints alone."""
+        return Slicing(self.block.slices if self.block else {})
 
     def encoding_of(self, name: str) -> Encoding:
         """How one tensor of a delta is encoded."""

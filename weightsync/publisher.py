@@ -3,45 +3,41 @@
     publisher = Publisher("/weights/job-a")
     published = publisher.publish(model.state_dict())
 
-The publisher compares with its own copy of what it published last, never with what a trainer says
-has changed, and moves that copy only after the new version is in the store.
+A sharded trainer does the same on every rank, with `rank=` and `ranks=`: each writes its own slices
+and nobody gathers. The publisher compares with its own copy of what it published last, never with
+what a trainer says has changed, and moves that copy only after the new version is in the store.
 """
 
-from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-
-import numpy as np
-import torch
+from typing import Self
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.errors import ConfigError, RoseMuxError
 from harvester.contracts.ids import WeightVersion
-from weightsync import state_hash
-from weightsync.bits import Bits, Layout, TensorSpec, bits_of, bytes_of, spec_of
-from weightsync.codec import Encoded, Encoding, encode, encode_as, warm_up
-from weightsync.manifest import (
-    BLOCK_FORMAT,
-    INDEX_FILE,
-    Block,
-    FileRecord,
-    Manifest,
-    encoded_manifest,
-)
-from weightsync.retention import superseded
-from weightsync.shard import MAX_NAME_CHARS, ShardTensor, shard_chunks
-from weightsync.store import Kind, VersionRef
-from weightsync.store_writer import FileWriter, StoreWriter, write_durably
+from weightsync.adapter import Adapter
+from weightsync.agreement import Anchored, Order, Outcome, Settled, Written
+from weightsync.codec import Encoding, warm_up
+from weightsync.copy_memory import HostMemory, MappedFile
+from weightsync.intake import Intake, State
+from weightsync.last_published import LastPublished
+from weightsync.ranks import Alone, Conversation, Ranks, RanksByFiles
+from weightsync.share import Share
+from weightsync.store import Kind, Store, VersionRef
+from weightsync.store_writer import FileWriter, StoreWriter, refusals, write_durably
+from weightsync.version_writer import VersionWriter
 
-SHARD_FILE = "model-00001-of-00001.safetensors"
+MAX_ANCHOR_EVERY = 25
+IN_FLIGHT_BYTES = 64 << 20
+SHARD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What one publish did."""
+    """What one publish did; the same on every rank."""
 
     version: WeightVersion
     state_hash: str
@@ -50,49 +46,85 @@ class Published:
     bytes_dense: int
     """Size of all tensors."""
     bytes_anchor: int
-    """Size of the anchor written beside it, 0 where none was due."""
+    """Size of the anchor written beside it, 0 where none was due or none had room."""
     is_full: bool
     seconds: float
 
 
 class Publisher:
-    """Owns one store. Not thread-safe; one publisher per store, enforced by a lock.
+    """Owns one store, together with the publishers of the other ranks. Not thread-safe.
 
-    `anchor_every`: versions between full checkpoints. `keep_versions`: how many of the newest
-    versions stay reachable. `encoding`: ROSEMUX takes the smallest encoding per tensor; XOR and
-    OVERWRITE write what readers of the shared layout understand.
+    `anchor_every`: versions between full checkpoints, at most 25. `keep_versions`: how many of the
+    newest versions stay reachable. `max_bytes`: what the store may take; older chains go first.
+    `encoding`: ROSEMUX takes the smallest encoding per tensor; XOR and OVERWRITE write what readers
+    of the shared layout understand. `copy_dir`: a directory of this machine for a copy that
+    outlives the process. `adapter`: the store holds LoRA adapters of that base. `rank_timeout_s`:
+    how long rank 0 waits for the slowest rank.
     """
 
     def __init__(
         self,
         store_dir: Path | str,
         *,
-        anchor_every: int = 25,
+        anchor_every: int = MAX_ANCHOR_EVERY,
         keep_versions: int = 50,
+        max_bytes: int | None = None,
         encoding: Encoding = Encoding.ROSEMUX,
         threads: int = 2,
+        copy_dir: Path | str | None = None,
+        adapter: Adapter | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        rank_timeout_s: float = 600.0,
+        in_flight_bytes: int = IN_FLIGHT_BYTES,
+        shard_bytes: int = SHARD_BYTES,
         clock: Clock | None = None,
         write: FileWriter = write_durably,
     ) -> None:
-        if anchor_every < 1 or keep_versions < 1 or threads < 1:
-            raise ConfigError("anchor_every, keep_versions and threads must be at least 1")
+        if not 1 <= anchor_every <= MAX_ANCHOR_EVERY:
+            raise ConfigError(f"anchor_every must be from 1 to {MAX_ANCHOR_EVERY}")
+        if keep_versions < 1 or threads < 1 or not 0 <= rank < ranks:
+            raise ConfigError("keep_versions and threads must be at least 1, rank below ranks")
         if encoding is Encoding.DENSE:
             raise ConfigError("encoding: use rosemux, xor or overwrite (anchors are dense anyway)")
-        self._anchor_every = anchor_every
-        self._keep_versions = keep_versions
         if encoding is Encoding.ROSEMUX:
             warm_up()
-        self._encoding = encoding
+        self._root = Path(store_dir)
+        self._adapter = adapter
         self._clock = clock or MonotonicClock()
-        self._writer = StoreWriter(Path(store_dir), write=write)
+        self._steps = 0
+        self._lead: VersionWriter | None = None
+        self._root.mkdir(parents=True, exist_ok=True)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-publish")
-        # An orphan newer than LATEST keeps its number: numbers are never used twice.
-        numbers = (ref.version for ref in self._writer.store.refs())
-        self._version = WeightVersion(max(numbers, default=0))
-        self._full_versions = set(self._writer.store.full_versions())
-        self._layout: Layout | None = None
-        self._last: dict[str, Bits] = {}
-        self._digests: dict[str, str] = {}
+        with ExitStack() as undo:
+            if rank == 0:
+                writer = StoreWriter(self._root, write=write)
+                undo.callback(writer.close)
+                self._lead = VersionWriter(
+                    self._root,
+                    writer,
+                    anchor_every=anchor_every,
+                    keep_versions=keep_versions,
+                    max_bytes=max_bytes,
+                    encoding=encoding,
+                    adapter=adapter,
+                )
+            self._copy = self._opened_copy(copy_dir, rank)
+            undo.pop_all()
+        self._ranks: Ranks = Alone()
+        if ranks > 1:
+            self._ranks = RanksByFiles(
+                self._root, rank=rank, ranks=ranks, timeout_s=rank_timeout_s, clock=self._clock
+            )
+        self._share = Share(
+            self._copy,
+            rank=rank,
+            encoding=encoding,
+            pool=self._pool,
+            write=write,
+            in_flight_bytes=in_flight_bytes,
+            shard_bytes=shard_bytes,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -108,173 +140,100 @@ class Publisher:
     def close(self) -> None:
         """Gives the store's lock back."""
         self._pool.shutdown()
-        self._writer.close()
+        self._copy.close()
+        if self._lead is not None:
+            self._lead.close()
 
-    def publish(self, state: Mapping[str, torch.Tensor]) -> Published:
+    def publish(self, state: State, *, step: int | None = None) -> Published:
         """Writes the next version; returns when it is durable and LATEST names it.
 
-        Raises Unsupported for tensors that it cannot publish and Exhausted where the disk is full;
-        the store and this publisher are then as they were.
+        With several ranks every one calls it, each with its own part of the model; `step` is the
+        trainer's, without it publishes are counted. Parts of two steps are never mixed. Raises
+        Unsupported for tensors that it cannot publish and Exhausted where the disk or the quota is
+        full or a rank is too late; the store and this publisher are then as they were.
         """
         started = self._clock.now()
-        layout, new = _admitted(state)
-        version = WeightVersion(self._version + 1)
-        if layout == self._layout:
-            changes = self._changes(new)
-            digests = self._digests | self._digests_of(new, changes)
-            sent = self._commit_delta(version, layout, changes, digests)
-        else:
-            changes = None
-            digests = self._digests_of(new, new)
-            sent = self._commit_full(Kind.WEIGHT, version, layout, new, digests)
-        self._remember(version, layout, new, changes, digests)
-        self._writer.point_latest(version)
-        anchor = self._commit_anchor_when_due(version)
-        self._prune()
+        self._steps += 1
+        try:
+            published = self._agreed(state, self._steps if step is None else step, started)
+        except Exception:
+            # Only now: other ranks were told first, and write there no more.
+            if self._lead is not None:
+                self._lead.sweep()
+            raise
+        if self._lead is not None:
+            self._lead.prune()
+        return published
+
+    def _agreed(self, state: State, step: int, started: float) -> Published:
+        with self._ranks.conversation(step) as talk:
+            alone = isinstance(self._ranks, Alone)
+            intake = Intake(state, is_adapter=self._adapter is not None, finds_ties=alone)
+            order = self._ordered(talk, intake)
+            outcome = self._published(talk, intake, order)
+            anchored = self._anchored(talk, order, outcome)
         return Published(
-            version=version,
-            state_hash=state_hash.combined(digests, layout),
-            bytes_sent=sent,
-            bytes_dense=_size_bytes(layout),
-            bytes_anchor=anchor,
-            is_full=changes is None,
+            version=WeightVersion(order.version),
+            state_hash=outcome.state_hash,
+            bytes_sent=outcome.bytes_sent,
+            bytes_dense=outcome.bytes_dense,
+            bytes_anchor=anchored.bytes_anchor,
+            is_full=not order.base,
             seconds=self._clock.now() - started,
         )
 
-    def _changes(self, new: Mapping[str, Bits]) -> dict[str, Encoded]:
-        def change(name: str) -> Encoded | None:
-            if self._encoding is Encoding.ROSEMUX:
-                return encode(self._last[name], new[name])
-            return encode_as(self._encoding, self._last[name], new[name])
+    def _ordered(self, talk: Conversation, intake: Intake) -> Order:
+        offers = talk.gather(self._share.offer(intake))
+        return talk.tell(self._lead.order(offers) if self._lead else None, Order)
 
-        # Largest first, so that the pool does not end on one long tensor.
-        names = sorted(new, key=lambda name: (-new[name].nbytes, name))
-        found = zip(names, self._pool.map(change, names), strict=True)
-        return {name: encoded for name, encoded in sorted(found) if encoded is not None}
+    def _published(self, talk: Conversation, intake: Intake, order: Order) -> Outcome:
+        written = self._written(talk, intake, order)
+        everything = talk.gather(written)
+        outcome = talk.tell(self._lead.commit(order, everything) if self._lead else None, Outcome)
+        name = VersionRef(Kind.WEIGHT, WeightVersion(order.version)).directory
+        self._share.hold(order, outcome, written, self._root / name)
+        return outcome
 
-    def _digests_of(self, new: Mapping[str, Bits], names: Iterable[str]) -> dict[str, str]:
-        return state_hash.digests_of(names, new.__getitem__, self._pool)
+    def _written(self, talk: Conversation, intake: Intake, order: Order) -> Written:
+        directory = self._root / order.directory
+        if order.base:
+            with refusals(self._root):
+                return self._share.write_delta(directory, intake)
+        holdings = talk.gather(self._share.take(intake))
+        settled = talk.tell(self._lead.settle(holdings) if self._lead else None, Settled)
+        self._copy.skip(settled.skipped[self._ranks.rank])
+        with refusals(self._root):
+            return self._share.write_full(directory)
 
-    def _commit_delta(
-        self,
-        version: WeightVersion,
-        layout: Layout,
-        changes: Mapping[str, Encoded],
-        digests: Mapping[str, str],
-    ) -> int:
-        tensors = {
-            name: ShardTensor(TensorSpec("U8", (len(change.payload),)), change.payload)
-            for name, change in changes.items()
-        }
-        odd = {n: c.encoding for n, c in changes.items() if c.encoding is not self._encoding}
-        return self._commit(
-            VersionRef(Kind.WEIGHT, version), layout, tensors, digests, self._encoding, odd
-        )
+    def _anchored(self, talk: Conversation, order: Order, outcome: Outcome) -> Anchored:
+        """An anchor that fails is due again with the next version: this one is published."""
+        if not outcome.anchor_directory:
+            return Anchored(0)
+        try:
+            with refusals(self._root):
+                written = self._share.write_full(self._root / outcome.anchor_directory)
+        except RoseMuxError:
+            written = Written([], {}, failed=True)
+        everything = talk.gather(written)
+        lead = self._lead
+        return talk.tell(lead.commit_anchor(order, outcome, everything) if lead else None, Anchored)
 
-    def _commit_full(
-        self,
-        kind: Kind,
-        version: WeightVersion,
-        layout: Layout,
-        bits: Mapping[str, Bits],
-        digests: Mapping[str, str],
-    ) -> int:
-        tensors = {name: ShardTensor(layout[name], bytes_of(bits[name]).data) for name in layout}
-        return self._commit(VersionRef(kind, version), layout, tensors, digests, None, {})
-
-    def _commit_anchor_when_due(self, version: WeightVersion) -> int:
-        if self._layout is None or version - max(self._full_versions) < self._anchor_every:
-            return 0
-        size = self._commit_full(Kind.ANCHOR, version, self._layout, self._last, self._digests)
-        self._full_versions.add(version)
-        return size
-
-    def _prune(self) -> None:
-        doomed = superseded(
-            self._writer.store.refs(),
-            full_versions=self._full_versions,
-            latest=self._version,
-            keep_versions=self._keep_versions,
-        )
-        for ref in doomed:
-            self._writer.remove(ref)
-            self._full_versions.discard(ref.version)
-
-    def _commit(
-        self,
-        ref: VersionRef,
-        layout: Layout,
-        tensors: Mapping[str, ShardTensor],
-        digests: Mapping[str, str],
-        delta_encoding: Encoding | None,
-        odd: Mapping[str, Encoding],
-    ) -> int:
-        """One version directory; an unchanged state makes a version without shards."""
-        checksums = {name: digests[name] for name in tensors}
-        chunks = list(shard_chunks(tensors, checksums)) if tensors else []
-        files = {SHARD_FILE: _record(chunks)} if tensors else {}
-        manifest = Manifest(
-            version=ref.version,
-            base_version=None if delta_encoding is None else WeightVersion(ref.version - 1),
-            delta_encoding=delta_encoding,
-            checksum_format=state_hash.ALGORITHM,
-            weight_map=dict.fromkeys(tensors, SHARD_FILE),
-            block=Block(
-                format=BLOCK_FORMAT,
-                state_hash=state_hash.combined(digests, layout),
-                bytes_dense=_size_bytes(layout),
-                files=files,
-                encodings=dict(odd),
-            ),
-        )
-        contents: dict[str, Iterable[Any]] = {SHARD_FILE: chunks} if tensors else {}
-        return self._writer.commit(ref, contents | {INDEX_FILE: [encoded_manifest(manifest)]})
-
-    def _remember(
-        self,
-        version: WeightVersion,
-        layout: Layout,
-        new: Mapping[str, Bits],
-        changes: Mapping[str, Encoded] | None,
-        digests: dict[str, str],
-    ) -> None:
-        if changes is None:
-            self._last = {name: bits.copy() for name, bits in new.items()}
-            self._full_versions.add(version)
+    def _opened_copy(self, copy_dir: Path | str | None, rank: int) -> LastPublished:
+        """Empty, or what an earlier process left of exactly the store's newest version."""
+        if copy_dir is None:
+            return LastPublished(HostMemory())
+        memory = MappedFile(Path(copy_dir), rank=rank)
+        copy = LastPublished(memory)
+        store = Store(self._root)
+        try:
+            latest = store.latest()
+            manifest = store.manifest(VersionRef(Kind.WEIGHT, latest)) if latest else None
+        except RoseMuxError:
+            manifest = None
+        block = manifest.block if manifest else None
+        record = self._adapter.record() if self._adapter else None
+        if manifest is None or block is None or block.adapter != record:
+            copy.forget()
         else:
-            for name in changes:
-                np.copyto(self._last[name], new[name])
-        self._version = version
-        self._layout = layout
-        self._digests = digests
-
-
-def _admitted(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, TensorSpec], dict[str, Bits]]:
-    """Specs and bits of a state dict, in name order."""
-    if not state:
-        raise ConfigError("an empty state dict: pass the model's parameters")
-    layout: dict[str, TensorSpec] = {}
-    bits: dict[str, Bits] = {}
-    for name in sorted(state):
-        tensor = state[name]
-        if not 0 < len(name) <= MAX_NAME_CHARS or name == "__metadata__":
-            raise Unsupported(f"tensor name {name[:80]!r}: 1 to {MAX_NAME_CHARS} characters")
-        if ".lora_" in name:
-            raise Unsupported(f"{name}: LoRA adapters cannot be published yet; merge them first")
-        if hasattr(tensor, "full_tensor"):
-            raise Unsupported(f"{name} is sharded: pass `tensor.full_tensor()` for now")
-        layout[name] = spec_of(tensor)
-        bits[name] = bits_of(tensor.detach().contiguous())
-    return layout, bits
-
-
-def _size_bytes(layout: Layout) -> int:
-    return sum(spec.size_bytes for spec in layout.values())
-
-
-def _record(chunks: list[Any]) -> FileRecord:
-    whole = state_hash.new_digest()
-    for chunk in chunks:
-        whole.update(chunk)
-    size = sum(memoryview(chunk).nbytes for chunk in chunks)
-    return FileRecord(size, whole.hexdigest())
+            copy.adopt(memory, manifest.version, block.state_hash, self._pool)
+        return copy

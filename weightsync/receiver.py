@@ -17,6 +17,7 @@ import numpy as np
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
+from weightsync.adapter import Base, check_base
 from weightsync.bits import Layout
 from weightsync.delta import checked_apply
 from weightsync.plan import Plan, Step, planned
@@ -44,9 +45,16 @@ class Receiver:
     """Reads one store for one holder of weights. Not thread-safe."""
 
     def __init__(
-        self, store_dir: Path | str, *, threads: int = 2, clock: Clock | None = None
+        self,
+        store_dir: Path | str,
+        *,
+        threads: int = 2,
+        base: Base | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._store = Store(Path(store_dir))
+        self.base = base
+        """What an adapter is to work on; None for whole models."""
         self._clock = clock or MonotonicClock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-receive")
         self._steps: dict[VersionRef, Step] = {}
@@ -63,7 +71,9 @@ class Receiver:
 
     def plan(self, current: WeightVersion | None, target: WeightVersion) -> Plan:
         """See `planned`: raises ConfigError, Stale or Corrupt."""
-        return planned(self, current=current, target=target, latest=self._store.latest())
+        plan = planned(self, current=current, target=target, latest=self._store.latest())
+        check_base(plan.manifest, self.base)
+        return plan
 
     def step(self, ref: VersionRef) -> Step | None:
         """One directory's manifest and size; remembered, because versions never change."""
@@ -79,8 +89,8 @@ class Receiver:
     def layout(self, plan: Plan) -> Layout:
         """Names and specs of every tensor of the checkpoint that a plan leads to."""
         if self._layout is None or self._layout[0] != plan.root.ref:
-            layout = self._store.layout(plan.root.ref, plan.root.manifest)
-            self._layout = (plan.root.ref, layout)
+            entries = self._store.layout(plan.root.ref, plan.root.manifest)
+            self._layout = (plan.root.ref, plan.root.manifest.slicing.whole(entries))
         return self._layout[1]
 
     def stage(self, plan: Plan) -> Staged:

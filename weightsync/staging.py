@@ -6,7 +6,7 @@ what is applied later is one plain copy of known bits.
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from harvester.contracts.errors import Corrupt
 from weightsync import state_hash
@@ -15,6 +15,7 @@ from weightsync.codec import decode
 from weightsync.delta import Delta, checked_apply
 from weightsync.plan import Plan, Step
 from weightsync.shard import shard_data, shard_header
+from weightsync.slices import Slicing
 from weightsync.store import Store
 
 
@@ -26,6 +27,7 @@ class Expected:
     """None for a version of a foreign store."""
     checksums: Mapping[str, tuple[str, str]]
     """Algorithm and checksum per tensor that a foreign store changed; else empty."""
+    slicing: Slicing = field(default_factory=Slicing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,8 @@ class Staged:
 
 def stage(store: Store, plan: Plan, layout: Layout, pool: Executor) -> Staged:
     """Reads a plan; raises Corrupt or Stale."""
+    slicing = plan.root.manifest.slicing
+    entries = slicing.entries(layout)
     full: dict[str, Bits] | None = None
     deltas: dict[str, tuple[Delta, ...]] = {}
     checksums: dict[str, tuple[str, str]] = {}
@@ -55,13 +59,17 @@ def stage(store: Store, plan: Plan, layout: Layout, pool: Executor) -> Staged:
         algorithm = step.manifest.checksum_format
         checksums |= {name: (algorithm, checksum) for name, checksum in sums.items()}
         if step.manifest.is_full:
-            full = {name: bits_from_bytes(data, layout[name]) for name, data in tensors.items()}
+            parts = {name: bits_from_bytes(data, entries[name]) for name, data in tensors.items()}
+            full = slicing.assembled(parts, layout)
         else:
-            for name, delta in _decoded(step, tensors, layout, pool).items():
-                deltas[name] = (*deltas.get(name, ()), delta)
+            changes = slicing.joined(_decoded(step, tensors, entries, pool))
+            for name, delta in changes.items():
+                deltas[name] = (*deltas.get(name, ()), *delta)
     block = plan.manifest.block
     expected = Expected(
-        state_hash=block.state_hash if block else None, checksums={} if block else checksums
+        state_hash=block.state_hash if block else None,
+        checksums={} if block else checksums,
+        slicing=slicing,
     )
     if full is not None:
         _advance(full, deltas, pool)
@@ -74,7 +82,8 @@ def check_state(
     expected: Expected, layout: Layout, read: Callable[[str], Bits], pool: Executor
 ) -> str:
     """The hash of the state behind `read`; raises Corrupt where it is not the expected one."""
-    found = state_hash.combined(state_hash.digests_of(layout, read, pool), layout)
+    digests = expected.slicing.digests(layout, read, pool)
+    found = state_hash.combined(digests, expected.slicing.entries(layout))
     if expected.state_hash is not None and found != expected.state_hash:
         raise Corrupt(f"state {found} where {expected.state_hash} was published")
     for name, (algorithm, checksum) in expected.checksums.items():

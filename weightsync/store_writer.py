@@ -1,15 +1,17 @@
 """The one writer of a store: versions appear whole or not at all.
 
-A version is written into a `.tmp-` directory, fsynced, marked READY and renamed; only then does
-LATEST name it. A kill at any byte leaves the previous version as it was, and the next writer sweeps
-the leftovers. Decides nothing about contents.
+A version is written into a `.tmp-` directory, by one process or several, fsynced, marked READY and
+renamed; only then does LATEST name it. A kill at any byte leaves the previous version as it was,
+and the next writer sweeps the leftovers. Decides nothing about contents.
 """
 
 import errno
 import fcntl
 import os
+import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,42 +55,50 @@ class StoreWriter:
         except BlockingIOError as error:
             self._lock.close()
             raise ConfigError(f"{root} has a publisher already: stop it or use another") from error
-        self._sweep()
+        self.sweep()
         self.store = Store(root)
 
     def close(self) -> None:
         self._lock.close()
 
-    def commit(self, ref: VersionRef, files: Mapping[str, Iterable[Any]]) -> int:
-        """Makes one version directory appear; returns its size in bytes.
+    def begin(self, ref: VersionRef) -> Path:
+        """A directory to write a version into; nobody who was given an earlier one writes here.
 
-        Raises Exhausted where the disk is full; the store is then as it was before.
+        There is one at a time: a straggler may have kept an earlier one from being deleted.
         """
-        temporary = self._root / f"{_TEMPORARY}{ref.directory}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            temporary.mkdir()
-            size = sum(self._write(temporary / name, chunks) for name, chunks in files.items())
-            self._write(temporary / READY_FILE, [])
-            _fsync_directory(temporary)
-            temporary.rename(self._root / ref.directory)
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise _refusal(error, self._root) from error
-        _fsync_directory(self._root)
+        self.sweep()
+        directory = self._root / f"{_TEMPORARY}{ref.directory}-{secrets.token_hex(4)}"
+        with refusals(self._root):
+            directory.mkdir()
+        return directory
+
+    def write(self, path: Path, chunks: Iterable[Any]) -> int:
+        """Writes one file; raises Exhausted where the disk is full."""
+        with refusals(self._root):
+            return self._write(path, chunks)
+
+    def finish(self, directory: Path, ref: VersionRef) -> int:
+        """Makes a version appear whose files are written; returns its size in bytes."""
+        with refusals(self._root):
+            size = sum(file.stat().st_size for file in directory.iterdir())
+            self._write(directory / READY_FILE, [])
+            _fsync_directory(directory)
+            directory.rename(self._root / ref.directory)
+            _fsync_directory(self._root)
         return size
 
     def point_latest(self, version: WeightVersion) -> None:
         """Replaces LATEST."""
         temporary = self._root / f"{_TEMPORARY}{LATEST_FILE}"
         line = VersionRef(Kind.WEIGHT, version).directory + "\n"
-        try:
-            self._write(temporary, [line.encode()])
-            temporary.rename(self._root / LATEST_FILE)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise _refusal(error, self._root) from error
-        _fsync_directory(self._root)
+        with refusals(self._root):
+            try:
+                self._write(temporary, [line.encode()])
+                temporary.rename(self._root / LATEST_FILE)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+            _fsync_directory(self._root)
 
     def remove(self, ref: VersionRef) -> None:
         """Deletes one version; a reader sees it whole or not at all."""
@@ -96,10 +106,18 @@ class StoreWriter:
         (self._root / ref.directory).rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
-    def _sweep(self) -> None:
+    def sizes(self) -> dict[VersionRef, int]:
+        """What each directory of a version takes, finished or not."""
+        return {
+            ref: sum(file.stat().st_size for file in (self._root / ref.directory).iterdir())
+            for ref in self.store.refs()
+        }
+
+    def sweep(self) -> None:
+        """Deletes what was begun and not finished."""
         for leftover in self._root.glob(f"{_TEMPORARY}*"):
             if leftover.is_dir() and not leftover.is_symlink():
-                shutil.rmtree(leftover)
+                shutil.rmtree(leftover, ignore_errors=True)
             else:
                 leftover.unlink()
 
@@ -112,7 +130,12 @@ def _fsync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def _refusal(error: OSError, root: Path) -> Exception:
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        return Exhausted(f"no space left for another version in {root}: {error}")
-    return ConfigError(f"cannot write to the weight store {root}: {error}")
+@contextmanager
+def refusals(root: Path) -> Iterator[None]:
+    """What the file system says, as an error of ours."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise Exhausted(f"no space left for another version in {root}: {error}") from error
+        raise ConfigError(f"cannot write to the weight store {root}: {error}") from error

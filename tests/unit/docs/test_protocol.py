@@ -39,7 +39,8 @@ from scheduler.service.config import GatewaySettings
 from scheduler.service.gateway import Gateway
 from scheduler.service.requests import decode_generate
 from scheduler.service.tenants import Tenants
-from weightsync.manifest import Block, FileRecord, decoded_manifest
+from weightsync.manifest import AdapterRecord, Block, FileRecord, decoded_manifest
+from weightsync.slices import SliceRecord
 
 PAGE = "docs/protocol.md"
 STRUCTS: tuple[type[msgspec.Struct], ...] = (
@@ -66,6 +67,8 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     rollouts.VersionSwitched,
     Block,
     FileRecord,
+    SliceRecord,
+    AdapterRecord,
     journal.Opened,
     journal.Decided,
 )

@@ -11,12 +11,14 @@ from harvester.contracts.errors import Corrupt, RoseMuxError, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.codec import Encoding
 from weightsync.manifest import (
+    AdapterRecord,
     Block,
     FileRecord,
     Manifest,
     decoded_manifest,
     encoded_manifest,
 )
+from weightsync.slices import SliceRecord
 
 SEVEN = WeightVersion(7)
 
@@ -55,6 +57,71 @@ def test_what_is_written_is_read_back() -> None:
     assert read == manifest
     assert read.encoding_of("v") is Encoding.DENSE
     assert read.encoding_of("w") is Encoding.ROSEMUX
+
+
+def test_an_index_says_nothing_of_slices_and_adapters_that_are_not_there() -> None:
+    """Byte for byte what stores of whole models have always held."""
+    manifest = Manifest(
+        version=SEVEN,
+        base_version=WeightVersion(6),
+        delta_encoding=Encoding.ROSEMUX,
+        checksum_format="xxh3-128",
+        weight_map={"w": "a.safetensors"},
+        block=Block(
+            format=1,
+            state_hash="ab",
+            bytes_dense=12,
+            files={"a.safetensors": FileRecord(10, "cd")},
+        ),
+    )
+    assert (
+        encoded_manifest(manifest).decode()
+        == """{
+ "metadata": {
+  "version": "000007",
+  "base_version": "000006",
+  "delta_encoding": "rosemux",
+  "compression_format": "zstd",
+  "checksum_format": "xxh3-128"
+ },
+ "weight_map": {
+  "w": "a.safetensors"
+ },
+ "rosemux": {
+  "format": 1,
+  "state_hash": "ab",
+  "bytes_dense": 12,
+  "files": {
+   "a.safetensors": {
+    "bytes": 10,
+    "xxh3_128": "cd"
+   }
+  },
+  "encodings": {}
+ }
+}"""
+    )
+
+
+def test_slices_and_an_adapter_s_base_are_read_back() -> None:
+    manifest = Manifest(
+        version=SEVEN,
+        base_version=None,
+        delta_encoding=None,
+        checksum_format="xxh3-128",
+        weight_map={"w[0:1, :]": "a.safetensors"},
+        block=Block(
+            format=1,
+            state_hash="ab",
+            bytes_dense=12,
+            files={"a.safetensors": FileRecord(10, "cd")},
+            slices={"w[0:1, :]": SliceRecord("w", (2, 3), (0, 0), (1, 3))},
+            adapter=AdapterRecord("job-a", 3, "ef", FileRecord(20, "01")),
+        ),
+    )
+    read = decoded_manifest(encoded_manifest(manifest), expected=SEVEN)
+    assert read == manifest
+    assert read.slicing.records["w[0:1, :]"].tensor == "w"
 
 
 def test_an_index_of_another_system_is_read() -> None:

@@ -1,7 +1,7 @@
 """Publishing: versions appear whole or not at all, and numbers are never used twice."""
 
 import errno
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class MortalWriter:
 
 
 def _received(store: Path, version: int, like: State) -> State:
-    held = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    held = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in like.items()}
     Receiver(store).sync(None, WeightVersion(version), TensorTarget(held))
     return held
 
@@ -138,20 +138,23 @@ def test_old_versions_go_and_kept_ones_stay_exact(
 def test_a_kill_at_any_byte_leaves_the_previous_version_whole(
     tmp_path: Path, states: tuple[State, ...], same: Same
 ) -> None:
-    """A publish that also writes an anchor, killed after every few bytes and at each file's end."""
+    """A publish of several files that also writes an anchor, killed after every few bytes and at
+    each file's end; the next publisher takes over the mapped copy.
+    """
     writer = MortalWriter(10**9)
-    with Publisher(tmp_path / "dry", anchor_every=1, write=writer) as publisher:
+    with Publisher(tmp_path / "dry", anchor_every=1, write=writer, shard_bytes=200) as publisher:
         publisher.publish(states[0])
     before = 10**9 - (writer.budget or 0)
     writer.budget = 10**9
-    with Publisher(tmp_path / "whole", anchor_every=1, write=writer) as publisher:
+    with Publisher(tmp_path / "whole", anchor_every=1, write=writer, shard_bytes=200) as publisher:
         publisher.publish(states[0])
         publisher.publish(states[1])
     total = 10**9 - writer.budget - before
     for budget in sorted({*range(0, total, 101), *range(total - 300, total, 7)}):
         store = tmp_path / f"killed-{budget}"
         writer = MortalWriter(None)
-        publisher = Publisher(store, anchor_every=1, write=writer)
+        copy = tmp_path / f"copy-{budget}"
+        publisher = Publisher(store, anchor_every=1, write=writer, shard_bytes=200, copy_dir=copy)
         publisher.publish(states[0])
         writer.budget = budget
         with pytest.raises(Killed):
@@ -160,11 +163,184 @@ def test_a_kill_at_any_byte_leaves_the_previous_version_whole(
         latest = Receiver(store).latest()
         assert latest in {1, 2}
         assert same(_received(store, latest, states[0]), states[latest - 1])
-        with Publisher(store) as successor:
+        with Publisher(store, copy_dir=copy) as successor:
             step = successor.publish(states[2])
         assert step.version > latest
+        assert not step.is_full, "neither version 1 nor 2 was published without its copy"
         assert not list(store.glob(".tmp-*"))
         assert same(_received(store, step.version, states[0]), states[2])
+
+
+def test_named_parameters_are_published_as_a_state_dict_is(
+    tmp_path: Path, states: tuple[State, ...], same: Same
+) -> None:
+    """In any order, from one buffer that is filled again and again."""
+
+    def gathered(state: State) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in reversed(state):
+            buffer = state[name].clone()
+            yield name, buffer
+            buffer.zero_()
+
+    with Publisher(tmp_path / "a") as publisher, Publisher(tmp_path / "b") as other:
+        for state in states[:4]:
+            taken = publisher.publish(gathered(state))
+            assert taken.state_hash == other.publish(state).state_hash
+    for version in (1, 4):
+        assert same(_received(tmp_path / "a", version, states[0]), states[version - 1])
+    one, two = (tmp_path / store / "weight_v000001" for store in "ab")
+    assert {f.name: f.read_bytes() for f in one.iterdir()} == {
+        f.name: f.read_bytes() for f in two.iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head": torch.ones(3)}, "head is new or has another"),
+        ({"steps": torch.ones(2)}, "steps is new or has another"),
+        ({"steps": None}, "steps is missing"),
+    ],
+)
+def test_named_parameters_of_another_layout_are_refused_once(
+    tmp_path: Path,
+    states: tuple[State, ...],
+    same: Same,
+    change: dict[str, torch.Tensor | None],
+    message: str,
+) -> None:
+    other = {k: v for k, v in (states[1] | change).items() if v is not None}
+    with Publisher(tmp_path) as publisher:
+        publisher.publish(iter(states[0].items()))
+        with pytest.raises(ConfigError, match=message):
+            publisher.publish(iter(other.items()))
+        assert publisher.publish(iter(other.items())).is_full
+    assert same(_received(tmp_path, 2, other), other)
+
+
+def test_a_name_that_comes_twice_is_a_mistake(tmp_path: Path, states: tuple[State, ...]) -> None:
+    twice = [*states[0].items(), *states[0].items()]
+    with Publisher(tmp_path) as publisher:
+        with pytest.raises(ConfigError, match=r"embed\.weight is given twice"):
+            publisher.publish(iter(twice))
+        publisher.publish(states[0])
+        with pytest.raises(ConfigError, match=r"embed\.weight is given twice"):
+            publisher.publish(iter(twice))
+        assert publisher.publish(states[1]).version == 2
+
+
+def test_tensors_that_are_no_memory_of_their_own_are_exact(
+    tmp_path: Path, states: tuple[State, ...], same: Same
+) -> None:
+    """Tied, transposed, sliced and empty ones."""
+    with Publisher(tmp_path) as publisher:
+        for state in states[:3]:
+            weight = state["layer.weight"]
+            odd = {"a": weight, "b": weight, "t": weight.t(), "s": weight[:, ::2]}
+            odd["none"] = torch.zeros(0, 3)
+            step = publisher.publish(odd)
+            plain = {name: tensor.contiguous() for name, tensor in odd.items()}
+            assert same(_received(tmp_path, step.version, odd), plain)
+    assert not step.is_full
+
+
+def test_names_that_are_tied_no_more_begin_with_a_full_version(tmp_path: Path, same: Same) -> None:
+    weight = torch.ones(40)
+    with Publisher(tmp_path) as publisher:
+        publisher.publish({"embed": weight, "head": weight})
+        assert not publisher.publish({"embed": weight, "head": weight}).is_full
+        apart = {"embed": weight, "head": torch.zeros(40)}
+        assert publisher.publish(apart).is_full
+    assert same(_received(tmp_path, 3, apart), apart)
+
+
+def test_a_large_delta_is_several_files(
+    tmp_path: Path, states: tuple[State, ...], same: Same
+) -> None:
+    with Publisher(tmp_path, shard_bytes=100, in_flight_bytes=1) as publisher:
+        for state in states[:3]:
+            publisher.publish(state)
+    shards = sorted(path.name for path in (tmp_path / "weight_v000003").glob("*.safetensors"))
+    assert len(shards) > 1
+    count = len(shards)
+    assert shards == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    assert same(_received(tmp_path, 3, states[0]), states[2])
+
+
+def _store_bytes(store: Path) -> int:
+    return sum(file.stat().st_size for path in store.glob("*_v*") for file in path.iterdir())
+
+
+def test_a_quota_prunes_further_back_and_never_what_is_needed(
+    tmp_path: Path, states: tuple[State, ...], same: Same
+) -> None:
+    with Publisher(tmp_path / "free", anchor_every=3) as publisher:
+        publisher.publish(states[0])
+    full = _store_bytes(tmp_path / "free")
+    limit = 3 * full
+    with Publisher(tmp_path / "store", anchor_every=3, max_bytes=limit) as publisher:
+        for number, state in enumerate(states, 1):
+            publisher.publish(state)
+            assert _store_bytes(tmp_path / "store") <= limit
+            assert same(_received(tmp_path / "store", number, states[0]), state)
+    kept = {path.name for path in (tmp_path / "store").glob("*_v*")}
+    assert "weight_v000001" not in kept
+
+
+def test_a_quota_that_is_too_small_changes_nothing(
+    tmp_path: Path, states: tuple[State, ...], same: Same
+) -> None:
+    with Publisher(tmp_path / "free") as publisher:
+        publisher.publish(states[0])
+    limit = _store_bytes(tmp_path / "free") + 200
+    store = tmp_path / "store"
+    with Publisher(store, max_bytes=limit) as publisher:
+        publisher.publish(states[0])
+        before = {path.name: path.stat().st_mtime_ns for path in store.glob("*_v*")}
+        with pytest.raises(Exhausted, match="max_bytes="):
+            publisher.publish(states[1])
+        assert {path.name: path.stat().st_mtime_ns for path in store.glob("*_v*")} == before
+        assert not list(store.glob(".tmp-*"))
+        assert Receiver(store).latest() == 1
+    with Publisher(store, max_bytes=3 * limit) as publisher:
+        assert publisher.publish(states[2]).version == 2
+    assert same(_received(store, 2, states[0]), states[2])
+
+
+def test_an_anchor_that_cannot_be_written_is_due_again(
+    tmp_path: Path, states: tuple[State, ...], same: Same
+) -> None:
+    full = False
+
+    def write(path: Path, chunks: Iterable[Any]) -> int:
+        if full and path.parent.name.startswith(".tmp-anchor"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_durably(path, chunks)
+
+    with Publisher(tmp_path, anchor_every=2, write=write) as publisher:
+        publisher.publish(states[0])
+        publisher.publish(states[1])
+        full = True
+        assert publisher.publish(states[2]).bytes_anchor == 0
+        full = False
+        assert publisher.publish(states[3]).bytes_anchor > 0
+    assert same(_received(tmp_path, 4, states[0]), states[3])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"anchor_every": 0},
+        {"anchor_every": 26},
+        {"keep_versions": 0},
+        {"threads": 0},
+        {"rank": 2, "ranks": 2},
+        {"encoding": Encoding.DENSE},
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Publisher(tmp_path, **options)
 
 
 def test_a_full_disk_is_exhausted_and_changes_nothing(
@@ -195,7 +371,7 @@ def test_a_full_disk_is_exhausted_and_changes_nothing(
         ({"w": torch.zeros(2, dtype=torch.complex64)}, "complex64 cannot be published"),
         ({"layer.lora_A.weight": torch.zeros(2)}, "LoRA"),
         ({"x" * 600: torch.zeros(2)}, "1 to 512 characters"),
-        ({"w": torch.zeros(2, device="meta")}, "copy it to the CPU first"),
+        ({"w": torch.zeros(2, device="meta")}, "meta device"),
     ],
 )
 def test_what_cannot_be_published_says_why(tmp_path: Path, state: State, message: str) -> None:
