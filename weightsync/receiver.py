@@ -23,6 +23,7 @@ from weightsync.plan import Plan, Step, planned
 from weightsync.staging import Staged, check_state, stage
 from weightsync.store import Store, VersionRef
 from weightsync.target import ApplyTarget
+from weightsync.transport.source import StoreSource
 
 MAX_REMEMBERED_STEPS = 256
 
@@ -41,14 +42,19 @@ class Applied:
 
 
 class Receiver:
-    """Reads one store for one holder of weights. Not thread-safe."""
+    """Reads one store for one holder of weights. Not thread-safe.
+
+    `store` is a directory, `http(s)://HOST:PORT/stores/NAME` of a server or a relay, a URL that
+    fsspec knows, or a source. Where a network stands between, reading also raises Exhausted.
+    """
 
     def __init__(
-        self, store_dir: Path | str, *, threads: int = 2, clock: Clock | None = None
+        self, store: Path | str | StoreSource, *, threads: int = 2, clock: Clock | None = None
     ) -> None:
-        self._store = Store(Path(store_dir))
+        self._store = Store(store)
         self._clock = clock or MonotonicClock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-receive")
+        self._present: frozenset[VersionRef] = frozenset()
         self._steps: dict[VersionRef, Step] = {}
         self._layout: tuple[VersionRef, Layout] | None = None
         self.reapplied = 0
@@ -56,18 +62,31 @@ class Receiver:
 
     def close(self) -> None:
         self._pool.shutdown()
+        self._store.close()
 
     def latest(self) -> WeightVersion | None:
         """The newest published version; None before the first one."""
         return self._store.latest()
 
+    def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
+        """The newest version once it is not `than` any more; None where that takes too long.
+
+        A server answers as soon as it is published; nothing is asked in the meantime.
+        """
+        return self._store.newer(than, wait_s=wait_s)
+
     def plan(self, current: WeightVersion | None, target: WeightVersion) -> Plan:
         """See `planned`: raises ConfigError, Stale or Corrupt."""
-        return planned(self, current=current, target=target, latest=self._store.latest())
+        latest = self._store.latest()
+        self._present = self._store.refs()
+        return planned(self, current=current, target=target, latest=latest)
 
     def step(self, ref: VersionRef) -> Step | None:
-        """One directory's manifest and size; remembered, because versions never change."""
-        if not self._store.has(ref):
+        """The manifest and size of a directory that was there when the plan began.
+
+        Remembered, because versions never change.
+        """
+        if ref not in self._present:
             return None
         if ref not in self._steps:
             if len(self._steps) >= MAX_REMEMBERED_STEPS:
