@@ -24,6 +24,7 @@ import torch
 from benchmarks.weightsync.netns import SlowLink, slow_link
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Exhausted, RoseMuxError
+from weightsync.codec import warm_up
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
 from weightsync.target import TensorTarget
@@ -31,6 +32,7 @@ from weightsync.target import TensorTarget
 _PORT, _RELAY_PORT = 9731, 9732
 _STORE = "job-a"
 _TENSORS = 12
+_CHANGED = 0.02
 _PATIENCE_S = 240.0
 _COMMAND = (sys.executable, "-m", "harvester.cli", "weights")
 State = dict[str, torch.Tensor]
@@ -44,10 +46,10 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=48, help="of the whole model")
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if given.receive is not None:
         _receive_all(given.receive, given.receivers)
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = measure(receivers=given.receivers, mbit=given.mbit, megabytes=given.megabytes)
     except RoseMuxError as error:
@@ -93,10 +95,11 @@ def _first_state(megabytes: int) -> State:
 
 
 def _next_state(state: State, step: int) -> State:
-    """One element in fifty moves by one unit in the last place, in place."""
-    for at, tensor in enumerate(state.values()):
+    """About one element in fifty moves by one unit in the last place, in place."""
+    generator = torch.Generator().manual_seed(step + 1)
+    for tensor in state.values():
         bits = tensor.view(torch.int16)
-        bits[(step * 7 + at) % 50 :: 50] += 1
+        bits += torch.rand(bits.shape, generator=generator) < _CHANGED
     return state
 
 
@@ -105,17 +108,14 @@ def _served_and_relayed(link: SlowLink, folder: Path) -> Iterator[str]:
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text("a token for one benchmark")
-    server = link.run(
-        link.origin,
-        [*_COMMAND, "serve", str(folder / "stores"), "--host", link.origin_address]
-        + ["--port", str(_PORT), "--token-file", str(token)],
+    upstream = f"http://{link.origin_address}:{_PORT}"
+    serve = f"serve {folder}/stores --host {link.origin_address} --port {_PORT}"
+    relay = f"relay {upstream} --port {_RELAY_PORT} --cache {folder}/cache"
+    commands = (
+        link.run(link.origin, [*_COMMAND, *serve.split(), "--token-file", str(token)]),
+        link.run(link.edge, [*_COMMAND, *relay.split(), "--upstream-token-file", str(token)]),
     )
-    relay = link.run(
-        link.edge,
-        [*_COMMAND, "relay", f"http://{link.origin_address}:{_PORT}", "--port", str(_RELAY_PORT)]
-        + ["--cache", str(folder / "cache"), "--upstream-token-file", str(token)],
-    )
-    with _process(server) as serving, _process(relay) as relaying:
+    with _process(commands[0]) as serving, _process(commands[1]) as relaying:
         for process in (serving, relaying):
             _line(process.stdout)
         yield f"http://127.0.0.1:{_RELAY_PORT}/stores/{_STORE}"
@@ -165,6 +165,7 @@ class _ReceiverGroup:
 
 def _receive_all(url: str, receivers: int) -> None:
     """Forks: eight processes that hold what they import once."""
+    warm_up()
     context = multiprocessing.get_context("fork")
     phases = [context.Event() for _ in range(2)]
     children = [

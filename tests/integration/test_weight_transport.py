@@ -261,6 +261,44 @@ def test_many_readers_take_one_copy_over_the_link(stores: Path, tmp_path: Path) 
     assert len(raw) <= sent < len(raw) + 10_000
 
 
+def test_ranges_in_any_order_take_every_byte_once(stores: Path, tmp_path: Path) -> None:
+    raw, metrics = (stores / "job-a" / SHARD).read_bytes(), TransferMetrics()
+    wrong: list[int] = []
+
+    def read(source: HttpSource, random: Random) -> None:
+        for _ in range(15):
+            start = random.randrange(len(raw))
+            into = bytearray(random.randint(1, min(300_000, len(raw) - start)))
+            source.read_range(SHARD, start, memoryview(into))
+            if into != raw[start : start + len(into)]:
+                wrong.append(start)
+
+    with (
+        served(stores, metrics=metrics) as url,
+        relayed(url, tmp_path / "cache") as relay,
+        closing(_source(relay)) as source,
+    ):
+        readers = [threading.Thread(target=read, args=(source, Random(at))) for at in range(6)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(30)
+    sent = metrics.registry.get_sample_value("weightsync_sent_bytes_total", {"store": "job-a"})
+    assert not wrong
+    assert sent is not None
+    assert sent < len(raw) + 10_000
+
+
+def test_a_relay_whose_server_is_gone_says_so_in_time(stores: Path, tmp_path: Path) -> None:
+    hasty = Access(connect_s=0.2, retries=RetryLimits(give_up_s=0.3, first_wait_s=0.01))
+    with (
+        relayed("http://127.0.0.1:9", tmp_path / "cache", access=hasty) as relay,
+        closing(_source(relay, hasty)) as source,
+        pytest.raises(Exhausted, match="gave up"),
+    ):
+        source.read_range(SHARD, 0, memoryview(bytearray(10)))
+
+
 def test_a_relay_without_room_still_answers_with_what_to_do(stores: Path, tmp_path: Path) -> None:
     hasty = Access(retries=RetryLimits(attempts_max=2, first_wait_s=0.001))
     with (
@@ -437,7 +475,6 @@ def test_a_relay_that_is_killed_believes_no_half_file(
     assert not list(cache.glob("*/*"))
     assert _read(_source(second.url)) == raw
     slow.end(signal.SIGKILL)
-    # A whole copy, though, outlives both its relay and its server... as far as its index goes.
     assert len(list(cache.glob("*/*-*"))) == 1
     assert second.end(signal.SIGTERM) == 0
 

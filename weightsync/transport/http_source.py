@@ -33,6 +33,8 @@ T = TypeVar("T")
 _RECEIVE_BYTES = 256 << 10
 _ERROR_BYTES = 2048
 _MAX_RETRY_AFTER_S = 60.0
+_REMEMBERED = 32
+_REMEMBERED_BYTES = 4 << 20
 _POLL_S = 0.2
 """Between two questions to a server that does not hold one back until LATEST changes."""
 
@@ -56,6 +58,8 @@ class HttpSource:
         self._random = Random()
         self._lock = Lock()
         self._doubted: set[str] = set()
+        self._remembered: dict[str, tuple[str, bytes]] = {}
+        """Entity tag and bytes of the small files that were read last."""
 
     def __str__(self) -> str:
         return self._url
@@ -85,7 +89,7 @@ class HttpSource:
             time.sleep(min(_POLL_S, left_s))
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
-        return self._persist(lambda _: self._whole(f"/{path}", limit_bytes))
+        return self._persist(lambda _: self._small(f"/{path}", limit_bytes))
 
     def size_bytes(self, path: str) -> int:
         def attempt(_: Patience) -> int:
@@ -119,6 +123,7 @@ class HttpSource:
     def doubt(self, path: str) -> None:
         with self._lock:
             self._doubted.add(f"/{path}")
+            self._remembered.clear()
 
     def close(self) -> None:
         self._connections.close()
@@ -150,6 +155,27 @@ class HttpSource:
     def _whole(self, path: str, limit_bytes: int) -> bytes:
         with self._answer("GET", path, {}) as answer:
             return self._body(answer, limit_bytes, what=path)
+
+    def _small(self, path: str, limit_bytes: int) -> bytes:
+        """A whole file, or the one that is remembered where the server says that it is the same."""
+        with self._lock:
+            tag, remembered = self._remembered.get(path, ("", b""))
+        headers = {"If-None-Match": tag} if tag and len(remembered) <= limit_bytes else {}
+        with self._answer("GET", path, headers) as answer:
+            if answer.status == 304:
+                answer.read()
+                return remembered
+            raw = self._body(answer, limit_bytes, what=path)
+        self._remember(path, answer.headers.get("ETag", ""), raw)
+        return raw
+
+    def _remember(self, path: str, tag: str, raw: bytes) -> None:
+        with self._lock:
+            self._remembered.pop(path, None)
+            if tag and len(raw) <= _REMEMBERED_BYTES:
+                self._remembered[path] = (tag, raw)
+            if len(self._remembered) > _REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
 
     def _body(self, answer: HTTPResponse, limit_bytes: int, *, what: str) -> bytes:
         length = _length(answer)

@@ -24,9 +24,6 @@ from weightsync.transport.relayed_file import RelayedFile
 from weightsync.transport.shelf import ShelfFile, SourceShelf
 from weightsync.transport.source import StoreSource
 
-_INDEX_S = 2.0
-"""How long an index is believed without asking again: receivers of one version come together."""
-_INDEXES = 64
 _SMALL = frozenset({INDEX_FILE, READY_FILE})
 
 
@@ -49,7 +46,7 @@ class RelayShelf:
         self._streams = streams
         self._link = ThreadPoolExecutor(streams, thread_name_prefix="weight-pull")
         self._disk = ThreadPoolExecutor(4, thread_name_prefix="weight-disk")
-        self._small: dict[tuple[str, str], _SmallRead] = {}
+        self._reading: dict[tuple[str, str], asyncio.Task[bytes]] = {}
         self._files: dict[str, RelayedFile] = {}
 
     async def names(self) -> tuple[str, ...]:
@@ -65,9 +62,9 @@ class RelayShelf:
     async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ShelfFile]:
         directory, _, name = path.partition("/")
         if name in _SMALL:
-            yield _HeldFile(await self._read_small(store, path, fresh=doubted))
+            yield _HeldFile(await self._read_small(store, path))
             return
-        index = await self._read_small(store, f"{directory}/{INDEX_FILE}", fresh=doubted)
+        index = await self._read_small(store, f"{directory}/{INDEX_FILE}")
         published = published_files(index).get(name)
         if published is None:
             raise FileNotFoundError(f"{directory} has no file {name}")
@@ -141,33 +138,23 @@ class RelayShelf:
         if file.is_idle:
             file.release()
 
-    async def _read_small(self, store: str, path: str, *, fresh: bool) -> bytes:
-        """A small file as upstream has it, read once for everybody who asks at the same time."""
-        now = self._clock.now()
-        read = self._small.get((store, path))
-        if read is None or fresh or not read.holds(now):
+    async def _read_small(self, store: str, path: str) -> bytes:
+        """A small file as upstream has it, read once for everybody who asks meanwhile."""
+        reading = self._reading.get((store, path))
+        if reading is None:
             source = self._shelf.store(store).source
-            task = asyncio.create_task(
+            reading = asyncio.create_task(
                 self._shelf.threaded(lambda: source.read_small(path, MAX_INDEX_BYTES))
             )
-            # Whoever asked may be gone when it fails.
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-            read = self._small[store, path] = _SmallRead(task, now)
-            while len(self._small) > _INDEXES:
-                del self._small[next(iter(self._small))]
-        return await asyncio.shield(read.task)
+            self._reading[store, path] = reading
+            reading.add_done_callback(lambda done: self._was_read(store, path, done))
+        return await asyncio.shield(reading)
 
-
-@dataclass(frozen=True, slots=True)
-class _SmallRead:
-    task: "asyncio.Task[bytes]"
-    began_s: float
-
-    def holds(self, now: float) -> bool:
-        if not self.task.done():
-            return True
-        failed = self.task.cancelled() or self.task.exception() is not None
-        return not failed and now - self.began_s <= _INDEX_S
+    def _was_read(self, store: str, path: str, done: "asyncio.Task[bytes]") -> None:
+        del self._reading[store, path]
+        # Whoever asked may be gone when it fails.
+        if not done.cancelled():
+            done.exception()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,18 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import Corrupt, Exhausted, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import checked_name
-from weightsync.names import LATEST_FILE, MAX_LATEST_BYTES, named_ref
+from weightsync.names import (
+    INDEX_FILE,
+    LATEST_FILE,
+    MAX_INDEX_BYTES,
+    MAX_LATEST_BYTES,
+    named_ref,
+)
 from weightsync.transport.metrics import TransferMetrics
 from weightsync.transport.ranges import Span, content_range, requested_span
 from weightsync.transport.shelf import Shelf, ShelfFile
 from weightsync.transport.token_bucket import TokenBucket
-from weightsync.transport.wire import Failure, StoreList, StoreListing, latest_etag
+from weightsync.transport.wire import Failure, StoreList, StoreListing, index_etag, latest_etag
 
 _PIECE_BYTES = 1 << 20
 _RETRY_AFTER_S = 1
@@ -109,10 +115,23 @@ class WeightServer:
         self._metrics.active.set(self._active)
         try:
             async with self._shelf.open(store, f"{directory}/{name}", doubted=doubted) as file:
+                if name == INDEX_FILE:
+                    return await self._index(request, store, file)
                 return await self._answered(request, store, file)
         finally:
             self._active -= 1
             self._metrics.active.set(self._active)
+
+    async def _index(self, request: web.Request, store: str, file: ShelfFile) -> web.Response:
+        """Relays ask for it again whenever one of their readers does; mostly it is the same."""
+        if file.size_bytes > MAX_INDEX_BYTES:
+            raise Corrupt(f"an index of {file.size_bytes} bytes")
+        raw = bytes(await file.read(Span(0, file.size_bytes)))
+        headers = {"ETag": index_etag(raw), "Cache-Control": "no-cache"}
+        if request.headers.get("If-None-Match") == headers["ETag"]:
+            return web.Response(status=304, headers=headers)
+        self._metrics.sent.labels(store).inc(len(raw))
+        return web.Response(body=raw, headers=headers, content_type="application/json")
 
     async def _answered(
         self, request: web.Request, store: str, file: ShelfFile
@@ -143,7 +162,7 @@ class WeightServer:
         response: web.StreamResponse,
         store: str,
         file: ShelfFile,
-        head: bytes,
+        head: bytes | bytearray,
         rest: Span,
     ) -> None:
         """Ends the connection where the file cannot be read to its end: the reader comes again."""
@@ -159,7 +178,9 @@ class WeightServer:
         finally:
             self._metrics.transfers.labels(store, outcome).inc()
 
-    async def _write(self, response: web.StreamResponse, store: str, piece: bytes) -> None:
+    async def _write(
+        self, response: web.StreamResponse, store: str, piece: bytes | bytearray
+    ) -> None:
         if self._bucket is not None:
             await asyncio.sleep(self._bucket.take(len(piece), now=self._clock.now()))
         async with asyncio.timeout(self._limits.stall_s):

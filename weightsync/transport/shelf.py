@@ -35,7 +35,7 @@ class ShelfFile(Protocol):
         """All of this is going to be read."""
         ...
 
-    async def read(self, span: Span) -> bytes:
+    async def read(self, span: Span) -> bytes | bytearray:
         """These bytes, once they are there; raises Corrupt or Exhausted."""
         ...
 
@@ -130,10 +130,10 @@ class _SourceFile:
     def expect(self, span: Span) -> None:
         """The source reads what it is asked for when it is asked."""
 
-    async def read(self, span: Span) -> bytes:
-        def read() -> bytes:
+    async def read(self, span: Span) -> bytearray:
+        def read() -> bytearray:
             into = bytearray(span.size_bytes)
             self.source.read_range(self.path, span.start, memoryview(into))
-            return bytes(into)
+            return into
 
         return await self.shelf.threaded(read)

@@ -1,6 +1,7 @@
-"""What a weight server says beside files: small JSON records, and LATEST's entity tag."""
+"""What a weight server says beside files: small JSON records, and the entity tags."""
 
 import msgspec
+import xxhash
 
 MAX_LISTING_BYTES = 4 << 20
 
@@ -21,6 +22,11 @@ class Failure(msgspec.Struct, frozen=True):
     """The body of every answer from 400 on."""
 
     error: str
+
+
+def index_etag(raw: bytes) -> str:
+    """The entity tag of an index: its digest."""
+    return f'"{xxhash.xxh3_128_hexdigest(raw)}"'
 
 
 def latest_etag(raw: bytes) -> str:

@@ -1,6 +1,8 @@
 """Whatever keeps a store, it is read alike: one suite for every source."""
 
+import json
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import safetensors.torch
 import torch
 
 from harvester.contracts.errors import ConfigError, Corrupt
@@ -209,6 +212,65 @@ def test_a_version_without_its_mark_is_refused(place: Place) -> None:
     place.write(f"weight_v000004/{READY_FILE}", None)
     with pytest.raises(Corrupt, match="READY"):
         Receiver(place.source).plan(None, WeightVersion(4))
+
+
+def test_a_version_of_another_system_is_read_through_relays(tmp_path: Path) -> None:
+    state, directory = _states()[0], tmp_path / "stores" / "foreign" / "weight_v000001"
+    directory.mkdir(parents=True)
+    safetensors.torch.save_file(state, directory / SHARD_FILE)
+    index = {"metadata": {"version": "1"}, "weight_map": dict.fromkeys(state, SHARD_FILE)}
+    (directory / INDEX_FILE).write_text(json.dumps(index))
+    (directory.parent / "LATEST").write_text("weight_v000001")
+    with (
+        served(tmp_path / "stores") as url,
+        relayed(url, tmp_path / "near") as near,
+        relayed(near, tmp_path / "nearer") as nearer,
+        closing(Receiver(HttpSource(f"{nearer}/stores/foreign", HASTY))) as receiver,
+    ):
+        held = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        receiver.sync(None, WeightVersion(1), TensorTarget(held))
+    assert all(torch.equal(held[name], state[name]) for name in state)
+
+
+def test_a_store_that_was_made_anew_is_not_mistaken_for_the_old_one(tmp_path: Path) -> None:
+    first, _, _, last = _states()
+    root = tmp_path / "stores" / "job-a"
+    root.parent.mkdir()
+    with served(root.parent) as url, relayed(url, tmp_path / "cache") as relay:
+        for state in (first, last):
+            shutil.rmtree(root, ignore_errors=True)
+            with Publisher(root) as publisher:
+                publisher.publish(state)
+            held = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            with closing(Receiver(HttpSource(f"{relay}/stores/job-a", HASTY))) as receiver:
+                receiver.sync(None, WeightVersion(1), TensorTarget(held))
+            assert all(torch.equal(held[name], state[name]) for name in state)
+
+
+def test_a_receiver_hears_of_the_next_version(tmp_path: Path) -> None:
+    states, root = _states(), tmp_path / "stores" / "job-a"
+    with Publisher(root) as publisher, served(root.parent) as url:
+        publisher.publish(states[0])
+        with closing(Receiver(HttpSource(f"{url}/stores/job-a", HASTY))) as receiver:
+            assert receiver.newer(None, wait_s=5.0) == 1
+            assert receiver.newer(WeightVersion(1), wait_s=0.05) is None
+            publishing = threading.Thread(target=publisher.publish, args=(states[1],))
+            publishing.start()
+            assert receiver.newer(WeightVersion(1), wait_s=20.0) == 2
+            publishing.join()
+
+
+def test_an_implementation_that_is_not_installed_says_which() -> None:
+    with pytest.raises(ConfigError, match="s3fs"):
+        source_at("s3://bucket/job-a")
+
+
+def test_without_fsspec_an_object_store_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(ConfigError, match="pip install fsspec"):
+        source_at("memory://bucket/job-a")
 
 
 def test_a_place_lists_its_stores(published: Path, tmp_path: Path) -> None:
