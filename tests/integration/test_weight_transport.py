@@ -340,6 +340,30 @@ def test_a_server_that_gives_nothing_is_given_up_in_bounded_time(stores: Path) -
     assert asked == [0, 10, 20, 30], "each time from where it was"
 
 
+def test_a_server_that_trickles_is_given_up_in_bounded_time(stores: Path) -> None:
+    async def trickle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=206)
+        response.content_length = 1 << 20
+        response.headers["Content-Range"] = f"bytes 0-{(1 << 20) - 1}/{1 << 20}"
+        await response.prepare(request)
+        while True:
+            await response.write(b"x")
+            await asyncio.sleep(0.002)
+
+    def app() -> tuple[web.Application, None]:
+        app = web.Application()
+        app.add_routes([web.get("/{path:.*}", trickle)])
+        return app, None
+
+    access = Access(retries=RetryLimits(give_up_s=0.2))
+    with (
+        running(app) as url,
+        closing(_source(url, access)) as source,
+        pytest.raises(Exhausted, match="too slowly"),
+    ):
+        source.read_range(SHARD, 0, memoryview(bytearray(1 << 20)))
+
+
 def test_a_busy_server_is_waited_for(stores: Path) -> None:
     metrics = TransferMetrics()
     limits = ServingLimits(transfers_max=1, bytes_per_s=8e6)

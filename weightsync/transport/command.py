@@ -37,7 +37,9 @@ CaFile = Annotated[Path | None, typer.Option(help="Certificates to trust besides
 
 @weights.command()
 def serve(
-    root: Annotated[Path, typer.Argument(help="Directory that holds the stores.")],
+    root: Annotated[
+        str, typer.Argument(help="Directory that holds the stores, or s3://BUCKET/PATH.")
+    ],
     host: Host = "127.0.0.1",
     port: Port = 9731,
     token_file: TokenFile = None,

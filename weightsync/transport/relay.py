@@ -6,7 +6,7 @@ Which version is newest, and the index of each, is always asked upstream.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from weightsync.transport.relayed_file import RelayedFile
 from weightsync.transport.shelf import ShelfFile, SourceShelf
 from weightsync.transport.source import StoreSource
 
-_SMALL = frozenset({INDEX_FILE, READY_FILE})
+_INDEXES = 256
 
 
 class RelayShelf:
@@ -46,6 +46,7 @@ class RelayShelf:
         self._streams = streams
         self._link = ThreadPoolExecutor(streams, thread_name_prefix="weight-pull")
         self._disk = ThreadPoolExecutor(4, thread_name_prefix="weight-disk")
+        self._indexes: dict[tuple[str, str], Mapping[str, PublishedFile]] = {}
         self._reading: dict[tuple[str, str], asyncio.Task[bytes]] = {}
         self._files: dict[str, RelayedFile] = {}
 
@@ -61,13 +62,13 @@ class RelayShelf:
     @asynccontextmanager
     async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ShelfFile]:
         directory, _, name = path.partition("/")
-        if name in _SMALL:
+        if name == READY_FILE:
             yield _HeldFile(await self._read_small(store, path))
             return
-        index = await self._read_small(store, f"{directory}/{INDEX_FILE}")
-        published = published_files(index).get(name)
-        if published is None:
-            raise FileNotFoundError(f"{directory} has no file {name}")
+        if name == INDEX_FILE:
+            yield _HeldFile(await self._read_index(store, directory))
+            return
+        published = await self._published_file(store, directory, name, fresh=doubted)
         file = await self._sound_file(store, path, published, doubted=doubted)
         try:
             yield file
@@ -82,6 +83,26 @@ class RelayShelf:
         self._link.shutdown(wait=False, cancel_futures=True)
         self._disk.shutdown(wait=False, cancel_futures=True)
         self._cache.close()
+
+    async def _published_file(
+        self, store: str, directory: str, name: str, *, fresh: bool
+    ) -> PublishedFile:
+        """A shard as the index says that some reader saw last: who asks for it has read that."""
+        known = (store, directory)
+        if fresh or known not in self._indexes:
+            await self._read_index(store, directory)
+        published = self._indexes[known].get(name)
+        if published is None:
+            raise FileNotFoundError(f"{directory} has no file {name}")
+        return published
+
+    async def _read_index(self, store: str, directory: str) -> bytes:
+        raw = await self._read_small(store, f"{directory}/{INDEX_FILE}")
+        self._indexes.pop((store, directory), None)
+        self._indexes[store, directory] = published_files(raw)
+        if len(self._indexes) > _INDEXES:
+            del self._indexes[next(iter(self._indexes))]
+        return raw
 
     async def _sound_file(
         self, store: str, path: str, published: PublishedFile, *, doubted: bool
