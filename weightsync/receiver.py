@@ -9,19 +9,20 @@ a full checkpoint has been applied: `settle` does that by itself.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from weightsync.bits import Layout
 from weightsync.delta import checked_apply
 from weightsync.plan import Plan, Step, planned
 from weightsync.staging import Staged, check_state, stage
-from weightsync.store import Store, VersionRef
+from weightsync.store import Kind, Store, VersionRef
 from weightsync.target import ApplyTarget
 from weightsync.transport.source import StoreSource
 
@@ -79,6 +80,7 @@ class Receiver:
         """See `planned`: raises ConfigError, Stale or Corrupt."""
         latest = self._store.latest()
         self._present = self._store.refs()
+        self._look_ahead(current, target)
         return planned(self, current=current, target=target, latest=latest)
 
     def step(self, ref: VersionRef) -> Step | None:
@@ -94,6 +96,19 @@ class Receiver:
             manifest = self._store.manifest(ref)
             self._steps[ref] = Step(ref, manifest, self._store.size_bytes(ref, manifest))
         return self._steps[ref]
+
+    def _look_ahead(self, current: WeightVersion | None, target: WeightVersion) -> None:
+        """Reads the indexes of a long chain at once: over a network each is a few round trips."""
+        anchors = (ref.version for ref in self._present if ref.kind is Kind.ANCHOR)
+        start = current or max((v for v in anchors if v <= target), default=WeightVersion(0))
+        chain = [ref for ref in self._present if start < ref.version <= target]
+        if self._store.is_remote and 1 < len(chain) < MAX_REMEMBERED_STEPS:
+            list(self._pool.map(self._look_at, chain))
+
+    def _look_at(self, ref: VersionRef) -> None:
+        # What is wrong with it is said where the plan comes to it.
+        with suppress(RoseMuxError):
+            self.step(ref)
 
     def layout(self, plan: Plan) -> Layout:
         """Names and specs of every tensor of the checkpoint that a plan leads to."""

@@ -49,6 +49,11 @@ class Store:
     def __str__(self) -> str:
         return str(self._source)
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether each look at it is a round trip."""
+        return self._source.streams > 1
+
     def close(self) -> None:
         self._source.close()
 

@@ -51,6 +51,10 @@ class CachedObject:
     def part(self) -> Path:
         return self.path.with_name(self.path.name + _PART)
 
+    @property
+    def now_at(self) -> Path:
+        return self.path if self.is_whole else self.part
+
 
 class ObjectCache:
     """Bounded by `capacity_bytes`; one process per directory. Not thread-safe."""
@@ -88,12 +92,16 @@ class ObjectCache:
         """
         name = f"{store}/{key}"
         held = self._objects.get(name)
+        if held is not None and held.handle is None and not held.now_at.exists():
+            # Somebody tidied the directory up.
+            self.drop(held, reason="missing")
+            held = None
         if held is None:
             held = self._objects[name] = self._created(store, key, size_bytes)
+        if held.handle is None:
+            held.handle = os.open(held.now_at, os.O_RDONLY)
         self._uses += 1
         held.users, held.used_at = held.users + 1, self._uses
-        if held.handle is None:
-            held.handle = os.open(held.path if held.is_whole else held.part, os.O_RDWR)
         return held
 
     def leave(self, held: CachedObject) -> None:
@@ -111,7 +119,7 @@ class ObjectCache:
         name = f"{held.path.parent.name}/{held.path.name}"
         if self._objects.get(name) is held:
             del self._objects[name]
-        (held.path if held.is_whole else held.part).unlink(missing_ok=True)
+        held.now_at.unlink(missing_ok=True)
         self._metrics.dropped.labels(reason).inc()
         self._count()
 

@@ -260,6 +260,27 @@ def test_a_receiver_hears_of_the_next_version(tmp_path: Path) -> None:
             publishing.join()
 
 
+def test_the_indexes_of_a_chain_are_read_at_once(published: Path) -> None:
+    """Each of the first two waits for the other; one after another they would wait for ever."""
+
+    class Remote(DirectorySource):
+        streams = 2
+        both = threading.Barrier(2)
+
+        def read_small(self, path: str, limit_bytes: int) -> bytes:
+            if path in {f"weight_v00000{version}/{INDEX_FILE}" for version in (2, 3)}:
+                self.both.wait(20)
+            return super().read_small(path, limit_bytes)
+
+    with closing(Receiver(Remote(published))) as receiver:
+        (published / "anchor_v000003").rename(published / "hidden")
+        try:
+            plan = receiver.plan(WeightVersion(1), WeightVersion(3))
+        finally:
+            (published / "hidden").rename(published / "anchor_v000003")
+    assert [step.ref.version for step in plan.steps] == [2, 3]
+
+
 def test_an_implementation_that_is_not_installed_says_which() -> None:
     with pytest.raises(ConfigError, match="s3fs"):
         source_at("s3://bucket/job-a")

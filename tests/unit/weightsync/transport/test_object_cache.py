@@ -95,6 +95,15 @@ def test_what_is_larger_than_the_cache_says_what_to_do(tmp_path: Path) -> None:
     cache.close()
 
 
+def test_a_file_that_somebody_deleted_begins_anew(tmp_path: Path) -> None:
+    cache = ObjectCache(tmp_path, 100)
+    _put(cache, b"gone").path.unlink()
+    held = cache.take("job-a", _key(b"gone"), 4)
+    assert not held.is_whole
+    cache.leave(held)
+    cache.close()
+
+
 def test_two_relays_do_not_share_a_directory(tmp_path: Path) -> None:
     cache = ObjectCache(tmp_path, 100)
     with pytest.raises(ConfigError, match="another cache"):
