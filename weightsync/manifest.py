@@ -13,12 +13,13 @@ import msgspec
 
 from harvester.contracts.errors import Corrupt, PeerProtocolError, Unsupported
 from harvester.contracts.ids import WeightVersion, checked_name
+from weightsync import names
 from weightsync.codec import Encoding
 from weightsync.slices import SliceRecord, Slicing
 from weightsync.state_hash import ALGORITHM
 
-INDEX_FILE = "model.safetensors.index.json"
-MAX_INDEX_BYTES = 32 << 20
+INDEX_FILE = names.INDEX_FILE
+MAX_INDEX_BYTES = names.MAX_INDEX_BYTES
 BLOCK_FORMAT = 1
 
 

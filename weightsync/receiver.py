@@ -9,21 +9,23 @@ a full checkpoint has been applied: `settle` does that by itself.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from weightsync.adapter import Base, check_base
 from weightsync.bits import Layout
 from weightsync.delta import checked_apply
 from weightsync.plan import Plan, Step, planned
 from weightsync.staging import Staged, check_state, stage
-from weightsync.store import Store, VersionRef
+from weightsync.store import Kind, Store, VersionRef
 from weightsync.target import ApplyTarget
+from weightsync.transport.source import StoreSource
 
 MAX_REMEMBERED_STEPS = 256
 
@@ -42,21 +44,26 @@ class Applied:
 
 
 class Receiver:
-    """Reads one store for one holder of weights. Not thread-safe."""
+    """Reads one store for one holder of weights. Not thread-safe.
+
+    `store` is a directory, `http(s)://HOST:PORT/stores/NAME` of a server or a relay, a URL that
+    fsspec knows, or a source. Where a network stands between, reading also raises Exhausted.
+    """
 
     def __init__(
         self,
-        store_dir: Path | str,
+        store: Path | str | StoreSource,
         *,
         threads: int = 2,
         base: Base | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._store = Store(Path(store_dir))
+        self._store = Store(store)
         self.base = base
         """What an adapter is to work on; None for whole models."""
         self._clock = clock or MonotonicClock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-receive")
+        self._present: frozenset[VersionRef] = frozenset()
         self._steps: dict[VersionRef, Step] = {}
         self._layout: tuple[VersionRef, Layout] | None = None
         self.reapplied = 0
@@ -64,20 +71,34 @@ class Receiver:
 
     def close(self) -> None:
         self._pool.shutdown()
+        self._store.close()
 
     def latest(self) -> WeightVersion | None:
         """The newest published version; None before the first one."""
         return self._store.latest()
 
+    def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
+        """The newest version once it is not `than` any more; None where that takes too long.
+
+        A server answers as soon as it is published; nothing is asked in the meantime.
+        """
+        return self._store.newer(than, wait_s=wait_s)
+
     def plan(self, current: WeightVersion | None, target: WeightVersion) -> Plan:
         """See `planned`: raises ConfigError, Stale or Corrupt."""
-        plan = planned(self, current=current, target=target, latest=self._store.latest())
+        latest = self._store.latest()
+        self._present = self._store.refs()
+        self._look_ahead(current, target)
+        plan = planned(self, current=current, target=target, latest=latest)
         check_base(plan.manifest, self.base)
         return plan
 
     def step(self, ref: VersionRef) -> Step | None:
-        """One directory's manifest and size; remembered, because versions never change."""
-        if not self._store.has(ref):
+        """The manifest and size of a directory that was there when the plan began.
+
+        Remembered, because versions never change.
+        """
+        if ref not in self._present:
             return None
         if ref not in self._steps:
             if len(self._steps) >= MAX_REMEMBERED_STEPS:
@@ -85,6 +106,19 @@ class Receiver:
             manifest = self._store.manifest(ref)
             self._steps[ref] = Step(ref, manifest, self._store.size_bytes(ref, manifest))
         return self._steps[ref]
+
+    def _look_ahead(self, current: WeightVersion | None, target: WeightVersion) -> None:
+        """Reads the indexes of a long chain at once: over a network each is a few round trips."""
+        anchors = (ref.version for ref in self._present if ref.kind is Kind.ANCHOR)
+        start = current or max((v for v in anchors if v <= target), default=WeightVersion(0))
+        chain = [ref for ref in self._present if start < ref.version <= target]
+        if self._store.is_remote and 1 < len(chain) < MAX_REMEMBERED_STEPS:
+            list(self._pool.map(self._look_at, chain))
+
+    def _look_at(self, ref: VersionRef) -> None:
+        # What is wrong with it is said where the plan comes to it.
+        with suppress(RoseMuxError):
+            self.step(ref)
 
     def layout(self, plan: Plan) -> Layout:
         """Names and specs of every tensor of the checkpoint that a plan leads to."""

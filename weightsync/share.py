@@ -22,7 +22,6 @@ from weightsync.delta_shards import ShardFiles
 from weightsync.intake import Intake, Piece
 from weightsync.last_published import LastPublished
 from weightsync.shard import ShardTensor
-from weightsync.state_hash import digest_of
 from weightsync.store_writer import FileWriter
 
 
@@ -140,7 +139,7 @@ class Share:
             encoded = encode(old, new)
         else:
             encoded = encode_as(self._encoding, old, new)
-        digest = self._copy.contents.digests[entry] if encoded is None else digest_of(new)
+        digest = self._copy.contents.digests[entry] if encoded is None else encoded.digest
         return _Compared(entry, encoded, digest)
 
     def _check(self, piece: Piece) -> None:

@@ -61,12 +61,13 @@ class SlicedDelta:
     def elements(self) -> int:
         return prod(self.record.shape)
 
-    def apply(self, bits: Bits) -> None:
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
         box = self.record.box(bits)
         part = np.ascontiguousarray(box).reshape(-1)
         checked_apply(self.delta, part)
         if not np.shares_memory(part, bits):
             box[...] = part.reshape(box.shape)
+        return digest_of(bits) if hashed else ""
 
 
 @dataclass(frozen=True, slots=True)

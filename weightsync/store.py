@@ -1,4 +1,4 @@
-"""A store of weight versions in one directory, as readers see it.
+"""A store of weight versions, as readers see it, wherever its bytes are kept.
 
     LATEST                     name of the newest version, replaced atomically
     weight_v000007/            one version: a delta on its base, or a full checkpoint
@@ -8,9 +8,6 @@
 Readers believe a directory of ours only when READY is in it. Never writes anything.
 """
 
-import re
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -18,75 +15,84 @@ import numpy as np
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.bits import Bytes, Layout, TensorSpec
-from weightsync.manifest import INDEX_FILE, MAX_INDEX_BYTES, Manifest, decoded_manifest
+from weightsync.manifest import Manifest, decoded_manifest
+from weightsync.names import (
+    INDEX_FILE,
+    LATEST_FILE,
+    MAX_INDEX_BYTES,
+    READY_FILE,
+    Kind,
+    VersionRef,
+    named_ref,
+)
 from weightsync.shard import header_length, parsed_header
 from weightsync.state_hash import file_digest
+from weightsync.transport.location import source_at
+from weightsync.transport.source import StoreSource, fill
 
-LATEST_FILE = "LATEST"
-READY_FILE = "READY"
-_DIRECTORY = re.compile(r"(weight|anchor)_v(\d{6,15})\Z")
-_MAX_LATEST_BYTES = 64
+__all__ = ["LATEST_FILE", "READY_FILE", "Kind", "Store", "VersionRef"]
 
-
-class Kind(StrEnum):
-    WEIGHT = "weight"
-    ANCHOR = "anchor"
-
-
-@dataclass(frozen=True, slots=True)
-class VersionRef:
-    """One directory of a store."""
-
-    kind: Kind
-    version: WeightVersion
-
-    @property
-    def directory(self) -> str:
-        return f"{self.kind}_v{self.version:06d}"
+MAX_SHARD_BYTES = 1 << 38
+"""Of one shard, which is held in memory as a whole: nobody writes 256 GiB into one file."""
+_READS = 2
+"""Of a shard with a wrong digest: what was wrong with it may have been a copy on the way."""
+_HEAD_BYTES = 64 << 10
+"""What is read of a shard before its header's length is known: most headers fit."""
 
 
 class Store:
-    """Reads one store directory. Raises ConfigError where there is none."""
+    """Reads one store: a directory, a URL or a source. Raises ConfigError where there is none."""
 
-    def __init__(self, root: Path) -> None:
-        if not root.is_dir():
-            raise ConfigError(f"no weight store at {root}: publish a version there first")
-        self.root = root
+    def __init__(self, at: Path | str | StoreSource) -> None:
+        self._source = source_at(at) if isinstance(at, Path | str) else at
+
+    def __str__(self) -> str:
+        return str(self._source)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether each look at it is a round trip."""
+        return self._source.streams > 1
+
+    def close(self) -> None:
+        self._source.close()
 
     def latest(self) -> WeightVersion | None:
         """The newest published version; None before the first one."""
-        try:
-            raw = _read_bounded(self.root / LATEST_FILE, _MAX_LATEST_BYTES)
-        except FileNotFoundError:
-            return None
-        match = _DIRECTORY.match(raw.decode("ascii", errors="replace").strip())
-        if match is None or match[1] != Kind.WEIGHT:
-            raise Corrupt(f"{self.root / LATEST_FILE} holds {raw!r}")
-        return WeightVersion(int(match[2]))
+        return self._named_latest(self._source.latest())
+
+    def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
+        """The newest version once it is not `than` any more; None where that takes too long."""
+        known = self._source.latest()
+        if self._named_latest(known) == than:
+            known = self._source.latest(known, wait_s=wait_s)
+        found = self._named_latest(known)
+        return None if found == than else found
 
     def refs(self) -> frozenset[VersionRef]:
         """Every directory that has a version's name, finished or not."""
-        matches = (_DIRECTORY.match(entry.name) for entry in self.root.iterdir())
-        return frozenset(
-            VersionRef(Kind(match[1]), WeightVersion(int(match[2]))) for match in matches if match
-        )
-
-    def has(self, ref: VersionRef) -> bool:
-        """Whether the directory is there, finished or not."""
-        return (self.root / ref.directory).is_dir()
+        try:
+            found = self._source.directories()
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"no weight store at {self}: publish a version there first"
+            ) from error
+        refs = (named_ref(name) for name in found)
+        return frozenset(ref for ref in refs if ref is not None)
 
     def manifest(self, ref: VersionRef) -> Manifest:
         """The index of one version; raises Stale where it is gone, Corrupt where it is broken."""
-        directory = self.root / ref.directory
         try:
-            raw = _read_bounded(directory / INDEX_FILE, MAX_INDEX_BYTES)
+            raw = self._source.read_small(f"{ref.directory}/{INDEX_FILE}", MAX_INDEX_BYTES)
         except FileNotFoundError as error:
-            raise Stale(f"{directory} is gone or was never finished") from error
+            raise Stale(f"{self}/{ref.directory} is gone or was never finished") from error
         manifest = decoded_manifest(raw, expected=ref.version)
-        if manifest.block is not None and not (directory / READY_FILE).is_file():
-            raise Corrupt(f"{directory} has no {READY_FILE}: its publisher did not finish it")
+        if manifest.block is not None and not self._is_ready(ref):
+            raise Corrupt(
+                f"{self}/{ref.directory} has no {READY_FILE}: its publisher did not finish it"
+            )
         if ref.kind is Kind.ANCHOR and not manifest.is_full:
-            raise Corrupt(f"{directory} is not a full checkpoint")
+            raise Corrupt(f"{self}/{ref.directory} is not a full checkpoint")
         return manifest
 
     def full_versions(self) -> frozenset[WeightVersion]:
@@ -102,51 +108,87 @@ class Store:
 
     def size_bytes(self, ref: VersionRef, manifest: Manifest) -> int:
         """What a receiver reads to take this version."""
-        directory = self.root / ref.directory
-        try:
-            return sum((directory / shard).stat().st_size for shard in manifest.shards)
-        except FileNotFoundError as error:
-            raise Corrupt(f"{directory}: shard missing: {error.filename}") from error
+        return sum(self._shard_bytes(ref, manifest, shard) for shard in manifest.shards)
 
     def layout(self, ref: VersionRef, manifest: Manifest) -> Layout:
         """Names and specs of a full version, from its shards' headers alone."""
         merged: dict[str, TensorSpec] = {}
         for shard in manifest.shards:
-            merged.update(self._shard_layout(self.root / ref.directory / shard))
+            merged.update(self._shard_layout(ref, manifest, shard))
         if set(merged) != set(manifest.weight_map):
             raise Corrupt(f"{ref.directory}: shards and weight map name different tensors")
         return merged
 
     def read_shard(self, ref: VersionRef, manifest: Manifest, shard: str) -> Bytes:
         """A whole shard in fresh memory, checked against its record; raises Corrupt."""
-        path = self.root / ref.directory / shard
+        path = f"{ref.directory}/{shard}"
+        size = self._checked_bytes(ref, manifest, shard)
         record = manifest.block.files[shard] if manifest.block else None
+        data = np.empty(size, dtype=np.uint8)
+        for _ in range(_READS):
+            try:
+                fill(self._source, path, data.data)
+            except FileNotFoundError as error:
+                raise Corrupt(f"{self}/{path} is missing") from error
+            if record is None or file_digest(data) == record.xxh3_128:
+                return data
+            self._source.doubt(path)
+        raise Corrupt(f"{self}/{path}: its digest is not the published one")
+
+    def _named_latest(self, raw: bytes | None) -> WeightVersion | None:
+        if raw is None:
+            return None
+        ref = named_ref(raw.decode("ascii", errors="replace").strip())
+        if ref is None or ref.kind is not Kind.WEIGHT:
+            raise Corrupt(f"{self}/{LATEST_FILE} holds {raw!r}")
+        return ref.version
+
+    def _is_ready(self, ref: VersionRef) -> bool:
         try:
-            with path.open("rb") as file:
-                size = path.stat().st_size
-                if record and record.bytes != size:
-                    raise Corrupt(f"{path}: {size} bytes where {record.bytes} were published")
-                data = np.empty(size, dtype=np.uint8)
-                if file.readinto(data.data) != size:
-                    raise Corrupt(f"{path}: it shrank while it was read")
-        except FileNotFoundError as error:
-            raise Corrupt(f"{path} is missing") from error
-        if record and file_digest(data) != record.xxh3_128:
-            raise Corrupt(f"{path}: its digest is not the published one")
-        return data
+            self._source.size_bytes(f"{ref.directory}/{READY_FILE}")
+        except FileNotFoundError:
+            return False
+        return True
 
-    def _shard_layout(self, path: Path) -> Layout:
+    def _shard_layout(self, ref: VersionRef, manifest: Manifest, shard: str) -> Layout:
+        path, size = f"{ref.directory}/{shard}", self._checked_bytes(ref, manifest, shard)
         try:
-            with path.open("rb") as file:
-                length = header_length(file.read(8))
-                return parsed_header(file.read(length), file_bytes=path.stat().st_size).layout
+            head = self._read_head(path, min(size, _HEAD_BYTES))
+            needed = 8 + header_length(head[:8])
+            if needed > size:
+                raise Corrupt(f"{self}/{path}: a header of {needed} bytes in {size}")
+            if needed > len(head):
+                head = self._read_head(path, needed)
+            return parsed_header(head[8:needed], file_bytes=size).layout
         except FileNotFoundError as error:
-            raise Corrupt(f"{path} is missing") from error
+            raise Corrupt(f"{self}/{path} is missing") from error
+        except Corrupt:
+            self._source.doubt(path)
+            raise
 
+    def _read_head(self, path: str, size_bytes: int) -> bytes:
+        head = bytearray(size_bytes)
+        self._source.read_range(path, 0, memoryview(head))
+        return bytes(head)
 
-def _read_bounded(path: Path, limit_bytes: int) -> bytes:
-    with path.open("rb") as file:
-        raw = file.read(limit_bytes + 1)
-    if len(raw) > limit_bytes:
-        raise Corrupt(f"{path} is over the limit of {limit_bytes} bytes")
-    return raw
+    def _shard_bytes(self, ref: VersionRef, manifest: Manifest, shard: str) -> int:
+        if manifest.block is not None:
+            return manifest.block.files[shard].bytes
+        try:
+            return self._source.size_bytes(f"{ref.directory}/{shard}")
+        except FileNotFoundError as error:
+            raise Corrupt(f"{self}/{ref.directory}: shard missing: {shard}") from error
+
+    def _checked_bytes(self, ref: VersionRef, manifest: Manifest, shard: str) -> int:
+        """The size of a shard that is there as it was published."""
+        path, size = f"{ref.directory}/{shard}", self._shard_bytes(ref, manifest, shard)
+        try:
+            found = self._source.size_bytes(path)
+        except FileNotFoundError as error:
+            raise Corrupt(f"{self}/{path} is missing") from error
+        if found != size:
+            self._source.doubt(path)
+            raise Corrupt(f"{self}/{path}: {found} bytes where {size} were published")
+        if not 0 <= size <= MAX_SHARD_BYTES:
+            raise Corrupt(f"{self}/{path}: {size} bytes is over the limit of {MAX_SHARD_BYTES}")
+        return size

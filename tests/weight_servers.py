@@ -1,0 +1,95 @@
+"""Real weight servers and relays on loopback, each in a thread with an event loop of its own."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+from weightsync.transport.access import Access
+from weightsync.transport.location import StoreRoot
+from weightsync.transport.metrics import TransferMetrics
+from weightsync.transport.object_cache import ObjectCache
+from weightsync.transport.patience import RetryLimits
+from weightsync.transport.relay import RelayShelf
+from weightsync.transport.server import ServingLimits, WeightServer
+from weightsync.transport.shelf import Shelf, SourceShelf
+
+HASTY = Access(
+    streams=3,
+    range_bytes=64 << 10,
+    stall_s=0.5,
+    retries=RetryLimits(give_up_s=10.0, first_wait_s=0.005, wait_max_s=0.05),
+)
+"""Small ranges and short waits: many of both in a small store."""
+
+
+@contextmanager
+def running(app_of: Callable[[], tuple[web.Application, Shelf | None]]) -> Iterator[str]:
+    """The URL of an application that is made and served in a thread."""
+    loop = asyncio.new_event_loop()
+    url: list[str] = []
+    up, stop = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        app, shelf = app_of()
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+        )
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        up.set()
+        await stop.wait()
+        await runner.cleanup()
+        if shelf is not None:
+            await shelf.close()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert up.wait(10)
+        yield url[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        assert not thread.is_alive()
+        loop.close()
+
+
+@contextmanager
+def served(
+    root: Path,
+    *,
+    token: bytes | None = None,
+    limits: ServingLimits | None = None,
+    metrics: TransferMetrics | None = None,
+) -> Iterator[str]:
+    def app() -> tuple[web.Application, Shelf]:
+        shelf = SourceShelf(StoreRoot(root))
+        return WeightServer(shelf, token=token, limits=limits, metrics=metrics).app(), shelf
+
+    with running(app) as url:
+        yield url
+
+
+@contextmanager
+def relayed(
+    upstream: str,
+    cache: Path,
+    *,
+    access: Access = HASTY,
+    capacity_bytes: int = 64 << 20,
+    limits: ServingLimits | None = None,
+    metrics: TransferMetrics | None = None,
+) -> Iterator[str]:
+    def app() -> tuple[web.Application, Shelf]:
+        counted = metrics or TransferMetrics()
+        held = ObjectCache(cache, capacity_bytes, metrics=counted)
+        shelf = RelayShelf(StoreRoot(upstream, access), held, streams=3, metrics=counted)
+        return WeightServer(shelf, limits=limits, metrics=counted).app(), shelf
+
+    with running(app) as url:
+        yield url

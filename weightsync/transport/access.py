@@ -1,0 +1,58 @@
+"""How a reader reaches a store over a network: token, trust, streams and patience."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from harvester.contracts.errors import ConfigError
+from weightsync.transport.patience import RetryLimits
+
+TOKEN_VARIABLE = "ROSEMUX_WEIGHT_TOKEN_FILE"
+CA_VARIABLE = "ROSEMUX_WEIGHT_CA_FILE"
+MIN_TOKEN_BYTES = 16
+_MAX_TOKEN_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    token: bytes | None = field(default=None, repr=False)
+    ca_file: Path | None = None
+    """Certificates to trust besides the system's."""
+    streams: int = 4
+    """Ranges that are read at once."""
+    range_bytes: int = 8 << 20
+    """Of one request: what is lost at most where a connection breaks is far less."""
+    connect_s: float = 10.0
+    stall_s: float = 20.0
+    """A connection that gives no byte for so long counts as broken."""
+    retries: RetryLimits = field(default_factory=RetryLimits)
+
+    def __post_init__(self) -> None:
+        if self.streams < 1 or self.range_bytes < 1:
+            raise ConfigError("streams and range_bytes must be at least 1")
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """What an engine is told by its environment."""
+        token_file, ca_file = (os.environ.get(name) for name in (TOKEN_VARIABLE, CA_VARIABLE))
+        return cls(
+            token=read_token(Path(token_file)) if token_file else None,
+            ca_file=Path(ca_file) if ca_file else None,
+        )
+
+
+def read_token(path: Path) -> bytes:
+    """A bearer token; raises ConfigError where it is missing, short or open to other users."""
+    try:
+        if path.stat().st_mode & 0o006:
+            raise ConfigError(f"token file {path} is open to every user: chmod 600 {path}")
+        with path.open("rb") as file:
+            token = file.read(_MAX_TOKEN_BYTES).strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read token file {path}: {error.strerror}") from error
+    if len(token) < MIN_TOKEN_BYTES or not token.isascii() or b"\n" in token:
+        raise ConfigError(
+            f"token file {path}: one line of at least {MIN_TOKEN_BYTES} ASCII characters"
+        )
+    return token

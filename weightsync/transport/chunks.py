@@ -1,0 +1,82 @@
+"""Which parts of a file are here, which are on their way and which are to be asked for next.
+
+A file that N readers want in overlapping ranges is pulled once: every chunk is claimed by at most
+one pull at a time. Pure; knows no file and no clock.
+"""
+
+from collections import deque
+from enum import Enum, auto
+
+from weightsync.transport.ranges import Span
+
+CHUNK_BYTES = 256 << 10
+"""What the smallest pull takes: a header costs one chunk of a slow link, not a shard."""
+
+
+class _State(Enum):
+    ABSENT = auto()
+    WANTED = auto()
+    COMING = auto()
+    HERE = auto()
+
+
+class ChunkMap:
+    """The chunks of one file of `size_bytes`."""
+
+    def __init__(self, size_bytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._size_bytes = size_bytes
+        self._chunk_bytes = chunk_bytes
+        self._states = [_State.ABSENT] * -(-size_bytes // chunk_bytes)
+        self._missing = len(self._states)
+        self._queue: deque[int] = deque()
+
+    @property
+    def is_whole(self) -> bool:
+        return self._missing == 0
+
+    def has(self, span: Span) -> bool:
+        return all(self._states[at] is _State.HERE for at in self._covering(span))
+
+    def want(self, span: Span) -> None:
+        """Asks for what of the span is neither here nor on its way."""
+        for at in self._covering(span):
+            if self._states[at] is _State.ABSENT:
+                self._states[at] = _State.WANTED
+                self._queue.append(at)
+
+    def claim(self, max_bytes: int) -> Span | None:
+        """The next run to pull, first asked first; it counts as coming until arrived or lost."""
+        while self._queue:
+            first = self._queue.popleft()
+            if self._states[first] is not _State.WANTED:
+                continue
+            last, most = first, max(1, max_bytes // self._chunk_bytes)
+            while last - first + 1 < most and self._is_wanted_at(last + 1):
+                last += 1
+            self._mark(range(first, last + 1), _State.COMING)
+            return Span(
+                first * self._chunk_bytes, min((last + 1) * self._chunk_bytes, self._size_bytes)
+            )
+        return None
+
+    def arrived(self, run: Span) -> None:
+        """A claimed run is here."""
+        chunks = self._covering(run)
+        self._missing -= sum(self._states[at] is not _State.HERE for at in chunks)
+        self._mark(chunks, _State.HERE)
+
+    def lost(self, run: Span) -> None:
+        """A claimed run will not come; whoever still needs it asks again."""
+        self._mark(self._covering(run), _State.ABSENT)
+
+    def _covering(self, span: Span) -> range:
+        if span.size_bytes <= 0:
+            return range(0)
+        return range(span.start // self._chunk_bytes, -(-span.stop // self._chunk_bytes))
+
+    def _is_wanted_at(self, at: int) -> bool:
+        return at < len(self._states) and self._states[at] is _State.WANTED
+
+    def _mark(self, chunks: range, state: _State) -> None:
+        for at in chunks:
+            self._states[at] = state

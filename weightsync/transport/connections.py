@@ -1,0 +1,146 @@
+"""Connections to one HTTP server, kept open between requests. Judges no answer but its end."""
+
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from http.client import (
+    HTTPConnection,
+    HTTPException,
+    HTTPResponse,
+    HTTPSConnection,
+    IncompleteRead,
+)
+from io import BufferedIOBase
+from threading import Lock
+from urllib.parse import SplitResult
+
+from harvester.contracts.errors import ConfigError, Exhausted
+from weightsync.transport.access import Access
+from weightsync.transport.patience import Interrupted
+
+
+class _Lines:
+    """Remembers the last line that was read of an answer's head."""
+
+    def __init__(self, file: BufferedIOBase) -> None:
+        self.file = file
+        self.last = b""
+
+    def readline(self, limit: int = -1) -> bytes:
+        self.last = self.file.readline(limit)
+        return self.last
+
+
+class _WholeResponse(HTTPResponse):
+    """http.client takes a head that is cut short for a short head; here it is a broken one."""
+
+    def begin(self) -> None:
+        lines = _Lines(self.fp)
+        self.fp = lines  # type: ignore[assignment]
+        try:
+            super().begin()
+        finally:
+            self.fp = lines.file  # type: ignore[assignment]
+        if lines.last not in {b"\r\n", b"\n"}:
+            raise IncompleteRead(lines.last)
+
+
+class Connections:
+    """Thread-safe; holds at most as many idle connections as there are streams."""
+
+    def __init__(self, address: SplitResult, access: Access) -> None:
+        self._host, self._port = address.hostname or "", address.port
+        self._access = access
+        self._tls = _trust(access) if address.scheme == "https" else None
+        self._idle: list[HTTPConnection] = []
+        self._busy: set[HTTPConnection] = set()
+        self._closed = False
+        self._lock = Lock()
+
+    @contextmanager
+    def answer(
+        self, method: str, target: str, headers: Mapping[str, str], *, timeout_s: float
+    ) -> Iterator[HTTPResponse]:
+        """The answer to one request; raises Interrupted where the connection breaks in the block.
+
+        The connection serves again only where the answer was read to its end.
+        """
+        connection, answer = self._taken(timeout_s), None
+        try:
+            connection.request(method, target, headers=dict(headers))
+            answer = connection.getresponse()
+            yield answer
+        except FileNotFoundError:
+            raise
+        except (OSError, HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            raise Interrupted(f"{self._host}:{self._port}: {reason}") from error
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
+            if answer is not None and answer.isclosed() and answer.length == 0:
+                self._give_back(connection)
+            else:
+                connection.close()
+
+    def close(self) -> None:
+        """Requests under way end, in whatever thread, and no other is made."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle, busy = self._idle, [], set(self._busy)
+        for connection in idle:
+            connection.close()
+        for connection in busy:
+            # Closing it here would pull it from under the thread that reads; this wakes it.
+            with suppress(OSError, AttributeError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _taken(self, timeout_s: float) -> HTTPConnection:
+        with self._lock:
+            if self._closed:
+                raise Exhausted(f"{self._host}:{self._port}: this reader was closed")
+            connection = self._idle.pop() if self._idle else None
+        connection = connection or self._connected()
+        connection.sock.settimeout(timeout_s)
+        with self._lock:
+            self._busy.add(connection)
+        return connection
+
+    def _connected(self) -> HTTPConnection:
+        wait_s = self._access.connect_s
+        connection = (
+            HTTPConnection(self._host, self._port, timeout=wait_s)
+            if self._tls is None
+            else HTTPSConnection(self._host, self._port, timeout=wait_s, context=self._tls)
+        )
+        connection.response_class = _WholeResponse
+        try:
+            connection.connect()
+        except ssl.SSLCertVerificationError as error:
+            raise ConfigError(
+                f"{self._host}'s certificate is not trusted: {error.verify_message}; "
+                "give the CA's file"
+            ) from error
+        except OSError as error:
+            raise Interrupted(f"cannot reach {self._host}:{self._port}: {error}") from error
+        return connection
+
+    def _give_back(self, connection: HTTPConnection) -> None:
+        # http.client has closed it where the server asked for that.
+        if connection.sock is not None:
+            with self._lock:
+                if len(self._idle) < self._access.streams and not self._closed:
+                    self._idle.append(connection)
+                    return
+        connection.close()
+
+
+def _trust(access: Access) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context()
+        if access.ca_file is not None:
+            context.load_verify_locations(access.ca_file)
+    except OSError as error:
+        raise ConfigError(f"cannot use the CA file {access.ca_file}: {error}") from error
+    return context

@@ -1,0 +1,85 @@
+"""A store in a directory of a local or shared file system."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError, Corrupt
+from weightsync.names import LATEST_FILE, MAX_LATEST_BYTES
+from weightsync.transport.source import watched
+
+_POLL_S = 0.1
+
+
+class DirectorySource:
+    """Reads files in place; one stream, because the kernel reads ahead by itself."""
+
+    streams = 1
+    range_bytes = 64 << 20
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            raise ConfigError(f"no weight store at {root}: publish a version there first")
+        self._root = root
+        self._clock = MonotonicClock()
+
+    def __str__(self) -> str:
+        return str(self._root)
+
+    def directories(self) -> frozenset[str]:
+        with _readable(self._root):
+            return frozenset(path.name for path in self._root.iterdir())
+
+    def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
+        return watched(self._latest, known, wait_s=wait_s, poll_s=_POLL_S, clock=self._clock)
+
+    def read_small(self, path: str, limit_bytes: int) -> bytes:
+        full = self._root / path
+        with _readable(full), full.open("rb") as file:
+            raw = file.read(limit_bytes + 1)
+        if len(raw) > limit_bytes:
+            raise Corrupt(f"{full} is over the limit of {limit_bytes} bytes")
+        return raw
+
+    def size_bytes(self, path: str) -> int:
+        full = self._root / path
+        with _readable(full):
+            return full.stat().st_size
+
+    def read_range(self, path: str, start: int, into: memoryview) -> None:
+        full = self._root / path
+        with _readable(full), full.open("rb", buffering=0) as file:
+            file.seek(start)
+            at = 0
+            # One call moves at most 2 GiB.
+            while at < len(into) and (got := file.readinto(into[at:])):
+                at += got
+        if at < len(into):
+            raise Corrupt(f"{full} ends at byte {start + at} of {start + len(into)}")
+
+    def doubt(self, path: str) -> None:
+        """There is no copy: the next read is of the file itself."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _latest(self) -> bytes | None:
+        try:
+            return self.read_small(LATEST_FILE, MAX_LATEST_BYTES)
+        except FileNotFoundError:
+            return None
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except PermissionError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}; give this user the right"
+        ) from error
+    except OSError as error:
+        raise Corrupt(f"cannot read {path}: {error.strerror or error}") from error

@@ -1,0 +1,263 @@
+"""A store behind an HTTP server of ours, or behind any that serves ranges and our listing.
+
+A read goes on from where it was when its connection breaks, waits as long as a busy server asks,
+and ends when nothing arrives any more. Redirects are not followed: a token is for one server.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.client import HTTPResponse
+from random import Random
+from threading import Lock
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, PeerProtocolError
+from weightsync.names import LATEST_FILE, MAX_LATEST_BYTES
+from weightsync.transport.access import Access
+from weightsync.transport.connections import Connections
+from weightsync.transport.patience import Interrupted, Patience, persist
+from weightsync.transport.ranges import Span, answered_span, range_header
+from weightsync.transport.wire import (
+    MAX_LISTING_BYTES,
+    StoreList,
+    StoreListing,
+    latest_etag,
+)
+
+T = TypeVar("T")
+_RECEIVE_BYTES = 256 << 10
+_ERROR_BYTES = 2048
+_MAX_RETRY_AFTER_S = 60.0
+_REMEMBERED = 32
+_REMEMBERED_BYTES = 4 << 20
+_POLL_S = 0.2
+"""Between two questions to a server that does not hold one back until LATEST changes."""
+
+
+class HttpSource:
+    """One store at `url`, `http(s)://HOST:PORT/stores/NAME`."""
+
+    def __init__(
+        self, url: str, access: Access | None = None, *, clock: Clock | None = None
+    ) -> None:
+        address = urlsplit(url.rstrip("/"))
+        if address.scheme not in {"http", "https"} or not address.hostname or address.query:
+            raise ConfigError(f"{url}: use http(s)://HOST:PORT/stores/NAME")
+        if address.username is not None:
+            raise ConfigError("a URL with a user in it: give a token file instead")
+        self._access = access or Access()
+        self._url = address.geturl()
+        self._path = address.path
+        self._connections = Connections(address, self._access)
+        self._clock = clock or MonotonicClock()
+        self._random = Random()
+        self._lock = Lock()
+        self._doubted: set[str] = set()
+        self._remembered: dict[str, tuple[str, bytes]] = {}
+        """Entity tag and bytes of the small files that were read last."""
+
+    def __str__(self) -> str:
+        return self._url
+
+    @property
+    def streams(self) -> int:
+        return self._access.streams
+
+    @property
+    def range_bytes(self) -> int:
+        return self._access.range_bytes
+
+    def stores(self) -> tuple[str, ...]:
+        """Names of all stores of the server whose list of them is at this URL."""
+        return self._listed(StoreList).stores
+
+    def directories(self) -> frozenset[str]:
+        return frozenset(self._listed(StoreListing).directories)
+
+    def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
+        until_s = self._clock.now() + wait_s
+        while True:
+            left_s = max(0.0, until_s - self._clock.now())
+            found = self._latest(known, left_s)
+            if found != known or left_s == 0.0:
+                return found
+            time.sleep(min(_POLL_S, left_s))
+
+    def read_small(self, path: str, limit_bytes: int) -> bytes:
+        return self._persist(lambda _: self._small(f"/{path}", limit_bytes))
+
+    def size_bytes(self, path: str) -> int:
+        def attempt(_: Patience) -> int:
+            with self._answer("HEAD", f"/{path}", {}) as answer:
+                answer.read()
+                return _length(answer)
+
+        return self._persist(attempt)
+
+    def read_range(self, path: str, start: int, into: memoryview) -> None:
+        at = 0
+
+        def attempt(patience: Patience) -> None:
+            nonlocal at
+            wanted = Span(start + at, start + len(into))
+            with self._answer("GET", f"/{path}", {"Range": range_header(wanted)}) as answer:
+                _check_range(answer, wanted, what=f"{self._url}/{path}")
+                while at < len(into):
+                    piece = answer.read1(min(_RECEIVE_BYTES, len(into) - at))
+                    if not piece:
+                        raise Interrupted(f"{self._url}/{path}: cut at byte {start + at}")
+                    into[at : at + len(piece)] = piece
+                    at += len(piece)
+                    self._check_pace(patience, at, path)
+                # Tells http.client that this answer is done, so that its connection serves again.
+                answer.read()
+
+        if len(into):
+            self._persist(attempt)
+
+    def doubt(self, path: str) -> None:
+        with self._lock:
+            self._doubted.add(f"/{path}")
+            self._remembered.clear()
+
+    def close(self) -> None:
+        self._connections.close()
+
+    def _latest(self, known: bytes | None, wait_s: float) -> bytes | None:
+        headers = {} if known is None else {"If-None-Match": latest_etag(known)}
+        if wait_s > 0:
+            headers["Prefer"] = f"wait={wait_s:.3f}"
+
+        def attempt(_: Patience) -> bytes | None:
+            with self._answer("GET", f"/{LATEST_FILE}", headers, wait_s=wait_s) as answer:
+                if answer.status == 304:
+                    answer.read()
+                    return known
+                return self._body(answer, MAX_LATEST_BYTES, what=LATEST_FILE)
+
+        try:
+            return self._persist(attempt)
+        except FileNotFoundError:
+            return None
+
+    def _listed(self, kind: type[T]) -> T:
+        try:
+            raw = self._persist(lambda _: self._whole("", MAX_LISTING_BYTES))
+            return msgspec.json.decode(raw, type=kind)
+        except msgspec.DecodeError as error:
+            raise PeerProtocolError(f"{self._url} is no weight server: {error}") from error
+
+    def _whole(self, path: str, limit_bytes: int) -> bytes:
+        with self._answer("GET", path, {}) as answer:
+            return self._body(answer, limit_bytes, what=path)
+
+    def _small(self, path: str, limit_bytes: int) -> bytes:
+        """A whole file, or the one that is remembered where the server says that it is the same."""
+        with self._lock:
+            tag, remembered = self._remembered.get(path, ("", b""))
+        headers = {"If-None-Match": tag} if tag and len(remembered) <= limit_bytes else {}
+        with self._answer("GET", path, headers) as answer:
+            if answer.status == 304:
+                answer.read()
+                return remembered
+            raw = self._body(answer, limit_bytes, what=path)
+        self._remember(path, answer.headers.get("ETag", ""), raw)
+        return raw
+
+    def _remember(self, path: str, tag: str, raw: bytes) -> None:
+        with self._lock:
+            self._remembered.pop(path, None)
+            if tag and len(raw) <= _REMEMBERED_BYTES:
+                self._remembered[path] = (tag, raw)
+            if len(self._remembered) > _REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
+
+    def _body(self, answer: HTTPResponse, limit_bytes: int, *, what: str) -> bytes:
+        length = _length(answer)
+        if length > limit_bytes:
+            raise Corrupt(f"{self._url} {what} is over the limit of {limit_bytes} bytes")
+        return answer.read()
+
+    def _check_pace(self, patience: Patience, done_bytes: int, path: str) -> None:
+        now = self._clock.now()
+        patience.received(done_bytes, now=now)
+        if patience.is_over(now=now):
+            raise Exhausted(f"{self._url}/{path} comes too slowly; gave up, try again later")
+
+    def _persist(self, attempt: Callable[[Patience], T]) -> T:
+        patience = Patience(self._access.retries, now=self._clock.now(), random=self._random)
+        return persist(lambda: attempt(patience), patience, clock=self._clock)
+
+    @contextmanager
+    def _answer(
+        self, method: str, path: str, headers: Mapping[str, str], *, wait_s: float = 0.0
+    ) -> Iterator[HTTPResponse]:
+        given = {"Accept-Encoding": "identity", **headers}
+        if self._access.token is not None:
+            given["Authorization"] = f"Bearer {self._access.token.decode()}"
+        if self._is_doubted(path):
+            given["Cache-Control"] = "no-cache"
+        target, timeout_s = (self._path + path) or "/", self._access.stall_s + wait_s
+        with self._connections.answer(method, target, given, timeout_s=timeout_s) as answer:
+            _check_status(answer, what=f"{self._url}{path}")
+            yield answer
+
+    def _is_doubted(self, path: str) -> bool:
+        """Whether this is the first request since it was doubted."""
+        with self._lock:
+            doubted = path in self._doubted
+            self._doubted.discard(path)
+        return doubted
+
+
+def _check_status(answer: HTTPResponse, *, what: str) -> None:
+    status = answer.status
+    if status in {200, 206, 304}:
+        return
+    said = answer.read(_ERROR_BYTES).decode(errors="replace").strip()
+    told = f"{what}: {status} {said[:200]}"
+    if status == 404:
+        raise FileNotFoundError(told)
+    if status in {401, 403}:
+        raise ConfigError(f"{what} refuses this reader ({status}): give the server's token file")
+    if status in {409, 416}:
+        raise Corrupt(f"{what} is not what was published: {said[:200]}")
+    if status in {408, 425, 429} or status >= 500:
+        raise Interrupted(told, retry_after_s=_retry_after_s(answer))
+    raise PeerProtocolError(told)
+
+
+def _check_range(answer: HTTPResponse, wanted: Span, *, what: str) -> None:
+    """Raises Corrupt where the answer is not exactly what was asked for."""
+    if answer.status == 200:
+        answered = Span(0, _length(answer))
+    else:
+        try:
+            answered, _ = answered_span(answer.headers.get("Content-Range", ""))
+        except PeerProtocolError as error:
+            raise Corrupt(f"{what}: {error}") from error
+    if answered != wanted or _length(answer) != wanted.size_bytes:
+        raise Corrupt(
+            f"{what}: bytes {answered.start} to {answered.stop} where {wanted.start} to "
+            f"{wanted.stop} were asked for"
+        )
+
+
+def _length(answer: HTTPResponse) -> int:
+    given = answer.headers.get("Content-Length", "")
+    if not given.isascii() or not given.isdigit() or len(given) > 18:
+        raise PeerProtocolError(f"an answer without a length: {given[:40]!r}")
+    return int(given)
+
+
+def _retry_after_s(answer: HTTPResponse) -> float:
+    try:
+        asked = float(answer.headers.get("Retry-After", "0"))
+    except ValueError:
+        return 0.0
+    return min(max(0.0, asked), _MAX_RETRY_AFTER_S)

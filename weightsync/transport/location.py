@@ -1,0 +1,68 @@
+"""From what a user writes to a source: a directory, an HTTP URL, or a URL that fsspec knows."""
+
+from pathlib import Path
+
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import checked_name, is_name
+from weightsync.transport.access import Access
+from weightsync.transport.directory import DirectorySource
+from weightsync.transport.source import StoreSource
+
+_SCHEME = "://"
+
+
+def source_at(location: Path | str, access: Access | None = None) -> StoreSource:
+    """One store; raises ConfigError where there can be none.
+
+    Without `access` a store behind a network is reached as the environment says.
+    """
+    if isinstance(location, Path) or _SCHEME not in location:
+        return DirectorySource(Path(location))
+    access = access or Access.from_environment()
+    if location.startswith(("http://", "https://")):
+        from weightsync.transport.http_source import HttpSource
+
+        return HttpSource(location, access)
+    from weightsync.transport.object_store import ObjectStoreSource
+
+    return ObjectStoreSource(location, streams=access.streams, retries=access.retries)
+
+
+class StoreRoot:
+    """A place with stores by name: a directory, a bucket's prefix, or `http(s)://HOST:PORT`."""
+
+    def __init__(self, location: Path | str, access: Access | None = None) -> None:
+        self._location = location if isinstance(location, Path) else location.rstrip("/")
+        self._access = access
+        self._is_http = str(location).startswith(("http://", "https://"))
+        self._is_local = isinstance(location, Path) or _SCHEME not in location
+        if self._is_local and not Path(location).is_dir():
+            raise ConfigError(f"{location} is no directory: give the one that holds the stores")
+
+    def __str__(self) -> str:
+        return str(self._location)
+
+    def names(self) -> tuple[str, ...]:
+        """The stores that are there."""
+        if self._is_http:
+            from weightsync.transport.http_source import HttpSource
+
+            access = self._access or Access.from_environment()
+            server = HttpSource(f"{self._location}/stores", access)
+            try:
+                return server.stores()
+            finally:
+                server.close()
+        if self._is_local:
+            found = [path.name for path in Path(self._location).iterdir() if path.is_dir()]
+        else:
+            found = list(source_at(self._location, self._access).directories())
+        return tuple(sorted(name for name in found if is_name(name)))
+
+    def store(self, name: str) -> StoreSource:
+        """Raises ConfigError where it can be seen at once that there is none."""
+        checked_name(name, what="store")
+        if self._is_local:
+            return source_at(Path(self._location) / name)
+        between = "/stores/" if self._is_http else "/"
+        return source_at(f"{self._location}{between}{name}", self._access)

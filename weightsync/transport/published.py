@@ -1,0 +1,81 @@
+"""What a relay must know of a version: its shards, their sizes and digests, from its index alone.
+
+Receivers read the whole index (manifest.py); here nothing of tensors is looked at, so that a relay
+needs no framework.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+from harvester.contracts.errors import Corrupt
+
+
+class _Record(msgspec.Struct, frozen=True):
+    bytes: int
+    xxh3_128: str
+
+
+class _Block(msgspec.Struct, frozen=True):
+    files: dict[str, _Record]
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    base_version: str | int | None = None
+    delta_encoding: str | None = None
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+    metadata: _Metadata = _Metadata()
+    rosemux: _Block | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedFile:
+    key: str
+    """Of a cached copy: another content has another key."""
+    size_bytes: int | None
+    xxh3_128: str | None
+    """None in a store of another system; its receivers check every tensor."""
+
+
+def published_files(index: bytes) -> Mapping[str, PublishedFile]:
+    """The shards of one version by name; raises Corrupt."""
+    read = _decoded(index)
+    if read.rosemux is None:
+        return {shard: _foreign(index, shard) for shard in read.weight_map.values()}
+    return {shard: _ours(record) for shard, record in read.rosemux.files.items()}
+
+
+def described(index: bytes) -> str:
+    """One version in a few words, for people; raises Corrupt."""
+    read = _decoded(index)
+    kind = "full"
+    if read.metadata.delta_encoding is not None:
+        kind = f"{read.metadata.delta_encoding} on {read.metadata.base_version}"
+    if read.rosemux is None:
+        return f"{kind}, {len(read.weight_map)} tensors, of another system"
+    size = sum(record.bytes for record in read.rosemux.files.values())
+    return f"{kind}, {len(read.weight_map)} tensors, {size / 1e6:.1f} MB"
+
+
+def _decoded(index: bytes) -> _Index:
+    try:
+        return msgspec.json.decode(index, type=_Index)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Corrupt(f"an index that cannot be read: {error}") from error
+
+
+def _ours(record: _Record) -> PublishedFile:
+    digest = record.xxh3_128
+    if len(digest) != 32 or set(digest) - set("0123456789abcdef") or record.bytes < 0:
+        raise Corrupt(f"a file record of {record.bytes} bytes with digest {digest[:40]!r}")
+    return PublishedFile(key=f"{digest}-{record.bytes}", size_bytes=record.bytes, xxh3_128=digest)
+
+
+def _foreign(index: bytes, shard: str) -> PublishedFile:
+    name = xxhash.xxh3_128_hexdigest(index + shard.encode())
+    return PublishedFile(key=f"{name}-foreign", size_bytes=None, xxh3_128=None)

@@ -1,0 +1,256 @@
+"""The HTTP server of stores: versions, their files by ranges, and LATEST as soon as it changes.
+
+    GET /stores                            GET /stores/{store}/LATEST
+    GET /stores/{store}                    GET /stores/{store}/{directory}/{file}
+    GET /healthz                           GET /metrics
+
+400 a name that is none, 401 no token, 404 not there, 409 not what was published, 416 no such range,
+503 with Retry-After: too many transfers, or what it reads from is not there for now.
+"""
+
+import asyncio
+import hmac
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import Corrupt, Exhausted, PeerProtocolError, RoseMuxError
+from harvester.contracts.ids import checked_name
+from weightsync.names import (
+    INDEX_FILE,
+    LATEST_FILE,
+    MAX_INDEX_BYTES,
+    MAX_LATEST_BYTES,
+    named_ref,
+)
+from weightsync.transport.metrics import TransferMetrics
+from weightsync.transport.ranges import Span, content_range, requested_span
+from weightsync.transport.shelf import Shelf, ShelfFile
+from weightsync.transport.token_bucket import TokenBucket
+from weightsync.transport.wire import Failure, StoreList, StoreListing, index_etag, latest_etag
+
+_PIECE_BYTES = 1 << 20
+_RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingLimits:
+    transfers_max: int = 64
+    """At once; who comes then is told to wait. Each holds about 1 MiB."""
+    bytes_per_s: float | None = None
+    """Of all transfers together."""
+    stall_s: float = 60.0
+    """A receiver that takes nothing for so long is cut off."""
+    wait_max_s: float = 30.0
+    """How long a question for LATEST is held back at most."""
+
+
+class WeightServer:
+    def __init__(
+        self,
+        shelf: Shelf,
+        *,
+        token: bytes | None = None,
+        limits: ServingLimits | None = None,
+        metrics: TransferMetrics | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._shelf = shelf
+        self._token = token
+        self._limits = limits or ServingLimits()
+        self._metrics = metrics or TransferMetrics()
+        self._clock = clock or MonotonicClock()
+        rate = self._limits.bytes_per_s
+        self._bucket = None if rate is None else TokenBucket(rate)
+        self._active = 0
+
+    def app(self) -> web.Application:
+        app = web.Application(
+            client_max_size=1024, middlewares=[_authorised(self._token), _clear_errors]
+        )
+        app.add_routes(
+            [
+                web.get("/stores", self._stores),
+                web.get("/stores/{store}", self._directories),
+                web.get(f"/stores/{{store}}/{LATEST_FILE}", self._latest),
+                web.get("/stores/{store}/{directory}/{file}", self._file),
+                web.get("/healthz", self._healthz),
+                web.get("/metrics", self._exposition),
+            ]
+        )
+        return app
+
+    async def _stores(self, _request: web.Request) -> web.Response:
+        return _json(StoreList(stores=await self._shelf.names()))
+
+    async def _directories(self, request: web.Request) -> web.Response:
+        return _json(StoreListing(directories=await self._shelf.directories(_store(request))))
+
+    async def _latest(self, request: web.Request) -> web.Response:
+        store, known = _store(request), _known_latest(request)
+        wait_s = min(_wait_s(request), self._limits.wait_max_s)
+        raw = await self._shelf.latest(store, known, wait_s=wait_s)
+        if raw is None:
+            raise FileNotFoundError(f"store {store} has no version yet")
+        headers = {"ETag": latest_etag(raw), "Cache-Control": "no-cache"}
+        if raw == known:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=raw, headers=headers, content_type="text/plain")
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        store, directory = _store(request), request.match_info["directory"]
+        name = checked_name(request.match_info["file"], what="file")
+        if named_ref(directory) is None:
+            raise FileNotFoundError(f"{directory[:80]!r} is no version")
+        if self._active >= self._limits.transfers_max:
+            self._metrics.refused.labels("busy").inc()
+            raise Exhausted(f"{self._active} transfers are under way")
+        doubted = "no-cache" in request.headers.get("Cache-Control", "")
+        self._active += 1
+        self._metrics.active.set(self._active)
+        try:
+            async with self._shelf.open(store, f"{directory}/{name}", doubted=doubted) as file:
+                if name == INDEX_FILE:
+                    return await self._index(request, store, file)
+                return await self._answered(request, store, file)
+        finally:
+            self._active -= 1
+            self._metrics.active.set(self._active)
+
+    async def _index(self, request: web.Request, store: str, file: ShelfFile) -> web.Response:
+        """Relays ask for it again whenever one of their readers does; mostly it is the same."""
+        if file.size_bytes > MAX_INDEX_BYTES:
+            raise Corrupt(f"an index of {file.size_bytes} bytes")
+        raw = bytes(await file.read(Span(0, file.size_bytes)))
+        headers = {"ETag": index_etag(raw), "Cache-Control": "no-cache"}
+        if request.headers.get("If-None-Match") == headers["ETag"]:
+            return web.Response(status=304, headers=headers)
+        self._metrics.sent.labels(store).inc(len(raw))
+        return web.Response(body=raw, headers=headers, content_type="application/json")
+
+    async def _answered(
+        self, request: web.Request, store: str, file: ShelfFile
+    ) -> web.StreamResponse:
+        ranged = request.headers.get("Range")
+        span = requested_span(ranged, file.size_bytes)
+        if span is None:
+            headers = {"Content-Range": f"bytes */{file.size_bytes}"}
+            return _failure(416, "no such range", headers=headers)
+        response = web.StreamResponse(status=200 if ranged is None else 206)
+        response.content_type = "application/octet-stream"
+        response.content_length = span.size_bytes
+        response.headers["Accept-Ranges"] = "bytes"
+        if ranged is not None:
+            response.headers["Content-Range"] = content_range(span, file.size_bytes)
+        if request.method != "HEAD":
+            file.expect(span)
+            first = next(span.pieces(_PIECE_BYTES), Span(0, 0))
+            # What cannot be read at all is still answered with an error.
+            head = await file.read(first) if first.size_bytes else b""
+            await response.prepare(request)
+            await self._send(request, response, store, file, head, Span(first.stop, span.stop))
+        return response
+
+    async def _send(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        store: str,
+        file: ShelfFile,
+        head: bytes | bytearray,
+        rest: Span,
+    ) -> None:
+        """Ends the connection where the file cannot be read to its end: the reader comes again."""
+        outcome = "broken"
+        try:
+            await self._write(response, store, head)
+            for piece in rest.pieces(_PIECE_BYTES):
+                await self._write(response, store, await file.read(piece))
+            outcome = "done"
+        except (RoseMuxError, OSError, TimeoutError):
+            if request.transport is not None:
+                request.transport.abort()
+        finally:
+            self._metrics.transfers.labels(store, outcome).inc()
+
+    async def _write(
+        self, response: web.StreamResponse, store: str, piece: bytes | bytearray
+    ) -> None:
+        if self._bucket is not None:
+            await asyncio.sleep(self._bucket.take(len(piece), now=self._clock.now()))
+        async with asyncio.timeout(self._limits.stall_s):
+            await response.write(piece)
+        self._metrics.sent.labels(store).inc(len(piece))
+
+    async def _healthz(self, _request: web.Request) -> web.Response:
+        return web.Response(text=f"{self._active} transfers\n")
+
+    async def _exposition(self, _request: web.Request) -> web.Response:
+        body = generate_latest(self._metrics.registry)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _authorised(token: bytes | None) -> Middleware:
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        # Probes carry no token, and health answers nobody's secrets.
+        if token is not None and request.path != "/healthz":
+            sent = request.headers.get("Authorization", "").encode()
+            if not hmac.compare_digest(sent, b"Bearer " + token):
+                return _failure(401, "send the server's token as Authorization: Bearer ...")
+        return await handler(request)
+
+    return middleware
+
+
+@web.middleware
+async def _clear_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except PeerProtocolError as error:
+        return _failure(400, str(error))
+    except FileNotFoundError as error:
+        return _failure(404, error.args[0] if len(error.args) == 1 else "no such file")
+    except Corrupt as error:
+        return _failure(409, str(error))
+    except RoseMuxError as error:
+        return _failure(503, str(error), headers={"Retry-After": str(_RETRY_AFTER_S)})
+
+
+def _store(request: web.Request) -> str:
+    return checked_name(request.match_info["store"], what="store")
+
+
+def _known_latest(request: web.Request) -> bytes | None:
+    sent = request.headers.get("If-None-Match", "").strip('"')
+    if len(sent) <= 2 * MAX_LATEST_BYTES and "If-None-Match" in request.headers:
+        with suppress(ValueError):
+            return bytes.fromhex(sent)
+    return None
+
+
+def _wait_s(request: web.Request) -> float:
+    """What `Prefer: wait=SECONDS` asks (RFC 7240); fractions are understood too."""
+    name, _, value = request.headers.get("Prefer", "").partition("=")
+    with suppress(ValueError):
+        if name.strip().lower() == "wait" and 0 < float(value) < float("inf"):
+            return float(value)
+    return 0.0
+
+
+def _json(value: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _failure(status: int, message: str, *, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        status=status,
+        body=msgspec.json.encode(Failure(error=message)),
+        content_type="application/json",
+        headers=headers,
+    )

@@ -1,0 +1,139 @@
+"""What a weight server serves from: stores by name, whatever keeps them.
+
+`SourceShelf` reads every file where it is; relay.py's shelf keeps copies. Both belong to one event
+loop and read in threads.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import ConfigError
+from weightsync.names import named_ref
+from weightsync.transport.latest_watch import LatestWatch
+from weightsync.transport.location import StoreRoot
+from weightsync.transport.ranges import Span
+from weightsync.transport.source import StoreSource
+
+T = TypeVar("T")
+_THREADS = 16
+_MAX_STORES = 1024
+"""Names come from outside: so many may be open at once."""
+
+
+class ShelfFile(Protocol):
+    """One file while it is open."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def expect(self, span: Span) -> None:
+        """All of this is going to be read."""
+        ...
+
+    async def read(self, span: Span) -> bytes | bytearray:
+        """These bytes, once they are there; raises Corrupt or Exhausted."""
+        ...
+
+
+class Shelf(Protocol):
+    """Raises FileNotFoundError for what is not there."""
+
+    async def names(self) -> tuple[str, ...]: ...
+
+    async def directories(self, store: str) -> tuple[str, ...]: ...
+
+    async def latest(self, store: str, known: bytes | None, *, wait_s: float) -> bytes | None: ...
+
+    def open(
+        self, store: str, path: str, *, doubted: bool
+    ) -> AbstractAsyncContextManager[ShelfFile]:
+        """A file of a version; `doubted` where a reader found that it got wrong bytes."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    source: StoreSource
+    watch: LatestWatch
+
+
+class SourceShelf:
+    """Stores as they are kept under a root."""
+
+    def __init__(
+        self, root: StoreRoot, *, threads: int = _THREADS, clock: Clock | None = None
+    ) -> None:
+        self._root = root
+        self._clock = clock or MonotonicClock()
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="weight-shelf")
+        self._open: dict[str, OpenStore] = {}
+
+    async def names(self) -> tuple[str, ...]:
+        return await self.threaded(self._root.names)
+
+    async def directories(self, store: str) -> tuple[str, ...]:
+        found = await self.threaded(self.store(store).source.directories)
+        return tuple(sorted(name for name in found if named_ref(name) is not None))
+
+    async def latest(self, store: str, known: bytes | None, *, wait_s: float) -> bytes | None:
+        return await self.store(store).watch.after(known, wait_s)
+
+    @asynccontextmanager
+    async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ShelfFile]:
+        source = self.store(store).source
+        if doubted:
+            source.doubt(path)
+        size = await self.threaded(lambda: source.size_bytes(path))
+        yield _SourceFile(self, source, path, size)
+
+    async def close(self) -> None:
+        for store in self._open.values():
+            store.source.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def store(self, name: str) -> OpenStore:
+        """An open store; raises FileNotFoundError where there is none of that name."""
+        if name not in self._open:
+            if len(self._open) >= _MAX_STORES:
+                oldest = next(iter(self._open))
+                self._open.pop(oldest).source.close()
+            try:
+                source = self._root.store(name)
+            except ConfigError as error:
+                raise FileNotFoundError(f"no store {name}") from error
+
+            async def ask(known: bytes | None, wait_s: float) -> bytes | None:
+                return await self.threaded(lambda: source.latest(known, wait_s=wait_s))
+
+            self._open[name] = OpenStore(source, LatestWatch(ask, self._clock))
+        return self._open[name]
+
+    async def threaded(self, call: Callable[[], T]) -> T:
+        """What a blocking call returns."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+@dataclass(frozen=True, slots=True)
+class _SourceFile:
+    shelf: SourceShelf
+    source: StoreSource
+    path: str
+    size_bytes: int
+
+    def expect(self, span: Span) -> None:
+        """The source reads what it is asked for when it is asked."""
+
+    async def read(self, span: Span) -> bytearray:
+        def read() -> bytearray:
+            into = bytearray(span.size_bytes)
+            self.source.read_range(self.path, span.start, memoryview(into))
+            return into
+
+        return await self.shelf.threaded(read)

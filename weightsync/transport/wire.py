@@ -1,0 +1,34 @@
+"""What a weight server says beside files: small JSON records, and the entity tags."""
+
+import msgspec
+import xxhash
+
+MAX_LISTING_BYTES = 4 << 20
+
+
+class StoreList(msgspec.Struct, frozen=True):
+    """`GET /stores`."""
+
+    stores: tuple[str, ...]
+
+
+class StoreListing(msgspec.Struct, frozen=True):
+    """`GET /stores/{store}`: names of the directories of versions, finished or not."""
+
+    directories: tuple[str, ...]
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """The body of every answer from 400 on."""
+
+    error: str
+
+
+def index_etag(raw: bytes) -> str:
+    """The entity tag of an index: its digest."""
+    return f'"{xxhash.xxh3_128_hexdigest(raw)}"'
+
+
+def latest_etag(raw: bytes) -> str:
+    """The entity tag of a LATEST file: its bytes."""
+    return f'"{raw.hex()}"'
