@@ -10,7 +10,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyCommand:
     target: str
-    """`module:function`; the function is a typer command."""
+    """`module:name` of a function that is a typer command, or of a typer app with several."""
     summary: str
 
 
@@ -34,6 +34,10 @@ COMMANDS: dict[str, LazyCommand] = {
     "profile": LazyCommand(
         target="harvester.cli.profile:profile",
         summary="Print production's learned step times, to start another slot from.",
+    ),
+    "weights": LazyCommand(
+        target="weightsync.command:weights",
+        summary="Fetch published weights into a local checkpoint directory.",
     ),
     "replay": LazyCommand(
         target="scheduler.sim.command:replay",

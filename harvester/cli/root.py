@@ -47,6 +47,8 @@ def load(name: str, command: LazyCommand) -> Any:
             f"rosemux {name} needs the module {error.name!r}, which is not installed; "
             "install the project with its extras (make setup)"
         ) from error
+    if isinstance(function, typer.Typer):
+        return get_command(function)
     app = typer.Typer(add_completion=False)
     app.command(name, help=function.__doc__ or command.summary)(function)
     return get_command(app)
