@@ -8,14 +8,16 @@
 a full checkpoint has been applied: `settle` does that by itself.
 """
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from weightsync.bits import Layout
 from weightsync.delta import checked_apply
@@ -63,7 +65,8 @@ class Receiver:
 
     def plan(self, current: WeightVersion | None, target: WeightVersion) -> Plan:
         """See `planned`: raises ConfigError, Stale or Corrupt."""
-        return planned(self, current=current, target=target, latest=self._store.latest())
+        with self._forgetting():
+            return planned(self, current=current, target=target, latest=self._store.latest())
 
     def step(self, ref: VersionRef) -> Step | None:
         """One directory's manifest and size; remembered, because versions never change."""
@@ -85,11 +88,8 @@ class Receiver:
 
     def stage(self, plan: Plan) -> Staged:
         """Reads and decodes a plan; raises Corrupt or Stale, with no target touched."""
-        try:
+        with self._forgetting():
             return stage(self._store, plan, self.layout(plan), self._pool)
-        except Corrupt:
-            self._forget()
-            raise
 
     def apply(self, staged: Staged, target: ApplyTarget) -> Applied:
         """Writes a staged state in place and checks what is there then.
@@ -98,14 +98,11 @@ class Receiver:
         where the state is not the published one (the target is in doubt).
         """
         started = self._clock.now()
-        _check_layout(staged.layout, target.layout())
-        list(self._pool.map(lambda name: _write(staged, target, name), staged.changed))
-        target.finish(staged.changed)
-        try:
+        with self._forgetting():
+            _check_layout(staged.layout, target.layout())
+            list(self._pool.map(lambda name: _write(staged, target, name), staged.changed))
+            target.finish(staged.changed)
             found = check_state(staged.expected, staged.layout, target.bits, self._pool)
-        except Corrupt:
-            self._forget()
-            raise
         return Applied(
             version=staged.plan.target,
             state_hash=found,
@@ -146,10 +143,16 @@ class Receiver:
         """prepare and settle."""
         return self.settle(self.prepare(current, target), buffers)
 
-    def _forget(self) -> None:
-        """Nothing that may have come from a broken directory is believed again."""
-        self._steps.clear()
-        self._layout = None
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """After a refusal nothing that was read is believed again: what was wrong may be any of it,
+        and it may be mended under the same name."""
+        try:
+            yield
+        except RoseMuxError:
+            self._steps.clear()
+            self._layout = None
+            raise
 
 
 def _write(staged: Staged, target: ApplyTarget, name: str) -> None:

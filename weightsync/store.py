@@ -105,8 +105,8 @@ class Store:
         directory = self.root / ref.directory
         try:
             return sum((directory / shard).stat().st_size for shard in manifest.shards)
-        except FileNotFoundError as error:
-            raise Corrupt(f"{directory}: shard missing: {error.filename}") from error
+        except OSError as error:
+            raise Corrupt(f"{directory}: a shard is missing or no file: {error}") from error
 
     def layout(self, ref: VersionRef, manifest: Manifest) -> Layout:
         """Names and specs of a full version, from its shards' headers alone."""
@@ -129,8 +129,8 @@ class Store:
                 data = np.empty(size, dtype=np.uint8)
                 if file.readinto(data.data) != size:
                     raise Corrupt(f"{path}: it shrank while it was read")
-        except FileNotFoundError as error:
-            raise Corrupt(f"{path} is missing") from error
+        except OSError as error:
+            raise Corrupt(f"{path} is missing or no file: {error}") from error
         if record and file_digest(data) != record.xxh3_128:
             raise Corrupt(f"{path}: its digest is not the published one")
         return data
@@ -140,13 +140,18 @@ class Store:
             with path.open("rb") as file:
                 length = header_length(file.read(8))
                 return parsed_header(file.read(length), file_bytes=path.stat().st_size).layout
-        except FileNotFoundError as error:
-            raise Corrupt(f"{path} is missing") from error
+        except OSError as error:
+            raise Corrupt(f"{path} is missing or no file: {error}") from error
 
 
 def _read_bounded(path: Path, limit_bytes: int) -> bytes:
-    with path.open("rb") as file:
-        raw = file.read(limit_bytes + 1)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(limit_bytes + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Corrupt(f"{path} cannot be read: {error}") from error
     if len(raw) > limit_bytes:
         raise Corrupt(f"{path} is over the limit of {limit_bytes} bytes")
     return raw
