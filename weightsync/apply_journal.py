@@ -42,6 +42,9 @@ class Held(
 
     version: WeightVersion
     state_hash: str
+    """The published one."""
+    contents_hash: str
+    """Of names, dtypes, shapes and digests: what the files are compared with."""
     sequence: int
     """Rises with every record: equal before and after reading the shards means unchanged."""
     digests: Digests
@@ -61,6 +64,7 @@ class Applying(
 
     version: WeightVersion
     state_hash: str
+    contents_hash: str
     base_version: WeightVersion | None
     base_state_hash: str | None
     """Version and hash of what `before` describes; None where nothing is built upon."""
@@ -109,7 +113,7 @@ def decoded_record(raw: bytes) -> Record:
     """Raises Corrupt for anything that `encoded_record` did not write."""
     try:
         record: Record = msgspec.json.decode(raw, type=Record)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Corrupt(f"{RECORD_FILE}: {error}") from error
     if record.format != FORMAT or record.seal != _sealed(record).seal:
         raise Corrupt(f"{RECORD_FILE} is not what was written")

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, Stale
+from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError, Stale
 from harvester.contracts.ids import checked_name
 from weightsync.apply_journal import Held, read_record
 from weightsync.bits import Bits, Layout, TensorSpec, bits_from_bytes, bytes_of
@@ -28,8 +28,8 @@ from weightsync.store_writer import write_durably
 
 MAX_SHARD_BYTES = 4 << 30
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors\Z")
-_METADATA = {"format": "pt"}
-"""transformers refuses a shard without it."""
+_METADATA = {"format": "pt", "kept_by": "rosemux"}
+"""transformers refuses a shard without its format."""
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -115,12 +115,13 @@ def sweep(directory: Path) -> None:
 
 
 def check_ours(directory: Path) -> None:
-    """Raises ConfigError where a directory without a record holds somebody's weights."""
-    for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin"):
+    """Raises ConfigError where the directory holds weights that we did not write."""
+    for pattern in ("*.safetensors", "*.bin"):
         for found in sorted(directory.glob(pattern)):
-            raise ConfigError(
-                f"{found} is not of our writing and would be replaced: name another directory"
-            )
+            if not _is_ours(found):
+                raise ConfigError(
+                    f"{found} is not of our writing and would be replaced: name another directory"
+                )
 
 
 @contextmanager
@@ -138,6 +139,13 @@ def reading(directory: Path) -> Iterator[Held]:
         raise Stale(f"{directory} was changed while it was read: read it again")
 
 
+def _is_ours(path: Path) -> bool:
+    try:
+        return dict(shard_header(np.asarray(_mapped(path))).metadata) == _METADATA
+    except RoseMuxError:
+        return False
+
+
 def _shard_names(directory: Path) -> tuple[str, ...]:
     return tuple(sorted(entry.name for entry in directory.iterdir() if _SHARD.match(entry.name)))
 
@@ -148,7 +156,7 @@ def _index(directory: Path) -> _Index:
             index = msgspec.json.decode(file.read(MAX_INDEX_BYTES), type=_Index)
         for shard in set(index.weight_map.values()):
             checked_name(shard, what="shard")
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, PeerProtocolError) as error:
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError, PeerProtocolError) as error:
         raise Corrupt(f"{directory / INDEX_FILE}: {error}") from error
     return index
 

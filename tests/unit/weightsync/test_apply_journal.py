@@ -22,11 +22,16 @@ from weightsync.apply_journal import (
 )
 
 HELD = Held(
-    version=WeightVersion(7), state_hash="aa" * 16, sequence=12, digests={"w": "bb" * 16, "b": "0"}
+    version=WeightVersion(7),
+    state_hash="aa" * 16,
+    contents_hash="ee" * 16,
+    sequence=12,
+    digests={"w": "bb" * 16, "b": "0"},
 )
 APPLYING = Applying(
     version=WeightVersion(8),
     state_hash="cc" * 16,
+    contents_hash="ff" * 16,
     base_version=WeightVersion(7),
     base_state_hash="aa" * 16,
     sequence=13,
@@ -34,14 +39,16 @@ APPLYING = Applying(
     after={"w": "dd" * 16},
 )
 SEALS = {
-    "held": "e81906c69ecd4ed0f55f439f59fbea7e",
-    "applying": "435e2fd1815c46145e4303afa55379a3",
+    "held": "7d75816a9dea86aeea7f10e44a9e4adb",
+    "applying": "b4488e4652724fd6151b7782575ed73d",
 }
 RECORDS = {"held": HELD, "applying": APPLYING}
 GOLDEN = {
-    "held": f'{{"state":"held","version":7,"state_hash":"{"aa" * 16}","sequence":12,'
+    "held": f'{{"state":"held","version":7,"state_hash":"{"aa" * 16}",'
+    f'"contents_hash":"{"ee" * 16}","sequence":12,'
     f'"digests":{{"w":"{"bb" * 16}","b":"0"}},"format":1,',
-    "applying": f'{{"state":"applying","version":8,"state_hash":"{"cc" * 16}","base_version":7,'
+    "applying": f'{{"state":"applying","version":8,"state_hash":"{"cc" * 16}",'
+    f'"contents_hash":"{"ff" * 16}","base_version":7,'
     f'"base_state_hash":"{"aa" * 16}","sequence":13,"before":{{"w":"{"bb" * 16}"}},'
     f'"after":{{"w":"{"dd" * 16}"}},"format":1,',
 }
@@ -61,6 +68,7 @@ def test_a_difference_is_applied_exactly_once_through_any_number_of_kills(
     record = Applying(
         version=WeightVersion(2),
         state_hash="",
+        contents_hash="",
         base_version=WeightVersion(1),
         base_state_hash="",
         sequence=1,

@@ -90,10 +90,12 @@ def test_a_broken_checkpoint_is_not_opened(
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", INDEX])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_somebody_s_weights_are_not_replaced(tmp_path: Path, name: str) -> None:
     check_ours(tmp_path)
     (tmp_path / "config.json").write_text("{}")
+    check_ours(tmp_path)
+    written(tmp_path, {"w": torch.ones(3)})
     check_ours(tmp_path)
     (tmp_path / name).write_text("")
     with pytest.raises(ConfigError, match="name another directory"):
@@ -101,7 +103,13 @@ def test_somebody_s_weights_are_not_replaced(tmp_path: Path, name: str) -> None:
 
 
 def held(version: int) -> Held:
-    return Held(version=WeightVersion(version), state_hash="", sequence=2 * version, digests={})
+    return Held(
+        version=WeightVersion(version),
+        state_hash="",
+        contents_hash="",
+        sequence=2 * version,
+        digests={},
+    )
 
 
 def test_a_reader_sees_that_nothing_changed_meanwhile(tmp_path: Path) -> None:
@@ -114,6 +122,7 @@ def test_a_reader_sees_an_apply_in_progress_and_one_that_began(tmp_path: Path) -
     applying = Applying(
         version=WeightVersion(8),
         state_hash="",
+        contents_hash="",
         base_version=None,
         base_state_hash=None,
         sequence=15,

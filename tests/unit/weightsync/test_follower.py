@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync import durable, follower
+from weightsync import durable, kept_directory
 from weightsync.apply_journal import Applying, Held, Record, read_record
 from weightsync.bits import Bits
 from weightsync.checkpoint import Checkpoint
@@ -169,7 +169,7 @@ def test_a_kill_within_an_apply_is_repaired(
     with following(tmp_path / "store", tmp_path / "held") as follows:
         follows.pull(WeightVersion(1))
     with monkeypatch.context() as patched:
-        patched.setattr(follower, "Checkpoint", mortal)
+        patched.setattr(kept_directory, "Checkpoint", mortal)
         mortal.commits = 0
         alone = Receiver(tmp_path / "store", threads=1)
         with CheckpointFollower(alone, tmp_path / "held") as follows, pytest.raises(Killed):
@@ -208,6 +208,7 @@ def test_a_file_that_changed_by_itself_is_no_version_until_it_is_repaired(
     "damage",
     [
         lambda held: (held / "rosemux.json").write_bytes(b""),
+        lambda held: (held / "rosemux.json").unlink(),
         lambda held: (held / "rosemux.json").write_bytes(b'{"state":"held","version":8}'),
         lambda held: (held / SHARD).unlink(),
         lambda held: (held / SHARD).write_bytes(b"x" * 100),
@@ -262,7 +263,7 @@ def test_a_full_disk_keeps_the_version_or_says_that_it_is_none(
     """The first record comes before, the second after the tensors are written."""
     store, _ = published
     records: list[Record] = []
-    real = follower.write_record
+    real = kept_directory.write_record
 
     def write(where: Path, record: Record) -> None:
         records.append(record)
@@ -272,7 +273,7 @@ def test_a_full_disk_keeps_the_version_or_says_that_it_is_none(
 
     with following(store, tmp_path / "held") as follows:
         follows.pull(SEVEN)
-        monkeypatch.setattr(follower, "write_record", write)
+        monkeypatch.setattr(kept_directory, "write_record", write)
         with pytest.raises(Exhausted):
             follows.pull()
         assert (follows.held is None) == (refused == 2)
