@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import msgspec
 import numpy as np
+import torch
 
 from benchmarks.weightsync.faults.states import states, tensors
 from benchmarks.weightsync.faults.tasks import Death, Ended, Task
@@ -210,6 +211,8 @@ def _ended(task: Task, report: Path) -> Ended:
 
 
 def main() -> None:
+    # torch's own threads would not be there in a child.
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         _warm(Path(directory))
         report = Path(directory) / "report"
