@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.weightsync.faults import measure
 from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
+from benchmarks.weightsync.faults.headers import HEADERS
 from benchmarks.weightsync.faults.kills import KILLS
 from benchmarks.weightsync.faults.machine import MACHINE
 from benchmarks.weightsync.faults.manifests import MANIFESTS
@@ -25,7 +26,7 @@ def test_twenty_faults_are_survived() -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    names = [fault.name for fault in (*KILLS, *PAYLOADS, *MANIFESTS, *MACHINE)]
+    names = [fault.name for fault in (*KILLS, *PAYLOADS, *HEADERS, *MANIFESTS, *MACHINE)]
     assert len(names) == len(set(names))
 
 

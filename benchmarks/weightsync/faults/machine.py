@@ -14,14 +14,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
+from benchmarks.weightsync.faults.holders import Claim, directory_contents
 from benchmarks.weightsync.faults.states import states
-from benchmarks.weightsync.faults.world import (
-    ANCHOR_EVERY,
-    HELD_VERSION,
-    Claim,
-    World,
-    directory_contents,
-)
+from benchmarks.weightsync.faults.world import ANCHOR_EVERY, HELD_VERSION, World
 from harvester.contracts.errors import Corrupt, Exhausted, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.apply_journal import RECORD_FILE

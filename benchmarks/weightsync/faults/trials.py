@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.weightsync.faults.fault import Fault
+from benchmarks.weightsync.faults.headers import HEADERS
 from benchmarks.weightsync.faults.kills import KILLS
 from benchmarks.weightsync.faults.machine import DISKS, MACHINE, may_mount
 from benchmarks.weightsync.faults.manifests import MANIFESTS
@@ -104,7 +105,7 @@ def struck(world: World, fault: Fault) -> Outcome:
 
 def classes(directory: Path) -> tuple[Fault, ...]:
     """Every class of faults that this machine can do."""
-    every = (*KILLS, *PAYLOADS, *MANIFESTS, *MACHINE)
+    every = (*KILLS, *PAYLOADS, *HEADERS, *MANIFESTS, *MACHINE)
     return (*every, *DISKS) if may_mount(directory) else every
 
 
