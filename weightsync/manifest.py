@@ -138,7 +138,7 @@ def decoded_manifest(raw: bytes, *, expected: WeightVersion) -> Manifest:
         )
         for shard in manifest.shards:
             checked_name(shard, what="shard")
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, PeerProtocolError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError, PeerProtocolError) as error:
         raise Corrupt(f"index of version {expected}: {error}") from error
     _check(manifest, index.metadata.compression_format, expected)
     return manifest

@@ -8,8 +8,9 @@
 a full checkpoint has been applied: `settle` does that by itself.
 """
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,12 +87,13 @@ class Receiver:
 
     def plan(self, current: WeightVersion | None, target: WeightVersion) -> Plan:
         """See `planned`: raises ConfigError, Stale or Corrupt."""
-        latest = self._store.latest()
-        self._present = self._store.refs()
-        self._look_ahead(current, target)
-        plan = planned(self, current=current, target=target, latest=latest)
-        check_base(plan.manifest, self.base)
-        return plan
+        with self._forgetting():
+            latest = self._store.latest()
+            self._present = self._store.refs()
+            self._look_ahead(current, target)
+            plan = planned(self, current=current, target=target, latest=latest)
+            check_base(plan.manifest, self.base)
+            return plan
 
     def step(self, ref: VersionRef) -> Step | None:
         """The manifest and size of a directory that was there when the plan began.
@@ -129,11 +131,8 @@ class Receiver:
 
     def stage(self, plan: Plan) -> Staged:
         """Reads and decodes a plan; raises Corrupt or Stale, with no target touched."""
-        try:
+        with self._forgetting():
             return stage(self._store, plan, self.layout(plan), self._pool)
-        except Corrupt:
-            self._forget()
-            raise
 
     def apply(self, staged: Staged, target: ApplyTarget) -> Applied:
         """Writes a staged state in place and checks what is there then.
@@ -142,14 +141,11 @@ class Receiver:
         where the state is not the published one (the target is in doubt).
         """
         started = self._clock.now()
-        _check_layout(staged.layout, target.layout())
-        list(self._pool.map(lambda name: _write(staged, target, name), staged.changed))
-        target.finish(staged.changed)
-        try:
+        with self._forgetting():
+            _check_layout(staged.layout, target.layout())
+            list(self._pool.map(lambda name: _write(staged, target, name), staged.changed))
+            target.finish(staged.changed)
             found = check_state(staged.expected, staged.layout, target.bits, self._pool)
-        except Corrupt:
-            self._forget()
-            raise
         return Applied(
             version=staged.plan.target,
             state_hash=found,
@@ -190,10 +186,16 @@ class Receiver:
         """prepare and settle."""
         return self.settle(self.prepare(current, target), buffers)
 
-    def _forget(self) -> None:
-        """Nothing that may have come from a broken directory is believed again."""
-        self._steps.clear()
-        self._layout = None
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """After a refusal nothing that was read is believed again: what was wrong may be any of it,
+        and it may be mended under the same name."""
+        try:
+            yield
+        except RoseMuxError:
+            self._steps.clear()
+            self._layout = None
+            raise
 
 
 def _write(staged: Staged, target: ApplyTarget, name: str) -> None:

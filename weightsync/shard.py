@@ -72,7 +72,7 @@ def parsed_header(raw: bytes, *, file_bytes: int) -> ShardHeader:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(fields.pop(_METADATA, b"{}"), type=dict[str, str])
         entries = {name: msgspec.json.decode(value, type=_Entry) for name, value in fields.items()}
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Corrupt(f"safetensors header: {error}") from error
     start = _LENGTH_BYTES + len(raw)
     layout: dict[str, TensorSpec] = {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyCommand:
     target: str
-    """`module:function`; the function is a typer command, or a typer app of several."""
+    """`module:name` of a function that is a typer command, or of a typer app with several."""
     summary: str
 
 
@@ -36,8 +36,8 @@ COMMANDS: dict[str, LazyCommand] = {
         summary="Print production's learned step times, to start another slot from.",
     ),
     "weights": LazyCommand(
-        target="weightsync.transport.command:weights",
-        summary="Serve, relay and list weight stores.",
+        target="weightsync.command:weights",
+        summary="Pull, serve, relay and list published weights.",
     ),
     "replay": LazyCommand(
         target="scheduler.sim.command:replay",

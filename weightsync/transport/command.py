@@ -1,4 +1,4 @@
-"""`rosemux weights`: serve stores, relay them over a slow link, see what is in one."""
+"""`rosemux weights serve`, `relay` and `ls`: stores over a network, from a shell."""
 
 import asyncio
 from pathlib import Path
@@ -10,13 +10,6 @@ if TYPE_CHECKING:
     from weightsync.transport.access import Access
     from weightsync.transport.listener import Listening
     from weightsync.transport.server import ServingLimits
-
-weights = typer.Typer(
-    name="weights",
-    help="Serve, relay and list weight stores.",
-    no_args_is_help=True,
-    add_completion=False,
-)
 
 Host = Annotated[str, typer.Option(help="Off loopback a token file is required.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
@@ -35,7 +28,6 @@ UpstreamToken = Annotated[
 CaFile = Annotated[Path | None, typer.Option(help="Certificates to trust besides the system's.")]
 
 
-@weights.command()
 def serve(
     root: Annotated[
         str, typer.Argument(help="Directory that holds the stores, or s3://BUCKET/PATH.")
@@ -59,7 +51,6 @@ def serve(
     asyncio.run(listen(lambda _: SourceShelf(stores), listening, limits, started=_told))
 
 
-@weights.command()
 def relay(
     url: Annotated[
         str, typer.Argument(help="http(s)://HOST:PORT of a server or a relay, or s3://BUCKET/PATH.")
@@ -95,7 +86,6 @@ def relay(
     asyncio.run(listen(shelf, listening, limits, started=_told))
 
 
-@weights.command(name="ls")
 def list_stores(
     url: Annotated[
         str,

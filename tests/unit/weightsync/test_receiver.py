@@ -146,7 +146,39 @@ def _damages() -> dict[str, Callable[[Path], None]]:
         ),
         "not ready": lambda store: (store / version / "READY").unlink(),
         "version missing": lambda store: shutil.rmtree(store / version),
+        "index nested without end": lambda store: _write(
+            store / version / "model.safetensors.index.json", b"[" * 200_000
+        ),
+        "header nested without end": lambda store: _write(
+            store / version / SHARD, (200_000).to_bytes(8, "little") + b"[" * 200_000
+        ),
+        "index names a base that never was": lambda store: _write(
+            store / version / "model.safetensors.index.json",
+            (store / version / "model.safetensors.index.json")
+            .read_bytes()
+            .replace(b'"base_version": "000007"', b'"base_version": "000000"'),
+        ),
+        "index is a directory": lambda store: _replace_by_directory(
+            store / version / "model.safetensors.index.json"
+        ),
+        "payload is a directory": lambda store: _replace_by_directory(store / version / SHARD),
+        "payload is a link to itself": lambda store: _replace_by_loop(store / version / SHARD),
+        "LATEST is a directory": lambda store: _replace_by_directory(store / "LATEST"),
     }
+
+
+def _write(path: Path, raw: bytes) -> None:
+    path.write_bytes(raw)
+
+
+def _replace_by_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _replace_by_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
 
 
 def _append(path: Path) -> None:

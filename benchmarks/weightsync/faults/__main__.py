@@ -1,0 +1,37 @@
+"""`python -m benchmarks.weightsync.faults --json PATH`: seeded faults over publish and receive.
+
+Each fault strikes a store, a holder or a process, is looked at, is removed, and the holder has to
+reach the newest version by itself. Ends with 1 where one does not, or claims what is not there.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.weightsync.faults import measure
+from harvester.contracts.clock import MonotonicClock
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.weightsync.faults", description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    clock = MonotonicClock()
+    started_s = clock.now()
+
+    def told(message: str) -> None:
+        print(f"{clock.now() - started_s:6.0f} s  {message}", file=sys.stderr, flush=True)
+
+    result = measure(given.seed, given.count, told=told)
+    result["seconds"] = round(clock.now() - started_s, 1)
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    given.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    sys.exit(result["recovered"] != result["tried"] or result["wrong_state"] > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""What a fault is: it strikes a world and says how its cause is removed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.weightsync.faults.world import World
+from weightsync.codec import Encoding
+
+Mend = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One class of faults. `strike` chooses a holder, does the damage and returns the mending."""
+
+    name: str
+    strike: Callable[[World], Mend]
+    encoding: Encoding | None = None
+    """None: any."""
+    newest: int | None = None
+    """Newest version at the start; None: 6, reached by deltas, or 7, with an anchor beside it."""
+
+
+def nothing() -> None:
+    """The cause is gone already: the process that died is started again."""
+
+
+def damaging(
+    name: str,
+    damage: Callable[[World], None],
+    *,
+    encoding: Encoding | None = None,
+    newest: int | None = None,
+) -> Fault:
+    """Damage to a store with any holder, mended by whole files or by the next version."""
+
+    def strike(world: World) -> Mend:
+        world.hold_any()
+        damage(world)
+        return world.mend()
+
+    return Fault(name, strike, encoding=encoding, newest=newest)

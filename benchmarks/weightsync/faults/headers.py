@@ -1,0 +1,131 @@
+"""Hostile shard headers, whose index has the digest of the damaged file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.weightsync.faults.fault import Fault, damaging
+from benchmarks.weightsync.faults.manifests import DEEP
+from benchmarks.weightsync.faults.payloads import forge
+from benchmarks.weightsync.faults.world import NEWEST, World
+from weightsync.manifest import INDEX_FILE
+from weightsync.store import Kind
+
+
+def _tensor_names(world: World) -> None:
+    """Tensors that the base does not have, by names that would be paths."""
+    name = world.rng.choice(("../../x", "/etc/x", "x" * 600, "layers.0", "nul\0"))
+    old = "layers.0.scale"
+
+    def renamed(header: dict[str, Any]) -> None:
+        header[name] = header.pop(old)
+
+    _edit_header(world, renamed)
+    index = world.index(world.newest)
+    fields = json.loads(index.read_bytes())
+    fields["weight_map"][name] = fields["weight_map"].pop(old)
+    index.write_text(json.dumps(fields))
+
+
+def _header_field(*values: tuple[str, Any]) -> Callable[[World], None]:
+    def damage(world: World) -> None:
+        field, value = world.rng.choice(values)
+
+        def edit(header: dict[str, Any]) -> None:
+            names = sorted(name for name in header if name != "__metadata__")
+            entry = header[world.rng.choice(names)]
+            entry[field] = value(header) if callable(value) else value
+
+        _edit_header(world, edit)
+
+    return damage
+
+
+def _edit_header(world: World, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Of the newest delta or, for a joiner, of a full version; the digest is forged."""
+    kind, version = Kind.WEIGHT, world.newest
+    if world.newest == NEWEST and world.rng.random() < 0.4:
+        kind = Kind.ANCHOR
+    shard = world.shard(version, kind)
+    raw = shard.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    try:
+        edit(header)
+    except KeyError:
+        return _edit_header(world, edit)
+    _write_header(shard, json.dumps(header).encode(), raw[8 + length :])
+    return None
+
+
+def _write_header(shard: Path, header: bytes, rest: bytes) -> None:
+    shard.write_bytes(len(header).to_bytes(8, "little") + header + rest)
+    forge(shard.parent / INDEX_FILE)
+
+
+def _not_a_header(world: World) -> None:
+    shard = world.shard(world.newest)
+    rest = shard.read_bytes()[-1000:]
+    header = world.rng.choice(
+        [
+            b"",
+            b"{}",
+            b"[]",
+            b"null",
+            b"[" * DEEP,
+            b'{"a":' * DEEP,
+            b"{" + b'"a":{},' * 3 + b'"b":1}',
+        ]
+    )
+    _write_header(shard, header, rest)
+    if world.rng.random() < 0.4:
+        length = world.rng.choice([1 << 62, (1 << 64) - 1, 33 << 20, 0])
+        shard.write_bytes(length.to_bytes(8, "little") + header + rest)
+        forge(world.index(world.newest))
+
+
+def _duplicate_header_keys(world: World) -> None:
+    shard = world.shard(world.newest)
+    raw = shard.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    names = sorted(name for name in header if name != "__metadata__")
+    one, two = world.rng.sample(names, 2)
+    text = raw[8 : 8 + length].decode().rstrip()
+    doubled = f"{text[:-1]},{json.dumps(one)}:{json.dumps(header[two])}}}"
+    _write_header(shard, doubled.encode(), raw[8 + length :])
+
+
+HEADERS: tuple[Fault, ...] = (
+    damaging("hostile tensor names", _tensor_names),
+    damaging("no shard header: empty, deep, huge, not JSON", _not_a_header),
+    damaging("shard header with duplicate keys", _duplicate_header_keys),
+    damaging(
+        "shard header with absurd shapes",
+        _header_field(
+            ("shape", [1 << 40, 1 << 40]),
+            ("shape", [-1]),
+            ("shape", [1] * 1000),
+            ("shape", [1 << 62]),
+            ("shape", [1 << 70]),
+            ("shape", []),
+            ("shape", [0]),
+            ("dtype", "F64"),
+            ("dtype", "F4_E2M1"),
+            ("dtype", ""),
+        ),
+    ),
+    damaging(
+        "shard header with overlapping or outer offsets",
+        _header_field(
+            ("data_offsets", [0, 1 << 62]),
+            ("data_offsets", [1 << 62, 1 << 63]),
+            ("data_offsets", [-8, 0]),
+            ("data_offsets", [100, 50]),
+            ("data_offsets", [0]),
+            ("data_offsets", lambda header: header["embed.weight"]["data_offsets"]),
+            ("data_offsets", [0, 0]),
+        ),
+    ),
+)

@@ -1,0 +1,119 @@
+"""Who holds weights in a world: a checkpoint directory and tensors in memory, both the product's.
+
+What they claim is read here; whether it is so is judged in world.py, by other means.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from safetensors.torch import load
+
+from benchmarks.weightsync.faults.states import hashes, states, tensors
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import Corrupt
+from harvester.contracts.ids import WeightVersion
+from weightsync.apply_journal import Held, read_record
+from weightsync.bits import bits_of
+from weightsync.follower import CheckpointFollower
+from weightsync.receiver import Receiver
+from weightsync.target import TensorTarget
+
+
+@dataclass(frozen=True)
+class Claim:
+    version: int
+    state_hash: str
+
+
+class Holder(Protocol):
+    def attempt(self) -> None:
+        """Tries to reach the newest version; raises what the product raises."""
+        ...
+
+    def claims(self) -> Iterator[Claim]:
+        """Everything that says which version is held."""
+        ...
+
+    def contents(self) -> dict[str, bytes]:
+        """Bytes per tensor."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class DirectoryHolder:
+    """A checkpoint directory with its follower, opened when it is needed."""
+
+    def __init__(self, store: Path, directory: Path, clock: Clock) -> None:
+        self.directory = directory
+        self._store = store
+        self._clock = clock
+        self._receiver: Receiver | None = None
+        self._follower: CheckpointFollower | None = None
+
+    def attempt(self) -> None:
+        if self._receiver is None:
+            self._receiver = Receiver(self._store, clock=self._clock)
+        if self._follower is None:
+            self._follower = CheckpointFollower(self._receiver, self.directory, clock=self._clock)
+        self._follower.pull()
+
+    def claims(self) -> Iterator[Claim]:
+        with suppress(Corrupt):
+            record = read_record(self.directory)
+            if isinstance(record, Held):
+                yield Claim(record.version, record.state_hash)
+        if self._follower is not None and self._follower.held is not None:
+            yield Claim(self._follower.held.version, self._follower.held.state_hash)
+
+    def contents(self) -> dict[str, bytes]:
+        return directory_contents(self.directory)
+
+    def close(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
+        if self._receiver is not None:
+            self._receiver.close()
+        self._follower = self._receiver = None
+
+
+class MemoryHolder:
+    """Tensors in memory, kept as the vLLM backend keeps an engine's."""
+
+    def __init__(self, store: Path, seed: int, clock: Clock, *, version: int | None) -> None:
+        start = states(seed)[0 if version is None else version - 1]
+        self.bits = {name: bits.copy() for name, bits in start.items()}
+        self.version = None if version is None else WeightVersion(version)
+        self.state_hash = "" if version is None else hashes(seed)[version - 1]
+        self._target = TensorTarget(tensors(self.bits))
+        self._receiver = Receiver(store, clock=clock)
+
+    def attempt(self) -> None:
+        newest = self._receiver.latest()
+        if newest is None or newest == self.version:
+            return
+        staged = self._receiver.prepare(self.version, newest)
+        self.version = None
+        applied = self._receiver.settle(staged, self._target)
+        self.version, self.state_hash = applied.version, applied.state_hash
+
+    def claims(self) -> Iterator[Claim]:
+        if self.version is not None:
+            yield Claim(self.version, self.state_hash)
+
+    def contents(self) -> dict[str, bytes]:
+        return {name: bits.tobytes() for name, bits in self.bits.items()}
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+def directory_contents(directory: Path) -> dict[str, bytes]:
+    """Read by another library."""
+    found: dict[str, bytes] = {}
+    for shard in sorted(directory.glob("*.safetensors")):
+        found |= {name: bits_of(t).tobytes() for name, t in load(shard.read_bytes()).items()}
+    return found

@@ -1,0 +1,137 @@
+"""Kills: a real process that publishes, copies or pulls gets SIGKILL."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
+from benchmarks.weightsync.faults.tasks import Death, Task
+from benchmarks.weightsync.faults.world import NEWEST, World
+from weightsync.codec import Encoding
+
+_PUBLISHED_AT_ONCE = 3
+
+
+def _publishing(how: str, *, keep_versions: int) -> Callable[[World], Mend]:
+    """A full version, two deltas, an anchor beside the last, pruning where few are kept."""
+
+    def strike(world: World) -> Mend:
+        world.hold_any()
+
+        def task(death: Death, store: Path = world.store) -> Task:
+            return Task(
+                role="publish",
+                store=str(store),
+                seed=world.template.seed,
+                state_indices=world.expect_published(_PUBLISHED_AT_ONCE),
+                encoding=world.encoding,
+                anchor_every=2,
+                keep_versions=keep_versions,
+                death=death,
+            )
+
+        key = f"publish {keep_versions} {world.encoding}"
+        whole = world.zygote.whole(key, lambda: task(Death(), world.root / "measured"))
+        world.zygote.kill(task, how=how, whole=whole, rng=world.rng)
+        return world.republish
+
+    return strike
+
+
+def _copying(how: str) -> Callable[[World], Mend]:
+    """The holder reads a mirror that lacks the newest version while it is copied."""
+
+    def strike(world: World) -> Mend:
+        world.hold_any()
+
+        def task(death: Death) -> Task:
+            return Task(
+                role="copy",
+                store=str(world.template.root / world.encoding),
+                target=str(world.store),
+                seed=world.rng.randrange(1 << 30),
+                death=death,
+            )
+
+        def mend() -> None:
+            world.zygote.run(task(Death()))
+            world.newest = NEWEST
+
+        whole = world.zygote.whole(
+            f"copy {world.encoding}",
+            lambda: Task(
+                role="copy",
+                store=str(world.template.root / world.encoding),
+                target=str(world.root / "measured"),
+            ),
+        )
+        world.zygote.kill(task, how=how, whole=whole, rng=world.rng)
+        return mend
+
+    return strike
+
+
+def _pull(world: World, phase: str, how: str, *, fresh: bool) -> None:
+    directory = world.root / "held"
+
+    def task(death: Death, target: Path = directory) -> Task:
+        return Task(
+            role="pull", store=str(world.store), target=str(target), phase=phase, death=death
+        )
+
+    def measured() -> Task:
+        target = world.root / "measured"
+        if not fresh:
+            world.copy_held(target)
+        return task(Death(), target)
+
+    key = f"pull {phase} {fresh} {world.encoding} {world.newest}"
+    world.zygote.kill(task, how=how, whole=world.zygote.whole(key, measured), rng=world.rng)
+
+
+def _pulling(
+    phase: str, how: str, *, fresh: bool = False, kills: int = 1, foreign: bool = False
+) -> Callable[[World], Mend]:
+    """A pull dies, and again in each of its repairs; meanwhile the store may go on or be pruned."""
+
+    def strike(world: World) -> Mend:
+        world.hold_directory(fresh=fresh)
+        if foreign:
+            world.make_foreign()
+        for number in range(kills):
+            try:
+                _pull(world, phase, how if number == 0 else "call", fresh=fresh)
+            finally:
+                world.look()
+        return world.rng.choice([nothing, nothing, world.republish, world.republish_and_prune])
+
+    return strike
+
+
+KILLS = (
+    Fault("kill publish at a byte", _publishing("byte", keep_versions=50)),
+    Fault("kill publish at a call", _publishing("call", keep_versions=50)),
+    Fault("kill publish at an instant", _publishing("instant", keep_versions=50)),
+    Fault("kill publish and prune at a call", _publishing("call", keep_versions=1)),
+    Fault("kill copy at a byte", _copying("byte"), newest=NEWEST - 1),
+    Fault("kill copy at a call", _copying("call"), newest=NEWEST - 1),
+    Fault("kill pull at a call", _pulling("run", "call")),
+    Fault("kill pull at an instant", _pulling("run", "instant")),
+    Fault("kill stage at an instant", _pulling("stage", "instant")),
+    Fault("kill apply at an instant", _pulling("apply", "instant")),
+    Fault("kill apply within a tensor", _pulling("apply", "tensor")),
+    Fault("kill first pull at a call", _pulling("run", "call", fresh=True)),
+    Fault("kill first pull at an instant", _pulling("run", "instant", fresh=True)),
+    Fault("kill apply, then its repairs", _pulling("apply", "tensor", kills=3)),
+    Fault(
+        "slime: kill -9 within an apply of XOR",
+        _pulling("apply", "tensor"),
+        encoding=Encoding.XOR,
+        newest=NEWEST - 1,
+    ),
+    Fault(
+        "slime: kill -9 within an apply of its own layout",
+        _pulling("apply", "tensor", foreign=True),
+        encoding=Encoding.XOR,
+        newest=NEWEST - 1,
+    ),
+)

@@ -1,0 +1,189 @@
+"""Damaged payloads: plain ones, and forged ones whose index has the digest of the damaged file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import xxhash
+
+from benchmarks.weightsync.faults.fault import Fault, damaging
+from benchmarks.weightsync.faults.world import HELD_VERSION, NEWEST, SHARD_FILE, World
+from weightsync.codec import Encoding
+from weightsync.manifest import INDEX_FILE
+from weightsync.store import Kind
+
+Bend = Callable[[bytes, Random], bytes]
+
+
+def torn(raw: bytes, rng: Random) -> bytes:
+    """The tail was never written."""
+    cut = rng.randrange(len(raw))
+    return raw[:cut] + bytes(len(raw) - cut)
+
+
+def truncated(raw: bytes, rng: Random) -> bytes:
+    return raw[: rng.randrange(len(raw))]
+
+
+def lengthened(raw: bytes, rng: Random) -> bytes:
+    return raw + rng.randbytes(1 + rng.randrange(100))
+
+
+def flipped(raw: bytes, rng: Random) -> bytes:
+    bent = bytearray(raw)
+    for _ in range(rng.choice([1, 1, 3])):
+        bent[rng.randrange(len(bent))] ^= 1 << rng.randrange(8)
+    return bytes(bent)
+
+
+def reordered(raw: bytes, rng: Random) -> bytes:
+    size = 1 + rng.randrange(max(1, len(raw) // 4))
+    blocks = [raw[i : i + size] for i in range(0, len(raw), size)]
+    i, j = rng.sample(range(len(blocks)), 2)
+    blocks[i], blocks[j] = blocks[j], blocks[i]
+    return b"".join(blocks)
+
+
+def duplicated(raw: bytes, rng: Random) -> bytes:
+    """A block comes twice, over its successor or before it."""
+    size = 1 + rng.randrange(max(1, len(raw) // 4))
+    at = rng.randrange(max(1, len(raw) - size))
+    rest = at + size * rng.choice([1, 2])
+    return raw[: at + size] + raw[at : at + size] + raw[rest:]
+
+
+BENDS: dict[str, Bend] = {
+    "torn": torn,
+    "truncated": truncated,
+    "lengthened": lengthened,
+    "bit-flipped": flipped,
+    "reordered": reordered,
+    "duplicated": duplicated,
+}
+
+
+def forge(index: Path) -> None:
+    """Writes the shard's present size and digest into its index."""
+    raw = (index.parent / SHARD_FILE).read_bytes()
+    fields = json.loads(index.read_bytes())
+    fields["rosemux"]["files"][SHARD_FILE] = {
+        "bytes": len(raw),
+        "xxh3_128": xxhash.xxh3_128_hexdigest(raw),
+    }
+    index.write_text(json.dumps(fields))
+
+
+def victims(world: World) -> list[Path]:
+    """Directories on the way to the newest version; the newest delta comes often."""
+    delta = world.version_dir(world.newest)
+    others = [
+        world.version_dir(NEWEST - 1),
+        world.version_dir(HELD_VERSION),
+        world.version_dir(4, Kind.ANCHOR),
+        world.version_dir(1),
+    ]
+    if world.newest == NEWEST:
+        others.append(world.version_dir(NEWEST, Kind.ANCHOR))
+    return [delta] * len(others) + others
+
+
+def _bent(bend: Bend, *, forged: bool) -> Callable[[World], None]:
+    def damage(world: World) -> None:
+        directory = world.rng.choice(victims(world))
+        shard = directory / SHARD_FILE
+        shard.write_bytes(bend(shard.read_bytes(), world.rng))
+        if forged:
+            forge(directory / INDEX_FILE)
+
+    return damage
+
+
+def _bent_foreign(world: World) -> None:
+    """The newest delta of a store that has no digests of files, only checksums of tensors."""
+    world.make_foreign()
+    shard = world.shard(world.newest)
+    shard.write_bytes(world.rng.choice(list(BENDS.values()))(shard.read_bytes(), world.rng))
+
+
+def _missing(world: World) -> None:
+    directory = world.rng.choice(victims(world))
+    what = world.rng.choice([SHARD_FILE, INDEX_FILE, "all"])
+    if what == "all":
+        for path in directory.iterdir():
+            path.unlink()
+        directory.rmdir()
+    else:
+        (directory / what).unlink()
+
+
+def _other_shard(world: World) -> None:
+    """The payload of another version under this one's index, its digest forged or not."""
+    shard = world.shard(world.newest)
+    shard.write_bytes(world.shard(world.rng.choice([1, 2, 3, HELD_VERSION])).read_bytes())
+    if world.rng.random() < 0.5:
+        forge(world.index(world.newest))
+
+
+def _other_run(world: World) -> None:
+    """The delta of another run: whole, the right number, another base."""
+    for name in (SHARD_FILE, INDEX_FILE):
+        source = world.template.other / world.version_dir(world.newest).name / name
+        (world.version_dir(world.newest) / name).write_bytes(source.read_bytes())
+
+
+def _other_base(world: World) -> None:
+    """The index says that the delta builds on another version than it does."""
+    index = world.index(world.newest)
+    fields = json.loads(index.read_bytes())
+    fields["metadata"]["base_version"] = f"{world.rng.choice([1, 2, 3, 4]):06d}"
+    index.write_text(json.dumps(fields))
+
+
+def _bomb(world: World) -> None:
+    """Tensors whose payload is a small frame that unpacks to gigabytes."""
+    import zstandard
+
+    announced = world.rng.random() < 0.5
+    packer = zstandard.ZstdCompressor(level=3).compressobj(size=(1 << 28) if announced else -1)
+    zeros = bytes(1 << 20)
+    bomb = b"".join([*(packer.compress(zeros) for _ in range(1 << 8)), packer.flush()])
+    _replace_payloads(world, bomb)
+
+
+def _random_frames(world: World) -> None:
+    """Payloads that are whole zstd frames of nonsense: positions out of range, too many changes."""
+    import zstandard
+
+    raw = np.frombuffer(world.rng.randbytes(4096), dtype=np.uint8)
+    _replace_payloads(world, zstandard.ZstdCompressor().compress(raw.tobytes()))
+
+
+def _replace_payloads(world: World, payload: bytes) -> None:
+    from weightsync.bits import TensorSpec
+    from weightsync.shard import ShardTensor, shard_chunks, shard_header
+
+    shard = world.shard(world.newest)
+    header = shard_header(np.frombuffer(shard.read_bytes(), dtype=np.uint8))
+    tensors = {
+        name: ShardTensor(TensorSpec("U8", (len(payload),)), payload) for name in header.layout
+    }
+    shard.write_bytes(b"".join(bytes(chunk) for chunk in shard_chunks(tensors, header.metadata)))
+    forge(world.index(world.newest))
+
+
+PAYLOADS: tuple[Fault, ...] = (
+    *(damaging(f"payload {name}", _bent(bend, forged=False)) for name, bend in BENDS.items()),
+    *(
+        damaging(f"payload {name}, forged", _bent(bend, forged=True))
+        for name, bend in BENDS.items()
+    ),
+    damaging("payload of a foreign store bent", _bent_foreign, encoding=Encoding.XOR),
+    damaging("payload or index missing", _missing),
+    damaging("wrong base: another version's payload", _other_shard, newest=NEWEST - 1),
+    damaging("wrong base: another run's delta", _other_run),
+    damaging("wrong base: the index names another", _other_base),
+    damaging("zstd bomb", _bomb),
+    damaging("frames of nonsense", _random_frames),
+)

@@ -1,0 +1,47 @@
+"""What passes between the harness and the fork server: a task in, how it ended out."""
+
+import msgspec
+
+from weightsync.codec import Encoding
+
+
+class Death(msgspec.Struct, frozen=True, kw_only=True):
+    """When a child dies; without any of these it lives and says how far it got."""
+
+    after_bytes: int | None = None
+    """Of what it writes."""
+    after_calls: int | None = None
+    """To the operating system that name a file."""
+    after_s: float | None = None
+    """From the beginning of its phase."""
+    in_tensor: int | None = None
+    """While this tensor (by order of writing) is written: the last part of it is still old."""
+    written_ratio: float = 0.5
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child does."""
+
+    role: str
+    store: str
+    seed: int = 0
+    target: str = ""
+    """The checkpoint directory of a pull, the mirror of a copy."""
+    state_indices: tuple[int, ...] = ()
+    encoding: Encoding = Encoding.ROSEMUX
+    anchor_every: int = 25
+    keep_versions: int = 50
+    phase: str = "run"
+    """From when `after_s` counts: run, stage or apply."""
+    death: Death = Death()
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """How a child ended, and how far it got where it lived."""
+
+    killed: bool
+    status: int
+    bytes: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+    tensors: int = 0

@@ -1,0 +1,145 @@
+"""Which faults there are, and one after another: struck, looked at, mended, recovered or not."""
+
+import resource
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.weightsync.faults.fault import Fault
+from benchmarks.weightsync.faults.headers import HEADERS
+from benchmarks.weightsync.faults.kills import KILLS
+from benchmarks.weightsync.faults.machine import DISKS, MACHINE, may_mount
+from benchmarks.weightsync.faults.manifests import MANIFESTS
+from benchmarks.weightsync.faults.payloads import PAYLOADS
+from benchmarks.weightsync.faults.world import NEWEST, Template, World
+from benchmarks.weightsync.faults.zygote import Zygote
+from weightsync.codec import Encoding
+
+_ENCODINGS = (Encoding.ROSEMUX, Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE)
+_STORIES = 20
+"""Failures that are told in words."""
+_GREW_BYTES_MAX = 256 << 20
+"""No fault on a store of two megabytes may cost more memory: a bomb went off."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one class of faults, or of all."""
+
+    tried: int = 0
+    recovered: int = 0
+    wrong_state: int = 0
+    refused: int = 0
+    """Faults at which the holder refused something before they were removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one fault. A crash is no recovery; `story` says what there was instead."""
+
+    recovered: bool
+    refused: bool = False
+    story: str = ""
+
+
+@dataclass(slots=True)
+class Trials:
+    """One run of the harness."""
+
+    seed: int
+    total: Tally = field(default_factory=Tally)
+    classes: dict[str, Tally] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def run(self, template: Template, zygote: Zygote, fault: Fault, number: int) -> None:
+        """One fault in a world of its own."""
+        rng = Random(f"{self.seed} {number} {fault.name}")
+        world = World(
+            root=template.root / f"world-{number}",
+            template=template,
+            rng=rng,
+            zygote=zygote,
+            encoding=fault.encoding or rng.choice(_ENCODINGS),
+            newest=fault.newest or rng.choice([NEWEST - 1, NEWEST]),
+        )
+        try:
+            outcome = struck(world, fault)
+        finally:
+            world.end()
+        for tally in (self.total, self.classes.setdefault(fault.name, Tally())):
+            tally.tried += 1
+            tally.recovered += outcome.recovered
+            tally.wrong_state += bool(world.wrong)
+            tally.refused += outcome.refused
+        for line in (outcome.story, *world.wrong):
+            if line and len(self.failures) < _STORIES:
+                self.failures.append(f"{number}, {fault.name}: {line}")
+
+
+def struck(world: World, fault: Fault) -> Outcome:
+    """Strikes, lets the holder try, removes the cause, and sees whether it recovers."""
+    before_bytes = _peak_bytes()
+    try:
+        mend = fault.strike(world)
+        refusal = world.attempt()
+        grew_bytes = _peak_bytes() - before_bytes
+        mend()
+        recovered = world.recovered()
+    except Exception:
+        return Outcome(recovered=False, story=traceback.format_exc(limit=-6))
+    if not recovered:
+        return Outcome(
+            recovered=False,
+            refused=refusal is not None,
+            story=f"not at version {world.newest}; before: {refusal}, after: {world.last_refusal}",
+        )
+    if grew_bytes > _GREW_BYTES_MAX:
+        return Outcome(recovered=False, story=f"it took {grew_bytes >> 20} MiB of memory")
+    return Outcome(recovered=True, refused=refusal is not None)
+
+
+def classes(directory: Path) -> tuple[Fault, ...]:
+    """Every class of faults that this machine can do."""
+    every = (*KILLS, *PAYLOADS, *HEADERS, *MANIFESTS, *MACHINE)
+    return (*every, *DISKS) if may_mount(directory) else every
+
+
+def measure(
+    seed: int, count: int = 500, *, told: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """`count` faults, every class as often as every other, in an order that the seed gives."""
+    trials = Trials(seed)
+    root = Path(tempfile.mkdtemp(prefix="weight-faults-"))
+    try:
+        with Zygote() as zygote:
+            template = Template(root, seed)
+            for number, fault in enumerate(_order(seed, count, classes(root))):
+                trials.run(template, zygote, fault, number)
+                if (number + 1) % 50 == 0:
+                    told(f"{number + 1} of {count} faults, {trials.total.recovered} recovered")
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return {
+        **asdict(trials.total),
+        "seed": seed,
+        "classes": {name: asdict(tally) for name, tally in sorted(trials.classes.items())},
+        "failures": trials.failures,
+    }
+
+
+def _order(seed: int, count: int, every: tuple[Fault, ...]) -> Iterator[Fault]:
+    rng = Random(seed)
+    left: list[Fault] = []
+    for _ in range(count):
+        if not left:
+            left = rng.sample(every, len(every))
+        yield left.pop()
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

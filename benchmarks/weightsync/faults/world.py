@@ -1,0 +1,242 @@
+"""One fault's world: a store, two holders of its weights, and the truth about every version.
+
+The holders are the product's own; what they claim is checked here by other means: the bytes of the
+files or of the memory against the state that was published under that version.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from benchmarks.weightsync.faults.holders import Claim, DirectoryHolder, Holder, MemoryHolder
+from benchmarks.weightsync.faults.states import COUNT, hashes, states, tensors
+from benchmarks.weightsync.faults.zygote import Zygote
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import RoseMuxError
+from harvester.contracts.ids import WeightVersion
+from weightsync.codec import Encoding
+from weightsync.follower import CheckpointFollower
+from weightsync.manifest import INDEX_FILE
+from weightsync.publisher import Publisher
+from weightsync.receiver import Receiver
+from weightsync.store import LATEST_FILE, READY_FILE, Kind, VersionRef
+
+SHARD_FILE = "model-00001-of-00001.safetensors"
+HELD_VERSION = 5
+NEWEST = 7
+ANCHOR_EVERY = 3
+"""Anchors beside versions 4 and 7."""
+_ATTEMPTS = 3
+"""A `--watch` tries for ever; three must do."""
+
+
+@dataclass
+class Template:
+    """Stores and a directory that each world starts from as copies."""
+
+    root: Path
+    seed: int
+
+    def __post_init__(self) -> None:
+        for encoding in (Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE):
+            self._publish(self.root / encoding, self.seed, encoding)
+        self._publish(self.other, self.seed + 1_000_003, Encoding.ROSEMUX)
+        receiver = Receiver(self.root / Encoding.ROSEMUX)
+        with CheckpointFollower(receiver, self.held) as follows:
+            follows.pull(WeightVersion(HELD_VERSION))
+        receiver.close()
+
+    @property
+    def held(self) -> Path:
+        return self.root / "held"
+
+    @property
+    def other(self) -> Path:
+        """Another run's store with the same numbers."""
+        return self.root / "other"
+
+    def _publish(self, store: Path, seed: int, encoding: Encoding) -> None:
+        with Publisher(store, anchor_every=ANCHOR_EVERY, encoding=encoding) as publisher:
+            for state in states(seed)[:NEWEST]:
+                publisher.publish(tensors(state))
+
+
+@dataclass
+class World:
+    """Where one fault happens. `newest` is 6 (reached by deltas) or 7 (an anchor beside it)."""
+
+    root: Path
+    template: Template
+    rng: Random
+    zygote: Zygote
+    encoding: Encoding = Encoding.ROSEMUX
+    clock: Clock = field(default_factory=MonotonicClock)
+    newest: int = NEWEST
+    wrong: list[str] = field(default_factory=list)
+    ends: list[Callable[[], None]] = field(default_factory=list)
+    """What has to be undone when the world ends."""
+    holder: Holder = field(init=False)
+    last_refusal: str | None = None
+
+    def __post_init__(self) -> None:
+        self.store = self.root / "store"
+        self.truth = {version: version - 1 for version in range(1, NEWEST + 1)}
+        """Index of the state that was published, or would have been, under a version."""
+        self._next_state = NEWEST
+        shutil.copytree(self.template.root / self.encoding, self.store)
+        if self.newest < NEWEST:
+            for version in range(self.newest + 1, NEWEST + 1):
+                self.remove(version)
+            self.point_latest(self.newest)
+        self.pristine = self.root / "pristine"
+        shutil.copytree(self.store, self.pristine)
+
+    # What a fault finds.
+
+    def hold_directory(self, *, fresh: bool = False) -> DirectoryHolder:
+        directory = self.root / "held"
+        if not fresh:
+            shutil.copytree(self.template.held, directory)
+        holder = DirectoryHolder(self.store, directory, self.clock)
+        self.holder = holder
+        return holder
+
+    def hold_memory(self, *, fresh: bool = False) -> MemoryHolder:
+        version = None if fresh else HELD_VERSION
+        holder = MemoryHolder(self.store, self.template.seed, self.clock, version=version)
+        self.holder = holder
+        return holder
+
+    def hold_any(self) -> Holder:
+        fresh = self.rng.random() < 0.3
+        if self.rng.random() < 0.5:
+            return self.hold_directory(fresh=fresh)
+        return self.hold_memory(fresh=fresh)
+
+    def version_dir(self, version: int, kind: Kind = Kind.WEIGHT) -> Path:
+        return self.store / VersionRef(kind, WeightVersion(version)).directory
+
+    def shard(self, version: int, kind: Kind = Kind.WEIGHT) -> Path:
+        return self.version_dir(version, kind) / SHARD_FILE
+
+    def index(self, version: int, kind: Kind = Kind.WEIGHT) -> Path:
+        return self.version_dir(version, kind) / INDEX_FILE
+
+    def ready(self, version: int) -> Path:
+        return self.version_dir(version) / READY_FILE
+
+    @property
+    def latest_file(self) -> Path:
+        return self.store / LATEST_FILE
+
+    def point_latest(self, version: int) -> None:
+        name = VersionRef(Kind.WEIGHT, WeightVersion(version)).directory
+        self.latest_file.write_text(name + "\n")
+
+    def remove(self, version: int) -> None:
+        for kind in Kind:
+            shutil.rmtree(self.version_dir(version, kind), ignore_errors=True)
+
+    def copy_held(self, target: Path) -> None:
+        shutil.copytree(self.template.held, target)
+
+    def make_foreign(self) -> None:
+        """As slime and others write a store: no block of ours, no READY, no anchors."""
+        for root in (self.store, self.pristine):
+            for anchor in root.glob("anchor_*"):
+                shutil.rmtree(anchor)
+            for ready in root.glob(f"*/{READY_FILE}"):
+                ready.unlink()
+            for index in root.glob(f"*/{INDEX_FILE}"):
+                fields = json.loads(index.read_bytes())
+                del fields["rosemux"]
+                index.write_text(json.dumps(fields))
+
+    # What mends it.
+
+    def restore(self) -> None:
+        """The damaged files are whole again, under the same names."""
+        shutil.rmtree(self.store)
+        shutil.copytree(self.pristine, self.store)
+
+    def republish(self) -> None:
+        """A publisher is started on the store as it is and publishes the next state."""
+        with Publisher(self.store, anchor_every=ANCHOR_EVERY) as publisher:
+            self.publish_with(publisher)
+
+    def republish_and_prune(self) -> None:
+        """As `republish`, twice, and nothing older is kept."""
+        with Publisher(self.store, anchor_every=1, keep_versions=1) as publisher:
+            self.publish_with(publisher)
+            self.publish_with(publisher)
+
+    def end(self) -> None:
+        self.holder.close()
+        for end in self.ends:
+            end()
+        shutil.rmtree(self.root)
+
+    def mend(self) -> Callable[[], None]:
+        """One of the two ways in which a damaged store is mended."""
+        return self.rng.choice([self.restore, self.republish])
+
+    def publish_with(self, publisher: Publisher) -> None:
+        (index,) = self.expect_published(1)
+        self.newest = publisher.publish(tensors(states(self.template.seed)[index])).version
+
+    def expect_published(self, count: int) -> tuple[int, ...]:
+        """The next states get the numbers that a publisher would give them; returns the states."""
+        numbers = [int(path.name.partition("_v")[2]) for path in self.store.glob("*_v*")]
+        first = max(numbers, default=0) + 1
+        indices = tuple((self._next_state + i) % COUNT for i in range(count))
+        self.truth |= dict(zip(range(first, first + count), indices, strict=True))
+        self._next_state += count
+        return indices
+
+    # What is checked.
+
+    def attempt(self) -> str | None:
+        """The holder tries once; returns what it refused with. Any other exception is a crash."""
+        self.last_refusal = None
+        try:
+            self.holder.attempt()
+        except RoseMuxError as refusal:
+            self.last_refusal = f"{type(refusal).__name__}: {refusal}"
+        finally:
+            self.look()
+        return self.last_refusal
+
+    def look(self) -> None:
+        """Notes every claim of a state that is not the one published under that version."""
+        for claim in self.holder.claims():
+            self.judge(claim, self.holder.contents())
+
+    def judge(self, claim: Claim, contents: Mapping[str, bytes]) -> None:
+        """Whether what is claimed was published, and is what is there."""
+        index = self.truth.get(claim.version)
+        if index is None or hashes(self.template.seed)[index] != claim.state_hash:
+            self.wrong.append(f"claims version {claim.version}, {claim.state_hash}")
+        elif not self._is_state(index, contents):
+            self.wrong.append(f"claims version {claim.version} and holds other bits")
+
+    def recovered(self) -> bool:
+        """Whether the holder reaches the newest version by itself now."""
+        for _ in range(_ATTEMPTS):
+            self.attempt()
+            if self._at_newest():
+                return True
+        return False
+
+    def _at_newest(self) -> bool:
+        return {claim.version for claim in self.holder.claims()} == {self.newest} and (
+            self._is_state(self.truth[self.newest], self.holder.contents())
+        )
+
+    def _is_state(self, index: int, found: Mapping[str, bytes]) -> bool:
+        state = states(self.template.seed)[index]
+        return found.keys() == state.keys() and all(
+            found[name] == bits.tobytes() for name, bits in state.items()
+        )

@@ -1,0 +1,97 @@
+"""The harness's end of the fork server in victims.py."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from random import Random
+from types import TracebackType
+from typing import IO, Self
+
+import msgspec
+
+from benchmarks.weightsync.faults.tasks import Death, Ended, Task
+
+_TRIES = 12
+
+
+class Zygote:
+    """One fork server; ends with the `with` block."""
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.weightsync.faults.victims"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._ready = False
+        self._full: dict[str, Ended] = {}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for pipe in (self._pipe(self._process.stdin), self._pipe(self._process.stdout)):
+            pipe.close()
+        self._process.wait(timeout=10)
+
+    def run(self, task: Task) -> Ended:
+        """One child from its start to its end."""
+        if not self._ready:
+            self._expect("ready")
+            self._ready = True
+        pipe = self._pipe(self._process.stdin)
+        pipe.write(msgspec.json.encode(task) + b"\n")
+        pipe.flush()
+        return msgspec.json.decode(self._line(), type=Ended)
+
+    def whole(self, key: str, task: Callable[[], Task]) -> Ended:
+        """How far a task of this kind gets when it lives; measured once."""
+        if key not in self._full:
+            self._full[key] = self.run(task())
+        return self._full[key]
+
+    def kill(self, task: Callable[[Death], Task], *, how: str, whole: Ended, rng: Random) -> None:
+        """Runs a task that dies: at a random byte, call or instant, or within a random tensor.
+
+        A child that was faster than its death is no fault: a new one dies earlier.
+        """
+        reach = 1.0
+        for _ in range(_TRIES):
+            ended = self.run(task(_death(how, whole, reach, rng)))
+            if ended.killed:
+                return
+            if ended.status != 0:
+                raise RuntimeError(f"a child ended with {ended.status} before it was killed")
+            reach *= 0.6
+        raise RuntimeError(f"no child died: {how}, {whole}")
+
+    def _expect(self, word: str) -> None:
+        line = self._line()
+        if line.strip() != word.encode():
+            raise RuntimeError(f"the fork server said {line!r}")
+
+    def _line(self) -> bytes:
+        line = self._pipe(self._process.stdout).readline()
+        if not line:
+            raise RuntimeError("the fork server ended")
+        return line
+
+    @staticmethod
+    def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+        if pipe is None:
+            raise RuntimeError("the fork server has no pipes")
+        return pipe
+
+
+def _death(how: str, whole: Ended, reach: float, rng: Random) -> Death:
+    part = rng.random() * reach
+    if how == "byte":
+        return Death(after_bytes=int(part * whole.bytes))
+    if how == "call":
+        return Death(after_calls=1 + int(part * whole.calls))
+    if how == "tensor":
+        return Death(in_tensor=int(part * whole.tensors), written_ratio=rng.random())
+    return Death(after_s=part * whole.seconds)

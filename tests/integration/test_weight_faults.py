@@ -1,0 +1,88 @@
+"""Seeded faults over real processes: all recover, and nothing is claimed that is not there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from benchmarks.weightsync.faults import measure
+from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
+from benchmarks.weightsync.faults.headers import HEADERS
+from benchmarks.weightsync.faults.kills import KILLS
+from benchmarks.weightsync.faults.machine import MACHINE
+from benchmarks.weightsync.faults.manifests import MANIFESTS
+from benchmarks.weightsync.faults.payloads import PAYLOADS
+from benchmarks.weightsync.faults.trials import struck
+from benchmarks.weightsync.faults.world import Template, World
+from benchmarks.weightsync.faults.zygote import Zygote
+
+
+def test_twenty_faults_are_survived() -> None:
+    result = measure(seed=11, count=20)
+    assert result["failures"] == []
+    assert (result["tried"], result["recovered"], result["wrong_state"]) == (20, 20, 0)
+    assert result["refused"] > 0
+
+
+def test_no_two_classes_share_a_name() -> None:
+    names = [fault.name for fault in (*KILLS, *PAYLOADS, *HEADERS, *MANIFESTS, *MACHINE)]
+    assert len(names) == len(set(names))
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
+    return Template(tmp_path_factory.mktemp("faults"), seed=3)
+
+
+@pytest.fixture
+def world(template: Template, tmp_path: Path) -> Iterator[World]:
+    """Without a fork server: these faults kill nobody."""
+    made = World(root=tmp_path / "world", template=template, rng=Random(1), zygote=Zygote())
+    yield made
+    made.end()
+
+
+def test_a_holder_that_claims_other_bits_is_found_out(world: World) -> None:
+    def strike(world: World) -> Mend:
+        holder = world.hold_memory()
+        holder.bits["layers.0.scale"][3] ^= 1
+        world.look()
+        return nothing
+
+    struck(world, Fault("a lie", strike))
+    assert world.wrong == ["claims version 5 and holds other bits"]
+
+
+def test_a_holder_that_claims_another_version_is_found_out(world: World) -> None:
+    def strike(world: World) -> Mend:
+        holder = world.hold_memory()
+        holder.version = holder.version and type(holder.version)(4)
+        world.look()
+        return nothing
+
+    struck(world, Fault("a lie", strike))
+    assert world.wrong[0].startswith("claims version 4, ")
+
+
+def test_a_store_that_stays_broken_is_no_recovery(world: World) -> None:
+    def strike(world: World) -> Mend:
+        world.hold_directory()
+        world.shard(world.newest).write_bytes(b"")
+        for anchor in world.store.glob("anchor_*"):
+            (anchor / "READY").unlink()
+        return nothing
+
+    outcome = struck(world, Fault("never mended", strike))
+    assert (outcome.recovered, outcome.refused) == (False, True)
+    assert world.wrong == []
+
+
+def test_a_crash_is_no_recovery(world: World) -> None:
+    def strike(world: World) -> Mend:
+        world.hold_memory()
+        raise KeyError("not ours")
+
+    outcome = struck(world, Fault("a crash", strike))
+    assert not outcome.recovered
+    assert "not ours" in outcome.story

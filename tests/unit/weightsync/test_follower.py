@@ -1,0 +1,311 @@
+"""A checkpoint directory that follows a store: a version is claimed only while it is there."""
+
+import errno
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, Stale
+from harvester.contracts.ids import WeightVersion
+from weightsync import durable, kept_directory
+from weightsync.apply_journal import Applying, Held, Record, read_record
+from weightsync.bits import Bits
+from weightsync.checkpoint import Checkpoint
+from weightsync.codec import Encoding
+from weightsync.follower import CheckpointFollower
+from weightsync.publisher import Published, Publisher
+from weightsync.receiver import Receiver
+
+State = dict[str, torch.Tensor]
+Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
+Store = tuple[Path, list[Published]]
+SHARD = "model-00001-of-00001.safetensors"
+THREE, SEVEN, EIGHT = (WeightVersion(v) for v in (3, 7, 8))
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def loaded(directory: Path) -> State:
+    found: State = {}
+    for shard in directory.glob("*.safetensors"):
+        found |= load_file(shard)
+    return found
+
+
+def following(store: Path, directory: Path) -> CheckpointFollower:
+    return CheckpointFollower(Receiver(store), directory)
+
+
+def test_the_directory_follows_every_version(
+    published: Store, states: tuple[State, ...], same: Same, tmp_path: Path
+) -> None:
+    store, done = published
+    with following(store, tmp_path / "held") as follows:
+        for step in done:
+            pulled = follows.pull(step.version)
+            assert pulled.state_hash == step.state_hash
+            assert pulled.from_full == (step.version == 1)
+            assert same(loaded(tmp_path / "held"), states[step.version - 1])
+            assert follows.held is not None
+            assert follows.held.version == step.version
+
+
+def test_a_restart_goes_on_from_what_is_held(
+    published: Store, states: tuple[State, ...], same: Same, tmp_path: Path
+) -> None:
+    store, _ = published
+    with following(store, tmp_path / "held") as follows:
+        follows.pull(SEVEN)
+    with following(store, tmp_path / "held") as follows:
+        pulled = follows.pull()
+    assert (pulled.from_full, pulled.mended) == (False, False)
+    assert same(loaded(tmp_path / "held"), states[7])
+
+
+def test_nothing_is_read_or_written_where_the_version_is_there(
+    published: Store, tmp_path: Path
+) -> None:
+    store, _ = published
+    with following(store, tmp_path / "held") as follows:
+        follows.pull()
+        record = read_record(tmp_path / "held")
+        pulled = follows.pull()
+    assert (pulled.bytes_read, pulled.tensors_written) == (0, 0)
+    assert read_record(tmp_path / "held") == record
+
+
+def test_a_version_can_be_gone_back_to_by_its_name_only(
+    published: Store, states: tuple[State, ...], same: Same, tmp_path: Path
+) -> None:
+    store, _ = published
+    with following(store, tmp_path / "held") as follows:
+        follows.pull()
+        (store / "LATEST").write_text("weight_v000003\n")
+        with pytest.raises(Stale, match="name the version"):
+            follows.pull()
+        follows.pull(THREE)
+    assert same(loaded(tmp_path / "held"), states[2])
+
+
+def test_a_store_that_began_anew_is_taken_from_its_full_version(
+    published: Store, states: tuple[State, ...], same: Same, tmp_path: Path
+) -> None:
+    """Version 2 of another run: the same number, other bits."""
+    store, _ = published
+    with following(store, tmp_path / "held") as follows:
+        follows.pull(WeightVersion(2))
+    with Publisher(tmp_path / "other") as publisher:
+        for state in states[9:12]:
+            publisher.publish(state)
+    for version in (2, 3):
+        with following(tmp_path / "other", tmp_path / "held") as follows:
+            follows.pull(WeightVersion(version))
+            assert same(loaded(tmp_path / "held"), states[8 + version])
+
+
+def test_a_new_layout_makes_new_files(
+    tmp_path: Path, states: tuple[State, ...], same: Same
+) -> None:
+    grown = states[1] | {"head.weight": torch.ones(3, 3)}
+    with (
+        Publisher(tmp_path / "store") as publisher,
+        following(_made(publisher, states[0], tmp_path), tmp_path / "held") as follows,
+    ):
+        follows.pull()
+        publisher.publish(grown)
+        follows.pull()
+        assert same(loaded(tmp_path / "held"), grown)
+
+
+def _made(publisher: Publisher, state: State, tmp_path: Path) -> Path:
+    publisher.publish(state)
+    return tmp_path / "store"
+
+
+class _Mortal(Checkpoint):
+    """Dies when the second tensor is written."""
+
+    commits = 0
+
+    def bits(self, name: str) -> Bits:
+        if self.commits == 2:
+            raise Killed
+        return super().bits(name)
+
+    def commit(self, name: str, bits: Bits) -> None:
+        type(self).commits += 1
+        if self.commits == 2:
+            raise Killed
+
+
+class _MortalTorn(_Mortal):
+    """Dies within the second tensor: half of it is new."""
+
+    def commit(self, name: str, bits: Bits) -> None:
+        if self.commits == 1:
+            bits[: bits.size // 2 + 1] ^= 1
+        super().commit(name, bits)
+
+
+@pytest.mark.parametrize("encoding", [Encoding.ROSEMUX, Encoding.XOR])
+@pytest.mark.parametrize("mortal", [_Mortal, _MortalTorn])
+def test_a_kill_within_an_apply_is_repaired(
+    tmp_path: Path,
+    states: tuple[State, ...],
+    same: Same,
+    monkeypatch: pytest.MonkeyPatch,
+    mortal: type[_Mortal],
+    encoding: Encoding,
+) -> None:
+    with Publisher(tmp_path / "store", encoding=encoding) as publisher:
+        publisher.publish(states[0])
+        publisher.publish(states[1])
+    with following(tmp_path / "store", tmp_path / "held") as follows:
+        follows.pull(WeightVersion(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(kept_directory, "Checkpoint", mortal)
+        mortal.commits = 0
+        alone = Receiver(tmp_path / "store", threads=1)
+        with CheckpointFollower(alone, tmp_path / "held") as follows, pytest.raises(Killed):
+            follows.pull()
+    record = read_record(tmp_path / "held")
+    assert isinstance(record, Applying)
+    with following(tmp_path / "store", tmp_path / "held") as follows:
+        assert follows.held is None
+        assert follows.interrupted
+        pulled = follows.pull()
+    assert pulled.mended
+    assert pulled.bytes_read > 0
+    assert pulled.from_full == (mortal is _MortalTorn)
+    assert same(loaded(tmp_path / "held"), states[1])
+
+
+def test_a_file_that_changed_by_itself_is_no_version_until_it_is_repaired(
+    published: Store, states: tuple[State, ...], same: Same, tmp_path: Path
+) -> None:
+    store, _ = published
+    with following(store, tmp_path / "held") as follows:
+        follows.pull()
+    shard = tmp_path / "held" / SHARD
+    raw = bytearray(shard.read_bytes())
+    raw[-3] ^= 1
+    shard.write_bytes(raw)
+    with following(store, tmp_path / "held") as follows:
+        assert follows.held is None
+        assert not isinstance(read_record(tmp_path / "held"), Held)
+        pulled = follows.pull()
+    assert (pulled.mended, pulled.tensors_written) == (True, 1)
+    assert same(loaded(tmp_path / "held"), states[7])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda held: (held / "rosemux.json").write_bytes(b""),
+        lambda held: (held / "rosemux.json").unlink(),
+        lambda held: (held / "rosemux.json").write_bytes(b'{"state":"held","version":8}'),
+        lambda held: (held / SHARD).unlink(),
+        lambda held: (held / SHARD).write_bytes(b"x" * 100),
+        lambda held: (held / "model.safetensors.index.json").write_bytes(b"{"),
+    ],
+)
+def test_a_broken_directory_is_made_anew(
+    published: Store,
+    states: tuple[State, ...],
+    same: Same,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+) -> None:
+    store, _ = published
+    with following(store, tmp_path / "held") as follows:
+        follows.pull()
+    damage(tmp_path / "held")
+    with following(store, tmp_path / "held") as follows:
+        assert follows.held is None
+        follows.pull()
+    assert same(loaded(tmp_path / "held"), states[7])
+
+
+def test_a_damaged_version_leaves_the_directory_as_it_was(
+    published: Store, states: tuple[State, ...], same: Same, tmp_path: Path
+) -> None:
+    store, _ = published
+    shutil.copytree(store, tmp_path / "whole")
+    with following(store, tmp_path / "held") as follows:
+        follows.pull(SEVEN)
+        (store / "weight_v000008" / SHARD).write_bytes(b"garbage")
+        with pytest.raises(Corrupt):
+            follows.pull()
+        assert follows.held is not None
+        assert follows.held.version == SEVEN
+        assert same(loaded(tmp_path / "held"), states[6])
+        shutil.rmtree(store)
+        shutil.copytree(tmp_path / "whole", store)
+        follows.pull()
+    assert same(loaded(tmp_path / "held"), states[7])
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_a_full_disk_keeps_the_version_or_says_that_it_is_none(
+    published: Store,
+    states: tuple[State, ...],
+    same: Same,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: int,
+) -> None:
+    """The first record comes before, the second after the tensors are written."""
+    store, _ = published
+    records: list[Record] = []
+    real = kept_directory.write_record
+
+    def write(where: Path, record: Record) -> None:
+        records.append(record)
+        if len(records) == refused:
+            raise durable.storage_error(OSError(errno.ENOSPC, "No space left on device"), where)
+        real(where, record)
+
+    with following(store, tmp_path / "held") as follows:
+        follows.pull(SEVEN)
+        monkeypatch.setattr(kept_directory, "write_record", write)
+        with pytest.raises(Exhausted):
+            follows.pull()
+        assert (follows.held is None) == (refused == 2)
+        assert isinstance(read_record(tmp_path / "held"), Held) == (refused == 1)
+        follows.pull()
+    assert same(loaded(tmp_path / "held"), states[7])
+
+
+def test_a_directory_has_one_owner(published: Store, tmp_path: Path) -> None:
+    store, _ = published
+    with (
+        following(store, tmp_path / "held"),
+        pytest.raises(ConfigError, match="another receiver keeps"),
+    ):
+        following(store, tmp_path / "held")
+    following(store, tmp_path / "held").close()
+
+
+def test_an_empty_store_and_a_stranger_s_directory_say_what_to_do(
+    published: Store, tmp_path: Path
+) -> None:
+    store, _ = published
+    (tmp_path / "empty").mkdir()
+    with (
+        following(tmp_path / "empty", tmp_path / "held") as follows,
+        pytest.raises(ConfigError, match="publish one first"),
+    ):
+        follows.pull()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="name another directory"):
+        following(store, tmp_path / "theirs")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match="cannot write"):
+        following(store, tmp_path / "file")

@@ -1,0 +1,110 @@
+"""`rosemux weights`: stores and what is kept of them, from a shell.
+
+`pull` keeps a local checkpoint directory at a version of a store; the others are transport's.
+"""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from harvester.contracts.errors import (
+    ConfigError,
+    Corrupt,
+    Exhausted,
+    PeerProtocolError,
+    Stale,
+)
+from harvester.contracts.ids import WeightVersion
+from weightsync.transport.command import list_stores, relay, serve
+
+if TYPE_CHECKING:
+    from weightsync.follower import CheckpointFollower, Pulled
+
+weights = typer.Typer(add_completion=False, no_args_is_help=True)
+weights.command()(serve)
+weights.command()(relay)
+weights.command(name="ls")(list_stores)
+
+_PASSING = (Corrupt, Exhausted, PeerProtocolError, Stale)
+"""What a publisher, a disk or a relay may mend without us."""
+
+
+@weights.callback()
+def _weights() -> None:
+    """Pull, serve, relay and list published weights."""
+
+
+@weights.command()
+def pull(
+    store: Annotated[str, typer.Argument(help="The weight store.")],
+    directory: Annotated[
+        Path, typer.Argument(help="Checkpoint directory to keep; made where there is none.")
+    ],
+    version: Annotated[
+        int | None, typer.Option(min=1, help="This version instead of the newest one.")
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Follow the newest version until interrupted.")
+    ] = False,
+    every: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks.")] = 1.0,
+    threads: Annotated[int, typer.Option(min=1, max=256)] = 2,
+) -> None:
+    """Bring a local checkpoint directory to a published version, and keep it there.
+
+    The directory can be loaded by any engine. Interrupted at any instant it is repaired by the next
+    pull; `rosemux.json` in it says which version it holds, or that an apply is in progress.
+    """
+    if watch and version is not None:
+        raise ConfigError("--watch follows the newest version: leave --version out")
+    from weightsync.codec import warm_up
+    from weightsync.follower import CheckpointFollower
+    from weightsync.receiver import Receiver
+
+    receiver = Receiver(store, threads=threads)
+    try:
+        with CheckpointFollower(receiver, directory, threads=threads) as follower:
+            typer.echo(_standing(follower, directory))
+            warm_up()
+            if watch:
+                _follow(follower, every_s=every)
+            else:
+                wanted = None if version is None else WeightVersion(version)
+                typer.echo(_told(follower.pull(wanted)))
+    finally:
+        receiver.close()
+
+
+def _follow(follower: "CheckpointFollower", *, every_s: float) -> None:
+    """Pulls every new version; what may pass is told once and tried again."""
+    complaint = ""
+    while True:
+        try:
+            newest = follower.newest()
+            held = follower.held
+            if newest is not None and (held is None or held.version != newest):
+                typer.echo(_told(follower.pull()))
+            complaint = ""
+        except _PASSING as error:
+            if str(error) != complaint:
+                complaint = str(error)
+                typer.echo(f"rosemux: {error}; trying again", err=True)
+        time.sleep(every_s)
+
+
+def _standing(follower: "CheckpointFollower", directory: Path) -> str:
+    if follower.held is not None:
+        return f"{directory} holds version {follower.held.version}, {follower.held.state_hash}"
+    if follower.interrupted:
+        return f"{directory} is between two versions: an apply was interrupted; it is repaired now"
+    return f"{directory} holds no version yet"
+
+
+def _told(pulled: "Pulled") -> str:
+    what = "repaired, " if pulled.mended else ""
+    how = "from a full checkpoint" if pulled.from_full else "from deltas"
+    return (
+        f"version {pulled.version}, {pulled.state_hash}: {what}{pulled.tensors_written} tensors "
+        f"written {how}, {pulled.bytes_read / 1e6:.1f} MB read, {pulled.seconds:.2f} s"
+    )

@@ -1,0 +1,250 @@
+"""Keeps one local checkpoint directory at a version of a store, through kills and broken payloads.
+
+    follower = CheckpointFollower(Receiver("/weights/job-a"), "/local/policy")
+    pulled = follower.pull()
+
+Before the first byte changes, every tensor's coming digest is known and the hash of the whole is
+the published one; the record says `applying` until what is really in the files has been hashed. A
+pull that finds an interrupted apply finishes it first.
+"""
+
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
+from harvester.contracts.ids import WeightVersion
+from weightsync import state_hash
+from weightsync.apply_journal import Applying, Digests, Held, Repair, repairs
+from weightsync.bits import Bits
+from weightsync.delta import checked_apply
+from weightsync.kept_directory import KeptDirectory
+from weightsync.receiver import Receiver
+from weightsync.staging import Staged, check_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled:
+    """What one pull did; the directory holds `version` now."""
+
+    version: WeightVersion
+    state_hash: str
+    bytes_read: int
+    tensors_written: int
+    from_full: bool
+    mended: bool
+    """The directory was no version before: an apply had been interrupted, or a file had changed."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Coming:
+    """A state that may be written: nothing is touched yet."""
+
+    staged: Staged
+    state_hash: str
+    digests: Digests
+    """Of every tensor, once it is written."""
+
+
+class CheckpointFollower:
+    """Owns one directory; a lock keeps a second owner out. Not thread-safe.
+
+    After an exception the directory is what `held` says: the old version, or none until the next
+    `pull` has repaired it.
+    """
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        directory: Path | str,
+        *,
+        threads: int = 2,
+        clock: Clock | None = None,
+    ) -> None:
+        """Raises ConfigError where the directory has another owner or holds other weights."""
+        self._receiver = receiver
+        self._clock = clock or MonotonicClock()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-follow")
+        try:
+            self._kept = KeptDirectory(Path(directory), self._pool)
+        except BaseException:
+            self._pool.shutdown()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the directory's lock back."""
+        self._pool.shutdown()
+        self._kept.close()
+
+    @property
+    def held(self) -> Held | None:
+        """What the directory holds; None while that is no version."""
+        return self._kept.held
+
+    @property
+    def interrupted(self) -> bool:
+        """There are weights, but of no version: the next `pull` repairs them."""
+        return self.held is None and self._kept.checkpoint is not None
+
+    def newest(self) -> WeightVersion | None:
+        """The newest published version; None before the first one."""
+        return self._receiver.latest()
+
+    def pull(self, version: WeightVersion | None = None) -> Pulled:
+        """Brings the directory to `version`, or to the newest one.
+
+        Raises what Receiver raises; Stale where the store's newest version is older than the one
+        that is held (give `version` to go back); Exhausted where the disk is full.
+        """
+        started = self._clock.now()
+        mended, rolled, rolled_bytes = self.interrupted, 0, 0
+        if self.held is None:
+            self._kept.examine()
+            rolled, rolled_bytes = self._roll_forward()
+        coming = self._coming(self._target(version))
+        plan = coming.staged.plan
+        written = self._advance(coming)
+        held = self._kept.end(plan.target, coming.state_hash, coming.digests)
+        return Pulled(
+            version=held.version,
+            state_hash=held.state_hash,
+            bytes_read=rolled_bytes + plan.size_bytes,
+            tensors_written=rolled + written,
+            from_full=coming.staged.full is not None,
+            mended=mended,
+            seconds=self._clock.now() - started,
+        )
+
+    def _target(self, version: WeightVersion | None) -> WeightVersion:
+        if version is not None:
+            return version
+        newest = self.newest()
+        if newest is None:
+            raise ConfigError("the store holds no version yet: publish one first")
+        if self.held is not None and newest < self.held.version:
+            raise Stale(
+                f"the store's newest version is {newest} and {self._kept.path} holds "
+                f"{self.held.version}: is it another store? To go back, name the version"
+            )
+        return newest
+
+    def _roll_forward(self) -> tuple[int, int]:
+        """Finishes an interrupted apply where no tensor is torn; else a full checkpoint will.
+
+        Returns how many tensors it wrote and how many bytes it read for them.
+        """
+        record, checkpoint = self._kept.record, self._kept.checkpoint
+        if not isinstance(record, Applying) or checkpoint is None:
+            return 0, 0
+        needed = repairs(record, self._kept.digests)
+        if Repair.REWRITE in needed.values() or needed.keys() != self._kept.digests.keys():
+            return 0, 0
+        if self._kept.contents_hash(record.after) != record.contents_hash:
+            return 0, 0
+        behind = [name for name, what in needed.items() if what is Repair.ROLL_FORWARD]
+        size_bytes = 0
+        try:
+            if behind:
+                plan = self._receiver.plan(record.base_version, record.version)
+                staged, size_bytes = self._receiver.stage(plan), plan.size_bytes
+                if staged.full is not None:
+                    return 0, 0
+                self._receiver.apply(_only(staged, behind), checkpoint)
+            checkpoint.finish(record.after)
+        except RoseMuxError:
+            self._kept.examine()
+            return 0, 0
+        self._kept.end(record.version, record.state_hash, record.after)
+        return len(behind), size_bytes
+
+    def _coming(self, target: WeightVersion) -> _Coming:
+        """From what is held by deltas, or from a full checkpoint."""
+        held = self.held
+        if held is not None and held.version <= target:
+            staged = self._receiver.prepare(held.version, target)
+            if staged.full is None:
+                try:
+                    return self._rehearsed(staged)
+                except Corrupt:
+                    # What is held is not what the chain builds on.
+                    staged = self._receiver.prepare(None, target)
+        else:
+            staged = self._receiver.prepare(None, target)
+        if staged.full is None:
+            raise Corrupt(f"version {target} leads to no full checkpoint")
+        digests = state_hash.digests_of(staged.full, staged.full.__getitem__, self._pool)
+        published = staged.expected.state_hash or state_hash.combined(digests, staged.layout)
+        return _Coming(staged=staged, state_hash=published, digests=digests)
+
+    def _rehearsed(self, staged: Staged) -> _Coming:
+        """Applies a chain to copies. Raises Corrupt where the end is not the published state."""
+        checkpoint = self._kept.checkpoint
+        if checkpoint is None or checkpoint.layout() != staged.layout:
+            raise Corrupt(f"{self._kept.path} holds other tensors than the store")
+        digests = dict(self._kept.digests)
+
+        def after(name: str) -> Bits:
+            if name not in staged.deltas:
+                return checkpoint.bits(name)
+            bits = checkpoint.bits(name).copy()
+            for delta in staged.deltas[name]:
+                checked_apply(delta, bits)
+            digests[name] = state_hash.digest_of(bits)
+            return bits
+
+        published = check_state(staged.expected, staged.layout, after, self._pool)
+        return _Coming(staged=staged, state_hash=published, digests=digests)
+
+    def _advance(self, coming: _Coming) -> int:
+        """Writes the tensors that differ and verifies all; returns how many were written."""
+        staged, kept = coming.staged, self._kept
+        if kept.checkpoint is None or kept.checkpoint.layout() != staged.layout:
+            return self._rebuild(coming)
+        behind = [n for n in staged.changed if kept.digests.get(n) != coming.digests[n]]
+        if behind or kept.held is None:
+            self._begin(coming)
+            self._receiver.settle(_only(staged, behind), kept.checkpoint)
+        return len(behind)
+
+    def _rebuild(self, coming: _Coming) -> int:
+        """New files: the first pull, other tensors than before, or files that are broken."""
+        staged = coming.staged
+        if staged.full is None:
+            raise ValueError("files are built from a full checkpoint only")
+        self._begin(coming)
+        files = self._kept.replace_files(staged.layout, staged.full.__getitem__)
+        check_state(staged.expected, staged.layout, files.bits, self._pool)
+        return len(coming.digests)
+
+    def _begin(self, coming: _Coming) -> None:
+        staged = coming.staged
+        self._kept.begin(
+            staged.plan.target,
+            coming.state_hash,
+            state_hash.combined(coming.digests, staged.layout),
+            coming.digests,
+            base=self.held if staged.full is None else None,
+        )
+
+
+def _only(staged: Staged, names: Collection[str]) -> Staged:
+    """The same state with fewer tensors to write: the others hold it already."""
+    if staged.full is not None:
+        return replace(staged, full={name: staged.full[name] for name in names})
+    return replace(staged, deltas={name: staged.deltas[name] for name in names})
