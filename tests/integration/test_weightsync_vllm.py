@@ -71,6 +71,30 @@ def test_the_reported_state_is_the_published_one(seen: dict[str, Any]) -> None:
         assert report["state_hash"] == seen["published"][version - 1]
 
 
+def test_an_engine_samples_on_with_its_old_weights_while_the_next_are_staged(
+    seen: dict[str, Any],
+) -> None:
+    staging = seen["staging"]
+    assert staging["told"]["last"] == {"state": "ready", "message": ""}
+    assert staging["unchanged"]
+    assert staging["report"]["state_hash"] == seen["published"][1]
+    assert not staging["report"]["from_full"]
+
+
+def test_staging_says_why_it_failed(seen: dict[str, Any]) -> None:
+    told = seen["staging"]["unpublished"]["last"]
+    assert told["state"] == "failed"
+    assert "version 9 is not published yet" in told["message"]
+
+
+def test_weights_that_were_touched_are_found_before_the_pause_and_replaced_whole(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["report_damaged"]["from_full"]
+    assert seen["report_damaged"]["reapplied"] == seen["report_torn"]["reapplied"]
+    assert seen["damaged"] == seen["version_4"]
+
+
 def test_a_torn_apply_is_repaired_from_a_full_version(seen: dict[str, Any]) -> None:
     assert seen["report_torn"]["from_full"]
     assert seen["report_torn"]["state_hash"] == seen["published"][4]
@@ -86,7 +110,7 @@ def test_a_switch_to_another_job_and_back_is_exact(seen: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("refusal", "message"),
     [
-        ("unpublished", "not published yet; the newest is 5"),
+        ("unpublished", "not published yet; the newest is 6"),
         ("older", "older than version 4"),
         ("path", "use 1 to 64 letters"),
         ("unknown_store", "no weight store at"),
