@@ -98,6 +98,18 @@ async def test_a_switch_waits_for_turns_pinned_to_exactly_the_old_version(
     assert [span["version"] for span in reply["choices"][0]["spans"]] == [2]
 
 
+async def test_engines_prepare_a_version_while_their_turns_run(fake_engine, gateway) -> None:
+    engine = fake_engine(step_s=0.01)
+    front = gateway(engine)
+    await publish(front, 1)
+    turn = asyncio.create_task(generate(front, "free", 80, {"minimum": 1}))
+    await engine.until("/_fake", lambda looked: looked["open"] == 1)
+    assert (await publish(front, 2))[0] == 200
+    assert (await turn)[0] == 200
+    looked = await engine.get("/_fake")
+    assert looked["staged"] == [["job.store", 2, 1]] * 2
+
+
 async def test_a_publisher_may_end_pinned_turns_instead_of_waiting(fake_engine, gateway) -> None:
     engine = fake_engine(step_s=0.01)
     front = gateway(engine)

@@ -41,11 +41,11 @@ def _steps(model: Qwen2ForCausalLM) -> list[State]:
     """Five states of one job; every step moves a twentieth of the weights."""
     run = [{name: tensor.clone() for name, tensor in model.state_dict().items()}]
     for _ in range(4):
-        run.append({name: _moved(tensor) for name, tensor in run[-1].items()})
+        run.append({name: moved(tensor) for name, tensor in run[-1].items()})
     return run
 
 
-def _moved(tensor: torch.Tensor) -> torch.Tensor:
+def moved(tensor: torch.Tensor) -> torch.Tensor:
     hit = torch.rand(tensor.shape) < 0.05
     return torch.where(hit, tensor.float() * 1.05, tensor.float()).to(tensor.dtype)
 
@@ -198,7 +198,6 @@ def _torn_update(engine: Any, state_hash: str) -> dict[str, Any]:
 def main(root: Path) -> None:
     seen: dict[str, Any] = {}
     stores = Path(os.environ["ROSEMUX_WEIGHT_ROOT"])
-    stores.mkdir()
     model = _model()
     steps = _steps(model)
     other = {name: tensor.roll(1, 0) for name, tensor in steps[0].items()}

@@ -52,7 +52,7 @@ class DerivedLayers:
 
         Raises whatever vLLM's layerwise reload raises.
         """
-        from vllm.model_executor.model_loader.reload import (
+        from vllm.model_executor.model_loader.reload.layerwise import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
         )

@@ -82,6 +82,7 @@ class EngineWeights:
         self._forms: Mapping[Any, PackedForm] = {}
         self._retired: list[object] = []
         self._loaded: tuple[str, Applied] | None = None
+        self._mended = 0
 
     @property
     def is_loaded(self) -> bool:
@@ -122,12 +123,12 @@ class EngineWeights:
             return {}
         store, applied = self._loaded
         in_place = isinstance(self._base.target, LoaderMap)
-        reapplied = sum(receiver.reapplied for receiver in self._receivers.values())
+        reapplied = self._mended + sum(held.reapplied for held in self._receivers.values())
         return {"store": store, "in_place": in_place, "reapplied": reapplied, **asdict(applied)}
 
     def close(self) -> None:
-        self._stager.close()
-        self._pool.shutdown()
+        """Gives what was prepared back; an update after this begins anew."""
+        self._stager.clear()
         for receiver in self._receivers.values():
             receiver.close()
         self._receivers.clear()
@@ -158,6 +159,7 @@ class EngineWeights:
             forms = self._rehearsed(base.target, staged)
         except Corrupt as error:
             _logger.warning("taking a full checkpoint: %s", error)
+            self._mended += 1
             staged = receiver.prepare(None, wanted.version)
             forms = self._rehearsed(base.target, staged)
         return _Prepared(base=base, staged=staged, forms=forms)

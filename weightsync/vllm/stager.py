@@ -68,8 +68,14 @@ class Stager(Generic[T]):
         """Does something that nobody waits for, such as giving memory back."""
         self._thread.submit(work)
 
+    def clear(self) -> None:
+        """Waits for what runs and drops its result; the next `begin` starts anew."""
+        held, self._work = self._work, None
+        if held is not None:
+            held.exception()
+
     def close(self) -> None:
-        """Waits for what runs; drops what waits."""
+        """Waits for what runs, and ends."""
         self._work = None
         self._thread.shutdown(cancel_futures=True)
 

@@ -83,6 +83,12 @@ def test_the_newest_key_wins(stager: Stager[str]) -> None:
     assert stager.take(1, lambda: "again") == "again"
 
 
+def test_a_cleared_result_is_made_again(stager: Stager[str]) -> None:
+    stager.begin(1, lambda: "old")
+    stager.clear()
+    assert stager.take(1, lambda: "new") == "new"
+
+
 def test_a_failure_is_told_once_and_then_tried_again(stager: Stager[str]) -> None:
     stager.begin(1, failing)
     settled(stager)
