@@ -293,11 +293,14 @@ WEIGHTS: tuple[Symbol, ...] = (
         lambda table: table.weight_engine_sends,
     ),
     *reads(f"{_TRANSFER}.base", "WeightTransferInitInfo", "WeightTransferUpdateInfo"),
-    Symbol(
-        Use.READ,
-        f"{_TRANSFER}.base",
-        "VLLMWeightSyncClient",
-        when=lambda table: table.weight_sync_client,
+    *(
+        Symbol(Use.READ, f"{_TRANSFER}.{module}", name, when=lambda t: t.weight_sync_client)
+        for module, name in (
+            ("base", "VLLMWeightSyncClient"),
+            ("base", "TrainerInitInfo"),
+            ("base", "TrainerWeightTransferEngine"),
+            ("factory", "WeightTransferTrainerFactory"),
+        )
     ),
     *(
         Symbol(
