@@ -103,7 +103,7 @@ class Gateway:
                 web.post("/v1/jobs/{job}/versions", self._publish),
                 web.post("/v1/jobs/{job}/activate", self._activate),
                 web.post("/v1/jobs/{job}/harvesting", self._harvesting),
-                *WeightSyncRoutes(scheduler.publish, self._job_of_path).routes(),
+                *WeightSyncRoutes(scheduler, self._job_of_path).routes(),
                 web.get("/v1/status", self._status),
                 web.get("/metrics", self._metrics),
                 web.get("/healthz", self._healthz),

@@ -30,10 +30,12 @@ JobOf: TypeAlias = Callable[[web.Request], JobId]
 """The job that a request means, if the caller may speak for it."""
 
 
-class Publish(Protocol):
-    def __call__(
+class Fleet(Protocol):
+    def publish(
         self, job: JobId, *, store: str, version: WeightVersion, cut_exact: bool
-    ) -> Awaitable[object]: ...
+    ) -> Awaitable[object]:
+        """Returns when the job's dedicated engines serve the version."""
+        ...
 
 
 class _Init(msgspec.Struct, frozen=True):
@@ -56,8 +58,8 @@ class _Finish(msgspec.Struct, frozen=True):
 
 
 class WeightSyncRoutes:
-    def __init__(self, publish: Publish, job_of: JobOf) -> None:
-        self._publish = publish
+    def __init__(self, fleet: Fleet, job_of: JobOf) -> None:
+        self._fleet = fleet
         self._job_of = job_of
         self._updated: dict[JobId, WeightVersion] = {}
 
@@ -92,7 +94,7 @@ class WeightSyncRoutes:
         if info.version < 1:
             raise PeerProtocolError("version: versions begin at 1")
         store, version = checked_name(info.store, what="store"), WeightVersion(info.version)
-        await self._publish(job, store=store, version=version, cut_exact=False)
+        await self._fleet.publish(job, store=store, version=version, cut_exact=False)
         self._updated[job] = version
         return _message("Weights updated")
 
