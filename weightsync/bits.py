@@ -41,6 +41,8 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _UNSIGNED_TORCH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _UNSIGNED_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
+BLOCK_BYTES = 256 << 10
+"""What a loop changes and hashes before it goes on: two of them fit into a core's own cache."""
 MAX_DIMS = 8
 MAX_TENSOR_BYTES = 1 << 40
 

@@ -18,7 +18,7 @@ from enum import StrEnum
 import numpy as np
 
 from harvester.contracts.errors import Corrupt, Unsupported
-from weightsync import kernels
+from weightsync import kernels, state_hash
 from weightsync.bits import Bits, Bytes, TensorSpec, bits_from_bytes, bytes_of
 from weightsync.delta import (
     Delta,
@@ -27,7 +27,10 @@ from weightsync.delta import (
     PlanesDelta,
     SparseDelta,
     XorDelta,
+    checked_apply,
 )
+from weightsync.scan import GAP_ESCAPE
+from weightsync.sparse import SparseStreams, compared
 from weightsync.stream import pack_frame, pack_stream, unpack_frame, unpack_stream
 from weightsync.varint import PayloadReader, varint
 
@@ -45,6 +48,8 @@ class Encoded:
     payload: bytes
     changed: int
     """Elements that differ."""
+    digest: str
+    """xxh3-128 of the new bits."""
 
 
 FORMAT = 1
@@ -53,40 +58,70 @@ _SPARSE, _PLANES = 0, 1
 PLANES_ABOVE_RATIO = 0.40
 """Below this share of changed elements neither `planes` nor `dense` can win: a zero difference
 costs at least one bit of zstd's entropy coder in each plane."""
+_SPARSE_BELOW_RATIO = 0.60
+"""From here on `planes` needs less than gaps do for saying what changed."""
+_SAMPLE_ELEMENTS = 1 << 16
+_WORTH_A_TRY = 1.2
+"""A sample's size may be off by so much."""
 OVERWRITE_BELOW_CHANGES = 16
 """`overwrite` spends 4 bytes on a position, but its header is shorter than ours."""
 
 
 def encode(old: Bits, new: Bits) -> Encoded | None:
     """The smallest payload that turns `old` into `new`, or None where nothing changed."""
-    changed = kernels.count_changes(old, new)
+    if _mostly_changed(old, new):
+        return _encode_everything(old, new)
+    streams = compared(old, new)
+    changed = streams.changed
     if changed == 0:
         return None
-    candidates = [(Encoding.ROSEMUX, _encode_sparse(old, new, changed))]
+    candidates = [(Encoding.ROSEMUX, _encode_sparse(old, streams))]
     if changed > PLANES_ABOVE_RATIO * old.size:
         candidates.append((Encoding.ROSEMUX, _encode_planes(old, new)))
         candidates.append((Encoding.DENSE, encode_dense(new)))
     if changed < OVERWRITE_BELOW_CHANGES and bytes_of(old).size < 1 << 32:
         candidates.append((Encoding.OVERWRITE, encode_overwrite(old, new)))
     encoding, payload = min(candidates, key=lambda candidate: len(candidate[1]))
-    return Encoded(encoding, payload, changed)
+    return Encoded(encoding, payload, changed, streams.digest)
+
+
+def _mostly_changed(old: Bits, new: Bits) -> bool:
+    """Whether elements from all over a large tensor say that `sparse` need not be tried."""
+    if old.size < 4 * _SAMPLE_ELEMENTS:
+        return False
+    every = slice(None, None, old.size // _SAMPLE_ELEMENTS)
+    return bool(np.mean(old[every] != new[every]) > _SPARSE_BELOW_RATIO)
+
+
+def _encode_everything(old: Bits, new: Bits) -> Encoded:
+    planes = _encode_planes(old, new)
+    candidates = [(Encoding.ROSEMUX, planes)]
+    middle = slice(old.size // 2, old.size // 2 + _SAMPLE_ELEMENTS)
+    share = len(encode_dense(new[middle])) / _SAMPLE_ELEMENTS
+    if share * old.size < _WORTH_A_TRY * len(planes):
+        candidates.append((Encoding.DENSE, encode_dense(new)))
+    encoding, payload = min(candidates, key=lambda candidate: len(candidate[1]))
+    changed = kernels.count_changes(old, new)
+    return Encoded(encoding, payload, changed, state_hash.digest_of(new))
 
 
 def encode_as(encoding: Encoding, old: Bits, new: Bits) -> Encoded | None:
     """A payload of one given encoding, or None where nothing changed."""
+    if encoding is Encoding.ROSEMUX:
+        streams = compared(old, new)
+        if streams.changed == 0:
+            return None
+        payload = _encode_sparse(old, streams)
+        return Encoded(encoding, payload, streams.changed, streams.digest)
     changed = kernels.count_changes(old, new)
     if changed == 0:
         return None
-    if encoding is Encoding.ROSEMUX:
-        payload = _encode_sparse(old, new, changed)
-    else:
-        writers: dict[Encoding, Callable[[Bits, Bits], bytes]] = {
-            Encoding.XOR: encode_xor,
-            Encoding.OVERWRITE: encode_overwrite,
-            Encoding.DENSE: lambda _, new: encode_dense(new),
-        }
-        payload = writers[encoding](old, new)
-    return Encoded(encoding, payload, changed)
+    writers: dict[Encoding, Callable[[Bits, Bits], bytes]] = {
+        Encoding.XOR: encode_xor,
+        Encoding.OVERWRITE: encode_overwrite,
+        Encoding.DENSE: lambda _, new: encode_dense(new),
+    }
+    return Encoded(encoding, writers[encoding](old, new), changed, state_hash.digest_of(new))
 
 
 def decode(encoding: Encoding, payload: memoryview, spec: TensorSpec) -> Delta:
@@ -106,8 +141,8 @@ def warm_up() -> None:
     new = np.array([1, 9], dtype=np.uint16)
     kernels.count_changes(old, new)
     spec = TensorSpec("BF16", (2,))
-    for payload in (_encode_sparse(old, new, 2), _encode_planes(old, new)):
-        decode(Encoding.ROSEMUX, memoryview(payload), spec).apply(old.copy())
+    for payload in (_encode_sparse(old, compared(old, new)), _encode_planes(old, new)):
+        checked_apply(decode(Encoding.ROSEMUX, memoryview(payload), spec), old.copy())
 
 
 def encode_dense(new: Bits) -> bytes:
@@ -130,31 +165,17 @@ def encode_overwrite(old: Bits, new: Bits) -> bytes:
     )
 
 
-def _encode_sparse(old: Bits, new: Bits, changed: int) -> bytes:
-    width = old.itemsize
-    room = changed + old.size // kernels.GAP_ESCAPE + 1
-    gaps = np.empty(room, dtype=np.uint8)
-    far_gaps = np.empty(room, dtype=np.uint8)
-    signs = np.zeros((changed + 7) // 8, dtype=np.uint8)
-    planes = np.empty((width, changed), dtype=np.uint8)
-    small, far, gap_bytes, far_gap_bytes = kernels.write_sparse(
-        old, new, _mask(old), gaps, signs, far_gaps, planes
-    )
-    numbers = (old.size, small, far, gap_bytes, far_gap_bytes)
-    streams = (
-        gaps[:gap_bytes],
-        signs[: (small + 7) // 8],
-        far_gaps[:far_gap_bytes],
-        *(plane[:far] for plane in planes),
-    )
+def _encode_sparse(old: Bits, found: SparseStreams) -> bytes:
+    numbers = (old.size, found.small, found.far, found.gaps.size, found.far_gaps.size)
+    streams = (found.gaps, found.signs, found.far_gaps, *found.far_planes)
     return b"".join(
-        [bytes((FORMAT, _SPARSE, width)), *map(varint, numbers), *map(_stream, streams)]
+        [bytes((FORMAT, _SPARSE, old.itemsize)), *map(varint, numbers), *map(_stream, streams)]
     )
 
 
 def _encode_planes(old: Bits, new: Bits) -> bytes:
     planes = np.empty((old.itemsize, old.size), dtype=np.uint8)
-    kernels.write_planes(old, new, _mask(old), planes)
+    kernels.write_planes(old, new, planes)
     head = bytes((FORMAT, _PLANES, old.itemsize)) + varint(old.size)
     return head + b"".join(map(_stream, planes))
 
@@ -162,10 +183,6 @@ def _encode_planes(old: Bits, new: Bits) -> bytes:
 def _stream(raw: Bytes) -> bytes:
     packed = pack_stream(raw)
     return varint(len(packed)) + packed
-
-
-def _mask(bits: Bits) -> np.uint64:
-    return np.uint64((1 << (8 * bits.itemsize)) - 1)
 
 
 def _decode_dense(payload: memoryview, spec: TensorSpec) -> DenseDelta:
@@ -212,7 +229,7 @@ def _decode_rosemux(payload: memoryview, spec: TensorSpec) -> Delta:
 def _decode_sparse(reader: PayloadReader, elements: int, width: int) -> SparseDelta:
     small = reader.number(at_most=elements)
     far = reader.number(at_most=elements - small)
-    escapes = elements // kernels.GAP_ESCAPE
+    escapes = elements // GAP_ESCAPE
     gap_bytes = reader.number(at_most=small + escapes)
     far_gap_bytes = reader.number(at_most=far + escapes)
     gaps = _read(reader, gap_bytes)

@@ -1,7 +1,7 @@
 """Decoded changes of one tensor, validated, ready to be written in place.
 
 A delta never decides anything: codec.py has checked that it fits a tensor of `elements` elements,
-so that `apply` on bits of that size neither fails nor writes out of range.
+so that applying it to bits of that size neither fails nor writes out of range.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from weightsync import kernels
+from weightsync import kernels, xxh3
 from weightsync.bits import Bits, Bytes, bytes_of
+from weightsync.state_hash import digest_from, digest_of
 
 
 class Delta(Protocol):
@@ -20,16 +21,23 @@ class Delta(Protocol):
         """Size of the tensor that it fits."""
         ...
 
-    def apply(self, bits: Bits) -> None:
-        """Turns the old bits into the new ones, in place."""
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
+        """Turns the old bits into the new ones, in place.
+
+        Returns the xxh3-128 of the bits that are there then, "" where it is not asked for.
+        """
         ...
 
 
-def checked_apply(delta: Delta, bits: Bits) -> None:
-    """`delta.apply`, refusing bits of another size: the kernels check no bounds."""
+def checked_apply(delta: Delta, bits: Bits, *, hashed: bool = False) -> str:
+    """`delta.apply`, refusing bits of another size: the loops check no bounds."""
     if bits.size != delta.elements:
         raise ValueError(f"delta for {delta.elements} elements, tensor of {bits.size}")
-    delta.apply(bits)
+    return delta.apply(bits, hashed=hashed)
+
+
+def _digest(bits: Bits, hashed: bool) -> str:
+    return digest_of(bits) if hashed else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +50,9 @@ class DenseDelta:
     def elements(self) -> int:
         return self.new.size
 
-    def apply(self, bits: Bits) -> None:
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
         np.copyto(bits, self.new)
+        return _digest(bits, hashed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +65,9 @@ class XorDelta:
     def elements(self) -> int:
         return self.difference.size
 
-    def apply(self, bits: Bits) -> None:
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
         np.bitwise_xor(bits, self.difference, out=bits)
+        return _digest(bits, hashed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +78,9 @@ class OverwriteDelta:
     positions: npt.NDArray[np.uint32]
     values: Bytes
 
-    def apply(self, bits: Bits) -> None:
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
         bytes_of(bits)[self.positions] = self.values
+        return _digest(bits, hashed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +93,12 @@ class SparseDelta:
     far_gaps: Bytes
     far_planes: npt.NDArray[np.uint8]
 
-    def apply(self, bits: Bits) -> None:
-        kernels.apply_small(bits, self.gaps, self.signs)
-        kernels.apply_far(bits, self.far_gaps, self.far_planes)
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
+        data, sums = bytes_of(bits), xxh3.started()
+        kernels.apply_sparse(
+            bits, data, self.gaps, self.signs, self.far_gaps, self.far_planes, sums, hashed
+        )
+        return digest_from(sums, data) if hashed else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,5 +111,6 @@ class PlanesDelta:
     def elements(self) -> int:
         return int(self.planes.shape[1])
 
-    def apply(self, bits: Bits) -> None:
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
         kernels.apply_planes(bits, self.planes)
+        return _digest(bits, hashed)

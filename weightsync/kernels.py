@@ -1,33 +1,131 @@
-"""Hot loops over raw bits, compiled by numba; they hold no GIL.
+"""Changing a state in place, and the loops over all its elements.
 
-Nothing here checks lengths: codec.py does that before it calls, so that an apply cannot fail
-half-way. A difference is taken modulo the element width, so a change by one unit in the last place
-is +1 or -1 for every float format, and any other change is still exact.
-
-Gap streams: one byte per change, the number of unchanged elements before it; 255 means 255
-unchanged elements and no change yet.
+Compiled loops that hold no lock of Python's and check no lengths: codec.py does that before, so
+that an apply cannot fail half-way. What gap streams are: see scan.py.
 """
 
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.bits import Bits, Bytes
+from weightsync.bits import BLOCK_BYTES, Bits, Bytes
+from weightsync.compiled import compiled
+from weightsync.lanes import prefetch
+from weightsync.xxh3 import Accumulators, absorb
+from weightsync.zigzag import unzigzag, zigzag
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-GAP_ESCAPE = 255
-
-
-def _compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    return cast(Callable[_P, _R], numba.njit(cache=True, nogil=True)(function))
+_LINE_BYTES = 64
+_AHEAD_BYTES = 128 << 10
 
 
-@_compiled
+class Cursor(NamedTuple):
+    """How far one gap stream was applied."""
+
+    at: int = 0
+    """Next byte of the stream."""
+    position: int = -1
+    """The element that the bytes before it lead to."""
+    change: int = 0
+    """Changes made."""
+
+
+@compiled
+def apply_sparse(
+    bits: Bits,
+    data: Bytes,
+    gaps: Bytes,
+    signs: Bytes,
+    far_gaps: Bytes,
+    far_planes: npt.NDArray[np.uint8],
+    sums: Accumulators,
+    hashed: bool,
+) -> None:
+    """Makes all changes; `sums` takes `data`, which is `bits` as bytes, where `hashed`."""
+    small, far = Cursor(0, -1, 0), Cursor(0, -1, 0)
+    width = bits.itemsize
+    for start in range(0, bits.size, BLOCK_BYTES // width):
+        stop = min(bits.size, start + BLOCK_BYTES // width)
+        _fetch(bits, start, stop)
+        small = _apply_small(bits, stop, small, gaps, signs)
+        far = _apply_far(bits, stop, far, far_gaps, far_planes)
+        if hashed:
+            absorb(sums, data, start * width, stop * width)
+
+
+@compiled
+def _fetch(bits: Bits, start: int, stop: int) -> int:
+    """Reads one element of every cache line in order, and gives their sum.
+
+    Changes far apart would wait for memory one by one; a run in order is foreseen by the processor.
+    """
+    total = np.uint64(0)
+    for i in range(start, stop, _LINE_BYTES // bits.itemsize):
+        total += np.uint64(bits[i])
+    return int(total)
+
+
+@compiled
+def _apply_small(bits: Bits, stop: int, cursor: Cursor, gaps: Bytes, signs: Bytes) -> Cursor:
+    """Adds or subtracts one unit in the last place at each position before `stop`."""
+    at, position, change = cursor
+    ahead = _AHEAD_BYTES // bits.itemsize
+    while at < gaps.size:
+        # An escape adds nothing where it leads to: no branch that depends on the data.
+        moves = gaps[at] != 255
+        reached = position + gaps[at] + moves
+        if reached >= stop:
+            break
+        prefetch(bits, reached + ahead)
+        minus = (signs[change >> 3] >> (change & 7)) & 1
+        bits[reached] = np.uint64(bits[reached]) + np.uint64(moves * (1 - 2 * minus))
+        change += moves
+        position = reached
+        at += 1
+    return Cursor(at, position, change)
+
+
+@compiled
+def _apply_far(
+    bits: Bits, stop: int, cursor: Cursor, gaps: Bytes, planes: npt.NDArray[np.uint8]
+) -> Cursor:
+    """Adds the zigzag difference at each position before `stop`."""
+    at, position, change = cursor
+    while at < gaps.size:
+        if gaps[at] == 255:
+            position += 255
+            at += 1
+            continue
+        reached = position + gaps[at] + 1
+        if reached >= stop:
+            break
+        code = np.uint64(0)
+        for plane in range(planes.shape[0]):
+            code |= np.uint64(planes[plane, change]) << np.uint64(8 * plane)
+        bits[reached] = np.uint64(bits[reached]) + unzigzag(code)
+        change += 1
+        position = reached
+        at += 1
+    return Cursor(at, position, change)
+
+
+@compiled
+def gaps_end(gaps: Bytes) -> tuple[int, int]:
+    """(changes, position after the last change) that a gap stream describes.
+
+    A stream that ends in an escape gives (-1, -1).
+    """
+    if gaps.size and gaps[gaps.size - 1] == 255:
+        return -1, -1
+    unchanged = 0
+    changes = 0
+    for i in range(gaps.size):
+        unchanged += gaps[i]
+        changes += gaps[i] != 255
+    return changes, unchanged + changes
+
+
+@compiled
 def count_changes(old: Bits, new: Bits) -> int:
     """Elements that differ."""
     changed = 0
@@ -36,149 +134,36 @@ def count_changes(old: Bits, new: Bits) -> int:
     return changed
 
 
-@_compiled
-def _put_gap(gaps: Bytes, at: int, gap: int) -> int:
-    while gap >= 255:
-        gaps[at] = 255
-        at += 1
-        gap -= 255
-    gaps[at] = gap
-    return at + 1
+@compiled
+def pack_signs(signs: Bytes, packed: Bytes) -> None:
+    """Eight flags of one byte each to a byte, the first one lowest; `packed` is zeroed."""
+    for i in range(signs.size):
+        packed[i >> 3] |= signs[i] << (i & 7)
 
 
-@_compiled
-def write_sparse(
-    old: Bits,
-    new: Bits,
-    mask: np.uint64,
-    gaps: Bytes,
-    signs: Bytes,
-    far_gaps: Bytes,
-    far_planes: npt.NDArray[np.uint8],
-) -> tuple[int, int, int, int]:
-    """Fills the streams of a sparse delta; returns (small, far, gap bytes, far gap bytes).
-
-    Small changes are those by exactly one unit in the last place. `signs` must be zeroed: bit k is
-    set where the k-th small change is -1. `far_planes` has one row per byte of the element and
-    takes the zigzag differences of the other changes. Every stream has room for all changes.
-    """
-    at = 0
-    far_at = 0
-    small = 0
-    far = 0
-    last = -1
-    far_last = -1
-    one = np.uint64(1)
-    for i in range(old.size):
-        if old[i] == new[i]:
-            continue
-        difference = (np.uint64(new[i]) - np.uint64(old[i])) & mask
-        if difference == one or difference == mask:  # noqa: SIM109 - plain compares compile best
-            at = _put_gap(gaps, at, i - last - 1)
-            last = i
-            if difference == mask:
-                signs[small >> 3] |= np.uint8(1 << (small & 7))
-            small += 1
-        else:
-            far_at = _put_gap(far_gaps, far_at, i - far_last - 1)
-            far_last = i
-            code = _zigzag(difference, mask)
-            for plane in range(far_planes.shape[0]):
-                far_planes[plane, far] = np.uint8((code >> np.uint64(8 * plane)) & np.uint64(255))
-            far += 1
-    return small, far, at, far_at
-
-
-@_compiled
-def _zigzag(difference: np.uint64, mask: np.uint64) -> np.uint64:
-    """Small differences of either sign to small numbers: 0, -1, 1, -2 to 0, 1, 2, 3."""
-    one = np.uint64(1)
-    if difference > (mask >> one):
-        return (((~difference) & mask) << one) | one
-    return difference << one
-
-
-@_compiled
-def _unzigzag(code: np.uint64) -> np.uint64:
-    one = np.uint64(1)
-    if code & one:
-        return ~(code >> one)
-    return code >> one
-
-
-@_compiled
-def gaps_end(gaps: Bytes) -> tuple[int, int]:
-    """(changes, position after the last change) that a gap stream describes.
-
-    A stream that ends in an escape gives (-1, -1).
-    """
-    changes = 0
-    position = 0
-    open_run = False
-    for i in range(gaps.size):
-        gap = gaps[i]
-        if gap == 255:
-            position += 255
-            open_run = True
-        else:
-            position = int(position + gap + 1)
-            changes += 1
-            open_run = False
-    if open_run:
-        return -1, -1
-    return changes, position
-
-
-@_compiled
-def apply_small(bits: Bits, gaps: Bytes, signs: Bytes) -> None:
-    """Adds or subtracts one unit in the last place at each position."""
-    position = -1
-    small = 0
-    for i in range(gaps.size):
-        gap = gaps[i]
-        if gap == 255:
-            position += 255
-            continue
-        position = int(position + gap + 1)
-        if signs[small >> 3] & (1 << (small & 7)):
-            bits[position] -= np.uint8(1)
-        else:
-            bits[position] += np.uint8(1)
-        small += 1
-
-
-@_compiled
-def apply_far(bits: Bits, gaps: Bytes, planes: npt.NDArray[np.uint8]) -> None:
-    """Adds the zigzag difference at each position."""
-    position = -1
-    far = 0
-    for i in range(gaps.size):
-        gap = gaps[i]
-        if gap == 255:
-            position += 255
-            continue
-        position = int(position + gap + 1)
-        code = np.uint64(0)
-        for plane in range(planes.shape[0]):
-            code |= np.uint64(planes[plane, far]) << np.uint64(8 * plane)
-        bits[position] = np.uint64(bits[position]) + _unzigzag(code)
-        far += 1
-
-
-@_compiled
-def write_planes(old: Bits, new: Bits, mask: np.uint64, planes: npt.NDArray[np.uint8]) -> None:
+@compiled
+def write_planes(old: Bits, new: Bits, planes: npt.NDArray[np.uint8]) -> None:
     """Zigzag differences of all elements, one row per byte."""
-    for i in range(old.size):
-        code = _zigzag((np.uint64(new[i]) - np.uint64(old[i])) & mask, mask)
-        for plane in range(planes.shape[0]):
-            planes[plane, i] = np.uint8((code >> np.uint64(8 * plane)) & np.uint64(255))
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * old.itemsize)
+    # One row after another: a loop over many elements is what the vector unit is for.
+    for plane in range(planes.shape[0]):
+        shift = np.uint64(8 * plane)
+        for i in range(old.size):
+            code = zigzag((np.uint64(new[i]) - np.uint64(old[i])) & mask, mask)
+            planes[plane, i] = np.uint8((code >> shift) & np.uint64(255))
 
 
-@_compiled
+@compiled
 def apply_planes(bits: Bits, planes: npt.NDArray[np.uint8]) -> None:
     """Adds the zigzag differences to all elements."""
+    if planes.shape[0] == 2:
+        low, high = planes[0], planes[1]
+        for i in range(bits.size):
+            code = np.uint64(low[i]) | (np.uint64(high[i]) << np.uint64(8))
+            bits[i] = np.uint64(bits[i]) + unzigzag(code)
+        return
     for i in range(bits.size):
         code = np.uint64(0)
         for plane in range(planes.shape[0]):
             code |= np.uint64(planes[plane, i]) << np.uint64(8 * plane)
-        bits[i] = np.uint64(bits[i]) + _unzigzag(code)
+        bits[i] = np.uint64(bits[i]) + unzigzag(code)

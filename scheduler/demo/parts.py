@@ -19,7 +19,7 @@ _POLL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """Where a run keeps its files. `pages` is in shared memory; all but the logs go at the end."""
+    """Where a run keeps its files. `pages` is in shared memory; logs and weights stay behind."""
 
     run: Path
     pages: Path

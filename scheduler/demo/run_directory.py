@@ -1,7 +1,8 @@
 """Where one run of the demo keeps its files, and that nothing but its results and logs stays.
 
     <out>/result.json, report.html, records.jsonl, logs/    stay
-    <out>/run-*/                                            models, weights, settings: removed
+    <out>/weights/                                          every version of both jobs: stays
+    <out>/run-*/                                            models, settings: removed
     /dev/shm/rosemux-demo-*/                                pages and engine sockets: removed
 
 What an earlier run that was killed outright left behind is removed at the next start.
@@ -22,6 +23,7 @@ from scheduler.demo.parts import RunPaths
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "rosemux-demo-"
 _LOGS = "logs"
+_WEIGHTS = "weights"
 
 
 @contextmanager
@@ -35,11 +37,15 @@ def run_directory(out: Path, cache: Path) -> Iterator[RunPaths]:
     except OSError as error:
         raise ConfigError(f"cannot write into {out}: {error.strerror}; choose --out") from error
     pages = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_SHARED_MEMORY))
+    paths = RunPaths(run=run, pages=pages, logs=out / _LOGS, cache=cache)
     try:
-        shutil.rmtree(out / _LOGS, ignore_errors=True)
-        yield RunPaths(run=run, pages=pages, logs=out / _LOGS, cache=cache)
+        shutil.rmtree(paths.logs, ignore_errors=True)
+        yield paths
     finally:
         shutil.rmtree(pages, ignore_errors=True)
+        if paths.weights.is_dir():
+            shutil.rmtree(out / _WEIGHTS, ignore_errors=True)
+            paths.weights.rename(out / _WEIGHTS)
         shutil.rmtree(run, ignore_errors=True)
 
 

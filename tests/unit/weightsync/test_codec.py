@@ -11,6 +11,8 @@ from harvester.contracts.errors import Corrupt
 from weightsync.bits import Bits, TensorSpec
 from weightsync.codec import Encoding, decode, encode, encode_as
 from weightsync.delta import checked_apply
+from weightsync.sparse import CHUNK_BYTES
+from weightsync.state_hash import digest_of
 
 DTYPES = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32, "I64": np.uint64}
 ENCODINGS = list(Encoding)
@@ -63,6 +65,7 @@ def test_the_chosen_encoding_restores_every_bit(pair: tuple[Bits, Bits]) -> None
         return
     assert encoded is not None
     assert encoded.changed == np.count_nonzero(old != new)
+    assert encoded.digest == digest_of(new)
     assert (_through(encoded.encoding, encoded.payload, old) == new).all()
 
 
@@ -75,6 +78,37 @@ def test_every_encoding_restores_every_bit(encoding: Encoding, pair: tuple[Bits,
     if encoded is not None:
         assert encoded.encoding is encoding
         assert (_through(encoding, encoded.payload, old) == new).all()
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@given(_changes())
+@settings(deadline=None)
+def test_an_apply_tells_the_hash_of_what_is_there_then(
+    encoding: Encoding, pair: tuple[Bits, Bits]
+) -> None:
+    old, new = pair
+    encoded = encode_as(encoding, old, new)
+    if encoded is not None:
+        delta = decode(encoding, memoryview(encoded.payload), _spec(old))
+        assert checked_apply(delta, old.copy(), hashed=True) == digest_of(new)
+        torn = old.copy()
+        torn[-1] += np.uint8(1)
+        assert checked_apply(delta, torn, hashed=True) == digest_of(torn)
+
+
+def test_tensors_of_many_blocks_are_exact() -> None:
+    random = np.random.default_rng(5)
+    old = random.integers(0, 1 << 16, 3 * CHUNK_BYTES // 2 + 77, dtype=np.uint16)
+    new = old.copy()
+    hit = random.choice(old.size, 4000, replace=False)
+    new[hit] += random.choice(np.array([1, 0xFFFF, 300], dtype=np.uint16), 4000)
+    # Nothing for more than a whole chunk, then the very last element.
+    new[old.size // 4 : -1] = old[old.size // 4 : -1]
+    new[-1] += np.uint16(1)
+    encoded = encode_as(Encoding.ROSEMUX, old, new)
+    assert encoded is not None
+    assert encoded.digest == digest_of(new)
+    assert (_through(Encoding.ROSEMUX, encoded.payload, old) == new).all()
 
 
 @pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 1020])
@@ -111,14 +145,33 @@ def test_no_other_encoding_is_smaller_than_the_chosen_one(density: float) -> Non
         assert len(chosen.payload) <= len(other.payload)
 
 
-def test_dense_wins_where_nothing_is_alike() -> None:
+@pytest.mark.parametrize("size", [5000, 400_000])
+def test_dense_wins_where_nothing_is_alike(size: int) -> None:
     random = np.random.default_rng(3)
-    old = random.integers(0, 256, 5000, dtype=np.uint8)
-    new = random.integers(0, 256, 5000, dtype=np.uint8)
+    old = random.integers(0, 256, size, dtype=np.uint8)
+    new = random.integers(0, 256, size, dtype=np.uint8)
     encoded = encode(old, new)
     assert encoded is not None
     assert encoded.encoding is Encoding.DENSE
-    assert len(encoded.payload) == 5000
+    assert len(encoded.payload) == size
+    assert encoded.digest == digest_of(new)
+
+
+@pytest.mark.parametrize("density", [0.5, 0.7, 0.9])
+def test_the_smallest_wins_in_large_tensors_that_change_a_lot(density: float) -> None:
+    random = np.random.default_rng(8)
+    old = random.integers(0, 1 << 16, 300_000, dtype=np.uint16)
+    steps = random.integers(-9, 10, old.size).astype(np.uint16)
+    new = old + steps * (random.random(old.size) < density).astype(np.uint16)
+    chosen = encode(old, new)
+    assert chosen is not None
+    assert chosen.changed == np.count_nonzero(old != new)
+    assert chosen.digest == digest_of(new)
+    assert (_through(chosen.encoding, chosen.payload, old) == new).all()
+    for encoding in ENCODINGS:
+        other = encode_as(encoding, old, new)
+        assert other is not None
+        assert len(chosen.payload) <= len(other.payload)
 
 
 def test_a_single_far_change_costs_a_few_bytes() -> None:

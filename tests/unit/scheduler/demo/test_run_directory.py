@@ -36,20 +36,22 @@ def shared_directory() -> Iterator[Callable[[int], Path]]:
             directory.rmdir()
 
 
-def test_only_results_and_logs_stay(tmp_path: Path) -> None:
+def test_only_results_weights_and_logs_stay(tmp_path: Path) -> None:
     out = tmp_path / "out" / "demo"
     with run_directory(out, cache=tmp_path / "cache") as paths:
         assert paths.run.parent == out
         assert paths.pages.parent == SHARED_MEMORY
         assert paths.cache.is_dir()
         (paths.run / "model").mkdir()
+        (paths.weights / "job").mkdir(parents=True)
         (paths.pages / "slot").mkdir()
         paths.logs.mkdir()
         (paths.logs / "engine.log").write_text("said")
         (out / "result.json").write_text("{}")
     assert not paths.run.exists()
     assert not paths.pages.exists()
-    assert {entry.name for entry in out.iterdir()} == {"logs", "result.json"}
+    assert {entry.name for entry in out.iterdir()} == {"logs", "result.json", "weights"}
+    assert (out / "weights" / "job").is_dir()
     assert (paths.logs / "engine.log").read_text() == "said"
 
 
@@ -68,6 +70,14 @@ def test_logs_are_those_of_the_last_run(tmp_path: Path) -> None:
     (tmp_path / "logs" / "old.log").touch()
     with run_directory(tmp_path, cache=tmp_path / "cache") as paths:
         assert not (paths.logs / "old.log").exists()
+
+
+def test_weights_are_those_of_the_last_run_that_had_any(tmp_path: Path) -> None:
+    for job in ("first", "second", None):
+        with run_directory(tmp_path, cache=tmp_path / "cache") as paths:
+            if job is not None:
+                (paths.weights / job).mkdir(parents=True)
+    assert [entry.name for entry in (tmp_path / "weights").iterdir()] == ["second"]
 
 
 def test_what_a_killed_run_left_is_removed_at_the_next_start(

@@ -1,0 +1,84 @@
+"""Weight sync against the formats and paths of other systems: bytes, speed, pauses, faults.
+
+`python -m benchmarks.weightsync --json PATH [--old DIR --new DIR] [--only PART ...]`; see README.md
+beside this file.
+"""
+
+import argparse
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmarks.reporting import report
+from benchmarks.weightsync.race import raced
+from benchmarks.weightsync.states import LARGE, SMALL, Pair, adam_step, checkpoints, consecutive
+from harvester.contracts.errors import ConfigError
+from weightsync.codec import warm_up
+
+PARTS = ("codecs", "vllm", "fanout", "faults", "memory")
+_MODULES = {"vllm": "engine"}
+LEARNING_RATES = (1e-6, 3e-6, 1e-5, 1e-3)
+_TURNS = 5
+_PAIRS_OF_A_STORE = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.weightsync", description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--old", type=Path, help="a checkpoint directory; with --new")
+    parser.add_argument("--new", type=Path, help="its successor")
+    parser.add_argument(
+        "--store",
+        type=Path,
+        default=Path("out/demo/weights/harvest"),
+        help="a weight store with real steps; the one that `make demo` leaves, if it is there",
+    )
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
+    given = parser.parse_args()
+    if (given.old is None) != (given.new is None):
+        parser.error("--old and --new belong together")
+    report("weightsync", lambda: measured(given), given.json)
+
+
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for part in given.only:
+        if part == "codecs":
+            result |= codecs(given)
+        else:
+            # Each part imports what it needs: real engines, servers, namespaces.
+            module = import_module(f"benchmarks.weightsync.{_MODULES.get(part, part)}")
+            result[part] = module.measure()
+    return result
+
+
+def codecs(given: argparse.Namespace) -> dict[str, Any]:
+    """Every pair of states through every encoding."""
+    warm_up()
+    cases: list[dict[str, Any]] = []
+    copies: list[float] = []
+    for pair in _pairs(given):
+        race = raced(pair, turns=_TURNS)
+        cases += race.cases()
+        copies.append(race.memcpy_gb_s)
+    return {"cases": cases, "memcpy_gb_s": max(copies)}
+
+
+def _pairs(given: argparse.Namespace) -> Iterator[Pair]:
+    """One at a time: two states of the larger model are four gigabytes."""
+    if given.old is not None:
+        yield checkpoints(given.old, given.new)
+        return
+    for shape in (SMALL, LARGE):
+        for learning_rate in LEARNING_RATES:
+            yield adam_step(shape, learning_rate, seed=1)
+    if given.store.is_dir():
+        found = list(consecutive(given.store, at_most=_PAIRS_OF_A_STORE))
+        if not found:
+            raise ConfigError(f"{given.store} holds fewer than two versions")
+        yield from found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The encodings that are compared: ours and the formats of other systems, each with its hash.
+
+`xor` and `overwrite` are byte for byte what stores of the shared layout hold (one zstd-1 frame a
+tensor), written by us; `int32` is the patch of indices and values that goes over collectives, not
+compressed. All hash the new state (xxh3-128) when they encode and again when they have applied.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from weightsync import state_hash
+from weightsync.bits import Bits, TensorSpec
+from weightsync.codec import Encoded, Encoding, decode, encode, encode_as
+from weightsync.delta import checked_apply
+
+_SPECS = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}
+
+
+class Contender(Protocol):
+    def encode(self, old: Bits, new: Bits) -> tuple[object, int, str] | None:
+        """Payload, its bytes and the digest of `new`; None where nothing changed."""
+        ...
+
+    def apply(self, payload: object, bits: Bits) -> str:
+        """Changes the bits in place; the digest of what is there then."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """One of our codec's encodings; None takes the smallest one, as a publisher does."""
+
+    encoding: Encoding | None
+
+    def encode(self, old: Bits, new: Bits) -> tuple[object, int, str] | None:
+        found = encode(old, new) if self.encoding is None else encode_as(self.encoding, old, new)
+        return None if found is None else (found, len(found.payload), found.digest)
+
+    def apply(self, payload: object, bits: Bits) -> str:
+        assert isinstance(payload, Encoded)
+        spec = TensorSpec(_SPECS[bits.itemsize], (bits.size,))
+        delta = decode(payload.encoding, memoryview(payload.payload), spec)
+        return checked_apply(delta, bits, hashed=True)
+
+
+class IndexAndValue:
+    """int32 positions and new values, as they are."""
+
+    def encode(self, old: Bits, new: Bits) -> tuple[object, int, str] | None:
+        positions = np.flatnonzero(old != new).astype(np.int32)
+        if positions.size == 0:
+            return None
+        values = new[positions]
+        return (positions, values), positions.nbytes + values.nbytes, state_hash.digest_of(new)
+
+    def apply(self, payload: object, bits: Bits) -> str:
+        assert isinstance(payload, tuple)
+        positions, values = payload
+        bits[positions] = values
+        return state_hash.digest_of(bits)
+
+
+CONTENDERS: Mapping[str, Contender] = {
+    "rosemux": Codec(None),
+    "xor": Codec(Encoding.XOR),
+    "overwrite": Codec(Encoding.OVERWRITE),
+    "int32": IndexAndValue(),
+}

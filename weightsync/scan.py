@@ -1,0 +1,201 @@
+"""Comparing two states: every change found once, and the new state hashed on the way.
+
+Compiled loops that hold no lock of Python's and check no lengths: sparse.py gives them room. A
+difference is taken modulo the element width, so a change by one unit in the last place is +1 or -1
+for every float format, and any other change is still exact.
+
+Gap streams: one byte per change, the number of unchanged elements before it; 255 means 255
+unchanged elements and no change yet.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.bits import BLOCK_BYTES, Bits, Bytes
+from weightsync.compiled import compiled
+from weightsync.lanes import LANES, first_lane, lane_count, prefetch, step_masks
+from weightsync.xxh3 import Accumulators, absorb
+from weightsync.zigzag import zigzag
+
+Places: TypeAlias = npt.NDArray[np.int32]
+"""Positions of elements within a block."""
+
+GAP_ESCAPE = 255
+_LINE_BYTES = 64
+_AHEAD_BYTES = 4096
+_LIKELY_SMALL = 8
+_LIKELY_FAR = 2
+_ONE = np.uint64(1)
+_LAST_LANE = np.uint64(LANES - 1)
+
+
+class Scan(NamedTuple):
+    """How far two states were compared: changes so far, and bytes written."""
+
+    small: int = 0
+    """Changes by exactly one unit in the last place."""
+    far: int = 0
+    """All other changes."""
+    gap_bytes: int = 0
+    far_gap_bytes: int = 0
+    last: int = -1
+    """Position of the last small change."""
+    far_last: int = -1
+
+
+class Room(NamedTuple):
+    """Memory for changes behind those that are there already."""
+
+    small: Places
+    """Of one block; like `far` and `minus` with room for one group of lanes more than needed."""
+    far: Places
+    minus: Bytes
+    """One byte per small change, 1 where it is by minus one."""
+    gaps: Bytes
+    far_gaps: Bytes
+    far_planes: npt.NDArray[np.uint8]
+    """Zigzag differences of the far changes, one row per byte of the element."""
+
+
+@compiled
+def scan_elements(
+    old: Bits,
+    new: Bits,
+    data: Bytes,
+    start: int,
+    stop: int,
+    scan: Scan,
+    room: Room,
+    sums: Accumulators,
+) -> Scan:
+    """Writes the changes of the elements `start` to `stop` behind those of `scan`.
+
+    `data` is `new` as bytes, which `sums` takes up to `stop`; `start` begins a block.
+    """
+    width = old.itemsize
+    for first in range(start, stop, BLOCK_BYTES // width):
+        end = min(stop, first + BLOCK_BYTES // width)
+        scan = _scan_block(old, new, first, end, scan, room)
+        absorb(sums, data, first * width, end * width)
+    return scan
+
+
+@compiled
+def _scan_block(old: Bits, new: Bits, start: int, stop: int, scan: Scan, room: Room) -> Scan:
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * old.itemsize)
+    smalls, fars = _find_changes(
+        old, new, start, stop, mask, room.small, room.minus[scan.small :], room.far
+    )
+    small, far = room.small[:smalls], room.far[:fars]
+    gap_bytes, last = _write_gaps(small, start, scan.last, room.gaps, scan.gap_bytes)
+    far_gap_bytes, far_last = _write_gaps(
+        far, start, scan.far_last, room.far_gaps, scan.far_gap_bytes
+    )
+    _write_differences(old, new, start, far, mask, room.far_planes, scan.far)
+    return Scan(scan.small + smalls, scan.far + fars, gap_bytes, far_gap_bytes, last, far_last)
+
+
+@compiled
+def _find_changes(
+    old: Bits,
+    new: Bits,
+    start: int,
+    stop: int,
+    mask: np.uint64,
+    small: Places,
+    minus: Bytes,
+    far: Places,
+) -> tuple[int, int]:
+    """Places of all changes from `start` to `stop`, counted from `start`; returns (small, far)."""
+    smalls = fars = 0
+    line = _LINE_BYTES // old.itemsize
+    ahead = _AHEAD_BYTES // old.itemsize
+    for group in range(start, stop, LANES):
+        for element in range(group, group + LANES, line):
+            prefetch(old, element + ahead)
+            prefetch(new, element + ahead)
+        if group + LANES <= stop:
+            changed, by_plus, by_minus = step_masks(old, new, group)
+        else:
+            changed, by_plus, by_minus = _last_masks(old, new, group, stop, mask)
+        near = by_plus | by_minus
+        other = changed ^ near
+        first = group - start
+        # Written whether they are there or not: that there are few is no branch to guess wrong.
+        for k in range(_LIKELY_SMALL):
+            lane = first_lane(near)
+            small[smalls + k] = first + np.int64(lane)
+            minus[smalls + k] = (by_minus >> (lane & _LAST_LANE)) & _ONE
+            near &= near - _ONE
+        rest = smalls + _LIKELY_SMALL
+        smalls += lane_count(by_plus | by_minus)
+        while near:
+            lane = first_lane(near)
+            small[rest] = first + np.int64(lane)
+            minus[rest] = (by_minus >> lane) & _ONE
+            near &= near - _ONE
+            rest += 1
+        for k in range(_LIKELY_FAR):
+            far[fars + k] = first + np.int64(first_lane(other))
+            other &= other - _ONE
+        rest = fars + _LIKELY_FAR
+        fars += lane_count(changed & ~(by_plus | by_minus))
+        while other:
+            far[rest] = first + np.int64(first_lane(other))
+            other &= other - _ONE
+            rest += 1
+    return smalls, fars
+
+
+@compiled
+def _write_gaps(places: Places, start: int, last: int, gaps: Bytes, at: int) -> tuple[int, int]:
+    """The gaps before ascending places, written from `at` on; returns (next byte, last place)."""
+    for i in range(places.size):
+        place = start + places[i]
+        gap = place - last - 1
+        last = place
+        while gap >= 255:
+            gaps[at] = 255
+            at += 1
+            gap -= 255
+        gaps[at] = gap
+        at += 1
+    return at, last
+
+
+@compiled
+def _write_differences(
+    old: Bits,
+    new: Bits,
+    start: int,
+    places: Places,
+    mask: np.uint64,
+    planes: npt.NDArray[np.uint8],
+    at: int,
+) -> None:
+    """Zigzag differences, one row per byte of the element, from column `at` on."""
+    for i in range(places.size):
+        place = start + places[i]
+        code = zigzag((np.uint64(new[place]) - np.uint64(old[place])) & mask, mask)
+        for plane in range(old.itemsize):
+            planes[plane, at + i] = np.uint8((code >> np.uint64(8 * plane)) & np.uint64(255))
+
+
+@compiled
+def _last_masks(
+    old: Bits, new: Bits, start: int, stop: int, mask: np.uint64
+) -> tuple[np.uint64, np.uint64, np.uint64]:
+    """`step_masks` of fewer than 64 elements."""
+    changed = plus = minus = np.uint64(0)
+    for i in range(start, stop):
+        step = (np.uint64(new[i]) - np.uint64(old[i])) & mask
+        bit = np.uint64(1) << np.uint64(i - start)
+        if step != np.uint64(0):
+            changed |= bit
+        if step == np.uint64(1):
+            plus |= bit
+        if step == mask:
+            minus |= bit
+    return changed, plus, minus
