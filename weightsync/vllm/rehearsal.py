@@ -109,9 +109,7 @@ def _rehearse(
             name: target.bits(name).copy() if name in staged.deltas else target.bits(name)
             for name in part.names
         }
-    for name, bits in copies.items():
-        _change(staged, name, bits)
-    digests = {name: state_hash.digest_of(bits) for name, bits in copies.items() if hashed}
+    digests = {name: _changed(staged, name, bits, hashed) for name, bits in copies.items()}
     forms = {layer: pack(layer, weight) for layer in part.layers if weight is not None}
     return digests, forms
 
@@ -128,9 +126,13 @@ def _weight_copy(target: LoaderMap, part: _Part) -> tuple[torch.Tensor, dict[str
     return weight, copies
 
 
-def _change(staged: Staged, name: str, bits: Bits) -> None:
+def _changed(staged: Staged, name: str, bits: Bits, hashed: bool) -> str:
+    """Changes a copy; its digest where that is asked for."""
     if staged.full is not None:
         np.copyto(bits, staged.full[name])
-        return
-    for delta in staged.deltas.get(name, ()):
+    deltas = staged.deltas.get(name, ())
+    for delta in deltas[:-1]:
         checked_apply(delta, bits)
+    if deltas:
+        return checked_apply(deltas[-1], bits, hashed=hashed)
+    return state_hash.digest_of(bits) if hashed else ""
