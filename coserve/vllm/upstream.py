@@ -23,6 +23,7 @@ _LOGGERS = "vllm.v1.metrics.loggers"
 _TRANSFER = "vllm.distributed.weight_transfer"
 _LINEAR = "vllm.model_executor.layers.linear"
 _PATCHES = "vllm.model_executor.model_loader.checkpoint_weight_patch"
+_RELOAD = "vllm.model_executor.model_loader.reload"
 _SLEEP = "vllm.device_allocator.sleep_mode_backend"
 _RL_ROUTES = (
     "vllm.entrypoints.serve.dev.rlhf.api_router",
@@ -292,11 +293,14 @@ WEIGHTS: tuple[Symbol, ...] = (
         lambda table: table.weight_engine_sends,
     ),
     *reads(f"{_TRANSFER}.base", "WeightTransferInitInfo", "WeightTransferUpdateInfo"),
-    Symbol(
-        Use.READ,
-        f"{_TRANSFER}.base",
-        "VLLMWeightSyncClient",
-        when=lambda table: table.weight_sync_client,
+    *(
+        Symbol(Use.READ, f"{_TRANSFER}.{module}", name, when=lambda t: t.weight_sync_client)
+        for module, name in (
+            ("base", "VLLMWeightSyncClient"),
+            ("base", "TrainerInitInfo"),
+            ("base", "TrainerWeightTransferEngine"),
+            ("factory", "WeightTransferTrainerFactory"),
+        )
     ),
     *(
         Symbol(
@@ -326,6 +330,14 @@ WEIGHTS: tuple[Symbol, ...] = (
     *reads("vllm.config.weight_transfer", "WeightTransferConfig.backend"),
     *reads("vllm.platforms", "current_platform"),
     *reads("vllm.v1.worker.gpu_worker", "Worker.weight_transfer_engine"),
+    Symbol(Use.CALL, f"{_RELOAD}.layerwise", "initialize_layerwise_reload", ("model",)),
+    Symbol(Use.CALL, f"{_RELOAD}.layerwise", "finalize_layerwise_reload"),
+    Symbol(
+        Use.CALL,
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
+        "UnquantizedFusedMoEMethod.process_weights_after_loading",
+        ("layer",),
+    ),
     Symbol(
         Use.CALL,
         _PATCHES,

@@ -18,6 +18,8 @@ from scheduler.service.stream import EngineChoice, EventStream
 
 _ENCODER = msgspec.json.Encoder()
 _MESSAGE_CHARS = 500
+_STAGE_POLL_S = 0.02
+_STAGE_REPLY_BYTES = 1 << 20
 
 
 class EngineLost(RoseMuxError):  # noqa: N818 - named for the state
@@ -26,6 +28,16 @@ class EngineLost(RoseMuxError):  # noqa: N818 - named for the state
 
 class RequestRefused(RoseMuxError):  # noqa: N818 - as above
     """The engine says that the request itself is wrong; no other engine would take it."""
+
+
+class _StageState(msgspec.Struct, frozen=True):
+    state: str
+
+
+class _StageReply(msgspec.Struct, frozen=True):
+    """What `/collective_rpc` tells of every worker."""
+
+    results: tuple[_StageState, ...]
 
 
 class EngineClient:
@@ -71,6 +83,20 @@ class EngineClient:
         except PeerProtocolError as error:
             raise EngineLost(str(error)) from error
 
+    async def stage(self, *, store: str, version: WeightVersion, timeout_s: float) -> bool:
+        """Have the engine prepare a version while it samples; whether it has.
+
+        An engine that cannot, or not in time, prepares it within the switch.
+        """
+        call = {"method": "rosemux_stage", "kwargs": {"store": store, "version": version}}
+        try:
+            async with asyncio.timeout(timeout_s):
+                while "running" in (states := await self._stage_states(call)):  # noqa: ASYNC110
+                    await asyncio.sleep(_STAGE_POLL_S)
+                return states == {"ready"}
+        except (aiohttp.ClientError, TimeoutError, ConnectionError, EngineLost):
+            return False
+
     async def switch(self, *, store: str, version: WeightVersion, timeout_s: float) -> None:
         """Bring the engine to a version; on return it samples with nothing older.
 
@@ -92,6 +118,18 @@ class EngineClient:
         except (aiohttp.ClientError, TimeoutError, ConnectionError, EngineLost) as error:
             self.forget()
             raise EngineLost(f"switch to {store} {version}: {error!r}") from error
+
+    async def _stage_states(self, call: dict[str, Any]) -> set[str]:
+        """Of all its workers."""
+        async with self._session.post(self._url + "/collective_rpc", json=call) as response:
+            raw = await response.content.read(_STAGE_REPLY_BYTES)
+            if response.status != 200:
+                raise EngineLost(f"/collective_rpc: {response.status}")
+        try:
+            told = msgspec.json.decode(raw, type=_StageReply)
+        except msgspec.MsgspecError as error:
+            raise EngineLost(f"/collective_rpc: {error}") from error
+        return {worker.state for worker in told.results}
 
     async def _begin_update(self) -> None:
         try:

@@ -41,6 +41,9 @@ from scheduler.service.decisions import DecisionLog
 from scheduler.service.dispatch import Dispatcher
 from scheduler.service.engine import EngineClient, EngineLost
 
+STAGE_S = 10.0
+"""Longest wait for engines that prepare a version while they sample."""
+
 
 class Cut(StrEnum):
     """Why a running attempt is ended from this side."""
@@ -125,6 +128,25 @@ class Fleet:
         self.observe(EngineLeft(engine=member.engine.engine))
         for running in tuple(member.running):
             running.cut(cut)
+
+    async def stage(self, job: JobId, *, store: str, version: WeightVersion) -> None:
+        """Engines that serve the job prepare its next version while their turns run.
+
+        Waits for the dedicated ones only, and not for long: it only shortens the switch.
+        """
+        target = self.policy.target
+        if target is None or target.job != job or target.version >= version:
+            return
+        waited = []
+        for member in self.members.values():
+            if member.up:
+                staging = self._spawn(self._stage(member, store, version))
+                if member.engine.kind is EngineKind.DEDICATED:
+                    waited.append(staging)
+        await asyncio.gather(*waited)
+
+    async def _stage(self, member: Member, store: str, version: WeightVersion) -> None:
+        await member.client.stage(store=store, version=version, timeout_s=STAGE_S)
 
     def remove(self, engine: EngineId, reason: str) -> None:
         member = self.members.get(engine)

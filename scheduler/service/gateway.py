@@ -4,6 +4,7 @@ POST /inference/v1/generate             one turn; JSON, or SSE with "stream": tr
 POST /v1/jobs/{job}/versions            a version was published
 POST /v1/jobs/{job}/activate            the engines serve this job from now on
 POST /v1/jobs/{job}/harvesting          {"enabled": bool}
+/v1/jobs/{job}/vllm/...                 the job's engines as one vLLM server (weight_sync.py)
 GET  /v1/status   GET /metrics   GET /healthz
 """
 
@@ -35,6 +36,7 @@ from scheduler.service.requests import checked_trajectory, decode_generate
 from scheduler.service.scheduler import Scheduler
 from scheduler.service.status import render_metrics, status
 from scheduler.service.tenants import Tenants
+from scheduler.service.weight_sync import WeightSyncRoutes
 
 _ENCODER = msgspec.json.Encoder()
 _RETRY_AFTER_S = "1"
@@ -101,6 +103,7 @@ class Gateway:
                 web.post("/v1/jobs/{job}/versions", self._publish),
                 web.post("/v1/jobs/{job}/activate", self._activate),
                 web.post("/v1/jobs/{job}/harvesting", self._harvesting),
+                *WeightSyncRoutes(scheduler, self._job_of_path).routes(),
                 web.get("/v1/status", self._status),
                 web.get("/metrics", self._metrics),
                 web.get("/healthz", self._healthz),
@@ -163,6 +166,9 @@ class Gateway:
 
     async def _healthz(self, _request: web.Request) -> web.Response:
         return _error(503, "shutting down") if self._closing else _reply({"status": "ok"})
+
+    def _job_of_path(self, request: web.Request) -> JobId:
+        return self._job(request, request.match_info["job"])
 
     def _job(self, request: web.Request, given: str | None) -> JobId:
         """The job that is meant, if the caller may speak for it."""

@@ -215,6 +215,7 @@ class Scheduler:
     ) -> dict[EngineId, SwitchState]:
         """Raises Stale if the job is past it, Exhausted if dedicated engines took too long."""
         published = VersionPublished(job=job, store=store, version=version, cut_exact=cut_exact)
+        await self.fleet.stage(job, store=store, version=version)
         self._observe(published)
         self.state.publish(job, store=store, version=version)
         target = self.fleet.policy.target

@@ -28,6 +28,7 @@ class FakeEngine:
         self.epoch = epoch
         self.version = 0
         self.updated: dict[str, Any] | None = None
+        self.staged: list[list[Any]] = []
         self.initialised = False
         self.updating = False
         self.fail_updates = 0
@@ -47,6 +48,7 @@ class FakeEngine:
                 web.get("/health", self.health),
                 web.get("/version", self.say_version),
                 web.get("/weight_info", self.weight_info),
+                web.post("/collective_rpc", self.stage),
                 web.get("/_fake", self.look),
                 web.post("/_fake", self.set),
                 *(
@@ -74,8 +76,17 @@ class FakeEngine:
     async def weight_info(self, _request: web.Request) -> web.Response:
         return web.json_response({"weight_version": str(self.version)})
 
+    async def stage(self, request: web.Request) -> web.Response:
+        """Prepared on the second time of asking; what was open then is remembered."""
+        body = await request.json()
+        assert body["method"] == "rosemux_stage"
+        asked = [*body["kwargs"].values(), self.open]
+        known = any(seen[:2] == asked[:2] for seen in self.staged)
+        self.staged.append(asked)
+        return web.json_response({"results": [{"state": "ready" if known else "running"}]})
+
     async def look(self, _request: web.Request) -> web.Response:
-        names = ("version", "calls", "open", "most_open", "aborted", "updated")
+        names = ("version", "calls", "open", "most_open", "aborted", "updated", "staged")
         return web.json_response({name: getattr(self, name) for name in names})
 
     async def set(self, request: web.Request) -> web.Response:

@@ -85,17 +85,29 @@ async def test_a_switch_waits_for_turns_pinned_to_exactly_the_old_version(
     engine = fake_engine(step_s=0.01)
     front = gateway(engine)
     await publish(front, 1)
-    pinned = asyncio.create_task(generate(front, "pinned", 50, {"exact": 1}))
+    pinned = asyncio.create_task(generate(front, "pinned", 200, {"exact": 1}))
     await engine.until("/_fake", lambda looked: looked["open"] == 1)
     switch = asyncio.create_task(publish(front, 2))
     await front.until("/v1/status", lambda s: s["engines"]["e0"]["state"] == "quiescing")
     after = asyncio.create_task(generate(front, "after", 5, {"exact": 2}))
     status, reply = await pinned
     (span,) = reply["choices"][0]["spans"]
-    assert (status, span["version"], span["end"]) == (200, 1, 50)
+    assert (status, span["version"], span["end"]) == (200, 1, 200)
     assert (await switch)[0] == 200
     status, reply = await after
     assert [span["version"] for span in reply["choices"][0]["spans"]] == [2]
+
+
+async def test_engines_prepare_a_version_while_their_turns_run(fake_engine, gateway) -> None:
+    engine = fake_engine(step_s=0.01)
+    front = gateway(engine)
+    await publish(front, 1)
+    turn = asyncio.create_task(generate(front, "free", 80, {"minimum": 1}))
+    await engine.until("/_fake", lambda looked: looked["open"] == 1)
+    assert (await publish(front, 2))[0] == 200
+    assert (await turn)[0] == 200
+    looked = await engine.get("/_fake")
+    assert looked["staged"] == [["job.store", 2, 1]] * 2
 
 
 async def test_a_publisher_may_end_pinned_turns_instead_of_waiting(fake_engine, gateway) -> None:

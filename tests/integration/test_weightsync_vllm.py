@@ -4,45 +4,20 @@ The engines run in one child process (engine cores in-process), because an engin
 global state behind. The child tells what it saw as JSON; the tests here judge it.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+from tests.integration.weightsync_child import run_child
 
-CHILD = Path(__file__).with_name("weightsync_engine.py")
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the child saw."""
     pytest.importorskip("vllm")
-    root = tmp_path_factory.mktemp("weightsync")
-    environment = os.environ | {
-        "ROSEMUX_WEIGHT_ROOT": str(root / "stores"),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    done = subprocess.run(
-        [sys.executable, str(CHILD), str(root)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads((root / "seen.json").read_text())
-    return result
+    return run_child("tests.integration.weightsync_engine", tmp_path_factory.mktemp("weightsync"))
 
 
 def test_an_engine_with_dummy_weights_joins_from_a_full_version(seen: dict[str, Any]) -> None:
@@ -71,6 +46,30 @@ def test_the_reported_state_is_the_published_one(seen: dict[str, Any]) -> None:
         assert report["state_hash"] == seen["published"][version - 1]
 
 
+def test_an_engine_samples_on_with_its_old_weights_while_the_next_are_staged(
+    seen: dict[str, Any],
+) -> None:
+    staging = seen["staging"]
+    assert staging["told"]["last"] == {"state": "ready", "message": ""}
+    assert staging["unchanged"]
+    assert staging["report"]["state_hash"] == seen["published"][1]
+    assert not staging["report"]["from_full"]
+
+
+def test_staging_says_why_it_failed(seen: dict[str, Any]) -> None:
+    told = seen["staging"]["unpublished"]["last"]
+    assert told["state"] == "failed"
+    assert "version 9 is not published yet" in told["message"]
+
+
+def test_weights_that_were_touched_are_found_before_the_pause_and_replaced_whole(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["report_damaged"]["from_full"]
+    assert seen["report_damaged"]["reapplied"] == seen["report_torn"]["reapplied"] + 1
+    assert seen["damaged"] == seen["version_4"]
+
+
 def test_a_torn_apply_is_repaired_from_a_full_version(seen: dict[str, Any]) -> None:
     assert seen["report_torn"]["from_full"]
     assert seen["report_torn"]["state_hash"] == seen["published"][4]
@@ -86,7 +85,7 @@ def test_a_switch_to_another_job_and_back_is_exact(seen: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("refusal", "message"),
     [
-        ("unpublished", "not published yet; the newest is 5"),
+        ("unpublished", "not published yet; the newest is 6"),
         ("older", "older than version 4"),
         ("path", "use 1 to 64 letters"),
         ("unknown_store", "no weight store at"),

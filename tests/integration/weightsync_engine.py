@@ -6,6 +6,7 @@ The fresh engines come first: numba must not be loaded when a CPU worker of vLLM
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,11 @@ def _steps(model: Qwen2ForCausalLM) -> list[State]:
     """Five states of one job; every step moves a twentieth of the weights."""
     run = [{name: tensor.clone() for name, tensor in model.state_dict().items()}]
     for _ in range(4):
-        run.append({name: _moved(tensor) for name, tensor in run[-1].items()})
+        run.append({name: moved(tensor) for name, tensor in run[-1].items()})
     return run
 
 
-def _moved(tensor: torch.Tensor) -> torch.Tensor:
+def moved(tensor: torch.Tensor) -> torch.Tensor:
     hit = torch.rand(tensor.shape) < 0.05
     return torch.where(hit, tensor.float() * 1.05, tensor.float()).to(tensor.dtype)
 
@@ -55,7 +56,7 @@ def _save(model: Qwen2ForCausalLM, state: State, path: Path) -> str:
     return str(path)
 
 
-def _engine(path: str, **more: Any) -> Any:
+def new_engine(path: str, **more: Any) -> Any:
     from vllm import LLM
 
     return LLM(
@@ -69,7 +70,7 @@ def _engine(path: str, **more: Any) -> Any:
     )
 
 
-def _generated(engine: Any) -> dict[str, Any]:
+def generated(engine: Any) -> dict[str, Any]:
     from vllm import SamplingParams
 
     engine.reset_prefix_cache()
@@ -99,7 +100,7 @@ def _tokens_per_s(engine: Any) -> float:
     return best
 
 
-def _update(engine: Any, **update_info: Any) -> dict[str, Any]:
+def update(engine: Any, **update_info: Any) -> dict[str, Any]:
     engine.collective_rpc("start_weight_update")
     engine.collective_rpc("update_weights", kwargs={"update_info": update_info})
     engine.collective_rpc("finish_weight_update")
@@ -109,7 +110,7 @@ def _update(engine: Any, **update_info: Any) -> dict[str, Any]:
 
 def _refused(engine: Any, **update_info: Any) -> dict[str, Any]:
     try:
-        _update(engine, **update_info)
+        update(engine, **update_info)
         error = "none"
     except Exception as refusal:
         error = str(refusal)
@@ -137,6 +138,42 @@ def _refusals(engine: Any, stores: Path) -> dict[str, Any]:
     return refusals
 
 
+def _staged(engine: Any, version: int) -> dict[str, Any]:
+    """How staging told its way, the first call and the last."""
+    first = engine.collective_rpc("rosemux_stage", args=("job-a", version))[0]
+    waiting = threading.Event()
+    while (told := engine.collective_rpc("rosemux_stage", args=("job-a", version))[0])[
+        "state"
+    ] == "running":
+        waiting.wait(0.01)
+    return {"first": first, "last": told}
+
+
+def _staging(engine: Any, state_hash: str) -> dict[str, Any]:
+    """Version 1 to 2 while the engine samples, and a version that does not exist."""
+    before = generated(engine)
+    engine.collective_rpc("rosemux_stage", args=("job-a", 2))
+    during = generated(engine)
+    told = _staged(engine, 2)
+    ready = generated(engine)
+    return {
+        "told": told,
+        "unchanged": before == during == ready,
+        "report": update(engine, store="job-a", version=2, state_hash=state_hash),
+        "unpublished": _staged(engine, 9),
+    }
+
+
+def _damaged(engine: Any, version: int) -> dict[str, Any]:
+    """An update on top of weights that somebody else has touched."""
+
+    def touch(model: torch.nn.Module) -> None:
+        next(iter(model.parameters())).data.view(torch.int16)[0, 0] ^= 1
+
+    engine.apply_model(touch)
+    return update(engine, store="job-a", version=version)
+
+
 def _torn_update(engine: Any, state_hash: str) -> dict[str, Any]:
     """Version 5 with a failure in the middle of the first attempt."""
     from weightsync.vllm.loader_map import LoaderMap
@@ -153,7 +190,7 @@ def _torn_update(engine: Any, state_hash: str) -> dict[str, Any]:
 
     LoaderMap.commit = failing  # type: ignore[method-assign]
     try:
-        return _update(engine, store="job-a", version=5, state_hash=state_hash)
+        return update(engine, store="job-a", version=5, state_hash=state_hash)
     finally:
         LoaderMap.commit = commit  # type: ignore[method-assign]
 
@@ -161,42 +198,46 @@ def _torn_update(engine: Any, state_hash: str) -> dict[str, Any]:
 def main(root: Path) -> None:
     seen: dict[str, Any] = {}
     stores = Path(os.environ["ROSEMUX_WEIGHT_ROOT"])
-    stores.mkdir()
     model = _model()
     steps = _steps(model)
     other = {name: tensor.roll(1, 0) for name, tensor in steps[0].items()}
     # An engine that is collected takes the process groups of the others along.
     alive = []
     for name, state in (("version_1", steps[0]), ("version_4", steps[3]), ("other", other)):
-        fresh = _engine(_save(model, state, root / name))
-        seen[f"fresh_{name}"] = _generated(fresh)
+        fresh = new_engine(_save(model, state, root / name))
+        seen[f"fresh_{name}"] = generated(fresh)
         seen["tokens_per_s"] = {"fresh": _tokens_per_s(fresh)}
         alive.append(fresh)
-    synced = _engine(
+    synced = new_engine(
         str(root / "version_1"), load_format="dummy", weight_transfer_config={"backend": "rosemux"}
     )
 
     from weightsync.publisher import Publisher
 
     with Publisher(stores / "job-a") as publisher:
-        published = [publisher.publish(state) for state in steps]
+        published = [publisher.publish(state) for state in (*steps, steps[3])]
     with Publisher(stores / "job-b") as publisher:
         publisher.publish(other)
     seen["published"] = [step.state_hash for step in published]
-    seen["dummy"] = _generated(synced)
+    seen["dummy"] = generated(synced)
     for version in (1, 2, 4):
         expected = published[version - 1].state_hash
-        seen[f"report_{version}"] = _update(
+        if version == 2:
+            seen["staging"] = _staging(synced, expected)
+            continue
+        seen[f"report_{version}"] = update(
             synced, store="job-a", version=version, state_hash=expected
         )
-        seen[f"version_{version}"] = _generated(synced)
+        seen[f"version_{version}"] = generated(synced)
     seen["tokens_per_s"]["synced"] = _tokens_per_s(synced)
     seen["refusals"] = _refusals(synced, stores)
-    seen["report_other"] = _update(synced, store="job-b", version=1)
-    seen["other"] = _generated(synced)
-    _update(synced, store="job-a", version=4)
-    seen["back"] = _generated(synced)
+    seen["report_other"] = update(synced, store="job-b", version=1)
+    seen["other"] = generated(synced)
+    update(synced, store="job-a", version=4)
+    seen["back"] = generated(synced)
     seen["report_torn"] = _torn_update(synced, published[4].state_hash)
+    seen["report_damaged"] = _damaged(synced, 6)
+    seen["damaged"] = generated(synced)
     (root / "seen.json").write_text(json.dumps(seen))
 
 

@@ -2,14 +2,16 @@
 
 One upstream function packs every linear layer and every output head. In its place, for engines
 with our backend only, stands one that keeps the plain weight: eager engines get vLLM's packed copy
-beside it, and `repack` makes that copy again from the changed weight, so that they run as fast as
-without us; compiled engines compute from the plain weight, because a packed copy is a constant in
-their graph.
+beside it, made again from the changed weight, so that they run as fast as without us; compiled
+engines compute from the plain weight, because a packed copy is a constant in their graph.
 """
 
 import logging
-from collections.abc import Callable, Collection
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Executor
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,6 +22,9 @@ _PACKED = "rosemux_packed"
 _ORIGINAL = "rosemux_original"
 _COMPUTE = "cpu_linear"
 _SYMBOL = "dispatch_cpu_unquantized_gemm"
+
+PackedForm: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""What a layer computes with: a function that holds the packed weight."""
 
 
 def install(backend: str) -> None:
@@ -63,16 +68,53 @@ def check_installed() -> None:
         )
 
 
-def repack(model: torch.nn.Module, touched: Collection[int]) -> int:
-    """Packs the changed layers again; returns how many.
+def packed_layers(model: torch.nn.Module) -> dict[int, list[Any]]:
+    """The layers that compute from a packed copy, by the storage address of their plain weight."""
+    found: dict[int, list[Any]] = defaultdict(list)
+    for layer in model.modules():
+        if getattr(layer, _PACKED, False):
+            found[_address(layer)].append(layer)
+    return dict(found)
+
+
+def packed_form(layer: Any, weight: torch.Tensor) -> PackedForm:
+    """The packed copy that `layer` would have of another weight; the layer stays as it is."""
+    stand_in = SimpleNamespace(
+        weight=torch.nn.Parameter(weight, requires_grad=False), bias=getattr(layer, "bias", None)
+    )
+    _original()(stand_in, False)
+    form: PackedForm = getattr(stand_in, _COMPUTE)
+    return form
+
+
+def put_in_force(forms: Mapping[Any, PackedForm]) -> list[PackedForm]:
+    """Gives layers the packed copies that were made for them; returns those that they had.
+
+    Dropping a copy gives its memory back, which takes as long as writing it: not in a pause.
+    """
+    replaced = [getattr(layer, _COMPUTE) for layer in forms]
+    for layer, form in forms.items():
+        setattr(layer, _COMPUTE, form)
+    return replaced
+
+
+def repack(layers: Iterable[Any], touched: Collection[int], pool: Executor) -> int:
+    """Packs the changed ones of these layers again; returns how many.
 
     `touched`: storage addresses of the changed weights.
     """
+    stale = [layer for layer in layers if _address(layer) in touched]
+    list(pool.map(lambda layer: _original()(layer, False), stale))
+    return len(stale)
+
+
+def _original() -> Callable[[Any, bool], None]:
     from vllm.model_executor.layers import utils
 
-    original: Any = getattr(getattr(utils, _SYMBOL, None), _ORIGINAL, None)
-    packed: list[Any] = [layer for layer in model.modules() if getattr(layer, _PACKED, False)]
-    layers = [layer for layer in packed if layer.weight.untyped_storage().data_ptr() in touched]
-    for layer in layers:
-        original(layer, False)
-    return len(layers)
+    original: Callable[[Any, bool], None] = getattr(getattr(utils, _SYMBOL), _ORIGINAL)
+    return original
+
+
+def _address(layer: Any) -> int:
+    address: int = layer.weight.untyped_storage().data_ptr()
+    return address

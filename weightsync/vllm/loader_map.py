@@ -4,11 +4,15 @@ The loader is run once on random tensors while every copy is recorded: each show
 tensor, offset, shape, strides) to a view of runtime storage. The map is believed only if it reads
 back exactly what was loaded, for every tensor; so a loader that converts, computes or aliases is
 found at once. Tracing leaves random weights behind: apply a full checkpoint next.
+
+A tensor that the loader passes over is taken only where another tensor holds the same bits, as the
+output head of a model with tied embeddings does: it is kept beside the engine's weights, and every
+state in which the two differ is refused.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +34,11 @@ class Segment:
     offset: int
     destination: torch.Tensor
 
+    @property
+    def storage(self) -> int:
+        """Address of the storage that it lands in."""
+        return self.destination.untyped_storage().data_ptr()
+
     def of(self, checkpoint: torch.Tensor) -> torch.Tensor:
         """The piece of a contiguous checkpoint tensor."""
         return checkpoint.as_strided(self.shape, self.strides, self.offset)
@@ -47,62 +56,104 @@ class Segment:
 
 
 class LoaderMap:
-    """An ApplyTarget over runtime storage. `after` is called with the touched storages."""
+    """An ApplyTarget over runtime storage. `after` is called with the touched storages.
+
+    `passed_over`: names among the segments that lie beside the engine's weights.
+    """
 
     def __init__(
         self,
         layout: Layout,
-        segments: dict[str, list[Segment]],
+        segments: Mapping[str, list[Segment]],
         after: Callable[[Collection[int]], object],
+        passed_over: Collection[str] = (),
     ) -> None:
         self._layout = layout
         self._segments = segments
         self._after = after
+        self._passed_over = sorted(passed_over)
+        self._flat = {
+            name: bits_of(parts[0].destination)
+            for name, parts in segments.items()
+            if len(parts) == 1 and parts[0].is_whole(layout[name])
+        }
 
     def layout(self) -> Layout:
         return self._layout
 
     def bits(self, name: str) -> Bits:
+        if name in self._flat:
+            return self._flat[name]
         spec = self._layout[name]
-        segments = self._segments[name]
-        if len(segments) == 1 and segments[0].is_whole(spec):
-            return bits_of(segments[0].destination)
         gathered = torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
-        for segment in segments:
+        for segment in self._segments[name]:
             segment.of(gathered).copy_(segment.destination)
         return bits_of(gathered)
 
     def commit(self, name: str, bits: Bits) -> None:
-        spec = self._layout[name]
-        segments = self._segments[name]
-        if len(segments) == 1 and segments[0].is_whole(spec):
+        if name in self._flat:
             return
+        spec = self._layout[name]
         changed = torch.from_numpy(bits).view(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)
-        for segment in segments:
+        for segment in self._segments[name]:
             segment.destination.copy_(segment.of(changed))
 
     def finish(self, changed: Collection[str]) -> None:
+        for name in self._passed_over:
+            self._check_twin(name)
         self._after(self._storages(changed))
 
-    def is_current(self, model: torch.nn.Module) -> bool:
+    def names_by_storage(self) -> dict[int, list[str]]:
+        """Every tensor under each storage that holds a part of it."""
+        found: dict[int, list[str]] = defaultdict(list)
+        for name, segments in self._segments.items():
+            for storage in sorted({segment.storage for segment in segments}):
+                found[storage].append(name)
+        return dict(found)
+
+    def flat_at(self, name: str) -> int | None:
+        """Where in its storage, in elements, a tensor lies in one piece; None where in several."""
+        if name not in self._flat:
+            return None
+        return int(self._segments[name][0].destination.storage_offset())
+
+    def is_current(self, model: torch.nn.Module, aside: Collection[int] = ()) -> bool:
         """False once the model holds its weights elsewhere: a map of old storage would still hash
-        to the right state while the engine computes from another."""
+        to the right state while the engine computes from another.
+
+        `aside`: storages that belong to the engine without being the model's.
+        """
         held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        return self._storages(self._segments) <= held
+        traced_names = self._segments.keys() - set(self._passed_over)
+        return self._storages(traced_names) <= held.union(aside)
+
+    def _check_twin(self, name: str) -> None:
+        bits = self.bits(name)
+        twins = (
+            other
+            for other, spec in self._layout.items()
+            if spec == self._layout[name] and other not in self._passed_over
+        )
+        if not any(np.array_equal(bits, self.bits(other)) for other in twins):
+            raise ConfigError(
+                f"this engine has no place for {name}, and no other tensor of the checkpoint is "
+                "equal to it: is the engine's model tied where the trainer's is not?"
+            )
 
     def _storages(self, names: Iterable[str]) -> set[int]:
-        return {
-            segment.destination.untyped_storage().data_ptr()
-            for name in names
-            for segment in self._segments[name]
-        }
+        return {segment.storage for name in names for segment in self._segments[name]}
 
 
-def traced(model: Any, layout: Layout, after: Callable[[Collection[int]], object]) -> LoaderMap:
+def traced(
+    model: Any,
+    layout: Layout,
+    after: Callable[[Collection[int]], object],
+    loading: AbstractContextManager[object] | None = None,
+) -> LoaderMap:
     """Runs the model's loader once and proves the map.
 
-    Raises Unsupported where the map does not hold, and ConfigError where the loader refuses the
-    checkpoint. `model` has vLLM's `load_weights`.
+    `loading` is entered for the run. Raises Unsupported where the map does not hold, and
+    ConfigError where the loader refuses the checkpoint. `model` has vLLM's `load_weights`.
     """
     generator = torch.Generator().manual_seed(_SEED)
     loaded = {name: _random(spec, generator) for name, spec in layout.items()}
@@ -110,6 +161,9 @@ def traced(model: Any, layout: Layout, after: Callable[[Collection[int]], object
     segments: dict[str, list[Segment]] = defaultdict(list)
 
     def record(destination: torch.Tensor, source: torch.Tensor) -> None:
+        # vLLM counts what a layer will load by copying to the meta device first.
+        if destination.is_meta or source.is_meta:
+            return
         name = names.get(source.untyped_storage().data_ptr())
         if name is not None and source.shape == destination.shape:
             segment = Segment(
@@ -122,14 +176,30 @@ def traced(model: Any, layout: Layout, after: Callable[[Collection[int]], object
 
     with _recorded_copies(record):
         try:
-            model.load_weights(iter(loaded.items()))
+            with loading or nullcontext():
+                model.load_weights(iter(loaded.items()))
         except Exception as error:
             raise ConfigError(f"the store's checkpoint does not fit this model: {error}") from error
-    found = LoaderMap(layout, dict(segments), after)
-    for name, tensor in loaded.items():
-        if name not in segments or not np.array_equal(found.bits(name), bits_of(tensor)):
+    passed_over = sorted(layout.keys() - segments.keys())
+    for name in passed_over:
+        segments[name] = [_beside(layout, name)]
+    found = LoaderMap(layout, dict(segments), after, passed_over)
+    for name in sorted(layout.keys() - set(passed_over)):
+        if not np.array_equal(found.bits(name), bits_of(loaded[name])):
             raise Unsupported(f"the loader does not copy {name} as it is")
     return found
+
+
+def _beside(layout: Layout, name: str) -> Segment:
+    """Memory of its own for a matrix that may be equal to another one.
+
+    Raises Unsupported for anything else: vectors of ones are equal to others by chance.
+    """
+    spec = layout[name]
+    if len(spec.shape) < 2 or sum(other == spec for other in layout.values()) < 2:
+        raise Unsupported(f"the loader does not copy {name} as it is")
+    kept = torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+    return Segment(tuple(kept.shape), kept.stride(), 0, kept)
 
 
 @contextmanager
@@ -146,6 +216,20 @@ def _recorded_copies(record: Callable[[torch.Tensor, torch.Tensor], None]) -> It
     finally:
         # `copy_` belongs to the base class of torch.Tensor: uncover it again.
         del torch.Tensor.copy_
+
+
+@contextmanager
+def plain_copies() -> Iterator[None]:
+    """Inside, copies are not recorded: compilers do not look through the recorder."""
+    recording = vars(torch.Tensor).get("copy_")
+    if recording is None:
+        yield
+        return
+    del torch.Tensor.copy_
+    try:
+        yield
+    finally:
+        torch.Tensor.copy_ = recording  # type: ignore[method-assign]
 
 
 def _random(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:

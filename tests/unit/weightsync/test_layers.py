@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harvester.contracts.errors import Unsupported
-from weightsync.vllm.layers import check_layers
+from weightsync.vllm.layers import check_layers, derived_layers
 
 
 class UnquantizedLinearMethod:
@@ -21,7 +21,7 @@ class MLAAttention(torch.nn.Module):
     """Keeps decompressed copies of its weights."""
 
 
-def _model(method: object, *, attention: torch.nn.Module | None = None) -> torch.nn.Module:
+def _model(method: object, *, attention: torch.nn.Module | None = None) -> torch.nn.ModuleDict:
     layer = torch.nn.Linear(2, 2)
     layer.quant_method = method  # type: ignore[assignment]
     return torch.nn.ModuleDict({"proj": layer, "attention": attention or torch.nn.Identity()})
@@ -32,10 +32,27 @@ def test_plain_layers_are_taken() -> None:
 
 
 def test_a_quantised_layer_is_named() -> None:
-    with pytest.raises(Unsupported, match=r"layer proj \(Linear, Fp8LinearMethod\) repacks"):
+    with pytest.raises(Unsupported, match=r"layer proj \(Linear, Fp8LinearMethod\) derives"):
         check_layers(_model(Fp8LinearMethod()))
 
 
 def test_an_attention_layer_with_derived_weights_is_named() -> None:
     with pytest.raises(Unsupported, match="layer attention"):
         check_layers(_model(UnquantizedLinearMethod(), attention=MLAAttention()))
+
+
+class UnquantizedFusedMoEMethod(UnquantizedLinearMethod):
+    """Packs experts after loading."""
+
+
+def test_experts_are_taken_and_told_apart_because_their_form_is_derived() -> None:
+    model = _model(UnquantizedFusedMoEMethod())
+    check_layers(model)
+    assert derived_layers(model) == [model["proj"]]
+
+
+def test_a_convolution_that_was_repacked_at_load_is_named() -> None:
+    model = _model(UnquantizedLinearMethod())
+    model["proj"]._cpu_unpacked_conv_weight = torch.zeros(1)
+    with pytest.raises(Unsupported, match="layer proj"):
+        check_layers(model)

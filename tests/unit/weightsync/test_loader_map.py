@@ -8,7 +8,7 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Unsupported
 from weightsync.bits import Layout, TensorSpec, bits_of
-from weightsync.vllm.loader_map import traced
+from weightsync.vllm.loader_map import LoaderMap, traced
 
 LAYOUT: Layout = {
     "q.weight": TensorSpec("BF16", (4, 6)),
@@ -63,6 +63,23 @@ class ScalingModel(PackedModel):
         )
 
 
+class TiedModel(PackedModel):
+    """Passes over an output head: it computes from the embedding."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights((n, tensor) for n, tensor in weights if n != "head.weight")
+
+
+class CountingModel(PackedModel):
+    """Copies to the meta device first, as vLLM does to count what a layer will load."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        weights = list(weights)
+        for _, tensor in weights:
+            torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").copy_(tensor)
+        super().load_weights(weights)
+
+
 class SkippingModel(PackedModel):
     """Leaves a tensor out."""
 
@@ -109,6 +126,42 @@ def test_a_loader_that_aliases_or_computes_is_not_believed(model: PackedModel) -
 def test_a_tensor_that_the_loader_ignores_is_found() -> None:
     with pytest.raises(Unsupported, match=r"does not copy norm\.weight"):
         traced(SkippingModel(), LAYOUT, lambda touched: None)
+
+
+def written(target: LoaderMap, state: dict[str, torch.Tensor]) -> None:
+    for name, tensor in state.items():
+        bits = target.bits(name)
+        np.copyto(bits, bits_of(tensor))
+        target.commit(name, bits)
+    target.finish(state.keys())
+
+
+def test_a_tied_output_head_is_taken_as_long_as_it_equals_the_embedding() -> None:
+    target = traced(TiedModel(), LAYOUT | {"head.weight": LAYOUT["embed.weight"]}, lambda _: None)
+    state = _state(5)
+    written(target, state | {"head.weight": state["embed.weight"]})
+    assert (target.bits("head.weight") == bits_of(state["embed.weight"])).all()
+    with pytest.raises(ConfigError, match=r"no place for head\.weight"):
+        written(target, state | {"head.weight": state["embed.weight"] + 1})
+
+
+def test_a_head_that_is_kept_beside_the_weights_is_no_reason_to_trace_again() -> None:
+    model = TiedModel()
+    target = traced(model, LAYOUT | {"head.weight": LAYOUT["embed.weight"]}, lambda _: None)
+    assert target.is_current(model)
+
+
+def test_copies_that_only_count_are_no_places() -> None:
+    assert traced(CountingModel(), LAYOUT, lambda _: None).flat_at("embed.weight") == 0
+
+
+def test_tensors_of_one_storage_are_told_together_with_where_they_lie() -> None:
+    model = PackedModel()
+    target = traced(model, LAYOUT, lambda _: None)
+    storage = model.qk.untyped_storage().data_ptr()
+    assert target.names_by_storage()[storage] == ["q.weight", "k.weight"]
+    assert (target.flat_at("q.weight"), target.flat_at("k.weight")) == (0, 24)
+    assert target.flat_at("down.weight") is None
 
 
 def test_a_checkpoint_that_the_loader_refuses_is_the_users_to_fix() -> None:

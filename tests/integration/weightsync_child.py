@@ -1,0 +1,36 @@
+"""Runs one process of engines for tests of weightsync, and reads what it saw."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run_child(module: str, root: Path, *arguments: str) -> dict[str, Any]:
+    """`seen.json` of a module that was given a directory; the stores are in `stores` below it."""
+    (root / "stores").mkdir()
+    environment = os.environ | {
+        "ROSEMUX_WEIGHT_ROOT": str(root / "stores"),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", module, str(root), *arguments],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads((root / "seen.json").read_text())
+    return result

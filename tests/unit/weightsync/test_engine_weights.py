@@ -1,0 +1,152 @@
+"""What is staged gets in where it still fits; where it does not, it is prepared again."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.ids import WeightVersion
+from weightsync.publisher import Published, Publisher
+from weightsync.vllm.engine_weights import EngineWeights, Wanted
+from weightsync.vllm.stager import StageState
+
+State = dict[str, torch.Tensor]
+
+
+class Model(torch.nn.Module):
+    """Takes a checkpoint tensor by tensor."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__()
+        self.held = torch.nn.ParameterDict(
+            {
+                name.replace(".", "_"): torch.nn.Parameter(torch.zeros_like(t), False)
+                for name, t in state.items()
+            }
+        )
+        self.loads = 0
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.loads += 1
+        for name, tensor in weights:
+            self.held[name.replace(".", "_")].data.copy_(tensor)
+
+    def holds(self, state: State) -> bool:
+        return all(
+            torch.equal(self.held[name.replace(".", "_")].view(torch.uint8), t.view(torch.uint8))
+            for name, t in state.items()
+        )
+
+
+@pytest.fixture
+def model(states: tuple[State, ...]) -> Model:
+    return Model(states[0])
+
+
+@pytest.fixture
+def weights(model: Model, published: tuple[Path, list[Published]]) -> Iterator[EngineWeights]:
+    """Follows stores beside `published`, which has versions 1 to 8 and is called `store`."""
+    made = EngineWeights(model, None, published[0].parent, packed_ahead_bytes=0)
+    yield made
+    made.close()
+
+
+def wanted(version: int, store: str = "store") -> Wanted:
+    return Wanted(store=store, version=WeightVersion(version))
+
+
+def staged(weights: EngineWeights, version: int) -> StageState:
+    while (status := weights.stage(wanted(version))).state is StageState.RUNNING:
+        pass
+    return status.state
+
+
+def test_a_staged_version_changes_nothing_until_it_is_loaded(
+    weights: EngineWeights, model: Model, states: tuple[State, ...]
+) -> None:
+    weights.load(wanted(3))
+    assert staged(weights, 4) is StageState.READY
+    assert model.holds(states[2])
+    applied = weights.load(wanted(4))
+    assert model.holds(states[3])
+    assert not applied.from_full
+
+
+def test_the_loader_runs_once_for_all_versions(weights: EngineWeights, model: Model) -> None:
+    for version in (2, 4, 7):
+        weights.load(wanted(version))
+        weights.release()
+    assert model.loads == 1
+
+
+def test_what_was_staged_on_another_base_is_prepared_again(
+    weights: EngineWeights, model: Model, states: tuple[State, ...]
+) -> None:
+    weights.load(wanted(2))
+    staged(weights, 4)
+    weights.load(wanted(3))
+    weights.load(wanted(4))
+    assert model.holds(states[3])
+    assert weights.report()["reapplied"] == 0
+
+
+def test_a_stage_from_before_the_weights_moved_is_not_used(
+    weights: EngineWeights, model: Model, states: tuple[State, ...]
+) -> None:
+    weights.load(wanted(3))
+    staged(weights, 4)
+    parameter = model.held["layer_weight"]
+    parameter.data = parameter.data.clone()
+    applied = weights.load(wanted(4))
+    assert applied.from_full
+    assert model.holds(states[3])
+
+
+def test_touched_weights_are_found_while_staging_and_counted(
+    weights: EngineWeights, model: Model, states: tuple[State, ...]
+) -> None:
+    weights.load(wanted(3))
+    model.held["layer_weight"].data.view(torch.int16)[0, 0] ^= 1
+    assert staged(weights, 4) is StageState.READY
+    assert weights.load(wanted(4)).from_full
+    assert model.holds(states[3])
+    assert weights.report()["reapplied"] == 1
+
+
+def test_another_expected_state_is_refused_before_anything_is_touched(
+    weights: EngineWeights, model: Model, states: tuple[State, ...]
+) -> None:
+    weights.load(wanted(3))
+    before = weights.report()
+    other = Wanted(store="store", version=WeightVersion(4), state_hash="0" * 32)
+    with pytest.raises(Corrupt, match="it means another store"):
+        weights.load(other)
+    assert model.holds(states[2])
+    assert weights.report() == before
+
+
+def test_a_store_of_another_model_is_refused_before_anything_is_touched(
+    weights: EngineWeights,
+    model: Model,
+    states: tuple[State, ...],
+    published: tuple[Path, list[Published]],
+) -> None:
+    with Publisher(published[0].parent / "other") as publisher:
+        publisher.publish({"layer.weight": states[0]["layer.weight"]})
+    weights.load(wanted(3))
+    with pytest.raises(ConfigError, match="another model"):
+        weights.load(wanted(1, "other"))
+    assert model.holds(states[2])
+    assert weights.is_loaded
+
+
+def test_after_closing_an_update_begins_anew(
+    weights: EngineWeights, model: Model, states: tuple[State, ...]
+) -> None:
+    weights.load(wanted(3))
+    staged(weights, 4)
+    weights.close()
+    weights.load(wanted(5))
+    assert model.holds(states[4])

@@ -1,0 +1,217 @@
+"""The weights of one running model: what is loaded, what is being prepared, how the next gets in.
+
+    stage   in the background, while the engine runs: pulled, decoded, rehearsed on copies
+    load    between two steps: written in place, packed forms swapped, the state there hashed
+
+Decides when a preparation still fits and when a map of the loader does; the receiver decides what
+is read and whether a state is the published one. Knows nothing of vLLM's wire.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
+from harvester.contracts.ids import WeightVersion
+from weightsync.bits import Layout
+from weightsync.receiver import Applied, Receiver
+from weightsync.staging import Staged
+from weightsync.vllm import cpu_linear
+from weightsync.vllm.cpu_linear import PackedForm
+from weightsync.vllm.derived_layers import DerivedLayers
+from weightsync.vllm.layers import check_layers, derived_layers
+from weightsync.vllm.loader_map import LoaderMap, traced
+from weightsync.vllm.rehearsal import rehearsed
+from weightsync.vllm.shadow_target import ShadowTarget
+from weightsync.vllm.stager import Stager, StageStatus
+
+_logger = logging.getLogger("vllm.rosemux.weightsync")
+
+THREADS = 2
+Target: TypeAlias = LoaderMap | ShadowTarget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """One version of one store."""
+
+    store: str
+    version: WeightVersion
+    state_hash: str | None = None
+    """What the caller believes it to be; None: the published one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """What an update builds on: a version where deltas may, and the map that it was applied by."""
+
+    target: Target | None = None
+    version: WeightVersion | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    base: _Base
+    staged: Staged
+    forms: Mapping[Any, PackedForm] = field(default_factory=dict)
+
+
+class EngineWeights:
+    """Its methods are called from the engine's own thread.
+
+    `root`: directory of the stores. `packed_ahead_bytes`: how much memory an update may take for
+    packed forms before its pause; layers over it are packed in the pause.
+    """
+
+    def __init__(
+        self, model: Any, model_config: Any, root: Path, *, packed_ahead_bytes: int
+    ) -> None:
+        check_layers(model)
+        self._model = model
+        self._root = root
+        self._packed_ahead_bytes = packed_ahead_bytes
+        self._derived = DerivedLayers(derived_layers(model), model_config)
+        self._packed = cpu_linear.packed_layers(model)
+        self._receivers: dict[str, Receiver] = {}
+        self._stager: Stager[_Prepared] = Stager()
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weight-apply")
+        self._base = _Base()
+        self._forms: Mapping[Any, PackedForm] = {}
+        self._retired: list[object] = []
+        self._loaded: tuple[str, Applied] | None = None
+        self._mended = 0
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights are a published version for certain."""
+        return self._loaded is not None
+
+    def stage(self, wanted: Wanted) -> StageStatus:
+        """Prepares a version in the background; asked again, tells how far that is."""
+        return self._stager.begin(_key(wanted), self._preparing(wanted))
+
+    def load(self, wanted: Wanted) -> Applied:
+        """Brings the model to a version, prepared or not; raises where it is not there afterwards.
+
+        What fails before anything is touched (version unknown, payload broken, other shapes) leaves
+        the loaded version in force.
+        """
+        prepared = self._stager.take(_key(wanted), self._preparing(wanted))
+        if prepared.base != self._base_for(wanted.store):
+            prepared = self._stager.take(_key(wanted), self._preparing(wanted))
+        _check_expected(prepared.staged, wanted)
+        self._loaded = None
+        target = prepared.base.target or self._new_target(prepared.staged.layout)
+        self._forms = prepared.forms
+        self._retired.append(prepared)
+        applied = self._receiver(wanted.store).settle(prepared.staged, target)
+        self._base = _Base(target, applied.version)
+        self._loaded = (wanted.store, applied)
+        return applied
+
+    def release(self) -> None:
+        """Gives back, in the background, what the last update no longer needs."""
+        retired, self._retired, self._forms = self._retired, [], {}
+        self._stager.later(retired.clear)
+
+    def report(self) -> dict[str, Any]:
+        """What is loaded; empty before the first update and while the state is in doubt."""
+        if self._loaded is None:
+            return {}
+        store, applied = self._loaded
+        in_place = isinstance(self._base.target, LoaderMap)
+        reapplied = self._mended + sum(held.reapplied for held in self._receivers.values())
+        return {"store": store, "in_place": in_place, "reapplied": reapplied, **asdict(applied)}
+
+    def close(self) -> None:
+        """Gives what was prepared back; an update after this begins anew."""
+        self._stager.clear()
+        for receiver in self._receivers.values():
+            receiver.close()
+        self._receivers.clear()
+
+    def _preparing(self, wanted: Wanted) -> Callable[[], _Prepared]:
+        """The work of a preparation, bound to what is loaded now."""
+        base = self._base_for(wanted.store)
+        receiver = self._receiver(wanted.store)
+        return lambda: self._prepared(receiver, base, wanted)
+
+    def _base_for(self, store: str) -> _Base:
+        target = self._base.target
+        if isinstance(target, LoaderMap) and not target.is_current(
+            self._model, self._derived.storages()
+        ):
+            return _Base()
+        if self._loaded is None or self._loaded[0] != store:
+            return _Base(target)
+        return self._base
+
+    def _prepared(self, receiver: Receiver, base: _Base, wanted: Wanted) -> _Prepared:
+        staged = receiver.prepare(base.version, wanted.version)
+        if base.target is not None and base.target.layout() != staged.layout:
+            raise ConfigError(f"store {wanted.store} holds another model than this engine's")
+        if not isinstance(base.target, LoaderMap):
+            return _Prepared(base=base, staged=staged)
+        try:
+            forms = self._rehearsed(base.target, staged)
+        except Corrupt as error:
+            _logger.warning("taking a full checkpoint: %s", error)
+            self._mended += 1
+            staged = receiver.prepare(None, wanted.version)
+            forms = self._rehearsed(base.target, staged)
+        return _Prepared(base=base, staged=staged, forms=forms)
+
+    def _rehearsed(self, target: LoaderMap, staged: Staged) -> dict[Any, PackedForm]:
+        return rehearsed(
+            target,
+            staged,
+            self._packed,
+            cpu_linear.packed_form,
+            self._pool,
+            budget_bytes=self._packed_ahead_bytes,
+        )
+
+    def _new_target(self, layout: Layout) -> Target:
+        """The loader's map where it holds, else vLLM's own loader."""
+        loading = self._derived.loading if self._derived.exist else None
+        try:
+            return traced(self._model, layout, self._derive, loading() if loading else None)
+        except Unsupported as reason:
+            _logger.warning("weights go through vLLM's own loader: %s", reason)
+        return ShadowTarget(self._model, layout, self._derive_all, loading)
+
+    def _derive(self, touched: Collection[int]) -> None:
+        """Everything that the engine computes from and that is made of weights."""
+        forms, self._forms = self._forms, {}
+        self._retired.append(cpu_linear.put_in_force(forms))
+        stale = [
+            layer for layers in self._packed.values() for layer in layers if layer not in forms
+        ]
+        cpu_linear.repack(stale, touched, self._pool)
+        self._derived.derive(touched)
+
+    def _derive_all(self) -> None:
+        # Here the loader has processed the derived layers itself.
+        layers = [layer for layers in self._packed.values() for layer in layers]
+        cpu_linear.repack(layers, self._packed, self._pool)
+
+    def _receiver(self, store: str) -> Receiver:
+        if store not in self._receivers:
+            self._receivers[store] = Receiver(self._root / store)
+        return self._receivers[store]
+
+
+def _key(wanted: Wanted) -> tuple[str, WeightVersion]:
+    return wanted.store, wanted.version
+
+
+def _check_expected(staged: Staged, wanted: Wanted) -> None:
+    published = staged.expected.state_hash
+    if wanted.state_hash is not None and published != wanted.state_hash:
+        raise Corrupt(
+            f"{wanted.store} version {wanted.version} is state {published}, the caller expects "
+            f"{wanted.state_hash}: it means another store"
+        )

@@ -1,0 +1,83 @@
+"""One piece of work done in the background while the engine runs, handed over in the pause.
+
+Holds at most one result, that of the newest key asked for. All work runs on one thread, so that no
+two pieces ever overlap. What the work is, and whether its result still fits, the caller decides.
+"""
+
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class StageState(StrEnum):
+    RUNNING = "running"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageStatus:
+    """How far the work for one key is."""
+
+    state: StageState
+    message: str = ""
+    """Why it failed."""
+
+
+class Stager(Generic[T]):
+    """`begin` and `take` are called from one thread."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-stage")
+        self._key: Hashable = None
+        self._work: Future[T] | None = None
+
+    def begin(self, key: Hashable, work: Callable[[], T]) -> StageStatus:
+        """Starts `work` unless that of the same key runs or is ready; asked again, tells how it is.
+
+        A failure is told once: the call after that starts anew.
+        """
+        held = self._held(key)
+        if held is None:
+            self._key, self._work = key, self._thread.submit(work)
+            return StageStatus(state=StageState.RUNNING)
+        if not held.done():
+            return StageStatus(state=StageState.RUNNING)
+        error = held.exception()
+        if error is None:
+            return StageStatus(state=StageState.READY)
+        self._work = None
+        return StageStatus(state=StageState.FAILED, message=f"{type(error).__name__}: {error}")
+
+    def take(self, key: Hashable, work: Callable[[], T]) -> T:
+        """The result for `key`, which is forgotten here.
+
+        Waits for work that runs; does it now where none was begun or it failed, and raises what it
+        raises.
+        """
+        held, self._work = self._held(key), None
+        if held is not None and held.exception() is None:
+            return held.result()
+        return self._thread.submit(work).result()
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Does something that nobody waits for, such as giving memory back."""
+        self._thread.submit(work)
+
+    def clear(self) -> None:
+        """Waits for what runs and drops its result; the next `begin` starts anew."""
+        held, self._work = self._work, None
+        if held is not None:
+            held.exception()
+
+    def close(self) -> None:
+        """Waits for what runs, and ends."""
+        self._work = None
+        self._thread.shutdown(cancel_futures=True)
+
+    def _held(self, key: Hashable) -> "Future[T] | None":
+        return self._work if self._key == key else None

@@ -1,0 +1,89 @@
+"""vLLM's trainer side of weight transfer with a store in the middle, for one engine or a fleet.
+
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    sender = WeightTransferTrainerFactory.trainer_init(
+        RoseMuxTrainerInitInfo("/srv/weights/job-a", rank=rank),
+        client=HTTPVLLMWeightSyncClient(url), source=ModuleSource(model))
+    sender.send_weights()                                   # after each step
+
+`url` is that of one engine with backend "rosemux", or of a gateway's job, `/v1/jobs/JOB/vllm`,
+which stands for all its engines. Importing this module makes the backend known to vLLM's trainer
+factory (from vLLM 0.27). Weights go to the store; over the client goes only which version it is.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import checked_name
+from weightsync.publisher import Publisher
+from weightsync.vllm.plugin import BACKEND
+
+
+@dataclass
+class RoseMuxTrainerInitInfo(TrainerInitInfo):
+    """`store_dir`: where rank 0 publishes; its last part is the name that engines know it by."""
+
+    backend: ClassVar[str] = BACKEND
+
+    store_dir: str
+
+
+class RoseMuxTrainer(TrainerWeightTransferEngine[RoseMuxTrainerInitInfo]):
+    """One per trainer rank; rank 0 publishes and speaks to the engines."""
+
+    init_info_cls = RoseMuxTrainerInitInfo
+
+    def __init__(self, init_info: RoseMuxTrainerInitInfo, *, client: Any, source: Any) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        store = Path(init_info.store_dir)
+        self._store = checked_name(store.name, what="store")
+        self._publisher = Publisher(store) if init_info.is_sender else None
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: RoseMuxTrainerInitInfo, *, client: Any, source: Any = None
+    ) -> Self:
+        """Raises ConfigError without a source, or where the store has a publisher already."""
+        if source is None:
+            raise ConfigError("backend rosemux: pass the weights as `source`")
+        made = cls(init_info, client=client, source=source)
+        if made.is_sender:
+            client.init_weight_transfer_engine({})
+        return made
+
+    def send_weights(self) -> None:
+        """Publishes what the source yields; returns when the engines hold it.
+
+        Every rank iterates the source, because materialising a shard is a collective.
+        """
+        state: dict[str, torch.Tensor] = {}
+        for name, tensor in self.source:
+            if self._publisher is not None:
+                state[name] = tensor.detach().cpu()
+        if self._publisher is None:
+            return
+        published = self._publisher.publish(state)
+        self.client.start_weight_update()
+        self.client.update_weights(
+            {
+                "store": self._store,
+                "version": published.version,
+                "state_hash": published.state_hash,
+            }
+        )
+        self.client.finish_weight_update(str(published.version))
+
+    def shutdown(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+WeightTransferTrainerFactory.register_engine(BACKEND, RoseMuxTrainer)
