@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -66,8 +67,37 @@ def _source(url: str, access: Access = HASTY) -> HttpSource:
     return HttpSource(f"{url}/stores/job-a", access)
 
 
+def _unharmed(piece: bytes) -> bytes:
+    return piece
+
+
+def _damaging(random: Random) -> Callable[[bytes], bytes]:
+    """Now and then flips a bit, loses a run of bytes or sends it twice."""
+
+    def damage(piece: bytes) -> bytes:
+        if random.random() > 0.003:
+            return piece
+        at = random.randrange(len(piece))
+        end = at + random.randint(1, 40)
+        return random.choice(
+            (
+                piece[:at] + bytes([piece[at] ^ 1 << random.randrange(8)]) + piece[at + 1 :],
+                piece[:at] + piece[end:],
+                piece[:end] + piece[at:],
+            )
+        )
+
+    return damage
+
+
 @contextmanager
-def cutting(url: str, *, random: Random) -> Iterator[tuple[str, Callable[[], int]]]:
+def cutting(
+    url: str,
+    *,
+    random: Random,
+    mean_bytes: float = 60_000,
+    damage: Callable[[bytes], bytes] = _unharmed,
+) -> Iterator[tuple[str, Callable[[], int]]]:
     """A proxy that cuts every connection after a random number of the answer's bytes."""
     upstream = ("127.0.0.1", int(url.rpartition(":")[2]))
     listener = socket.create_server(("127.0.0.1", 0))
@@ -75,13 +105,13 @@ def cutting(url: str, *, random: Random) -> Iterator[tuple[str, Callable[[], int
 
     def serve(near: socket.socket) -> None:
         nonlocal cuts
-        left = int(random.expovariate(1 / 60_000))
+        left = int(random.expovariate(1 / mean_bytes))
         with near, socket.create_connection(upstream) as far:
             pump = threading.Thread(target=_pump, args=(near, far))
             pump.start()
             with suppress(OSError):
                 while left > 0 and (piece := far.recv(min(left, 4096))):
-                    near.sendall(piece)
+                    near.sendall(damage(piece))
                     left -= len(piece)
             cuts += 1
             for each in (near, far):
@@ -111,6 +141,7 @@ def _pump(near: socket.socket, far: socket.socket) -> None:
     with suppress(OSError):
         while piece := near.recv(4096):
             far.sendall(piece)
+    with suppress(OSError):
         far.shutdown(socket.SHUT_WR)
 
 
@@ -132,6 +163,31 @@ def test_a_relay_behind_a_link_that_is_cut_serves_whole_files(stores: Path, tmp_
         relayed(near, tmp_path / "cache") as relay,
     ):
         assert _read(_source(relay)) == (stores / "job-a" / SHARD).read_bytes()
+
+
+@pytest.mark.parametrize("through_relay", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_link_that_damages_anything_leads_to_the_published_state_or_an_error(
+    stores: Path, tmp_path: Path, seed: int, through_relay: bool
+) -> None:
+    """Heads of answers, LATEST, listings, indexes and shards are all hit."""
+    hasty = replace(HASTY, stall_s=0.3, retries=RetryLimits(give_up_s=1.0, first_wait_s=0.005))
+    random = Random(seed)
+    held = {name: torch.zeros_like(tensor) for name, tensor in _state().items()}
+    with ExitStack() as stack:
+        url = stack.enter_context(served(stores))
+        link = cutting(url, random=random, mean_bytes=400_000, damage=_damaging(random))
+        near, _ = stack.enter_context(link)
+        if through_relay:
+            near = stack.enter_context(relayed(near, tmp_path / "cache", access=hasty))
+        receiver = stack.enter_context(closing(Receiver(_source(near, hasty))))
+        for _ in range(4):
+            with suppress(RoseMuxError):
+                receiver.sync(None, WeightVersion(1), TensorTarget(held))
+                assert all(torch.equal(held[name], tensor) for name, tensor in _state().items())
+                break
+        else:
+            assert not any(tensor.any() for tensor in held.values()), "nothing was applied"
 
 
 Lie = Callable[[web.Request, bytes], web.Response]

@@ -31,6 +31,9 @@ class _Lines:
         self.last = self.file.readline(limit)
         return self.last
 
+    def close(self) -> None:
+        self.file.close()
+
 
 class _WholeResponse(HTTPResponse):
     """http.client takes a head that is cut short for a short head; here it is a broken one."""
@@ -41,7 +44,8 @@ class _WholeResponse(HTTPResponse):
         try:
             super().begin()
         finally:
-            self.fp = lines.file  # type: ignore[assignment]
+            if self.fp is not None:
+                self.fp = lines.file  # type: ignore[assignment]
         if lines.last not in {b"\r\n", b"\n"}:
             raise IncompleteRead(lines.last)
 
