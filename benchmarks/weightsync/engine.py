@@ -1,8 +1,9 @@
 """In-engine apply beside vLLM's own: `python -m benchmarks.weightsync.engine --json PATH`.
 
-One real vLLM engine in a process of its own follows a store with our backend. Between two of our
-updates vLLM's native sparse path applies the same kind of step to the same model and takes it back,
-so that both meet the same machine. Needs no GPU.
+One real vLLM engine in a process of its own (100 M parameters, bfloat16, two threads) follows a
+store with our backend. Between two of our updates vLLM's native sparse path applies the same kind
+of step (Adam's at lr 1e-6, one value in a hundred) to the same model and takes it back, so that
+both meet the same machine. Needs no GPU.
 """
 
 import argparse
@@ -30,7 +31,13 @@ def main() -> None:
 
 
 def measure(*, repetitions: int = REPETITIONS) -> dict[str, Any]:
-    """`{params, ours_ms, native_ms, pause_ms, ...}`: medians; see README.md beside this file.
+    """Medians, in milliseconds but for `params` and `changed_ratio`; `spread_ms` has the extremes.
+
+    `ours_ms`    the update: deltas written, packed forms exchanged, all of the state hashed
+    `pause_ms`   the same with the calls that begin and end it: what the engine cannot step for
+    `native_ms`  vLLM's own sparse path, which checks indices but no state and packs nothing
+    `stage_ms`   what was done before the pause: read, decoded, rehearsed, packed
+    `unstaged_pause_ms`  the pause where nothing was done before it
 
     Raises Unsupported where the engine does not come up.
     """
