@@ -211,7 +211,7 @@ class Publisher:
             return Anchored(0)
         try:
             with refusals(self._root):
-                written = self._share.write_full(self._root / outcome.anchor_directory)
+                written = self._share.write_anchor(self._root / outcome.anchor_directory)
         except RoseMuxError:
             written = Written([], {}, failed=True)
         everything = talk.gather(written)

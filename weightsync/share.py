@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.agreement import Holding, Offer, Order, Outcome, Written, holding_of
 from weightsync.bits import Bits, bytes_of
@@ -77,6 +77,13 @@ class Share:
             for entry, spec in contents.layout.items()
         }
         return Written(self._files(directory).write_full(tensors, contents.digests), {})
+
+    def write_anchor(self, directory: Path) -> Written:
+        """The copy again, once it is proved: nothing else tells a wrong one before it is needed."""
+        if not self._copy.is_true(self._pool):
+            self._copy.forget()
+            raise Corrupt("the publisher's copy is not what it published; a full version follows")
+        return self.write_full(directory)
 
     def write_delta(self, directory: Path, intake: Intake) -> Written:
         """What differs from the copy; raises ConfigError where an iterable has other entries."""
