@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from harvester.contracts.errors import ConfigError, Corrupt
-from harvester.contracts.ids import WeightVersion
+from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.agreement import Holding, Offer, Order, Outcome, Written, holding_of
 from weightsync.bits import Bits, bytes_of
 from weightsync.codec import Encoded, Encoding, encode, encode_as
@@ -104,7 +104,10 @@ class Share:
         """Moves the copy to what is in the store's directory `published` now."""
         if order.base:
             self._copy.advance(
-                (_mapped(published / outcome.shards[shard.file]) for shard in written.shards),
+                (
+                    _mapped(published / checked_name(outcome.shards[shard.file], what="shard"))
+                    for shard in written.shards
+                ),
                 {
                     e: encoding
                     for shard in written.shards
