@@ -9,15 +9,28 @@ In a trainer it is three lines, the first of them once:
     announce(gateway_url, "job-a", announcement(published, "job-a"))
 
 The second returns when the version is durable, the third when every dedicated engine serves it.
+
+A sharded trainer (FSDP2, tensor parallel) calls the first two on every rank, and nobody gathers:
+
+    publisher = sharded_publisher("/srv/weights/job-a")
+    published = publisher.publish(model.named_parameters(), step=step)
+    if dist.get_rank() == 0:
+        announce(gateway_url, "job-a", announcement(published, "job-a"))
+
+Megatron-style ranks say what they hold: `("embed_tokens.weight", rows_of(part, rank, shape))`.
 """
 
 import argparse
 import json
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightsync.publisher import Published, Publisher
+from weightsync.sharding import ShardSlice
+
+if TYPE_CHECKING:
+    import torch
 
 
 def announcement(published: Published, store: str) -> dict[str, Any]:
@@ -34,6 +47,19 @@ def announce(gateway_url: str, job: str, body: dict[str, Any]) -> dict[str, Any]
     with urllib.request.urlopen(request, timeout=150) as reply:
         switched: dict[str, Any] = json.load(reply)
     return switched
+
+
+def sharded_publisher(store: str) -> Publisher:
+    """This rank's; the copy in `copy_dir` lets a restarted trainer go on with a delta."""
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return Publisher(store, rank=rank, ranks=ranks, copy_dir="/var/tmp/rosemux-copies")
+
+
+def rows_of(part: "torch.Tensor", rank: int, shape: tuple[int, ...]) -> ShardSlice:
+    """The `rank`-th of equal blocks of rows of a tensor of `shape`."""
+    return ShardSlice(part, shape, dim=0, offset=rank * part.shape[0])
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from weightsync.durable import TEMPORARY, replace_file, storage_error, sync_dire
 from weightsync.manifest import INDEX_FILE, MAX_INDEX_BYTES
 from weightsync.shard import ShardHeader, ShardTensor, shard_chunks, shard_data, shard_header
 from weightsync.store_writer import write_durably
+from weightsync.target import HostTarget
 
 MAX_SHARD_BYTES = 4 << 30
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors\Z")
@@ -37,7 +38,7 @@ class _Index(msgspec.Struct, frozen=True):
     metadata: dict[str, int] = {}
 
 
-class Checkpoint:
+class Checkpoint(HostTarget):
     """An ApplyTarget over a directory's mapped shards."""
 
     def __init__(self, directory: Path) -> None:

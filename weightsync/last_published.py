@@ -120,6 +120,8 @@ class LastPublished:
     def skip(self, entries: Iterable[str]) -> None:
         """Leaves entries to another rank from now on."""
         self.skipped |= set(entries)
+        for entry in self.skipped:
+            self._bits.pop(entry, None)
         known = self.contents
         self._know(
             {entry: record for entry, record in known.slices.items() if entry not in self.skipped},
@@ -171,7 +173,7 @@ class LastPublished:
                 state_hash,
             ):
                 self._take_over(memory, record)
-                if self._is_as_recorded(pool):
+                if self.is_true(pool):
                     self.version, self.state_hash = WeightVersion(record.version), state_hash
                     return
         except (OSError, ValueError, KeyError, RoseMuxError):
@@ -187,7 +189,8 @@ class LastPublished:
         self.ties, self.skipped = record.ties, set(record.skipped)
         self._know(record.slices, record.digests)
 
-    def _is_as_recorded(self, pool: Executor) -> bool:
+    def is_true(self, pool: Executor) -> bool:
+        """Whether every entry still hashes to what was published."""
         entries = self.contents.layout.keys() - self.ties.keys()
         found = digests_of(entries, self.bits, pool)
         return all(self.contents.digests[entry] == digest for entry, digest in found.items())

@@ -27,7 +27,7 @@ from weightsync.last_published import LastPublished
 from weightsync.ranks import Alone, Conversation, Ranks, RanksByFiles
 from weightsync.share import Share
 from weightsync.store import Kind, Store, VersionRef
-from weightsync.store_writer import FileWriter, StoreWriter, refusals, write_durably
+from weightsync.store_writer import FileWriter, StoreWriter, begun, refusing, write_durably
 from weightsync.version_writer import VersionWriter
 
 MAX_ANCHOR_EVERY = 25
@@ -121,7 +121,7 @@ class Publisher:
             rank=rank,
             encoding=encoding,
             pool=self._pool,
-            write=write,
+            write=refusing(write, self._root),
             in_flight_bytes=in_flight_bytes,
             shard_bytes=shard_bytes,
         )
@@ -195,23 +195,20 @@ class Publisher:
         return outcome
 
     def _written(self, talk: Conversation, intake: Intake, order: Order) -> Written:
-        directory = self._root / order.directory
+        directory = begun(self._root, order.directory)
         if order.base:
-            with refusals(self._root):
-                return self._share.write_delta(directory, intake)
+            return self._share.write_delta(directory, intake)
         holdings = talk.gather(self._share.take(intake))
         settled = talk.tell(self._lead.settle(holdings) if self._lead else None, Settled)
         self._copy.skip(settled.skipped[self._ranks.rank])
-        with refusals(self._root):
-            return self._share.write_full(directory)
+        return self._share.write_full(directory)
 
     def _anchored(self, talk: Conversation, order: Order, outcome: Outcome) -> Anchored:
         """An anchor that fails is due again with the next version: this one is published."""
         if not outcome.anchor_directory:
             return Anchored(0)
         try:
-            with refusals(self._root):
-                written = self._share.write_full(self._root / outcome.anchor_directory)
+            written = self._share.write_anchor(begun(self._root, outcome.anchor_directory))
         except RoseMuxError:
             written = Written([], {}, failed=True)
         everything = talk.gather(written)

@@ -26,6 +26,7 @@ from harvester.contracts.errors import (
     Stale,
     Unsupported,
 )
+from weightsync.store_writer import refusals
 
 RANKS_DIRECTORY = ".ranks"
 MAX_WORD_BYTES = 256 << 20
@@ -112,7 +113,9 @@ class RanksByFiles:
         try:
             yield talk
         except Exception as error:
-            cause = talk.fail(error)
+            cause = None
+            with suppress(RoseMuxError):
+                cause = talk.fail(error)
             if cause is not None:
                 raise cause from error
             raise
@@ -121,8 +124,9 @@ class RanksByFiles:
         """Replaces a file whole."""
         path = self._directory / name
         temporary = self._directory / f"{name}.{secrets.token_hex(4)}.tmp"
-        temporary.write_bytes(msgspec.json.encode(word))
-        temporary.rename(path)
+        with refusals(self._directory):
+            temporary.write_bytes(msgspec.json.encode(word))
+            temporary.rename(path)
 
     def heard(self, name: str) -> _Word | None:
         """The word in a file; None where there is none yet."""

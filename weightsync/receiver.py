@@ -21,7 +21,6 @@ from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from weightsync.adapter import Base, check_base
 from weightsync.bits import Layout
-from weightsync.delta import checked_apply
 from weightsync.plan import Plan, Step, planned
 from weightsync.staging import Staged, check_state, stage
 from weightsync.store import Kind, Store, VersionRef
@@ -199,12 +198,11 @@ class Receiver:
 
 
 def _write(staged: Staged, target: ApplyTarget, name: str) -> None:
+    if staged.full is None:
+        target.change(name, staged.deltas[name])
+        return
     bits = target.bits(name)
-    if staged.full is not None:
-        np.copyto(bits, staged.full[name])
-    else:
-        for delta in staged.deltas[name]:
-            checked_apply(delta, bits)
+    np.copyto(bits, staged.full[name])
     target.commit(name, bits)
 
 

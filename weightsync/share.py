@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from harvester.contracts.errors import ConfigError
-from harvester.contracts.ids import WeightVersion
+from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.agreement import Holding, Offer, Order, Outcome, Written, holding_of
 from weightsync.bits import Bits, bytes_of
 from weightsync.codec import Encoded, Encoding, encode, encode_as
@@ -77,6 +77,13 @@ class Share:
         }
         return Written(self._files(directory).write_full(tensors, contents.digests), {})
 
+    def write_anchor(self, directory: Path) -> Written:
+        """The copy again, once it is proved: nothing else tells a wrong one before it is needed."""
+        if not self._copy.is_true(self._pool):
+            self._copy.forget()
+            raise Corrupt("the publisher's copy is not what it published; a full version follows")
+        return self.write_full(directory)
+
     def write_delta(self, directory: Path, intake: Intake) -> Written:
         """What differs from the copy; raises ConfigError where an iterable has other entries."""
         files = self._files(directory)
@@ -96,7 +103,10 @@ class Share:
         """Moves the copy to what is in the store's directory `published` now."""
         if order.base:
             self._copy.advance(
-                (_mapped(published / outcome.shards[shard.file]) for shard in written.shards),
+                (
+                    _mapped(published / checked_name(outcome.shards[shard.file], what="shard"))
+                    for shard in written.shards
+                ),
                 {
                     e: encoding
                     for shard in written.shards

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from harvester.contracts.errors import ConfigError, Exhausted
-from harvester.contracts.ids import WeightVersion
+from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, RoseMuxError
+from harvester.contracts.ids import WeightVersion, is_name
 from weightsync.store import LATEST_FILE, READY_FILE, Kind, Store, VersionRef
 
 _TEMPORARY = ".tmp-"
@@ -39,6 +39,23 @@ def write_durably(path: Path, chunks: Iterable[Any]) -> int:
         return file.tell()
 
 
+def refusing(write: FileWriter, root: Path) -> FileWriter:
+    """`write`, with what the file system says as an error of ours."""
+
+    def written(path: Path, chunks: Iterable[Any]) -> int:
+        with refusals(root):
+            return write(path, chunks)
+
+    return written
+
+
+def begun(root: Path, name: str) -> Path:
+    """The directory that another rank was told to write into; raises PeerProtocolError."""
+    if not name.startswith(_TEMPORARY) or not is_name(name.removeprefix(_TEMPORARY)):
+        raise PeerProtocolError(f"{name!r} is no directory that a version is begun in")
+    return root / name
+
+
 class StoreWriter:
     """Holds the store's lock for as long as it lives; `close` gives it back.
 
@@ -48,7 +65,7 @@ class StoreWriter:
     def __init__(self, root: Path, *, write: FileWriter = write_durably) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self._root = root
-        self._write = write
+        self._write = refusing(write, root)
         self._lock = (root / _LOCK_FILE).open("wb")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,8 +91,7 @@ class StoreWriter:
 
     def write(self, path: Path, chunks: Iterable[Any]) -> int:
         """Writes one file; raises Exhausted where the disk is full."""
-        with refusals(self._root):
-            return self._write(path, chunks)
+        return self._write(path, chunks)
 
     def finish(self, directory: Path, ref: VersionRef) -> int:
         """Makes a version appear whose files are written; returns its size in bytes."""
@@ -95,7 +111,7 @@ class StoreWriter:
             try:
                 self._write(temporary, [line.encode()])
                 temporary.rename(self._root / LATEST_FILE)
-            except OSError:
+            except (OSError, RoseMuxError):
                 temporary.unlink(missing_ok=True)
                 raise
             _fsync_directory(self._root)
@@ -103,7 +119,8 @@ class StoreWriter:
     def remove(self, ref: VersionRef) -> None:
         """Deletes one version; a reader sees it whole or not at all."""
         doomed = self._root / f"{_TEMPORARY}pruned-{ref.directory}"
-        (self._root / ref.directory).rename(doomed)
+        with refusals(self._root):
+            (self._root / ref.directory).rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
     def sizes(self) -> dict[VersionRef, int]:

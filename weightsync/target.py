@@ -3,13 +3,14 @@
 A target never checks hashes and never decides what to write; receiver.py does.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from harvester.contracts.errors import ConfigError
 from weightsync.bits import Bits, Layout, bits_of, spec_of
+from weightsync.delta import Delta, checked_apply
 
 
 class ApplyTarget(Protocol):
@@ -25,12 +26,26 @@ class ApplyTarget(Protocol):
         """Stores bits that `bits(name)` gave and that were changed since."""
         ...
 
+    def change(self, name: str, deltas: Sequence[Delta]) -> None:
+        """Applies deltas to a tensor, one after another."""
+        ...
+
     def finish(self, changed: Collection[str]) -> None:
         """Called once when every changed tensor is committed."""
         ...
 
 
-class TensorTarget:
+class HostTarget:
+    """Changes tensors through their bits in host memory."""
+
+    def change(self: ApplyTarget, name: str, deltas: Sequence[Delta]) -> None:
+        bits = self.bits(name)
+        for delta in deltas:
+            checked_apply(delta, bits)
+        self.commit(name, bits)
+
+
+class TensorTarget(HostTarget):
     """CPU tensors by checkpoint name, changed in place."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:

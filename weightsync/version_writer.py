@@ -7,8 +7,8 @@ nothing. Takes what ranks wrote by their reports; never looks into a shard.
 from collections.abc import Sequence
 from pathlib import Path
 
-from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError, Unsupported
-from harvester.contracts.ids import WeightVersion
+from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Unsupported
+from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync import state_hash
 from weightsync.adapter import CONFIG_FILE, FULL_SHARD_FILE, Adapter
 from weightsync.agreement import (
@@ -38,7 +38,7 @@ from weightsync.manifest import (
 )
 from weightsync.retention import making_room, superseded
 from weightsync.store import Kind, VersionRef
-from weightsync.store_writer import StoreWriter
+from weightsync.store_writer import StoreWriter, refusals
 
 
 class VersionWriter:
@@ -156,10 +156,11 @@ class VersionWriter:
         names = final_names(written, alone=FULL_SHARD_FILE if self._adapter and not base else "")
         for part in written:
             for shard in part.shards:
-                path = directory / shard.file
-                if path.stat().st_size != shard.record.bytes:
-                    raise ConfigError(f"{path} is not as long as its rank wrote it")
-                path.rename(directory / names[shard.file])
+                path = directory / checked_name(shard.file, what="shard")
+                with refusals(self._root):
+                    if path.stat().st_size != shard.record.bytes:
+                        raise Corrupt(f"{path} is not as long as its rank wrote it")
+                    path.rename(directory / names[shard.file])
         index = encoded_manifest(self._manifest(version, base, written, names))
         if len(index) > MAX_INDEX_BYTES:
             raise Unsupported(

@@ -19,7 +19,6 @@ pause, abort or drop any cache: its caller does.
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from vllm.distributed.weight_transfer.base import (
 from harvester.contracts.errors import ConfigError, PeerProtocolError, Unsupported
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.codec import warm_up
+from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.engine_weights import EngineWeights, Wanted
 
@@ -127,13 +127,17 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._weights.report()
 
 
-def _weight_root() -> Path:
-    root = os.environ.get(ROOT_VARIABLE, "")
-    if not root or not Path(root).is_dir():
+def _weight_root() -> StoreRoot:
+    location = os.environ.get(ROOT_VARIABLE, "")
+    try:
+        if not location:
+            raise ConfigError("it is not set")
+        return StoreRoot(location)
+    except ConfigError as error:
         raise ConfigError(
-            f"{ROOT_VARIABLE}={root!r}: set it to the directory that holds the weight stores"
-        )
-    return Path(root)
+            f"{ROOT_VARIABLE}={location!r}: set it to the directory that holds the weight stores, "
+            "or to the URL of their server"
+        ) from error
 
 
 def _packed_ahead_bytes() -> int:

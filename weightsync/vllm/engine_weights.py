@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
@@ -19,6 +18,7 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.bits import Layout
 from weightsync.receiver import Applied, Receiver
 from weightsync.staging import Staged
+from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.derived_layers import DerivedLayers
@@ -62,12 +62,12 @@ class _Prepared:
 class EngineWeights:
     """Its methods are called from the engine's own thread.
 
-    `root`: directory of the stores. `packed_ahead_bytes`: how much memory an update may take for
+    `root`: where the stores are. `packed_ahead_bytes`: how much memory an update may take for
     packed forms before its pause; layers over it are packed in the pause.
     """
 
     def __init__(
-        self, model: Any, model_config: Any, root: Path, *, packed_ahead_bytes: int
+        self, model: Any, model_config: Any, root: StoreRoot, *, packed_ahead_bytes: int
     ) -> None:
         check_layers(model)
         self._model = model
@@ -200,7 +200,7 @@ class EngineWeights:
 
     def _receiver(self, store: str) -> Receiver:
         if store not in self._receivers:
-            self._receivers[store] = Receiver(self._root / store)
+            self._receivers[store] = Receiver(self._root.store(store))
         return self._receivers[store]
 
 

@@ -11,7 +11,7 @@ state in which the two differ is refused.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,9 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Unsupported
 from weightsync.bits import TORCH_DTYPES, Bits, Layout, TensorSpec, bits_of
+from weightsync.delta import Delta
+from weightsync.device_delta import apply_on_device
+from weightsync.target import HostTarget
 
 _SEED = 20240607
 
@@ -51,11 +54,10 @@ class Segment:
             and torch.empty(self.shape, device="meta").stride() == self.strides
             and self.destination.is_contiguous()
             and self.destination.dtype == TORCH_DTYPES[spec.dtype]
-            and self.destination.device.type == "cpu"
         )
 
 
-class LoaderMap:
+class LoaderMap(HostTarget):
     """An ApplyTarget over runtime storage. `after` is called with the touched storages.
 
     `passed_over`: names among the segments that lie beside the engine's weights.
@@ -72,10 +74,14 @@ class LoaderMap:
         self._segments = segments
         self._after = after
         self._passed_over = sorted(passed_over)
-        self._flat = {
-            name: bits_of(parts[0].destination)
+        whole = {
+            name: parts[0].destination
             for name, parts in segments.items()
             if len(parts) == 1 and parts[0].is_whole(layout[name])
+        }
+        self._on_device = {name: held for name, held in whole.items() if held.device.type != "cpu"}
+        self._flat = {
+            name: bits_of(held) for name, held in whole.items() if name not in self._on_device
         }
 
     def layout(self) -> Layout:
@@ -97,6 +103,14 @@ class LoaderMap:
         changed = torch.from_numpy(bits).view(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)
         for segment in self._segments[name]:
             segment.destination.copy_(segment.of(changed))
+
+    def change(self, name: str, deltas: Sequence[Delta]) -> None:
+        held = self._on_device.get(name)
+        if held is None:
+            super().change(name, deltas)
+            return
+        for delta in deltas:
+            apply_on_device(delta, held)
 
     def finish(self, changed: Collection[str]) -> None:
         for name in self._passed_over:

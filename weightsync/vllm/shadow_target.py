@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from weightsync.bits import TORCH_DTYPES, Bits, Layout, bits_of
+from weightsync.target import HostTarget
 
 
-class ShadowTarget:
+class ShadowTarget(HostTarget):
     """An ApplyTarget over host memory. `after` is called once the loader is done.
 
     `loading`: entered around each load; given where layers must be loaded whole to be processed.

@@ -1,12 +1,15 @@
 """What users copy works: configurations load, requests are accepted, flags are those we start."""
 
 import importlib.util
+import inspect
 import json
 import shlex
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +24,9 @@ from harvester.contracts.wire.rollouts import PublishedVersion
 from harvester.policy.settings import Mode
 from scheduler.service.config import load_settings
 from scheduler.service.requests import decode_generate
-from weightsync.publisher import Publisher
+from weightsync.publisher import Published, Publisher
+from weightsync.receiver import Receiver
+from weightsync.target import TensorTarget
 
 
 @pytest.fixture
@@ -64,6 +69,42 @@ def test_a_published_checkpoint_is_announced_in_the_gateway_s_words(
     assert msgspec.json.decode(body, type=PublishedVersion) == PublishedVersion(
         version=published.version, store="job-a"
     )
+
+
+def test_the_sharded_form_is_one_version_of_all_ranks(
+    example: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    publish = example("publish")
+    weight = torch.arange(8.0).reshape(4, 2)
+
+    def published_by(rank: int) -> Published:
+        options = {"copy_dir": tmp_path / "copies"}
+        with Publisher(tmp_path / "job-a", rank=rank, ranks=2, **options) as publisher:
+            part = publish.rows_of(weight[2 * rank : 2 * rank + 2], rank, (4, 2))
+            return publisher.publish([("weight", part)], step=1)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(published_by, range(2))
+
+    assert first.version == second.version == 1
+    held = {"weight": torch.zeros(4, 2)}
+    Receiver(tmp_path / "job-a").sync(None, first.version, TensorTarget(held))
+    assert torch.equal(held["weight"], weight)
+
+
+def test_a_rank_s_publisher_knows_its_place(
+    example: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    publish = example("publish")
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setattr(publish, "Publisher", lambda store, **given: asked.update(given))
+
+    publish.sharded_publisher(str(tmp_path))
+
+    assert (asked["rank"], asked["ranks"]) == (1, 4)
+    assert asked.keys() <= inspect.signature(Publisher).parameters.keys()
 
 
 @pytest.mark.parametrize("version", [None, 3])

@@ -1,8 +1,9 @@
 """A copy that outlives its publisher: the chain goes on, and only a true copy is believed."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
+from weightsync.store_writer import write_durably
 from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]
@@ -114,6 +116,30 @@ def test_a_copy_with_a_new_store_is_thrown_away(
 ) -> None:
     with Publisher(tmp_path / "new", copy_dir=begun[1]) as publisher:
         assert publisher.publish(states[0]).is_full
+
+
+def test_a_copy_that_went_wrong_makes_no_anchor_and_a_full_version_follows(
+    tmp_path: Path, states: tuple[State, ...], same: Same
+) -> None:
+    """Bits of a tensor that does not change are flipped in the mapped file."""
+    store, still = tmp_path / "store", torch.zeros(1000)
+    copy = tmp_path / "copy" / "copy-00000.bin"
+
+    def flip(path: Path, chunks: Iterable[Any]) -> int:
+        size = write_durably(path, chunks)
+        if path.name.endswith("LATEST") and (store / "weight_v000002").exists():
+            with copy.open("r+b") as file:
+                file.seek(100)
+                file.write(b"\x01")
+        return size
+
+    with Publisher(store, anchor_every=1, copy_dir=tmp_path / "copy", write=flip) as publisher:
+        publisher.publish({"a": still, "b": states[0]["layer.weight"]})
+        torn = publisher.publish({"a": still, "b": states[1]["layer.weight"]})
+        assert (torn.is_full, torn.bytes_anchor) == (False, 0)
+        whole = {"a": still, "b": states[2]["layer.weight"]}
+        assert publisher.publish(whole).is_full
+    assert same(_received(store, 3, whole), whole)
 
 
 def test_a_copy_has_one_publisher(begun: tuple[Path, Path], tmp_path: Path) -> None:

@@ -12,10 +12,18 @@ import pytest
 import torch
 
 from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError, Stale
+from harvester.contracts.errors import (
+    ConfigError,
+    Exhausted,
+    PeerProtocolError,
+    RoseMuxError,
+    Stale,
+)
 from harvester.contracts.ids import WeightVersion
+from weightsync.agreement import Holding, Offer, Order, Settled
 from weightsync.codec import Encoding
 from weightsync.publisher import Published, Publisher
+from weightsync.ranks import RanksByFiles
 from weightsync.receiver import Receiver
 from weightsync.sharding import ShardSlice
 from weightsync.store_writer import FileWriter, write_durably
@@ -317,6 +325,29 @@ def test_ranks_go_on_with_their_mapped_copies(
 def test_slices_need_all_ranks(tmp_path: Path, states: tuple[State, ...]) -> None:
     with Publisher(tmp_path) as publisher, pytest.raises(ConfigError, match="every rank"):
         publisher.publish(iter(shares_of(states[0])[0]))
+
+
+@pytest.mark.parametrize("directory", ["../elsewhere", ".tmp-../elsewhere", "weight_v000001", ""])
+def test_a_rank_writes_only_where_a_version_is_begun(tmp_path: Path, directory: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    first = RanksByFiles(tmp_path / "store", rank=0, ranks=2, timeout_s=60.0)
+
+    def ordered() -> None:
+        with first.conversation(1) as talk:
+            talk.gather(Offer(0, ""))
+            talk.tell(Order(1, 0, directory), Order)
+            talk.gather(Holding({}, {}))
+            talk.tell(Settled([[], []]), Settled)
+
+    with (
+        Publisher(tmp_path / "store", rank=1, ranks=2) as publisher,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        talk = pool.submit(ordered)
+        with pytest.raises(PeerProtocolError, match="no directory that a version is begun in"):
+            publisher.publish({"w": torch.ones(3)})
+        assert isinstance(talk.exception(), RoseMuxError)
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_an_index_that_describes_no_grid_is_refused(
