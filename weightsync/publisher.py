@@ -211,9 +211,16 @@ class Publisher:
             written = self._share.write_anchor(begun(self._root, outcome.anchor_directory))
         except RoseMuxError:
             written = Written([], {}, failed=True)
-        everything = talk.gather(written)
-        lead = self._lead
-        return talk.tell(lead.commit_anchor(order, outcome, everything) if lead else None, Anchored)
+        try:
+            everything = talk.gather(written)
+        except RoseMuxError:
+            # A rank is gone; the next publish names it.
+            everything = [Written([], {}, failed=True)]
+        anchored = self._lead.commit_anchor(order, outcome, everything) if self._lead else None
+        try:
+            return talk.tell(anchored, Anchored)
+        except RoseMuxError:
+            return anchored or Anchored(0)
 
     def _opened_copy(self, copy_dir: Path | str | None, rank: int) -> LastPublished:
         """Empty, or what an earlier process left of exactly the store's newest version."""

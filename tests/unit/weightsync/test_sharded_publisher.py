@@ -290,6 +290,28 @@ def test_a_rank_killed_at_any_byte_leaves_the_version_before(
     assert killed.index(False) > 2
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_while_it_writes_an_anchor_does_not_take_the_version_back(
+    tmp_path: Path, states: tuple[State, ...], same: Same, victim: int
+) -> None:
+    clock = Impatience()
+
+    def write(path: Path, chunks: Iterable[Any]) -> int:
+        if path.parent.name.startswith(".tmp-anchor"):
+            clock.hurry()
+            raise Killed
+        return write_durably(path, chunks)
+
+    with Crew(tmp_path, {victim: write}, clock=clock, anchor_every=1) as crew:
+        crew.publish(shares_of(states[0]))
+        done = crew.publish(shares_of(states[1]))
+    assert isinstance(done.pop(victim), Killed)
+    for each in done:
+        assert isinstance(each, Published), each
+        assert (each.version, each.bytes_anchor) == (2, 0)
+    assert same(_received(tmp_path, 2, states[0]), states[1])
+
+
 def test_parts_of_two_steps_never_meet(tmp_path: Path, states: tuple[State, ...]) -> None:
     """Rank 2 is one step behind; no checksum could tell its slices from the right ones."""
     with Crew(tmp_path) as crew:
