@@ -99,8 +99,9 @@ class CheckpointFollower:
 
     @property
     def interrupted(self) -> bool:
-        """There are weights, but of no version: the next `pull` repairs them."""
-        return self.held is None and self._kept.checkpoint is not None
+        """There was more than nothing, but it is no version: the next `pull` repairs it."""
+        kept = self._kept
+        return self.held is None and not (kept.record is None and kept.checkpoint is None)
 
     def newest(self) -> WeightVersion | None:
         """The newest published version; None before the first one."""

@@ -7,6 +7,7 @@ weights come from; follower.py does.
 import fcntl
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -67,12 +68,10 @@ class KeptDirectory:
                 return
         except Corrupt:
             record = None
-        try:
+        with suppress(Corrupt, Unsupported):
             self.checkpoint = Checkpoint(self.path)
-        except (Corrupt, Unsupported):
-            return
-        layout = self.checkpoint.layout()
-        self.digests = state_hash.digests_of(layout, self.checkpoint.bits, self._pool)
+            layout = self.checkpoint.layout()
+            self.digests = state_hash.digests_of(layout, self.checkpoint.bits, self._pool)
         if isinstance(record, Held) and record.contents_hash != self.contents_hash(self.digests):
             record = _doubted(record)
             write_record(self.path, record)

@@ -192,10 +192,11 @@ def _rot(world: World) -> Mend:
     else:
         index = directory / "model.safetensors.index.json"
         index.write_bytes(index.read_bytes()[: world.rng.randrange(100)])
-    # What rotted still says that it is whole, until the follower opens it.
-    with suppress(Exception):
-        world.holder.attempt()
-    return nothing
+    # What rotted still says that it is whole, until it is opened; then nothing may mend it at once.
+    if world.rng.random() < 0.5:
+        return nothing
+    world.latest_file.unlink()
+    return world.restore
 
 
 def _wrong_base(world: World) -> Mend:

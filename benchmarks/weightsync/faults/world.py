@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from safetensors import SafetensorError
+
 from benchmarks.weightsync.faults.holders import Claim, DirectoryHolder, Holder, MemoryHolder
 from benchmarks.weightsync.faults.states import COUNT, hashes, states, tensors
 from benchmarks.weightsync.faults.zygote import Zygote
@@ -212,7 +214,12 @@ class World:
     def look(self) -> None:
         """Notes every claim of a state that is not the one published under that version."""
         for claim in self.holder.claims():
-            self.judge(claim, self.holder.contents())
+            try:
+                contents = self.holder.contents()
+            except (SafetensorError, OSError) as error:
+                self.wrong.append(f"claims version {claim.version} and holds no weights: {error}")
+            else:
+                self.judge(claim, contents)
 
     def judge(self, claim: Claim, contents: Mapping[str, bytes]) -> None:
         """Whether what is claimed was published, and is what is there."""

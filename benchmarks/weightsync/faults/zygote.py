@@ -35,7 +35,11 @@ class Zygote:
     ) -> None:
         for pipe in (self._pipe(self._process.stdin), self._pipe(self._process.stdout)):
             pipe.close()
-        self._process.wait(timeout=10)
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def run(self, task: Task) -> Ended:
         """One child from its start to its end."""

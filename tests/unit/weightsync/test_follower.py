@@ -3,6 +3,7 @@
 import errno
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,8 @@ def test_a_broken_directory_is_made_anew(
     damage(tmp_path / "held")
     with following(store, tmp_path / "held") as follows:
         assert follows.held is None
+        with suppress(Corrupt):
+            assert not isinstance(read_record(tmp_path / "held"), Held)
         follows.pull()
     assert same(loaded(tmp_path / "held"), states[7])
 
