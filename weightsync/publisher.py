@@ -121,6 +121,7 @@ class Publisher:
             rank=rank,
             encoding=encoding,
             pool=self._pool,
+            threads=threads,
             write=refusing(write, self._root),
             in_flight_bytes=in_flight_bytes,
             shard_bytes=shard_bytes,

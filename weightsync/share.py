@@ -34,7 +34,7 @@ class _Compared:
 
 
 class Share:
-    """`in_flight_bytes`: tensors that are compared at a time, one at least."""
+    """`in_flight_bytes`: tensors that are compared at a time, at least one per thread."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class Share:
         rank: int,
         encoding: Encoding,
         pool: Executor,
+        threads: int,
         write: FileWriter,
         in_flight_bytes: int,
         shard_bytes: int,
@@ -51,6 +52,7 @@ class Share:
         self._rank = rank
         self._encoding = encoding
         self._pool = pool
+        self._threads = threads
         self._write = write
         self._in_flight_bytes = in_flight_bytes
         self._shard_bytes = shard_bytes
@@ -132,7 +134,7 @@ class Share:
                 raise ConfigError(f"{piece.entry} is given twice")
             expected.discard(piece.entry)
             size = piece.spec.size_bytes
-            while waiting and in_flight_bytes + size > self._in_flight_bytes:
+            while len(waiting) >= self._threads and in_flight_bytes + size > self._in_flight_bytes:
                 done_bytes, done = waiting.popleft()
                 yield done.result()
                 in_flight_bytes -= done_bytes

@@ -32,7 +32,7 @@ def write(path, chunks):
         os.kill(os.getpid(), signal.SIGKILL)
     return write_durably(path, chunks)
 
-with Publisher(store, rank=rank, ranks=ranks, rank_timeout_s=8.0, write=write) as publisher:
+with Publisher(store, rank=rank, ranks=ranks, rank_timeout_s=10.0, write=write) as publisher:
     print("ready", flush=True)
     for line in sys.stdin:
         step = int(line)
