@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,12 +27,23 @@ from weightsync.vllm.layers import check_layers, derived_layers
 from weightsync.vllm.loader_map import LoaderMap, traced
 from weightsync.vllm.rehearsal import rehearsed
 from weightsync.vllm.shadow_target import ShadowTarget
+from weightsync.vllm.slice_target import SliceTarget, traced_slices
 from weightsync.vllm.stager import Stager, StageStatus
 
 _logger = logging.getLogger("vllm.rosemux.weightsync")
 
 THREADS = 2
-Target: TypeAlias = LoaderMap | ShadowTarget
+Target: TypeAlias = LoaderMap | SliceTarget | ShadowTarget
+
+
+class Ranks(StrEnum):
+    """How an engine's ranks share a checkpoint."""
+
+    ONE = "one"
+    SLICES = "slices"
+    """Each holds a part of every tensor."""
+    PARTIAL = "partial"
+    """Some tensors are on other ranks only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +79,16 @@ class EngineWeights:
     """
 
     def __init__(
-        self, model: Any, model_config: Any, root: Path, *, packed_ahead_bytes: int
+        self,
+        model: Any,
+        model_config: Any,
+        root: Path,
+        *,
+        packed_ahead_bytes: int,
+        ranks: Ranks = Ranks.ONE,
     ) -> None:
         check_layers(model)
+        self._ranks = ranks
         self._model = model
         self._root = root
         self._packed_ahead_bytes = packed_ahead_bytes
@@ -122,7 +141,7 @@ class EngineWeights:
         if self._loaded is None:
             return {}
         store, applied = self._loaded
-        in_place = isinstance(self._base.target, LoaderMap)
+        in_place = isinstance(self._base.target, LoaderMap | SliceTarget)
         reapplied = self._mended + sum(held.reapplied for held in self._receivers.values())
         return {"store": store, "in_place": in_place, "reapplied": reapplied, **asdict(applied)}
 
@@ -141,7 +160,7 @@ class EngineWeights:
 
     def _base_for(self, store: str) -> _Base:
         target = self._base.target
-        if isinstance(target, LoaderMap) and not target.is_current(
+        if isinstance(target, LoaderMap | SliceTarget) and not target.is_current(
             self._model, self._derived.storages()
         ):
             return _Base()
@@ -177,8 +196,12 @@ class EngineWeights:
     def _new_target(self, layout: Layout) -> Target:
         """The loader's map where it holds, else vLLM's own loader."""
         loading = self._derived.loading if self._derived.exist else None
+        entered = loading() if loading else None
         try:
-            return traced(self._model, layout, self._derive, loading() if loading else None)
+            if self._ranks is Ranks.ONE:
+                return traced(self._model, layout, self._derive, entered)
+            partial = self._ranks is Ranks.PARTIAL
+            return traced_slices(self._model, layout, self._derive, entered, partial=partial)
         except Unsupported as reason:
             _logger.warning("weights go through vLLM's own loader: %s", reason)
         return ShadowTarget(self._model, layout, self._derive_all, loading)
