@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.bits import Layout
@@ -23,6 +24,7 @@ from weightsync.staging import Staged
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.derived_layers import DerivedLayers
+from weightsync.vllm.in_place import applied_in_place, is_hashed_whole
 from weightsync.vllm.layers import check_layers, derived_layers
 from weightsync.vllm.loader_map import LoaderMap, traced
 from weightsync.vllm.rehearsal import rehearsed
@@ -102,6 +104,7 @@ class EngineWeights:
         self._retired: list[object] = []
         self._loaded: tuple[str, Applied] | None = None
         self._mended = 0
+        self._clock = MonotonicClock()
 
     @property
     def is_loaded(self) -> bool:
@@ -126,7 +129,7 @@ class EngineWeights:
         target = prepared.base.target or self._new_target(prepared.staged.layout)
         self._forms = prepared.forms
         self._retired.append(prepared)
-        applied = self._receiver(wanted.store).settle(prepared.staged, target)
+        applied = self._settled(self._receiver(wanted.store), prepared.staged, target)
         self._base = _Base(target, applied.version)
         self._loaded = (wanted.store, applied)
         return applied
@@ -182,6 +185,19 @@ class EngineWeights:
             staged = receiver.prepare(None, wanted.version)
             forms = self._rehearsed(base.target, staged)
         return _Prepared(base=base, staged=staged, forms=forms)
+
+    def _settled(self, receiver: Receiver, staged: Staged, target: Target) -> Applied:
+        """Raises what the attempt from a full checkpoint raises; the state is then in doubt."""
+        if isinstance(target, LoaderMap) and is_hashed_whole(staged):
+            try:
+                return applied_in_place(staged, target, self._pool, self._clock)
+            except ConfigError:
+                raise
+            except Exception as error:
+                _logger.warning("the update tore, taking a full checkpoint: %r", error)
+                self._mended += 1
+                staged = receiver.prepare(None, staged.plan.target)
+        return receiver.settle(staged, target)
 
     def _rehearsed(self, target: LoaderMap, staged: Staged) -> dict[Any, PackedForm]:
         return rehearsed(
