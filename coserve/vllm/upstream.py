@@ -326,6 +326,8 @@ WEIGHTS: tuple[Symbol, ...] = (
         "VllmConfig.parallel_config",
         "ModelConfig.enforce_eager",
         "ParallelConfig.world_size",
+        "ParallelConfig.pipeline_parallel_size",
+        "ParallelConfig.enable_expert_parallel",
     ),
     *reads("vllm.config.weight_transfer", "WeightTransferConfig.backend"),
     *reads("vllm.platforms", "current_platform"),

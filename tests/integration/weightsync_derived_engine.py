@@ -19,7 +19,7 @@ from tests.integration.weightsync_engine import State, generated, moved, new_eng
 SHARD = "model.safetensors"
 
 
-def _checkpoints(root: Path) -> tuple[State, State]:
+def checkpoints(root: Path) -> tuple[State, State]:
     """Two consecutive states in `first` and `second`, with the names that trainers save."""
     torch.manual_seed(0)
     config = MixtralConfig(
@@ -56,7 +56,7 @@ def _followed(engine: Any) -> dict[str, Any]:
 
 
 def main(root: Path, quantization: str) -> None:
-    states = _checkpoints(root)
+    states = checkpoints(root)
     loaded = {"quantization": None if quantization == "none" else quantization}
     # An engine that is collected takes the process groups of the others along.
     fresh = {name: new_engine(str(root / name), **loaded) for name in ("first", "second")}

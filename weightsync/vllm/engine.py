@@ -33,7 +33,7 @@ from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.codec import warm_up
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
-from weightsync.vllm.engine_weights import EngineWeights, Wanted
+from weightsync.vllm.engine_weights import EngineWeights, Ranks, Wanted
 
 ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
 PACKED_AHEAD_VARIABLE = "ROSEMUX_PACKED_AHEAD_BYTES"
@@ -78,13 +78,15 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         root = _weight_root()
-        if vllm_config.parallel_config.world_size != 1:
-            raise Unsupported("backend rosemux: tensor and pipeline parallel size must be 1 so far")
         if device.type == "cpu":
             cpu_linear.check_installed()
         warm_up()
         self._weights = EngineWeights(
-            model, vllm_config.model_config, root, packed_ahead_bytes=_packed_ahead_bytes()
+            model,
+            vllm_config.model_config,
+            root,
+            packed_ahead_bytes=_packed_ahead_bytes(),
+            ranks=_ranks(vllm_config.parallel_config),
         )
         _add_worker_methods()
 
@@ -125,6 +127,14 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def report(self) -> dict[str, Any]:
         """What is loaded; empty before the first update and while the state is in doubt."""
         return self._weights.report()
+
+
+def _ranks(parallel_config: Any) -> Ranks:
+    if parallel_config.world_size == 1:
+        return Ranks.ONE
+    if parallel_config.pipeline_parallel_size > 1 or parallel_config.enable_expert_parallel:
+        return Ranks.PARTIAL
+    return Ranks.SLICES
 
 
 def _weight_root() -> StoreRoot:

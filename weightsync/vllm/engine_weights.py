@@ -11,8 +11,10 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any, TypeAlias
 
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.bits import Layout
@@ -22,16 +24,28 @@ from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.derived_layers import DerivedLayers
+from weightsync.vllm.in_place import applied_in_place, is_hashed_whole
 from weightsync.vllm.layers import check_layers, derived_layers
 from weightsync.vllm.loader_map import LoaderMap, traced
 from weightsync.vllm.rehearsal import rehearsed
 from weightsync.vllm.shadow_target import ShadowTarget
+from weightsync.vllm.slice_target import SliceTarget, traced_slices
 from weightsync.vllm.stager import Stager, StageStatus
 
 _logger = logging.getLogger("vllm.rosemux.weightsync")
 
 THREADS = 2
-Target: TypeAlias = LoaderMap | ShadowTarget
+Target: TypeAlias = LoaderMap | SliceTarget | ShadowTarget
+
+
+class Ranks(StrEnum):
+    """How an engine's ranks share a checkpoint."""
+
+    ONE = "one"
+    SLICES = "slices"
+    """Each holds a part of every tensor."""
+    PARTIAL = "partial"
+    """Some tensors are on other ranks only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +81,16 @@ class EngineWeights:
     """
 
     def __init__(
-        self, model: Any, model_config: Any, root: StoreRoot, *, packed_ahead_bytes: int
+        self,
+        model: Any,
+        model_config: Any,
+        root: StoreRoot,
+        *,
+        packed_ahead_bytes: int,
+        ranks: Ranks = Ranks.ONE,
     ) -> None:
         check_layers(model)
+        self._ranks = ranks
         self._model = model
         self._root = root
         self._packed_ahead_bytes = packed_ahead_bytes
@@ -83,6 +104,7 @@ class EngineWeights:
         self._retired: list[object] = []
         self._loaded: tuple[str, Applied] | None = None
         self._mended = 0
+        self._clock = MonotonicClock()
 
     @property
     def is_loaded(self) -> bool:
@@ -107,7 +129,7 @@ class EngineWeights:
         target = prepared.base.target or self._new_target(prepared.staged.layout)
         self._forms = prepared.forms
         self._retired.append(prepared)
-        applied = self._receiver(wanted.store).settle(prepared.staged, target)
+        applied = self._settled(self._receiver(wanted.store), prepared.staged, target)
         self._base = _Base(target, applied.version)
         self._loaded = (wanted.store, applied)
         return applied
@@ -122,7 +144,7 @@ class EngineWeights:
         if self._loaded is None:
             return {}
         store, applied = self._loaded
-        in_place = isinstance(self._base.target, LoaderMap)
+        in_place = isinstance(self._base.target, LoaderMap | SliceTarget)
         reapplied = self._mended + sum(held.reapplied for held in self._receivers.values())
         return {"store": store, "in_place": in_place, "reapplied": reapplied, **asdict(applied)}
 
@@ -141,7 +163,7 @@ class EngineWeights:
 
     def _base_for(self, store: str) -> _Base:
         target = self._base.target
-        if isinstance(target, LoaderMap) and not target.is_current(
+        if isinstance(target, LoaderMap | SliceTarget) and not target.is_current(
             self._model, self._derived.storages()
         ):
             return _Base()
@@ -164,6 +186,19 @@ class EngineWeights:
             forms = self._rehearsed(base.target, staged)
         return _Prepared(base=base, staged=staged, forms=forms)
 
+    def _settled(self, receiver: Receiver, staged: Staged, target: Target) -> Applied:
+        """Raises what the attempt from a full checkpoint raises; the state is then in doubt."""
+        if isinstance(target, LoaderMap) and is_hashed_whole(staged):
+            try:
+                return applied_in_place(staged, target, self._pool, self._clock)
+            except ConfigError:
+                raise
+            except Exception as error:
+                _logger.warning("the update tore, taking a full checkpoint: %r", error)
+                self._mended += 1
+                staged = receiver.prepare(None, staged.plan.target)
+        return receiver.settle(staged, target)
+
     def _rehearsed(self, target: LoaderMap, staged: Staged) -> dict[Any, PackedForm]:
         return rehearsed(
             target,
@@ -177,8 +212,12 @@ class EngineWeights:
     def _new_target(self, layout: Layout) -> Target:
         """The loader's map where it holds, else vLLM's own loader."""
         loading = self._derived.loading if self._derived.exist else None
+        entered = loading() if loading else None
         try:
-            return traced(self._model, layout, self._derive, loading() if loading else None)
+            if self._ranks is Ranks.ONE:
+                return traced(self._model, layout, self._derive, entered)
+            partial = self._ranks is Ranks.PARTIAL
+            return traced_slices(self._model, layout, self._derive, entered, partial=partial)
         except Unsupported as reason:
             _logger.warning("weights go through vLLM's own loader: %s", reason)
         return ShadowTarget(self._model, layout, self._derive_all, loading)

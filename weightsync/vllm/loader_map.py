@@ -113,8 +113,7 @@ class LoaderMap(HostTarget):
             apply_on_device(delta, held)
 
     def finish(self, changed: Collection[str]) -> None:
-        for name in self._passed_over:
-            self._check_twin(name)
+        check_twins(self._passed_over, self._layout, self.bits)
         self._after(self._storages(changed))
 
     def names_by_storage(self) -> dict[int, list[str]]:
@@ -137,22 +136,8 @@ class LoaderMap(HostTarget):
 
         `aside`: storages that belong to the engine without being the model's.
         """
-        held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        traced_names = self._segments.keys() - set(self._passed_over)
-        return self._storages(traced_names) <= held.union(aside)
-
-    def _check_twin(self, name: str) -> None:
-        bits = self.bits(name)
-        twins = (
-            other
-            for other, spec in self._layout.items()
-            if spec == self._layout[name] and other not in self._passed_over
-        )
-        if not any(np.array_equal(bits, self.bits(other)) for other in twins):
-            raise ConfigError(
-                f"this engine has no place for {name}, and no other tensor of the checkpoint is "
-                "equal to it: is the engine's model tied where the trainer's is not?"
-            )
+        names = self._segments.keys() - set(self._passed_over)
+        return self._storages(names) <= storages_of(model).union(aside)
 
     def _storages(self, names: Iterable[str]) -> set[int]:
         return {segment.storage for name in names for segment in self._segments[name]}
@@ -169,6 +154,21 @@ def traced(
     `loading` is entered for the run. Raises Unsupported where the map does not hold, and
     ConfigError where the loader refuses the checkpoint. `model` has vLLM's `load_weights`.
     """
+    loaded, segments = recorded(model, layout, loading)
+    passed_over = sorted(layout.keys() - segments.keys())
+    for name in passed_over:
+        segments[name] = [_beside(layout, name)]
+    found = LoaderMap(layout, segments, after, passed_over)
+    for name in sorted(layout.keys() - set(passed_over)):
+        if not np.array_equal(found.bits(name), bits_of(loaded[name])):
+            raise Unsupported(f"the loader does not copy {name} as it is")
+    return found
+
+
+def recorded(
+    model: Any, layout: Layout, loading: AbstractContextManager[object] | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, list[Segment]]]:
+    """Runs the model's loader on random tensors: these, and where each was copied to."""
     generator = torch.Generator().manual_seed(_SEED)
     loaded = {name: _random(spec, generator) for name, spec in layout.items()}
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in loaded.items()}
@@ -194,14 +194,24 @@ def traced(
                 model.load_weights(iter(loaded.items()))
         except Exception as error:
             raise ConfigError(f"the store's checkpoint does not fit this model: {error}") from error
-    passed_over = sorted(layout.keys() - segments.keys())
-    for name in passed_over:
-        segments[name] = [_beside(layout, name)]
-    found = LoaderMap(layout, dict(segments), after, passed_over)
-    for name in sorted(layout.keys() - set(passed_over)):
-        if not np.array_equal(found.bits(name), bits_of(loaded[name])):
-            raise Unsupported(f"the loader does not copy {name} as it is")
-    return found
+    return loaded, dict(segments)
+
+
+def storages_of(model: torch.nn.Module) -> set[int]:
+    """Addresses of the storages that hold its parameters."""
+    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+
+def check_twins(names: Collection[str], layout: Layout, read: Callable[[str], Bits]) -> None:
+    """Raises ConfigError where a tensor that the loader passes over equals no other one."""
+    for name in names:
+        bits = read(name)
+        twins = (other for other in layout if layout[other] == layout[name] and other not in names)
+        if not any(np.array_equal(bits, read(other)) for other in twins):
+            raise ConfigError(
+                f"this engine has no place for {name}, and no other tensor of the checkpoint is "
+                "equal to it: is the engine's model tied where the trainer's is not?"
+            )
 
 
 def _beside(layout: Layout, name: str) -> Segment:

@@ -19,6 +19,7 @@ from weightsync.bits import Bits, bits_of
 from weightsync.delta import checked_apply
 from weightsync.staging import Staged
 from weightsync.vllm.cpu_linear import PackedForm
+from weightsync.vllm.in_place import is_hashed_whole
 from weightsync.vllm.loader_map import LoaderMap
 
 Layers: TypeAlias = Sequence[Any]
@@ -51,7 +52,7 @@ def rehearsed(
     """
     digests: dict[str, str] = {}
     forms: dict[Any, PackedForm] = {}
-    hashed = staged.full is None and staged.expected.state_hash is not None
+    hashed = is_hashed_whole(staged)
     parts = _parts(target, staged, packed, budget_bytes)
     if not hashed:
         parts = [part for part in parts if part.layers]

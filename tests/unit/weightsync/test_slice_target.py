@@ -1,0 +1,123 @@
+"""A rank that holds slices follows a store from a full copy, and each slice is compared with it."""
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
+from weightsync.bits import TensorSpec, spec_of
+from weightsync.publisher import Published
+from weightsync.receiver import Receiver
+from weightsync.vllm.slice_target import SliceTarget, traced_slices
+
+State = dict[str, torch.Tensor]
+
+
+class Rank(torch.nn.Module):
+    """One of two: rows of the embedding, columns of the weight, all of the rest."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.embed = torch.nn.Parameter(torch.zeros(25, 16).bfloat16(), False)
+        self.weight = torch.nn.Parameter(torch.zeros(40, 15).bfloat16(), False)
+        self.bias = torch.nn.Parameter(torch.zeros(7), False)
+        self.scale = torch.nn.Parameter(torch.zeros(33, dtype=torch.float8_e4m3fn), False)
+        self.steps = torch.nn.Parameter(torch.zeros(1, dtype=torch.int64), False)
+
+    def slices(self, state: State) -> State:
+        rows = slice(25 * self.number, 25 * self.number + 25)
+        columns = slice(15 * self.number, 15 * self.number + 15)
+        return {
+            "embed": state["embed.weight"][rows],
+            "weight": state["layer.weight"][:, columns],
+            "bias": state["layer.bias"],
+            "scale": state["layer.scale"],
+            "steps": state["steps"],
+        }
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, piece in self.slices(dict(weights)).items():
+            getattr(self, name).data.copy_(piece)
+
+    def holds(self, state: State) -> bool:
+        return all(
+            torch.equal(getattr(self, name).float(), piece.float())
+            for name, piece in self.slices(state).items()
+        )
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_ends_on_its_slices_of_the_published_state(
+    published: tuple[Path, list[Published]], states: tuple[State, ...], number: int
+) -> None:
+    store, done = published
+    rank = Rank(number)
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    target = traced_slices(rank, layout, lambda touched: None, partial=False)
+    receiver = Receiver(store)
+    current = None
+    for step in (done[2], done[3], done[7]):
+        applied = receiver.sync(current, step.version, target)
+        current = applied.version
+        assert applied.state_hash == step.state_hash
+        assert rank.holds(states[step.version - 1])
+
+
+def traced_rank(states: tuple[State, ...], rank: Rank) -> SliceTarget:
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    return traced_slices(rank, layout, lambda touched: None, partial=False)
+
+
+def test_a_slice_that_is_not_what_was_written_is_found(states: tuple[State, ...]) -> None:
+    rank = Rank(1)
+
+    def disturb(touched: Collection[int]) -> None:
+        rank.weight.data[0, 0] += 1
+
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    target = traced_slices(rank, layout, disturb, partial=False)
+    with pytest.raises(Corrupt, match=r"layer\.weight: what this rank holds"):
+        target.finish(layout)
+
+
+def test_weights_that_moved_are_noticed(states: tuple[State, ...]) -> None:
+    rank = Rank(0)
+    target = traced_rank(states, rank)
+    assert target.is_current(rank)
+    rank.embed.data = rank.embed.data.clone()
+    assert not target.is_current(rank)
+
+
+class Doubling(Rank):
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        self.bias.data.mul_(2)
+
+
+def test_a_rank_whose_loader_computes_is_not_believed(states: tuple[State, ...]) -> None:
+    with pytest.raises(Unsupported, match=r"does not copy layer\.bias"):
+        traced_rank(states, Doubling(0))
+
+
+def test_only_ranks_that_share_out_whole_tensors_may_pass_some_over(
+    states: tuple[State, ...],
+) -> None:
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    rank = Rank(0)
+    elsewhere = layout | {"next.bias": TensorSpec("F32", (7,))}
+    with pytest.raises(Unsupported, match=r"does not copy next\.bias"):
+        traced_slices(rank, elsewhere, lambda touched: None, partial=False)
+    traced_slices(rank, elsewhere, lambda touched: None, partial=True).finish(elsewhere)
+
+
+def test_a_matrix_without_a_place_must_equal_another_one(states: tuple[State, ...]) -> None:
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    tied = layout | {"head.weight": layout["embed.weight"]}
+    target = traced_slices(Rank(0), tied, lambda touched: None, partial=False)
+    target.finish(tied)
+    target.bits("head.weight")[0] = 1
+    with pytest.raises(ConfigError, match=r"no place for head\.weight"):
+        target.finish(["head.weight"])

@@ -1,0 +1,61 @@
+"""Deltas written into runtime storage, each block hashed as soon as it is written.
+
+The processor's cache still holds the block then, so that the pause reads all weights once instead
+of twice. Nothing after it writes to them: what follows only derives packed forms from them.
+"""
+
+from concurrent.futures import Executor
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import Corrupt
+from weightsync import state_hash
+from weightsync.delta import checked_apply
+from weightsync.receiver import Applied
+from weightsync.staging import Staged
+from weightsync.vllm.loader_map import LoaderMap
+
+
+def is_hashed_whole(staged: Staged) -> bool:
+    """Whether digests of whole tensors lead to the published hash of a chain of deltas."""
+    # A version that is stored in slices is hashed by its slices.
+    expected = staged.expected
+    is_whole = expected.state_hash is not None and not expected.slicing.records
+    return staged.full is None and is_whole
+
+
+def applied_in_place(staged: Staged, target: LoaderMap, pool: Executor, clock: Clock) -> Applied:
+    """Writes deltas and checks what is there then; for what `is_hashed_whole` admits.
+
+    Raises Corrupt where that is not the published state; the target is then in doubt, as after any
+    other failure.
+    """
+    started = clock.now()
+
+    def write(name: str) -> str:
+        deltas = staged.deltas.get(name, ())
+        if target.flat_at(name) is None:
+            if deltas:
+                target.change(name, deltas)
+            return state_hash.digest_of(target.bits(name))
+        bits = target.bits(name)
+        if not deltas:
+            return state_hash.digest_of(bits)
+        for delta in deltas[:-1]:
+            checked_apply(delta, bits)
+        return checked_apply(deltas[-1], bits, hashed=True)
+
+    # Largest first, so that the pool does not end on one long tensor.
+    names = sorted(staged.layout, key=lambda name: (-staged.layout[name].size_bytes, name))
+    digests = dict(zip(names, pool.map(write, names), strict=True))
+    target.finish(staged.changed)
+    found = state_hash.combined(digests, staged.layout)
+    if found != staged.expected.state_hash:
+        raise Corrupt(f"state {found} where {staged.expected.state_hash} was published")
+    return Applied(
+        version=staged.plan.target,
+        state_hash=found,
+        bytes_read=staged.plan.size_bytes,
+        tensors_changed=len(staged.changed),
+        from_full=False,
+        seconds=clock.now() - started,
+    )
