@@ -19,7 +19,7 @@ from benchmarks.reporting import report
 from harvester.contracts.errors import Unsupported
 
 REPETITIONS = 7
-_TIMEOUT_S = 280.0
+_TIMEOUT_S = 600.0
 
 
 def main() -> None:
