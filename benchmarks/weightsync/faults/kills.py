@@ -79,7 +79,7 @@ def _pull(world: World, phase: str, how: str, *, fresh: bool) -> None:
         )
 
     def measured() -> Task:
-        target = world.root / "measured"
+        target = world.root / f"measured {phase}"
         if not fresh:
             world.copy_held(target)
         return task(Death(), target)
