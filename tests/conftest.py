@@ -4,9 +4,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.integration.engine_slot import EngineSlot
+
+# Compiling a loop, or a busy machine, takes as long as it takes.
+settings.register_profile("rosemux", deadline=None)
+settings.load_profile("rosemux")
 
 
 @pytest.fixture(scope="session")

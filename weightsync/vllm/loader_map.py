@@ -25,6 +25,7 @@ from weightsync.delta import Delta
 from weightsync.device_delta import apply_on_device
 from weightsync.target import HostTarget
 
+HOST = "cpu"
 _SEED = 20240607
 
 
@@ -79,7 +80,7 @@ class LoaderMap(HostTarget):
             for name, parts in segments.items()
             if len(parts) == 1 and parts[0].is_whole(layout[name])
         }
-        self._on_device = {name: held for name, held in whole.items() if held.device.type != "cpu"}
+        self._on_device = {name: held for name, held in whole.items() if held.device.type != HOST}
         self._flat = {
             name: bits_of(held) for name, held in whole.items() if name not in self._on_device
         }

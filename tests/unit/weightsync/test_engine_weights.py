@@ -9,6 +9,7 @@ import torch
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.publisher import Published, Publisher
+from weightsync.transport.location import StoreRoot
 from weightsync.vllm.engine_weights import EngineWeights, Wanted
 from weightsync.vllm.stager import StageState
 
@@ -48,7 +49,7 @@ def model(states: tuple[State, ...]) -> Model:
 @pytest.fixture
 def weights(model: Model, published: tuple[Path, list[Published]]) -> Iterator[EngineWeights]:
     """Follows stores beside `published`, which has versions 1 to 8 and is called `store`."""
-    made = EngineWeights(model, None, published[0].parent, packed_ahead_bytes=0)
+    made = EngineWeights(model, None, StoreRoot(published[0].parent), packed_ahead_bytes=0)
     yield made
     made.close()
 

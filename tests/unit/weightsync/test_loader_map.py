@@ -8,6 +8,9 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Unsupported
 from weightsync.bits import Layout, TensorSpec, bits_of
+from weightsync.codec import decode, encode
+from weightsync.delta import Delta
+from weightsync.device_delta import apply_on_device
 from weightsync.vllm.loader_map import LoaderMap, traced
 
 LAYOUT: Layout = {
@@ -192,3 +195,26 @@ def test_a_map_of_storage_that_the_model_left_is_not_current() -> None:
     assert target.is_current(model)
     model.norm.data = model.norm.data.clone()
     assert not target.is_current(model)
+
+
+def test_a_tensor_on_a_device_is_changed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No accelerator is at hand: the map is told that every tensor lies on one."""
+    changed: list[int] = []
+
+    def on_device(delta: Delta, tensor: torch.Tensor) -> None:
+        changed.append(tensor.numel())
+        apply_on_device(delta, tensor)
+
+    monkeypatch.setattr("weightsync.vllm.loader_map.apply_on_device", on_device)
+    monkeypatch.setattr("weightsync.vllm.loader_map.HOST", "none")
+    model = PackedModel()
+    target = traced(model, LAYOUT, lambda _: None)
+    for name in LAYOUT:
+        old = target.bits(name).copy()
+        new = old + np.uint16(1)
+        encoded = encode(old, new)
+        assert encoded is not None
+        spec = LAYOUT[name]
+        target.change(name, [decode(encoded.encoding, memoryview(encoded.payload), spec)])
+        assert (target.bits(name) == new).all(), name
+    assert sorted(changed) == [12, 24, 60]
