@@ -78,7 +78,7 @@ class VersionWriter:
     def order(self, offers: Sequence[Offer]) -> Order:
         """Decides what is written, and makes a place for it."""
         base = common_version(offers)
-        if base != self._writer.store.latest():
+        if base != self._latest():
             base = None
         if base is not None and self._known is None:
             self._known = told_contents(offers)
@@ -93,6 +93,13 @@ class VersionWriter:
         """What a full version holds; raises ConfigError where that is not one model."""
         self._next, skipped = settled(holdings)
         return skipped
+
+    def _latest(self) -> WeightVersion | None:
+        """None also where LATEST is torn: the version that comes mends it."""
+        try:
+            return self._writer.store.latest()
+        except Corrupt:
+            return None
 
     def commit(self, order: Order, written: Sequence[Written]) -> Outcome:
         """Makes the version appear and LATEST name it."""

@@ -3,7 +3,7 @@
 What they claim is read here; whether it is so is judged in world.py, by other means.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,10 @@ from weightsync.bits import bits_of
 from weightsync.follower import CheckpointFollower
 from weightsync.receiver import Receiver
 from weightsync.target import TensorTarget
+from weightsync.transport.source import StoreSource
+
+Source = Callable[[], Path | StoreSource]
+"""Where a holder reads the store."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +51,16 @@ class Holder(Protocol):
 class DirectoryHolder:
     """A checkpoint directory with its follower, opened when it is needed."""
 
-    def __init__(self, store: Path, directory: Path, clock: Clock) -> None:
+    def __init__(self, source: Source, directory: Path, clock: Clock) -> None:
         self.directory = directory
-        self._store = store
+        self._source = source
         self._clock = clock
         self._receiver: Receiver | None = None
         self._follower: CheckpointFollower | None = None
 
     def attempt(self) -> None:
         if self._receiver is None:
-            self._receiver = Receiver(self._store, clock=self._clock)
+            self._receiver = Receiver(self._source(), clock=self._clock)
         if self._follower is None:
             self._follower = CheckpointFollower(self._receiver, self.directory, clock=self._clock)
         self._follower.pull()
@@ -83,13 +87,13 @@ class DirectoryHolder:
 class MemoryHolder:
     """Tensors in memory, kept as the vLLM backend keeps an engine's."""
 
-    def __init__(self, store: Path, seed: int, clock: Clock, *, version: int | None) -> None:
+    def __init__(self, source: Source, seed: int, clock: Clock, *, version: int | None) -> None:
         start = states(seed)[0 if version is None else version - 1]
         self.bits = {name: bits.copy() for name, bits in start.items()}
         self.version = None if version is None else WeightVersion(version)
         self.state_hash = "" if version is None else hashes(seed)[version - 1]
         self._target = TensorTarget(tensors(self.bits))
-        self._receiver = Receiver(store, clock=clock)
+        self._receiver = Receiver(source(), clock=clock)
 
     def attempt(self) -> None:
         newest = self._receiver.latest()

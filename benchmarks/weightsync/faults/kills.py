@@ -11,8 +11,11 @@ from weightsync.codec import Encoding
 _PUBLISHED_AT_ONCE = 3
 
 
-def _publishing(how: str, *, keep_versions: int) -> Callable[[World], Mend]:
-    """A full version, two deltas, an anchor beside the last, pruning where few are kept."""
+def _publishing(how: str, *, keep_versions: int, outlived: bool = False) -> Callable[[World], Mend]:
+    """A full version, two deltas, an anchor beside the last, pruning where few are kept.
+
+    Where its copy outlives it, the next publisher goes on from what the copy is then.
+    """
 
     def strike(world: World) -> Mend:
         world.hold_any()
@@ -20,6 +23,7 @@ def _publishing(how: str, *, keep_versions: int) -> Callable[[World], Mend]:
         def task(death: Death, store: Path = world.store) -> Task:
             return Task(
                 role="publish",
+                copy_dir=f"{store}-copy" if outlived else "",
                 store=str(store),
                 seed=world.template.seed,
                 state_indices=world.expect_published(_PUBLISHED_AT_ONCE),
@@ -29,10 +33,13 @@ def _publishing(how: str, *, keep_versions: int) -> Callable[[World], Mend]:
                 death=death,
             )
 
-        key = f"publish {keep_versions} {world.encoding}"
+        def mend() -> None:
+            world.republish(copy_dir=Path(f"{world.store}-copy") if outlived else None)
+
+        key = f"publish {keep_versions} {outlived} {world.encoding}"
         whole = world.zygote.whole(key, lambda: task(Death(), world.root / "measured"))
         world.zygote.kill(task, how=how, whole=whole, rng=world.rng)
-        return world.republish
+        return mend
 
     return strike
 
@@ -99,7 +106,10 @@ def _pulling(
             world.make_foreign()
         for number in range(kills):
             try:
-                _pull(world, phase, how if number == 0 else "call", fresh=fresh)
+                if number == 0:
+                    _pull(world, phase, how, fresh=fresh)
+                else:
+                    _pull(world, "run", "call", fresh=fresh)
             finally:
                 world.look()
         return world.rng.choice([nothing, nothing, world.republish, world.republish_and_prune])
@@ -112,6 +122,18 @@ KILLS = (
     Fault("kill publish at a call", _publishing("call", keep_versions=50)),
     Fault("kill publish at an instant", _publishing("instant", keep_versions=50)),
     Fault("kill publish and prune at a call", _publishing("call", keep_versions=1)),
+    Fault(
+        "kill publish with a copy that outlives it, at a byte",
+        _publishing("byte", keep_versions=50, outlived=True),
+    ),
+    Fault(
+        "kill publish with a copy that outlives it, at a call",
+        _publishing("call", keep_versions=50, outlived=True),
+    ),
+    Fault(
+        "kill publish with a copy that outlives it, at an instant",
+        _publishing("instant", keep_versions=50, outlived=True),
+    ),
     Fault("kill copy at a byte", _copying("byte"), newest=NEWEST - 1),
     Fault("kill copy at a call", _copying("call"), newest=NEWEST - 1),
     Fault("kill pull at a call", _pulling("run", "call")),

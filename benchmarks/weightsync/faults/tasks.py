@@ -26,11 +26,16 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     store: str
     seed: int = 0
     target: str = ""
-    """The checkpoint directory of a pull, the mirror of a copy."""
+    """The checkpoint directory of a pull, the mirror of a copy, the file that ends a server."""
+    port: int = 0
+    cache: str = ""
+    """A relay's directory."""
     state_indices: tuple[int, ...] = ()
     encoding: Encoding = Encoding.ROSEMUX
     anchor_every: int = 25
     keep_versions: int = 50
+    copy_dir: str = ""
+    """Of a publisher whose copy outlives it."""
     phase: str = "run"
     """From when `after_s` counts: run, stage or apply."""
     death: Death = Death()

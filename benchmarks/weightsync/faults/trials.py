@@ -16,6 +16,7 @@ from benchmarks.weightsync.faults.kills import KILLS
 from benchmarks.weightsync.faults.machine import DISKS, MACHINE, may_mount
 from benchmarks.weightsync.faults.manifests import MANIFESTS
 from benchmarks.weightsync.faults.payloads import PAYLOADS
+from benchmarks.weightsync.faults.transfers import TRANSFERS
 from benchmarks.weightsync.faults.world import NEWEST, Template, World
 from benchmarks.weightsync.faults.zygote import Zygote
 from weightsync.codec import Encoding
@@ -56,14 +57,17 @@ class Trials:
     classes: dict[str, Tally] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
-    def run(self, template: Template, zygote: Zygote, fault: Fault, number: int) -> None:
+    def run(
+        self, template: Template, zygotes: tuple[Zygote, ...], fault: Fault, number: int
+    ) -> None:
         """One fault in a world of its own."""
         rng = Random(f"{self.seed} {number} {fault.name}")
         world = World(
             root=template.root / f"world-{number}",
             template=template,
             rng=rng,
-            zygote=zygote,
+            zygote=zygotes[0],
+            servers=zygotes[1:],
             encoding=fault.encoding or rng.choice(_ENCODINGS),
             newest=fault.newest or rng.choice([NEWEST - 1, NEWEST]),
         )
@@ -105,7 +109,7 @@ def struck(world: World, fault: Fault) -> Outcome:
 
 def classes(directory: Path) -> tuple[Fault, ...]:
     """Every class of faults that this machine can do."""
-    every = (*KILLS, *PAYLOADS, *HEADERS, *MANIFESTS, *MACHINE)
+    every = (*KILLS, *TRANSFERS, *PAYLOADS, *HEADERS, *MANIFESTS, *MACHINE)
     return (*every, *DISKS) if may_mount(directory) else every
 
 
@@ -116,10 +120,10 @@ def measure(
     trials = Trials(seed)
     root = Path(tempfile.mkdtemp(prefix="weight-faults-"))
     try:
-        with Zygote() as zygote:
+        with Zygote() as victims, Zygote() as server, Zygote() as relay:
             template = Template(root, seed)
             for number, fault in enumerate(_order(seed, count, classes(root))):
-                trials.run(template, zygote, fault, number)
+                trials.run(template, (victims, server, relay), fault, number)
                 if (number + 1) % 50 == 0:
                     told(f"{number + 1} of {count} faults, {trials.total.recovered} recovered")
     finally:

@@ -6,6 +6,7 @@ pulls with the product's own code and is ended by SIGKILL at a byte, at a call t
 system, or at an instant. Nothing in it runs after that.
 """
 
+import asyncio
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +35,13 @@ from weightsync.codec import Encoding
 from weightsync.follower import CheckpointFollower
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
+from weightsync.transport.listener import Listening, listen
+from weightsync.transport.location import StoreRoot
+from weightsync.transport.metrics import TransferMetrics
+from weightsync.transport.object_cache import ObjectCache
+from weightsync.transport.relay import RelayShelf
+from weightsync.transport.server import ServingLimits
+from weightsync.transport.shelf import Shelf, SourceShelf
 
 HANGS_AFTER_S = 60.0
 _FILES_MAX = 256
@@ -46,6 +55,7 @@ class Meter:
         self._death = death
         self._clock = MonotonicClock()
         self._began_s = self._clock.now()
+        self._began = False
         self.bytes = 0
         self.calls = 0
         self.tensors = 0
@@ -62,7 +72,9 @@ class Meter:
         )
 
     def begin(self) -> None:
-        """The phase begins: the instant counts from here."""
+        """The phase begins: calls and the instant count from here."""
+        self._began = True
+        self.calls = 0
         self._began_s = self._clock.now()
         if self._death.after_s is None:
             return
@@ -104,7 +116,7 @@ class Meter:
             _die()
 
     def _called(self, event: str, _: tuple[Any, ...]) -> None:
-        if not event.startswith(_CALLS):
+        if not self._began or not event.startswith(_CALLS):
             return
         self.calls += 1
         if self.calls == self._death.after_calls:
@@ -128,6 +140,7 @@ def publish(task: Task, meter: Meter) -> None:
         encoding=task.encoding,
         anchor_every=task.anchor_every,
         keep_versions=task.keep_versions,
+        copy_dir=task.copy_dir or None,
         write=meter.write,
     ) as publisher:
         for index in task.state_indices:
@@ -177,7 +190,39 @@ def pull(task: Task, meter: Meter) -> None:
             follows.pull()
 
 
-ROLES: dict[str, Callable[[Task, Meter], None]] = {"publish": publish, "copy": copy, "pull": pull}
+def serve(task: Task, meter: Meter) -> None:
+    """Serves the stores under a directory until its stop file is there."""
+    _listen(task, meter, lambda _: SourceShelf(StoreRoot(Path(task.store))))
+
+
+def relay(task: Task, meter: Meter) -> None:
+    """Relays the stores of a server, with a cache that outlives it."""
+
+    def shelf(metrics: TransferMetrics) -> RelayShelf:
+        held = ObjectCache(Path(task.cache), 64 << 20, metrics=metrics)
+        return RelayShelf(StoreRoot(task.store), held, streams=3, metrics=metrics)
+
+    _listen(task, meter, shelf)
+
+
+def _listen(task: Task, meter: Meter, shelf: Callable[[TransferMetrics], Shelf]) -> None:
+    def wait() -> None:
+        while not os.access(task.target, os.F_OK):
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    Thread(target=wait, daemon=True).start()
+    listening = Listening(port=task.port)
+    asyncio.run(listen(shelf, listening, ServingLimits(), started=lambda _: meter.begin()))
+
+
+ROLES: dict[str, Callable[[Task, Meter], None]] = {
+    "publish": publish,
+    "copy": copy,
+    "pull": pull,
+    "serve": serve,
+    "relay": relay,
+}
 
 
 def _child(task: Task, report: Path) -> None:

@@ -6,15 +6,25 @@ files or of the memory against the state that was published under that version.
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from socket import create_connection
 
 from safetensors import SafetensorError
 
-from benchmarks.weightsync.faults.holders import Claim, DirectoryHolder, Holder, MemoryHolder
+from benchmarks.weightsync.faults.holders import (
+    Claim,
+    DirectoryHolder,
+    Holder,
+    MemoryHolder,
+    Source,
+)
 from benchmarks.weightsync.faults.states import COUNT, hashes, states, tensors
+from benchmarks.weightsync.faults.tasks import Ended, Task
 from benchmarks.weightsync.faults.zygote import Zygote
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import RoseMuxError
@@ -31,6 +41,7 @@ HELD_VERSION = 5
 NEWEST = 7
 ANCHOR_EVERY = 3
 """Anchors beside versions 4 and 7."""
+_LISTENS_WITHIN_S = 1.0
 _ATTEMPTS = 3
 """A `--watch` tries for ever; three must do."""
 
@@ -74,6 +85,8 @@ class World:
     template: Template
     rng: Random
     zygote: Zygote
+    servers: tuple[Zygote, ...] = ()
+    """Fork servers for what serves: a child of each lives while others work."""
     encoding: Encoding = Encoding.ROSEMUX
     clock: Clock = field(default_factory=MonotonicClock)
     newest: int = NEWEST
@@ -85,6 +98,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.store = self.root / "store"
+        self.source: Source = lambda: self.store
+        self._stops: dict[int, Path] = {}
         self.truth = {version: version - 1 for version in range(1, NEWEST + 1)}
         """Index of the state that was published, or would have been, under a version."""
         self._next_state = NEWEST
@@ -102,13 +117,13 @@ class World:
         directory = self.root / "held"
         if not fresh:
             shutil.copytree(self.template.held, directory)
-        holder = DirectoryHolder(self.store, directory, self.clock)
+        holder = DirectoryHolder(self.source, directory, self.clock)
         self.holder = holder
         return holder
 
     def hold_memory(self, *, fresh: bool = False) -> MemoryHolder:
         version = None if fresh else HELD_VERSION
-        holder = MemoryHolder(self.store, self.template.seed, self.clock, version=version)
+        holder = MemoryHolder(self.source, self.template.seed, self.clock, version=version)
         self.holder = holder
         return holder
 
@@ -164,9 +179,9 @@ class World:
         shutil.rmtree(self.store)
         shutil.copytree(self.pristine, self.store)
 
-    def republish(self) -> None:
+    def republish(self, *, copy_dir: Path | None = None) -> None:
         """A publisher is started on the store as it is and publishes the next state."""
-        with Publisher(self.store, anchor_every=ANCHOR_EVERY) as publisher:
+        with Publisher(self.store, anchor_every=ANCHOR_EVERY, copy_dir=copy_dir) as publisher:
             self.publish_with(publisher)
 
     def republish_and_prune(self) -> None:
@@ -174,6 +189,36 @@ class World:
         with Publisher(self.store, anchor_every=1, keep_versions=1) as publisher:
             self.publish_with(publisher)
             self.publish_with(publisher)
+
+    def keep_serving(self, which: int, task: Task) -> None:
+        """Starts a server that lives until the world ends."""
+        self.serve(which, task)
+
+        def end() -> None:
+            self.stop(which)
+
+        self.ends.append(end)
+
+    def serve(self, which: int, task: Task) -> None:
+        self._stops[which] = Path(task.target)
+        self.servers[which].begin(task)
+        with suppress(OSError):
+            _reached(task.port)
+
+    def stop(self, which: int) -> Ended:
+        """How a server ended, or ends now."""
+        self._stops[which].touch()
+        return self.servers[which].ended()
+
+    def new_stop(self) -> str:
+        """A file that ends a server when it is there."""
+        return str(self.root / f"stop-{self.rng.randrange(1 << 40)}")
+
+    def hold_again(self) -> None:
+        """Another holder in the place of one that has nothing left to fetch."""
+        self.holder.close()
+        shutil.rmtree(self.root / "held", ignore_errors=True)
+        self.hold_any()
 
     def end(self) -> None:
         self.holder.close()
@@ -247,3 +292,18 @@ class World:
         return found.keys() == state.keys() and all(
             found[name] == bits.tobytes() for name, bits in state.items()
         )
+
+
+def _reached(port: int) -> None:
+    """Returns once somebody listens; raises OSError where nobody does for too long."""
+    clock = MonotonicClock()
+    until_s = clock.now() + _LISTENS_WITHIN_S
+    while True:
+        try:
+            create_connection(("127.0.0.1", port), timeout=1.0).close()
+        except OSError:
+            if clock.now() > until_s:
+                raise
+            time.sleep(0.002)
+        else:
+            return

@@ -43,12 +43,19 @@ class Zygote:
 
     def run(self, task: Task) -> Ended:
         """One child from its start to its end."""
+        self.begin(task)
+        return self.ended()
+
+    def begin(self, task: Task) -> None:
+        """Starts a child; `ended` waits for its end."""
         if not self._ready:
             self._expect("ready")
             self._ready = True
         pipe = self._pipe(self._process.stdin)
         pipe.write(msgspec.json.encode(task) + b"\n")
         pipe.flush()
+
+    def ended(self) -> Ended:
         return msgspec.json.decode(self._line(), type=Ended)
 
     def whole(self, key: str, task: Callable[[], Task]) -> Ended:

@@ -382,3 +382,19 @@ def test_what_cannot_be_published_says_why(tmp_path: Path, state: State, message
 def test_an_empty_state_is_a_mistake(tmp_path: Path) -> None:
     with Publisher(tmp_path) as publisher, pytest.raises(ConfigError, match="empty state dict"):
         publisher.publish({})
+
+
+@pytest.mark.parametrize("torn", [b"", b"weight_v0", b"\xff\x00 no name"])
+def test_a_torn_pointer_is_mended_by_the_next_version(
+    tmp_path: Path, states: tuple[State, ...], same: Same, torn: bytes
+) -> None:
+    store = tmp_path / "store"
+    with Publisher(store) as publisher:
+        publisher.publish(states[0])
+    (store / "LATEST").write_bytes(torn)
+    with Publisher(store) as publisher:
+        published = publisher.publish(states[1])
+        assert published.version == 2
+        (store / "LATEST").write_bytes(torn)
+        assert publisher.publish(states[2]).version == 3
+    assert same(_received(store, 3, states[0]), states[2])

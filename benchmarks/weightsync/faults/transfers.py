@@ -1,0 +1,130 @@
+"""Kills on the way: a receiver, a server or a relay dies while a version crosses a link."""
+
+import socket
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
+from benchmarks.weightsync.faults.tasks import Death, Task
+from benchmarks.weightsync.faults.world import World
+from weightsync.transport.access import Access
+from weightsync.transport.http_source import HttpSource
+from weightsync.transport.patience import RetryLimits
+
+_HASTY = Access(
+    streams=3,
+    range_bytes=64 << 10,
+    stall_s=0.5,
+    retries=RetryLimits(give_up_s=0.5, first_wait_s=0.005, wait_max_s=0.05),
+)
+"""Small ranges and short waits: many of both in a store of a few megabytes."""
+_SERVER_CALLS = 60
+"""Files that a server opens for a first pull, about; a death after them is tried again earlier."""
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as made:
+        made.bind(("127.0.0.1", 0))
+        port: int = made.getsockname()[1]
+        return port
+
+
+def _server(world: World, port: int, death: Death = Death()) -> Task:
+    return Task(
+        role="serve", store=str(world.root), port=port, target=world.new_stop(), death=death
+    )
+
+
+def _relay(world: World, port: int, upstream: int, death: Death = Death()) -> Task:
+    return Task(
+        role="relay",
+        store=f"http://127.0.0.1:{upstream}",
+        cache=str(world.root / "relayed"),
+        port=port,
+        target=world.new_stop(),
+        death=death,
+    )
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}/stores/store"
+
+
+def _read_from(world: World, port: int) -> None:
+    world.source = lambda: HttpSource(_url(port), _HASTY)
+    world.hold_any()
+
+
+def _dying_server(how: str) -> Callable[[World], Mend]:
+    def strike(world: World) -> Mend:
+        port = _free_port()
+        _read_from(world, port)
+        reach = 1.0
+        while True:
+            world.serve(0, _server(world, port, _death(world, how, reach)))
+            world.attempt()
+            if world.stop(0).killed:
+                break
+            world.hold_again()
+            reach *= 0.6
+        return lambda: world.keep_serving(0, _server(world, port))
+
+    return strike
+
+
+def _dying_relay(how: str) -> Callable[[World], Mend]:
+    """Its cache keeps what it had pulled, torn where it died."""
+
+    def strike(world: World) -> Mend:
+        upstream, port = _free_port(), _free_port()
+        world.keep_serving(0, _server(world, upstream))
+        _read_from(world, port)
+        reach = 1.0
+        while True:
+            world.serve(1, _relay(world, port, upstream, _death(world, how, reach)))
+            world.attempt()
+            if world.stop(1).killed:
+                break
+            world.hold_again()
+            reach *= 0.6
+        return lambda: world.keep_serving(1, _relay(world, port, upstream))
+
+    return strike
+
+
+def _dying_receiver(world: World) -> Mend:
+    port = _free_port()
+    world.keep_serving(0, _server(world, port))
+    fresh = world.rng.random() < 0.5
+    world.source = lambda: HttpSource(_url(port), _HASTY)
+    world.hold_directory(fresh=fresh)
+
+    def task(death: Death, target: Path = world.root / "held") -> Task:
+        return Task(role="pull", store=_url(port), target=str(target), death=death)
+
+    def measured() -> Task:
+        target = world.root / "measured"
+        if not fresh:
+            world.copy_held(target)
+        return task(Death(), target)
+
+    whole = world.zygote.whole(f"pull over HTTP {fresh} {world.encoding}", measured)
+    world.zygote.kill(task, how="instant", whole=whole, rng=world.rng)
+    return nothing
+
+
+def _death(world: World, how: str, reach: float) -> Death:
+    part = world.rng.random() * reach
+    if how == "call":
+        return Death(after_calls=1 + int(part * _SERVER_CALLS))
+    return Death(after_s=0.05 * part)
+
+
+TRANSFERS: tuple[Fault, ...] = (
+    Fault("kill a server at a call", _dying_server("call")),
+    Fault("kill a server at an instant", _dying_server("instant")),
+    Fault("kill a relay at a call", _dying_relay("call")),
+    Fault("kill a relay at an instant", _dying_relay("instant")),
+    Fault("kill a receiver while it reads over HTTP", _dying_receiver),
+)
