@@ -5,12 +5,14 @@ beside this file.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting import report
+from benchmarks.weightsync.contenders import CONTENDERS
 from benchmarks.weightsync.race import raced
 from benchmarks.weightsync.states import LARGE, SMALL, Pair, adam_step, checkpoints, consecutive
 from harvester.contracts.errors import ConfigError
@@ -20,6 +22,8 @@ PARTS = ("codecs", "vllm", "fanout", "faults", "memory")
 _MODULES = {"vllm": "engine"}
 LEARNING_RATES = (1e-6, 3e-6, 1e-5, 1e-3)
 _TURNS = 5
+_TURNS_OF_LARGE = 3
+_LARGE_BYTES = 1 << 30
 _PAIRS_OF_A_STORE = 3
 
 
@@ -50,6 +54,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
             # Each part imports what it needs: real engines, servers, namespaces.
             module = import_module(f"benchmarks.weightsync.{_MODULES.get(part, part)}")
             result[part] = module.measure()
+            print(part, result[part], file=sys.stderr, flush=True)
     return result
 
 
@@ -59,8 +64,9 @@ def codecs(given: argparse.Namespace) -> dict[str, Any]:
     cases: list[dict[str, Any]] = []
     copies: list[float] = []
     for pair in _pairs(given):
-        race = raced(pair, turns=_TURNS)
+        race = raced(pair, turns=_TURNS if pair.dense_bytes < _LARGE_BYTES else _TURNS_OF_LARGE)
         cases += race.cases()
+        print(cases[-len(CONTENDERS)], file=sys.stderr, flush=True)
         copies.append(race.memcpy_gb_s)
     return {"cases": cases, "memcpy_gb_s": max(copies)}
 

@@ -114,7 +114,7 @@ def classes(directory: Path) -> tuple[Fault, ...]:
 
 
 def measure(
-    seed: int, count: int = 500, *, told: Callable[[str], None] = lambda _: None
+    seed: int = 1, count: int = 500, *, told: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
     """`count` faults, every class as often as every other, in an order that the seed gives."""
     trials = Trials(seed)
