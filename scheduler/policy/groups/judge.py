@@ -1,0 +1,84 @@
+"""Whether a set of jobs may share a group: the two planners' ways to say so.
+
+`WorstCase` is RollMux: durations at the token limit, one meta-iteration of the cyclic round robin,
+groups at or over their cycle left alone. `Distributional` is ours: learned durations with their doubt,
+the order that credit decides, a chance constraint on every job's SLO.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from scheduler.policy.groups.durations import Belief, worst_case
+from scheduler.policy.groups.facts import JobFacts
+from scheduler.policy.groups.forecast import Horizon, Occupant, slowdowns
+from scheduler.policy.groups.slo import ChanceConstraint
+from scheduler.policy.groups.stages import CREDIT, CYCLIC, Rules
+from scheduler.policy.groups.tail import UNDIVIDED, TailShape
+from scheduler.policy.groups.theorem import conditions
+
+PAPER_RULES = Rules(CYCLIC, True, False, 5.0, 3.0, 0.0)
+OUR_RULES = Rules(CREDIT, True, True, 5.0, 3.0, 0.03)
+_ROUNDING = 1e-9
+
+
+class Judge(Protocol):
+    def belief(self, facts: JobFacts) -> Belief: ...
+
+    def tail(self, facts: JobFacts) -> TailShape: ...
+
+    def takes_more(self, occupants: Sequence[Occupant]) -> bool:
+        """Whether an existing group is considered for another job at all."""
+        ...
+
+    def admits(self, occupants: Sequence[Occupant]) -> bool:
+        """Whether every job keeps its SLO."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorstCase:
+    rules: Rules = PAPER_RULES
+    horizon: Horizon = Horizon(scenarios=1, warm_up=3.0, cycles=6.0)
+
+    def belief(self, facts: JobFacts) -> Belief:
+        return worst_case(facts.job)
+
+    def tail(self, facts: JobFacts) -> TailShape:
+        """At the token limit all responses end together, so there is none to plan with."""
+        return UNDIVIDED
+
+    def takes_more(self, occupants: Sequence[Occupant]) -> bool:
+        return not conditions(occupants).saturated
+
+    def admits(self, occupants: Sequence[Occupant]) -> bool:
+        found = slowdowns(occupants, rules=self.rules, horizon=self.horizon)[0]
+        return all(
+            slow <= one.slo + _ROUNDING for slow, one in zip(found, occupants, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Distributional:
+    rules: Rules = OUR_RULES
+    horizon: Horizon = Horizon()
+    constraint: ChanceConstraint = field(default_factory=ChanceConstraint)
+
+    def belief(self, facts: JobFacts) -> Belief:
+        return facts.belief()
+
+    def tail(self, facts: JobFacts) -> TailShape:
+        return facts.tail
+
+    def takes_more(self, occupants: Sequence[Occupant]) -> bool:
+        return True
+
+    def admits(self, occupants: Sequence[Occupant]) -> bool:
+        slos = np.array([one.slo for one in occupants]) + _ROUNDING
+        means = replace(self.horizon, scenarios=1)
+        if (slowdowns(occupants, rules=self.rules, horizon=means)[0] > slos).any():
+            return False
+        found = slowdowns(occupants, rules=self.rules, horizon=self.horizon)
+        return bool((self.constraint.excess(found, slos) <= 0.0).all())
