@@ -1,7 +1,8 @@
 """The book of groups: which nodes each owns, which jobs are pinned to them, what is resident where.
 
 It keeps the invariants (disjoint groups, residency as a hard limit) and decides nothing. Nodes exist
-as long as somebody is pinned to them. A job that is moving is resident at both ends until it has left.
+as long as somebody is pinned to them. A job that moves stays resident on its old nodes until it has
+left; arrivals count it there, and other movers wait for its room.
 """
 
 from dataclasses import dataclass, field
@@ -55,6 +56,9 @@ class GroupBook:
         self.home: dict[JobId, GroupId] = {}
         self.nodes: dict[NodeId, GroupId] = {}
         self.resident_bytes: dict[NodeId, int] = {}
+        """By node, of those who leave it too."""
+        self.planned_bytes: dict[NodeId, int] = {}
+        """By node, once everybody who moves has moved."""
         self.committed_per_hour = 0.0
         """Price of the nodes that somebody is pinned to and not leaving."""
         self._pins: dict[NodeId, int] = {}
@@ -106,15 +110,18 @@ class GroupBook:
         placement = cell.pinned.pop(job)
         self._count(placement, -1)
         if stays_resident:
+            self._plan(placement, -host_bytes)
             self._leaving.setdefault(job, []).append(placement)
             return ()
+        self._plan(placement, -host_bytes)
         return self._release(placement, cell, host_bytes)
 
-    def stay(self, job: JobId) -> None:
+    def stay(self, job: JobId, host_bytes: int) -> None:
         """Takes back the last `unpin` of a job that was to stay resident."""
         placement = self._leaving[job].pop()
         if not self._leaving[job]:
             del self._leaving[job]
+        self._plan(placement, host_bytes)
         self._settle(placement, self.cells[self.nodes[placement.rollout_nodes[0]]])
 
     def left(self, job: JobId, host_bytes: int) -> tuple[NodeId, ...]:
@@ -131,6 +138,9 @@ class GroupBook:
     def free_bytes(self, node: NodeId, pool: Pool) -> int:
         return self.types[pool].host_bytes - self.resident_bytes.get(node, 0)
 
+    def planned_free_bytes(self, node: NodeId, pool: Pool) -> int:
+        return self.types[pool].host_bytes - self.planned_bytes.get(node, 0)
+
     def price_per_hour(self) -> float:
         """Of all nodes that are up."""
         return sum(self.cell_price_per_hour(cell) for cell in self.cells.values())
@@ -141,6 +151,10 @@ class GroupBook:
             len(cell.rollout) * rollout.price_per_hour
             + len(cell.training) * training.price_per_hour
         )
+
+    def _plan(self, placement: Placement, change: int) -> None:
+        for node in (*placement.rollout_nodes, *placement.training_nodes):
+            self.planned_bytes[node] += change
 
     def _settle(self, placement: Placement, cell: Cell) -> None:
         cell.pinned[placement.job] = placement
@@ -172,10 +186,11 @@ class GroupBook:
         )
 
     def _hold(self, node: NodeId, pool: Pool, host_bytes: int) -> None:
-        held = self.resident_bytes.get(node, 0) + host_bytes
-        if held > self.types[pool].host_bytes:
-            raise ValueError(f"node {node} would hold {held} bytes")
-        self.resident_bytes[node] = held
+        planned = self.planned_bytes.get(node, 0) + host_bytes
+        if planned > self.types[pool].host_bytes:
+            raise ValueError(f"node {node} would hold {planned} bytes")
+        self.planned_bytes[node] = planned
+        self.resident_bytes[node] = self.resident_bytes.get(node, 0) + host_bytes
         self._pins[node] = self._pins.get(node, 0) + 1
 
     def _release(
@@ -192,6 +207,7 @@ class GroupBook:
                 if self._pins[node] == 0:
                     owned.remove(node)
                     del self._pins[node], self.resident_bytes[node], self.nodes[node]
+                    del self.planned_bytes[node]
                     down.append(node)
         if not cell.rollout and not cell.training:
             del self.cells[cell.group]

@@ -25,7 +25,7 @@ class PhaseEstimate:
     """Belief about one phase's mean and variation; `memory` is in observations."""
 
     max_s: float
-    memory: float = 24.0
+    memory: float = 40.0
     weight: float = 0.0
     seen_s: float = 0.0
     """Faded mean of what was observed."""

@@ -22,7 +22,7 @@ class JobEnded(msgspec.Struct, frozen=True, kw_only=True, tag="job_ended"):
 
 
 class JobMoved(msgspec.Struct, frozen=True, kw_only=True, tag="job_moved"):
-    """The job has left its old nodes and is loading on its new ones."""
+    """The job has left its old nodes."""
 
     job: JobId
 
@@ -54,7 +54,10 @@ class PlaceJob(msgspec.Struct, frozen=True, kw_only=True, tag="place_job"):
 
 
 class MoveJob(msgspec.Struct, frozen=True, kw_only=True, tag="move_job"):
-    """At the end of the job's present iteration; it stays resident on its old nodes until then."""
+    """At the end of the job's present iteration; it stays resident on its old nodes until then.
+
+    It loads on its new nodes as soon as their memory has room: another mover may still be there.
+    """
 
     group: GroupId
     placement: Placement

@@ -1,11 +1,19 @@
 """What the planner knows of one job: its declaration, what was observed of it, what it was promised."""
 
 from dataclasses import dataclass
+from itertools import count
+from typing import Final
 
 from scheduler.policy.groups.durations import Belief, PhaseEstimate, learned
 from scheduler.policy.groups.slo import SloAccount
 from scheduler.policy.groups.tail import TailShape
 from scheduler.policy.model import Job, PhaseKind
+
+_RENEWED_AT: Final = (1, 2, 4, 6, 14, 30)
+"""Observations after which a belief is renewed because its doubt has shrunk."""
+_STEP_RATIO: Final = 0.03
+"""A mean that moved this far renews the belief; less is not worth forecasting everything again."""
+_versions = count(1)
 
 
 @dataclass(slots=True)
@@ -18,6 +26,9 @@ class JobFacts:
     moving: bool = False
     moved_s: float = float("-inf")
     """When it last began to move."""
+    version: int = 0
+    """Names the belief in force, over all jobs; verdicts about a version stay true."""
+    _belief: Belief | None = None
 
     @classmethod
     def of(cls, job: Job, *, cold_start_s: float, tail: TailShape, now: float) -> "JobFacts":
@@ -46,6 +57,19 @@ class JobFacts:
     def observe(self, kind: PhaseKind, solo_s: float) -> None:
         (self.rollout if kind is PhaseKind.ROLLOUT else self.training).observe(solo_s)
         self.account.solo_s += solo_s
+        if self._belief is not None and self._outdated(self._belief):
+            self._belief = None
 
     def belief(self) -> Belief:
-        return learned(self.rollout, self.training)
+        if self._belief is None:
+            self._belief = learned(self.rollout, self.training)
+            self.version = next(_versions)
+        return self._belief
+
+    def _outdated(self, belief: Belief) -> bool:
+        if self.training.count in _RENEWED_AT:
+            return True
+        return (
+            abs(self.rollout.mean_s / belief.rollout_s - 1.0) > _STEP_RATIO
+            or abs(self.training.mean_s / belief.training_s - 1.0) > _STEP_RATIO
+        )

@@ -15,11 +15,14 @@ from scheduler.policy.groups.durations import Belief, worst_case
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.forecast import Horizon, Occupant, slowdowns
 from scheduler.policy.groups.slo import ChanceConstraint
-from scheduler.policy.groups.stages import CREDIT, CYCLIC, Rules
+from scheduler.policy.groups.stages import CREDIT, CYCLIC, FIFO, Rules
 from scheduler.policy.groups.tail import UNDIVIDED, TailShape
 from scheduler.policy.groups.theorem import conditions
 
-PAPER_RULES = Rules(CYCLIC, True, False, 5.0, 3.0, 0.0)
+PAPER_PLAN = Rules(CYCLIC, True, False, 0.0, 3.0, 0.0)
+"""What Algorithm 1 simulates: the round robin, without the price of switching."""
+PAPER_RULES = Rules(FIFO, True, False, 5.0, 3.0, 0.0)
+"""What RollMux runs: each worker first come, first served."""
 OUR_RULES = Rules(CREDIT, True, True, 5.0, 3.0, 0.03)
 _ROUNDING = 1e-9
 
@@ -40,7 +43,7 @@ class Judge(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorstCase:
-    rules: Rules = PAPER_RULES
+    rules: Rules = PAPER_PLAN
     horizon: Horizon = Horizon(scenarios=1, warm_up=3.0, cycles=6.0)
 
     def belief(self, facts: JobFacts) -> Belief:

@@ -59,26 +59,37 @@ class Packer:
         self.limits = limits
         self.index = GroupIndex(group_jobs=limits.group_jobs)
         self.simulated = 0
+        self.now_s = 0.0
+        """When the present question is asked; credit depends on it."""
 
     def refresh(self, cell: Cell) -> None:
         """To be called whenever the group changed."""
         self.index.refresh(cell, self.book, self.node_shares(cell))
 
-    def occupant(self, cell: Cell, placement: Placement) -> Occupant:
+    def occupant(
+        self, cell: Cell, placement: Placement, *, spend_over_s: float | None = None
+    ) -> Occupant:
+        """A pinned job for a forecast; with `spend_over_s` its credit loosens its SLO for so long."""
         facts = self.facts[placement.job]
+        slo = facts.account.slo
+        if spend_over_s is not None:
+            slo += max(0.0, facts.account.credit_s(self.now_s)) / spend_over_s
         tail = self.judge.tail(facts)
         rollout, training = cell.masks(placement)
         return Occupant(
             rollout,
             training,
-            facts.account.slo,
+            slo,
             self.judge.belief(facts),
             tail.bulk_ratio,
             tail.share,
         )
 
-    def occupants(self, cell: Cell) -> list[Occupant]:
-        return [self.occupant(cell, placement) for placement in cell.pinned.values()]
+    def occupants(self, cell: Cell, *, spend_over_s: float | None = None) -> list[Occupant]:
+        return [
+            self.occupant(cell, placement, spend_over_s=spend_over_s)
+            for placement in cell.pinned.values()
+        ]
 
     def node_shares(self, cell: Cell) -> dict[NodeId, float]:
         """The least share of each node's time that its jobs need to keep their SLOs."""
@@ -189,7 +200,14 @@ class Packer:
             )
         return sorted(kinds, key=lambda kind: kind[2])
 
-    def _openings(self, cell: Cell, job: JobId, kind: OpeningKind) -> Iterator[Opening]:
+    def unjudged(self, cell: Cell, job: JobId, kind: OpeningKind) -> Iterator[Opening]:
+        """What memory and group size allow, whatever becomes of the SLOs."""
+        if len(cell.pinned) < self.limits.group_jobs:
+            yield from self._openings(cell, job, kind, share_max=float("inf"))
+
+    def _openings(
+        self, cell: Cell, job: JobId, kind: OpeningKind, *, share_max: float = SHARE_MAX
+    ) -> Iterator[Opening]:
         facts, book = self.facts[job], self.book
         rollout_share, training_share = self.shares(facts)
         taken = self.node_shares(cell)
@@ -219,7 +237,7 @@ class Packer:
                 (
                     node
                     for node in nodes
-                    if 0.0 < taken[node] <= SHARE_MAX - share
+                    if 0.0 < taken[node] <= share_max - share
                     and book.free_bytes(node, pool) >= facts.job.host_bytes_per_node
                 ),
                 key=lambda node: -taken[node],

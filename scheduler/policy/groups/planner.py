@@ -27,6 +27,7 @@ from scheduler.policy.groups.events import (
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.judge import Judge
 from scheduler.policy.groups.packing import Opening, Packer, PackingLimits
+from scheduler.policy.groups.regroup import Regroup
 from scheduler.policy.groups.relocation import Move, MovePrices, Relocation
 from scheduler.policy.groups.tail import Completion, best_shape
 from scheduler.policy.model import Job, Pool
@@ -39,8 +40,12 @@ class PlannerConfig:
     prices: MovePrices = field(default_factory=MovePrices)
     moves: bool = True
     """Whether reviews may move jobs; the paper's planner leaves them where they are."""
+    looks: int = 4
+    """Searches for a saving after something changed, one a review."""
     recheck_s: float = 1800.0
     """Between two looks at a group that nothing happened to."""
+    spend_over_s: float = 6 * 3600.0
+    """A broken promise is mended by a move only if the jobs' credit would not last so long."""
     curve: tuple[Completion, ...] = (Completion(0.5, 0.8),)
     """How responses complete, until a job's own curve is known."""
     accelerators: int = 8
@@ -60,10 +65,13 @@ class GroupPlanner:
         self.packer = Packer(self.book, self.facts, judge, self.config.limits)
         self.relocation = Relocation(self.packer, self.config.prices)
         self._checked_s: dict[str, float] = {}
+        self.regroup = Regroup(self.packer, self.relocation, self.config.prices)
+        self._looks = 0
         self._changed = False
         """Something happened since the last review that may let a node be spared."""
 
     def observe(self, event: GroupEvent, *, now: float) -> tuple[GroupEffect, ...]:
+        self.packer.now_s = now
         match event:
             case PhaseEnded(job=job, phase=phase, solo_s=solo_s):
                 return self._learn(job, phase, solo_s)
@@ -93,18 +101,19 @@ class GroupPlanner:
             tail=best_shape(config.curve, accelerators=config.accelerators),
             now=now,
         )
-        opening = self.packer.best(job.job)
-        if opening is None:
-            raise AssertionError("a new isolated group is always an opening")
+        opening = self.choose(job.job)
         up = self.book.pin(opening.placement, opening.cell, job.host_bytes_per_node)
         self.packer.refresh(opening.cell)
-        self._changed = True
         return (
             *(AddNode(node=node, group=opening.cell.group) for node in up),
             PlaceJob(
                 group=opening.cell.group, placement=opening.placement, reason=_reason(opening)
             ),
         )
+
+    def choose(self, job: JobId) -> Opening:
+        """Where an arrival goes; the book is as before."""
+        return self.packer.best(job) or self.packer.isolated(job)
 
     def _end(self, job: JobId) -> tuple[GroupEffect, ...]:
         facts = self.facts[job]
@@ -146,30 +155,24 @@ class GroupPlanner:
                 effects += self._restore(cell, now=now)
         if self._changed:
             self._changed = False
-            effects += self._spare(now=now)
+            self._looks = self.config.looks
+        if self._looks:
+            self._looks -= 1
+            moves = self.regroup.improve(now=now)
+            effects += self._announce(moves, "spares nodes", now=now)
+            if moves:
+                self._looks = self.config.looks
         return tuple(effects)
 
     def _restore(self, cell: Cell, *, now: float) -> list[GroupEffect]:
         if len(cell.pinned) < 2:
             return []
         self.packer.refresh(cell)
-        if self.packer.judge.admits(self.packer.occupants(cell)):
+        occupants = self.packer.occupants(cell, spend_over_s=self.config.spend_over_s)
+        if self.packer.judge.admits(occupants):
             return []
         moves = self.relocation.restore(cell, now=now)
         return self._announce(moves, "a promise was in danger", now=now)
-
-    def _spare(self, *, now: float) -> list[GroupEffect]:
-        effects: list[GroupEffect] = []
-        cells = sorted(self.book.cells.values(), key=self._load)[: self.config.prices.cells]
-        while moves := self.relocation.spare(
-            [cell for cell in cells if cell.group in self.book.cells], now=now
-        ):
-            effects += self._announce(moves, "spares a node", now=now)
-        return effects
-
-    def _load(self, cell: Cell) -> float:
-        shares = self.packer.node_shares(cell)
-        return sum(shares.values()) / max(1, len(shares))
 
     def _announce(self, moves: list[Move], why: str, *, now: float) -> list[GroupEffect]:
         effects: list[GroupEffect] = []

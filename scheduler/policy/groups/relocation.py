@@ -5,29 +5,27 @@ moving job is resident at both ends, so a move that memory cannot carry is never
 whose credit pays for the move is moved.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from harvester.contracts.ids import JobId
 from scheduler.policy.groups.book import Cell, GroupBook
 from scheduler.policy.groups.facts import JobFacts
-from scheduler.policy.groups.packing import Opening, Packer
-from scheduler.policy.model import Node
+from scheduler.policy.groups.packing import Opening, OpeningKind, Packer
+from scheduler.policy.model import Node, Placement, Pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovePrices:
     move_s: float = 300.0
     """Time that a job loses by a move."""
-    least_saving_per_move: float = 5.0
-    """Dollars an hour that a move must spare: about an hour's worth of what it costs."""
+    least_saving_per_move: float = 1.5
+    """Dollars an hour that a move must spare: it costs about three hours of that."""
     quiet_s: float = 3600.0
     """Between two moves of one job that only spare money."""
-    moves: int = 3
-    """Most jobs that move for one saving."""
-    cells: int = 8
-    """Groups looked at for one saving."""
+    jobs: int = 8
+    """Most jobs that are regrouped at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,20 +67,6 @@ class Relocation:
                 return self.relocate(best[1], without=(cell,)) or []
         return []
 
-    def spare(self, cells: Sequence[Cell], *, now: float) -> list[Move]:
-        """The first set of moves found that spares enough; already applied to the book."""
-        for cell in cells:
-            for jobs, without in self._evacuations(cell, now=now):
-                before = self._book.committed_per_hour
-                least = self._prices.least_saving_per_move * len(jobs)
-                moves = self.relocate(jobs, without=without, saving=least, new_group=False)
-                if moves is None:
-                    continue
-                if before - self._book.committed_per_hour >= least:
-                    return moves
-                self.take_back(moves)
-        return []
-
     def relocate(
         self,
         jobs: Sequence[JobId],
@@ -108,10 +92,7 @@ class Relocation:
             )
             if opening is None:
                 self.take_back(moves)
-                for other, home in homes:
-                    if book.is_leaving(other) and other not in book.home:
-                        book.stay(other)
-                        packer.refresh(home)
+                self._return_home(homes)
                 return None
             up = book.pin(opening.placement, opening.cell, self._bytes(job))
             packer.refresh(opening.cell)
@@ -122,7 +103,7 @@ class Relocation:
         for move in reversed(moves):
             self._book.unpin(move.job, self._bytes(move.job))
             self._packer.refresh(move.opening.cell)
-            self._book.stay(move.job)
+            self._book.stay(move.job, self._bytes(move.job))
             self._packer.refresh(self._book.cells[self._book.home[move.job]])
 
     def affords_move(self, job: JobId, *, now: float) -> bool:
@@ -130,34 +111,60 @@ class Relocation:
         facts = self._facts(job)
         if facts.moving:
             return False
-        need_s = self._prices.move_s + 0.25 * facts.belief().iteration_s
+        need_s = self._prices.move_s + facts.belief().iteration_s
         return facts.account.credit_s(now) >= need_s
 
-    def _may_spare(self, job: JobId, *, now: float) -> bool:
+    def may_spare(self, job: JobId, *, now: float) -> bool:
         facts = self._facts(job)
         quiet = now - facts.moved_s >= self._prices.quiet_s
         return quiet and facts.mature and self.affords_move(job, now=now)
-
-    def _evacuations(
-        self, cell: Cell, *, now: float
-    ) -> Iterator[tuple[tuple[JobId, ...], tuple[Cell, ...]]]:
-        """Sets of jobs whose leaving empties the group, or one node of it."""
-        movable = {job for job in cell.pinned if self._may_spare(job, now=now)}
-        everybody = tuple(cell.pinned)
-        if len(everybody) <= self._prices.moves and movable.issuperset(everybody):
-            yield everybody, (cell,)
-        for node in (*cell.training, *cell.rollout):
-            pinned = tuple(
-                job
-                for job, placement in cell.pinned.items()
-                if node in placement.rollout_nodes or node in placement.training_nodes
-            )
-            if 0 < len(pinned) <= min(self._prices.moves, len(everybody) - 1):
-                if movable.issuperset(pinned):
-                    yield pinned, ()
 
     def _facts(self, job: JobId) -> JobFacts:
         return self._packer.facts[job]
 
     def _bytes(self, job: JobId) -> int:
         return self._facts(job).job.host_bytes_per_node
+
+    def move_all(
+        self, wanted: Sequence[tuple[Cell, Placement]], *, kind: OpeningKind
+    ) -> list[Move]:
+        """Moves jobs to given places, all or none: memory may not carry both ends of a move."""
+        book, packer = self._book, self._packer
+        homes = [(one.job, book.cells[book.home[one.job]]) for _, one in wanted]
+        for job, home in homes:
+            book.unpin(job, self._bytes(job), stays_resident=True)
+            packer.refresh(home)
+        moves: list[Move] = []
+        for cell, placement in wanted:
+            before = book.committed_per_hour
+            if not self._fits(placement):
+                self.take_back(moves)
+                self._return_home(homes)
+                return []
+            up = book.pin(placement, cell, self._bytes(placement.job))
+            packer.refresh(cell)
+            opening = Opening(
+                kind=kind,
+                cell=cell,
+                placement=placement,
+                delta_per_hour=book.committed_per_hour - before,
+            )
+            moves.append(Move(job=placement.job, opening=opening, up=up))
+        return moves
+
+    def _fits(self, placement: Placement) -> bool:
+        size = self._bytes(placement.job)
+        return all(
+            self._book.planned_free_bytes(node, pool) >= size
+            for pool, nodes in (
+                (Pool.ROLLOUT, placement.rollout_nodes),
+                (Pool.TRAINING, placement.training_nodes),
+            )
+            for node in nodes
+        )
+
+    def _return_home(self, homes: Sequence[tuple[JobId, Cell]]) -> None:
+        for job, home in homes:
+            if job not in self._book.home:
+                self._book.stay(job, self._bytes(job))
+                self._packer.refresh(home)

@@ -15,7 +15,7 @@ from scheduler.policy.groups.compiled import Records
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChanceConstraint:
-    risk: float = 0.05
+    risk: float = 0.25
     """Accepted probability that a job's slow-down over the forecast exceeds its SLO."""
 
     def excess(self, slowdowns: Records, slos: Records) -> Records:

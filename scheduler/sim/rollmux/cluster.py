@@ -6,7 +6,7 @@ from when the first job is put on it to when the planner gives it back.
 """
 
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -24,10 +24,11 @@ from scheduler.policy.groups.events import (
     ReleaseNode,
     ReviewDue,
 )
+from scheduler.policy.groups.compiled import Records
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.stages import (
     JOB_DONE,
-    JOB_PARKED,
+    PARKED,
     ROLLOUT_ENDED,
     ROLLOUT_STARTED,
     TAIL_MIGRATED,
@@ -82,6 +83,10 @@ class Cluster:
         self._home: dict[int, GroupId] = {}
         self._nodes: dict[NodeId, tuple[Node, GroupId]] = {}
         self._target: dict[int, tuple[GroupId, Placement]] = {}
+        self._outside: dict[int, Records] = {}
+        """Movers that have left their old nodes and wait for room on their new ones."""
+        self._at: dict[int, Placement] = {}
+        self._held_bytes: dict[NodeId, int] = {}
         self._moves = 0
         self._events = 0
 
@@ -126,7 +131,8 @@ class Cluster:
                     self._note("move", placement, reason, now=now)
                     number = self._number[placement.job]
                     self._target[number] = (group, placement)
-                    self._floors[self._home[number]].ask_to_leave(number)
+                    if number not in self._outside:
+                        self._floors[self._home[number]].ask_to_leave(number)
                     self._moves += 1
         self._move_parked(now=now)
 
@@ -151,7 +157,7 @@ class Cluster:
         self.ledger.iteration_ends_s[placement.job] = []
 
     def _enter(
-        self, row: Any, placement: Placement, group: GroupId, *, loading_s: float, now: float
+        self, row: Records, placement: Placement, group: GroupId, *, loading_s: float, now: float
     ) -> None:
         floor = self._floors.get(group)
         if floor is None:
@@ -159,23 +165,50 @@ class Cluster:
         for name in (*placement.rollout_nodes, *placement.training_nodes):
             node = self._nodes[name][0]
             self.ledger.node_up(name, node.pool, node.price_per_hour, t_s=now)
+            size = self._jobs[int(row["id"][0])].job.host_bytes_per_node
+            self._held_bytes[name] = self._held_bytes.get(name, 0) + size
         floor.enter(row, placement, loading_s=loading_s)
+        self._at[int(row["id"][0])] = placement
+        self.ledger.write(
+            now,
+            "loading",
+            job=placement.job,
+            nodes=[*placement.rollout_nodes, *placement.training_nodes],
+        )
         self._home[int(row["id"][0])] = group
         self._believe(floor, {int(row["id"][0])})
 
     def _move_parked(self, *, now: float) -> None:
+        """Takes out who is at an iteration's end, and lets in who finds room."""
         for number in sorted(self._target):
-            old = self._floors[self._home[number]]
-            at = old.row(number)
-            if old.jobs["stage"][at] != 7:
+            floor = self._floors[self._home[number]] if number not in self._outside else None
+            if floor is None or floor.jobs["stage"][floor.row(number)] != PARKED:
                 continue
-            group, placement = self._target.pop(number)
-            row = old.leave(number)
-            self.ledger.write(now, "moved", job=placement.job)
-            self._enter(row, placement, group, loading_s=MOVE_S, now=now)
-            for effect in self._planner.observe(JobMoved(job=placement.job), now=now):
+            self._outside[number] = floor.leave(number)
+            self._vacate(number)
+            job = self._jobs[number].job.job
+            self.ledger.write(now, "left", job=job)
+            for effect in self._planner.observe(JobMoved(job=job), now=now):
                 if isinstance(effect, ReleaseNode):
                     self._release(effect.node, now=now)
+        for number in list(self._outside):
+            group, placement = self._target[number]
+            if self._has_room(number, placement):
+                del self._target[number]
+                row = self._outside.pop(number)
+                self._enter(row, placement, group, loading_s=MOVE_S, now=now)
+
+    def _has_room(self, number: int, placement: Placement) -> bool:
+        size = self._jobs[number].job.host_bytes_per_node
+        return all(
+            self._held_bytes.get(node, 0) + size <= self._nodes[node][0].host_bytes
+            for node in (*placement.rollout_nodes, *placement.training_nodes)
+        )
+
+    def _vacate(self, number: int) -> None:
+        placement = self._at.pop(number)
+        for node in (*placement.rollout_nodes, *placement.training_nodes):
+            self._held_bytes[node] -= self._jobs[number].job.host_bytes_per_node
 
     def _release(self, name: NodeId, *, now: float) -> None:
         self.ledger.node_down(name, t_s=now)
@@ -229,6 +262,7 @@ class Cluster:
         job = self._jobs[number].job.job
         self._target.pop(number, None)
         self._floors[self._home.pop(number)].leave(number)
+        self._vacate(number)
         self.ledger.ended_s[job] = t_s
         self.ledger.write(t_s, "job_done", job=job)
         for effect in self._planner.observe(JobEnded(job=job), now=t_s):

@@ -1,0 +1,62 @@
+"""The exact optimum for a few jobs: what a planner would pay that knew the truth and moved for free.
+
+The same search as the planner's, over all jobs at once, with their true distributions and the SLO as
+the only margin. Ten jobs or so.
+"""
+
+from dataclasses import dataclass, field
+
+from scheduler.policy.groups.durations import Belief
+from scheduler.policy.groups.forecast import Horizon, Occupant, slowdowns
+from scheduler.policy.groups.judge import OUR_RULES
+from scheduler.policy.groups.regrouping import CheapestHosting, Guest, Hosting
+from scheduler.policy.groups.stages import Rules
+from scheduler.policy.groups.tail import TailShape
+from scheduler.policy.model import Job
+from scheduler.sim.rollmux.workload import NODE_TYPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownJob:
+    """A job with its true distributions: the means carry no doubt."""
+
+    job: Job
+    truth: Belief
+    tail: TailShape
+
+    def as_guest(self, version: int) -> Guest:
+        slowest_s = self.job.slowdown_slo * self.truth.iteration_s
+        return Guest(
+            version,
+            self.job.host_bytes_per_node,
+            self.truth.rollout_s * self.tail.node_ratio / slowest_s,
+            self.truth.training_s / slowest_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    jobs: list[KnownJob]
+    rules: Rules = OUR_RULES
+    horizon: Horizon = field(default_factory=Horizon)
+
+    def price_per_hour(self) -> float:
+        guests = [known.as_guest(at) for at, known in enumerate(self.jobs)]
+        price, _ = CheapestHosting(NODE_TYPES).search(guests, self._admits)
+        return price
+
+    def _admits(self, hosting: Hosting) -> bool:
+        nodes = max(hosting.rollout) + 1
+        occupants = [
+            Occupant(
+                1 << rollout,
+                1 << (nodes + training),
+                self.jobs[one].job.slowdown_slo,
+                self.jobs[one].truth,
+                self.jobs[one].tail.bulk_ratio,
+                self.jobs[one].tail.share,
+            )
+            for one, rollout, training in zip(*hosting, strict=True)
+        ]
+        found = slowdowns(occupants, rules=self.rules, horizon=self.horizon).mean(axis=0)
+        return all(slow <= one.slo + 1e-9 for slow, one in zip(found, occupants, strict=True))
