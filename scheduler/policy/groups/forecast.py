@@ -37,8 +37,8 @@ def _draws() -> tuple[Records, Records]:
 def _slowdowns(
     template: Records,
     nodes: Records,
-    spread_s: Records,
-    cv: Records,
+    beliefs: Records,
+    doubt: float,
     mean_draws: Records,
     phase_draws: Records,
     scenarios: int,
@@ -61,11 +61,13 @@ def _slowdowns(
             means = (jobs["rollout_mean_s"][k], jobs["training_mean_s"][k])
             iteration_s = 0.0
             for phase in range(2):
-                drawn_s = means[phase] + spread_s[k, phase] * mean_draws[scenario, k, phase]
+                drawn_s = means[phase]
+                drawn_s += doubt * beliefs[k, phase, 1] * mean_draws[scenario, k, phase]
                 drawn_s = max(drawn_s, 0.3 * means[phase])
                 iteration_s += drawn_s
+                cv = doubt * beliefs[k, phase, 2]
                 for row in range(ROWS):
-                    varied = 1.0 + cv[k, phase] * phase_draws[scenario, k, row, phase]
+                    varied = 1.0 + cv * phase_draws[scenario, k, row, phase]
                     lengths_s[k * ROWS + row, phase] = drawn_s * varied
             longest_s = max(longest_s, iteration_s)
             jobs["offset"][k], jobs["length"][k] = k * ROWS, ROWS
@@ -94,6 +96,7 @@ class Occupant(NamedTuple):
 
 
 _MEAN_DRAWS, _PHASE_DRAWS = _draws()
+_NODES = empty_nodes()
 _NO_LOG = np.zeros(0, dtype=EVENT)
 
 
@@ -103,32 +106,58 @@ class Horizon:
 
     scenarios: int = SCENARIOS
     warm_up: float = 2.0
-    cycles: float = 10.0
+    cycles: float = 8.0
 
 
-def slowdowns(occupants: Sequence[Occupant], *, rules: Rules, horizon: Horizon) -> Records:
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """Jobs ready to be forecast: a forecast takes some of them, on nodes of its choice."""
+
+    jobs: Records
+    beliefs: Records
+    """`[job, (rollout, training), (mean, spread of the mean, cv)]`"""
+
+    @classmethod
+    def of(cls, occupants: Sequence[Occupant]) -> "Roster":
+        jobs = np.zeros(len(occupants), dtype=JOB)
+        jobs["id"] = np.arange(len(occupants))
+        jobs["stage"] = WAITS_ROLLOUT
+        jobs["iterations"] = np.iinfo(np.int64).max
+        for name in ("rollout_nodes", "training_nodes", "slo", "bulk_ratio", "tail_share"):
+            jobs[name] = [getattr(one, name) for one in occupants]
+        beliefs = np.array([one.belief for one in occupants], dtype=np.float64)
+        beliefs = beliefs.reshape(len(occupants), 2, 3)
+        jobs["rollout_mean_s"], jobs["training_mean_s"] = beliefs[:, 0, 0], beliefs[:, 1, 0]
+        return cls(jobs, beliefs)
+
+    def hosted(
+        self, members: Sequence[int], rollout: Sequence[int], training: Sequence[int]
+    ) -> "Roster":
+        """Some of the jobs, each on the rollout and training node of the given number."""
+        chosen = list(members)
+        jobs = self.jobs[chosen]
+        first = max(rollout) + 1
+        jobs["id"] = range(len(chosen))
+        jobs["rollout_nodes"] = [1 << node for node in rollout]
+        jobs["training_nodes"] = [1 << (first + node) for node in training]
+        return Roster(jobs, self.beliefs[chosen])
+
+    @property
+    def slos(self) -> Records:
+        return np.asarray(self.jobs["slo"])
+
+
+def slowdowns(roster: Roster, *, rules: Rules, horizon: Horizon) -> Records:
     """Elapsed over solo time, `[scenario, job]`.
 
     One scenario is the mean itself, without any variation.
     """
-    count = len(occupants)
-    jobs = np.zeros(count, dtype=JOB)
-    jobs["id"] = np.arange(count)
-    jobs["stage"] = WAITS_ROLLOUT
-    jobs["iterations"] = np.iinfo(np.int64).max
-    jobs["rollout_nodes"] = [one.rollout_nodes for one in occupants]
-    jobs["training_nodes"] = [one.training_nodes for one in occupants]
-    jobs["slo"] = [one.slo for one in occupants]
-    jobs["bulk_ratio"] = [one.bulk_ratio for one in occupants]
-    jobs["tail_share"] = [one.tail_share for one in occupants]
-    beliefs = np.array([one.belief for one in occupants], dtype=np.float64).reshape(count, 2, 3)
-    jobs["rollout_mean_s"], jobs["training_mean_s"] = beliefs[:, 0, 0], beliefs[:, 1, 0]
-    exact = horizon.scenarios == 1
+    doubt = 0.0 if horizon.scenarios == 1 else 1.0
     return _slowdowns(
-        jobs,
-        empty_nodes(),
-        beliefs[:, :, 1] * (not exact),
-        beliefs[:, :, 2] * (not exact),
+        roster.jobs,
+        _NODES,
+        roster.beliefs,
+        doubt,
         _MEAN_DRAWS,
         _PHASE_DRAWS,
         horizon.scenarios,
@@ -137,3 +166,17 @@ def slowdowns(occupants: Sequence[Occupant], *, rules: Rules, horizon: Horizon) 
         rules,
         _NO_LOG,
     )
+
+
+@compiled
+def upper_bound(slowdowns: Records, quantile: float) -> Records:
+    """Mean over the scenarios plus `quantile` standard deviations, for every job."""
+    scenarios, count = slowdowns.shape
+    bound = np.zeros(count)
+    for k in range(count):
+        mean = slowdowns[:, k].mean()
+        square = 0.0
+        for scenario in range(scenarios):
+            square += (slowdowns[scenario, k] - mean) ** 2
+        bound[k] = mean + quantile * np.sqrt(square / max(1, scenarios - 1))
+    return bound

@@ -6,14 +6,12 @@ the order that credit decides, a chance constraint on every job's SLO.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
-
-import numpy as np
 
 from scheduler.policy.groups.durations import Belief, worst_case
 from scheduler.policy.groups.facts import JobFacts
-from scheduler.policy.groups.forecast import Horizon, Occupant, slowdowns
+from scheduler.policy.groups.forecast import Horizon, Occupant, Roster, slowdowns, upper_bound
 from scheduler.policy.groups.slo import ChanceConstraint
 from scheduler.policy.groups.stages import CREDIT, CYCLIC, FIFO, Rules
 from scheduler.policy.groups.tail import UNDIVIDED, TailShape
@@ -36,7 +34,7 @@ class Judge(Protocol):
         """Whether an existing group is considered for another job at all."""
         ...
 
-    def admits(self, occupants: Sequence[Occupant]) -> bool:
+    def admits(self, roster: Roster) -> bool:
         """Whether every job keeps its SLO."""
         ...
 
@@ -56,17 +54,18 @@ class WorstCase:
     def takes_more(self, occupants: Sequence[Occupant]) -> bool:
         return not conditions(occupants).saturated
 
-    def admits(self, occupants: Sequence[Occupant]) -> bool:
-        found = slowdowns(occupants, rules=self.rules, horizon=self.horizon)[0]
-        return all(
-            slow <= one.slo + _ROUNDING for slow, one in zip(found, occupants, strict=True)
-        )
+    def admits(self, roster: Roster) -> bool:
+        found = slowdowns(roster, rules=self.rules, horizon=self.horizon)[0]
+        return bool((found <= roster.slos + _ROUNDING).all())
 
 
 @dataclass(frozen=True, slots=True)
 class Distributional:
     rules: Rules = OUR_RULES
     horizon: Horizon = Horizon()
+    glance: Horizon = Horizon(scenarios=1, warm_up=1.0, cycles=5.0)
+    """A short forecast of the means, which rules out most of what will not do."""
+    glance_margin: float = 0.04
     constraint: ChanceConstraint = field(default_factory=ChanceConstraint)
 
     def belief(self, facts: JobFacts) -> Belief:
@@ -78,10 +77,10 @@ class Distributional:
     def takes_more(self, occupants: Sequence[Occupant]) -> bool:
         return True
 
-    def admits(self, occupants: Sequence[Occupant]) -> bool:
-        slos = np.array([one.slo for one in occupants]) + _ROUNDING
-        means = replace(self.horizon, scenarios=1)
-        if (slowdowns(occupants, rules=self.rules, horizon=means)[0] > slos).any():
+    def admits(self, roster: Roster) -> bool:
+        glance = slowdowns(roster, rules=self.rules, horizon=self.glance)[0]
+        if (glance > roster.slos + self.glance_margin).any():
             return False
-        found = slowdowns(occupants, rules=self.rules, horizon=self.horizon)
-        return bool((self.constraint.excess(found, slos) <= 0.0).all())
+        found = slowdowns(roster, rules=self.rules, horizon=self.horizon)
+        bound = upper_bound(found, self.constraint.quantile)
+        return bool((bound <= roster.slos + _ROUNDING).all())

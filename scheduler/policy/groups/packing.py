@@ -13,7 +13,7 @@ from itertools import combinations, islice
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.policy.groups.book import Cell, GroupBook
 from scheduler.policy.groups.facts import JobFacts
-from scheduler.policy.groups.forecast import Occupant
+from scheduler.policy.groups.forecast import Occupant, Roster
 from scheduler.policy.groups.index import SHARE_MAX, GroupIndex, Wish
 from scheduler.policy.groups.judge import Judge
 from scheduler.policy.model import Placement, Pool
@@ -163,7 +163,7 @@ class Packer:
             _joined(opening.cell.training, opening.placement.training_nodes),
             {**opening.cell.pinned, opening.placement.job: opening.placement},
         )
-        return self.judge.admits(self.occupants(widened))
+        return self.judge.admits(Roster.of(self.occupants(widened)))
 
     def isolated(self, job: JobId) -> Opening:
         facts, book = self.facts[job], self.book

@@ -24,6 +24,7 @@ from scheduler.policy.groups.events import (
     ReleaseNode,
     ReviewDue,
 )
+from scheduler.policy.groups.forecast import Roster
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.judge import Judge
 from scheduler.policy.groups.packing import Opening, Packer, PackingLimits
@@ -40,7 +41,7 @@ class PlannerConfig:
     prices: MovePrices = field(default_factory=MovePrices)
     moves: bool = True
     """Whether reviews may move jobs; the paper's planner leaves them where they are."""
-    looks: int = 4
+    looks: int = 3
     """Searches for a saving after something changed, one a review."""
     recheck_s: float = 1800.0
     """Between two looks at a group that nothing happened to."""
@@ -169,7 +170,7 @@ class GroupPlanner:
             return []
         self.packer.refresh(cell)
         occupants = self.packer.occupants(cell, spend_over_s=self.config.spend_over_s)
-        if self.packer.judge.admits(occupants):
+        if self.packer.judge.admits(Roster.of(occupants)):
             return []
         moves = self.relocation.restore(cell, now=now)
         return self._announce(moves, "a promise was in danger", now=now)

@@ -10,7 +10,7 @@ from itertools import combinations
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.policy.groups.book import Cell
-from scheduler.policy.groups.forecast import Occupant
+from scheduler.policy.groups.forecast import Occupant, Roster
 from scheduler.policy.groups.packing import Opening, OpeningKind, Packer
 from scheduler.policy.groups.regrouping import CheapestHosting, Guest, Hosting
 from scheduler.policy.groups.relocation import Move, MovePrices, Relocation
@@ -36,9 +36,10 @@ class Regroup:
         if not cells:
             return []
         jobs = [job for cell in cells for job in cell.pinned]
+        roster, judge = self._roster(jobs), self._packer.judge
         price, hostings = self.search.search(
             [self._guest(job) for job in jobs],
-            lambda hosting: self._packer.judge.admits(self._occupants(jobs, hosting)),
+            lambda hosting: judge.admits(roster.hosted(*hosting)),
         )
         before = sum(map(self._committed, cells))
         self._seen[key] = float("inf")
@@ -115,23 +116,17 @@ class Regroup:
         rollout, training = self._packer.shares(facts)
         return Guest(facts.version, facts.job.host_bytes_per_node, rollout, training)
 
-    def _occupants(self, jobs: Sequence[JobId], hosting: Hosting) -> list[Occupant]:
-        nodes = max(hosting.rollout) + 1
+    def _roster(self, jobs: Sequence[JobId]) -> Roster:
+        """The jobs without nodes."""
         occupants = []
-        for one, rollout, training in zip(*hosting, strict=True):
-            facts = self._packer.facts[jobs[one]]
+        for job in jobs:
+            facts = self._packer.facts[job]
             tail = self._packer.judge.tail(facts)
+            belief = self._packer.judge.belief(facts)
             occupants.append(
-                Occupant(
-                    1 << rollout,
-                    1 << (nodes + training),
-                    facts.account.slo,
-                    self._packer.judge.belief(facts),
-                    tail.bulk_ratio,
-                    tail.share,
-                )
+                Occupant(0, 0, facts.account.slo, belief, tail.bulk_ratio, tail.share)
             )
-        return occupants
+        return Roster.of(occupants)
 
     def _stays(self, placement: Placement) -> bool:
         home = self._book.home[placement.job]

@@ -150,6 +150,7 @@ class CheapestHosting:
         return [choices[at] for at in np.flatnonzero(fits)]
 
     def _admitted(self, guests: list[Guest], hosting: Hosting, admits: Admits) -> bool:
+        """Whether it keeps every SLO; first whether it would with any one member fewer."""
         members, rollout, training = hosting
         if len(members) == 1:
             return True
@@ -157,25 +158,21 @@ class CheapestHosting:
         key = (versions, rollout, training)
         known = self.verdicts.get(key)
         if known is None:
-            known = not self._known_to_fail(versions, rollout, training)
+            known = all(
+                self._admitted(guests, _less(hosting, at), admits) for at in range(len(members))
+            )
             if known:
                 self.simulated += 1
                 known = admits(hosting)
             self.verdicts[key] = known
         return known
 
-    def _known_to_fail(
-        self, versions: tuple[int, ...], rollout: Blocks, training: Blocks
-    ) -> bool:
-        if len(versions) < 3:
-            return False
-        return any(
-            self.verdicts.get(
-                (versions[:at] + versions[at + 1 :], without(rollout, at), without(training, at))
-            )
-            is False
-            for at in range(len(versions))
-        )
+
+def _less(hosting: Hosting, at: int) -> Hosting:
+    members, rollout, training = hosting
+    return Hosting(
+        members[:at] + members[at + 1 :], without(rollout, at), without(training, at)
+    )
 
 
 def _parts_with_lowest(mask: int) -> Iterator[int]:

@@ -12,6 +12,7 @@ from itertools import combinations
 from harvester.contracts.ids import JobId
 from scheduler.policy.groups.book import Cell, GroupBook
 from scheduler.policy.groups.facts import JobFacts
+from scheduler.policy.groups.forecast import Roster
 from scheduler.policy.groups.packing import Opening, OpeningKind, Packer
 from scheduler.policy.model import Node, Placement, Pool
 
@@ -24,7 +25,7 @@ class MovePrices:
     """Dollars an hour that a move must spare: it costs about three hours of that."""
     quiet_s: float = 3600.0
     """Between two moves of one job that only spare money."""
-    jobs: int = 8
+    jobs: int = 7
     """Most jobs that are regrouped at once."""
 
 
@@ -53,7 +54,7 @@ class Relocation:
                 if count == len(cell.pinned):
                     continue
                 rest = [self._packer.occupant(cell, cell.pinned[job]) for job in cell.pinned if job not in jobs]
-                if not self._packer.judge.admits(rest):
+                if not self._packer.judge.admits(Roster.of(rest)):
                     continue
                 before = self._book.committed_per_hour
                 moves = self.relocate(jobs, without=(cell,))

@@ -8,23 +8,16 @@ life: a running job's credit is watched, and orders and moves answer before it i
 from dataclasses import dataclass
 from statistics import NormalDist
 
-import numpy as np
-
-from scheduler.policy.groups.compiled import Records
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChanceConstraint:
     risk: float = 0.25
     """Accepted probability that a job's slow-down over the forecast exceeds its SLO."""
 
-    def excess(self, slowdowns: Records, slos: Records) -> Records:
-        """How far above its SLO each job may get, as a ratio of solo time; at most 0 is kept."""
-        bound = slowdowns.mean(axis=0)
-        if len(slowdowns) > 1:
-            quantile = NormalDist().inv_cdf(1.0 - self.risk)
-            bound = bound + quantile * slowdowns.std(axis=0, ddof=1)
-        return np.asarray(bound - slos)
+    @property
+    def quantile(self) -> float:
+        """Standard deviations above the mean that stay within the SLO."""
+        return NormalDist().inv_cdf(1.0 - self.risk)
 
 
 @dataclass(slots=True)

@@ -7,9 +7,9 @@ the only margin. Ten jobs or so.
 from dataclasses import dataclass, field
 
 from scheduler.policy.groups.durations import Belief
-from scheduler.policy.groups.forecast import Horizon, Occupant, slowdowns
+from scheduler.policy.groups.forecast import Horizon, Occupant, Roster, slowdowns, upper_bound
 from scheduler.policy.groups.judge import OUR_RULES
-from scheduler.policy.groups.regrouping import CheapestHosting, Guest, Hosting
+from scheduler.policy.groups.regrouping import CheapestHosting, Guest
 from scheduler.policy.groups.stages import Rules
 from scheduler.policy.groups.tail import TailShape
 from scheduler.policy.model import Job
@@ -42,21 +42,24 @@ class Optimum:
 
     def price_per_hour(self) -> float:
         guests = [known.as_guest(at) for at, known in enumerate(self.jobs)]
-        price, _ = CheapestHosting(NODE_TYPES).search(guests, self._admits)
+        roster = Roster.of(
+            [
+                Occupant(
+                    0,
+                    0,
+                    known.job.slowdown_slo,
+                    known.truth,
+                    known.tail.bulk_ratio,
+                    known.tail.share,
+                )
+                for known in self.jobs
+            ]
+        )
+        price, _ = CheapestHosting(NODE_TYPES).search(
+            guests, lambda hosting: self._admits(roster.hosted(*hosting))
+        )
         return price
 
-    def _admits(self, hosting: Hosting) -> bool:
-        nodes = max(hosting.rollout) + 1
-        occupants = [
-            Occupant(
-                1 << rollout,
-                1 << (nodes + training),
-                self.jobs[one].job.slowdown_slo,
-                self.jobs[one].truth,
-                self.jobs[one].tail.bulk_ratio,
-                self.jobs[one].tail.share,
-            )
-            for one, rollout, training in zip(*hosting, strict=True)
-        ]
-        found = slowdowns(occupants, rules=self.rules, horizon=self.horizon).mean(axis=0)
-        return all(slow <= one.slo + 1e-9 for slow, one in zip(found, occupants, strict=True))
+    def _admits(self, roster: Roster) -> bool:
+        found = slowdowns(roster, rules=self.rules, horizon=self.horizon)
+        return bool((upper_bound(found, 0.0) <= roster.slos + 1e-9).all())
