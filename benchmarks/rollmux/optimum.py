@@ -1,9 +1,12 @@
 """Ours against the exact optimum: the same 6 to 10 active jobs, hosted by both."""
 
+import statistics
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.ids import JobId
 from scheduler.policy.groups.durations import Belief
 from scheduler.policy.groups.events import JobArrived, JobMoved, MoveJob, PhaseEnded, ReviewDue
@@ -86,3 +89,22 @@ def _reviewed(planner: GroupPlanner, now: float) -> float:
         for facts in planner.facts.values():
             facts.account.solo_s += 2 * 3600.0
     return now
+
+
+def optimum_figures(instances: int, pieces: Pieces) -> dict[str, Any]:
+    found = [
+        pieces.kept(f"optimum-{at}", lambda at=at: compared(at), Compared)
+        for at in range(instances)
+    ]
+    ratios = [one.ratio for one in found]
+    if min(ratios) < 1.0:
+        raise AssertionError("nobody is cheaper than the optimum")
+    return {
+        "ours_over_optimum": {
+            "mean": statistics.mean(ratios),
+            "p90": float(np.quantile(ratios, 0.9)),
+            "max": max(ratios),
+            "instances": len(ratios),
+            "ours_below_search": sum(one.ours_per_hour < one.found_per_hour for one in found),
+        }
+    }

@@ -9,7 +9,7 @@ from scheduler.policy.groups.slo import SloAccount
 from scheduler.policy.groups.tail import TailShape
 from scheduler.policy.model import Job, PhaseKind
 
-_RENEWED_AT: Final = (1, 2, 4, 6, 14, 30)
+_RENEWED_AT: Final = (1, 2, 4, 8, 16, 32)
 """Observations after which a belief is renewed because its doubt has shrunk."""
 _STEP_RATIO: Final = 0.03
 """A mean that moved this far renews the belief; less is not worth forecasting everything again."""
@@ -52,7 +52,7 @@ class JobFacts:
     @property
     def mature(self) -> bool:
         """Seen often enough that its own durations outweigh its declaration."""
-        return self.training.count >= 6
+        return self.training.count >= 4
 
     def observe(self, kind: PhaseKind, solo_s: float) -> None:
         (self.rollout if kind is PhaseKind.ROLLOUT else self.training).observe(solo_s)
@@ -65,6 +65,11 @@ class JobFacts:
             self._belief = learned(self.rollout, self.training)
             self.version = next(_versions)
         return self._belief
+
+    def believe(self, belief: Belief) -> None:
+        """Takes a belief from elsewhere, until observations outdate it."""
+        self._belief = belief
+        self.version = next(_versions)
 
     def _outdated(self, belief: Belief) -> bool:
         if self.training.count in _RENEWED_AT:

@@ -38,10 +38,10 @@ class Opening:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingLimits:
     group_jobs: int = 5
-    combinations: int = 6
+    combinations: int = 3
     """Existing node sets tried for each pool of one group."""
-    tries: int = 24
-    """Groups simulated for one decision, for each kind of opening."""
+    tries: int = 6
+    """Openings simulated for one decision, for each kind."""
     training_scaling: bool = True
 
 
@@ -131,28 +131,20 @@ class Packer:
                 break
             if kind is OpeningKind.NEW_GROUP:
                 return self.isolated(job) if new_group else None
-            for cell in self.index.candidates(wish, pools=pools, most=self.limits.tries):
-                if cell.group not in excluded and (
-                    opening := self.opening_in(cell, job, kind, below_per_hour)
-                ):
+            cells = self.index.candidates(wish, pools=pools, most=self.limits.tries)
+            tried = islice(
+                (
+                    opening
+                    for cell in cells
+                    if cell.group not in excluded and self.judge.takes_more(self.occupants(cell))
+                    for opening in self._openings(cell, job, kind)
+                ),
+                self.limits.tries,
+            )
+            for opening in tried:
+                self.simulated += 1
+                if self.admits(opening):
                     return opening
-        return None
-
-    def opening_in(
-        self, cell: Cell, job: JobId, kind: OpeningKind, below_per_hour: float = float("inf")
-    ) -> Opening | None:
-        """The first admissible placement of that kind in one group, fullest nodes first."""
-        if len(cell.pinned) >= self.limits.group_jobs:
-            return None
-        others = self.occupants(cell)
-        if not self.judge.takes_more(others):
-            return None
-        for opening in self._openings(cell, job, kind):
-            if opening.delta_per_hour >= below_per_hour:
-                continue
-            self.simulated += 1
-            if self.admits(opening):
-                return opening
         return None
 
     def admits(self, opening: Opening) -> bool:

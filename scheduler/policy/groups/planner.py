@@ -41,7 +41,7 @@ class PlannerConfig:
     prices: MovePrices = field(default_factory=MovePrices)
     moves: bool = True
     """Whether reviews may move jobs; the paper's planner leaves them where they are."""
-    looks: int = 3
+    looks: int = 2
     """Searches for a saving after something changed, one a review."""
     recheck_s: float = 1800.0
     """Between two looks at a group that nothing happened to."""

@@ -17,7 +17,7 @@ from scheduler.policy.groups.relocation import Move, MovePrices, Relocation
 from scheduler.policy.model import Placement, Pool
 
 _SEEN_MAX = 4096
-_VERDICTS_MAX = 500_000
+_VERDICTS_MAX = 60_000
 
 
 class Regroup:
@@ -58,6 +58,10 @@ class Regroup:
         if not all(self._relocation.may_spare(one.job, now=now) for _, one in movers):
             return []
         return self._relocation.move_all(movers, kind=OpeningKind.DIRECT)
+
+    def unseen(self, *, now: float) -> bool:
+        """Whether another look may find something."""
+        return bool(self._most_promising(now=now)[0])
 
     def _most_promising(self, *, now: float) -> tuple[list[Cell], tuple[int, ...]]:
         """The unseen pair or triple of groups whose nodes are used least, by what they cost."""

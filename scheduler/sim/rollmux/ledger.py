@@ -41,6 +41,10 @@ class Ledger:
             self.dollars += hours * price
             self.write(t_s, "node_down", node=node, pool=pool)
 
+    def in_order(self) -> list[dict[str, Any]]:
+        """What was recorded, by time; at one time, in the order in which it was written."""
+        return sorted(self.events, key=lambda event: event["t"])
+
     @property
     def nodes_up(self) -> int:
         return len(self._up)

@@ -54,6 +54,16 @@ class SimulatedJob:
     job: Job
     arrival_s: float
     lengths_s: Lengths
+    means_s: tuple[float, float]
+    """True means of the first iteration."""
+    drift: float = 1.0
+    """What the means are multiplied by in the last one."""
+
+    def means_at(self, iteration: int) -> tuple[float, float]:
+        """True means of one iteration."""
+        passed = min(1.0, iteration / max(1, self.iterations - 1))
+        factor = 1.0 + (self.drift - 1.0) * passed
+        return self.means_s[0] * factor, self.means_s[1] * factor
 
     @property
     def iterations(self) -> int:
@@ -160,6 +170,8 @@ def _job(
             cv=PHASE_CV,
             drift=factor,
         ),
+        means_s=means_s,
+        drift=factor,
     )
 
 
