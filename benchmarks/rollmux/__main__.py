@@ -1,7 +1,7 @@
 """What phase multiplexing is worth: `python -m benchmarks.rollmux --json PATH`.
 
-Simulated, not measured: W1 under every arm, seed by seed, on the production policies. `--resume DIR`
-keeps every arm's result, so that a long run may be taken in pieces.
+Simulated, not measured: W1 under every arm, seed by seed, on the production policies. `--resume
+DIR` keeps every arm's result, so that a long run may be taken in pieces.
 """
 
 import argparse
@@ -28,7 +28,9 @@ def main() -> None:
     parser.add_argument("--drift", type=Drift, choices=list(Drift), default=Drift.NONE)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--instances", type=int, default=50, help="of 6 to 10 jobs, for the optimum")
+    parser.add_argument(
+        "--instances", type=int, default=50, help="of 6 to 10 jobs, for the optimum"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--resume", type=Path, help="directory of results that are kept")
     parser.add_argument("--quick", action="store_true", help="one seed, 3 instances, no drift")

@@ -1,4 +1,4 @@
-"""How long one arrival's decision takes with many jobs active, planner set as in the quality runs."""
+"""How long one arrival's decision takes with many jobs active, the planner set as elsewhere."""
 
 import gc
 import statistics

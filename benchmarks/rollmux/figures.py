@@ -47,8 +47,8 @@ def quality_figures(
         dollars = alone | {name: arms[name][-1].dollars for name in PACKED}
         for name, spent in dollars.items():
             ratios.setdefault(name, []).append(spent / ours)
-        for name in paper:
-            paper[name].append(alone[name] / arms["rollmux_paper"][-1].dollars)
+        for name, values in paper.items():
+            values.append(alone[name] / arms["rollmux_paper"][-1].dollars)
     _check_calibration(statistics.mean(calibration))
     if events is not None:
         _write_events(seeds[0], drift, wide_ratio, events)
@@ -86,11 +86,11 @@ def drift_figures(seeds: Sequence[int], pieces: Pieces) -> dict[str, Any]:
     }
 
 
-def single_workload(
-    jobs: list[SimulatedJob], *, seed: int, events: Path | None
-) -> dict[str, Any]:
+def single_workload(jobs: list[SimulatedJob], *, seed: int, events: Path | None) -> dict[str, Any]:
     """All arms on one workload that was given."""
-    runs = {name: run_arm(name, jobs, seed=seed, record=name == "ours") for name in ("ours", *PACKED)}
+    runs = {
+        name: run_arm(name, jobs, seed=seed, record=name == "ours") for name in ("ours", *PACKED)
+    }
     results = {name: summary(jobs, run) for name, run in runs.items()}
     if events is not None:
         _write(runs["ours"].ledger, events)
@@ -129,7 +129,7 @@ def _write(ledger: Ledger, path: Path) -> None:
 
 
 def _kept(results: Sequence[Any], which: str = "kept") -> float:
-    return sum(getattr(one, which) for one in results) / _jobs(results)
+    return float(sum(getattr(one, which) for one in results) / _jobs(results))
 
 
 def _jobs(results: Sequence[Any]) -> int:

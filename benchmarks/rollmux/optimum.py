@@ -2,6 +2,7 @@
 
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,8 +94,7 @@ def _reviewed(planner: GroupPlanner, now: float) -> float:
 
 def optimum_figures(instances: int, pieces: Pieces) -> dict[str, Any]:
     found = [
-        pieces.kept(f"optimum-{at}", lambda at=at: compared(at), Compared)
-        for at in range(instances)
+        pieces.kept(f"optimum-{at}", partial(compared, at), Compared) for at in range(instances)
     ]
     ratios = [one.ratio for one in found]
     if min(ratios) < 1.0:

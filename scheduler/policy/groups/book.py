@@ -1,8 +1,8 @@
 """The book of groups: which nodes each owns, which jobs are pinned to them, what is resident where.
 
-It keeps the invariants (disjoint groups, residency as a hard limit) and decides nothing. Nodes exist
-as long as somebody is pinned to them. A job that moves stays resident on its old nodes until it has
-left; arrivals count it there, and other movers wait for its room.
+It keeps the invariants (disjoint groups, residency as a hard limit) and decides nothing. Nodes
+exist as long as somebody is pinned to them. A job that moves stays resident on its old nodes until
+it has left; arrivals count it there, and other movers wait for its room.
 """
 
 from dataclasses import dataclass, field
@@ -76,7 +76,8 @@ class GroupBook:
         self._named += count
         last = self._named
         return tuple(
-            NodeId(f"{self.types[pool].type}-{number}") for number in range(last - count + 1, last + 1)
+            NodeId(f"{self.types[pool].type}-{number}")
+            for number in range(last - count + 1, last + 1)
         )
 
     def pin(self, placement: Placement, cell: Cell, host_bytes: int) -> tuple[Node, ...]:
@@ -101,7 +102,9 @@ class GroupBook:
         self._settle(placement, cell)
         return tuple(up)
 
-    def unpin(self, job: JobId, host_bytes: int, *, stays_resident: bool = False) -> tuple[NodeId, ...]:
+    def unpin(
+        self, job: JobId, host_bytes: int, *, stays_resident: bool = False
+    ) -> tuple[NodeId, ...]:
         """Takes a job out of its group, and returns the nodes that go down with it.
 
         `stays_resident` keeps its memory held until `left`: it still runs there.
@@ -193,9 +196,7 @@ class GroupBook:
         self.resident_bytes[node] = self.resident_bytes.get(node, 0) + host_bytes
         self._pins[node] = self._pins.get(node, 0) + 1
 
-    def _release(
-        self, placement: Placement, cell: Cell, host_bytes: int
-    ) -> tuple[NodeId, ...]:
+    def _release(self, placement: Placement, cell: Cell, host_bytes: int) -> tuple[NodeId, ...]:
         down: list[NodeId] = []
         for owned, wanted in (
             (cell.rollout, placement.rollout_nodes),

@@ -14,7 +14,7 @@ from scheduler.policy.model import Job
 
 PRIOR_MEAN_RATIO: Final = 0.75
 PRIOR_SPREAD_RATIO: Final = 0.145
-"""Mean and standard deviation of a mean that lies uniformly between half of the maximum and all of it."""
+"""Mean and standard deviation of a mean that lies anywhere from half the maximum to all of it."""
 PRIOR_CV: Final = 0.1
 PRIOR_WEIGHT: Final = 4.0
 """Observations that the prior coefficient of variation counts for."""

@@ -33,10 +33,9 @@ from scheduler.policy.groups.stages import (
     Rules,
 )
 
+
 @compiled
-def _log(
-    log: Records, at: int, t_s: float, kind: int, job: int, nodes: int, solo_s: float
-) -> int:
+def _log(log: Records, at: int, t_s: float, kind: int, job: int, nodes: int, solo_s: float) -> int:
     if at < log.size:
         log["t_s"][at], log["kind"][at] = t_s, kind
         log["job"][at], log["nodes"][at], log["solo_s"][at] = job, nodes, solo_s
@@ -58,7 +57,7 @@ def _speed(jobs: Records, k: int) -> float:
         shares = jobs["rollout_nodes"][other] & jobs["rollout_nodes"][k]
         if jobs["stage"][other] == TAIL_MOVED and shares and jobs["tail_lease"][other] != 2:
             taken = max(taken, jobs["tail_share"][other])
-    return 1.0 - taken + jobs["boost"][k]
+    return float(1.0 - taken + jobs["boost"][k])
 
 
 @compiled
@@ -136,9 +135,7 @@ def _start(
 
 
 @compiled
-def _prewarm(
-    jobs: Records, nodes: Records, permits: Records, now_s: float, warm_s: float
-) -> None:
+def _prewarm(jobs: Records, nodes: Records, permits: Records, now_s: float, warm_s: float) -> None:
     """Loads, on every idle node, the state of the job that is expected there first."""
     pinned = 0
     for k in range(jobs.size):

@@ -1,4 +1,4 @@
-"""What the planner knows of one job: its declaration, what was observed of it, what it was promised."""
+"""What the planner knows of one job: what it declared, what was observed, what it was promised."""
 
 from dataclasses import dataclass
 from itertools import count

@@ -27,9 +27,9 @@ def _draws() -> tuple[Records, Records]:
     """Means' draws, evenly spread over the scenarios, and phases' draws: standard normal both."""
     rng = np.random.Generator(np.random.PCG64(20260101))
     levels = [NormalDist().inv_cdf((level + 0.5) / SCENARIOS) for level in range(SCENARIOS)]
-    means = np.stack(
-        [rng.permutation(levels) for _ in range(_JOBS_MAX * 2)], axis=1
-    ).reshape(SCENARIOS, _JOBS_MAX, 2)
+    means = np.stack([rng.permutation(levels) for _ in range(_JOBS_MAX * 2)], axis=1).reshape(
+        SCENARIOS, _JOBS_MAX, 2
+    )
     return means, rng.standard_normal((SCENARIOS, _JOBS_MAX, ROWS, 2)).clip(-3, 3)
 
 

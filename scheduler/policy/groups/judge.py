@@ -1,8 +1,8 @@
 """Whether a set of jobs may share a group: the two planners' ways to say so.
 
 `WorstCase` is RollMux: durations at the token limit, one meta-iteration of the cyclic round robin,
-groups at or over their cycle left alone. `Distributional` is ours: learned durations with their doubt,
-the order that credit decides, a chance constraint on every job's SLO.
+groups at or over their cycle left alone. `Distributional` is ours: learned durations with their
+doubt, the order that credit decides, a chance constraint on every job's SLO.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,9 @@ PAPER_PLAN = Rules(CYCLIC, True, False, 0.0, 3.0, 0.0)
 PAPER_RULES = Rules(FIFO, True, False, 5.0, 3.0, 0.0)
 """What RollMux runs: each worker first come, first served."""
 OUR_RULES = Rules(CREDIT, True, True, 5.0, 3.0, 0.03)
+PAPER_HORIZON = Horizon(scenarios=1, warm_up=3.0, cycles=6.0)
+OUR_HORIZON = Horizon()
+GLANCE = Horizon(scenarios=1, warm_up=1.0, cycles=5.0)
 _ROUNDING = 1e-9
 
 
@@ -42,12 +45,12 @@ class Judge(Protocol):
 @dataclass(frozen=True, slots=True)
 class WorstCase:
     rules: Rules = PAPER_PLAN
-    horizon: Horizon = Horizon(scenarios=1, warm_up=3.0, cycles=6.0)
+    horizon: Horizon = PAPER_HORIZON
 
     def belief(self, facts: JobFacts) -> Belief:
         return worst_case(facts.job)
 
-    def tail(self, facts: JobFacts) -> TailShape:
+    def tail(self, facts: JobFacts) -> TailShape:  # noqa: ARG002 - the protocol's
         """At the token limit all responses end together, so there is none to plan with."""
         return UNDIVIDED
 
@@ -62,8 +65,8 @@ class WorstCase:
 @dataclass(frozen=True, slots=True)
 class Distributional:
     rules: Rules = OUR_RULES
-    horizon: Horizon = Horizon()
-    glance: Horizon = Horizon(scenarios=1, warm_up=1.0, cycles=5.0)
+    horizon: Horizon = OUR_HORIZON
+    glance: Horizon = GLANCE
     """A short forecast of the means, which rules out most of what will not do."""
     glance_margin: float = 0.04
     constraint: ChanceConstraint = field(default_factory=ChanceConstraint)
@@ -74,7 +77,7 @@ class Distributional:
     def tail(self, facts: JobFacts) -> TailShape:
         return facts.tail
 
-    def takes_more(self, occupants: Sequence[Occupant]) -> bool:
+    def takes_more(self, occupants: Sequence[Occupant]) -> bool:  # noqa: ARG002
         return True
 
     def admits(self, roster: Roster) -> bool:

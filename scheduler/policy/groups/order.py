@@ -1,10 +1,10 @@
 """Which waiting phase starts now: the one rule that production, forecasts and the simulator share.
 
-Three orders. CYCLIC is the paper's round robin: nobody rolls out or trains again before all that share
-the node did. FIFO is first come, first served. CREDIT is ours: a job's credit is the delay that it
-can still absorb, `SLO * solo work done - time since it began`; the least credit goes first, and a
-node stays idle for a job that is about to come when starting another would leave the less credit of
-the two smaller. All of them only order; how long anything takes is not known here.
+Three orders. CYCLIC is the paper's round robin: nobody rolls out or trains again before all that
+share the node did. FIFO is first come, first served. CREDIT is ours: a job's credit is the delay
+that it can still absorb, `SLO * solo work done - time since it began`; the least credit goes
+first, and a node stays idle for a job that is about to come when starting another would leave the
+less credit of the two smaller. All of them only order; how long anything takes is not known here.
 """
 
 from scheduler.policy.groups.compiled import Records, compiled
@@ -28,7 +28,7 @@ from scheduler.policy.groups.stages import (
 @compiled
 def credit_s(jobs: Records, k: int, at_s: float) -> float:
     """Delay that job k can still absorb at `at_s`, by phases that have ended."""
-    return jobs["slo"][k] * jobs["solo_s"][k] - (at_s - jobs["began_s"][k])
+    return float(jobs["slo"][k] * jobs["solo_s"][k] - (at_s - jobs["began_s"][k]))
 
 
 @compiled
@@ -72,7 +72,7 @@ def expected_rest_s(jobs: Records, k: int) -> float:
     """Of the phase that job k is in, as far as its mean tells; never quite nothing."""
     rollout = BULK <= jobs["stage"][k] < WAITS_TRAINING
     mean_s = jobs["rollout_mean_s"][k] if rollout else jobs["training_mean_s"][k]
-    return jobs["overhead_s"][k] + max(mean_s - jobs["worked_s"][k], 0.05 * mean_s)
+    return float(jobs["overhead_s"][k] + max(mean_s - jobs["worked_s"][k], 0.05 * mean_s))
 
 
 @compiled
@@ -101,10 +101,11 @@ def expected_wish(jobs: Records, k: int, rollout: bool) -> tuple[float, float]:
 def _hold_s(jobs: Records, k: int, rollout: bool, rules: Rules) -> float:
     """How long job k would keep others from its nodes."""
     if not rollout:
-        return rules.warm_s + jobs["training_mean_s"][k]
+        return float(rules.warm_s + jobs["training_mean_s"][k])
     if not rules.migrate:
-        return rules.warm_s + jobs["rollout_mean_s"][k]
-    return rules.warm_s + rules.migrate_s + jobs["rollout_mean_s"][k] * jobs["bulk_ratio"][k]
+        return float(rules.warm_s + jobs["rollout_mean_s"][k])
+    bulk_s = jobs["rollout_mean_s"][k] * jobs["bulk_ratio"][k]
+    return float(rules.warm_s + rules.migrate_s + bulk_s)
 
 
 @compiled

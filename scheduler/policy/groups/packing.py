@@ -69,7 +69,7 @@ class Packer:
     def occupant(
         self, cell: Cell, placement: Placement, *, spend_over_s: float | None = None
     ) -> Occupant:
-        """A pinned job for a forecast; with `spend_over_s` its credit loosens its SLO for so long."""
+        """A pinned job for a forecast; `spend_over_s` loosens its SLO by its credit over that."""
         facts = self.facts[placement.job]
         slo = facts.account.slo
         if spend_over_s is not None:
@@ -117,7 +117,7 @@ class Packer:
         below_per_hour: float = float("inf"),
         new_group: bool = True,
     ) -> Opening | None:
-        """The cheapest admissible opening under `below_per_hour`, outside of the cells `without`."""
+        """The cheapest admissible opening under `below_per_hour`, in no cell of `without`."""
         facts = self.facts[job]
         rollout, training = self.shares(facts)
         wish = Wish(
@@ -187,9 +187,7 @@ class Packer:
             (OpeningKind.NEW_GROUP, (), self._price(rollout, training)),
         ]
         if self.limits.training_scaling:
-            kinds.append(
-                (OpeningKind.TRAINING_SCALING, (Pool.ROLLOUT,), self._price(0, training))
-            )
+            kinds.append((OpeningKind.TRAINING_SCALING, (Pool.ROLLOUT,), self._price(0, training)))
         return sorted(kinds, key=lambda kind: kind[2])
 
     def unjudged(self, cell: Cell, job: JobId, kind: OpeningKind) -> Iterator[Opening]:

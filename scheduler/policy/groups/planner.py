@@ -24,8 +24,8 @@ from scheduler.policy.groups.events import (
     ReleaseNode,
     ReviewDue,
 )
-from scheduler.policy.groups.forecast import Roster
 from scheduler.policy.groups.facts import JobFacts
+from scheduler.policy.groups.forecast import Roster
 from scheduler.policy.groups.judge import Judge
 from scheduler.policy.groups.packing import Opening, Packer, PackingLimits
 from scheduler.policy.groups.regroup import Regroup

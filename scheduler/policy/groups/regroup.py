@@ -1,8 +1,8 @@
 """Savings: the jobs of two or three groups, hosted anew as cheaply as any hosting of them.
 
 One look takes the groups that promise most, by how far their price is above what their jobs' least
-shares of nodes would cost, and searches them exactly. Jobs keep their nodes wherever the new hosting
-allows it; it is taken only if it spares enough for every job that moves.
+shares of nodes would cost, and searches them exactly. Jobs keep their nodes wherever the new
+hosting allows it; it is taken only if it spares enough for every job that moves.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from itertools import combinations
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.policy.groups.book import Cell
 from scheduler.policy.groups.forecast import Occupant, Roster
-from scheduler.policy.groups.packing import Opening, OpeningKind, Packer
+from scheduler.policy.groups.packing import OpeningKind, Packer
 from scheduler.policy.groups.regrouping import CheapestHosting, Guest, Hosting
 from scheduler.policy.groups.relocation import Move, MovePrices, Relocation
 from scheduler.policy.model import Placement, Pool
@@ -77,7 +77,9 @@ class Regroup:
                 if promise < self._prices.least_saving_per_move or (best and promise <= best[0]):
                     continue
                 key = tuple(
-                    sorted(self._packer.facts[job].version for cell in chosen for job in cell.pinned)
+                    sorted(
+                        self._packer.facts[job].version for cell in chosen for job in cell.pinned
+                    )
                 )
                 if self._seen.get(key, now) <= now:
                     best = (promise, chosen, key)
@@ -127,9 +129,7 @@ class Regroup:
             facts = self._packer.facts[job]
             tail = self._packer.judge.tail(facts)
             belief = self._packer.judge.belief(facts)
-            occupants.append(
-                Occupant(0, 0, facts.account.slo, belief, tail.bulk_ratio, tail.share)
-            )
+            occupants.append(Occupant(0, 0, facts.account.slo, belief, tail.bulk_ratio, tail.share))
         return Roster.of(occupants)
 
     def _stays(self, placement: Placement) -> bool:
@@ -176,7 +176,7 @@ class Regroup:
     def _nodes(
         self, jobs: Sequence[JobId], hosting: Hosting, cell: Cell, pool: Pool
     ) -> dict[int, NodeId]:
-        """A node for every block: the old one that most of its members are pinned to, or a new one."""
+        """A node for every block: the old one of most of its members, or a new one."""
         blocks = hosting.rollout if pool is Pool.ROLLOUT else hosting.training
         votes: dict[tuple[int, NodeId], int] = {}
         for one, block in zip(hosting.members, blocks, strict=True):

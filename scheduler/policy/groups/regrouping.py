@@ -1,8 +1,8 @@
 """The cheapest way to host a few jobs, found by looking at every one.
 
-Every partition into groups, every assignment of a group's jobs to rollout and training nodes, in the
-order of price, until one keeps every SLO. What is known to fail is not looked at with more jobs
-added. Exponential: for the jobs of two or three groups. Jobs of one node a pool only.
+Every partition into groups, every assignment of a group's jobs to rollout and training nodes, in
+the order of price, until one keeps every SLO. What is known to fail is not looked at with more
+jobs added. Exponential: for the jobs of two or three groups. Jobs of one node a pool only.
 """
 
 from collections.abc import Callable, Iterator
@@ -68,9 +68,7 @@ def without(blocks: Blocks, at: int) -> Blocks:
     """The same split with one member gone, numbered anew."""
     numbers: dict[int, int] = {}
     return tuple(
-        numbers.setdefault(block, len(numbers))
-        for place, block in enumerate(blocks)
-        if place != at
+        numbers.setdefault(block, len(numbers)) for place, block in enumerate(blocks) if place != at
     )
 
 
@@ -89,7 +87,8 @@ class CheapestHosting:
         for size in range(1, count + 1):
             for members in combinations(range(count), size):
                 mask = sum(1 << member for member in members)
-                price, hostings = float("inf"), ()
+                price = float("inf")
+                hostings: tuple[Hosting, ...] = ()
                 for part in _parts_with_lowest(mask):
                     whole = best[part][0] + best[mask ^ part][0] if part != mask else price
                     if whole < price - 1e-9:
@@ -112,20 +111,18 @@ class CheapestHosting:
         between: tuple[float, float],
         admits: Admits,
     ) -> tuple[float, Hosting] | None:
-        """Cheapest assignment of one group's nodes that keeps every SLO, if its price is between."""
+        """Cheapest assignment of one group's nodes that keeps every SLO, priced between the two."""
         prices = [self.types[pool].price_per_hour for pool in (Pool.ROLLOUT, Pool.TRAINING)]
         least, below = between
         trainings = self._fitting(guests, members, Pool.TRAINING)
         rollouts = self._fitting(guests, members, Pool.ROLLOUT)
         priced = sorted(
-            (
-                (price, rollout, training)
-                for training in trainings
-                for rollout in rollouts
-                if least - 1e-6
-                <= (price := (max(rollout) + 1) * prices[0] + (max(training) + 1) * prices[1])
-                < below - 1e-6
-            )
+            (price, rollout, training)
+            for training in trainings
+            for rollout in rollouts
+            if least - 1e-6
+            <= (price := (max(rollout) + 1) * prices[0] + (max(training) + 1) * prices[1])
+            < below - 1e-6
         )
         for price, rollout, training in priced:
             hosting = Hosting(members, rollout, training)
@@ -133,9 +130,7 @@ class CheapestHosting:
                 return price, hosting
         return None
 
-    def _fitting(
-        self, guests: list[Guest], members: tuple[int, ...], pool: Pool
-    ) -> list[Blocks]:
+    def _fitting(self, guests: list[Guest], members: tuple[int, ...], pool: Pool) -> list[Blocks]:
         """Splits over nodes of one pool that memory and the least share of time allow."""
         choices, blocks = _choice_matrix(len(members))
         sizes = np.array([guests[one].host_bytes for one in members], dtype=np.float64)
@@ -170,9 +165,7 @@ class CheapestHosting:
 
 def _less(hosting: Hosting, at: int) -> Hosting:
     members, rollout, training = hosting
-    return Hosting(
-        members[:at] + members[at + 1 :], without(rollout, at), without(training, at)
-    )
+    return Hosting(members[:at] + members[at + 1 :], without(rollout, at), without(training, at))
 
 
 def _parts_with_lowest(mask: int) -> Iterator[int]:

@@ -53,7 +53,11 @@ class Relocation:
             for jobs in combinations(movable, count):
                 if count == len(cell.pinned):
                     continue
-                rest = [self._packer.occupant(cell, cell.pinned[job]) for job in cell.pinned if job not in jobs]
+                rest = [
+                    self._packer.occupant(cell, cell.pinned[job])
+                    for job in cell.pinned
+                    if job not in jobs
+                ]
                 if not self._packer.judge.admits(Roster.of(rest)):
                     continue
                 before = self._book.committed_per_hour
@@ -88,9 +92,7 @@ class Relocation:
             budget = float("inf")
             if saving is not None:
                 budget = before - book.committed_per_hour - saving + 1e-6
-            opening = packer.best(
-                job, without=without, below_per_hour=budget, new_group=new_group
-            )
+            opening = packer.best(job, without=without, below_per_hour=budget, new_group=new_group)
             if opening is None:
                 self.take_back(moves)
                 self._return_home(homes)

@@ -1,8 +1,8 @@
-"""What a co-execution group's execution consists of: the record of a job, of a node and of an event.
+"""What a group's execution consists of: the records of a job, of a node and of an event.
 
-A job waits for its rollout nodes, rolls out, waits for its training nodes, trains, and begins again.
-A rollout is its bulk, which fills the nodes, and its tail, which needs only a share of them. Nodes
-are bits of a mask, numbered within their group.
+A job waits for its rollout nodes, rolls out, waits for its training nodes, trains, and begins
+again. A rollout is its bulk, which fills the nodes, and its tail, which needs only a share of
+them. Nodes are bits of a mask, numbered within their group.
 """
 
 from typing import Final, NamedTuple

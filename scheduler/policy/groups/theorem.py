@@ -1,4 +1,4 @@
-"""RollMux's Theorem 1: when the cyclic round robin is as good as any order, and when it says nothing.
+"""RollMux's Theorem 1: when the cyclic round robin is as good as any order, and when it is silent.
 
 With fixed durations and a group that is unsaturated or full, one meta-iteration (every job one
 rollout and one training) takes `t_cycle`, the longest job's own iteration, and no order uses the

@@ -57,7 +57,9 @@ def summary(jobs: list[SimulatedJob], run: RunResult) -> ArmResult:
         jobs=len(jobs),
         kept=sum(attained(one, run.ended_s[one.job.job]) for one in jobs),
         kept_profiled=sum(_kept_profiled(one, run.ended_s[one.job.job]) for one in jobs),
-        worst_window=max(worst_window(one, run.ledger.iteration_ends_s[one.job.job]) for one in jobs),
+        worst_window=max(
+            worst_window(one, run.ledger.iteration_ends_s[one.job.job]) for one in jobs
+        ),
         moves=run.moves,
         events=run.events,
     )

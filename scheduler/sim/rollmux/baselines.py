@@ -94,9 +94,7 @@ class GreedyPlanner(GroupPlanner):
 
     def choose(self, job: JobId) -> Opening:
         openings = [
-            opening
-            for opening in _openings(self, job)
-            if opening.kind is OpeningKind.DIRECT
+            opening for opening in _openings(self, job) if opening.kind is OpeningKind.DIRECT
         ]
         if not openings:
             return self.packer.isolated(job)
@@ -127,7 +125,9 @@ def _openings(planner: GroupPlanner, job: JobId) -> list[Opening]:
 def paper_planner() -> tuple[GroupPlanner, Rules]:
     """RollMux: every group looked at, no move ever."""
     limits = PackingLimits(tries=UNLIMITED, combinations=UNLIMITED, training_scaling=False)
-    return GroupPlanner(WorstCase(), NODE_TYPES, PlannerConfig(moves=False, limits=limits)), PAPER_RULES
+    return GroupPlanner(
+        WorstCase(), NODE_TYPES, PlannerConfig(moves=False, limits=limits)
+    ), PAPER_RULES
 
 
 def our_planner() -> tuple[GroupPlanner, Rules]:

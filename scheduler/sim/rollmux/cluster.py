@@ -1,8 +1,8 @@
 """The cluster in virtual time: a production planner above, the groups' machines below.
 
-The shell that production has too, with drawn durations instead of engines: it tells the planner what
-arrived and ended, and does what it asks. Groups run on their own between two rounds. A node costs
-from when the first job is put on it to when the planner gives it back.
+The shell that production has too, with drawn durations instead of engines: it tells the planner
+what arrived and ended, and does what it asks. Groups run on their own between two rounds. A node
+costs from when the first job is put on it to when the planner gives it back.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
+from scheduler.policy.groups.compiled import Records
 from scheduler.policy.groups.events import (
     AddNode,
     GroupEffect,
@@ -24,7 +25,6 @@ from scheduler.policy.groups.events import (
     ReleaseNode,
     ReviewDue,
 )
-from scheduler.policy.groups.compiled import Records
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.stages import (
     JOB_DONE,

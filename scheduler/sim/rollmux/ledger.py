@@ -1,4 +1,4 @@
-"""What a run cost and what it promised: node time, ends, and every event for a stranger to check."""
+"""What a run cost and kept: node time, ends, and every event for a stranger to check."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ class Ledger:
     record: bool = False
     """Whether events are kept; costs time and memory."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    node_hours: dict[Pool, float] = field(default_factory=lambda: {pool: 0.0 for pool in Pool})
+    node_hours: dict[Pool, float] = field(default_factory=lambda: dict.fromkeys(Pool, 0.0))
     dollars: float = 0.0
     ended_s: dict[JobId, float] = field(default_factory=dict)
     iteration_ends_s: dict[JobId, list[float]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""The exact optimum for a few jobs: what a planner would pay that knew the truth and moved for free.
+"""The exact optimum for a few jobs: the price for who knows the truth and moves for free.
 
-The same search as the planner's, over all jobs at once, with their true distributions and the SLO as
-the only margin. Ten jobs or so.
+The same search as the planner's, over all jobs at once, with their true distributions and the SLO
+as the only margin. Ten jobs or so.
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
 """Workloads W1 and W2: who arrives when, and how long every phase of every job takes alone.
 
-The draws are the truth that no planner sees: what it is told is in `SimulatedJob.job`, whose phases
-carry declared maxima only. One seed, one workload; the drift changes the means over a job's life and
-nothing else.
+The draws are the truth that no planner sees: what it is told is in `SimulatedJob.job`, whose
+phases carry declared maxima only. One seed, one workload; the drift changes the means over a job's
+life and nothing else.
 """
 
 from dataclasses import dataclass

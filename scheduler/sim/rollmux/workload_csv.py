@@ -1,8 +1,8 @@
 """A workload from a CSV file, one job a line; what is wrong with it is said with its line.
 
 Columns: `job,arrival_s,iterations,roll_s,train_s,phase_cv,roll_max_s,train_max_s,roll_nodes,
-train_nodes,host_gb,slo,drift`. Durations are solo means at the job's beginning; `drift` is what they
-are multiplied by at its end.
+train_nodes,host_gb,slo,drift`. Durations are solo means at the job's beginning; `drift` is what
+they are multiplied by at its end.
 """
 
 import csv
@@ -65,7 +65,7 @@ def read_workload(path: Path, *, seed: int) -> list[SimulatedJob]:
     if len(rows) - 1 > JOBS_MAX:
         raise ConfigError(f"{path}: more than {JOBS_MAX} jobs")
     seen: dict[str, int] = {}
-    jobs = []
+    jobs: list[SimulatedJob] = []
     for line, row in enumerate(rows[1:], start=2):
         if not row:
             continue
