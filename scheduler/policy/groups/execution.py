@@ -55,9 +55,9 @@ def _speed(jobs: Records, k: int) -> float:
     taken = 0.0
     for other in range(jobs.size):
         shares = jobs["rollout_nodes"][other] & jobs["rollout_nodes"][k]
-        if jobs["stage"][other] == TAIL_MOVED and shares and jobs["tail_lease"][other] != 2:
+        if jobs["stage"][other] == TAIL_MOVED and shares:
             taken = max(taken, jobs["tail_share"][other])
-    return float(1.0 - taken + jobs["boost"][k])
+    return 1.0 - taken
 
 
 @compiled
@@ -91,10 +91,7 @@ def _move_tails(
         jobs["stage"][k] = TAIL_MOVED
         jobs["overhead_s"][k] += rules.migrate_s
         permits[BUSY] &= ~jobs["rollout_nodes"][k]
-        if jobs["tail_lease"][k] == 1:
-            jobs["tail_lease"][k] = 2
-        else:
-            permits[TAILS] |= jobs["rollout_nodes"][k]
+        permits[TAILS] |= jobs["rollout_nodes"][k]
         spent_s = rules.migrate_s
         at = _log(log, at, now_s, TAIL_MIGRATED, jobs["id"][k], jobs["rollout_nodes"][k], 0.0)
     return spent_s, at
@@ -192,12 +189,8 @@ def _finish(
     worked_s = jobs["worked_s"][k]
     jobs["worked_s"][k] = 0.0
     if stage != TRAINING:
-        if stage != TAIL_MOVED:
-            permits[BUSY] &= ~jobs["rollout_nodes"][k]
-        elif jobs["tail_lease"][k] == 2:
-            jobs["tail_lease"][k] = 1
-        else:
-            permits[TAILS] &= ~jobs["rollout_nodes"][k]
+        released = TAILS if stage == TAIL_MOVED else BUSY
+        permits[released] &= ~jobs["rollout_nodes"][k]
         jobs["stage"][k] = WAITS_TRAINING
         return _log(log, at, now_s, ROLLOUT_ENDED, job, jobs["rollout_nodes"][k], worked_s)
     permits[BUSY] &= ~jobs["training_nodes"][k]

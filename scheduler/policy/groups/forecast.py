@@ -1,8 +1,9 @@
 """What a group would do: its jobs' slow-downs over a few meta-iterations, in several scenarios.
 
-A scenario draws every job's mean durations from the belief about them and varies each phase around
-them; the draws are one fixed table, so that two placements are compared under the same luck and the
-same question has the same answer everywhere. The jobs run under the very rules that will run them.
+A scenario draws every job's mean durations from the belief about them; single phases vary around
+them, the same in every scenario, because over a run that averages out and a wrong belief does
+not. The draws are one fixed table, so that two placements are compared under the same luck and
+the same question has the same answer everywhere. The jobs run under the rules that will run them.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ def _draws() -> tuple[Records, Records]:
     means = np.stack([rng.permutation(levels) for _ in range(_JOBS_MAX * 2)], axis=1).reshape(
         SCENARIOS, _JOBS_MAX, 2
     )
-    return means, rng.standard_normal((SCENARIOS, _JOBS_MAX, ROWS, 2)).clip(-3, 3)
+    return means, rng.standard_normal((_JOBS_MAX, ROWS, 2)).clip(-3, 3)
 
 
 @compiled
@@ -67,7 +68,7 @@ def _slowdowns(
                 iteration_s += drawn_s
                 cv = doubt * beliefs[k, phase, 2]
                 for row in range(ROWS):
-                    varied = 1.0 + cv * phase_draws[scenario, k, row, phase]
+                    varied = 1.0 + cv * phase_draws[k, row, phase]
                     lengths_s[k * ROWS + row, phase] = drawn_s * varied
             longest_s = max(longest_s, iteration_s)
             jobs["offset"][k], jobs["length"][k] = k * ROWS, ROWS

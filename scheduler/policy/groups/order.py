@@ -38,7 +38,7 @@ def movable_tail(jobs: Records, permits: Records, k: int, rules: Rules) -> bool:
         rules.migrate
         and jobs["stage"][k] == TAIL_HELD
         and jobs["left_s"][k] > rules.migrate_s
-        and (jobs["tail_lease"][k] == 1 or (permits[TAILS] & jobs["rollout_nodes"][k]) == 0)
+        and (permits[TAILS] & jobs["rollout_nodes"][k]) == 0
     )
 
 

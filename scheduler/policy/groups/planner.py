@@ -153,6 +153,7 @@ class GroupPlanner:
         for cell in list(self.book.cells.values()):
             if now - self._checked_s.get(cell.group, float("-inf")) >= self.config.recheck_s:
                 self._checked_s[cell.group] = now
+                self._looks = max(self._looks, 1)
                 effects += self._restore(cell, now=now)
         if self._changed:
             self._changed = False

@@ -66,8 +66,6 @@ JOB: Final = np.dtype(
         ("training_mean_s", "f8"),
         ("bulk_ratio", "f8"),
         ("tail_share", "f8"),
-        ("boost", "f8"),
-        ("tail_lease", "i8"),
     ]
 )
 """`left_s` and `worked_s` are solo seconds of the present stage and phase; overheads run first.

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from harvester.contracts.ids import JobId, NodeId
+from harvester.contracts.ids import NodeId
 from scheduler.policy.groups.compiled import Records
 from scheduler.policy.groups.execution import advance
 from scheduler.policy.groups.stages import (
@@ -57,7 +57,7 @@ class Floor:
     def enter(self, row: Records, placement: Placement, *, loading_s: float) -> None:
         row = row.copy()
         row["stage"], row["overhead_s"], row["left_s"] = LOADING, loading_s, 0.0
-        row["worked_s"], row["park"], row["tail_lease"] = 0.0, 0, 0
+        row["worked_s"], row["park"] = 0.0, 0
         row["rollout_turns"] = row["training_turns"] = 0
         row["rollout_nodes"] = self.mask(placement.rollout_nodes)
         row["training_nodes"] = self.mask(placement.training_nodes)
@@ -116,6 +116,3 @@ def new_row(
     row["iterations"], row["slo"], row["began_s"] = iterations, slo, began_s
     row["solo_s"], row["bulk_ratio"], row["tail_share"] = solo_s, bulk_ratio, tail_share
     return row
-
-
-JobNumbers = dict[JobId, int]
