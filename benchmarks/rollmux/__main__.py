@@ -1,0 +1,74 @@
+"""What phase multiplexing is worth: `python -m benchmarks.rollmux --json PATH`.
+
+Simulated, not measured: W1 under every arm, seed by seed, on the production policies. `--resume
+DIR` keeps every arm's result, so that a long run may be taken in pieces.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.rollmux.decisions import decision_times
+from benchmarks.rollmux.figures import drift_figures, quality_figures, single_workload
+from benchmarks.rollmux.optimum import optimum_figures
+from benchmarks.rollmux.pieces import Pieces
+from harvester.contracts.errors import ConfigError
+from scheduler.sim.rollmux.workload import Drift
+from scheduler.sim.rollmux.workload_csv import read_workload
+
+PARTS = ("quality", "w2", "drift", "optimum", "decisions", "determinism")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.rollmux", description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--workload", type=Path, help="CSV instead of W1; one seed, all arms")
+    parser.add_argument("--events", type=Path, help="our arm's events as JSON lines")
+    parser.add_argument("--drift", type=Drift, choices=list(Drift), default=Drift.NONE)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument(
+        "--instances", type=int, default=50, help="of 6 to 10 jobs, for the optimum"
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--resume", type=Path, help="directory of results that are kept")
+    parser.add_argument("--quick", action="store_true", help="one seed, 3 instances, no drift")
+    given = parser.parse_args()
+    try:
+        result = _result(given)
+    except (ConfigError, OSError) as error:
+        sys.exit(f"benchmarks.rollmux: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    given.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+def _result(given: argparse.Namespace) -> dict[str, object]:
+    if given.workload is not None:
+        jobs = read_workload(given.workload, seed=given.first_seed)
+        return single_workload(jobs, seed=given.first_seed, events=given.events)
+    seeds = range(given.first_seed, given.first_seed + (1 if given.quick else given.seeds))
+    parts = set(given.parts) - ({"drift", "w2", "determinism"} if given.quick else set())
+    pieces = Pieces(given.resume)
+    result: dict[str, object] = {"simulated": True, "seeds": len(seeds)}
+    if "quality" in parts:
+        result |= quality_figures(seeds, pieces, drift=given.drift, events=given.events)
+    if "w2" in parts:
+        w2 = quality_figures(seeds, pieces, drift=given.drift, wide_ratio=0.1)
+        result["w2"] = {name: w2[name] for name in ("cost_ratio", "slo_attainment")}
+    if "drift" in parts:
+        result |= drift_figures(seeds, pieces)
+    if "optimum" in parts:
+        result |= optimum_figures(3 if given.quick else given.instances, pieces)
+    if "decisions" in parts:
+        result |= decision_times(quick=given.quick)
+    if "determinism" in parts:
+        result["deterministic"] = pieces.deterministic()
+    return result
+
+
+if __name__ == "__main__":
+    main()

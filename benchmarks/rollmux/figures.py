@@ -1,0 +1,136 @@
+"""The benchmark's figures: dollars and kept promises, arm by arm, over the seeds."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rollmux.pieces import Pieces
+from harvester.contracts.errors import ConfigError
+from scheduler.sim.rollmux.arms import run_arm, summary
+from scheduler.sim.rollmux.baselines import gavel, solo_d, verl
+from scheduler.sim.rollmux.ledger import Ledger
+from scheduler.sim.rollmux.workload import Drift, SimulatedJob, w1
+
+CALIBRATION = 1.32
+CALIBRATION_MARGIN = 0.03
+PACKED = ("random", "greedy", "rollmux_paper")
+
+
+def quality_figures(
+    seeds: Sequence[int],
+    pieces: Pieces,
+    *,
+    drift: Drift,
+    wide_ratio: float = 0.0,
+    events: Path | None = None,
+) -> dict[str, Any]:
+    ratios: dict[str, list[float]] = {}
+    paper: dict[str, list[float]] = {"solo_d": [], "verl": []}
+    calibration: list[float] = []
+    arms: dict[str, list[Any]] = {name: [] for name in ("ours", *PACKED)}
+    wall_s = 0.0
+    for seed in seeds:
+        jobs = w1(seed, drift=drift, wide_ratio=wide_ratio)
+        alone = {
+            "solo_d": solo_d(jobs).dollars,
+            "verl": verl(jobs).dollars,
+            "gavel": gavel(jobs).dollars,
+        }
+        calibration.append(alone["solo_d"] / alone["verl"])
+        for name, results in arms.items():
+            piece = pieces.arm(name, seed, drift=drift, wide_ratio=wide_ratio)
+            results.append(piece.arm)
+            wall_s += piece.wall_s if name == "ours" else 0.0
+        ours = arms["ours"][-1].dollars
+        dollars = alone | {name: arms[name][-1].dollars for name in PACKED}
+        for name, spent in dollars.items():
+            ratios.setdefault(name, []).append(spent / ours)
+        for name, values in paper.items():
+            values.append(alone[name] / arms["rollmux_paper"][-1].dollars)
+    _check_calibration(statistics.mean(calibration))
+    if events is not None:
+        _write_events(seeds[0], drift, wide_ratio, events)
+    return {
+        "calibration_solo_d_over_verl": statistics.mean(calibration),
+        "cost_ratio": {name: statistics.mean(values) for name, values in ratios.items()},
+        "cost_ratio_min": {name: min(values) for name, values in ratios.items()},
+        "paper_arm": {
+            **{name: statistics.mean(values) for name, values in paper.items()},
+            "slo_attainment": _kept(arms["rollmux_paper"]),
+            "slo_attainment_profiled": _kept(arms["rollmux_paper"], "kept_profiled"),
+        },
+        "slo_attainment": _kept(arms["ours"]),
+        "slo_attainment_others": {name: _kept(arms[name]) for name in ("random", "greedy")},
+        "worst_window_over_slo": max(one.worst_window for one in arms["ours"]),
+        "refused": 0,
+        "moves_per_job": sum(one.moves for one in arms["ours"]) / _jobs(arms["ours"]),
+        "sim_events_per_s": sum(one.events for one in arms["ours"]) / wall_s,
+    }
+
+
+def drift_figures(seeds: Sequence[int], pieces: Pieces) -> dict[str, Any]:
+    attainment, cost = {}, {}
+    for drift in (Drift.INCREASING, Drift.DECREASING, Drift.MIXED):
+        ours = [pieces.arm("ours", seed, drift=drift).arm for seed in seeds]
+        hourly = [pieces.arm("hourly", seed, drift=drift).arm for seed in seeds]
+        attainment[drift.value] = _kept(ours)
+        cost[drift.value] = statistics.mean(
+            one.dollars / other.dollars for one, other in zip(ours, hourly, strict=True)
+        )
+    return {
+        "drift_seeds": len(seeds),
+        "slo_attainment_drift": attainment,
+        "drift_cost_ratio_vs_hourly": cost,
+    }
+
+
+def single_workload(jobs: list[SimulatedJob], *, seed: int, events: Path | None) -> dict[str, Any]:
+    """All arms on one workload that was given."""
+    runs = {
+        name: run_arm(name, jobs, seed=seed, record=name == "ours") for name in ("ours", *PACKED)
+    }
+    results = {name: summary(jobs, run) for name, run in runs.items()}
+    if events is not None:
+        _write(runs["ours"].ledger, events)
+    ours = results["ours"].dollars
+    alone = {"solo_d": solo_d(jobs), "verl": verl(jobs), "gavel": gavel(jobs)}
+    return {
+        "simulated": True,
+        "jobs": len(jobs),
+        "dollars": {name: one.dollars for name, one in (alone | results).items()},
+        "cost_ratio": {
+            name: one.dollars / ours for name, one in (alone | results).items() if name != "ours"
+        },
+        "slo_attainment": results["ours"].kept / len(jobs),
+        "slo_attainment_others": {name: results[name].kept / len(jobs) for name in PACKED},
+        "refused": 0,
+    }
+
+
+def _check_calibration(found: float) -> None:
+    if abs(found - CALIBRATION) > CALIBRATION_MARGIN:
+        raise ConfigError(
+            f"Solo-D costs {found:.3f} times veRL, not {CALIBRATION}: the prices are not W1's"
+        )
+
+
+def _write_events(seed: int, drift: Drift, wide_ratio: float, path: Path) -> None:
+    jobs = w1(seed, drift=drift, wide_ratio=wide_ratio)
+    _write(run_arm("ours", jobs, seed=seed, record=True).ledger, path)
+
+
+def _write(ledger: Ledger, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        for event in ledger.in_order():
+            file.write(json.dumps(event) + "\n")
+
+
+def _kept(results: Sequence[Any], which: str = "kept") -> float:
+    return float(sum(getattr(one, which) for one in results) / _jobs(results))
+
+
+def _jobs(results: Sequence[Any]) -> int:
+    return sum(one.jobs for one in results)

@@ -1,0 +1,215 @@
+"""The book of groups: which nodes each owns, which jobs are pinned to them, what is resident where.
+
+It keeps the invariants (disjoint groups, residency as a hard limit) and decides nothing. Nodes
+exist as long as somebody is pinned to them. A job that moves stays resident on its old nodes until
+it has left; arrivals count it there, and other movers wait for its room.
+"""
+
+from dataclasses import dataclass, field
+
+from harvester.contracts.ids import GroupId, JobId, NodeId
+from scheduler.policy.model import Group, Node, Placement, Pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeType:
+    """What a new node of one pool is."""
+
+    type: str
+    accelerators: int
+    price_per_hour: float
+    """Of the whole node."""
+    host_bytes: int
+
+
+@dataclass(slots=True)
+class Cell:
+    """One group as it changes."""
+
+    group: GroupId
+    rollout: list[NodeId] = field(default_factory=list)
+    training: list[NodeId] = field(default_factory=list)
+    pinned: dict[JobId, Placement] = field(default_factory=dict)
+
+    def masks(self, placement: Placement) -> tuple[int, int]:
+        """Bits of a placement's nodes: rollout from 0, training after them."""
+        rollout = training = 0
+        for node in placement.rollout_nodes:
+            rollout |= 1 << self.rollout.index(node)
+        for node in placement.training_nodes:
+            training |= 1 << (len(self.rollout) + self.training.index(node))
+        return rollout, training
+
+    def as_group(self) -> Group:
+        return Group(
+            group=self.group,
+            rollout_nodes=tuple(self.rollout),
+            training_nodes=tuple(self.training),
+            placements=tuple(self.pinned.values()),
+        )
+
+
+class GroupBook:
+    def __init__(self, types: dict[Pool, NodeType]) -> None:
+        self.types = types
+        self.cells: dict[GroupId, Cell] = {}
+        self.home: dict[JobId, GroupId] = {}
+        self.nodes: dict[NodeId, GroupId] = {}
+        self.resident_bytes: dict[NodeId, int] = {}
+        """By node, of those who leave it too."""
+        self.planned_bytes: dict[NodeId, int] = {}
+        """By node, once everybody who moves has moved."""
+        self.committed_per_hour = 0.0
+        """Price of the nodes that somebody is pinned to and not leaving."""
+        self._pins: dict[NodeId, int] = {}
+        self._staying: dict[NodeId, int] = {}
+        self._leaving: dict[JobId, list[Placement]] = {}
+        self._named = 0
+
+    def fresh_group(self) -> Cell:
+        """A cell that is in the book only once somebody is pinned in it."""
+        self._named += 1
+        return Cell(GroupId(f"group-{self._named}"))
+
+    def fresh_nodes(self, pool: Pool, count: int) -> tuple[NodeId, ...]:
+        """Names for nodes that are up only once somebody is pinned to them."""
+        self._named += count
+        last = self._named
+        return tuple(
+            NodeId(f"{self.types[pool].type}-{number}")
+            for number in range(last - count + 1, last + 1)
+        )
+
+    def pin(self, placement: Placement, cell: Cell, host_bytes: int) -> tuple[Node, ...]:
+        """Pins a job, and returns the nodes that this brings up.
+
+        Raises ValueError for what no planner may do: a node of another group, or host memory short.
+        """
+        up: list[Node] = []
+        self.cells.setdefault(cell.group, cell)
+        sides = (
+            (Pool.ROLLOUT, placement.rollout_nodes, cell.rollout),
+            (Pool.TRAINING, placement.training_nodes, cell.training),
+        )
+        for pool, wanted, owned in sides:
+            for node in wanted:
+                if self.nodes.setdefault(node, cell.group) != cell.group:
+                    raise ValueError(f"node {node} belongs to {self.nodes[node]}")
+                if node not in owned:
+                    owned.append(node)
+                    up.append(self._node(node, pool))
+                self._hold(node, pool, host_bytes)
+        self._settle(placement, cell)
+        return tuple(up)
+
+    def unpin(
+        self, job: JobId, host_bytes: int, *, stays_resident: bool = False
+    ) -> tuple[NodeId, ...]:
+        """Takes a job out of its group, and returns the nodes that go down with it.
+
+        `stays_resident` keeps its memory held until `left`: it still runs there.
+        """
+        cell = self.cells[self.home.pop(job)]
+        placement = cell.pinned.pop(job)
+        self._count(placement, -1)
+        if stays_resident:
+            self._plan(placement, -host_bytes)
+            self._leaving.setdefault(job, []).append(placement)
+            return ()
+        self._plan(placement, -host_bytes)
+        return self._release(placement, cell, host_bytes)
+
+    def stay(self, job: JobId, host_bytes: int) -> None:
+        """Takes back the last `unpin` of a job that was to stay resident."""
+        placement = self._leaving[job].pop()
+        if not self._leaving[job]:
+            del self._leaving[job]
+        self._plan(placement, host_bytes)
+        self._settle(placement, self.cells[self.nodes[placement.rollout_nodes[0]]])
+
+    def left(self, job: JobId, host_bytes: int) -> tuple[NodeId, ...]:
+        """The moved or ended job has left every old place; returns the nodes that go down."""
+        down: list[NodeId] = []
+        for placement in self._leaving.pop(job, ()):
+            cell = self.cells[self.nodes[placement.rollout_nodes[0]]]
+            down += self._release(placement, cell, host_bytes)
+        return tuple(down)
+
+    def is_leaving(self, job: JobId) -> bool:
+        return job in self._leaving
+
+    def free_bytes(self, node: NodeId, pool: Pool) -> int:
+        return self.types[pool].host_bytes - self.resident_bytes.get(node, 0)
+
+    def planned_free_bytes(self, node: NodeId, pool: Pool) -> int:
+        return self.types[pool].host_bytes - self.planned_bytes.get(node, 0)
+
+    def price_per_hour(self) -> float:
+        """Of all nodes that are up."""
+        return sum(self.cell_price_per_hour(cell) for cell in self.cells.values())
+
+    def cell_price_per_hour(self, cell: Cell) -> float:
+        rollout, training = self.types[Pool.ROLLOUT], self.types[Pool.TRAINING]
+        return (
+            len(cell.rollout) * rollout.price_per_hour
+            + len(cell.training) * training.price_per_hour
+        )
+
+    def _plan(self, placement: Placement, change: int) -> None:
+        for node in (*placement.rollout_nodes, *placement.training_nodes):
+            self.planned_bytes[node] += change
+
+    def _settle(self, placement: Placement, cell: Cell) -> None:
+        cell.pinned[placement.job] = placement
+        self.home[placement.job] = cell.group
+        self._count(placement, 1)
+
+    def _count(self, placement: Placement, change: int) -> None:
+        for pool, nodes in (
+            (Pool.ROLLOUT, placement.rollout_nodes),
+            (Pool.TRAINING, placement.training_nodes),
+        ):
+            for node in nodes:
+                before = self._staying.get(node, 0)
+                self._staying[node] = before + change
+                if (before == 0) != (before + change == 0):
+                    self.committed_per_hour += change * self.types[pool].price_per_hour
+                if before + change == 0:
+                    del self._staying[node]
+
+    def _node(self, node: NodeId, pool: Pool) -> Node:
+        kind = self.types[pool]
+        return Node(
+            node=node,
+            pool=pool,
+            type=kind.type,
+            accelerators=kind.accelerators,
+            price_per_hour=kind.price_per_hour,
+            host_bytes=kind.host_bytes,
+        )
+
+    def _hold(self, node: NodeId, pool: Pool, host_bytes: int) -> None:
+        planned = self.planned_bytes.get(node, 0) + host_bytes
+        if planned > self.types[pool].host_bytes:
+            raise ValueError(f"node {node} would hold {planned} bytes")
+        self.planned_bytes[node] = planned
+        self.resident_bytes[node] = self.resident_bytes.get(node, 0) + host_bytes
+        self._pins[node] = self._pins.get(node, 0) + 1
+
+    def _release(self, placement: Placement, cell: Cell, host_bytes: int) -> tuple[NodeId, ...]:
+        down: list[NodeId] = []
+        for owned, wanted in (
+            (cell.rollout, placement.rollout_nodes),
+            (cell.training, placement.training_nodes),
+        ):
+            for node in wanted:
+                self._pins[node] -= 1
+                self.resident_bytes[node] -= host_bytes
+                if self._pins[node] == 0:
+                    owned.remove(node)
+                    del self._pins[node], self.resident_bytes[node], self.nodes[node]
+                    del self.planned_bytes[node]
+                    down.append(node)
+        if not cell.rollout and not cell.training:
+            del self.cells[cell.group]
+        return tuple(down)

@@ -1,0 +1,102 @@
+"""How long a job's phases take, as far as it is known: learned online, one estimate a phase.
+
+Before anything ran only the declared maximum is known (every response at its token limit), so the
+mean is believed to lie somewhere between half of it and all of it. Every observed phase narrows
+that. Old observations fade, so that a drifting mean is followed; the fading also keeps the doubt
+from ever vanishing. The declared maximum bounds the belief of a young job only: what was seen wins.
+"""
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import Final, NamedTuple
+
+from scheduler.policy.model import Job
+
+PRIOR_MEAN_RATIO: Final = 0.75
+PRIOR_SPREAD_RATIO: Final = 0.145
+"""Mean and standard deviation of a mean that lies anywhere from half the maximum to all of it."""
+PRIOR_CV: Final = 0.1
+PRIOR_WEIGHT: Final = 4.0
+"""Observations that the prior coefficient of variation counts for."""
+
+
+@dataclass(slots=True)
+class PhaseEstimate:
+    """Belief about one phase's mean and variation; `memory` is in observations."""
+
+    max_s: float
+    memory: float = 40.0
+    weight: float = 0.0
+    seen_s: float = 0.0
+    """Faded mean of what was observed."""
+    spread_s2: float = 0.0
+    count: int = 0
+
+    def observe(self, solo_s: float) -> None:
+        """Adds one phase's duration, alone on its nodes, in seconds."""
+        fading = 1.0 - 1.0 / self.memory
+        self.weight = self.weight * fading + 1.0
+        gap_s = solo_s - self.seen_s
+        self.seen_s += gap_s / self.weight
+        self.spread_s2 = self.spread_s2 * fading + gap_s * (solo_s - self.seen_s)
+        self.count += 1
+
+    @property
+    def cv(self) -> float:
+        """Of a single phase, around its mean."""
+        if self.count == 0:
+            return PRIOR_CV
+        seen_cv2 = self.spread_s2 / self.seen_s**2
+        return sqrt((seen_cv2 + PRIOR_WEIGHT * PRIOR_CV**2) / (self.weight + PRIOR_WEIGHT))
+
+    @property
+    def mean_s(self) -> float:
+        return self._posterior()[0]
+
+    @property
+    def mean_spread_s(self) -> float:
+        """Standard deviation of the belief about the mean."""
+        return self._posterior()[1]
+
+    def _posterior(self) -> tuple[float, float]:
+        prior_s, prior_spread_s = PRIOR_MEAN_RATIO * self.max_s, PRIOR_SPREAD_RATIO * self.max_s
+        if self.count == 0:
+            return prior_s, prior_spread_s
+        precision = self.weight / (self.cv * self.seen_s) ** 2
+        prior_precision = 1.0 / prior_spread_s**2 if self.count < self.memory else 0.0
+        mean_s = (precision * self.seen_s + prior_precision * prior_s) / (
+            precision + prior_precision
+        )
+        return mean_s, 1.0 / sqrt(precision + prior_precision)
+
+
+class Belief(NamedTuple):
+    """Both phases of a job: mean, doubt about the mean, and variation of one phase around it."""
+
+    rollout_s: float
+    rollout_spread_s: float
+    rollout_cv: float
+    training_s: float
+    training_spread_s: float
+    training_cv: float
+
+    @property
+    def iteration_s(self) -> float:
+        return self.rollout_s + self.training_s
+
+
+def worst_case(job: Job) -> Belief:
+    """The paper's planning: every response at its token limit, no doubt about it."""
+    rollout, training = job.phases
+    return Belief(rollout.max_s, 0.0, 0.0, training.max_s, 0.0, 0.0)
+
+
+def learned(rollout: PhaseEstimate, training: PhaseEstimate) -> Belief:
+    return Belief(
+        rollout.mean_s,
+        rollout.mean_spread_s,
+        rollout.cv,
+        training.mean_s,
+        training.mean_spread_s,
+        training.cv,
+    )

@@ -1,0 +1,67 @@
+"""What the group planner is told, and what it asks for."""
+
+import msgspec
+
+from harvester.contracts.ids import GroupId, JobId, NodeId
+from scheduler.policy.model import Job, Node, PhaseKind, Placement
+
+
+class JobArrived(msgspec.Struct, frozen=True, kw_only=True, tag="job_arrived"):
+    job: Job
+
+
+class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
+    job: JobId
+    phase: PhaseKind
+    solo_s: float
+    """What it would have taken alone: waiting, loading and narrowed nodes not counted."""
+
+
+class JobEnded(msgspec.Struct, frozen=True, kw_only=True, tag="job_ended"):
+    job: JobId
+
+
+class JobMoved(msgspec.Struct, frozen=True, kw_only=True, tag="job_moved"):
+    """The job has left its old nodes."""
+
+    job: JobId
+
+
+class NodeFailed(msgspec.Struct, frozen=True, kw_only=True, tag="node_failed"):
+    node: NodeId
+
+
+class ReviewDue(msgspec.Struct, frozen=True, kw_only=True, tag="review_due"):
+    """Look for promises in danger and for nodes that could be spared."""
+
+
+GroupEvent = JobArrived | PhaseEnded | JobEnded | JobMoved | NodeFailed | ReviewDue
+
+
+class AddNode(msgspec.Struct, frozen=True, kw_only=True, tag="add_node"):
+    node: Node
+    group: GroupId
+
+
+class ReleaseNode(msgspec.Struct, frozen=True, kw_only=True, tag="release_node"):
+    node: NodeId
+
+
+class PlaceJob(msgspec.Struct, frozen=True, kw_only=True, tag="place_job"):
+    group: GroupId
+    placement: Placement
+    reason: str
+
+
+class MoveJob(msgspec.Struct, frozen=True, kw_only=True, tag="move_job"):
+    """At the end of the job's present iteration; it stays resident on its old nodes until then.
+
+    It loads on its new nodes as soon as their memory has room: another mover may still be there.
+    """
+
+    group: GroupId
+    placement: Placement
+    reason: str
+
+
+GroupEffect = AddNode | ReleaseNode | PlaceJob | MoveJob

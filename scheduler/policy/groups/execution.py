@@ -1,0 +1,262 @@
+"""A group's execution in virtual time, phase by phase.
+
+Planners run it with the durations that they expect, the simulator with those that it drew; both get
+the same starts from `order`. A rollout's bulk runs at the speed of the share of its nodes that no
+other tail occupies; a tail runs at its own speed anywhere. Who waits for nodes that are held for a
+tail only has the tail moved. A phase that starts after another job's pays a warm start, unless the
+node was idle long enough to load its state before.
+"""
+
+from scheduler.policy.groups.compiled import Records, compiled
+from scheduler.policy.groups.order import expected_wish, movable_tail, next_start
+from scheduler.policy.groups.stages import (
+    BULK,
+    BUSY,
+    DONE,
+    JOB_DONE,
+    JOB_PARKED,
+    JOB_READY,
+    LOADING,
+    NODES_MAX,
+    PARKED,
+    ROLLOUT_ENDED,
+    ROLLOUT_STARTED,
+    TAIL_HELD,
+    TAIL_MIGRATED,
+    TAIL_MOVED,
+    TAILS,
+    TRAINING,
+    TRAINING_ENDED,
+    TRAINING_STARTED,
+    WAITS_ROLLOUT,
+    WAITS_TRAINING,
+    Rules,
+)
+
+
+@compiled
+def _log(log: Records, at: int, t_s: float, kind: int, job: int, nodes: int, solo_s: float) -> int:
+    if at < log.size:
+        log["t_s"][at], log["kind"][at] = t_s, kind
+        log["job"][at], log["nodes"][at], log["solo_s"][at] = job, nodes, solo_s
+        return at + 1
+    return at
+
+
+@compiled
+def _runs(stage: int) -> bool:
+    return stage in (LOADING, BULK, TAIL_HELD, TAIL_MOVED, TRAINING)
+
+
+@compiled
+def _speed(jobs: Records, k: int) -> float:
+    if jobs["stage"][k] != BULK:
+        return 1.0
+    taken = 0.0
+    for other in range(jobs.size):
+        shares = jobs["rollout_nodes"][other] & jobs["rollout_nodes"][k]
+        if jobs["stage"][other] == TAIL_MOVED and shares:
+            taken = max(taken, jobs["tail_share"][other])
+    return 1.0 - taken
+
+
+@compiled
+def _load(nodes: Records, wanted: int, job: int, now_s: float, warm_s: float) -> float:
+    """Puts the job's state on its nodes; the seconds until it is there."""
+    longest_s = 0.0
+    for bit in range(NODES_MAX):
+        if wanted >> bit == 0:
+            break
+        if not (wanted >> bit) & 1:
+            continue
+        if nodes["loaded"][bit] == job:
+            longest_s = max(longest_s, nodes["warm_at_s"][bit] - now_s)
+        else:
+            longest_s = max(longest_s, warm_s if nodes["loaded"][bit] >= 0 else 0.0)
+            nodes["loaded"][bit] = job
+        nodes["warm_at_s"][bit] = now_s + longest_s
+    return longest_s
+
+
+@compiled
+def _move_tails(
+    jobs: Records, permits: Records, j: int, now_s: float, rules: Rules, log: Records, at: int
+) -> tuple[float, int]:
+    """Moves every tail that keeps job j from its nodes; the seconds it takes, and the log's end."""
+    spent_s = 0.0
+    for k in range(jobs.size):
+        held = permits[BUSY] & jobs["rollout_nodes"][j] & jobs["rollout_nodes"][k]
+        if k == j or not held or not movable_tail(jobs, permits, k, rules):
+            continue
+        jobs["stage"][k] = TAIL_MOVED
+        jobs["overhead_s"][k] += rules.migrate_s
+        permits[BUSY] &= ~jobs["rollout_nodes"][k]
+        permits[TAILS] |= jobs["rollout_nodes"][k]
+        spent_s = rules.migrate_s
+        at = _log(log, at, now_s, TAIL_MIGRATED, jobs["id"][k], jobs["rollout_nodes"][k], 0.0)
+    return spent_s, at
+
+
+@compiled
+def _start(
+    jobs: Records,
+    nodes: Records,
+    permits: Records,
+    j: int,
+    now_s: float,
+    lengths_s: Records,
+    rules: Rules,
+    log: Records,
+    at: int,
+) -> int:
+    length_s = lengths_s[jobs["offset"][j] + jobs["done"][j] % jobs["length"][j]]
+    jobs["worked_s"][j] = 0.0
+    if jobs["stage"][j] == WAITS_ROLLOUT:
+        moved_s, at = _move_tails(jobs, permits, j, now_s, rules, log, at)
+        wanted = jobs["rollout_nodes"][j]
+        jobs["stage"][j] = BULK
+        jobs["left_s"][j] = length_s[0] * jobs["bulk_ratio"][j]
+        jobs["rollout_turns"][j] += 1
+        kind = ROLLOUT_STARTED
+    else:
+        moved_s = 0.0
+        wanted = jobs["training_nodes"][j]
+        jobs["stage"][j] = TRAINING
+        jobs["left_s"][j] = length_s[1]
+        jobs["training_turns"][j] += 1
+        kind = TRAINING_STARTED
+    permits[BUSY] |= wanted
+    loaded_s = _load(nodes, wanted, jobs["id"][j], now_s, rules.warm_s)
+    jobs["overhead_s"][j] = moved_s + loaded_s
+    return _log(log, at, now_s, kind, jobs["id"][j], wanted, 0.0)
+
+
+@compiled
+def _prewarm(jobs: Records, nodes: Records, permits: Records, now_s: float, warm_s: float) -> None:
+    """Loads, on every idle node, the state of the job that is expected there first."""
+    pinned = 0
+    for k in range(jobs.size):
+        pinned |= jobs["rollout_nodes"][k] | jobs["training_nodes"][k]
+    for bit in range(NODES_MAX):
+        mask = 1 << bit
+        if mask > pinned:
+            return
+        if permits[BUSY] & mask:
+            continue
+        first, first_s = -1, 0.0
+        for k in range(jobs.size):
+            rollout = (jobs["rollout_nodes"][k] & mask) != 0
+            if not rollout and not jobs["training_nodes"][k] & mask:
+                continue
+            if jobs["stage"][k] in (LOADING, PARKED, DONE):
+                continue
+            wish_s, _ = expected_wish(jobs, k, rollout)
+            if first < 0 or wish_s < first_s:
+                first, first_s = k, wish_s
+        if first >= 0 and nodes["loaded"][bit] != jobs["id"][first]:
+            nodes["loaded"][bit] = jobs["id"][first]
+            nodes["warm_at_s"][bit] = now_s + warm_s
+
+
+@compiled
+def _finish(
+    jobs: Records,
+    permits: Records,
+    k: int,
+    now_s: float,
+    lengths_s: Records,
+    log: Records,
+    at: int,
+) -> int:
+    """What follows when job k's present stage has no work left."""
+    stage, job = jobs["stage"][k], jobs["id"][k]
+    if stage == LOADING:
+        # One count for both, or the newcomer would train before whoever rolls out before it.
+        turns = 0
+        for other in range(jobs.size):
+            if jobs["stage"][other] not in (LOADING, PARKED, DONE):
+                turns = max(turns, jobs["rollout_turns"][other])
+        jobs["rollout_turns"][k] = jobs["training_turns"][k] = turns
+        jobs["stage"][k], jobs["waits_since_s"][k] = WAITS_ROLLOUT, now_s
+        return _log(log, at, now_s, JOB_READY, job, 0, 0.0)
+    if stage == BULK and jobs["bulk_ratio"][k] < 1.0:
+        length_s = lengths_s[jobs["offset"][k] + jobs["done"][k] % jobs["length"][k]][0]
+        jobs["stage"][k] = TAIL_HELD
+        jobs["left_s"][k] = length_s * (1.0 - jobs["bulk_ratio"][k])
+        return at
+    jobs["solo_s"][k] += jobs["worked_s"][k]
+    jobs["waits_since_s"][k] = now_s
+    worked_s = jobs["worked_s"][k]
+    jobs["worked_s"][k] = 0.0
+    if stage != TRAINING:
+        released = TAILS if stage == TAIL_MOVED else BUSY
+        permits[released] &= ~jobs["rollout_nodes"][k]
+        jobs["stage"][k] = WAITS_TRAINING
+        return _log(log, at, now_s, ROLLOUT_ENDED, job, jobs["rollout_nodes"][k], worked_s)
+    permits[BUSY] &= ~jobs["training_nodes"][k]
+    jobs["done"][k] += 1
+    at = _log(log, at, now_s, TRAINING_ENDED, job, jobs["training_nodes"][k], worked_s)
+    if jobs["done"][k] >= jobs["iterations"][k]:
+        jobs["stage"][k] = DONE
+        return _log(log, at, now_s, JOB_DONE, job, 0, jobs["solo_s"][k])
+    if jobs["park"][k]:
+        jobs["stage"][k] = PARKED
+        return _log(log, at, now_s, JOB_PARKED, job, 0, 0.0)
+    jobs["stage"][k] = WAITS_ROLLOUT
+    return at
+
+
+@compiled
+def _progress(jobs: Records, passed_s: float) -> None:
+    for k in range(jobs.size):
+        if not _runs(jobs["stage"][k]):
+            continue
+        overhead_s = min(jobs["overhead_s"][k], passed_s)
+        worked_s = (passed_s - overhead_s) * _speed(jobs, k)
+        jobs["overhead_s"][k] -= overhead_s
+        jobs["left_s"][k] -= worked_s
+        if jobs["stage"][k] != LOADING:
+            jobs["worked_s"][k] += worked_s
+
+
+@compiled
+def advance(
+    jobs: Records,
+    nodes: Records,
+    permits: Records,
+    lengths_s: Records,
+    rules: Rules,
+    now_s: float,
+    until_s: float,
+    log: Records,
+) -> tuple[float, int, int]:
+    """Runs the group up to `until_s`: the time reached, events logged, events in all.
+
+    `lengths_s` has a row of rollout and training solo seconds for every iteration; job k's are the
+    `length` rows from its `offset`, again and again. A full log stops it early.
+    """
+    at, events = 0, 0
+    while True:
+        started = next_start(jobs, permits, now_s, rules)
+        while started >= 0:
+            at = _start(jobs, nodes, permits, started, now_s, lengths_s, rules, log, at)
+            events += 1
+            started = next_start(jobs, permits, now_s, rules)
+        if rules.prewarm:
+            _prewarm(jobs, nodes, permits, now_s, rules.warm_s)
+        if log.size and at > log.size - 4 * jobs.size - 4:
+            return now_s, at, events
+        first, passed_s = -1, until_s - now_s
+        for k in range(jobs.size):
+            if not _runs(jobs["stage"][k]):
+                continue
+            rest_s = jobs["overhead_s"][k] + max(jobs["left_s"][k], 0.0) / _speed(jobs, k)
+            if rest_s < passed_s:
+                first, passed_s = k, rest_s
+        _progress(jobs, passed_s)
+        if first < 0:
+            return until_s, at, events
+        now_s += passed_s
+        jobs["left_s"][first] = 0.0
+        events += 1
+        at = _finish(jobs, permits, first, now_s, lengths_s, log, at)

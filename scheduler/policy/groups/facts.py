@@ -1,0 +1,80 @@
+"""What the planner knows of one job: what it declared, what was observed, what it was promised."""
+
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+from scheduler.policy.groups.durations import Belief, PhaseEstimate, learned
+from scheduler.policy.groups.slo import SloAccount
+from scheduler.policy.groups.tail import TailShape
+from scheduler.policy.model import Job, PhaseKind
+
+_RENEWED_AT: Final = (1, 2, 4, 8, 16, 32)
+"""Observations after which a belief is renewed because its doubt has shrunk."""
+_STEP_RATIO: Final = 0.03
+"""A mean that moved this far renews the belief; less is not worth forecasting everything again."""
+_versions = count(1)
+
+
+@dataclass(slots=True)
+class JobFacts:
+    job: Job
+    rollout: PhaseEstimate
+    training: PhaseEstimate
+    account: SloAccount
+    tail: TailShape
+    moving: bool = False
+    moved_s: float = float("-inf")
+    """When it last began to move."""
+    version: int = 0
+    """Names the belief in force, over all jobs; verdicts about a version stay true."""
+    _belief: Belief | None = None
+
+    @classmethod
+    def of(cls, job: Job, *, cold_start_s: float, tail: TailShape, now: float) -> "JobFacts":
+        rollout, training = job.phases
+        return cls(
+            job=job,
+            rollout=PhaseEstimate(rollout.max_s),
+            training=PhaseEstimate(training.max_s),
+            account=SloAccount(slo=job.slowdown_slo, began_s=now, solo_s=cold_start_s),
+            tail=tail,
+        )
+
+    @property
+    def rollout_nodes(self) -> int:
+        return self.job.phases[0].nodes
+
+    @property
+    def training_nodes(self) -> int:
+        return self.job.phases[1].nodes
+
+    @property
+    def mature(self) -> bool:
+        """Seen often enough that its own durations outweigh its declaration."""
+        return self.training.count >= 4
+
+    def observe(self, kind: PhaseKind, solo_s: float) -> None:
+        (self.rollout if kind is PhaseKind.ROLLOUT else self.training).observe(solo_s)
+        self.account.solo_s += solo_s
+        if self._belief is not None and self._outdated(self._belief):
+            self._belief = None
+
+    def belief(self) -> Belief:
+        if self._belief is None:
+            self._belief = learned(self.rollout, self.training)
+            self.version = next(_versions)
+        return self._belief
+
+    def believe(self, belief: Belief) -> None:
+        """Takes a belief from elsewhere, until observations outdate it."""
+        self._belief = belief
+        self.version = next(_versions)
+
+    def _outdated(self, belief: Belief) -> bool:
+        if self.training.count in _RENEWED_AT:
+            return True
+        return (
+            abs(self.rollout.mean_s / belief.rollout_s - 1.0) > _STEP_RATIO
+            or abs(self.training.mean_s / belief.training_s - 1.0) > _STEP_RATIO
+        )

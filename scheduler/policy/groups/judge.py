@@ -1,0 +1,89 @@
+"""Whether a set of jobs may share a group: the two planners' ways to say so.
+
+`WorstCase` is RollMux: durations at the token limit, one meta-iteration of the cyclic round robin,
+groups at or over their cycle left alone. `Distributional` is ours: learned durations with their
+doubt, the order that credit decides, a chance constraint on every job's SLO.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from scheduler.policy.groups.durations import Belief, worst_case
+from scheduler.policy.groups.facts import JobFacts
+from scheduler.policy.groups.forecast import Horizon, Occupant, Roster, slowdowns, upper_bound
+from scheduler.policy.groups.slo import ChanceConstraint
+from scheduler.policy.groups.stages import CREDIT, CYCLIC, FIFO, Rules
+from scheduler.policy.groups.tail import UNDIVIDED, TailShape
+from scheduler.policy.groups.theorem import conditions
+
+PAPER_PLAN = Rules(CYCLIC, True, False, 0.0, 3.0, 0.0)
+"""What Algorithm 1 simulates: the round robin, without the price of switching."""
+PAPER_RULES = Rules(FIFO, True, False, 5.0, 3.0, 0.0)
+"""What RollMux runs: each worker first come, first served."""
+OUR_RULES = Rules(CREDIT, True, True, 5.0, 3.0, 0.03)
+PAPER_HORIZON = Horizon(scenarios=1, warm_up=3.0, cycles=6.0)
+OUR_HORIZON = Horizon()
+GLANCE = Horizon(scenarios=1, warm_up=1.0, cycles=5.0)
+_ROUNDING = 1e-9
+
+
+class Judge(Protocol):
+    def belief(self, facts: JobFacts) -> Belief: ...
+
+    def tail(self, facts: JobFacts) -> TailShape: ...
+
+    def takes_more(self, occupants: Sequence[Occupant]) -> bool:
+        """Whether an existing group is considered for another job at all."""
+        ...
+
+    def admits(self, roster: Roster) -> bool:
+        """Whether every job keeps its SLO."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorstCase:
+    rules: Rules = PAPER_PLAN
+    horizon: Horizon = PAPER_HORIZON
+
+    def belief(self, facts: JobFacts) -> Belief:
+        return worst_case(facts.job)
+
+    def tail(self, facts: JobFacts) -> TailShape:  # noqa: ARG002 - the protocol's
+        """At the token limit all responses end together, so there is none to plan with."""
+        return UNDIVIDED
+
+    def takes_more(self, occupants: Sequence[Occupant]) -> bool:
+        return not conditions(occupants).saturated
+
+    def admits(self, roster: Roster) -> bool:
+        found = slowdowns(roster, rules=self.rules, horizon=self.horizon)[0]
+        return bool((found <= roster.slos + _ROUNDING).all())
+
+
+@dataclass(frozen=True, slots=True)
+class Distributional:
+    rules: Rules = OUR_RULES
+    horizon: Horizon = OUR_HORIZON
+    glance: Horizon = GLANCE
+    """A short forecast of the means, which rules out most of what will not do."""
+    glance_margin: float = 0.04
+    constraint: ChanceConstraint = field(default_factory=ChanceConstraint)
+
+    def belief(self, facts: JobFacts) -> Belief:
+        return facts.belief()
+
+    def tail(self, facts: JobFacts) -> TailShape:
+        return facts.tail
+
+    def takes_more(self, occupants: Sequence[Occupant]) -> bool:  # noqa: ARG002
+        return True
+
+    def admits(self, roster: Roster) -> bool:
+        glance = slowdowns(roster, rules=self.rules, horizon=self.glance)[0]
+        if (glance > roster.slos + self.glance_margin).any():
+            return False
+        found = slowdowns(roster, rules=self.rules, horizon=self.horizon)
+        bound = upper_bound(found, self.constraint.quantile)
+        return bool((bound <= roster.slos + _ROUNDING).all())

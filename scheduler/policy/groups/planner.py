@@ -1,0 +1,197 @@
+"""The inter-group scheduler: where each job lives, from its arrival to its end.
+
+An arrival takes the cheapest admissible opening. What was learned meanwhile, a departure or a drift
+may break a promise or leave a node half empty: a review moves the fewest jobs that restore every
+promise, then those that spare a node. Starts nothing itself; orders within a group are `order`'s.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.policy.groups.book import Cell, GroupBook, NodeType
+from scheduler.policy.groups.events import (
+    AddNode,
+    GroupEffect,
+    GroupEvent,
+    JobArrived,
+    JobEnded,
+    JobMoved,
+    MoveJob,
+    NodeFailed,
+    PhaseEnded,
+    PlaceJob,
+    ReleaseNode,
+    ReviewDue,
+)
+from scheduler.policy.groups.facts import JobFacts
+from scheduler.policy.groups.forecast import Roster
+from scheduler.policy.groups.judge import Judge
+from scheduler.policy.groups.packing import Opening, Packer, PackingLimits
+from scheduler.policy.groups.regroup import Regroup
+from scheduler.policy.groups.relocation import Move, MovePrices, Relocation
+from scheduler.policy.groups.tail import Completion, best_shape
+from scheduler.policy.model import Job, Pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerConfig:
+    cold_start_s: float = 135.0
+    limits: PackingLimits = field(default_factory=PackingLimits)
+    prices: MovePrices = field(default_factory=MovePrices)
+    moves: bool = True
+    """Whether reviews may move jobs; the paper's planner leaves them where they are."""
+    looks: int = 2
+    """Searches for a saving after something changed, one a review."""
+    recheck_s: float = 1800.0
+    """Between two looks at a group that nothing happened to."""
+    spend_over_s: float = 6 * 3600.0
+    """A broken promise is mended by a move only if the jobs' credit would not last so long."""
+    curve: tuple[Completion, ...] = (Completion(0.5, 0.8),)
+    """How responses complete, until a job's own curve is known."""
+    accelerators: int = 8
+
+
+class GroupPlanner:
+    NAME: ClassVar[str] = "scheduler.policy.groups"
+    SAMPLE: ClassVar[Any] = GroupEvent
+    EFFECT: ClassVar[Any] = GroupEffect
+
+    def __init__(
+        self, judge: Judge, types: dict[Pool, NodeType], config: PlannerConfig | None = None
+    ) -> None:
+        self.config = config or PlannerConfig()
+        self.book = GroupBook(types)
+        self.facts: dict[JobId, JobFacts] = {}
+        self.packer = Packer(self.book, self.facts, judge, self.config.limits)
+        self.relocation = Relocation(self.packer, self.config.prices)
+        self._checked_s: dict[str, float] = {}
+        self.regroup = Regroup(self.packer, self.relocation, self.config.prices)
+        self._looks = 0
+        self._changed = False
+        """Something happened since the last review that may let a node be spared."""
+
+    def observe(self, event: GroupEvent, *, now: float) -> tuple[GroupEffect, ...]:
+        self.packer.now_s = now
+        match event:
+            case PhaseEnded(job=job, phase=phase, solo_s=solo_s):
+                return self._learn(job, phase, solo_s)
+            case JobArrived(job=job):
+                return self._place(job, now=now)
+            case JobEnded(job=job):
+                return self._end(job)
+            case JobMoved(job=job):
+                return self._settle(job)
+            case NodeFailed(node=node):
+                return self._evacuate(node, now=now)
+            case ReviewDue():
+                return self._review(now=now)
+
+    def _learn(self, job: JobId, phase: Any, solo_s: float) -> tuple[GroupEffect, ...]:
+        facts = self.facts[job]
+        young = not facts.mature
+        facts.observe(phase, solo_s)
+        self._changed |= young and facts.mature
+        return ()
+
+    def _place(self, job: Job, *, now: float) -> tuple[GroupEffect, ...]:
+        config = self.config
+        self.facts[job.job] = JobFacts.of(
+            job,
+            cold_start_s=config.cold_start_s,
+            tail=best_shape(config.curve, accelerators=config.accelerators),
+            now=now,
+        )
+        opening = self.choose(job.job)
+        up = self.book.pin(opening.placement, opening.cell, job.host_bytes_per_node)
+        self.packer.refresh(opening.cell)
+        return (
+            *(AddNode(node=node, group=opening.cell.group) for node in up),
+            PlaceJob(
+                group=opening.cell.group, placement=opening.placement, reason=_reason(opening)
+            ),
+        )
+
+    def choose(self, job: JobId) -> Opening:
+        """Where an arrival goes; the book is as before."""
+        return self.packer.best(job) or self.packer.isolated(job)
+
+    def _end(self, job: JobId) -> tuple[GroupEffect, ...]:
+        facts = self.facts[job]
+        host_bytes = facts.job.host_bytes_per_node
+        cell = self.book.cells[self.book.home[job]]
+        down = (*self.book.unpin(job, host_bytes), *self.book.left(job, host_bytes))
+        self.packer.refresh(cell)
+        del self.facts[job]
+        self._changed = True
+        return tuple(ReleaseNode(node=node) for node in down)
+
+    def _settle(self, job: JobId) -> tuple[GroupEffect, ...]:
+        facts = self.facts[job]
+        facts.moving = False
+        down = self.book.left(job, facts.job.host_bytes_per_node)
+        return tuple(ReleaseNode(node=node) for node in down)
+
+    def _evacuate(self, node: NodeId, *, now: float) -> tuple[GroupEffect, ...]:
+        """Everybody on a failed node goes elsewhere, from the last checkpoint."""
+        cell = self.book.cells[self.book.nodes[node]]
+        jobs = [
+            job
+            for job, placement in cell.pinned.items()
+            if node in placement.rollout_nodes or node in placement.training_nodes
+        ]
+        effects: list[GroupEffect] = []
+        for job in jobs:
+            moves = self.relocation.relocate((job,), without=(cell,)) or []
+            effects += self._announce(moves, f"node {node} failed", now=now)
+        return tuple(effects)
+
+    def _review(self, *, now: float) -> tuple[GroupEffect, ...]:
+        if not self.config.moves:
+            return ()
+        effects: list[GroupEffect] = []
+        for cell in list(self.book.cells.values()):
+            if now - self._checked_s.get(cell.group, float("-inf")) >= self.config.recheck_s:
+                self._checked_s[cell.group] = now
+                self._looks = max(self._looks, 1)
+                effects += self._restore(cell, now=now)
+        if self._changed:
+            self._changed = False
+            self._looks = self.config.looks
+        if self._looks:
+            self._looks -= 1
+            moves = self.regroup.improve(now=now)
+            effects += self._announce(moves, "spares nodes", now=now)
+            if moves:
+                self._looks = self.config.looks
+        return tuple(effects)
+
+    def _restore(self, cell: Cell, *, now: float) -> list[GroupEffect]:
+        if len(cell.pinned) < 2:
+            return []
+        self.packer.refresh(cell)
+        occupants = self.packer.occupants(cell, spend_over_s=self.config.spend_over_s)
+        if self.packer.judge.admits(Roster.of(occupants)):
+            return []
+        moves = self.relocation.restore(cell, now=now)
+        return self._announce(moves, "a promise was in danger", now=now)
+
+    def _announce(self, moves: list[Move], why: str, *, now: float) -> list[GroupEffect]:
+        effects: list[GroupEffect] = []
+        for move in moves:
+            facts = self.facts[move.job]
+            facts.moving, facts.moved_s = True, now
+            group = move.opening.cell.group
+            effects += [AddNode(node=node, group=group) for node in move.up]
+            effects.append(
+                MoveJob(
+                    group=group,
+                    placement=move.opening.placement,
+                    reason=f"{why}; {_reason(move.opening)}",
+                )
+            )
+        return effects
+
+
+def _reason(opening: Opening) -> str:
+    return f"{opening.kind}, {opening.delta_per_hour:+.2f} $/h"

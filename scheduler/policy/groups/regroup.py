@@ -1,0 +1,195 @@
+"""Savings: the jobs of two or three groups, hosted anew as cheaply as any hosting of them.
+
+One look takes the groups that promise most, by how far their price is above what their jobs' least
+shares of nodes would cost, and searches them exactly. Jobs keep their nodes wherever the new
+hosting allows it; it is taken only if it spares enough for every job that moves.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+from harvester.contracts.ids import GroupId, JobId, NodeId
+from scheduler.policy.groups.book import Cell
+from scheduler.policy.groups.forecast import Occupant, Roster
+from scheduler.policy.groups.packing import OpeningKind, Packer
+from scheduler.policy.groups.regrouping import CheapestHosting, Guest, Hosting
+from scheduler.policy.groups.relocation import Move, MovePrices, Relocation
+from scheduler.policy.model import Placement, Pool
+
+_SEEN_MAX = 4096
+_VERDICTS_MAX = 60_000
+
+
+class Regroup:
+    def __init__(self, packer: Packer, relocation: Relocation, prices: MovePrices) -> None:
+        self._packer = packer
+        self._book = packer.book
+        self._relocation = relocation
+        self._prices = prices
+        self.search = CheapestHosting(self._book.types, packer.limits.group_jobs)
+        self._seen: dict[tuple[int, ...], float] = {}
+        """Until when a neighbourhood, named by its jobs' versions, need not be searched again."""
+
+    def improve(self, *, now: float) -> list[Move]:
+        """One look: moves that spare nodes, already applied to the book, or none."""
+        cells, key = self._most_promising(now=now)
+        if not cells:
+            return []
+        jobs = [job for cell in cells for job in cell.pinned]
+        roster, judge = self._roster(jobs), self._packer.judge
+        price, hostings = self.search.search(
+            [self._guest(job) for job in jobs],
+            lambda hosting: judge.admits(roster.hosted(*hosting)),
+        )
+        before = sum(map(self._committed, cells))
+        self._seen[key] = float("inf")
+        if before - price < self._prices.least_saving_per_move:
+            return []
+        wanted = self._matched(jobs, hostings, cells)
+        movers = [
+            (cell, placement)
+            for cell, placements in wanted
+            for placement in placements
+            if not self._stays(placement)
+        ]
+        if before - price < self._prices.least_saving_per_move * len(movers):
+            return []
+        self._seen[key] = now + self._prices.quiet_s / 2
+        if not all(self._relocation.may_spare(one.job, now=now) for _, one in movers):
+            return []
+        return self._relocation.move_all(movers, kind=OpeningKind.DIRECT)
+
+    def unseen(self, *, now: float) -> bool:
+        """Whether another look may find something."""
+        return bool(self._most_promising(now=now)[0])
+
+    def _most_promising(self, *, now: float) -> tuple[list[Cell], tuple[int, ...]]:
+        """The unseen pair or triple of groups whose nodes are used least, by what they cost."""
+        cells = [cell for cell in self._book.cells.values() if self._searchable(cell)]
+        spare = {cell.group: self._committed(cell) - self._least(cell) for cell in cells}
+        cells = sorted(cells, key=lambda cell: -spare[cell.group])[:8]
+        best: tuple[float, tuple[Cell, ...], tuple[int, ...]] | None = None
+        for size in (1, 2, 3):
+            for chosen in combinations(cells, size):
+                if sum(len(cell.pinned) for cell in chosen) > self._prices.jobs:
+                    continue
+                promise = sum(spare[cell.group] for cell in chosen)
+                if promise < self._prices.least_saving_per_move or (best and promise <= best[0]):
+                    continue
+                key = tuple(
+                    sorted(
+                        self._packer.facts[job].version for cell in chosen for job in cell.pinned
+                    )
+                )
+                if self._seen.get(key, now) <= now:
+                    best = (promise, chosen, key)
+        if best is None:
+            return [], ()
+        if len(self._seen) > _SEEN_MAX:
+            self._seen.clear()
+        if len(self.search.verdicts) > _VERDICTS_MAX:
+            self.search.verdicts.clear()
+        return list(best[1]), best[2]
+
+    def _searchable(self, cell: Cell) -> bool:
+        """Whether all its jobs take one node a pool and none is on its way."""
+        return bool(cell.pinned) and all(
+            facts.rollout_nodes == facts.training_nodes == 1 and facts.mature and not facts.moving
+            for facts in (self._packer.facts[job] for job in cell.pinned)
+        )
+
+    def _committed(self, cell: Cell) -> float:
+        types = self._book.types
+        rollout = {node for one in cell.pinned.values() for node in one.rollout_nodes}
+        training = {node for one in cell.pinned.values() for node in one.training_nodes}
+        return (
+            len(rollout) * types[Pool.ROLLOUT].price_per_hour
+            + len(training) * types[Pool.TRAINING].price_per_hour
+        )
+
+    def _least(self, cell: Cell) -> float:
+        """Price of the node time that the group's jobs cannot do without."""
+        types = self._book.types
+        shares = [self._packer.shares(self._packer.facts[job]) for job in cell.pinned]
+        return sum(
+            rollout * types[Pool.ROLLOUT].price_per_hour
+            + training * types[Pool.TRAINING].price_per_hour
+            for rollout, training in shares
+        )
+
+    def _guest(self, job: JobId) -> Guest:
+        facts = self._packer.facts[job]
+        rollout, training = self._packer.shares(facts)
+        return Guest(facts.version, facts.job.host_bytes_per_node, rollout, training)
+
+    def _roster(self, jobs: Sequence[JobId]) -> Roster:
+        """The jobs without nodes."""
+        occupants = []
+        for job in jobs:
+            facts = self._packer.facts[job]
+            tail = self._packer.judge.tail(facts)
+            belief = self._packer.judge.belief(facts)
+            occupants.append(Occupant(0, 0, facts.account.slo, belief, tail.bulk_ratio, tail.share))
+        return Roster.of(occupants)
+
+    def _stays(self, placement: Placement) -> bool:
+        home = self._book.home[placement.job]
+        return self._book.cells[home].pinned[placement.job] == placement
+
+    def _matched(
+        self, jobs: Sequence[JobId], hostings: Sequence[Hosting], cells: Sequence[Cell]
+    ) -> list[tuple[Cell, list[Placement]]]:
+        """New placements on the old nodes of the group that shares most jobs with each hosting."""
+        overlaps = sorted(
+            (
+                (-sum(jobs[one] in cell.pinned for one in hosting.members), at, place)
+                for at, hosting in enumerate(hostings)
+                for place, cell in enumerate(cells)
+            )
+        )
+        home: dict[int, Cell] = {}
+        taken: set[GroupId] = set()
+        for overlap, at, place in overlaps:
+            if overlap and at not in home and cells[place].group not in taken:
+                home[at] = cells[place]
+                taken.add(cells[place].group)
+        matched = []
+        for at, hosting in enumerate(hostings):
+            cell = home.get(at) or self._book.fresh_group()
+            rollout = self._nodes(jobs, hosting, cell, Pool.ROLLOUT)
+            training = self._nodes(jobs, hosting, cell, Pool.TRAINING)
+            matched.append(
+                (
+                    cell,
+                    [
+                        Placement(
+                            job=jobs[one],
+                            rollout_nodes=(rollout[block],),
+                            training_nodes=(training[other],),
+                        )
+                        for one, block, other in zip(*hosting, strict=True)
+                    ],
+                )
+            )
+        return matched
+
+    def _nodes(
+        self, jobs: Sequence[JobId], hosting: Hosting, cell: Cell, pool: Pool
+    ) -> dict[int, NodeId]:
+        """A node for every block: the old one of most of its members, or a new one."""
+        blocks = hosting.rollout if pool is Pool.ROLLOUT else hosting.training
+        votes: dict[tuple[int, NodeId], int] = {}
+        for one, block in zip(hosting.members, blocks, strict=True):
+            placement = cell.pinned.get(jobs[one])
+            if placement is not None:
+                nodes = (
+                    placement.rollout_nodes if pool is Pool.ROLLOUT else placement.training_nodes
+                )
+                votes[block, nodes[0]] = votes.get((block, nodes[0]), 0) + 1
+        chosen: dict[int, NodeId] = {}
+        for (block, node), _ in sorted(votes.items(), key=lambda vote: (-vote[1], vote[0])):
+            if block not in chosen and node not in chosen.values():
+                chosen[block] = node
+        for block in sorted(set(blocks) - set(chosen)):
+            chosen[block] = self._book.fresh_nodes(pool, 1)[0]
+        return chosen

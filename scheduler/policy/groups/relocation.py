@@ -1,0 +1,173 @@
+"""Moves: which jobs leave which group so that every promise holds again, or a node can be spared.
+
+Every search applies its moves to the book, compares, and takes them back unless it keeps them. A
+moving job is resident at both ends, so a move that memory cannot carry is never found. Only a job
+whose credit pays for the move is moved.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from harvester.contracts.ids import JobId
+from scheduler.policy.groups.book import Cell, GroupBook
+from scheduler.policy.groups.facts import JobFacts
+from scheduler.policy.groups.forecast import Roster
+from scheduler.policy.groups.packing import Opening, OpeningKind, Packer
+from scheduler.policy.model import Node, Placement, Pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovePrices:
+    move_s: float = 300.0
+    """Time that a job loses by a move."""
+    least_saving_per_move: float = 1.5
+    """Dollars an hour that a move must spare: it costs about three hours of that."""
+    quiet_s: float = 3600.0
+    """Between two moves of one job that only spare money."""
+    jobs: int = 7
+    """Most jobs that are regrouped at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    job: JobId
+    opening: Opening
+    up: tuple[Node, ...]
+
+
+class Relocation:
+    def __init__(self, packer: Packer, prices: MovePrices) -> None:
+        self._packer = packer
+        self._book: GroupBook = packer.book
+        self._prices = prices
+
+    def restore(self, cell: Cell, *, now: float) -> list[Move]:
+        """The fewest, then cheapest, moves out of a group that does not keep its promises.
+
+        Already applied to the book; empty where nothing can or need be done.
+        """
+        movable = [job for job in cell.pinned if self.affords_move(job, now=now)]
+        for count in (1, 2):
+            best: tuple[float, tuple[JobId, ...]] | None = None
+            for jobs in combinations(movable, count):
+                if count == len(cell.pinned):
+                    continue
+                rest = [
+                    self._packer.occupant(cell, cell.pinned[job])
+                    for job in cell.pinned
+                    if job not in jobs
+                ]
+                if not self._packer.judge.admits(Roster.of(rest)):
+                    continue
+                before = self._book.committed_per_hour
+                moves = self.relocate(jobs, without=(cell,))
+                if moves is None:
+                    continue
+                price = self._book.committed_per_hour - before
+                self.take_back(moves)
+                if best is None or price < best[0]:
+                    best = (price, jobs)
+            if best is not None:
+                return self.relocate(best[1], without=(cell,)) or []
+        return []
+
+    def relocate(
+        self,
+        jobs: Sequence[JobId],
+        *,
+        without: Sequence[Cell],
+        saving: float | None = None,
+        new_group: bool = True,
+    ) -> list[Move] | None:
+        """Moves all of the jobs, the heaviest first, or none; None if one finds no place."""
+        book, packer = self._book, self._packer
+        before = book.committed_per_hour
+        homes = [(job, book.cells[book.home[job]]) for job in jobs]
+        for job, home in homes:
+            book.unpin(job, self._bytes(job), stays_resident=True)
+            packer.refresh(home)
+        moves: list[Move] = []
+        for job in sorted(jobs, key=lambda job: -sum(packer.shares(packer.facts[job]))):
+            budget = float("inf")
+            if saving is not None:
+                budget = before - book.committed_per_hour - saving + 1e-6
+            opening = packer.best(job, without=without, below_per_hour=budget, new_group=new_group)
+            if opening is None:
+                self.take_back(moves)
+                self._return_home(homes)
+                return None
+            up = book.pin(opening.placement, opening.cell, self._bytes(job))
+            packer.refresh(opening.cell)
+            moves.append(Move(job=job, opening=opening, up=up))
+        return moves
+
+    def take_back(self, moves: Sequence[Move]) -> None:
+        for move in reversed(moves):
+            self._book.unpin(move.job, self._bytes(move.job))
+            self._packer.refresh(move.opening.cell)
+            self._book.stay(move.job, self._bytes(move.job))
+            self._packer.refresh(self._book.cells[self._book.home[move.job]])
+
+    def affords_move(self, job: JobId, *, now: float) -> bool:
+        """Whether the job's credit covers the move and one iteration's surprise."""
+        facts = self._facts(job)
+        if facts.moving:
+            return False
+        need_s = self._prices.move_s + facts.belief().iteration_s
+        return facts.account.credit_s(now) >= need_s
+
+    def may_spare(self, job: JobId, *, now: float) -> bool:
+        facts = self._facts(job)
+        quiet = now - facts.moved_s >= self._prices.quiet_s
+        return quiet and facts.mature and self.affords_move(job, now=now)
+
+    def _facts(self, job: JobId) -> JobFacts:
+        return self._packer.facts[job]
+
+    def _bytes(self, job: JobId) -> int:
+        return self._facts(job).job.host_bytes_per_node
+
+    def move_all(
+        self, wanted: Sequence[tuple[Cell, Placement]], *, kind: OpeningKind
+    ) -> list[Move]:
+        """Moves jobs to given places, all or none: memory may not carry both ends of a move."""
+        book, packer = self._book, self._packer
+        homes = [(one.job, book.cells[book.home[one.job]]) for _, one in wanted]
+        for job, home in homes:
+            book.unpin(job, self._bytes(job), stays_resident=True)
+            packer.refresh(home)
+        moves: list[Move] = []
+        for cell, placement in wanted:
+            before = book.committed_per_hour
+            if not self._fits(placement):
+                self.take_back(moves)
+                self._return_home(homes)
+                return []
+            up = book.pin(placement, cell, self._bytes(placement.job))
+            packer.refresh(cell)
+            opening = Opening(
+                kind=kind,
+                cell=cell,
+                placement=placement,
+                delta_per_hour=book.committed_per_hour - before,
+            )
+            moves.append(Move(job=placement.job, opening=opening, up=up))
+        return moves
+
+    def _fits(self, placement: Placement) -> bool:
+        size = self._bytes(placement.job)
+        return all(
+            self._book.planned_free_bytes(node, pool) >= size
+            for pool, nodes in (
+                (Pool.ROLLOUT, placement.rollout_nodes),
+                (Pool.TRAINING, placement.training_nodes),
+            )
+            for node in nodes
+        )
+
+    def _return_home(self, homes: Sequence[tuple[JobId, Cell]]) -> None:
+        for job, home in homes:
+            if job not in self._book.home:
+                self._book.stay(job, self._bytes(job))
+                self._packer.refresh(home)

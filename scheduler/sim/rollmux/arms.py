@@ -1,0 +1,71 @@
+"""One seed of the workload under every arm: what it cost, and whose SLO it kept."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from scheduler.policy.groups.judge import OUR_RULES
+from scheduler.policy.groups.planner import GroupPlanner
+from scheduler.policy.groups.stages import Rules
+from scheduler.sim.rollmux.baselines import (
+    PACKED_RULES,
+    GreedyPlanner,
+    RandomPlanner,
+    our_planner,
+    paper_planner,
+)
+from scheduler.sim.rollmux.cluster import Cluster, RunResult
+from scheduler.sim.rollmux.hourly import HourlyPlanner
+from scheduler.sim.rollmux.ledger import attained, worst_window
+from scheduler.sim.rollmux.workload import COLD_START_S, SimulatedJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmResult:
+    dollars: float
+    jobs: int
+    kept: int
+    """Jobs whose completion over their realised solo time is within their SLO."""
+    kept_profiled: int
+    """The same against the solo time at declared maxima."""
+    worst_window: float
+    """Largest slow-down over 20 iterations in a row, as a ratio of the SLO."""
+    moves: int
+    events: int
+
+
+ARMS: Final[dict[str, Callable[[list[SimulatedJob], int], tuple[GroupPlanner, Rules]]]] = {
+    "ours": lambda _jobs, _seed: our_planner(),
+    "rollmux_paper": lambda _jobs, _seed: paper_planner(),
+    "random": lambda _jobs, seed: (RandomPlanner(seed), PACKED_RULES),
+    "greedy": lambda _jobs, _seed: (GreedyPlanner(), PACKED_RULES),
+    "hourly": lambda jobs, _seed: (HourlyPlanner(jobs), OUR_RULES),
+}
+
+
+def run_arm(name: str, jobs: list[SimulatedJob], *, seed: int, record: bool = False) -> RunResult:
+    planner, rules = ARMS[name](jobs, seed)
+    return Cluster(jobs, planner, rules, record=record).run()
+
+
+def summary(jobs: list[SimulatedJob], run: RunResult) -> ArmResult:
+    """Raises AssertionError if a job did not end or a node stayed up."""
+    if len(run.ended_s) != len(jobs) or run.ledger.nodes_up:
+        raise AssertionError("every job ends and every node goes down")
+    return ArmResult(
+        dollars=run.dollars,
+        jobs=len(jobs),
+        kept=sum(attained(one, run.ended_s[one.job.job]) for one in jobs),
+        kept_profiled=sum(_kept_profiled(one, run.ended_s[one.job.job]) for one in jobs),
+        worst_window=max(
+            worst_window(one, run.ledger.iteration_ends_s[one.job.job]) for one in jobs
+        ),
+        moves=run.moves,
+        events=run.events,
+    )
+
+
+def _kept_profiled(one: SimulatedJob, ended_s: float) -> bool:
+    iteration_s = sum(phase.max_s for phase in one.job.phases)
+    profiled_s = COLD_START_S + one.iterations * iteration_s
+    return ended_s - one.arrival_s <= one.job.slowdown_slo * profiled_s

@@ -1,0 +1,134 @@
+"""What others would have done with the same jobs.
+
+Solo-D, veRL and Gavel+ never share a node, so their cost is a sum and needs no events. Random and
+Greedy pack without asking about SLOs; they keep our limits on memory and group size, and run what
+they packed first come, first served, with tails that move.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from harvester.contracts.ids import JobId
+from scheduler.policy.groups.judge import OUR_RULES, PAPER_RULES, Distributional, WorstCase
+from scheduler.policy.groups.packing import Opening, OpeningKind, PackingLimits
+from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
+from scheduler.policy.groups.stages import Rules
+from scheduler.sim.rollmux.workload import (
+    COLD_START_S,
+    H20_PER_HOUR,
+    H800_PER_HOUR,
+    NODE_TYPES,
+    SimulatedJob,
+)
+
+VERL_SLOWDOWN: Final = 1.02
+"""Of an iteration on H800 alone, as many of them as Solo-D trains on."""
+UNLIMITED: Final = 10**6
+PACKED_RULES: Final = PAPER_RULES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unshared:
+    """A baseline whose jobs keep to themselves."""
+
+    dollars: float
+    attained: int
+
+
+def _disaggregated_per_hour(one: SimulatedJob) -> float:
+    rollout, training = one.job.phases
+    return rollout.nodes * H20_PER_HOUR + training.nodes * H800_PER_HOUR
+
+
+def _colocated_per_hour(one: SimulatedJob) -> float:
+    return one.job.phases[1].nodes * H800_PER_HOUR
+
+
+def _colocated_s(one: SimulatedJob) -> float:
+    return COLD_START_S + VERL_SLOWDOWN * (one.solo_s - COLD_START_S)
+
+
+def solo_d(jobs: list[SimulatedJob]) -> Unshared:
+    """Every job on its own rollout and training nodes."""
+    dollars = sum(one.solo_s * _disaggregated_per_hour(one) for one in jobs) / 3600
+    return Unshared(dollars=dollars, attained=len(jobs))
+
+
+def verl(jobs: list[SimulatedJob]) -> Unshared:
+    """Every job alone on H800 nodes that do both."""
+    dollars = sum(_colocated_s(one) * _colocated_per_hour(one) for one in jobs) / 3600
+    kept = sum(_colocated_s(one) <= one.job.slowdown_slo * one.solo_s for one in jobs)
+    return Unshared(dollars=dollars, attained=kept)
+
+
+def gavel(jobs: list[SimulatedJob]) -> Unshared:
+    """Every job on the cheaper of the two that keeps its SLO."""
+    dollars = 0.0
+    for one in jobs:
+        alone = one.solo_s * _disaggregated_per_hour(one)
+        colocated = _colocated_s(one) * _colocated_per_hour(one)
+        keeps = _colocated_s(one) <= one.job.slowdown_slo * one.solo_s
+        dollars += min(alone, colocated) if keeps else alone
+    return Unshared(dollars=dollars / 3600, attained=len(jobs))
+
+
+class RandomPlanner(GroupPlanner):
+    """Any opening that memory and group size allow, a new group among them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(Distributional(), NODE_TYPES, PlannerConfig(moves=False))
+        self._rng = np.random.Generator(np.random.PCG64(seed))
+
+    def choose(self, job: JobId) -> Opening:
+        openings = [*_openings(self, job), self.packer.isolated(job)]
+        return openings[int(self._rng.integers(len(openings)))]
+
+
+class GreedyPlanner(GroupPlanner):
+    """The opening on the nodes that are idle most; a new group where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__(Distributional(), NODE_TYPES, PlannerConfig(moves=False))
+
+    def choose(self, job: JobId) -> Opening:
+        openings = [
+            opening for opening in _openings(self, job) if opening.kind is OpeningKind.DIRECT
+        ]
+        if not openings:
+            return self.packer.isolated(job)
+        return min(openings, key=self._busy)
+
+    def _busy(self, opening: Opening) -> float:
+        """Share of its nodes' time that jobs alone there would use."""
+        busy = 0.0
+        for placement in opening.cell.pinned.values():
+            belief = self.facts[placement.job].belief()
+            if set(placement.rollout_nodes) & set(opening.placement.rollout_nodes):
+                busy += belief.rollout_s / belief.iteration_s
+            if set(placement.training_nodes) & set(opening.placement.training_nodes):
+                busy += belief.training_s / belief.iteration_s
+        return busy
+
+
+def _openings(planner: GroupPlanner, job: JobId) -> list[Opening]:
+    kinds = (OpeningKind.DIRECT, OpeningKind.ROLLOUT_SCALING)
+    return [
+        opening
+        for cell in planner.book.cells.values()
+        for kind in kinds
+        for opening in planner.packer.unjudged(cell, job, kind)
+    ]
+
+
+def paper_planner() -> tuple[GroupPlanner, Rules]:
+    """RollMux: every group looked at, no move ever."""
+    limits = PackingLimits(tries=UNLIMITED, combinations=UNLIMITED, training_scaling=False)
+    return GroupPlanner(
+        WorstCase(), NODE_TYPES, PlannerConfig(moves=False, limits=limits)
+    ), PAPER_RULES
+
+
+def our_planner() -> tuple[GroupPlanner, Rules]:
+    return GroupPlanner(Distributional(), NODE_TYPES), OUR_RULES

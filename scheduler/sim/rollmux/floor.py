@@ -1,0 +1,118 @@
+"""One group's machines in the simulator: its jobs' and nodes' records under the durations drawn."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from harvester.contracts.ids import NodeId
+from scheduler.policy.groups.compiled import Records
+from scheduler.policy.groups.execution import advance
+from scheduler.policy.groups.stages import (
+    EVENT,
+    JOB,
+    LOADING,
+    NODES_MAX,
+    PARKED,
+    WAITS_ROLLOUT,
+    Rules,
+    empty_nodes,
+    empty_permits,
+)
+from scheduler.policy.model import Placement
+
+_LOG_SIZE = 4096
+
+
+@dataclass(slots=True)
+class Floor:
+    rules: Rules
+    lengths_s: Records
+    jobs: Records = field(default_factory=lambda: np.zeros(0, dtype=JOB))
+    nodes: Records = field(default_factory=empty_nodes)
+    permits: Records = field(default_factory=empty_permits)
+    names: list[NodeId | None] = field(default_factory=lambda: [None] * NODES_MAX)
+    now_s: float = 0.0
+    events: int = 0
+
+    def mask(self, wanted: tuple[NodeId, ...]) -> int:
+        """Bits of nodes, which get one where they have none yet."""
+        mask = 0
+        for node in wanted:
+            if node not in self.names:
+                bit = self.names.index(None)
+                self.names[bit] = node
+                self.nodes[bit] = (-1, 0.0)
+            mask |= 1 << self.names.index(node)
+        return mask
+
+    def named(self, mask: int) -> list[NodeId]:
+        return [node for bit, node in enumerate(self.names) if node and mask >> bit & 1]
+
+    def drop_node(self, node: NodeId) -> None:
+        if node in self.names:
+            bit = self.names.index(node)
+            self.names[bit] = None
+            self.permits &= ~np.int64(1 << bit)
+
+    def enter(self, row: Records, placement: Placement, *, loading_s: float) -> None:
+        row = row.copy()
+        row["stage"], row["overhead_s"], row["left_s"] = LOADING, loading_s, 0.0
+        row["worked_s"], row["park"] = 0.0, 0
+        row["rollout_turns"] = row["training_turns"] = 0
+        row["rollout_nodes"] = self.mask(placement.rollout_nodes)
+        row["training_nodes"] = self.mask(placement.training_nodes)
+        self.jobs = np.append(self.jobs, row)
+
+    def ask_to_leave(self, job: int) -> None:
+        """At its iteration's end, or at once where it is between two."""
+        at = self.row(job)
+        self.jobs["park"][at] = 1
+        if self.jobs["stage"][at] in (WAITS_ROLLOUT, LOADING):
+            self.jobs["stage"][at] = PARKED
+
+    def leave(self, job: int) -> Records:
+        at = self.row(job)
+        row = self.jobs[at : at + 1].copy()
+        self.jobs = np.delete(self.jobs, at)
+        return row
+
+    def row(self, job: int) -> int:
+        return int(np.flatnonzero(self.jobs["id"] == job)[0])
+
+    def advance(self, until_s: float) -> Records:
+        """The events up to `until_s`, in their order."""
+        parts = []
+        while True:
+            log = np.zeros(_LOG_SIZE, dtype=EVENT)
+            self.now_s, logged, events = advance(
+                self.jobs,
+                self.nodes,
+                self.permits,
+                self.lengths_s,
+                self.rules,
+                self.now_s,
+                until_s,
+                log,
+            )
+            self.events += events
+            parts.append(log[:logged])
+            if self.now_s >= until_s:
+                return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def new_row(
+    number: int,
+    *,
+    offset: int,
+    iterations: int,
+    slo: float,
+    began_s: float,
+    solo_s: float,
+    bulk_ratio: float,
+    tail_share: float,
+) -> Records:
+    row = np.zeros(1, dtype=JOB)
+    row["id"], row["offset"], row["length"] = number, offset, iterations
+    row["iterations"], row["slo"], row["began_s"] = iterations, slo, began_s
+    row["solo_s"], row["bulk_ratio"], row["tail_share"] = solo_s, bulk_ratio, tail_share
+    return row

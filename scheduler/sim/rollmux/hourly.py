@@ -1,0 +1,42 @@
+"""Hourly regrouping: the baseline under drift, which looks at everything again every hour.
+
+It knows every job's true means of that moment, though not how they will drift. Whatever breaks a
+promise is taken apart at once, and every saving is taken, however small, until none is left; who
+comes to lie on other nodes pays the usual price of a move. Between two hours nothing moves.
+"""
+
+from harvester.contracts.ids import JobId
+from scheduler.policy.groups.durations import Belief
+from scheduler.policy.groups.events import GroupEffect
+from scheduler.policy.groups.judge import Distributional
+from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
+from scheduler.policy.groups.relocation import MovePrices
+from scheduler.sim.rollmux.workload import NODE_TYPES, PHASE_CV, SimulatedJob
+
+HOUR_S = 3600.0
+_ROUNDS = 40
+
+
+class HourlyPlanner(GroupPlanner):
+    def __init__(self, jobs: list[SimulatedJob]) -> None:
+        prices = MovePrices(least_saving_per_move=0.01, quiet_s=0.0)
+        super().__init__(Distributional(), NODE_TYPES, PlannerConfig(prices=prices))
+        self._truth: dict[JobId, SimulatedJob] = {one.job.job: one for one in jobs}
+        self._due_s = 0.0
+
+    def _review(self, *, now: float) -> tuple[GroupEffect, ...]:
+        if now < self._due_s:
+            return ()
+        self._due_s = now + HOUR_S
+        for job, facts in self.facts.items():
+            rollout_s, training_s = self._truth[job].means_at(facts.training.count)
+            facts.believe(Belief(rollout_s, 0.0, PHASE_CV, training_s, 0.0, PHASE_CV))
+        effects: list[GroupEffect] = []
+        for cell in list(self.book.cells.values()):
+            effects += self._restore(cell, now=now)
+        for _ in range(_ROUNDS):
+            moves = self.regroup.improve(now=now)
+            effects += self._announce(moves, "hourly regrouping", now=now)
+            if not moves and not self.regroup.unseen(now=now):
+                break
+        return tuple(effects)

@@ -1,0 +1,69 @@
+"""What a run cost and kept: node time, ends, and every event for a stranger to check."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.policy.model import Pool
+from scheduler.sim.rollmux.workload import SimulatedJob
+
+WINDOW = 20
+"""Iterations of the worst window that is reported."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    record: bool = False
+    """Whether events are kept; costs time and memory."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    node_hours: dict[Pool, float] = field(default_factory=lambda: dict.fromkeys(Pool, 0.0))
+    dollars: float = 0.0
+    ended_s: dict[JobId, float] = field(default_factory=dict)
+    iteration_ends_s: dict[JobId, list[float]] = field(default_factory=dict)
+    _up: dict[NodeId, tuple[float, Pool, float]] = field(default_factory=dict)
+
+    def write(self, t_s: float, kind: str, **fields: Any) -> None:
+        if self.record:
+            self.events.append({"t": t_s, "type": kind, **fields})
+
+    def node_up(self, node: NodeId, pool: Pool, price_per_hour: float, *, t_s: float) -> None:
+        if node not in self._up:
+            self._up[node] = (t_s, pool, price_per_hour)
+            self.write(t_s, "node_up", node=node, pool=pool, price_per_hour=price_per_hour)
+
+    def node_down(self, node: NodeId, *, t_s: float) -> None:
+        if node in self._up:
+            since_s, pool, price = self._up.pop(node)
+            hours = (t_s - since_s) / 3600
+            self.node_hours[pool] += hours
+            self.dollars += hours * price
+            self.write(t_s, "node_down", node=node, pool=pool)
+
+    def in_order(self) -> list[dict[str, Any]]:
+        """What was recorded, by time; at one time, in the order in which it was written."""
+        return sorted(self.events, key=lambda event: event["t"])
+
+    @property
+    def nodes_up(self) -> int:
+        return len(self._up)
+
+
+def slowdown(one: SimulatedJob, ended_s: float) -> float:
+    return (ended_s - one.arrival_s) / one.solo_s
+
+
+def attained(one: SimulatedJob, ended_s: float) -> bool:
+    return slowdown(one, ended_s) <= one.job.slowdown_slo + 1e-9
+
+
+def worst_window(one: SimulatedJob, ends_s: list[float]) -> float:
+    """Largest slow-down over any `WINDOW` iterations in a row, as a ratio of the SLO."""
+    if len(ends_s) <= WINDOW:
+        return slowdown(one, ends_s[-1]) / one.job.slowdown_slo
+    ends = np.array(ends_s)
+    solo = np.concatenate([[0.0], np.cumsum(one.lengths_s.sum(axis=1))])
+    elapsed_s = ends[WINDOW:] - ends[:-WINDOW]
+    solo_s = solo[WINDOW + 1 :] - solo[1:-WINDOW]
+    return float((elapsed_s / solo_s).max() / one.job.slowdown_slo)

@@ -1,0 +1,65 @@
+"""The exact optimum for a few jobs: the price for who knows the truth and moves for free.
+
+The same search as the planner's, over all jobs at once, with their true distributions and the SLO
+as the only margin. Ten jobs or so.
+"""
+
+from dataclasses import dataclass, field
+
+from scheduler.policy.groups.durations import Belief
+from scheduler.policy.groups.forecast import Horizon, Occupant, Roster, slowdowns, upper_bound
+from scheduler.policy.groups.judge import OUR_RULES
+from scheduler.policy.groups.regrouping import CheapestHosting, Guest
+from scheduler.policy.groups.stages import Rules
+from scheduler.policy.groups.tail import TailShape
+from scheduler.policy.model import Job
+from scheduler.sim.rollmux.workload import NODE_TYPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownJob:
+    """A job with its true distributions: the means carry no doubt."""
+
+    job: Job
+    truth: Belief
+    tail: TailShape
+
+    def as_guest(self, version: int) -> Guest:
+        slowest_s = self.job.slowdown_slo * self.truth.iteration_s
+        return Guest(
+            version,
+            self.job.host_bytes_per_node,
+            self.truth.rollout_s * self.tail.node_ratio / slowest_s,
+            self.truth.training_s / slowest_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    jobs: list[KnownJob]
+    rules: Rules = OUR_RULES
+    horizon: Horizon = field(default_factory=Horizon)
+
+    def price_per_hour(self) -> float:
+        guests = [known.as_guest(at) for at, known in enumerate(self.jobs)]
+        roster = Roster.of(
+            [
+                Occupant(
+                    0,
+                    0,
+                    known.job.slowdown_slo,
+                    known.truth,
+                    known.tail.bulk_ratio,
+                    known.tail.share,
+                )
+                for known in self.jobs
+            ]
+        )
+        price, _ = CheapestHosting(NODE_TYPES).search(
+            guests, lambda hosting: self._admits(roster.hosted(*hosting))
+        )
+        return price
+
+    def _admits(self, roster: Roster) -> bool:
+        found = slowdowns(roster, rules=self.rules, horizon=self.horizon)
+        return bool((upper_bound(found, 0.0) <= roster.slos + 1e-9).all())

@@ -1,0 +1,180 @@
+"""Workloads W1 and W2: who arrives when, and how long every phase of every job takes alone.
+
+The draws are the truth that no planner sees: what it is told is in `SimulatedJob.job`, whose
+phases carry declared maxima only. One seed, one workload; the drift changes the means over a job's
+life and nothing else.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from harvester.contracts.ids import JobId, TenantId
+from scheduler.policy.groups.book import NodeType
+from scheduler.policy.model import Job, Phase, PhaseKind, Pool
+
+Lengths = npt.NDArray[np.float64]
+"""Solo seconds, `[iteration, (rollout, training)]`."""
+
+GB: Final = 10**9
+JOBS: Final = 200
+SPAN_S: Final = 340 * 3600.0
+LIFE_MEAN_S: Final = 27.9 * 3600.0
+LIFE_SIGMA: Final = 0.8
+PHASE_CV: Final = 0.08
+ROLLOUT_OF_MAX: Final = 0.8
+TRAINING_OF_MAX: Final = 0.7
+COLD_START_S: Final = 135.0
+MOVE_S: Final = 300.0
+
+H20_PER_HOUR: Final = 1.85 * 8
+H800_PER_HOUR: Final = 5.28 * 8
+NODE_TYPES: Final = {
+    Pool.ROLLOUT: NodeType(
+        type="h20", accelerators=8, price_per_hour=H20_PER_HOUR, host_bytes=2000 * GB
+    ),
+    Pool.TRAINING: NodeType(
+        type="h800", accelerators=8, price_per_hour=H800_PER_HOUR, host_bytes=2000 * GB
+    ),
+}
+
+
+class Drift(StrEnum):
+    NONE = "none"
+    INCREASING = "increasing"
+    DECREASING = "decreasing"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedJob:
+    job: Job
+    arrival_s: float
+    lengths_s: Lengths
+    means_s: tuple[float, float]
+    """True means of the first iteration."""
+    drift: float = 1.0
+    """What the means are multiplied by in the last one."""
+
+    def means_at(self, iteration: int) -> tuple[float, float]:
+        """True means of one iteration."""
+        passed = min(1.0, iteration / max(1, self.iterations - 1))
+        factor = 1.0 + (self.drift - 1.0) * passed
+        return self.means_s[0] * factor, self.means_s[1] * factor
+
+    @property
+    def iterations(self) -> int:
+        return len(self.lengths_s)
+
+    @property
+    def solo_s(self) -> float:
+        """From arrival to end, alone on its own nodes: its cold start and its phases."""
+        return COLD_START_S + float(self.lengths_s.sum())
+
+
+def phases(
+    rollout_max_s: float, training_max_s: float, rollout_nodes: int, training_nodes: int
+) -> tuple[Phase, Phase]:
+    """What a planner is told: the declared maxima and no mean."""
+    return (
+        Phase(
+            kind=PhaseKind.ROLLOUT, mean_s=rollout_max_s, max_s=rollout_max_s, nodes=rollout_nodes
+        ),
+        Phase(
+            kind=PhaseKind.TRAINING,
+            mean_s=training_max_s,
+            max_s=training_max_s,
+            nodes=training_nodes,
+        ),
+    )
+
+
+def drawn_lengths(
+    rng: np.random.Generator,
+    means_s: tuple[float, float],
+    maxima_s: tuple[float, float],
+    *,
+    iterations: int,
+    cv: float,
+    drift: float,
+) -> Lengths:
+    """Phase durations around means that end at `drift` times what they began with.
+
+    Normal, cut off at the declared maximum, which drifts along.
+    """
+    factors = np.linspace(1.0, drift, iterations)[:, None]
+    noise = 1.0 + cv * rng.standard_normal((iterations, 2))
+    cut = np.array(maxima_s) / np.array(means_s)
+    varied = np.clip(noise, 0.2, cut)
+    return np.asarray(np.array(means_s) * varied * factors)
+
+
+def _ratio(rng: np.random.Generator) -> float:
+    """Rollout to training time: 30 % balanced, 60 % rollout-heavy, 10 % training-heavy."""
+    kind = rng.random()
+    if kind < 0.3:
+        return float(rng.uniform(0.8, 1.25))
+    return float(rng.uniform(2.0, 4.0) if kind < 0.9 else rng.uniform(0.3, 0.6))
+
+
+def _drift(rng: np.random.Generator, drift: Drift) -> float:
+    up, down, which = rng.uniform(1.2, 2.0), rng.uniform(0.4, 0.8), rng.random()
+    if drift is Drift.INCREASING or (drift is Drift.MIXED and which < 0.5):
+        return float(up)
+    return float(down) if drift in (Drift.DECREASING, Drift.MIXED) else 1.0
+
+
+def w1(
+    seed: int, *, drift: Drift = Drift.NONE, wide_ratio: float = 0.0, jobs: int = JOBS
+) -> list[SimulatedJob]:
+    """The fixed workload; `wide_ratio` of the jobs need two nodes of each pool (W2: 0.1)."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+    arrivals_s = np.sort(rng.uniform(0.0, SPAN_S * jobs / JOBS, jobs))
+    return [
+        _job(rng, index, float(arrivals_s[index]), drift=drift, wide_ratio=wide_ratio)
+        for index in range(jobs)
+    ]
+
+
+def _job(
+    rng: np.random.Generator, index: int, arrival_s: float, *, drift: Drift, wide_ratio: float
+) -> SimulatedJob:
+    location = np.log(LIFE_MEAN_S) - LIFE_SIGMA**2 / 2
+    life_s = float(rng.lognormal(location, LIFE_SIGMA))
+    iteration_s = float(rng.uniform(400.0, 700.0))
+    ratio = _ratio(rng)
+    means_s = (iteration_s * ratio / (1 + ratio), iteration_s / (1 + ratio))
+    maxima_s = (means_s[0] / ROLLOUT_OF_MAX, means_s[1] / TRAINING_OF_MAX)
+    host_gb, slo, wide = rng.uniform(200, 700), rng.uniform(1, 2), rng.random() < wide_ratio
+    nodes = 2 if wide else 1
+    # Each job has its own stream for durations, so that a drift leaves everything else as it was.
+    own = np.random.Generator(np.random.PCG64(int(rng.integers(2**63))))
+    factor = _drift(rng, drift)
+    return SimulatedJob(
+        job=Job(
+            job=JobId(f"job-{index:04}"),
+            tenant=TenantId("simulated"),
+            phases=phases(*maxima_s, nodes, nodes),
+            host_bytes_per_node=int(host_gb * GB),
+            slowdown_slo=float(slo),
+        ),
+        arrival_s=arrival_s,
+        lengths_s=drawn_lengths(
+            own,
+            means_s,
+            maxima_s,
+            iterations=max(1, round(life_s / iteration_s)),
+            cv=PHASE_CV,
+            drift=factor,
+        ),
+        means_s=means_s,
+        drift=factor,
+    )
+
+
+def as_numbers(jobs: list[SimulatedJob]) -> list[tuple[Any, ...]]:
+    """For a test's comparison of two workloads."""
+    return [(one.job, one.arrival_s, one.lengths_s.tobytes()) for one in jobs]

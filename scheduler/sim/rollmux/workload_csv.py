@@ -1,0 +1,124 @@
+"""A workload from a CSV file, one job a line; what is wrong with it is said with its line.
+
+Columns: `job,arrival_s,iterations,roll_s,train_s,phase_cv,roll_max_s,train_max_s,roll_nodes,
+train_nodes,host_gb,slo,drift`. Durations are solo means at the job's beginning; `drift` is what
+they are multiplied by at its end.
+"""
+
+import csv
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import JobId, TenantId, is_name
+from scheduler.policy.model import Job, Pool
+from scheduler.sim.rollmux.workload import GB, NODE_TYPES, SimulatedJob, drawn_lengths, phases
+
+COLUMNS: Final = (
+    "job",
+    "arrival_s",
+    "iterations",
+    "roll_s",
+    "train_s",
+    "phase_cv",
+    "roll_max_s",
+    "train_max_s",
+    "roll_nodes",
+    "train_nodes",
+    "host_gb",
+    "slo",
+    "drift",
+)
+JOBS_MAX: Final = 100_000
+ITERATIONS_MAX: Final = 1_000_000
+_RANGES: Final = {
+    "arrival_s": (0.0, 1e9),
+    "iterations": (1, ITERATIONS_MAX),
+    "roll_s": (1e-3, 1e7),
+    "train_s": (1e-3, 1e7),
+    "phase_cv": (0.0, 1.0),
+    "roll_max_s": (1e-3, 1e8),
+    "train_max_s": (1e-3, 1e8),
+    "roll_nodes": (1, 8),
+    "train_nodes": (1, 8),
+    "host_gb": (0.0, NODE_TYPES[Pool.ROLLOUT].host_bytes / GB),
+    "slo": (1.0, 100.0),
+    "drift": (0.05, 20.0),
+}
+_WHOLE: Final = ("iterations", "roll_nodes", "train_nodes")
+
+
+def read_workload(path: Path, *, seed: int) -> list[SimulatedJob]:
+    """The jobs in the order of their arrivals, with durations drawn from `seed`.
+
+    Raises ConfigError that names the line and the column.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: cannot be read as CSV: {error}") from error
+    if not rows or tuple(name.strip() for name in rows[0]) != COLUMNS:
+        raise ConfigError(f"{path}: line 1: the columns must be {','.join(COLUMNS)}")
+    if len(rows) - 1 > JOBS_MAX:
+        raise ConfigError(f"{path}: more than {JOBS_MAX} jobs")
+    seen: dict[str, int] = {}
+    jobs: list[SimulatedJob] = []
+    for line, row in enumerate(rows[1:], start=2):
+        if not row:
+            continue
+        job = _job(f"{path}: line {line}", row, seed=seed, number=len(jobs))
+        if (before := seen.setdefault(job.job.job, line)) != line:
+            raise ConfigError(f"{path}: line {line}: job {job.job.job} is on line {before} too")
+        jobs.append(job)
+    if not jobs:
+        raise ConfigError(f"{path}: no jobs")
+    return sorted(jobs, key=lambda one: one.arrival_s)
+
+
+def _job(where: str, row: list[str], *, seed: int, number: int) -> SimulatedJob:
+    if len(row) != len(COLUMNS):
+        raise ConfigError(f"{where}: {len(row)} columns, not {len(COLUMNS)}")
+    given = {name: value.strip() for name, value in zip(COLUMNS, row, strict=True)}
+    if not is_name(given["job"]):
+        raise ConfigError(f"{where}: job {given['job'][:80]!r} is no name")
+    values = {name: _number(where, name, given[name]) for name in _RANGES}
+    for phase in ("roll", "train"):
+        if values[f"{phase}_max_s"] < values[f"{phase}_s"]:
+            raise ConfigError(f"{where}: {phase}_max_s is less than {phase}_s")
+    maxima_s = (values["roll_max_s"], values["train_max_s"])
+    return SimulatedJob(
+        job=Job(
+            job=JobId(given["job"]),
+            tenant=TenantId("simulated"),
+            phases=phases(*maxima_s, int(values["roll_nodes"]), int(values["train_nodes"])),
+            host_bytes_per_node=int(values["host_gb"] * GB),
+            slowdown_slo=values["slo"],
+        ),
+        arrival_s=values["arrival_s"],
+        lengths_s=drawn_lengths(
+            np.random.Generator(np.random.PCG64([seed, number])),
+            (values["roll_s"], values["train_s"]),
+            maxima_s,
+            iterations=int(values["iterations"]),
+            cv=values["phase_cv"],
+            drift=values["drift"],
+        ),
+        means_s=(values["roll_s"], values["train_s"]),
+        drift=values["drift"],
+    )
+
+
+def _number(where: str, name: str, text: str) -> float:
+    least, most = _RANGES[name]
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"{where}: {name} {text[:40]!r} is no number") from None
+    if not least <= value <= most:
+        raise ConfigError(f"{where}: {name} is {text}; it must be {least:g} to {most:g}")
+    if name in _WHOLE and value != int(value):
+        raise ConfigError(f"{where}: {name} is {text}; it must be whole")
+    return value

@@ -1,0 +1,71 @@
+"""Workloads: the fixed one, and the CSV whose faults are named with their line."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harvester.contracts.errors import ConfigError
+from scheduler.sim.rollmux.workload import LIFE_MEAN_S, Drift, w1
+from scheduler.sim.rollmux.workload_csv import COLUMNS, read_workload
+
+GOOD = "a,0,10,300,100,0.08,375,143,1,1,400,1.5,1"
+
+
+def _file(tmp_path: Path, *lines: str, head: str = ",".join(COLUMNS)) -> Path:
+    path = tmp_path / "workload.csv"
+    path.write_text("\n".join((head, *lines)) + "\n")
+    return path
+
+
+def test_the_fixed_workload_is_what_it_says() -> None:
+    jobs = [one for seed in range(10) for one in w1(seed)]
+    lives_s = np.array([one.lengths_s.sum() for one in jobs])
+    assert lives_s.mean() == pytest.approx(LIFE_MEAN_S, rel=0.1)
+    assert all(1 <= one.job.slowdown_slo <= 2 for one in jobs)
+    heavy = np.mean([one.means_s[0] >= 2 * one.means_s[1] for one in jobs])
+    assert heavy == pytest.approx(0.6, abs=0.05)
+
+
+def test_a_drift_changes_durations_and_nothing_else() -> None:
+    still, drifting = w1(3), w1(3, drift=Drift.INCREASING)
+    assert [one.job for one in still] == [one.job for one in drifting]
+    ratio = drifting[0].lengths_s[-1] / still[0].lengths_s[-1]
+    assert (ratio > 1.19).all()
+
+
+def test_planners_are_told_maxima_and_no_mean() -> None:
+    for one in w1(1):
+        assert all(phase.mean_s == phase.max_s and phase.cv == 0 for phase in one.job.phases)
+
+
+def test_reads_jobs_in_the_order_of_their_arrivals(tmp_path: Path) -> None:
+    jobs = read_workload(_file(tmp_path, GOOD.replace("a,0", "b,50"), GOOD), seed=1)
+    assert [one.job.job for one in jobs] == ["a", "b"]
+    assert jobs[0].iterations == 10
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("a,0,10", "line 3: 3 columns"),
+        (GOOD.replace("a,0", "b,soon"), "line 3: arrival_s 'soon' is no number"),
+        (GOOD.replace("a,0", "b,nan"), "line 3: arrival_s is nan"),
+        (GOOD.replace("a,0,10", "b,0,10.5"), "line 3: iterations is 10.5; it must be whole"),
+        (GOOD.replace("a,0,10", "b,0,0"), "line 3: iterations is 0"),
+        (GOOD.replace("a,0", "../b,0"), "line 3: job '../b' is no name"),
+        (GOOD.replace("375", "30").replace("a,0", "b,0"), "line 3: roll_max_s is less than roll_s"),
+        (GOOD.replace(",1.5,", ",0.9,").replace("a,0", "b,0"), "line 3: slo is 0.9"),
+        (GOOD, "line 3: job a is on line 2 too"),
+    ],
+)
+def test_names_the_line_and_what_is_wrong(tmp_path: Path, line: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+        read_workload(_file(tmp_path, GOOD, line), seed=1)
+
+
+def test_refuses_other_columns_and_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="line 1: the columns must be"):
+        read_workload(_file(tmp_path, GOOD, head="job,arrival"), seed=1)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_workload(tmp_path / "none.csv", seed=1)

@@ -1,0 +1,24 @@
+"""Jobs for tests of groups: phases of known lengths and no doubt about them."""
+
+from scheduler.policy.groups.durations import Belief
+from scheduler.policy.groups.forecast import Horizon, Occupant, Roster, slowdowns
+from scheduler.policy.groups.stages import Rules
+
+EXACT = Horizon(scenarios=1, warm_up=3.0, cycles=20.0)
+
+
+def occupant(
+    rollout_s: float,
+    training_s: float,
+    *,
+    slo: float = 2.0,
+    rollout: int = 1,
+    training: int = 2,
+    bulk: float = 1.0,
+) -> Occupant:
+    belief = Belief(rollout_s, 0.0, 0.0, training_s, 0.0, 0.0)
+    return Occupant(rollout, training, slo, belief, bulk, 0.25)
+
+
+def exact_slowdowns(occupants: list[Occupant], rules: Rules) -> list[float]:
+    return list(slowdowns(Roster.of(occupants), rules=rules, horizon=EXACT)[0])
