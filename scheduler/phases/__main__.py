@@ -23,10 +23,10 @@ def main() -> None:
         parser.add_argument(flag, type=float, default=getattr(defaults, field.name))
     given = parser.parse_args()
     names = [field.name for field in msgspec.structs.fields(PermitsConfig)]
-    config = PermitsConfig(**{name: getattr(given, name) for name in names})
     try:
+        config = msgspec.convert({name: getattr(given, name) for name in names}, PermitsConfig)
         asyncio.run(serve(given.socket, config, state=given.state, journal=given.journal))
-    except RoseMuxError as error:
+    except (RoseMuxError, msgspec.ValidationError) as error:
         sys.exit(f"scheduler.phases: {error}")
 
 

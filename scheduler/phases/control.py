@@ -16,7 +16,7 @@ gives the nodes back. The process itself stays: communicators and environments a
 import os
 import uuid
 from collections.abc import Callable
-from contextlib import ContextDecorator
+from contextlib import ContextDecorator, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
@@ -35,6 +35,7 @@ from scheduler.phases.wire import (
     Refused,
     Transport,
     Waiting,
+    Withdraw,
 )
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.terms import JobTerms
@@ -112,7 +113,11 @@ class PhaseControl:
         if self._open is not None:
             raise ConfigError(f"job {self.job}: its {self._open} phase must end before {kind}")
         asked_s = self._clock.now()
-        granted = self._awaited(kind)
+        try:
+            granted = self._awaited(kind)
+        except BaseException:
+            self._withdraw()
+            raise
         granted_s = self._clock.now()
         self._open = kind
         permit = Permit(self._transport, self._clock, job=self.job, kind=kind, granted=granted)
@@ -148,6 +153,11 @@ class PhaseControl:
         self._leave(permit, failed=failed)
         if not failed:
             permit.check()
+
+    def _withdraw(self) -> None:
+        """Keep nobody waiting; a control that does not hear it finds out by the lease."""
+        with suppress(Exhausted, PeerProtocolError):
+            self._transport.call("withdraw", Withdraw(job=self.job, holder=self._holder))
 
     def _place(self) -> None:
         pauses = Pauses(self._clock, timeout_s=self._timeout_s)

@@ -31,6 +31,7 @@ from scheduler.phases.wire import (
     Refused,
     Reply,
     Waiting,
+    Withdraw,
 )
 from scheduler.policy.phases.events import (
     ControlResumed,
@@ -42,6 +43,7 @@ from scheduler.policy.phases.events import (
     PhaseEnded,
     PhaseNarrowed,
     PhaseRequested,
+    PhaseWithdrawn,
     Refuse,
     TimePassed,
 )
@@ -97,6 +99,9 @@ class PermitDesk:
                 return self.place(message)
             case Enter():
                 return self.enter(message)
+            case Withdraw():
+                self._observe(PhaseWithdrawn(job=message.job, holder=message.holder))
+                return Left()
             case Beat():
                 return self.beat(message)
             case Leave():

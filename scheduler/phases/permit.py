@@ -15,6 +15,10 @@ from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.standing import Stage
 
 _BEATS_PER_LEASE = 3
+_BEAT_MAX_S = 1.0
+"""Orders come with the answer: a tail hears within this that somebody waits."""
+_PROGRESS_STEP = 0.01
+"""Progress by less than this waits for the next beat."""
 _MARGIN_RATIO = 0.1
 
 
@@ -31,6 +35,7 @@ class Permit:
         self._lease_s = granted.lease_s
         self._orders = Orders(stage=Stage.RUNNING, nodes=granted.nodes)
         self._complete_ratio, self._tokens, self._narrowed = 0.0, 0, False
+        self._said_ratio = 0.0
         self._lost = ""
         self._answered_s = clock.now()
         self._ended = False
@@ -71,7 +76,9 @@ class Permit:
     def progress(self, complete_ratio: float, *, tokens: int = 0) -> None:
         """How much of the phase is complete, and how many tokens it has made."""
         self._complete_ratio, self._tokens = complete_ratio, tokens
-        self._wake.set()
+        if complete_ratio >= self._said_ratio + _PROGRESS_STEP:
+            self._said_ratio = complete_ratio
+            self._wake.set()
 
     def narrowed(self) -> None:
         """The tail runs on `keep`; the other nodes are empty."""
@@ -86,7 +93,7 @@ class Permit:
 
     def _beats(self) -> None:
         while not self._ended and not self._lost:
-            self._wake.wait(self._lease_s / _BEATS_PER_LEASE)
+            self._wake.wait(min(self._lease_s / _BEATS_PER_LEASE, _BEAT_MAX_S))
             self._wake.clear()
             if not self._ended:
                 self._beat()

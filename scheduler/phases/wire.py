@@ -2,6 +2,7 @@
 
     place    JobTerms -> Admitted | Refused
     enter    Enter    -> Granted | Waiting | Refused      held open while it has to wait
+    withdraw Withdraw -> Left
     beat     Beat     -> Orders | Ended
     leave    Leave    -> Left | Ended
     forget   Forget   -> Left
@@ -34,6 +35,11 @@ class Enter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kind: PhaseKind
     holder: str
     wait_s: float = 0.0
+
+
+class Withdraw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job: JobId
+    holder: str
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,12 +110,14 @@ EnterReply = Granted | Waiting | Refused
 BeatReply = Orders | Ended
 LeaveReply = Left | Ended
 PlaceReply = Admitted | Refused
-Call = JobTerms | Enter | Beat | Leave | Forget
+Call = JobTerms | Enter | Withdraw | Beat | Leave | Forget
 Reply = Admitted | Granted | Waiting | Refused | Orders | Ended | Left
 
-CALLS: dict[str, type[JobTerms] | type[Enter] | type[Beat] | type[Leave] | type[Forget]] = {
+CallKind = type[JobTerms] | type[Enter] | type[Withdraw] | type[Beat] | type[Leave] | type[Forget]
+CALLS: dict[str, CallKind] = {
     "place": JobTerms,
     "enter": Enter,
+    "withdraw": Withdraw,
     "beat": Beat,
     "leave": Leave,
     "forget": Forget,
@@ -141,7 +149,7 @@ def decoded_call(name: str, body: bytes) -> Call:
 def checked(call: Call) -> Call:
     """The same, with every name a name. Raises PeerProtocolError otherwise."""
     checked_name(call.job, what="job")
-    if isinstance(call, Enter):
+    if isinstance(call, Enter | Withdraw):
         checked_name(call.holder, what="holder")
     if isinstance(call, JobTerms):
         for phase in call.phases:

@@ -28,6 +28,13 @@ class PhaseRequested(msgspec.Struct, frozen=True, kw_only=True, tag="phase_reque
     """Which process of the job; another one after a restart."""
 
 
+class PhaseWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="phase_withdrawn"):
+    """The worker that asked waits no more; a permit that it has not heard of ends too."""
+
+    job: JobId
+    holder: str
+
+
 class HolderHeard(msgspec.Struct, frozen=True, kw_only=True, tag="holder_heard"):
     """A holder lives, and how far its phase is."""
 
@@ -65,6 +72,7 @@ PermitEvent = (
     JobPlaced
     | JobLeft
     | PhaseRequested
+    | PhaseWithdrawn
     | HolderHeard
     | PhaseNarrowed
     | PhaseEnded
@@ -81,6 +89,7 @@ class EndReason(StrEnum):
     """The holder was not heard for a lease."""
     OVERRAN = "overran"
     LEFT = "left"
+    WITHDRAWN = "withdrawn"
 
 
 class AdmitJob(msgspec.Struct, frozen=True, kw_only=True, tag="admit_job"):
@@ -96,6 +105,12 @@ class EnqueuePhase(msgspec.Struct, frozen=True, kw_only=True, tag="enqueue_phase
     kind: PhaseKind
     ticket: int
     nodes: tuple[NodeId, ...]
+
+
+class DropPlace(msgspec.Struct, frozen=True, kw_only=True, tag="drop_place"):
+    """The job stands in no line any more; when it asks again, it is last."""
+
+    job: JobId
 
 
 class GrantPermit(msgspec.Struct, frozen=True, kw_only=True, tag="grant_permit"):
@@ -174,6 +189,7 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
 PermitEffect = (
     AdmitJob
     | EnqueuePhase
+    | DropPlace
     | GrantPermit
     | WidenPermit
     | NarrowPhase

@@ -16,6 +16,7 @@ from scheduler.policy.phases.book import PermitBook
 from scheduler.policy.phases.events import (
     AdmitJob,
     ControlResumed,
+    DropPlace,
     EndPermit,
     EndReason,
     EnqueuePhase,
@@ -31,6 +32,7 @@ from scheduler.policy.phases.events import (
     PhaseEnded,
     PhaseNarrowed,
     PhaseRequested,
+    PhaseWithdrawn,
     Refuse,
     RemoveJob,
     RevokePermit,
@@ -104,6 +106,8 @@ class PermitPolicy:
                 effects = self._remove(event.job)
             case PhaseRequested():
                 effects = self._request(event, now)
+            case PhaseWithdrawn():
+                effects = self._withdraw(event)
             case HolderHeard():
                 effects = self._heard(event, now)
             case PhaseNarrowed():
@@ -164,6 +168,15 @@ class PermitPolicy:
         standing.holder, standing.heard_s = event.holder, now
         self._book.touch(standing.awaits)
         return effects
+
+    def _withdraw(self, event: PhaseWithdrawn) -> Effects:
+        standing = self._book.jobs.get(event.job)
+        if standing is None or standing.holder != event.holder:
+            return []
+        if standing.holding:
+            return self._end(standing, EndReason.WITHDRAWN, "nobody waited for it any more")
+        self._book.leave_lines(standing)
+        return [DropPlace(job=event.job)] if standing.move(Trigger.ENDED) else []
 
     def _heard(self, event: HolderHeard, now: float) -> Effects:
         standing = self._holder(event.job, event.epoch)

@@ -1,5 +1,7 @@
 """What a job declares of its phases, and how the permit policy is set."""
 
+from typing import Annotated
+
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId
@@ -9,14 +11,17 @@ PHASES_MAX = 8
 NODES_MAX = 1024
 
 
+Seconds = Annotated[float, msgspec.Meta(gt=0.0)]
+
+
 class PermitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    lease_s: float = 10.0
+    lease_s: Seconds = 10.0
     """A holder that was not heard for so long has lost its permit."""
-    patience_s: float = 0.25
+    patience_s: Seconds = 0.25
     """A free node is kept so long for a job whose turn it is and whose worker has not asked yet."""
-    warn_s: float = 30.0
+    warn_s: Seconds = 30.0
     """From the warning that a phase overruns to the revocation of its permit."""
-    grace_s: float = 30.0
+    grace_s: Seconds = 30.0
     """From the revocation to the end of the permit."""
 
 

@@ -12,6 +12,7 @@ from scheduler.policy.phases.events import (
     PhaseEnded,
     PhaseNarrowed,
     PhaseRequested,
+    PhaseWithdrawn,
     TimePassed,
 )
 from scheduler.policy.phases.permits import PermitPolicy
@@ -48,6 +49,9 @@ class Group:
     def ask(self, job: str, kind: PhaseKind = ROLLOUT, *, holder: str = "") -> Any:
         event = PhaseRequested(job=JobId(job), kind=kind, holder=holder or f"{job}.1")
         return self._observe(event)
+
+    def withdraw(self, job: str) -> Any:
+        return self._observe(PhaseWithdrawn(job=JobId(job), holder=f"{job}.1"))
 
     def beat(self, job: str, ratio: float = 0.0, *, epoch: int | None = None) -> Any:
         event = HolderHeard(

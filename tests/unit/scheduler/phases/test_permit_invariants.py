@@ -22,6 +22,7 @@ from scheduler.policy.phases.events import (
     PhaseEnded,
     PhaseNarrowed,
     PhaseRequested,
+    PhaseWithdrawn,
     TimePassed,
     WidenPermit,
 )
@@ -70,6 +71,7 @@ _event: st.SearchStrategy[PermitEvent] = st.one_of(
         kind=st.sampled_from((ROLLOUT, TRAINING)),
         holder=st.sampled_from(("first", "second")),
     ),
+    st.builds(PhaseWithdrawn, job=_job, holder=st.sampled_from(("first", "second"))),
     st.builds(HolderHeard, job=_job, epoch=_epoch, complete_ratio=st.sampled_from((0.0, 0.6, 1.0))),
     st.builds(PhaseNarrowed, job=_job, epoch=_epoch),
     st.builds(PhaseEnded, job=_job, epoch=_epoch, failed=st.sampled_from(("", "", "broke"))),

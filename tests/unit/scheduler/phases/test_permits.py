@@ -208,6 +208,16 @@ def test_a_worker_that_stopped_asking_keeps_nobody_waiting() -> None:
     assert granted(group.end("a")) == ["c"]
 
 
+def test_who_waits_no_more_is_in_nobody_s_way() -> None:
+    group = Group(terms("a"), terms("b"), terms("c"))
+    for job in ("a", "b", "c"):
+        group.ask(job)
+    group.withdraw("b")
+    assert granted(group.end("a")) == ["c"]
+    group.ask("b")
+    assert granted(group.withdraw("c")) == ["b"]
+
+
 def test_an_overrun_is_warned_of_and_revoked_only_when_somebody_waits() -> None:
     group = Group(terms("a", max_s=8.0), terms("b"))
     group.ask("a")
