@@ -2,7 +2,7 @@
 
 Written before an answer leaves, one row for each job that a decision changed. Synchronous to the
 disk: on Ray a holder may outlive the machine that the control ran on, and its epoch must not be
-given again.
+given again. Locked for as long as it is open: two controls on one file would give nodes twice.
 """
 
 import sqlite3
@@ -26,16 +26,21 @@ CREATE TABLE IF NOT EXISTS jobs (job TEXT PRIMARY KEY, standing BLOB NOT NULL) S
 
 
 class PermitState:
-    """Raises ConfigError if the file cannot be opened or belongs to another version."""
+    """Raises ConfigError if the file is another control's or another version's."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, lock_s: float = 5.0) -> None:
+        """`lock_s` is how long to wait for a control that is just ending."""
         where = ":memory:" if path is None else str(path)
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
             # One thread at a time uses it, but not always the one that opened it.
-            self._db = sqlite3.connect(where, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db = sqlite3.connect(
+                where, isolation_level=None, check_same_thread=False, timeout=lock_s
+            )
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            # A write-ahead log would need shared memory, which no network file system has.
+            self._db.execute("PRAGMA journal_mode=TRUNCATE")
             self._db.execute("PRAGMA synchronous=FULL")
             (found,) = self._db.execute("PRAGMA user_version").fetchone()
             if found not in (0, _SCHEMA_VERSION):

@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+
 from harvester.contracts.clock import VirtualClock
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.phases import desk as desk_module
 from scheduler.phases.desk import PermitDesk
+from scheduler.phases.state import PermitState
 from scheduler.phases.wire import (
     Beat,
     Ended,
@@ -82,7 +86,7 @@ def test_a_restarted_desk_knows_its_holders_and_gives_no_epoch_again(tmp_path: P
     for job in ("a", "b"):
         first.place(terms(job))
         _enter(first, job)
-    # Killed: it closes nothing.
+    first.close()
     clock.advance_to(100.0)
     second = _desk(clock, path)
     assert isinstance(second.beat(Beat(job=JobId("a"), epoch=Epoch(1))), Orders)
@@ -100,6 +104,7 @@ def test_a_holder_that_does_not_come_back_after_a_restart_loses_its_permit(
     first = _desk(clock, path)
     first.place(terms("a"))
     _enter(first, "a")
+    first.close()
     second = _desk(clock, path)
     _pass_time(second, clock, 11.0)
     assert isinstance(second.beat(Beat(job=JobId("a"), epoch=Epoch(1))), Ended)
@@ -125,7 +130,17 @@ def test_a_job_that_is_forgotten_must_be_placed_again(tmp_path: Path) -> None:
     refused = _enter(desk, "a")
     assert isinstance(refused, Refused)
     assert refused.unknown
+    desk.close()
     assert _desk(VirtualClock(), tmp_path / "state.sqlite").policy.jobs == ()
+
+
+def test_a_state_has_one_control_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "state.sqlite"
+    first = PermitState(path)
+    with pytest.raises(ConfigError, match="locked"):
+        PermitState(path, lock_s=0.0)
+    first.close()
+    PermitState(path, lock_s=0.0).close()
 
 
 def test_there_is_a_most_of_jobs(monkeypatch) -> None:
