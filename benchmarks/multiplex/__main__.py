@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from benchmarks.multiplex.arms import JOBS, Arm, JobShape
+from benchmarks.multiplex.arms import JOBS, REHEARSAL, Arm, JobShape
 from benchmarks.multiplex.figures import ArmDone, JobDone, figures
 from benchmarks.multiplex.rollout_node import RolloutNode
 from benchmarks.multiplex.training_job import TrainingJob
@@ -50,7 +50,6 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         import ray
     except ImportError as error:
         raise ConfigError("benchmarks.multiplex needs Ray: install the extra 'ray'") from error
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = given.json.parent / f"{given.json.stem}.run"
     cache = given.cache or out / "cache"
     with run_directory(out, cache=cache) as paths, Processes(paths.logs) as processes:
@@ -62,6 +61,8 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
             object_store_memory=_OBJECT_STORE_BYTES,
             _node_ip_address="127.0.0.1",
         )
+        # Ray takes the signal over, and ends without a word.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             parts = Parts(processes=processes, paths=paths, clock=MonotonicClock())
             return asyncio.run(Bench(parts, given.steps).run())
@@ -89,6 +90,10 @@ class Bench:
         return figures(arms, engine_cold_s=engine_cold_s) | {"facts": facts}
 
     async def _arms(self) -> dict[Arm, ArmDone]:
+        for shape in JOBS:
+            rehearsal = await self._loaded(shape, REHEARSAL, steps=1)
+            await rehearsal.done()
+            await rehearsal.close()
         done: dict[Arm, ArmDone] = {}
         for arm in ORDER:
             done[arm] = await (self._alone() if arm is Arm.SEQUENTIAL else self._together(arm))
@@ -99,7 +104,7 @@ class Bench:
         jobs: dict[str, JobDone] = {}
         makespan_s = 0.0
         for shape in JOBS:
-            job = await self._loaded(shape, Arm.SEQUENTIAL)
+            job = await self._loaded(shape, Arm.SEQUENTIAL, steps=shape.steps(self._steps))
             started_s = self._clock.now()
             jobs[shape.name] = await job.done()
             makespan_s += self._clock.now() - started_s
@@ -107,7 +112,7 @@ class Bench:
         return ArmDone(makespan_s=makespan_s, jobs=jobs)
 
     async def _together(self, arm: Arm) -> ArmDone:
-        running = [await self._loaded(shape, arm) for shape in JOBS]
+        running = [await self._loaded(shape, arm, steps=shape.steps(self._steps)) for shape in JOBS]
         started_s = self._clock.now()
         done = await asyncio.gather(*(job.done() for job in running))
         makespan_s = self._clock.now() - started_s
@@ -116,17 +121,17 @@ class Bench:
         names = (shape.name for shape in JOBS)
         return ArmDone(makespan_s=makespan_s, jobs=dict(zip(names, done, strict=True)))
 
-    async def _loaded(self, shape: JobShape, arm: Arm) -> "RunningJob":
+    async def _loaded(self, shape: JobShape, run: str, *, steps: int) -> "RunningJob":
         """A trainer that has published its first version, which its engine serves."""
-        job = RunningJob(self._node, shape, arm, steps=shape.steps(self._steps))
+        job = RunningJob(self._node, shape, run, steps=steps)
         started_s = self._clock.now()
         await job.actor.loaded.remote()
         job.load_s = self._clock.now() - started_s
         await job.actor.published.remote()
         async with aiohttp.ClientSession() as session:
             gateway = GatewayAdmin(session, self._node.gateway_url(shape))
-            await gateway.activate(shape.job(arm))
-        self._told(f"{shape.job(arm)} is loaded after {job.load_s:.1f} s")
+            await gateway.activate(shape.job(run))
+        self._told(f"{shape.job(run)} is loaded after {job.load_s:.1f} s")
         return job
 
     def _told(self, message: str) -> None:
@@ -135,11 +140,11 @@ class Bench:
 
 
 class RunningJob:
-    def __init__(self, node: RolloutNode, shape: JobShape, arm: Arm, *, steps: int) -> None:
+    def __init__(self, node: RolloutNode, shape: JobShape, run: str, *, steps: int) -> None:
         import ray
 
-        config = node.trainer_config(shape, arm)
-        terms = msgspec.json.encode(shape.terms(arm)) if arm is Arm.MULTIPLEXED else None
+        config = node.trainer_config(shape, run)
+        terms = msgspec.json.encode(shape.terms(run)) if run == Arm.MULTIPLEXED else None
         remote = ray.remote(TrainingJob).options(num_cpus=0)
         self.actor: Any = remote.remote(str(config), node.engine_url(shape), terms)
         self.load_s = 0.0

@@ -23,6 +23,11 @@ class Arm(StrEnum):
     """Both at once, a phase runs when it has its node's permit."""
 
 
+REHEARSAL = "rehearsal"
+"""An unmeasured step of each job: an engine's first requests are slower than all later ones."""
+RUNS = (REHEARSAL, *Arm)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobShape:
     """One job: its length and its size. Its seed is the same in every arm."""
@@ -36,13 +41,13 @@ class JobShape:
     def steps(self, asked: int) -> int:
         return max(1, round(asked * self.steps_ratio))
 
-    def job(self, arm: Arm) -> JobId:
-        """Its name at the gateway: a run of its own in each arm."""
-        return JobId(f"{self.name}-{arm}")
+    def job(self, run: str) -> JobId:
+        """Its name at the gateway: a job of its own in each run."""
+        return JobId(f"{self.name}-{run}")
 
-    def terms(self, arm: Arm) -> JobTerms:
+    def terms(self, run: str) -> JobTerms:
         phases = tuple(PhaseTerms(kind=kind, nodes=(node,)) for kind, node in NODES.items())
-        return JobTerms(job=self.job(arm), phases=phases)
+        return JobTerms(job=self.job(run), phases=phases)
 
 
 JOBS = (

@@ -1,7 +1,7 @@
 """The rollout node: one real vLLM engine for each job, resident on one core, with a gateway each.
 
 Jobs have weights of their own, so each has an engine of its own that keeps them: what RollMux calls
-residency. A gateway serves its job's three runs, one after the other.
+residency. A gateway serves its job's runs, one after the other.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from benchmarks.multiplex.arms import JOBS, ROLLOUT_CORE, Arm, JobShape
+from benchmarks.multiplex.arms import JOBS, REHEARSAL, ROLLOUT_CORE, RUNS, JobShape
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import STEADY_HEAP, EngineSpec
@@ -63,18 +63,14 @@ class RolloutNode:
 
     async def warm_up(self) -> None:
         """Make the warm policy that every run starts from, if it is not cached."""
-        command = self.trainer_config(JOBS[0], Arm.SEQUENTIAL)
-        child = self._parts.processes.start(
-            "warm-up",
-            _warm_only(command),
-            environment=STEADY_HEAP,
-        )
+        config = self.trainer_config(JOBS[0], REHEARSAL)
+        child = self._parts.processes.start("warm-up", _warm_only(config), environment=STEADY_HEAP)
         while child.process.poll() != 0:
             child.check()
             await asyncio.sleep(_POLL_S)
 
-    def trainer_config(self, job: JobShape, arm: Arm) -> Path:
-        name = job.job(arm)
+    def trainer_config(self, job: JobShape, run: str) -> Path:
+        name = job.job(run)
         config = JobConfig(
             job=name,
             gateway_url=self.gateway_url(job),
@@ -109,7 +105,7 @@ class RolloutNode:
                 {"id": _engine(job), "url": self.engine_url(job), "concurrency": CONCURRENCY}
             ],
             "routing": {"begun_first": False},
-            "jobs": [{"id": job.job(arm), "harvesting": False} for arm in Arm],
+            "jobs": [{"id": job.job(run), "harvesting": False} for run in RUNS],
             "state_file": str(run / f"{_gateway(job)}.sqlite"),
         }
         path = run / f"{_gateway(job)}.yaml"

@@ -6,11 +6,13 @@ this one desk.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from harvester.contracts.clock import Clock
+from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.phases.state import PermitState
 from scheduler.phases.wire import (
@@ -85,6 +87,7 @@ class PermitDesk:
             snapshot=snapshot,
         )
         self._ticked_s = clock.now()
+        self._unsaved: set[JobId] = set()
         if snapshot is not None:
             self._observe(ControlResumed())
 
@@ -94,6 +97,7 @@ class PermitDesk:
         return self._policy
 
     def call(self, message: Call) -> Reply:
+        """Raises Exhausted where its decision could not be kept: ask again."""
         match message:
             case JobTerms():
                 return self.place(message)
@@ -132,7 +136,9 @@ class PermitDesk:
         return self.look(entry)
 
     def look(self, entry: Enter) -> EnterReply:
-        """How an entry stands; changes nothing."""
+        """How an entry stands; changes nothing. Raises Exhausted as `call` does."""
+        if self._unsaved:
+            raise Exhausted("a decision is not on disk yet")
         standing = self._policy.standing(entry.job)
         if standing is None:
             return Refused(reason=f"job {entry.job} is not placed", unknown=True)
@@ -169,8 +175,10 @@ class PermitDesk:
         if now - self._ticked_s > self.config.lease_s / 2:
             self._observe(ControlResumed())
         self._ticked_s = now
-        if now >= self._policy.due_s():
-            self._observe(TimePassed())
+        if self._unsaved or now >= self._policy.due_s():
+            # What a full disk does not take is tried again at every tick, and answered by none.
+            with suppress(Exhausted):
+                self._observe(TimePassed())
 
     def close(self) -> None:
         self._log.close()
@@ -194,9 +202,11 @@ class PermitDesk:
         effects = self._policy.observe(event, now=now)
         self._log.decided(now=now, sample=event, effects=effects)
         changed: set[JobId] = {each.job for each in effects if not isinstance(each, Refuse)}
-        if changed:
-            standings = {job: self._policy.standing(job) for job in sorted(changed)}
+        self._unsaved |= changed
+        if self._unsaved:
+            standings = {job: self._policy.standing(job) for job in sorted(self._unsaved)}
             self._state.keep(self._policy.counters, standings)
+            self._unsaved.clear()
             self.on_change()
         return effects
 

@@ -5,6 +5,7 @@ node dies; with a state file that the new node sees too, it knows its holders th
 """
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,12 @@ class ControlActor:
         self._ticking: asyncio.Task[None] | None = None
 
     async def call(self, name: str, body: bytes) -> tuple[bytes, str]:
-        """The reply, or why there is none."""
+        """The reply, or what is wrong with the call. Raises Exhausted: ask again."""
         if self._ticking is None:
             self._ticking = asyncio.ensure_future(self._front.tick())
         if self._ticking.done():
-            # An error of the desk: its state is on disk, Ray starts it anew.
-            self._ticking.result()
+            # An error of the desk. Its state is on disk: Ray starts a process that died anew.
+            os._exit(1)
         try:
             return await self._front.call(name, body), ""
         except PeerProtocolError as error:

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, PeerProtocolError
+from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from scheduler.phases.desk import PermitDesk
 from scheduler.phases.front import Front
 from scheduler.phases.status import statuses
@@ -32,6 +32,8 @@ def application(front: Front) -> web.Application:
             body = await front.call(request.match_info["call"], await request.read())
         except PeerProtocolError as error:
             return web.json_response({"error": str(error)}, status=400)
+        except Exhausted as error:
+            return web.json_response({"error": str(error)}, status=503)
         return web.Response(body=body, content_type="application/json")
 
     async def status(_request: web.Request) -> web.Response:

@@ -2,6 +2,7 @@
 
 import http.client
 import socket
+from http import HTTPStatus
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,6 @@ from scheduler.phases.wire import Absent, Call, Enter, Reply, decoded_reply
 
 MAX_REPLY_BYTES = 1 << 20
 _ANSWER_S = 5.0
-_OK = 200
 
 
 class SocketControl:
@@ -35,9 +35,11 @@ class SocketControl:
             raise Exhausted(f"{name} at {self._path}: {error!r}") from error
         finally:
             connection.close()
-        if response.status != _OK:
-            said = body[:300].decode(errors="replace")
-            raise PeerProtocolError(f"{name} at {self._path}: {response.status} {said}")
+        if response.status != HTTPStatus.OK:
+            said = f"{name} at {self._path}: {response.status} {body[:300]!r}"
+            if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise Exhausted(said)
+            raise PeerProtocolError(said)
         return decoded_reply(body)
 
 

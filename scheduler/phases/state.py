@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import JobId
 from scheduler.policy.phases.standing import Standing
 
@@ -60,7 +60,16 @@ class PermitState:
         return {"epoch": counters[0], "ticket": counters[1], "jobs": jobs}
 
     def keep(self, counters: tuple[int, int], standings: Mapping[JobId, Standing | None]) -> None:
-        """All or nothing. None removes the job."""
+        """All or nothing. None removes the job. Raises Exhausted where the disk takes nothing."""
+        try:
+            self._write(counters, standings)
+        except sqlite3.Error as error:
+            raise Exhausted(f"the state file cannot be written: {error}") from error
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _write(self, counters: tuple[int, int], standings: Mapping[JobId, Standing | None]) -> None:
         with self._db:
             self._db.execute("BEGIN")
             self._db.execute("INSERT OR REPLACE INTO counters VALUES (1, ?, ?)", counters)
@@ -70,6 +79,3 @@ class PermitState:
                     continue
                 body = msgspec.json.encode(standing)
                 self._db.execute("INSERT OR REPLACE INTO jobs VALUES (?, ?)", (job, body))
-
-    def close(self) -> None:
-        self._db.close()

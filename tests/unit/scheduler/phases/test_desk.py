@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.clock import VirtualClock
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.phases import desk as desk_module
 from scheduler.phases.desk import PermitDesk
@@ -141,6 +141,28 @@ def test_a_state_has_one_control_at_a_time(tmp_path: Path) -> None:
         PermitState(path, lock_s=0.0)
     first.close()
     PermitState(path, lock_s=0.0).close()
+
+
+def test_what_a_full_disk_did_not_take_is_answered_by_nobody_until_it_did(
+    tmp_path: Path, monkeypatch
+) -> None:
+    clock, path = VirtualClock(), tmp_path / "state.sqlite"
+    desk = _desk(clock, path)
+    desk.place(terms("a"))
+    keep, full = PermitState.keep, Exhausted("disk full")
+
+    def refuse(*_: object) -> None:
+        raise full
+
+    monkeypatch.setattr(PermitState, "keep", refuse)
+    for _ in range(2):
+        with pytest.raises(Exhausted):
+            _enter(desk, "a")
+        desk.tick()
+    monkeypatch.setattr(PermitState, "keep", keep)
+    assert isinstance(_enter(desk, "a"), Granted)
+    desk.close()
+    assert isinstance(_desk(clock, path).beat(Beat(job=JobId("a"), epoch=Epoch(1))), Orders)
 
 
 def test_there_is_a_most_of_jobs(monkeypatch) -> None:
