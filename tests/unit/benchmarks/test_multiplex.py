@@ -64,7 +64,10 @@ def test_ratios_are_of_the_others_over_ours() -> None:
     result = figures(arms, engine_cold_s=40.0)
     assert result["makespan_ratio"] == {"sequential": 1.5, "naive": 1.2}
     assert result["warm_start_speedup"] == pytest.approx(50.0 / 0.05)
-    assert result["reward_gap_se"]["a"] == pytest.approx(0.03 / (0.03 * math.sqrt(2)))
+    assert result["reward_gaps_se"]["a"] == pytest.approx(1 / math.sqrt(2))
+    assert result["reward_gap_se"] == result["reward_gaps_se"]["a"]
+    # Two rollouts of 6 s, then the last training of 3 s.
+    assert result["over_bound"] == pytest.approx(20.0 / 15.0)
     assert result["arms"]["multiplexed"]["jobs"]["a"]["waited_s"] == 3.0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from scheduler.phases.permit import Permit
+from scheduler.phases.wire import CALLS
 from scheduler.policy.phases.standing import TRANSITIONS
 from scheduler.policy.phases.terms import PermitsConfig
 
@@ -24,6 +25,13 @@ def test_a_job_s_stages_are_those_of_the_policy(table_after: TableAfter) -> None
 def test_the_settings_and_their_defaults_are_the_policy_s(table_after: TableAfter) -> None:
     rows = table_after(PAGE, "## Settings")
     assert {row[0]: float(row[1]) for row in rows} == msgspec.to_builtins(PermitsConfig())
+
+
+def test_the_calls_and_what_they_say_are_those_of_the_wire(table_after: TableAfter) -> None:
+    rows = table_after(PAGE, "| call | says | answers |")
+    assert {row[0]: tuple(row[1].split(", ")) for row in rows} == {
+        name: kind.__struct_fields__ for name, kind in CALLS.items()
+    }
 
 
 def test_what_a_permit_says_is_there(table_after: TableAfter) -> None:
