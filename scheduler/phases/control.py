@@ -199,21 +199,24 @@ class PhaseControl:
         """Until the control has heard it; one that is away hears it when it is back."""
         permit.end()
         self._open = None
-        pauses = Pauses(self._clock, timeout_s=self._timeout_s)
         leave = Leave(job=self.job, epoch=permit.epoch, failed=failed[:500])
-        sent = 0
+        if not failed:
+            self._say(leave, timeout_s=self._timeout_s)
+            return
+        # Who has failed says so while its lease lasts: after that the control knows by itself.
+        with suppress(Exhausted, Stale, PeerProtocolError):
+            self._say(leave, timeout_s=min(self._timeout_s, permit.lease_s))
+
+    def _say(self, leave: Leave, *, timeout_s: float) -> None:
+        pauses = Pauses(self._clock, timeout_s=timeout_s)
         while True:
-            sent += 1
             try:
                 reply = self._transport.call("leave", leave)
             except Exhausted as error:
                 pauses.pause(error)
                 continue
-            except PeerProtocolError:
-                return
-            # A repeated leave finds its permit ended, by the one whose reply was lost.
-            if isinstance(reply, Ended) and sent == 1 and not failed:
-                raise Stale(f"{permit.kind} phase of job {self.job}: {reply.reason}")
+            if isinstance(reply, Ended):
+                raise Stale(f"phase of job {self.job}: {reply.reason}")
             return
 
 

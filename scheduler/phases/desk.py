@@ -37,6 +37,7 @@ from scheduler.phases.wire import (
 )
 from scheduler.policy.phases.events import (
     ControlResumed,
+    EndReason,
     HolderHeard,
     JobLeft,
     JobPlaced,
@@ -167,7 +168,12 @@ class PermitDesk:
     def leave(self, leave: Leave) -> LeaveReply:
         event = PhaseEnded(job=leave.job, epoch=Epoch(leave.epoch), failed=leave.failed)
         refusal = _refusal(self._observe(event))
-        return Ended(reason=refusal) if refusal else Left()
+        standing = self._policy.standing(leave.job)
+        if not refusal or standing is None:
+            return Ended(reason=refusal) if refusal else Left()
+        # A leave whose reply was lost is said again.
+        was_done = standing.epoch == leave.epoch and standing.ended is EndReason.DONE
+        return Left() if was_done else Ended(reason=refusal)
 
     def tick(self) -> None:
         """To be called every `TICK_S`; whoever could not be heard for lack of it is forgiven."""

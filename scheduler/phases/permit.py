@@ -32,7 +32,7 @@ class Permit:
         self.epoch = granted.epoch
         self._transport = transport
         self._clock = clock
-        self._lease_s = granted.lease_s
+        self.lease_s = granted.lease_s
         self._orders = Orders(stage=Stage.RUNNING, nodes=granted.nodes)
         self._complete_ratio, self._tokens, self._narrowed = 0.0, 0, False
         self._said_ratio = 0.0
@@ -93,7 +93,7 @@ class Permit:
 
     def _beats(self) -> None:
         while not self._ended and not self._lost:
-            self._wake.wait(min(self._lease_s / _BEATS_PER_LEASE, _BEAT_MAX_S))
+            self._wake.wait(min(self.lease_s / _BEATS_PER_LEASE, _BEAT_MAX_S))
             self._wake.clear()
             if not self._ended:
                 self._beat()
@@ -114,7 +114,7 @@ class Permit:
             self._answered_s = asked_s
             return
         except (Exhausted, PeerProtocolError) as error:
-            if self._clock.now() - self._answered_s > self._lease_s * (1 - _MARGIN_RATIO):
+            if self._clock.now() - self._answered_s > self.lease_s * (1 - _MARGIN_RATIO):
                 self._lost = f"the phase control is silent: {error}"
             return
         self._answered_s = asked_s

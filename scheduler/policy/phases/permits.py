@@ -26,7 +26,6 @@ from scheduler.policy.phases.events import (
     HolderHeard,
     JobLeft,
     JobPlaced,
-    NarrowPhase,
     PermitEffect,
     PermitEvent,
     PhaseEnded,
@@ -35,11 +34,11 @@ from scheduler.policy.phases.events import (
     PhaseWithdrawn,
     Refuse,
     RemoveJob,
-    RevokePermit,
     TimePassed,
     WarnHolder,
     WidenPermit,
 )
+from scheduler.policy.phases.room import make_room, revoke
 from scheduler.policy.phases.standing import Stage, Standing, Trigger
 from scheduler.policy.phases.terms import PermitsConfig, PhaseTerms, terms_fault
 from scheduler.policy.phases.watchdog import Verdict, deadlines_s, verdict
@@ -120,7 +119,7 @@ class PermitPolicy:
                 effects = self._tend(now)
         touched = self._book.settle()
         effects += self._serve(touched, now)
-        effects += self._press(touched, now)
+        effects += make_room(self._book, self.config, touched, now=now)
         # Who is asked to make room leaves its lines, where others may stand behind it.
         return (*effects, *self._serve(self._book.settle(), now))
 
@@ -251,17 +250,7 @@ class PermitPolicy:
                 reason = f"runs for {lasted_s:.1f} s, longer than declared"
                 return [WarnHolder(job=standing.job, epoch=standing.epoch, reason=reason)]
             case Verdict.OBSTRUCTS:
-                return self._revoke(standing, f"runs for {lasted_s:.1f} s, and others wait", now)
-
-    def _revoke(self, standing: Standing, reason: str, now: float) -> Effects:
-        standing.move(Trigger.REVOKED)
-        standing.revoked_s = now
-        self._book.leave_lines(standing)
-        return [
-            RevokePermit(
-                job=standing.job, epoch=standing.epoch, grace_s=self.config.grace_s, reason=reason
-            )
-        ]
+                return [revoke(self._book, self.config, standing, now=now)]
 
     def _serve(self, touched: tuple[NodeId, ...], now: float) -> Effects:
         """Give nodes to whoever comes first and may have all that it needs."""
@@ -287,7 +276,7 @@ class PermitPolicy:
         self._epoch += 1
         standing.move(Trigger.GRANTED)
         standing.epoch, standing.started_s, standing.heard_s = Epoch(self._epoch), now, now
-        standing.warned_s = standing.revoked_s = None
+        standing.warned_s = standing.revoked_s = standing.ended = None
         standing.complete_ratio, standing.tokens, standing.keep = 0.0, 0, ()
         self._book.take(standing, nodes)
         return [
@@ -308,33 +297,6 @@ class PermitPolicy:
         self._book.take(standing, nodes)
         return [WidenPermit(job=standing.job, epoch=standing.epoch, nodes=nodes)]
 
-    def _press(self, touched: tuple[NodeId, ...], now: float) -> Effects:
-        """Ask holders to make room, where somebody waits: long tails, and who overran."""
-        effects: Effects = []
-        for standing in self._book.holders(touched):
-            phase = None if standing.kind is None else standing.terms.phase(standing.kind)
-            if phase is None or not self._book.wanted(standing, now):
-                continue
-            if verdict(standing, self.config, wanted=True, now=now) is Verdict.OBSTRUCTS:
-                effects += self._watch(standing, now)
-            elif standing.stage is Stage.RUNNING and _has_a_tail(standing, phase):
-                effects.append(self._narrow(standing, phase, now))
-        return effects
-
-    def _narrow(self, standing: Standing, phase: PhaseTerms, now: float) -> NarrowPhase:
-        standing.move(Trigger.ASKED_TO_NARROW)
-        self._book.leave_lines(standing)
-        # Kept are the nodes that the fewest wait for.
-        order = sorted(
-            standing.nodes, key=lambda node: (len(self._book.waiting_at(node, now)), node)
-        )
-        kept = set(order[: phase.tail_nodes])
-        standing.keep = tuple(node for node in standing.nodes if node in kept)
-        reason = f"{standing.complete_ratio:.0%} complete, and others wait"
-        return NarrowPhase(
-            job=standing.job, epoch=standing.epoch, keep=standing.keep, reason=reason
-        )
-
     def _enqueue(self, standing: Standing, phase: PhaseTerms, now: float) -> Effects:
         """A new place at the end, which nobody has claimed yet."""
         self._ticket += 1
@@ -352,6 +314,7 @@ class PermitPolicy:
         self._book.free(standing, standing.nodes)
         self._book.leave_lines(standing)
         standing.move(Trigger.ENDED)
+        standing.ended = ended
         return [
             EndPermit(
                 job=standing.job,
@@ -375,8 +338,3 @@ class PermitPolicy:
 
 def _stale(job: JobId, epoch: Epoch) -> Refuse:
     return Refuse(job=job, reason=f"epoch {epoch} is not in force")
-
-
-def _has_a_tail(standing: Standing, phase: PhaseTerms) -> bool:
-    ripe = phase.tail_ratio < 1.0 and standing.complete_ratio >= phase.tail_ratio
-    return ripe and len(standing.nodes) > phase.tail_nodes

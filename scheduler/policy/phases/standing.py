@@ -6,6 +6,7 @@ import msgspec
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.events import EndReason
 from scheduler.policy.phases.terms import JobTerms
 
 NO_EPOCH = Epoch(0)
@@ -78,6 +79,8 @@ class Standing(msgspec.Struct, kw_only=True):
     revoked_s: float | None = None
     complete_ratio: float = 0.0
     tokens: int = 0
+    ended: EndReason | None = None
+    """How its latest permit ended; None while it is held."""
     failures: int = 0
 
     @property

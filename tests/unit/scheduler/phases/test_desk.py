@@ -60,7 +60,7 @@ def test_repeating_a_call_changes_nothing() -> None:
     desk.place(terms("a"))
     leave = Leave(job=JobId("a"), epoch=Epoch(1))
     assert desk.leave(leave) == Left()
-    assert isinstance(desk.leave(leave), Ended)
+    assert desk.leave(leave) == Left()
     assert isinstance(_enter(desk, "a", TRAINING), Granted)
 
 
@@ -188,3 +188,12 @@ def test_its_journal_replays_also_after_a_restart(tmp_path: Path) -> None:
     replayed = replay_journal(journal / "scheduler.policy.phases.jsonl")
     assert replayed.difference is None
     assert replayed.effects > 10
+
+
+def test_a_leave_after_the_permit_was_lost_says_so(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    desk = _desk(clock)
+    desk.place(terms("a"))
+    _enter(desk, "a")
+    _pass_time(desk, clock, 11.0)
+    assert isinstance(desk.leave(Leave(job=JobId("a"), epoch=Epoch(1))), Ended)

@@ -15,6 +15,7 @@ from scheduler.phases.embedded import EmbeddedControl
 from scheduler.phases.permit import Permit
 from scheduler.phases.wire import (
     Absent,
+    Admitted,
     Beat,
     Call,
     Ended,
@@ -208,6 +209,8 @@ class Scripted(Transport):
         if isinstance(message, Leave):
             self.left.append(message)
             return Ended(reason="gone")
+        if isinstance(message, JobTerms):
+            return Admitted(lease_s=QUICK.lease_s)
         return Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=QUICK.lease_s)
 
 
@@ -245,3 +248,18 @@ def test_a_holder_that_cannot_be_heard_stops_before_its_lease_ends() -> None:
     permit.end()
     with pytest.raises(Stale, match="silent"):
         permit.check()
+
+
+class Gone(Scripted):
+    """A control that dies once it has granted."""
+
+    def call(self, name: str, message: Call) -> Reply:
+        if isinstance(message, Beat | Leave):
+            raise Absent("killed")
+        return super().call(name, message)
+
+
+def test_an_error_leaves_the_phase_also_while_there_is_no_control() -> None:
+    phases = PhaseControl(Gone(), terms("a"), timeout_s=LONG_S)
+    with pytest.raises(ZeroDivisionError), phases.phase(ROLLOUT):
+        raise ZeroDivisionError
