@@ -1,7 +1,7 @@
 """Records what a policy decided: one journal file per policy, rotated with its snapshot."""
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -9,7 +9,7 @@ from harvester.contracts.journal import JournalWriter, Opened, config_hash
 
 
 class JournalledPolicy(Protocol):
-    NAME: Any
+    NAME: ClassVar[str]
 
     def snapshot(self) -> dict[str, Any]: ...
 
@@ -24,14 +24,16 @@ class DecisionLog:
         config: dict[str, Any],
         *,
         max_bytes: int,
+        snapshot: dict[str, Any] | None = None,
     ) -> None:
+        """`snapshot` is the state that the policy was restored to, where it does not begin new."""
         self._policy = policy
         self._config = config
         self._writer: JournalWriter | None = None
         if directory is not None:
             path = directory / f"{policy.NAME}.jsonl"
             self._writer = JournalWriter(path, max_bytes=max_bytes)
-            self._writer.opened(self._opened(None))
+            self._writer.opened(self._opened(snapshot))
 
     def decided(
         self, *, now: float, sample: msgspec.Struct, effects: tuple[msgspec.Struct, ...]

@@ -20,6 +20,7 @@ import pytest
 import torch
 from aiohttp import web
 
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from tests.weight_servers import HASTY, relayed, running, served
@@ -277,6 +278,14 @@ def test_a_damaged_shard_is_refused_and_read_once_it_is_whole(
     assert not list((tmp_path / "cache").glob("*/*.part"))
 
 
+def _eventually(holds: Callable[[], bool]) -> bool:
+    clock = MonotonicClock()
+    until_s = clock.now() + 20.0
+    while not (held := holds()) and clock.now() < until_s:
+        threading.Event().wait(0.01)
+    return held
+
+
 def test_a_relay_s_copy_that_rots_is_dropped_and_pulled_again(stores: Path, tmp_path: Path) -> None:
     raw = (stores / "job-a" / SHARD).read_bytes()
     metrics = TransferMetrics()
@@ -290,7 +299,8 @@ def test_a_relay_s_copy_that_rots_is_dropped_and_pulled_again(stores: Path, tmp_
         with closing(receiver):
             held = {name: torch.zeros_like(tensor) for name, tensor in _state().items()}
             receiver.sync(None, WeightVersion(1), TensorTarget(held))
-        assert copy.read_bytes() == raw
+        # Readers have it before the copy counts as whole and gets its name back.
+        assert _eventually(lambda: copy.exists() and copy.read_bytes() == raw)
     dropped = metrics.registry.get_sample_value(
         "weightsync_dropped_objects_total", {"reason": "broken"}
     )

@@ -13,8 +13,8 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -38,7 +38,7 @@ from scheduler.demo.job.events import (
 from scheduler.demo.job.gateway_client import GatewayClient
 from scheduler.demo.job.master_weights import MasterWeights, policy_of
 from scheduler.demo.job.rollout import RolloutCollector
-from scheduler.demo.job.training_run import TrainingRun
+from scheduler.demo.job.training_run import Collects, TrainingRun
 from scheduler.demo.job.warm_up import WarmStart, use_one_thread, warm_start
 
 _LOG = logging.getLogger(__name__)
@@ -78,15 +78,36 @@ async def _until_told(config: JobConfig, warm: WarmStart) -> None:
 
 
 async def _job(config: JobConfig, warm: WarmStart) -> None:
+    weights = MasterWeights(policy_of(config.warm_up.policy, warm.state), config.adam)
+    async with opened_run(config, weights) as run:
+        _emit(await _ready(run, config, warm, weights))
+        async with aclosing(_stdin_lines()) as lines:
+            await serve(run, lines, _emit)
+
+
+@asynccontextmanager
+async def opened_run(
+    config: JobConfig,
+    weights: MasterWeights,
+    *,
+    around_collect: Callable[[Collects], Collects] = lambda collector: collector,
+) -> AsyncGenerator[TrainingRun, None]:
+    """The job's run, with its gateway and its store; `around_collect` may wrap its rollouts."""
     from weightsync.publisher import Publisher
 
     clock = MonotonicClock()
-    weights = MasterWeights(policy_of(config.warm_up.policy, warm.state), config.adam)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
         gateway = GatewayClient(session, url=config.gateway_url, job=JobId(config.job))
+        collector = RolloutCollector(
+            gateway,
+            job=config.job,
+            seed=config.seed,
+            samples_per_prompt=config.samples_per_prompt,
+            clock=clock,
+        )
         with Publisher(config.weight_root / config.store, threads=1) as publisher:
-            run = TrainingRun(
+            yield TrainingRun(
                 weights,
                 tasks=config.warm_up.tasks,
                 seed=config.seed,
@@ -94,18 +115,9 @@ async def _job(config: JobConfig, warm: WarmStart) -> None:
                 grpo=config.grpo,
                 publisher=publisher,
                 gateway=gateway,
-                collector=RolloutCollector(
-                    gateway,
-                    job=config.job,
-                    seed=config.seed,
-                    samples_per_prompt=config.samples_per_prompt,
-                    clock=clock,
-                ),
+                collector=around_collect(collector),
                 clock=clock,
             )
-            _emit(await _ready(run, config, warm, weights))
-            async with aclosing(_stdin_lines()) as lines:
-                await serve(run, lines, _emit)
 
 
 async def _ready(

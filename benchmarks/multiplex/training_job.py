@@ -1,0 +1,138 @@
+"""One RL job in a process of its own on the training core: a Ray actor around the demo's trainer.
+
+With a phase control its rollouts and its training wait for their permits; without, it runs as fast
+as the cores let it. The process stays between phases, with the weights and the optimizer in its
+memory: that is the warm start.
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.multiplex.arms import TRAINING_CORE
+from scheduler.demo.job.config import read_config
+from scheduler.demo.job.environment import Task
+from scheduler.demo.job.rollout import StepBatch
+from scheduler.demo.job.training_run import Collects, TrainingRun
+from scheduler.phases import on_ray
+from scheduler.phases.control import PhaseControl, Start
+from scheduler.phases.permit import Permit
+from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.terms import JobTerms
+
+_ANSWER_S = 5.0
+
+
+class TrainingJob:
+    """Its methods are an actor's: `prepare`, then `run`, then `starts`."""
+
+    def __init__(self, config: str, engine_url: str, terms: bytes | None) -> None:
+        os.sched_setaffinity(0, {TRAINING_CORE})
+        self._config = read_config(Path(config))
+        self._engine_url = engine_url
+        self._phases: PhasedRun | None = None
+        if terms is not None:
+            job_terms = msgspec.json.decode(terms, type=JobTerms)
+            self._phases = PhasedRun(PhaseControl(on_ray.connected(), job_terms))
+        self._stack = AsyncExitStack()
+        self._run: TrainingRun | None = None
+
+    async def loaded(self) -> None:
+        """The trainer could begin a phase now."""
+        from scheduler.demo.job.master_weights import MasterWeights, policy_of
+        from scheduler.demo.job.trainer import opened_run
+        from scheduler.demo.job.warm_up import use_one_thread, warm_start
+
+        use_one_thread()
+        config = self._config
+        warm = warm_start(config.warm_up, config.cache_dir)
+        weights = MasterWeights(policy_of(config.warm_up.policy, warm.state), config.adam)
+        around = (lambda each: each) if self._phases is None else self._phases.around
+        opened = opened_run(config, weights, around_collect=around)
+        self._run = await self._stack.enter_async_context(opened)
+        if self._phases is not None:
+            self._phases.control.resident(
+                PhaseKind.ROLLOUT, on_resume=lambda _cold: _answers(self._engine_url)
+            )
+
+    async def published(self) -> None:
+        assert self._run is not None
+        await self._run.publish()
+
+    async def run(self, steps: int) -> list[bytes]:
+        """The events of its steps."""
+        assert self._run is not None
+        done = []
+        for _ in range(steps):
+            done.append(msgspec.json.encode(await self._run.step()))
+            if self._phases is not None:
+                await self._phases.trained()
+        if self._phases is not None:
+            await asyncio.to_thread(self._phases.control.forget)
+        return done
+
+    async def starts(self) -> list[dict[str, Any]]:
+        """How its phases began."""
+        if self._phases is None:
+            return []
+        return [_plain(start) for start in self._phases.control.starts]
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+class PhasedRun:
+    """Rollouts under one permit, then update, publish and switch under the other."""
+
+    def __init__(self, control: PhaseControl) -> None:
+        self.control = control
+        self._training: Permit | None = None
+
+    def around(self, collector: Collects) -> Collects:
+        return _PhasedCollector(collector, self)
+
+    async def rolled_out(self, collector: Collects, tasks: Sequence[Task], **at: int) -> StepBatch:
+        permit = await asyncio.to_thread(self.control.begin, PhaseKind.ROLLOUT)
+        try:
+            batch = await collector.collect(tasks, **at)
+        except BaseException as error:
+            await asyncio.to_thread(self.control.end, permit, failed=repr(error))
+            raise
+        await asyncio.to_thread(self.control.end, permit)
+        self._training = await asyncio.to_thread(self.control.begin, PhaseKind.TRAINING)
+        return batch
+
+    async def trained(self) -> None:
+        assert self._training is not None
+        await asyncio.to_thread(self.control.end, self._training)
+
+
+class _PhasedCollector:
+    def __init__(self, collector: Collects, phases: PhasedRun) -> None:
+        self._collector = collector
+        self._phases = phases
+
+    async def collect(self, tasks: Sequence[Task], *, step: int, version: int) -> StepBatch:
+        return await self._phases.rolled_out(self._collector, tasks, step=step, version=version)
+
+
+def _answers(url: str) -> None:
+    """The engine is there, as its phase's first line needs it."""
+    import urllib.request
+
+    with urllib.request.urlopen(f"{url}/health", timeout=_ANSWER_S):
+        return
+
+
+def _plain(start: Start) -> dict[str, Any]:
+    return {
+        "kind": start.kind.value,
+        "cold": start.cold,
+        "waited_s": start.waited_s,
+        "resume_s": start.resume_s,
+    }

@@ -1,0 +1,266 @@
+"""What a job's code uses: phases that run when their nodes are free, and start warm.
+
+    phases = PhaseControl(connected("/run/rosemux/phases.sock"), terms)
+    phases.resident(PhaseKind.TRAINING, on_resume=load, on_release=offload)
+
+    @phases.phase("rollout")
+    def roll_out(): ...
+
+    with phases.phase("training") as permit:
+        permit.progress(0.5)
+
+Entering waits for the permit, then loads the state from host memory; leaving offloads it, then
+gives the nodes back. The process itself stays: communicators and environments are made once.
+"""
+
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import ContextDecorator, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import TracebackType
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
+from scheduler.phases.permit import Permit
+from scheduler.phases.retries import Pauses
+from scheduler.phases.wire import (
+    Admitted,
+    Ended,
+    Enter,
+    Forget,
+    Granted,
+    Leave,
+    Refused,
+    Transport,
+    Waiting,
+    Withdraw,
+)
+from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.terms import JobTerms
+
+Resume = Callable[[bool], None]
+"""Told whether the start is cold: the first of this kind in this process."""
+Release = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How one phase began."""
+
+    kind: PhaseKind
+    cold: bool
+    waited_s: float
+    """For the permit."""
+    resume_s: float
+    """From the permit to the phase's first line."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Resident:
+    on_resume: Resume
+    on_release: Release
+
+
+class PhaseControl:
+    """One job's process. Phases of one job run one after the other."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        terms: JobTerms,
+        *,
+        clock: Clock | None = None,
+        timeout_s: float = float("inf"),
+    ) -> None:
+        """`timeout_s` bounds the wait for a permit and for a control that is not there.
+
+        Raises ConfigError where the terms are refused, Exhausted where nobody answers in time.
+        """
+        self.job = terms.job
+        self.starts: list[Start] = []
+        self._transport = transport
+        self._terms = terms
+        self._clock = clock or MonotonicClock()
+        self._timeout_s = timeout_s
+        self._holder = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._residents: dict[PhaseKind, _Resident] = {}
+        self._entered: set[PhaseKind] = set()
+        self._open: PhaseKind | None = None
+        self._place()
+
+    def resident(
+        self,
+        kind: PhaseKind,
+        *,
+        on_resume: Resume = lambda _cold: None,
+        on_release: Release = lambda: None,
+    ) -> None:
+        """What loads this kind of phase's state when it starts and offloads it when it ends."""
+        self._residents[PhaseKind(kind)] = _Resident(on_resume, on_release)
+
+    def phase(self, kind: PhaseKind | str) -> "Phase":
+        """A context manager and a decorator."""
+        return Phase(lambda: self, PhaseKind(kind))
+
+    def forget(self) -> None:
+        """The job is over: give up its place for good."""
+        self._transport.call("forget", Forget(job=self.job))
+
+    def begin(self, kind: PhaseKind) -> Permit:
+        """Raises Exhausted where no permit came in time, ConfigError for a phase it has not."""
+        if self._open is not None:
+            raise ConfigError(f"job {self.job}: its {self._open} phase must end before {kind}")
+        asked_s = self._clock.now()
+        try:
+            granted = self._awaited(kind)
+        except BaseException:
+            self._withdraw()
+            raise
+        granted_s = self._clock.now()
+        self._open = kind
+        permit = Permit(self._transport, self._clock, job=self.job, kind=kind, granted=granted)
+        cold = kind not in self._entered
+        resident = self._residents.get(kind)
+        if resident is not None:
+            try:
+                resident.on_resume(cold)
+            except BaseException as error:
+                self._leave(permit, failed=f"could not be resumed: {error!r}")
+                raise
+        self._entered.add(kind)
+        resumed_s = self._clock.now()
+        self.starts.append(
+            Start(
+                kind=kind,
+                cold=cold,
+                waited_s=granted_s - asked_s,
+                resume_s=resumed_s - granted_s,
+            )
+        )
+        return permit
+
+    def end(self, permit: Permit, *, failed: str = "") -> None:
+        """Raises Stale where the permit ended before its phase did."""
+        resident = self._residents.get(permit.kind)
+        try:
+            if resident is not None:
+                resident.on_release()
+        except BaseException as error:
+            self._leave(permit, failed=failed or f"could not be released: {error!r}")
+            raise
+        self._leave(permit, failed=failed)
+        if not failed:
+            permit.check()
+
+    def _withdraw(self) -> None:
+        """Keep nobody waiting; a control that does not hear it finds out by the lease."""
+        with suppress(Exhausted, PeerProtocolError):
+            self._transport.call("withdraw", Withdraw(job=self.job, holder=self._holder))
+
+    def _place(self) -> None:
+        pauses = Pauses(self._clock, timeout_s=self._timeout_s)
+        while True:
+            try:
+                reply = self._transport.call("place", self._terms)
+            except Exhausted as error:
+                pauses.pause(error)
+                continue
+            if isinstance(reply, Admitted):
+                return
+            if isinstance(reply, Refused) and reply.retry_after_s is None:
+                raise ConfigError(f"job {self.job}: {reply.reason}")
+            pauses.pause(Exhausted(f"job {self.job}: {reply}"))
+
+    def _awaited(self, kind: PhaseKind) -> Granted:
+        pauses = Pauses(self._clock, timeout_s=self._timeout_s)
+        wait_s = 1.0
+        while True:
+            entry = Enter(job=self.job, kind=kind, holder=self._holder, wait_s=wait_s)
+            try:
+                reply = self._transport.call("enter", entry)
+            except Exhausted as error:
+                pauses.pause(error)
+                continue
+            match reply:
+                case Granted():
+                    return reply
+                case Waiting():
+                    pauses.check(f"{reply.ahead} jobs are before it")
+                case Refused(unknown=True):
+                    self._place()
+                case Refused(retry_after_s=None):
+                    raise ConfigError(f"job {self.job}: {reply.reason}")
+                case _:
+                    pauses.pause(Exhausted(f"{kind} phase of job {self.job}: {reply}"))
+
+    def _leave(self, permit: Permit, *, failed: str) -> None:
+        """Until the control has heard it; one that is away hears it when it is back."""
+        permit.end()
+        self._open = None
+        leave = Leave(job=self.job, epoch=permit.epoch, failed=failed[:500])
+        if not failed:
+            self._say(leave, timeout_s=self._timeout_s)
+            return
+        # Who has failed says so while its lease lasts: after that the control knows by itself.
+        with suppress(Exhausted, Stale, PeerProtocolError):
+            self._say(leave, timeout_s=min(self._timeout_s, permit.lease_s))
+
+    def _say(self, leave: Leave, *, timeout_s: float) -> None:
+        pauses = Pauses(self._clock, timeout_s=timeout_s)
+        while True:
+            try:
+                reply = self._transport.call("leave", leave)
+            except Exhausted as error:
+                pauses.pause(error)
+                continue
+            if isinstance(reply, Ended):
+                raise Stale(f"phase of job {self.job}: {reply.reason}")
+            return
+
+
+class Phase(ContextDecorator):
+    """Used with `with` or as a decorator, any number of times, by one thread at a time."""
+
+    def __init__(self, control: Callable[[], PhaseControl], kind: PhaseKind) -> None:
+        self._control = control
+        self._kind = kind
+        self._permit: Permit | None = None
+
+    def __enter__(self) -> Permit:
+        self._permit = self._control().begin(self._kind)
+        return self._permit
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._permit is not None
+        failed = "" if error is None else f"{type(error).__name__}: {error}"
+        self._control().end(self._permit, failed=failed)
+
+
+_CURRENT: ContextVar[PhaseControl] = ContextVar("phase_control")
+
+
+def install(control: PhaseControl) -> None:
+    """The control that `phase` of this module uses from here on."""
+    _CURRENT.set(control)
+
+
+def phase(kind: PhaseKind | str) -> Phase:
+    """A phase of the control that is installed when it is entered, not when it is declared.
+
+    Raises ConfigError on entry where there is none.
+    """
+    return Phase(_installed, PhaseKind(kind))
+
+
+def _installed() -> PhaseControl:
+    control = _CURRENT.get(None)
+    if control is None:
+        raise ConfigError("no phase control is installed: call scheduler.phases.control.install")
+    return control

@@ -1,0 +1,221 @@
+"""The shell around the permit policy: calls in, decisions kept and journalled, answers out.
+
+Never blocks and is used by one thread at a time; who may have to wait looks again when `on_change`
+says that something is different. The embedded control, the socket and the Ray actor are fronts of
+this one desk.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import Exhausted
+from harvester.contracts.ids import Epoch, JobId
+from scheduler.phases.state import PermitState
+from scheduler.phases.wire import (
+    Admitted,
+    Beat,
+    BeatReply,
+    Call,
+    Ended,
+    Enter,
+    EnterReply,
+    Forget,
+    Granted,
+    Leave,
+    LeaveReply,
+    Left,
+    Orders,
+    PlaceReply,
+    Refused,
+    Reply,
+    Waiting,
+    Withdraw,
+)
+from scheduler.policy.phases.events import (
+    ControlResumed,
+    EndReason,
+    HolderHeard,
+    JobLeft,
+    JobPlaced,
+    PermitEffect,
+    PermitEvent,
+    PhaseEnded,
+    PhaseNarrowed,
+    PhaseRequested,
+    PhaseWithdrawn,
+    Refuse,
+    TimePassed,
+)
+from scheduler.policy.phases.permits import PermitPolicy
+from scheduler.policy.phases.standing import Stage, Standing
+from scheduler.policy.phases.terms import JobTerms, PermitsConfig
+from scheduler.service.decisions import DecisionLog
+
+JOBS_MAX = 4096
+TICK_S = 0.1
+_JOURNAL_BYTES = 64 << 20
+_RETRY_S = 0.5
+
+
+class PermitDesk:
+    """Raises ConfigError where its state file is another version's."""
+
+    def __init__(
+        self,
+        config: PermitsConfig,
+        clock: Clock,
+        *,
+        state: Path | None = None,
+        journal: Path | None = None,
+    ) -> None:
+        self.config = config
+        self.on_change: Callable[[], None] = lambda: None
+        self._clock = clock
+        self._policy = PermitPolicy(config)
+        self._state = PermitState(state)
+        snapshot = self._state.snapshot()
+        if snapshot is not None:
+            self._policy.restore(snapshot)
+        self._log = DecisionLog(
+            journal,
+            self._policy,
+            msgspec.to_builtins(config),
+            max_bytes=_JOURNAL_BYTES,
+            snapshot=snapshot,
+        )
+        self._ticked_s = clock.now()
+        self._unsaved: set[JobId] = set()
+        if snapshot is not None:
+            self._observe(ControlResumed())
+
+    @property
+    def policy(self) -> PermitPolicy:
+        """To read."""
+        return self._policy
+
+    def call(self, message: Call) -> Reply:
+        """Raises Exhausted where its decision could not be kept: ask again."""
+        match message:
+            case JobTerms():
+                return self.place(message)
+            case Enter():
+                return self.enter(message)
+            case Withdraw():
+                self._observe(PhaseWithdrawn(job=message.job, holder=message.holder))
+                return Left()
+            case Beat():
+                return self.beat(message)
+            case Leave():
+                return self.leave(message)
+            case Forget():
+                self._observe(JobLeft(job=message.job))
+                return Left()
+
+    def place(self, terms: JobTerms) -> PlaceReply:
+        known = self._policy.standing(terms.job)
+        if known is None and len(self._policy.jobs) >= JOBS_MAX:
+            return Refused(reason=f"{JOBS_MAX} jobs are placed", retry_after_s=_RETRY_S)
+        if known is None or known.terms != terms:
+            refusal = _refusal(self._observe(JobPlaced(terms=terms)))
+            if refusal:
+                return Refused(reason=refusal)
+        return Admitted(lease_s=self.config.lease_s)
+
+    def enter(self, entry: Enter) -> EnterReply:
+        standing = self._policy.standing(entry.job)
+        if standing is None:
+            return Refused(reason=f"job {entry.job} is not placed", unknown=True)
+        event = PhaseRequested(job=entry.job, kind=entry.kind, holder=entry.holder)
+        refusal = _refusal(self._observe(event))
+        if refusal:
+            has_phase = standing.terms.phase(entry.kind) is not None
+            return Refused(reason=refusal, retry_after_s=_RETRY_S if has_phase else None)
+        return self.look(entry)
+
+    def look(self, entry: Enter) -> EnterReply:
+        """How an entry stands; changes nothing. Raises Exhausted as `call` does."""
+        if self._unsaved:
+            raise Exhausted("a decision is not on disk yet")
+        standing = self._policy.standing(entry.job)
+        if standing is None:
+            return Refused(reason=f"job {entry.job} is not placed", unknown=True)
+        if (standing.holder, standing.kind) != (entry.holder, entry.kind):
+            return Refused(reason="another process of the job came", retry_after_s=_RETRY_S)
+        if standing.holding:
+            return Granted(epoch=standing.epoch, nodes=standing.nodes, lease_s=self.config.lease_s)
+        return Waiting(ahead=self._policy.ahead(entry.job, now=self._clock.now()))
+
+    def beat(self, beat: Beat) -> BeatReply:
+        event: PermitEvent = HolderHeard(
+            job=beat.job,
+            epoch=beat.epoch,
+            complete_ratio=beat.complete_ratio,
+            tokens=beat.tokens,
+        )
+        refusal = _refusal(self._observe(event))
+        if beat.narrowed and not refusal:
+            event = PhaseNarrowed(job=beat.job, epoch=beat.epoch)
+            refusal = _refusal(self._observe(event))
+        standing = self._policy.standing(beat.job)
+        if refusal or standing is None:
+            return Ended(reason=refusal or "the job has left")
+        return self._orders(standing)
+
+    def leave(self, leave: Leave) -> LeaveReply:
+        event = PhaseEnded(job=leave.job, epoch=Epoch(leave.epoch), failed=leave.failed)
+        refusal = _refusal(self._observe(event))
+        standing = self._policy.standing(leave.job)
+        if not refusal or standing is None:
+            return Ended(reason=refusal) if refusal else Left()
+        # A leave whose reply was lost is said again.
+        was_done = standing.epoch == leave.epoch and standing.ended is EndReason.DONE
+        return Left() if was_done else Ended(reason=refusal)
+
+    def tick(self) -> None:
+        """To be called every `TICK_S`; whoever could not be heard for lack of it is forgiven."""
+        now = self._clock.now()
+        if now - self._ticked_s > self.config.lease_s / 2:
+            self._observe(ControlResumed())
+        self._ticked_s = now
+        if self._unsaved or now >= self._policy.due_s():
+            # What a full disk does not take is tried again at every tick, and answered by none.
+            with suppress(Exhausted):
+                self._observe(TimePassed())
+
+    def close(self) -> None:
+        self._log.close()
+        self._state.close()
+
+    def _orders(self, standing: Standing) -> Orders:
+        ends_in_s: float | None = None
+        if standing.stage is Stage.REVOKED and standing.revoked_s is not None:
+            ends_s = standing.revoked_s + self.config.grace_s
+            ends_in_s = max(0.0, ends_s - self._clock.now())
+        return Orders(
+            stage=standing.stage,
+            nodes=standing.nodes,
+            keep=standing.keep,
+            warned=standing.warned_s is not None,
+            ends_in_s=ends_in_s,
+        )
+
+    def _observe(self, event: PermitEvent) -> tuple[PermitEffect, ...]:
+        now = self._clock.now()
+        effects = self._policy.observe(event, now=now)
+        self._log.decided(now=now, sample=event, effects=effects)
+        changed: set[JobId] = {each.job for each in effects if not isinstance(each, Refuse)}
+        self._unsaved |= changed
+        if self._unsaved:
+            standings = {job: self._policy.standing(job) for job in sorted(self._unsaved)}
+            self._state.keep(self._policy.counters, standings)
+            self._unsaved.clear()
+            self.on_change()
+        return effects
+
+
+def _refusal(effects: tuple[PermitEffect, ...]) -> str:
+    return next((effect.reason for effect in effects if isinstance(effect, Refuse)), "")

@@ -1,0 +1,115 @@
+"""The phase control on Ray: a detached, named actor with the same desk, and its transport.
+
+Messages cross as JSON bytes of the wire's own records. Ray restarts the actor when its process or
+node dies; with a state file that the new node sees too, it knows its holders then.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import Exhausted, PeerProtocolError
+from scheduler.phases.desk import PermitDesk
+from scheduler.phases.front import Front
+from scheduler.phases.wire import Absent, Call, Enter, Reply, decoded_reply
+from scheduler.policy.phases.terms import PermitsConfig
+
+ACTOR = "rosemux-phases"
+NAMESPACE = "rosemux"
+_ANSWER_S = 10.0
+_CALLS_AT_ONCE = 1000
+
+
+class ControlActor:
+    """Made a Ray actor by `started`; its methods run in the actor's event loop."""
+
+    def __init__(self, config: dict[str, Any], state: str | None, journal: str | None) -> None:
+        clock = MonotonicClock()
+        self._desk = PermitDesk(
+            msgspec.convert(config, PermitsConfig),
+            clock,
+            state=None if state is None else Path(state),
+            journal=None if journal is None else Path(journal),
+        )
+        self._front = Front(self._desk, clock)
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def call(self, name: str, body: bytes) -> tuple[bytes, str]:
+        """The reply, or what is wrong with the call. Raises Exhausted: ask again."""
+        if self._ticking is None:
+            self._ticking = asyncio.ensure_future(self._front.tick())
+        if self._ticking.done():
+            # An error of the desk. Its state is on disk: Ray starts a process that died anew.
+            os._exit(1)
+        try:
+            return await self._front.call(name, body), ""
+        except PeerProtocolError as error:
+            return b"", str(error)
+
+
+def started(
+    config: PermitsConfig | None = None,
+    *,
+    state: Path | None = None,
+    journal: Path | None = None,
+    name: str = ACTOR,
+) -> "RayControl":
+    """The control of this Ray cluster, started now if nobody has; Ray must be initialised."""
+    import ray
+
+    handle = (
+        ray.remote(ControlActor)
+        .options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=_CALLS_AT_ONCE,
+        )
+        .remote(
+            msgspec.to_builtins(config or PermitsConfig()),
+            None if state is None else str(state.absolute()),
+            None if journal is None else str(journal.absolute()),
+        )
+    )
+    return RayControl(handle)
+
+
+def connected(*, name: str = ACTOR) -> "RayControl":
+    """From any task or actor of the cluster. Raises Absent where no control was started."""
+    import ray
+
+    try:
+        return RayControl(ray.get_actor(name, namespace=NAMESPACE))
+    except ValueError as error:
+        raise Absent(f"no phase control {name!r} on this Ray cluster") from error
+
+
+class RayControl:
+    """A transport."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def call(self, name: str, message: Call) -> Reply:
+        """Raises Absent, Exhausted, or PeerProtocolError where the control refuses the call."""
+        import ray
+
+        timeout_s = _ANSWER_S + (message.wait_s if isinstance(message, Enter) else 0.0)
+        try:
+            asked = self.handle.call.remote(name, msgspec.json.encode(message))
+            body, fault = ray.get(asked, timeout=timeout_s)
+        except ray.exceptions.ActorDiedError as error:
+            raise Absent(f"the phase control has died: {error}") from error
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            # Restarting, or out of reach: from here the two look alike.
+            raise Exhausted(f"{name}: the phase control does not answer: {error}") from error
+        if fault:
+            raise PeerProtocolError(f"{name}: {fault}")
+        return decoded_reply(body)

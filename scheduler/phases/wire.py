@@ -1,0 +1,166 @@
+"""What a job's process and the phase control say to each other. Every call may be repeated.
+
+    place    JobTerms -> Admitted | Refused
+    enter    Enter    -> Granted | Waiting | Refused      held open while it has to wait
+    withdraw Withdraw -> Left
+    beat     Beat     -> Orders | Ended
+    leave    Leave    -> Left | Ended
+    forget   Forget   -> Left
+
+The same records travel in one process, over a Unix socket and through a Ray actor; on the latter
+two as JSON bytes. Durations are each side's own monotonic seconds. The epoch fences: what comes
+with an older one changes nothing and is answered `Ended`.
+"""
+
+from typing import Protocol
+
+import msgspec
+
+from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.ids import Epoch, JobId, NodeId, checked_name
+from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.standing import Stage
+from scheduler.policy.phases.terms import JobTerms
+
+WAIT_MAX_S = 30.0
+"""Longest time for which a call is held open."""
+
+
+class Absent(Exhausted):
+    """Nobody is there. Nobody can give the permit to another either: a holder goes on with it."""
+
+
+class Enter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job: JobId
+    kind: PhaseKind
+    holder: str
+    wait_s: float = 0.0
+
+
+class Withdraw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job: JobId
+    holder: str
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job: JobId
+    epoch: Epoch
+    complete_ratio: float = 0.0
+    tokens: int = 0
+    narrowed: bool = False
+    """The tail runs on what it was asked to keep."""
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job: JobId
+    epoch: Epoch
+    failed: str = ""
+
+
+class Forget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job: JobId
+
+
+class Admitted(msgspec.Struct, frozen=True, kw_only=True, tag="admitted"):
+    lease_s: float
+
+
+class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
+    epoch: Epoch
+    nodes: tuple[NodeId, ...]
+    lease_s: float
+    """Say something at least three times in so long."""
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
+    ahead: int
+    """Jobs that come before."""
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    reason: str
+    retry_after_s: float | None = None
+    """None: asking again will not help."""
+    unknown: bool = False
+    """The job has to be placed first."""
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True, tag="orders"):
+    """All that holds for the permit now, so that a lost reply loses nothing."""
+
+    stage: Stage
+    nodes: tuple[NodeId, ...]
+    keep: tuple[NodeId, ...] = ()
+    """While `stage` is narrowing: bring the tail together on these."""
+    warned: bool = False
+    """The phase takes longer than it declared."""
+    ends_in_s: float | None = None
+    """While revoked: end the phase within this."""
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    reason: str
+
+
+class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
+    pass
+
+
+EnterReply = Granted | Waiting | Refused
+BeatReply = Orders | Ended
+LeaveReply = Left | Ended
+PlaceReply = Admitted | Refused
+Call = JobTerms | Enter | Withdraw | Beat | Leave | Forget
+Reply = Admitted | Granted | Waiting | Refused | Orders | Ended | Left
+
+CallKind = type[JobTerms] | type[Enter] | type[Withdraw] | type[Beat] | type[Leave] | type[Forget]
+CALLS: dict[str, CallKind] = {
+    "place": JobTerms,
+    "enter": Enter,
+    "withdraw": Withdraw,
+    "beat": Beat,
+    "leave": Leave,
+    "forget": Forget,
+}
+_REPLY: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+
+
+class Transport(Protocol):
+    """How a job's process reaches the control. Calls block; each may be repeated.
+
+    Raises Absent where nobody is there, Exhausted where nobody answers in time.
+    """
+
+    def call(self, name: str, message: Call) -> Reply: ...
+
+
+def decoded_call(name: str, body: bytes) -> Call:
+    """Raises PeerProtocolError for an unknown call, a wrong body or a name that is none."""
+    kind = CALLS.get(name)
+    if kind is None:
+        raise PeerProtocolError(f"no call {name[:80]!r}; there are {', '.join(CALLS)}")
+    try:
+        call: Call = msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise PeerProtocolError(f"{name}: {error}") from error
+    return checked(call)
+
+
+def checked(call: Call) -> Call:
+    """The same, with every name a name. Raises PeerProtocolError otherwise."""
+    checked_name(call.job, what="job")
+    if isinstance(call, Enter | Withdraw):
+        checked_name(call.holder, what="holder")
+    if isinstance(call, JobTerms):
+        for phase in call.phases:
+            for node in phase.nodes:
+                checked_name(node, what="node")
+    return call
+
+
+def decoded_reply(body: bytes) -> Reply:
+    """Raises PeerProtocolError where it is none."""
+    try:
+        return _REPLY.decode(body)
+    except msgspec.MsgspecError as error:
+        raise PeerProtocolError(f"the phase control said {body[:200]!r}: {error}") from error

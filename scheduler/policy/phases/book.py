@@ -1,0 +1,131 @@
+"""Jobs, the lines that they stand in and the nodes that they are on, kept in step with each other.
+
+Answers who comes first and who is in whose way. Decides nothing and says nothing.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.policy.phases.lines import NodeLines
+from scheduler.policy.phases.standing import Stage, Standing
+from scheduler.policy.phases.terms import JobTerms, PermitsConfig
+
+
+class PermitBook:
+    def __init__(self, config: PermitsConfig) -> None:
+        self._config = config
+        self.jobs: dict[JobId, Standing] = {}
+        self._lines = NodeLines()
+        self._touched: set[NodeId] = set()
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        return [msgspec.to_builtins(standing) for standing in self.jobs.values()]
+
+    def restore(self, snapshot: list[dict[str, Any]]) -> None:
+        """Raises ValueError where two jobs hold one node."""
+        jobs = msgspec.convert(snapshot, list[Standing])
+        self.jobs = {standing.job: standing for standing in jobs}
+        self._lines = NodeLines()
+        for standing in jobs:
+            self._lines.occupy(standing.job, standing.nodes)
+            self._lines.join(standing.ticket, standing.job, standing.awaits)
+
+    def admit(self, terms: JobTerms) -> Standing:
+        standing = self.jobs.setdefault(terms.job, Standing(terms=terms))
+        standing.terms = terms
+        return standing
+
+    def remove(self, job: JobId) -> None:
+        del self.jobs[job]
+
+    def touch(self, nodes: Iterable[NodeId]) -> None:
+        """Something has changed there: who waits for them may go on now."""
+        self._touched |= set(nodes)
+
+    def settle(self) -> tuple[NodeId, ...]:
+        """What was touched since the last call."""
+        touched, self._touched = tuple(sorted(self._touched)), set()
+        return touched
+
+    def join(self, standing: Standing, ticket: int, nodes: tuple[NodeId, ...]) -> None:
+        standing.ticket, standing.awaits = ticket, nodes
+        self._lines.join(ticket, standing.job, nodes)
+        self.touch(nodes)
+
+    def leave_lines(self, standing: Standing) -> None:
+        self._lines.leave(standing.ticket, standing.job, standing.awaits)
+        self.touch(standing.awaits)
+        standing.awaits = ()
+
+    def take(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
+        """Out of the lines and onto the nodes."""
+        self._lines.occupy(standing.job, nodes)
+        self._lines.leave(standing.ticket, standing.job, nodes)
+        standing.nodes += nodes
+        standing.awaits = tuple(node for node in standing.awaits if node not in nodes)
+
+    def free(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
+        self._lines.free(standing.job, nodes)
+        standing.nodes = tuple(node for node in standing.nodes if node not in nodes)
+        self.touch(nodes)
+
+    def on(self, node: NodeId) -> JobId | None:
+        return self._lines.on(node)
+
+    def holders(self, nodes: Iterable[NodeId]) -> tuple[Standing, ...]:
+        found = {self._lines.on(node) for node in nodes}
+        return tuple(self.jobs[job] for job in sorted(job for job in found if job is not None))
+
+    def in_line(self, nodes: Iterable[NodeId]) -> tuple[Standing, ...]:
+        """Everybody who stands before these nodes, first come first."""
+        places = sorted({place for node in nodes for place in self._lines.line(node)})
+        return tuple(self.jobs[job] for _, job in places)
+
+    def asks(self, standing: Standing, now: float) -> bool:
+        """Whether its place in a line keeps those behind it waiting."""
+        if standing.holding:
+            return True
+        if standing.heard_s is None:
+            return now < standing.enqueued_s + self._config.patience_s
+        return now < standing.heard_s + self._config.lease_s
+
+    def waits(self, standing: Standing, now: float) -> bool:
+        """Whether a worker of the job stands there and would start at once."""
+        claimed = standing.stage is Stage.WAITING and standing.heard_s is not None
+        return claimed and self.asks(standing, now)
+
+    def waiting_at(self, node: NodeId, now: float) -> tuple[JobId, ...]:
+        line = (job for _, job in self._lines.line(node))
+        return tuple(job for job in line if self.waits(self.jobs[job], now))
+
+    def wanted(self, standing: Standing, now: float) -> bool:
+        return any(self.waiting_at(node, now) for node in standing.nodes)
+
+    def ahead(self, standing: Standing, now: float) -> frozenset[JobId]:
+        """Who is on its nodes or keeps it waiting for them."""
+        before = {
+            other
+            for node in standing.awaits
+            for other in self._lines.ahead(standing.ticket, node)
+            if self.asks(self.jobs[other], now)
+        }
+        on = (self._lines.on(node) for node in standing.awaits)
+        return frozenset(before | {job for job in on if job is not None})
+
+    def open_to(self, standing: Standing, now: float) -> tuple[NodeId, ...]:
+        """Nodes that it awaits, that nobody is on and nobody before it keeps waiting for."""
+        return tuple(
+            node
+            for node in standing.awaits
+            if self._lines.on(node) is None
+            and not any(
+                self.asks(self.jobs[job], now) for job in self._lines.ahead(standing.ticket, node)
+            )
+        )
+
+    def under_tail(self, node: NodeId) -> bool:
+        job = self._lines.on(node)
+        return job is not None and self.jobs[job].stage is Stage.TAILING

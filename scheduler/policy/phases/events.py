@@ -1,0 +1,203 @@
+"""What the permit policy hears, and what it says."""
+
+from enum import StrEnum
+
+import msgspec
+
+from harvester.contracts.ids import Epoch, JobId, NodeId
+from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.terms import JobTerms
+
+
+class JobPlaced(msgspec.Struct, frozen=True, kw_only=True, tag="job_placed"):
+    """A job and its terms; of a known job the new ones, which a permit in use outlives."""
+
+    terms: JobTerms
+
+
+class JobLeft(msgspec.Struct, frozen=True, kw_only=True, tag="job_left"):
+    job: JobId
+
+
+class PhaseRequested(msgspec.Struct, frozen=True, kw_only=True, tag="phase_requested"):
+    """A worker waits for its job's permit; repeated for as long as it waits."""
+
+    job: JobId
+    kind: PhaseKind
+    holder: str
+    """Which process of the job; another one after a restart."""
+
+
+class PhaseWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="phase_withdrawn"):
+    """The worker that asked waits no more; a permit that it has not heard of ends too."""
+
+    job: JobId
+    holder: str
+
+
+class HolderHeard(msgspec.Struct, frozen=True, kw_only=True, tag="holder_heard"):
+    """A holder lives, and how far its phase is."""
+
+    job: JobId
+    epoch: Epoch
+    complete_ratio: float = 0.0
+    tokens: int = 0
+
+
+class PhaseNarrowed(msgspec.Struct, frozen=True, kw_only=True, tag="phase_narrowed"):
+    """The tail runs on what it was asked to keep; the rest is empty."""
+
+    job: JobId
+    epoch: Epoch
+
+
+class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
+    """The phase is done and its state is out of the nodes."""
+
+    job: JobId
+    epoch: Epoch
+    failed: str = ""
+    """Why it did not complete; empty if it did."""
+
+
+class ControlResumed(msgspec.Struct, frozen=True, kw_only=True, tag="control_resumed"):
+    """Nobody could be heard until now: a restart, or a pause of the control itself."""
+
+
+class TimePassed(msgspec.Struct, frozen=True, kw_only=True, tag="time_passed"):
+    pass
+
+
+PermitEvent = (
+    JobPlaced
+    | JobLeft
+    | PhaseRequested
+    | PhaseWithdrawn
+    | HolderHeard
+    | PhaseNarrowed
+    | PhaseEnded
+    | ControlResumed
+    | TimePassed
+)
+
+
+class EndReason(StrEnum):
+    DONE = "done"
+    FAILED = "failed"
+    """The phase itself said so."""
+    SILENT = "silent"
+    """The holder was not heard for a lease."""
+    OVERRAN = "overran"
+    LEFT = "left"
+    WITHDRAWN = "withdrawn"
+
+
+class AdmitJob(msgspec.Struct, frozen=True, kw_only=True, tag="admit_job"):
+    """These terms are in force from the job's next place in a line on."""
+
+    job: JobId
+
+
+class EnqueuePhase(msgspec.Struct, frozen=True, kw_only=True, tag="enqueue_phase"):
+    """The job has a place in the line of each of these nodes."""
+
+    job: JobId
+    kind: PhaseKind
+    ticket: int
+    nodes: tuple[NodeId, ...]
+
+
+class DropPlace(msgspec.Struct, frozen=True, kw_only=True, tag="drop_place"):
+    """The job stands in no line any more; when it asks again, it is last."""
+
+    job: JobId
+
+
+class GrantPermit(msgspec.Struct, frozen=True, kw_only=True, tag="grant_permit"):
+    job: JobId
+    kind: PhaseKind
+    epoch: Epoch
+    nodes: tuple[NodeId, ...]
+    holder: str
+    reason: str
+
+
+class WidenPermit(msgspec.Struct, frozen=True, kw_only=True, tag="widen_permit"):
+    """A tail has left; the phase has these nodes too."""
+
+    job: JobId
+    epoch: Epoch
+    nodes: tuple[NodeId, ...]
+
+
+class NarrowPhase(msgspec.Struct, frozen=True, kw_only=True, tag="narrow_phase"):
+    """Somebody waits: bring the tail together on `keep` and say when the rest is empty."""
+
+    job: JobId
+    epoch: Epoch
+    keep: tuple[NodeId, ...]
+    reason: str
+
+
+class FreeNodes(msgspec.Struct, frozen=True, kw_only=True, tag="free_nodes"):
+    job: JobId
+    epoch: Epoch
+    nodes: tuple[NodeId, ...]
+
+
+class WarnHolder(msgspec.Struct, frozen=True, kw_only=True, tag="warn_holder"):
+    job: JobId
+    epoch: Epoch
+    reason: str
+
+
+class RevokePermit(msgspec.Struct, frozen=True, kw_only=True, tag="revoke_permit"):
+    """End the phase within `grace_s`; then the permit ends by itself."""
+
+    job: JobId
+    epoch: Epoch
+    grace_s: float
+    reason: str
+
+
+class EndPermit(msgspec.Struct, frozen=True, kw_only=True, tag="end_permit"):
+    job: JobId
+    kind: PhaseKind
+    epoch: Epoch
+    ended: EndReason
+    reason: str
+
+
+class FailJob(msgspec.Struct, frozen=True, kw_only=True, tag="fail_job"):
+    """The job has lost its place; it comes again from its last checkpoint, as if it were new."""
+
+    job: JobId
+    reason: str
+
+
+class RemoveJob(msgspec.Struct, frozen=True, kw_only=True, tag="remove_job"):
+    job: JobId
+
+
+class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
+    """Nothing has changed by what was heard."""
+
+    job: JobId
+    reason: str
+
+
+PermitEffect = (
+    AdmitJob
+    | EnqueuePhase
+    | DropPlace
+    | GrantPermit
+    | WidenPermit
+    | NarrowPhase
+    | FreeNodes
+    | WarnHolder
+    | RevokePermit
+    | EndPermit
+    | FailJob
+    | RemoveJob
+    | Refuse
+)

@@ -1,0 +1,73 @@
+"""What a job declares of its phases, and how the permit policy is set."""
+
+from typing import Annotated
+
+import msgspec
+
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.policy.model import PhaseKind
+
+PHASES_MAX = 8
+NODES_MAX = 1024
+
+
+Seconds = Annotated[float, msgspec.Meta(gt=0.0)]
+
+
+class PermitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    lease_s: Seconds = 10.0
+    """A holder that was not heard for so long has lost its permit."""
+    patience_s: Seconds = 0.25
+    """A free node is kept so long for a job whose turn it is and whose worker has not asked yet."""
+    warn_s: Seconds = 30.0
+    """From the warning that a phase overruns to the revocation of its permit."""
+    grace_s: Seconds = 30.0
+    """From the revocation to the end of the permit."""
+
+
+class PhaseTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One phase of a job's cycle. A node is whatever one job gets whole at a time."""
+
+    kind: PhaseKind
+    nodes: tuple[NodeId, ...]
+    """All that the phase is pinned to; their permits are acquired together."""
+    max_s: float | None = None
+    """Declared longest duration; None: nobody watches it."""
+    least_nodes: int = 0
+    """The phase may begin on so many while tails of others hold the rest; 0: on all or not."""
+    tail_ratio: float = 1.0
+    """Completed share from which `tail_nodes` suffice; 1: the phase keeps all to its end."""
+    tail_nodes: int = 1
+    """0: the tail goes to capacity that is not of these nodes."""
+
+
+class JobTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job: JobId
+    phases: tuple[PhaseTerms, ...]
+    """In the order of the cycle, each kind once."""
+
+    def phase(self, kind: PhaseKind) -> PhaseTerms | None:
+        return next((phase for phase in self.phases if phase.kind is kind), None)
+
+    def after(self, kind: PhaseKind) -> PhaseTerms:
+        """The phase that follows `kind` in the cycle."""
+        kinds = [phase.kind for phase in self.phases]
+        return self.phases[(kinds.index(kind) + 1) % len(kinds)]
+
+
+def terms_fault(terms: JobTerms) -> str:
+    """Why the terms cannot be met, in words; empty if they can."""
+    kinds = [phase.kind for phase in terms.phases]
+    if not 1 <= len(kinds) <= PHASES_MAX or len(set(kinds)) != len(kinds):
+        return f"a job has 1 to {PHASES_MAX} phases, each kind once"
+    for phase in terms.phases:
+        nodes = len(phase.nodes)
+        if not 1 <= nodes <= NODES_MAX or len(set(phase.nodes)) != nodes:
+            return f"{phase.kind}: 1 to {NODES_MAX} nodes, each once"
+        if not 0 <= phase.least_nodes <= nodes or not 0 <= phase.tail_nodes <= nodes:
+            return f"{phase.kind}: least_nodes and tail_nodes are at most {nodes}"
+        if not 0 < phase.tail_ratio <= 1:
+            return f"{phase.kind}: tail_ratio is above 0 and at most 1"
+        if phase.max_s is not None and not phase.max_s > 0:
+            return f"{phase.kind}: max_s is above 0"
+    return ""

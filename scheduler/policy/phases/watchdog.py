@@ -1,0 +1,60 @@
+"""When a permit is in danger: its holder silent, or its phase longer than was declared.
+
+An overrun is warned of at once, and costs the permit only when somebody waits for its nodes: to end
+a phase that is in nobody's way would help nobody. Pure; the policy acts on the verdict.
+"""
+
+from enum import StrEnum
+
+from scheduler.policy.phases.standing import Stage, Standing
+from scheduler.policy.phases.terms import PermitsConfig
+
+
+class Verdict(StrEnum):
+    WELL = "well"
+    SILENT = "silent"
+    """Not heard for a lease."""
+    LATE = "late"
+    """Longer than declared: warn."""
+    OBSTRUCTS = "obstructs"
+    """Warned, and somebody waits: revoke."""
+    OUT_OF_GRACE = "out_of_grace"
+
+
+def verdict(standing: Standing, config: PermitsConfig, *, wanted: bool, now: float) -> Verdict:
+    """Of a job with a permit; `wanted` where another asks for one of its nodes."""
+    if standing.heard_s is None or now >= standing.heard_s + config.lease_s:
+        return Verdict.SILENT
+    if standing.stage is Stage.REVOKED:
+        ends_s = (standing.revoked_s or 0.0) + config.grace_s
+        return Verdict.OUT_OF_GRACE if now >= ends_s else Verdict.WELL
+    if standing.warned_s is None:
+        return Verdict.LATE if now >= late_s(standing) else Verdict.WELL
+    obstructs = wanted and now >= standing.warned_s + config.warn_s
+    return Verdict.OBSTRUCTS if obstructs else Verdict.WELL
+
+
+def late_s(standing: Standing) -> float:
+    """When the phase will have taken as long as it declared; infinite if it declared nothing."""
+    phase = None if standing.kind is None else standing.terms.phase(standing.kind)
+    if phase is None or phase.max_s is None:
+        return float("inf")
+    return standing.started_s + phase.max_s
+
+
+def deadlines_s(standing: Standing, config: PermitsConfig) -> tuple[float, ...]:
+    """When time alone may change something for this job; deadlines that have passed included."""
+    heard_s = standing.heard_s
+    lapses_s = standing.enqueued_s + config.patience_s
+    if heard_s is not None:
+        lapses_s = heard_s + config.lease_s
+    match standing.stage:
+        case Stage.APART:
+            return ()
+        case Stage.WAITING:
+            return (lapses_s,)
+        case Stage.REVOKED:
+            return lapses_s, (standing.revoked_s or 0.0) + config.grace_s
+    if standing.warned_s is None:
+        return lapses_s, late_s(standing)
+    return lapses_s, standing.warned_s + config.warn_s

@@ -1,0 +1,120 @@
+"""The bytes that jobs and the phase control agree on: fields are added, never renamed."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.ids import Epoch, JobId, NodeId
+from scheduler.phases.wire import (
+    CALLS,
+    Admitted,
+    Beat,
+    Call,
+    Ended,
+    Enter,
+    Forget,
+    Granted,
+    Leave,
+    Left,
+    Orders,
+    Refused,
+    Reply,
+    Waiting,
+    Withdraw,
+    decoded_call,
+    decoded_reply,
+)
+from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.standing import Stage
+from scheduler.policy.phases.terms import JobTerms, PhaseTerms
+
+JOB, NODES = JobId("j"), (NodeId("n"),)
+TERMS = JobTerms(
+    job=JOB, phases=(PhaseTerms(kind=PhaseKind.ROLLOUT, nodes=NODES, max_s=9.0, tail_ratio=0.8),)
+)
+GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
+    (
+        "place",
+        TERMS,
+        (
+            b'{"job":"j","phases":[{"kind":"rollout","nodes":["n"],"max_s":9.0,"least_nodes":0,'
+            b'"tail_ratio":0.8,"tail_nodes":1}]}'
+        ),
+    ),
+    (
+        "enter",
+        Enter(job=JOB, kind=PhaseKind.TRAINING, holder="h", wait_s=1.0),
+        b'{"job":"j","kind":"training","holder":"h","wait_s":1.0}',
+    ),
+    ("withdraw", Withdraw(job=JOB, holder="h"), b'{"job":"j","holder":"h"}'),
+    (
+        "beat",
+        Beat(job=JOB, epoch=Epoch(2), complete_ratio=0.5, tokens=7, narrowed=True),
+        b'{"job":"j","epoch":2,"complete_ratio":0.5,"tokens":7,"narrowed":true}',
+    ),
+    ("leave", Leave(job=JOB, epoch=Epoch(2)), b'{"job":"j","epoch":2,"failed":""}'),
+    ("forget", Forget(job=JOB), b'{"job":"j"}'),
+]
+GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
+    (Admitted(lease_s=10.0), b'{"type":"admitted","lease_s":10.0}'),
+    (
+        Granted(epoch=Epoch(2), nodes=NODES, lease_s=10.0),
+        b'{"type":"granted","epoch":2,"nodes":["n"],"lease_s":10.0}',
+    ),
+    (Waiting(ahead=1), b'{"type":"waiting","ahead":1}'),
+    (
+        Refused(reason="why", retry_after_s=0.5),
+        b'{"type":"refused","reason":"why","retry_after_s":0.5,"unknown":false}',
+    ),
+    (
+        Orders(stage=Stage.NARROWING, nodes=NODES, keep=NODES, warned=True, ends_in_s=3.0),
+        (
+            b'{"type":"orders","stage":"narrowing","nodes":["n"],"keep":["n"],"warned":true,'
+            b'"ends_in_s":3.0}'
+        ),
+    ),
+    (Ended(reason="why"), b'{"type":"ended","reason":"why"}'),
+    (Left(), b'{"type":"left"}'),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "wire"), GOLDEN_CALLS, ids=list(CALLS))
+def test_calls_are_the_agreed_bytes(name: str, call: Any, wire: bytes) -> None:
+    assert msgspec.json.encode(call) == wire
+    assert decoded_call(name, wire) == call
+
+
+@pytest.mark.parametrize(
+    ("reply", "wire"), GOLDEN_REPLIES, ids=[type(reply).__name__ for reply, _ in GOLDEN_REPLIES]
+)
+def test_replies_are_the_agreed_bytes(reply: Any, wire: bytes) -> None:
+    assert msgspec.json.encode(reply) == wire
+    assert decoded_reply(wire) == reply
+
+
+def test_every_call_has_its_golden_bytes() -> None:
+    assert [name for name, _, _ in GOLDEN_CALLS] == list(CALLS)
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("shutdown", b"{}"),
+        ("enter", b'{"job":"../up","kind":"rollout","holder":"h"}'),
+        ("enter", b'{"job":"j","kind":"rollout","holder":"h","more":1}'),
+        ("place", b'{"job":"j","phases":[{"kind":"rollout","nodes":["/dev/null"]}]}'),
+        ("beat", b'{"job":"j"}'),
+        ("beat", b"not json"),
+    ],
+)
+def test_what_is_no_call_is_refused(name: str, body: bytes) -> None:
+    with pytest.raises(PeerProtocolError):
+        decoded_call(name, body)
+
+
+def test_a_reply_of_a_newer_control_with_another_field_is_read() -> None:
+    assert decoded_reply(b'{"type":"waiting","ahead":1,"later":2}') == Waiting(ahead=1)
+    with pytest.raises(PeerProtocolError):
+        decoded_reply(b'{"type":"what"}')

@@ -1,0 +1,191 @@
+"""Phase control between real processes: holders and the control killed and stopped."""
+
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError, PeerProtocolError
+from harvester.contracts.ids import Epoch, JobId
+from scheduler.phases.service import listening_socket
+from scheduler.phases.socket_control import SocketControl
+from scheduler.phases.wire import Absent, Beat, Ended
+
+LEASE_S = 2.0
+
+
+@dataclass
+class Machine:
+    """One control and its jobs."""
+
+    directory: Path
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def socket(self) -> Path:
+        return self.directory / "phases" / "phases.sock"
+
+    def control(self) -> subprocess.Popen[str]:
+        process = self._start(
+            *("scheduler.phases", "--socket", str(self.socket)),
+            *("--state", str(self.directory / "state.sqlite")),
+            *("--lease-s", str(LEASE_S), "--patience-s", "0.05"),
+        )
+        transport, clock = SocketControl(self.socket), MonotonicClock()
+        until_s = clock.now() + 60.0
+        while clock.now() < until_s:
+            try:
+                transport.call("beat", Beat(job=JobId("nobody"), epoch=Epoch(1)))
+            except Absent:
+                assert process.poll() is None
+                continue
+            return process
+        raise AssertionError("the control did not answer")
+
+    def job(self, name: str) -> "Job":
+        return Job(self._start("tests.integration.phase_job", str(self.socket), name))
+
+    def _start(self, module: str, *arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def stop(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.communicate()
+
+
+@dataclass
+class Job:
+    process: subprocess.Popen[str]
+
+    def enter(self, kind: str) -> None:
+        self._say(kind)
+
+    def end(self) -> None:
+        self._say("")
+
+    def hears(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    machine = Machine(tmp_path)
+    yield machine
+    machine.stop()
+
+
+def test_a_holder_that_is_killed_loses_its_permit_and_the_other_job_goes_on(
+    machine: Machine,
+) -> None:
+    machine.control()
+    first, second = machine.job("first"), machine.job("second")
+    assert (first.hears(), second.hears()) == ("placed", "placed")
+    first.enter("rollout")
+    assert first.hears() == "granted 1"
+    second.enter("rollout")
+    first.kill()
+    assert second.hears() == "granted 2"
+    again = machine.job("first")
+    assert again.hears() == "placed"
+    again.enter("rollout")
+    second.end()
+    assert second.hears() == "ended"
+    assert again.hears() == "granted 3"
+
+
+def test_holders_go_on_while_the_control_is_dead_and_are_known_when_it_is_back(
+    machine: Machine,
+) -> None:
+    control = machine.control()
+    first, second = machine.job("first"), machine.job("second")
+    assert (first.hears(), second.hears()) == ("placed", "placed")
+    first.enter("rollout")
+    assert first.hears() == "granted 1"
+    second.enter("rollout")
+    control.kill()
+    control.wait()
+    # The file that it left behind is in nobody's way.
+    assert machine.socket.exists()
+    machine.control()
+    first.end()
+    assert first.hears() == "ended"
+    assert second.hears() == "granted 2"
+    first.enter("training")
+    assert first.hears() == "granted 3"
+
+
+def test_a_control_that_was_stopped_takes_no_permit_for_its_own_silence(
+    machine: Machine,
+) -> None:
+    control = machine.control()
+    job = machine.job("first")
+    assert job.hears() == "placed"
+    job.enter("rollout")
+    assert job.hears() == "granted 1"
+    control.send_signal(signal.SIGSTOP)
+    job.process.send_signal(signal.SIGSTOP)
+    threading.Event().wait(1.5 * LEASE_S)
+    control.send_signal(signal.SIGCONT)
+    job.process.send_signal(signal.SIGCONT)
+    job.end()
+    assert job.hears() == "ended"
+
+
+def test_the_socket_is_this_user_s_alone_and_has_one_control(machine: Machine) -> None:
+    control = machine.control()
+    assert stat.S_IMODE(machine.socket.stat().st_mode) == 0o600
+    assert stat.S_IMODE(machine.socket.parent.stat().st_mode) == 0o700
+    with pytest.raises(ConfigError, match="another phase control"):
+        listening_socket(machine.socket)
+    transport = SocketControl(machine.socket)
+    assert isinstance(transport.call("beat", Beat(job=JobId("j"), epoch=Epoch(1))), Ended)
+    with pytest.raises(PeerProtocolError, match="400"):
+        transport.call("beat", Beat(job=JobId("../j"), epoch=Epoch(1)))
+    control.send_signal(signal.SIGTERM)
+    assert control.wait(timeout=30) == 0
+    with pytest.raises(Absent):
+        transport.call("beat", Beat(job=JobId("j"), epoch=Epoch(1)))
+
+
+def test_the_status_names_who_holds_what(machine: Machine) -> None:
+    import http.client
+    import socket
+
+    machine.control()
+    job = machine.job("first")
+    assert job.hears() == "placed"
+    job.enter("rollout")
+    assert job.hears() == "granted 1"
+    connection = http.client.HTTPConnection("localhost", timeout=10)
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(str(machine.socket))
+    connection.request("GET", "/v1/phases")
+    (status,) = msgspec.json.decode(connection.getresponse().read())
+    connection.close()
+    assert (status["job"], status["stage"], status["nodes"]) == ("first", "running", ["r0"])

@@ -1,0 +1,86 @@
+"""Phase control on a real Ray: a named actor, jobs as actors, both killed."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+import ray
+
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.phases import on_ray
+from scheduler.phases.control import PhaseControl
+from scheduler.phases.permit import Permit
+from scheduler.phases.wire import Absent
+from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.terms import JobTerms, PermitsConfig, PhaseTerms
+
+pytestmark = [
+    pytest.mark.ray,
+    # Ray's own, on a machine without an accelerator and when its processes end.
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+CONFIG = PermitsConfig(lease_s=3.0, patience_s=0.05)
+ANSWER_S = 120.0
+
+
+class Job:
+    def __init__(self, name: str) -> None:
+        phase = PhaseTerms(kind=PhaseKind.ROLLOUT, nodes=(NodeId("r0"),))
+        terms = JobTerms(job=JobId(name), phases=(phase,))
+        self._phases = PhaseControl(on_ray.connected(), terms, timeout_s=ANSWER_S)
+        self._permit: Permit | None = None
+
+    def begin(self) -> int:
+        self._permit = self._phases.begin(PhaseKind.ROLLOUT)
+        return self._permit.epoch
+
+    def end(self) -> None:
+        assert self._permit is not None
+        self._phases.end(self._permit)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(
+        num_cpus=2,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80 << 20,
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()
+
+
+def _job(name: str) -> Any:
+    return ray.remote(Job).options(num_cpus=0).remote(name)
+
+
+def test_permits_pass_between_actors_and_outlive_a_killed_job_and_a_killed_control(
+    cluster: None, tmp_path: Path
+) -> None:
+    with pytest.raises(Absent):
+        on_ray.connected()
+    control = on_ray.started(CONFIG, state=tmp_path / "state.sqlite")
+    first, second, third = (_job(name) for name in ("first", "second", "third"))
+
+    assert ray.get(first.begin.remote(), timeout=ANSWER_S) == 1
+    waits = second.begin.remote()
+    os.kill(ray.get(first.pid.remote(), timeout=ANSWER_S), signal.SIGKILL)
+    assert ray.get(waits, timeout=ANSWER_S) == 2
+
+    waits = third.begin.remote()
+    ray.kill(control.handle, no_restart=False)
+    ray.get(second.end.remote(), timeout=ANSWER_S)
+    assert ray.get(waits, timeout=ANSWER_S) == 3

@@ -1,0 +1,47 @@
+"""docs/phases.md draws the transitions and names the settings and attributes that there are."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from scheduler.phases.permit import Permit
+from scheduler.phases.wire import CALLS
+from scheduler.policy.phases.standing import TRANSITIONS
+from scheduler.policy.phases.terms import PermitsConfig
+
+PAGE = "docs/phases.md"
+TableAfter = Callable[[str, str], list[list[str]]]
+
+
+def test_a_job_s_stages_are_those_of_the_policy(table_after: TableAfter) -> None:
+    rows = table_after(PAGE, "| stage | on | next |")
+    assert {(row[0], row[1]): row[2] for row in rows} == {
+        (stage.value, trigger.value): to.value for (stage, trigger), to in TRANSITIONS.items()
+    }
+
+
+def test_the_settings_and_their_defaults_are_the_policy_s(table_after: TableAfter) -> None:
+    rows = table_after(PAGE, "## Settings")
+    assert {row[0]: float(row[1]) for row in rows} == msgspec.to_builtins(PermitsConfig())
+
+
+def test_the_calls_and_what_they_say_are_those_of_the_wire(table_after: TableAfter) -> None:
+    rows = table_after(PAGE, "| call | says | answers |")
+    assert {row[0]: tuple(row[1].split(", ")) for row in rows} == {
+        name: kind.__struct_fields__ for name, kind in CALLS.items()
+    }
+
+
+def test_what_a_permit_says_is_there(table_after: TableAfter) -> None:
+    named = [word for row in table_after(PAGE, "| a permit says |") for word in row[0].split(", ")]
+    assert all(hasattr(Permit, word.removesuffix("()")) for word in named)
+    assert named
+
+
+def test_the_example_parses_and_imports_what_there_is(repository: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (repository / PAGE).read_text(), re.DOTALL)
+    compile(code, PAGE, "exec")
+    imports = "\n".join(line for line in code.splitlines() if line.startswith("from "))
+    exec(imports, {})
