@@ -299,7 +299,9 @@ def test_a_relay_s_copy_that_rots_is_dropped_and_pulled_again(stores: Path, tmp_
         with closing(receiver):
             held = {name: torch.zeros_like(tensor) for name, tensor in _state().items()}
             receiver.sync(None, WeightVersion(1), TensorTarget(held))
-        # Readers have it before the copy counts as whole and gets its name back.
+        # Ranges that were under way when the copy was dropped are pulled by the next reader, and
+        # readers have them before the copy counts as whole and gets its name back.
+        assert _read(_source(relay)) == raw
         assert _eventually(lambda: copy.exists() and copy.read_bytes() == raw)
     dropped = metrics.registry.get_sample_value(
         "weightsync_dropped_objects_total", {"reason": "broken"}
