@@ -25,6 +25,8 @@ _TURNS = 5
 _TURNS_OF_LARGE = 3
 _LARGE_BYTES = 1 << 30
 _PAIRS_OF_A_STORE = 3
+DEMO_STORE = Path("out/demo/weights/harvest")
+"""What `make demo` leaves; taken where it is there."""
 
 
 def main() -> None:
@@ -33,10 +35,7 @@ def main() -> None:
     parser.add_argument("--old", type=Path, help="a checkpoint directory; with --new")
     parser.add_argument("--new", type=Path, help="its successor")
     parser.add_argument(
-        "--store",
-        type=Path,
-        default=Path("out/demo/weights/harvest"),
-        help="a weight store with real steps; the one that `make demo` leaves, if it is there",
+        "--store", type=Path, help=f"a weight store's steps; else synthetic ones and {DEMO_STORE}'s"
     )
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     given = parser.parse_args()
@@ -75,15 +74,21 @@ def _pairs(given: argparse.Namespace) -> Iterator[Pair]:
     """One at a time: two states of the larger model are four gigabytes."""
     if given.old is not None:
         yield checkpoints(given.old, given.new)
-        return
-    for shape in (SMALL, LARGE):
-        for learning_rate in LEARNING_RATES:
-            yield adam_step(shape, learning_rate, seed=1)
-    if given.store.is_dir():
-        found = list(consecutive(given.store, at_most=_PAIRS_OF_A_STORE))
-        if not found:
-            raise ConfigError(f"{given.store} holds fewer than two versions")
-        yield from found
+    elif given.store is not None:
+        yield from _stored(given.store)
+    else:
+        for shape in (SMALL, LARGE):
+            for learning_rate in LEARNING_RATES:
+                yield adam_step(shape, learning_rate, seed=1)
+        if DEMO_STORE.is_dir():
+            yield from _stored(DEMO_STORE)
+
+
+def _stored(store: Path) -> Iterator[Pair]:
+    found = list(consecutive(store, at_most=_PAIRS_OF_A_STORE))
+    if not found:
+        raise ConfigError(f"{store} holds fewer than two versions")
+    yield from found
 
 
 if __name__ == "__main__":
