@@ -1,5 +1,7 @@
 """A store in a directory of a local or shared file system."""
 
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +38,7 @@ class DirectorySource:
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
         full = self._root / path
-        with _readable(full), full.open("rb") as file:
+        with _readable(full), open(full, "rb", opener=_plain) as file:
             raw = file.read(limit_bytes + 1)
         if len(raw) > limit_bytes:
             raise Corrupt(f"{full} is over the limit of {limit_bytes} bytes")
@@ -49,7 +51,7 @@ class DirectorySource:
 
     def read_range(self, path: str, start: int, into: memoryview) -> None:
         full = self._root / path
-        with _readable(full), full.open("rb", buffering=0) as file:
+        with _readable(full), open(full, "rb", buffering=0, opener=_plain) as file:
             file.seek(start)
             at = 0
             # One call moves at most 2 GiB.
@@ -69,6 +71,16 @@ class DirectorySource:
             return self.read_small(LATEST_FILE, MAX_LATEST_BYTES)
         except FileNotFoundError:
             return None
+
+
+def _plain(path: str, flags: int) -> int:
+    """Opens plain files only: another kind may never give anything, or never end."""
+    # Without the flag, opening a pipe waits for whoever writes into it.
+    handle = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise Corrupt(f"{path} is no plain file")
+    return handle
 
 
 @contextmanager

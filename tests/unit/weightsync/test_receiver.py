@@ -1,5 +1,6 @@
 """Receiving: never on a state that is not a published one without saying so."""
 
+import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -163,6 +164,11 @@ def _damages() -> dict[str, Callable[[Path], None]]:
         ),
         "payload is a directory": lambda store: _replace_by_directory(store / version / SHARD),
         "payload is a link to itself": lambda store: _replace_by_loop(store / version / SHARD),
+        "index is a pipe": lambda store: _replace_by_pipe(
+            store / version / "model.safetensors.index.json"
+        ),
+        "payload is a pipe": lambda store: _replace_by_pipe(store / version / SHARD),
+        "LATEST is a pipe": lambda store: _replace_by_pipe(store / "LATEST"),
         "LATEST is a directory": lambda store: _replace_by_directory(store / "LATEST"),
     }
 
@@ -179,6 +185,12 @@ def _replace_by_directory(path: Path) -> None:
 def _replace_by_loop(path: Path) -> None:
     path.unlink()
     path.symlink_to(path.name)
+
+
+def _replace_by_pipe(path: Path) -> None:
+    """Nobody writes into it: a reader that waits for one waits for ever."""
+    path.unlink()
+    os.mkfifo(path)
 
 
 def _append(path: Path) -> None:
