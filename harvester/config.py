@@ -5,7 +5,6 @@ such as `ROSEMUX_AGENT_HTTP__PORT`. Every mistake is a ConfigError that names th
 the value came from the file, its line. This module decides nothing and opens no socket.
 """
 
-import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from harvester.contracts.bearer import is_loopback
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import NAME_PATTERN, checked_name
 from harvester.policy.settings import Mode, SlotSettings, more_careful
@@ -59,12 +59,7 @@ class HttpConfig(_Model):
 
     @property
     def loopback(self) -> bool:
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     @model_validator(mode="after")
     def _token_off_loopback(self) -> "HttpConfig":

@@ -4,9 +4,6 @@ Protocol answers, refusals included, are 200 with the tagged value. 400 is a mal
 a missing token, 413 a body over the limit.
 """
 
-import hmac
-import stat
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -15,13 +12,12 @@ from aiohttp.typedefs import Handler, Middleware
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from harvester.agent.node import Node
-from harvester.config import HttpConfig
-from harvester.contracts.errors import ConfigError, PeerProtocolError
+from harvester.contracts.bearer import is_sent
+from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import LeaseId, checked_name
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRenewal, LeaseRequest, SlotOffers
 
 MAX_BODY_BYTES = 64 << 10
-MIN_TOKEN_BYTES = 16
 T = TypeVar("T")
 
 
@@ -94,35 +90,14 @@ class Routes:
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def read_token(config: HttpConfig) -> bytes | None:
-    """The bearer token. Raises ConfigError where it is missing, short or open to other users."""
-    path = config.token_file
-    if path is None:
-        return None
-    try:
-        if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
-            raise ConfigError(f"token file {path} is open to every user: chmod 600 {path}")
-        token = _read_bounded(path).strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read token file {path}: {error.strerror}") from error
-    if len(token) < MIN_TOKEN_BYTES:
-        raise ConfigError(f"token file {path}: use at least {MIN_TOKEN_BYTES} characters")
-    return token
-
-
-def _read_bounded(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(4096)
-
-
 def _authorised(token: bytes | None) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         # Health answers nobody's secrets, and probes carry no token.
-        if token is not None and request.path not in {"/healthz", "/readyz"}:
-            sent = request.headers.get("Authorization", "").encode()
-            if not hmac.compare_digest(sent, b"Bearer " + token):
-                return _error(401, "send the agent's token as Authorization: Bearer ...")
+        sent = request.headers.get("Authorization", "")
+        is_probe = request.path in {"/healthz", "/readyz"}
+        if token is not None and not is_probe and not is_sent(token, sent):
+            return _error(401, "send the agent's token as Authorization: Bearer ...")
         return await handler(request)
 
     return middleware

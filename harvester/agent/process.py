@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from harvester.agent.http import application, read_token
+from harvester.agent.http import application
 from harvester.agent.node import Node
 from harvester.agent.scrape import MetricsProbe
 from harvester.agent.systemd import Notifier
 from harvester.config import AgentConfig
+from harvester.contracts.bearer import read_token
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 
@@ -38,7 +39,8 @@ class AgentProcess:
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT. Raises ConfigError where the agent cannot start."""
-        token = read_token(self._config.http)
+        path = self._config.http.token_file
+        token = None if path is None else read_token(path)
         node = Node(self._config, clock=self._clock, version=self._version)
         try:
             node.beat()

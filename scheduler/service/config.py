@@ -1,6 +1,5 @@
 """The gateway's settings: one YAML or JSON file, checked whole before anything starts."""
 
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +7,7 @@ import msgspec
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from harvester.contracts.bearer import is_loopback
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN
 from scheduler.policy.capacity import CapacityConfig
@@ -133,13 +133,6 @@ class GatewaySettings(_Settings):
         ):
             msgspec.convert(given, kind)
         return self
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def load_settings(path: Path) -> GatewaySettings:

@@ -5,13 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from harvester.contracts.bearer import read_token
 from harvester.contracts.errors import ConfigError
 from weightsync.transport.patience import RetryLimits
 
 TOKEN_VARIABLE = "ROSEMUX_WEIGHT_TOKEN_FILE"
 CA_VARIABLE = "ROSEMUX_WEIGHT_CA_FILE"
-MIN_TOKEN_BYTES = 16
-_MAX_TOKEN_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +39,3 @@ class Access:
             token=read_token(Path(token_file)) if token_file else None,
             ca_file=Path(ca_file) if ca_file else None,
         )
-
-
-def read_token(path: Path) -> bytes:
-    """A bearer token; raises ConfigError where it is missing, short or open to other users."""
-    try:
-        if path.stat().st_mode & 0o006:
-            raise ConfigError(f"token file {path} is open to every user: chmod 600 {path}")
-        with path.open("rb") as file:
-            token = file.read(_MAX_TOKEN_BYTES).strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read token file {path}: {error.strerror}") from error
-    if len(token) < MIN_TOKEN_BYTES or not token.isascii() or b"\n" in token:
-        raise ConfigError(
-            f"token file {path}: one line of at least {MIN_TOKEN_BYTES} ASCII characters"
-        )
-    return token

@@ -104,7 +104,8 @@ def list_stores(
 def _access(
     token_file: Path | None, ca_file: Path | None, *, streams: int = 4, give_up_s: float = 60.0
 ) -> "Access":
-    from weightsync.transport.access import Access, read_token
+    from harvester.contracts.bearer import read_token
+    from weightsync.transport.access import Access
     from weightsync.transport.patience import RetryLimits
 
     told = Access.from_environment()
@@ -119,7 +120,7 @@ def _access(
 def _listening(
     host: str, port: int, token_file: Path | None, cert: Path | None, key: Path | None
 ) -> "Listening":
-    from weightsync.transport.access import read_token
+    from harvester.contracts.bearer import read_token
     from weightsync.transport.listener import Listening
 
     token = None if token_file is None else read_token(token_file)

@@ -5,11 +5,11 @@ import signal
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 
 from aiohttp import web
 
+from harvester.contracts.bearer import is_loopback
 from harvester.contracts.errors import ConfigError
 from weightsync.transport.metrics import TransferMetrics
 from weightsync.transport.server import ServingLimits, WeightServer
@@ -29,7 +29,7 @@ class Listening:
     key: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.token is None and not _is_loopback(self.host):
+        if self.token is None and not is_loopback(self.host):
             raise ConfigError(
                 f"host {self.host} is not loopback: give --token-file, or listen on 127.0.0.1"
             )
@@ -86,10 +86,3 @@ def _tls(listening: Listening) -> ssl.SSLContext | None:
     except OSError as error:
         raise ConfigError(f"cannot use {listening.cert} with {listening.key}: {error}") from error
     return context
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

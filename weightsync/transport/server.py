@@ -9,7 +9,6 @@
 """
 
 import asyncio
-import hmac
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from harvester.contracts.bearer import is_sent
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import Corrupt, Exhausted, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import checked_name
@@ -199,10 +199,9 @@ def _authorised(token: bytes | None) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         # Probes carry no token, and health answers nobody's secrets.
-        if token is not None and request.path != "/healthz":
-            sent = request.headers.get("Authorization", "").encode()
-            if not hmac.compare_digest(sent, b"Bearer " + token):
-                return _failure(401, "send the server's token as Authorization: Bearer ...")
+        sent, is_probe = request.headers.get("Authorization", ""), request.path == "/healthz"
+        if token is not None and not is_probe and not is_sent(token, sent):
+            return _failure(401, "send the server's token as Authorization: Bearer ...")
         return await handler(request)
 
     return middleware

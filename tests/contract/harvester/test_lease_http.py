@@ -8,9 +8,10 @@ import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from harvester.agent.http import application, read_token
+from harvester.agent.http import application
 from harvester.agent.node import Node
-from harvester.config import AgentConfig, HttpConfig
+from harvester.config import AgentConfig
+from harvester.contracts.bearer import read_token
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest, PageDirectory, Pulse
@@ -187,4 +188,4 @@ def test_a_bad_token_file_stops_the_start(
         path.write_bytes(content)
         path.chmod(mode)
     with pytest.raises(ConfigError, match=says):
-        read_token(HttpConfig(token_file=path))
+        read_token(path)
