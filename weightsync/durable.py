@@ -5,6 +5,8 @@ Decides nothing about contents.
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
@@ -38,6 +40,15 @@ def sync_directory(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def refusals(where: Path) -> Iterator[None]:
+    """What the file system says within, as an error of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, where) from error
 
 
 def storage_error(error: OSError, where: Path) -> RoseMuxError:

@@ -5,21 +5,19 @@ renamed; only then does LATEST name it. A kill at any byte leaves the previous v
 and the next writer sweeps the leftovers. Decides nothing about contents.
 """
 
-import errno
 import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, RoseMuxError
+from harvester.contracts.errors import ConfigError, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import WeightVersion, is_name
+from weightsync.durable import TEMPORARY, refusals, sync_directory
 from weightsync.store import LATEST_FILE, READY_FILE, Kind, Store, VersionRef
 
-_TEMPORARY = ".tmp-"
 _LOCK_FILE = ".publisher-lock"
 
 
@@ -51,7 +49,7 @@ def refusing(write: FileWriter, root: Path) -> FileWriter:
 
 def begun(root: Path, name: str) -> Path:
     """The directory that another rank was told to write into; raises PeerProtocolError."""
-    if not name.startswith(_TEMPORARY) or not is_name(name.removeprefix(_TEMPORARY)):
+    if not name.startswith(TEMPORARY) or not is_name(name.removeprefix(TEMPORARY)):
         raise PeerProtocolError(f"{name!r} is no directory that a version is begun in")
     return root / name
 
@@ -84,7 +82,7 @@ class StoreWriter:
         There is one at a time: a straggler may have kept an earlier one from being deleted.
         """
         self.sweep()
-        directory = self._root / f"{_TEMPORARY}{ref.directory}-{secrets.token_hex(4)}"
+        directory = self._root / f"{TEMPORARY}{ref.directory}-{secrets.token_hex(4)}"
         with refusals(self._root):
             directory.mkdir()
         return directory
@@ -98,14 +96,14 @@ class StoreWriter:
         with refusals(self._root):
             size = sum(file.stat().st_size for file in directory.iterdir())
             self._write(directory / READY_FILE, [])
-            _fsync_directory(directory)
+            sync_directory(directory)
             directory.rename(self._root / ref.directory)
-            _fsync_directory(self._root)
+            sync_directory(self._root)
         return size
 
     def point_latest(self, version: WeightVersion) -> None:
         """Replaces LATEST."""
-        temporary = self._root / f"{_TEMPORARY}{LATEST_FILE}"
+        temporary = self._root / f"{TEMPORARY}{LATEST_FILE}"
         line = VersionRef(Kind.WEIGHT, version).directory + "\n"
         with refusals(self._root):
             try:
@@ -114,11 +112,11 @@ class StoreWriter:
             except (OSError, RoseMuxError):
                 temporary.unlink(missing_ok=True)
                 raise
-            _fsync_directory(self._root)
+            sync_directory(self._root)
 
     def remove(self, ref: VersionRef) -> None:
         """Deletes one version; a reader sees it whole or not at all."""
-        doomed = self._root / f"{_TEMPORARY}pruned-{ref.directory}"
+        doomed = self._root / f"{TEMPORARY}pruned-{ref.directory}"
         with refusals(self._root):
             (self._root / ref.directory).rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -132,27 +130,8 @@ class StoreWriter:
 
     def sweep(self) -> None:
         """Deletes what was begun and not finished."""
-        for leftover in self._root.glob(f"{_TEMPORARY}*"):
+        for leftover in self._root.glob(f"{TEMPORARY}*"):
             if leftover.is_dir() and not leftover.is_symlink():
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
                 leftover.unlink()
-
-
-def _fsync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextmanager
-def refusals(root: Path) -> Iterator[None]:
-    """What the file system says, as an error of ours."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise Exhausted(f"no space left for another version in {root}: {error}") from error
-        raise ConfigError(f"cannot write to the weight store {root}: {error}") from error

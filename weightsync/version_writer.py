@@ -27,6 +27,7 @@ from weightsync.agreement import (
     told_contents,
 )
 from weightsync.codec import Encoding
+from weightsync.durable import refusals
 from weightsync.last_published import Contents
 from weightsync.manifest import (
     BLOCK_FORMAT,
@@ -38,7 +39,7 @@ from weightsync.manifest import (
 )
 from weightsync.retention import making_room, superseded
 from weightsync.store import Kind, VersionRef
-from weightsync.store_writer import StoreWriter, refusals
+from weightsync.store_writer import StoreWriter
 
 
 class VersionWriter:

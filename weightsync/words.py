@@ -12,7 +12,7 @@ import msgspec
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import PeerProtocolError
-from weightsync.store_writer import refusals
+from weightsync.durable import refusals
 
 MAX_WORD_BYTES = 256 << 20
 POLL_S = 0.005
