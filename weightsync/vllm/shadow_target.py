@@ -9,13 +9,11 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
-from weightsync.bits import TORCH_DTYPES, Bits, Layout, bits_of
-from weightsync.target import HostTarget
+from weightsync.bits import Layout
+from weightsync.vllm.host_copy import HostCopy
 
 
-class ShadowTarget(HostTarget):
+class ShadowTarget(HostCopy):
     """An ApplyTarget over host memory. `after` is called once the loader is done.
 
     `loading`: entered around each load; given where layers must be loaded whole to be processed.
@@ -28,23 +26,10 @@ class ShadowTarget(HostTarget):
         after: Callable[[], object],
         loading: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
+        super().__init__(layout)
         self._model = model
-        self._layout = layout
         self._after = after
         self._loading = loading
-        self._tensors = {
-            name: torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
-            for name, spec in layout.items()
-        }
-
-    def layout(self) -> Layout:
-        return self._layout
-
-    def bits(self, name: str) -> Bits:
-        return bits_of(self._tensors[name])
-
-    def commit(self, name: str, bits: Bits) -> None:
-        """`bits` is the copy's own memory already."""
 
     def finish(self, changed: Collection[str]) -> None:
         if self._loading is None:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from harvester.contracts.errors import Corrupt, Unsupported
-from weightsync.bits import TORCH_DTYPES, Bits, Layout, bits_of
-from weightsync.target import HostTarget
+from weightsync.bits import Layout
+from weightsync.vllm.host_copy import HostCopy
 from weightsync.vllm.loader_map import Segment, check_twins, recorded, storages_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class SliceTarget(HostTarget):
+class SliceTarget(HostCopy):
     """An ApplyTarget over host memory and one rank's runtime storage.
 
     `after` is called with the touched storages. `passed_over`: names that no rank has a place for.
@@ -32,23 +32,10 @@ class SliceTarget(HostTarget):
         after: Callable[[Collection[int]], object],
         passed_over: Collection[str] = (),
     ) -> None:
-        self._layout = layout
+        super().__init__(layout)
         self._segments = segments
         self._after = after
         self._passed_over = sorted(passed_over)
-        self._tensors = {
-            name: torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
-            for name, spec in layout.items()
-        }
-
-    def layout(self) -> Layout:
-        return self._layout
-
-    def bits(self, name: str) -> Bits:
-        return bits_of(self._tensors[name])
-
-    def commit(self, name: str, bits: Bits) -> None:
-        """`bits` is the copy's own memory already."""
 
     def finish(self, changed: Collection[str]) -> None:
         """Raises Corrupt where a slice is not the one of the copy afterwards."""
