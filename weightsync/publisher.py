@@ -81,12 +81,7 @@ class Publisher:
         clock: Clock | None = None,
         write: FileWriter = write_durably,
     ) -> None:
-        if not 1 <= anchor_every <= MAX_ANCHOR_EVERY:
-            raise ConfigError(f"anchor_every must be from 1 to {MAX_ANCHOR_EVERY}")
-        if keep_versions < 1 or threads < 1 or not 0 <= rank < ranks:
-            raise ConfigError("keep_versions and threads must be at least 1, rank below ranks")
-        if encoding is Encoding.DENSE:
-            raise ConfigError("encoding: use rosemux, xor or overwrite (anchors are dense anyway)")
+        _check(anchor_every, keep_versions, threads, rank, ranks, encoding)
         if encoding is Encoding.ROSEMUX:
             warm_up()
         self._root = Path(store_dir)
@@ -111,11 +106,7 @@ class Publisher:
                 )
             self._copy = self._opened_copy(copy_dir, rank)
             undo.pop_all()
-        self._ranks: Ranks = Alone()
-        if ranks > 1:
-            self._ranks = RanksByFiles(
-                self._root, rank=rank, ranks=ranks, timeout_s=rank_timeout_s, clock=self._clock
-            )
+        self._ranks = _agreeing(self._root, rank, ranks, rank_timeout_s, self._clock)
         self._share = Share(
             self._copy,
             rank=rank,
@@ -242,3 +233,20 @@ class Publisher:
         else:
             copy.adopt(memory, manifest.version, block.state_hash, self._pool)
         return copy
+
+
+def _check(
+    anchor_every: int, keep_versions: int, threads: int, rank: int, ranks: int, encoding: Encoding
+) -> None:
+    if not 1 <= anchor_every <= MAX_ANCHOR_EVERY:
+        raise ConfigError(f"anchor_every must be from 1 to {MAX_ANCHOR_EVERY}")
+    if keep_versions < 1 or threads < 1 or not 0 <= rank < ranks:
+        raise ConfigError("keep_versions and threads must be at least 1, rank below ranks")
+    if encoding is Encoding.DENSE:
+        raise ConfigError("encoding: use rosemux, xor or overwrite (anchors are dense anyway)")
+
+
+def _agreeing(root: Path, rank: int, ranks: int, timeout_s: float, clock: Clock) -> Ranks:
+    if ranks == 1:
+        return Alone()
+    return RanksByFiles(root, rank=rank, ranks=ranks, timeout_s=timeout_s, clock=clock)
