@@ -1,9 +1,9 @@
 """Between ready engines and the first measured block: what this machine can do is found out.
 
 a short replay of production alone, while the trainers start    ->  a first speed and SLO
+a step of the harvesting job, production idle                   ->  the guest learns its own times
 a step of the fixed job beside production                       ->  how long a step takes here,
                                                                     what the law must know
-a step of the harvesting job, production idle                   ->  the guest learns its own times
 a longer replay of production alone                             ->  the blocks' speed and SLO
 """
 
@@ -55,18 +55,18 @@ class Rehearsal:
         self._aim(seconds)
         self._replayed.clear()
 
+    async def harvesting_step(self, runner: BlockRunner) -> None:
+        """Beside production a guest that has never run would learn one token at a time."""
+        nothing = replace(self._window(_STEP_WINDOW_S), arrivals=())
+        async with runner.replaying(Arm.HARVEST, WARM_UP_BLOCK, nothing):
+            await runner.step(Arm.HARVEST, WARM_UP_BLOCK)
+
     async def fixed_step(self, runner: BlockRunner) -> float:
         """Its seconds."""
         window = self._window(_STEP_WINDOW_S)
         async with runner.replaying(Arm.FIXED, WARM_UP_BLOCK, window):
             with self._learning(window):
                 return await runner.step(Arm.FIXED, WARM_UP_BLOCK)
-
-    async def harvesting_step(self, runner: BlockRunner) -> None:
-        """Beside production a guest that has never run would learn one token at a time."""
-        nothing = replace(self._window(_STEP_WINDOW_S), arrivals=())
-        async with runner.replaying(Arm.HARVEST, WARM_UP_BLOCK, nothing):
-            await runner.step(Arm.HARVEST, WARM_UP_BLOCK)
 
     async def last_replay(self, seconds: float, *, blocks: BlockPlan) -> tuple[Window, ...]:
         """What the measured blocks replay, a window for each round."""

@@ -136,8 +136,8 @@ class Session:
             record=self._record,
             told=self.told,
         )
-        step_s = await rehearsal.fixed_step(runner)
         await rehearsal.harvesting_step(runner)
+        step_s = await rehearsal.fixed_step(runner)
         left_s = self.started_s + self.plan.within_s - self.clock.now()
         blocks = self.plan.blocks.within(left_s - self.plan.last_replay_s, step_s=step_s)
         windows = await rehearsal.last_replay(self.plan.last_replay_s, blocks=blocks)

@@ -40,7 +40,8 @@ class WarmUp:
     policy: PolicyShape = field(default_factory=PolicyShape)
     tasks: TaskShape = field(default_factory=TaskShape)
     mistakes: MistakeRates = field(default_factory=MistakeRates)
-    steps: int = 240
+    steps: int = 120
+    """Twice as many start the job at the same reward."""
     demonstrations_per_step: int = 12
     learning_rate: float = 2e-3
 
