@@ -35,6 +35,9 @@ PRODUCTION = "production"
 GUEST = "guest-0"
 AGENT = "agent"
 ROLLOUT_CONCURRENCY = 16
+ROLLOUT_PLACES = 24
+"""Turns that the gateway gives an engine: those beyond its batch take the places of turns that end,
+without the way through the gateway in between. Turns of one length end together."""
 PRODUCTION_MAX_LEN = 2048
 
 
@@ -175,7 +178,7 @@ class ServingSlot:
                     "name": SLOT,
                     "engine_url": url(self.ports.guest),
                     "model": "policy",
-                    "concurrency": ROLLOUT_CONCURRENCY,
+                    "concurrency": ROLLOUT_PLACES,
                     "policy": policy,
                 }
             ],

@@ -27,8 +27,8 @@ from scheduler.demo.records import Arm
 from scheduler.demo.slo import ServiceLevel
 from scheduler.demo.slot import (
     GUEST,
-    ROLLOUT_CONCURRENCY,
     ROLLOUT_CORE,
+    ROLLOUT_PLACES,
     SLOT,
     ServingSlot,
     SlotPorts,
@@ -133,13 +133,14 @@ class Stack:
         return {
             "port": self._gateway,
             "engines": [
-                {"id": DEDICATED, "url": url(self._dedicated), "concurrency": ROLLOUT_CONCURRENCY},
-                {"id": GUEST, "kind": "guest", "slot": SLOT, "concurrency": ROLLOUT_CONCURRENCY},
+                {"id": DEDICATED, "url": url(self._dedicated), "concurrency": ROLLOUT_PLACES},
+                {"id": GUEST, "kind": "guest", "slot": SLOT, "concurrency": ROLLOUT_PLACES},
             ],
             "capacity_period_s": 0.25,
             # A step of the demo's policy takes milliseconds: half a second without a token means
             # that production is busy, and at a step's tail the turn goes on where there is room.
-            "timeouts": {"guest_stall_s": 0.5},
+            # At the tail: a few times what eight tokens, one chunk, take in a full batch.
+            "timeouts": {"guest_stall_s": 0.5, "guest_tail_stall_s": 0.2},
             # Its contexts are so short that a prefix costs less than a longer tail.
             "routing": {"begun_first": False},
             "agents": [{"id": "demo", "url": url(self.slot.ports.agent)}],

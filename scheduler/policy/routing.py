@@ -8,7 +8,7 @@
 A place that is expected to end the turn later than waiting for a faster engine would is no place: a
 slow harvested engine gets the share that fits its speed. When none queues the batch is at its tail,
 and the turn goes where it is expected to end first, so that no straggler sits on a slow engine; a
-guest, whose gate may close any moment, must be clearly faster for that.
+guest, whose gate may close any moment, must be clearly faster for that, even where the prefix is.
 Only engines that serve the turn's job at a version its pin allows are eligible.
 A decision costs O(engines). Opens no connection and reads no clock.
 """
@@ -330,11 +330,13 @@ class RoutingPolicy:
         fastest = next(iter(places))
         last = self._last.get(turn.trajectory)
         kept_s = self._config.affinity_ratio * places[fastest]
-        if last in places and places[last] <= kept_s:
-            return last, DispatchReason.AFFINITY
         dedicated = next(
             (each for each in places if self._engines[each].kind is EngineKind.DEDICATED), None
         )
+        if last in places and places[last] <= kept_s:
+            kind = self._engines[last].kind
+            if kind is EngineKind.DEDICATED or dedicated is None or not tail:
+                return last, DispatchReason.AFFINITY
         if tail:
             safe = dedicated is not None and places[dedicated] <= kept_s
             chosen = dedicated if dedicated is not None and safe else fastest

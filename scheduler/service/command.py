@@ -19,6 +19,8 @@ def gateway(
     check_config: Annotated[bool, typer.Option(help="Check the file and stop.")] = False,
 ) -> None:
     """Run the rollout gateway with its scheduler."""
+    import uvloop
+
     from scheduler.service.config import load_settings
     from scheduler.service.tenants import Tenants
 
@@ -27,7 +29,7 @@ def gateway(
     if check_config:
         typer.echo(f"{config} is good: {len(settings.engines)} engines, {len(settings.jobs)} jobs")
         return
-    asyncio.run(serve(settings, tenants))
+    uvloop.run(serve(settings, tenants))
 
 
 async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:

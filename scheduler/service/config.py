@@ -72,6 +72,8 @@ class Timeouts(_Settings):
     """A dedicated engine that sends no token for this long loses the turn, if another has room."""
     guest_stall_s: Seconds = 6.0
     """The same for a guest, whose gate may be closed for good reasons."""
+    guest_tail_stall_s: Seconds = 1.0
+    """The same for a guest while no turn waits for a place: the step's end waits for this one."""
     silence_s: Seconds = 60.0
     """No engine may be silent for longer, wherever the turn could go."""
     queue_s: Seconds = 60.0
@@ -84,6 +86,12 @@ class Timeouts(_Settings):
     """Between two health checks of one engine."""
     agent_s: Seconds = 2.0
     """One call of an agent."""
+
+    def moved_after_s(self, kind: EngineKind, *, tail: bool) -> float:
+        """The silence after which a turn leaves such an engine, if another has room."""
+        if kind is EngineKind.DEDICATED:
+            return self.stall_s
+        return self.guest_tail_stall_s if tail else self.guest_stall_s
 
 
 class GatewaySettings(_Settings):

@@ -23,6 +23,7 @@ from scheduler.service.dispatch import Dispatcher
 from scheduler.service.engine import EngineLost
 from scheduler.service.fleet import Cut, Fleet, Member
 
+_WATCH_S = 0.25
 _FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -101,8 +102,9 @@ class TurnRunner:
             for running in tuple(member.running):
                 running.cut(Cut.END)
 
-    async def watch_stalls(self, *, period_s: float = 0.25) -> None:
+    async def watch_stalls(self) -> None:
         """Move turns off engines that fell silent; where nobody else has room they stay."""
+        period_s = min(_WATCH_S, self._timeouts.guest_tail_stall_s / 4)
         while True:
             await asyncio.sleep(period_s)
             self._dispatcher.observe(QueueReviewed())
@@ -113,8 +115,8 @@ class TurnRunner:
 
     def _check_stall(self, member: Member, running: RunningAttempt) -> None:
         silent_s = self._clock.now() - running.heard_s
-        guest = member.engine.kind is EngineKind.GUEST
-        limit_s = self._timeouts.guest_stall_s if guest else self._timeouts.stall_s
+        tail = not self._dispatcher.policy.queued_turns
+        limit_s = self._timeouts.moved_after_s(member.engine.kind, tail=tail)
         if silent_s > self._timeouts.silence_s or (
             silent_s > limit_s and self._dispatcher.has_other_place(running.turn)
         ):

@@ -18,6 +18,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
+import uvloop
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import RoseMuxError
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         warm = warm_start(config.warm_up, config.cache_dir)
         _LOG.info("warm policy after %.1f s (cached: %s)", warm.seconds, warm.from_cache)
         if not given.warm_only:
-            asyncio.run(_until_told(config, warm))
+            uvloop.run(_until_told(config, warm))
     except KeyboardInterrupt:
         return 130
     except RoseMuxError as error:

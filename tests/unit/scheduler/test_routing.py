@@ -210,6 +210,14 @@ def test_the_tail_leaves_a_slow_last_engine_though_its_prefix_is_there() -> None
     assert _engine_of(policy.observe(_turn("2", "t"), now=2.0)) == "d"
 
 
+def test_at_the_tail_a_guest_keeps_no_trajectory_unless_it_is_clearly_faster() -> None:
+    policy = _policy(_offer("g", GUEST))
+    policy.observe(_turn("1", "t"), now=0.0)
+    policy.observe(TurnLeft(turn="1", tokens=16, seconds=0.1), now=0.1)
+    policy.observe(_offer("d"), now=0.1)
+    assert _engine_of(policy.observe(_turn("2", "t"), now=0.1)) == "d"
+
+
 def test_a_guest_takes_no_turn_within_the_margin_of_its_lease() -> None:
     policy = _policy(_offer("g", GUEST, until_s=10.0), lease_margin_s=1.0)
     assert _engine_of(policy.observe(_turn("1"), now=8.9)) == "g"

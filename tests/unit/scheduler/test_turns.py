@@ -4,7 +4,9 @@ import math
 
 from harvester.contracts.ids import JobId, TrajectoryId
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
+from scheduler.policy.model import EngineKind
 from scheduler.policy.trajectories import Turn, TurnCounters
+from scheduler.service.config import Timeouts
 from scheduler.service.turns import RunningAttempt
 
 
@@ -33,3 +35,10 @@ def test_an_engine_without_a_gate_never_pauses() -> None:
     attempt = _attempt()
     attempt.hear(now=70.0, pause_s=math.inf)
     assert attempt.paused_s == 0.0
+
+
+def test_a_silent_guest_loses_its_turn_sooner_when_nothing_waits_for_a_place() -> None:
+    timeouts = Timeouts(stall_s=2.0, guest_stall_s=6.0, guest_tail_stall_s=0.5)
+    assert timeouts.moved_after_s(EngineKind.GUEST, tail=False) == 6.0
+    assert timeouts.moved_after_s(EngineKind.GUEST, tail=True) == 0.5
+    assert timeouts.moved_after_s(EngineKind.DEDICATED, tail=True) == 2.0
