@@ -60,6 +60,10 @@ PLANES_ABOVE_RATIO = 0.40
 costs at least one bit of zstd's entropy coder in each plane."""
 _SPARSE_BELOW_RATIO = 0.60
 """From here on `planes` needs less than gaps do for saying what changed."""
+_RUNS = 128
+_RUN_ELEMENTS = 32
+"""A guess at the share of changed elements looks at so many runs of neighbours: single elements
+from all over would read all of a tensor's cache lines."""
 _SAMPLE_ELEMENTS = 1 << 16
 _WORTH_A_TRY = 1.2
 """A sample's size may be off by so much."""
@@ -89,8 +93,7 @@ def _mostly_changed(old: Bits, new: Bits) -> bool:
     """Whether elements from all over a large tensor say that `sparse` need not be tried."""
     if old.size < 4 * _SAMPLE_ELEMENTS:
         return False
-    every = slice(None, None, old.size // _SAMPLE_ELEMENTS)
-    return bool(np.mean(old[every] != new[every]) > _SPARSE_BELOW_RATIO)
+    return kernels.share_changed(old, new, _RUNS, _RUN_ELEMENTS) > _SPARSE_BELOW_RATIO
 
 
 def _encode_everything(old: Bits, new: Bits) -> Encoded:
