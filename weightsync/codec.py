@@ -238,7 +238,9 @@ def _decode_sparse(reader: PayloadReader, elements: int, width: int) -> SparseDe
     gaps = _read(reader, gap_bytes)
     signs = _read(reader, (small + 7) // 8)
     far_gaps = _read(reader, far_gap_bytes)
-    planes = np.stack([_read(reader, far) for _ in range(width)])
+    planes = np.empty((width, far), dtype=np.uint8)
+    for plane in planes:
+        plane[:] = _read(reader, far)
     for what, stream, count in (("gaps", gaps, small), ("far gaps", far_gaps, far)):
         changes, end = kernels.gaps_end(stream)
         if changes != count or end > elements:

@@ -154,8 +154,14 @@ def share_changed(old: Bits, new: Bits, runs: int, run: int) -> float:
 @compiled
 def pack_signs(signs: Bytes, packed: Bytes) -> None:
     """Eight flags of one byte each to a byte, the first one lowest; `packed` is zeroed."""
-    for i in range(signs.size):
-        packed[i >> 3] |= signs[i] << (i & 7)
+    whole = signs.size // 8
+    for byte in range(whole):
+        bits = np.uint8(0)
+        for k in range(8):
+            bits |= signs[8 * byte + k] << k
+        packed[byte] = bits
+    for i in range(8 * whole, signs.size):
+        packed[whole] |= signs[i] << (i & 7)
 
 
 @compiled
