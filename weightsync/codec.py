@@ -60,8 +60,8 @@ PLANES_ABOVE_RATIO = 0.40
 costs at least one bit of zstd's entropy coder in each plane."""
 _SPARSE_BELOW_RATIO = 0.60
 """From here on `planes` needs less than gaps do for saying what changed."""
-_RUNS = 128
-_RUN_ELEMENTS = 32
+_GUESS_RUNS = 128
+_GUESS_RUN_ELEMENTS = 32
 """A guess at the share of changed elements looks at so many runs of neighbours: single elements
 from all over would read all of a tensor's cache lines."""
 _SAMPLE_ELEMENTS = 1 << 16
@@ -93,7 +93,7 @@ def _mostly_changed(old: Bits, new: Bits) -> bool:
     """Whether elements from all over a large tensor say that `sparse` need not be tried."""
     if old.size < 4 * _SAMPLE_ELEMENTS:
         return False
-    return kernels.share_changed(old, new, _RUNS, _RUN_ELEMENTS) > _SPARSE_BELOW_RATIO
+    return kernels.share_changed(old, new, _GUESS_RUNS, _GUESS_RUN_ELEMENTS) > _SPARSE_BELOW_RATIO
 
 
 def _encode_everything(old: Bits, new: Bits) -> Encoded:
@@ -143,6 +143,7 @@ def warm_up() -> None:
     old = np.zeros(2, dtype=np.uint16)
     new = np.array([1, 9], dtype=np.uint16)
     kernels.count_changes(old, new)
+    kernels.share_changed(old, new, 1, 1)
     spec = TensorSpec("BF16", (2,))
     for payload in (_encode_sparse(old, compared(old, new)), _encode_planes(old, new)):
         checked_apply(decode(Encoding.ROSEMUX, memoryview(payload), spec), old.copy())

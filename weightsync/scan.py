@@ -146,10 +146,10 @@ def _find_changes(
         first = np.uint64(group - start)
         smalls_then, fars_then = smalls + lane_count(near), fars + lane_count(other)
         # Written whether they are there or not: that there are few is no branch to guess wrong.
-        for k in range(np.uint64(likely_small)):
+        for k in range(likely_small):
             lane = first_lane(near)
-            small[smalls + k] = first + lane
-            minus[smalls + k] = (by_minus >> (lane & _LAST_LANE)) & _ONE
+            small[smalls + np.uint64(k)] = first + lane
+            minus[smalls + np.uint64(k)] = (by_minus >> (lane & _LAST_LANE)) & _ONE
             near &= near - _ONE
         rest = smalls + np.uint64(likely_small)
         while near:
@@ -158,8 +158,8 @@ def _find_changes(
             minus[rest] = (by_minus >> lane) & _ONE
             near &= near - _ONE
             rest += _ONE
-        for k in range(np.uint64(likely_far)):
-            far[fars + k] = first + first_lane(other)
+        for k in range(likely_far):
+            far[fars + np.uint64(k)] = first + first_lane(other)
             other &= other - _ONE
         rest = fars + np.uint64(likely_far)
         while other:
