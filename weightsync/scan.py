@@ -131,6 +131,8 @@ def _find_changes(
 ) -> tuple[int, int]:
     """Places of all changes from `start` to `stop`, counted from `start`; returns (small, far)."""
     smalls = fars = _NONE
+    # Said again: the compiler unrolls a loop whose end it knows.
+    likely_small, likely_far = min(likely_small, _MOST_SMALL), min(likely_far, _MOST_FAR)
     line = _LINE_BYTES // old.itemsize
     ahead = _AHEAD_BYTES // old.itemsize
     for group in range(start, stop, LANES):
