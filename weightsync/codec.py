@@ -60,6 +60,10 @@ PLANES_ABOVE_RATIO = 0.40
 costs at least one bit of zstd's entropy coder in each plane."""
 _SPARSE_BELOW_RATIO = 0.60
 """From here on `planes` needs less than gaps do for saying what changed."""
+_GUESS_RUNS = 128
+_GUESS_RUN_ELEMENTS = 32
+"""A guess at the share of changed elements looks at so many runs of neighbours: single elements
+from all over would read all of a tensor's cache lines."""
 _SAMPLE_ELEMENTS = 1 << 16
 _WORTH_A_TRY = 1.2
 """A sample's size may be off by so much."""
@@ -89,8 +93,7 @@ def _mostly_changed(old: Bits, new: Bits) -> bool:
     """Whether elements from all over a large tensor say that `sparse` need not be tried."""
     if old.size < 4 * _SAMPLE_ELEMENTS:
         return False
-    every = slice(None, None, old.size // _SAMPLE_ELEMENTS)
-    return bool(np.mean(old[every] != new[every]) > _SPARSE_BELOW_RATIO)
+    return kernels.share_changed(old, new, _GUESS_RUNS, _GUESS_RUN_ELEMENTS) > _SPARSE_BELOW_RATIO
 
 
 def _encode_everything(old: Bits, new: Bits) -> Encoded:
@@ -140,6 +143,7 @@ def warm_up() -> None:
     old = np.zeros(2, dtype=np.uint16)
     new = np.array([1, 9], dtype=np.uint16)
     kernels.count_changes(old, new)
+    kernels.share_changed(old, new, 1, 1)
     spec = TensorSpec("BF16", (2,))
     for payload in (_encode_sparse(old, compared(old, new)), _encode_planes(old, new)):
         checked_apply(decode(Encoding.ROSEMUX, memoryview(payload), spec), old.copy())
@@ -235,7 +239,9 @@ def _decode_sparse(reader: PayloadReader, elements: int, width: int) -> SparseDe
     gaps = _read(reader, gap_bytes)
     signs = _read(reader, (small + 7) // 8)
     far_gaps = _read(reader, far_gap_bytes)
-    planes = np.stack([_read(reader, far) for _ in range(width)])
+    planes = np.empty((width, far), dtype=np.uint8)
+    for plane in planes:
+        plane[:] = _read(reader, far)
     for what, stream, count in (("gaps", gaps, small), ("far gaps", far_gaps, far)):
         changes, end = kernels.gaps_end(stream)
         if changes != count or end > elements:

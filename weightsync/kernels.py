@@ -9,24 +9,30 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.bits import BLOCK_BYTES, Bits, Bytes
+from weightsync.bits import Bits, Bytes
 from weightsync.compiled import compiled
 from weightsync.lanes import prefetch
-from weightsync.xxh3 import Accumulators, absorb
+from weightsync.xxh3 import BLOCK_BYTES, Accumulators, absorb
 from weightsync.zigzag import unzigzag, zigzag
 
 _LINE_BYTES = 64
-_AHEAD_BYTES = 128 << 10
+_BLOCK_BYTES = 16 << 10
+"""Changed, then hashed: what a core's nearest cache holds twice."""
+_AHEAD_BYTES = 32 << 10
+"""Memory is asked for so far before it is changed, evenly over all that is done meanwhile."""
+_NONE = np.uint64(0)
+_ONE = np.uint64(1)
+_ESCAPE = np.uint64(255)
 
 
 class Cursor(NamedTuple):
-    """How far one gap stream was applied."""
+    """How far one gap stream was applied. Unsigned: an index that may be negative costs a test."""
 
-    at: int = 0
+    at: np.uint64 = _NONE
     """Next byte of the stream."""
-    position: int = -1
-    """The element that the bytes before it lead to."""
-    change: int = 0
+    after: np.uint64 = _NONE
+    """The position behind the element that the bytes before it lead to."""
+    change: np.uint64 = _NONE
     """Changes made."""
 
 
@@ -42,47 +48,45 @@ def apply_sparse(
     hashed: bool,
 ) -> None:
     """Makes all changes; `sums` takes `data`, which is `bits` as bytes, where `hashed`."""
-    small, far = Cursor(0, -1, 0), Cursor(0, -1, 0)
+    small, far = Cursor(_NONE, _NONE, _NONE), Cursor(_NONE, _NONE, _NONE)
     width = bits.itemsize
-    for start in range(0, bits.size, BLOCK_BYTES // width):
-        stop = min(bits.size, start + BLOCK_BYTES // width)
-        _fetch(bits, start, stop)
+    for start in range(0, bits.size, _BLOCK_BYTES // width):
+        stop = min(bits.size, start + _BLOCK_BYTES // width)
         small = _apply_small(bits, stop, small, gaps, signs)
         far = _apply_far(bits, stop, far, far_gaps, far_planes)
-        if hashed:
-            absorb(sums, data, start * width, stop * width)
+        _pass(data, start * width, stop * width, sums, hashed)
 
 
 @compiled
-def _fetch(bits: Bits, start: int, stop: int) -> int:
-    """Reads one element of every cache line in order, and gives their sum.
-
-    Changes far apart would wait for memory one by one; a run in order is foreseen by the processor.
-    """
-    total = np.uint64(0)
-    for i in range(start, stop, _LINE_BYTES // bits.itemsize):
-        total += np.uint64(bits[i])
-    return int(total)
+def _pass(data: Bytes, start: int, stop: int, sums: Accumulators, hashed: bool) -> None:
+    """Hashes `data` from `start` to `stop`, asking for what lies ahead between the steps."""
+    for at in range(start, stop, BLOCK_BYTES):
+        for line in range(at, at + BLOCK_BYTES, _LINE_BYTES):
+            prefetch(data, line + _AHEAD_BYTES)
+        if hashed:
+            absorb(sums, data, at, min(stop, at + BLOCK_BYTES))
 
 
 @compiled
 def _apply_small(bits: Bits, stop: int, cursor: Cursor, gaps: Bytes, signs: Bytes) -> Cursor:
     """Adds or subtracts one unit in the last place at each position before `stop`."""
-    at, position, change = cursor
-    ahead = _AHEAD_BYTES // bits.itemsize
-    while at < gaps.size:
+    at, after, change = cursor
+    ahead = np.uint64(_AHEAD_BYTES // bits.itemsize)
+    while at < np.uint64(gaps.size):
+        gap = np.uint64(gaps[at])
         # An escape adds nothing where it leads to: no branch that depends on the data.
-        moves = gaps[at] != 255
-        reached = position + gaps[at] + moves
-        if reached >= stop:
+        moves = np.uint64(gap != _ESCAPE)
+        then = after + gap + moves
+        if then > np.uint64(stop):
             break
-        prefetch(bits, reached + ahead)
-        minus = (signs[change >> 3] >> (change & 7)) & 1
-        bits[reached] = np.uint64(bits[reached]) + np.uint64(moves * (1 - 2 * minus))
+        place = then - _ONE
+        prefetch(bits, np.int64(place + ahead))
+        minus = (np.uint64(signs[change >> np.uint64(3)]) >> (change & np.uint64(7))) & _ONE
+        bits[place] = np.uint64(bits[place]) + moves * (_ONE - (minus << _ONE))
         change += moves
-        position = reached
-        at += 1
-    return Cursor(at, position, change)
+        after = then
+        at += _ONE
+    return Cursor(at, after, change)
 
 
 @compiled
@@ -90,23 +94,25 @@ def _apply_far(
     bits: Bits, stop: int, cursor: Cursor, gaps: Bytes, planes: npt.NDArray[np.uint8]
 ) -> Cursor:
     """Adds the zigzag difference at each position before `stop`."""
-    at, position, change = cursor
-    while at < gaps.size:
-        if gaps[at] == 255:
-            position += 255
-            at += 1
+    at, after, change = cursor
+    while at < np.uint64(gaps.size):
+        gap = np.uint64(gaps[at])
+        if gap == _ESCAPE:
+            after += _ESCAPE
+            at += _ONE
             continue
-        reached = position + gaps[at] + 1
-        if reached >= stop:
+        place = after + gap
+        if place >= np.uint64(stop):
             break
-        code = np.uint64(0)
-        for plane in range(planes.shape[0]):
+        code = _NONE
+        # The width, not the rows: the compiler knows it and needs no loop.
+        for plane in range(bits.itemsize):
             code |= np.uint64(planes[plane, change]) << np.uint64(8 * plane)
-        bits[reached] = np.uint64(bits[reached]) + unzigzag(code)
-        change += 1
-        position = reached
-        at += 1
-    return Cursor(at, position, change)
+        bits[place] = np.uint64(bits[place]) + unzigzag(code)
+        change += _ONE
+        after = place + _ONE
+        at += _ONE
+    return Cursor(at, after, change)
 
 
 @compiled
@@ -135,10 +141,27 @@ def count_changes(old: Bits, new: Bits) -> int:
 
 
 @compiled
+def share_changed(old: Bits, new: Bits, runs: int, run: int) -> float:
+    """Share of elements that differ, of `runs` runs of `run` neighbours from all over."""
+    changed = 0
+    step = old.size // runs
+    for start in range(0, runs * step, step):
+        for i in range(start, start + run):
+            changed += old[i] != new[i]
+    return changed / (runs * run)
+
+
+@compiled
 def pack_signs(signs: Bytes, packed: Bytes) -> None:
     """Eight flags of one byte each to a byte, the first one lowest; `packed` is zeroed."""
-    for i in range(signs.size):
-        packed[i >> 3] |= signs[i] << (i & 7)
+    whole = signs.size // 8
+    for byte in range(whole):
+        bits = np.uint8(0)
+        for k in range(8):
+            bits |= signs[8 * byte + k] << k
+        packed[byte] = bits
+    for i in range(8 * whole, signs.size):
+        packed[whole] |= signs[i] << (i & 7)
 
 
 @compiled

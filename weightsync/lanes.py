@@ -50,7 +50,7 @@ def lane_count(_typing: Any, _mask: Any) -> Any:
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.ctpop(args[0])
 
-    return types.int64(types.uint64), generate
+    return types.uint64(types.uint64), generate
 
 
 @generated

@@ -25,9 +25,11 @@ Places: TypeAlias = npt.NDArray[np.int32]
 GAP_ESCAPE = 255
 _LINE_BYTES = 64
 _AHEAD_BYTES = 4096
-_LIKELY_SMALL = 8
-_LIKELY_FAR = 2
+_MOST_SMALL = 8
+_MOST_FAR = 4
+_NONE = np.uint64(0)
 _ONE = np.uint64(1)
+_BYTE = np.uint64(255)
 _LAST_LANE = np.uint64(LANES - 1)
 
 
@@ -40,9 +42,9 @@ class Scan(NamedTuple):
     """All other changes."""
     gap_bytes: int = 0
     far_gap_bytes: int = 0
-    last: int = -1
-    """Position of the last small change."""
-    far_last: int = -1
+    after: int = 0
+    """Position behind the last small change."""
+    far_after: int = 0
 
 
 class Room(NamedTuple):
@@ -75,26 +77,43 @@ def scan_elements(
     `data` is `new` as bytes, which `sums` takes up to `stop`; `start` begins a block.
     """
     width = old.itemsize
+    # How many changes of a group are written down whether they are there or not.
+    likely_small, likely_far = _MOST_SMALL, _MOST_FAR
     for first in range(start, stop, BLOCK_BYTES // width):
         end = min(stop, first + BLOCK_BYTES // width)
-        scan = _scan_block(old, new, first, end, scan, room)
+        before = scan
+        scan = _scan_block(old, new, first, end, scan, room, likely_small, likely_far)
+        # Neighbours are alike: twice what the last block had in a group, and one.
+        groups = max(1, (end - first) // LANES)
+        likely_small = min(_MOST_SMALL, 2 * (scan.small - before.small) // groups + 1)
+        likely_far = min(_MOST_FAR, 2 * (scan.far - before.far) // groups + 1)
         absorb(sums, data, first * width, end * width)
     return scan
 
 
 @compiled
-def _scan_block(old: Bits, new: Bits, start: int, stop: int, scan: Scan, room: Room) -> Scan:
+def _scan_block(
+    old: Bits,
+    new: Bits,
+    start: int,
+    stop: int,
+    scan: Scan,
+    room: Room,
+    likely_small: int,
+    likely_far: int,
+) -> Scan:
     mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * old.itemsize)
+    minus = room.minus[scan.small :]
     smalls, fars = _find_changes(
-        old, new, start, stop, mask, room.small, room.minus[scan.small :], room.far
+        old, new, start, stop, mask, room.small, minus, room.far, likely_small, likely_far
     )
     small, far = room.small[:smalls], room.far[:fars]
-    gap_bytes, last = _write_gaps(small, start, scan.last, room.gaps, scan.gap_bytes)
-    far_gap_bytes, far_last = _write_gaps(
-        far, start, scan.far_last, room.far_gaps, scan.far_gap_bytes
+    gap_bytes, after = _write_gaps(small, start, scan.after, room.gaps, scan.gap_bytes)
+    far_gap_bytes, far_after = _write_gaps(
+        far, start, scan.far_after, room.far_gaps, scan.far_gap_bytes
     )
     _write_differences(old, new, start, far, mask, room.far_planes, scan.far)
-    return Scan(scan.small + smalls, scan.far + fars, gap_bytes, far_gap_bytes, last, far_last)
+    return Scan(scan.small + smalls, scan.far + fars, gap_bytes, far_gap_bytes, after, far_after)
 
 
 @compiled
@@ -107,9 +126,13 @@ def _find_changes(
     small: Places,
     minus: Bytes,
     far: Places,
+    likely_small: int,
+    likely_far: int,
 ) -> tuple[int, int]:
     """Places of all changes from `start` to `stop`, counted from `start`; returns (small, far)."""
-    smalls = fars = 0
+    smalls = fars = _NONE
+    # Said again: the compiler unrolls a loop whose end it knows.
+    likely_small, likely_far = min(likely_small, _MOST_SMALL), min(likely_far, _MOST_FAR)
     line = _LINE_BYTES // old.itemsize
     ahead = _AHEAD_BYTES // old.itemsize
     for group in range(start, stop, LANES):
@@ -122,47 +145,52 @@ def _find_changes(
             changed, by_plus, by_minus = _last_masks(old, new, group, stop, mask)
         near = by_plus | by_minus
         other = changed ^ near
-        first = group - start
+        first = np.uint64(group - start)
+        smalls_then, fars_then = smalls + lane_count(near), fars + lane_count(other)
         # Written whether they are there or not: that there are few is no branch to guess wrong.
-        for k in range(_LIKELY_SMALL):
+        for k in range(likely_small):
             lane = first_lane(near)
-            small[smalls + k] = first + np.int64(lane)
-            minus[smalls + k] = (by_minus >> (lane & _LAST_LANE)) & _ONE
+            small[smalls + np.uint64(k)] = first + lane
+            minus[smalls + np.uint64(k)] = (by_minus >> (lane & _LAST_LANE)) & _ONE
             near &= near - _ONE
-        rest = smalls + _LIKELY_SMALL
-        smalls += lane_count(by_plus | by_minus)
+        rest = smalls + np.uint64(likely_small)
         while near:
             lane = first_lane(near)
-            small[rest] = first + np.int64(lane)
+            small[rest] = first + lane
             minus[rest] = (by_minus >> lane) & _ONE
             near &= near - _ONE
-            rest += 1
-        for k in range(_LIKELY_FAR):
-            far[fars + k] = first + np.int64(first_lane(other))
+            rest += _ONE
+        for k in range(likely_far):
+            far[fars + np.uint64(k)] = first + first_lane(other)
             other &= other - _ONE
-        rest = fars + _LIKELY_FAR
-        fars += lane_count(changed & ~(by_plus | by_minus))
+        rest = fars + np.uint64(likely_far)
         while other:
-            far[rest] = first + np.int64(first_lane(other))
+            far[rest] = first + first_lane(other)
             other &= other - _ONE
-            rest += 1
-    return smalls, fars
+            rest += _ONE
+        smalls, fars = smalls_then, fars_then
+    return int(np.int64(smalls)), int(np.int64(fars))
 
 
 @compiled
-def _write_gaps(places: Places, start: int, last: int, gaps: Bytes, at: int) -> tuple[int, int]:
-    """The gaps before ascending places, written from `at` on; returns (next byte, last place)."""
+def _write_gaps(places: Places, start: int, after: int, gaps: Bytes, at: int) -> tuple[int, int]:
+    """The gaps before ascending places, written from `at` on.
+
+    Returns (next byte, position behind the last place). Unsigned throughout: an index that may be
+    negative costs a test.
+    """
+    base, unchanged_from, byte = np.uint64(start), np.uint64(after), np.uint64(at)
     for i in range(places.size):
-        place = start + places[i]
-        gap = place - last - 1
-        last = place
-        while gap >= 255:
-            gaps[at] = 255
-            at += 1
-            gap -= 255
-        gaps[at] = gap
-        at += 1
-    return at, last
+        place = base + np.uint64(places[i])
+        gap = place - unchanged_from
+        unchanged_from = place + _ONE
+        while gap >= _BYTE:
+            gaps[byte] = 255
+            byte += _ONE
+            gap -= _BYTE
+        gaps[byte] = gap
+        byte += _ONE
+    return int(np.int64(byte)), int(np.int64(unchanged_from))
 
 
 @compiled
@@ -176,11 +204,13 @@ def _write_differences(
     at: int,
 ) -> None:
     """Zigzag differences, one row per byte of the element, from column `at` on."""
+    base, column = np.uint64(start), np.uint64(at)
     for i in range(places.size):
-        place = start + places[i]
+        place = base + np.uint64(places[i])
         code = zigzag((np.uint64(new[place]) - np.uint64(old[place])) & mask, mask)
         for plane in range(old.itemsize):
-            planes[plane, at + i] = np.uint8((code >> np.uint64(8 * plane)) & np.uint64(255))
+            planes[plane, column] = np.uint8((code >> np.uint64(8 * plane)) & _BYTE)
+        column += _ONE
 
 
 @compiled

@@ -52,7 +52,7 @@ class _Scratch(threading.local):
         """Room for so many elements before `stop`."""
         room = self.room
         # A gap that began before them ends here.
-        escapes = (stop - min(scan.last, scan.far_last)) // GAP_ESCAPE + 1
+        escapes = (stop - min(scan.after, scan.far_after)) // GAP_ESCAPE + 1
         self.room = room._replace(
             minus=_grown(room.minus, scan.small, elements + LANES),
             gaps=_grown(room.gaps, scan.gap_bytes, elements + escapes),

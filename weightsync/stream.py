@@ -16,6 +16,8 @@ from weightsync.bits import Bytes
 
 LEVEL = 1
 _RAW_BELOW_BYTES = 24
+_ANNOUNCES = 0xE0
+"""Bits of a frame's first byte behind the magic; without them no content size follows."""
 
 
 class _Codecs(threading.local):
@@ -69,11 +71,14 @@ def _decompress(
 ) -> Bytes:
     try:
         # The decompressor believes an announced size over our limit, so it is read first.
-        announced = zstandard.get_frame_parameters(packed, format=form).content_size
-        if announced == 0:
-            return np.empty(0, dtype=np.uint8)
-        if announced != zstandard.CONTENTSIZE_UNKNOWN and announced > max_length:
-            raise Corrupt(f"zstd frame announces {announced} bytes where {max_length} are allowed")
+        if form != zstandard.FORMAT_ZSTD1_MAGICLESS or not packed or packed[0] & _ANNOUNCES:
+            announced = zstandard.get_frame_parameters(packed, format=form).content_size
+            if announced == 0:
+                return np.empty(0, dtype=np.uint8)
+            if announced != zstandard.CONTENTSIZE_UNKNOWN and announced > max_length:
+                raise Corrupt(
+                    f"zstd frame announces {announced} bytes where {max_length} are allowed"
+                )
         raw = decompressor.decompress(packed, max_output_size=max_length, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Corrupt(f"zstd: {error}") from error

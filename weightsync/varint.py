@@ -32,14 +32,18 @@ class PayloadReader:
 
     def number(self, *, at_most: int) -> int:
         """A varint that may not exceed `at_most`."""
-        value = 0
-        for i in range(_MAX_BYTES):
-            byte = self.take(1)[0]
-            value |= (byte & 0x7F) << (7 * i)
+        payload, at, value = self._payload, self._at, 0
+        for shift in range(0, 7 * _MAX_BYTES, 7):
+            if at == len(payload):
+                raise Corrupt(f"payload of {at} bytes ends inside a number")
+            byte = payload[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 break
         else:
             raise Corrupt(f"number longer than {_MAX_BYTES} bytes")
+        self._at = at
         if value > at_most:
             raise Corrupt(f"number {value} where at most {at_most} is possible")
         return value

@@ -21,6 +21,7 @@ from weightsync.codec import warm_up
 PARTS = ("codecs", "vllm", "fanout", "faults", "memory")
 _MODULES = {"vllm": "engine"}
 LEARNING_RATES = (1e-6, 3e-6, 1e-5, 1e-3)
+SHAPES = {shape.name: shape for shape in (SMALL, LARGE)}
 _TURNS = 5
 _TURNS_OF_LARGE = 3
 _LARGE_BYTES = 1 << 30
@@ -36,6 +37,9 @@ def main() -> None:
     parser.add_argument("--new", type=Path, help="its successor")
     parser.add_argument(
         "--store", type=Path, help=f"a weight store's steps; else synthetic ones and {DEMO_STORE}'s"
+    )
+    parser.add_argument(
+        "--shape", choices=SHAPES, nargs="+", default=[*SHAPES], help="sizes of synthetic steps"
     )
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     given = parser.parse_args()
@@ -77,9 +81,9 @@ def _pairs(given: argparse.Namespace) -> Iterator[Pair]:
     elif given.store is not None:
         yield from _stored(given.store)
     else:
-        for shape in (SMALL, LARGE):
+        for shape in given.shape:
             for learning_rate in LEARNING_RATES:
-                yield adam_step(shape, learning_rate, seed=1)
+                yield adam_step(SHAPES[shape], learning_rate, seed=1)
         if DEMO_STORE.is_dir():
             yield from _stored(DEMO_STORE)
 

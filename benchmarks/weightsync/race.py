@@ -18,6 +18,7 @@ from benchmarks.weightsync.bound import entropy_bound_bytes
 from benchmarks.weightsync.contenders import CONTENDERS, Contender
 from benchmarks.weightsync.states import Pair
 from weightsync import state_hash
+from weightsync.batches import each
 
 THREADS = 2
 
@@ -95,7 +96,7 @@ class Race:
         self._each(lambda tensor: np.copyto(self._held[tensor], self._pair.old[tensor]))
 
     def _each(self, work: Callable[[str], Any]) -> list[Any]:
-        return list(self._pool.map(work, self._names))
+        return each(self._pool, work, self._names, lambda name: self._pair.new[name].nbytes)
 
     @contextmanager
     def _timed(self, what: str, name: str) -> Iterator[None]:

@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Corrupt
 from weightsync import state_hash
+from weightsync.batches import each
 from weightsync.delta import checked_apply
 from weightsync.receiver import Applied
 from weightsync.staging import Staged
@@ -46,7 +47,8 @@ def applied_in_place(staged: Staged, target: LoaderMap, pool: Executor, clock: C
 
     # Largest first, so that the pool does not end on one long tensor.
     names = sorted(staged.layout, key=lambda name: (-staged.layout[name].size_bytes, name))
-    digests = dict(zip(names, pool.map(write, names), strict=True))
+    written = each(pool, write, names, lambda name: staged.layout[name].size_bytes)
+    digests = dict(zip(names, written, strict=True))
     target.finish(staged.changed)
     found = state_hash.combined(digests, staged.layout)
     if found != staged.expected.state_hash:
