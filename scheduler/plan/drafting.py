@@ -24,8 +24,8 @@ from scheduler.policy.groups.rehearsal import meta_iteration
 from scheduler.policy.groups.rounds import search_order
 from scheduler.policy.model import Pool
 
-_TRIES: Final = 1000
-"""Rounds tried for each group."""
+_TRIES: Final = 8000
+"""Rounds tried in all; of each group 100 at least and 1000 at most."""
 
 
 def draft(settings: PlanSettings) -> Plan:
@@ -39,6 +39,7 @@ def draft(settings: PlanSettings) -> Plan:
     planner.settle()
     cells = [cell for cell in planner.book.cells.values() if cell.pinned]
     names = _names(planner, cells)
+    tries = max(100, min(1000, _TRIES // max(1, len(cells))))
     placed = (planner.facts[job].job for cell in cells for job in cell.pinned)
     prices = {pool: kind.price_per_hour for pool, kind in planner.book.types.items()}
     return Plan(
@@ -55,7 +56,7 @@ def draft(settings: PlanSettings) -> Plan:
             for pool, kind in planner.book.types.items()
         },
         groups=tuple(
-            _group(planner, cell, GroupId(f"group-{number}"), names)
+            _group(planner, cell, GroupId(f"group-{number}"), names, tries=tries)
             for number, cell in enumerate(cells, start=1)
         ),
         unplaced=tuple(unplaced),
@@ -75,7 +76,12 @@ def _names(planner: KnownJobsPlanner, cells: list[Cell]) -> dict[NodeId, NodeId]
 
 
 def _group(
-    planner: KnownJobsPlanner, cell: Cell, group: GroupId, names: dict[NodeId, NodeId]
+    planner: KnownJobsPlanner,
+    cell: Cell,
+    group: GroupId,
+    names: dict[NodeId, NodeId],
+    *,
+    tries: int,
 ) -> PlannedGroup:
     kept = promises(planner, cell)
     occupants = planner.packer.occupants(cell)
@@ -111,13 +117,13 @@ def _group(
             for bit, node in enumerate(own)
             if one.nodes >> bit & 1
         ),
-        order=_order(planner, cell),
+        order=_order(planner, cell, tries=tries),
     )
 
 
-def _order(planner: KnownJobsPlanner, cell: Cell) -> OrderReport:
+def _order(planner: KnownJobsPlanner, cell: Cell, *, tries: int) -> OrderReport:
     jobs = tuple(cell.pinned)
-    found = search_order(planner.packer.occupants(cell), rules=OUR_RULES, tries=_TRIES)
+    found = search_order(planner.packer.occupants(cell), rules=OUR_RULES, tries=tries)
     return OrderReport(
         theorem_holds=found.conditions.hold,
         cycle_s=found.conditions.cycle_s,

@@ -189,3 +189,11 @@ def test_a_wrong_file_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFi
         main(["plan", str(path)])
     assert left.value.code == 2
     assert "line 1: jobs" in capsys.readouterr().err
+
+
+def test_without_any_node_everybody_is_named_and_nothing_costs() -> None:
+    plan = draft(settings(job("a", 300, 200), rollout=0))
+    assert (plan.groups, plan.price_per_hour) == ((), 0)
+    assert [one.job for one in plan.unplaced] == ["a"]
+    assert "1 h20 of which 0 are free" in plan.unplaced[0].reason
+    assert "No place found" in plan_page(plan, title="none")
