@@ -6,7 +6,6 @@ the value came from the file, its line. This module decides nothing and opens no
 """
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,28 +18,10 @@ from harvester.contracts.bearer import is_loopback
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import NAME_PATTERN, checked_name
 from harvester.policy.settings import Mode, SlotSettings, more_careful
+from harvester.yaml_file import explained, parse_fields, parse_value, read_text
 
 ENVIRONMENT_PREFIX = "ROSEMUX_AGENT_"
-MAX_FILE_BYTES = 1 << 20
 _NAME = Field(pattern=NAME_PATTERN)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 booleans: `mode: off` says off and not false."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-
-
-def parse_value(text: str) -> Any:
-    """A value as the configuration file would hold it. Raises yaml.YAMLError."""
-    return yaml.load(text, Loader=_Loader)
 
 
 class _Model(BaseModel):
@@ -146,8 +127,8 @@ def load_agent_config(
     environment: Mapping[str, str] | None = None,
 ) -> AgentConfig:
     """`flags` maps dotted field paths to values. Raises ConfigError."""
-    text = "" if path is None else _read(path)
-    values = _parse(text, path)
+    text = "" if path is None else read_text(path)
+    values = parse_fields(text, path)
     for name, value in sorted((os.environ if environment is None else environment).items()):
         if name.startswith(ENVIRONMENT_PREFIX):
             where = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
@@ -157,34 +138,7 @@ def load_agent_config(
     try:
         return AgentConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_explain(error, text, path)) from error
-
-
-def _read(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
-        if len(raw) > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
-        return raw.decode()
-    except OSError as error:
-        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text") from error
-
-
-def _parse(text: str, path: Path | None) -> dict[str, Any]:
-    try:
-        values = parse_value(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{path}{line}: not YAML: {getattr(error, 'problem', error)}") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} line 1: expected `field: value` lines")
-    return values
+        raise ConfigError(explained(error, text, path)) from error
 
 
 def _parse_variable(name: str, value: str) -> Any:
@@ -209,29 +163,3 @@ def _put(values: dict[str, Any], where: list[str], value: Any, *, origin: str) -
             node = node.setdefault(key, {})
         else:
             node = node[key]
-
-
-def _explain(error: ValidationError, text: str, path: Path | None) -> str:
-    lines = []
-    for problem in error.errors(include_url=False, include_context=False):
-        field = ".".join(str(step) for step in problem["loc"]) or "configuration"
-        line = _line_of(text, problem["loc"])
-        place = f"{path} line {line}: " if path is not None and line is not None else ""
-        lines.append(f"{place}{field}: {problem['msg']}")
-    return "; ".join(lines)
-
-
-def _line_of(text: str, where: tuple[int | str, ...]) -> int | None:
-    """The line of the deepest part of `where` that stands in the file; None if none does."""
-    node = yaml.compose(text) if text else None
-    line: int | None = None
-    for step in where:
-        child = None
-        if isinstance(node, yaml.MappingNode):
-            child = next(((k, v) for k, v in node.value if k.value == str(step)), None)
-        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int):
-            child = (node.value[step],) * 2 if step < len(node.value) else None
-        if child is None:
-            break
-        line, node = child[0].start_mark.line + 1, child[1]
-    return line

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 from yaml import YAMLError
 
-from harvester.config import AgentConfig, load_agent_config, parse_value
+from harvester.config import AgentConfig, load_agent_config
 from harvester.contracts.errors import ConfigError
+from harvester.yaml_file import parse_value
 
 
 def agent(

@@ -43,8 +43,16 @@ COMMANDS: dict[str, LazyCommand] = {
         target="scheduler.sim.command:replay",
         summary="Feed a recorded journal to its policy again and report the first difference.",
     ),
+    "plan": LazyCommand(
+        target="scheduler.plan.command:plan",
+        summary="Place RL jobs on shared nodes: groups, prices, reasons and who runs when.",
+    ),
     "simulate": LazyCommand(
         target="scheduler.sim.command:simulate",
-        summary="Simulate a small fleet in virtual time.",
+        summary="Simulate many RL jobs on shared nodes: dollars and kept SLOs, arm by arm.",
+    ),
+    "simulate-fleet": LazyCommand(
+        target="scheduler.sim.command:simulate_fleet",
+        summary="Simulate rollouts of a small fleet, with and without leased guests.",
     ),
 }

@@ -25,6 +25,7 @@ from scheduler.phases.wire import (
     EnterReply,
     Forget,
     Granted,
+    Kept,
     Leave,
     LeaveReply,
     Left,
@@ -32,6 +33,8 @@ from scheduler.phases.wire import (
     PlaceReply,
     Refused,
     Reply,
+    Round,
+    RoundReply,
     Waiting,
     Withdraw,
 )
@@ -48,6 +51,7 @@ from scheduler.policy.phases.events import (
     PhaseRequested,
     PhaseWithdrawn,
     Refuse,
+    RoundGiven,
     TimePassed,
 )
 from scheduler.policy.phases.permits import PermitPolicy
@@ -114,6 +118,8 @@ class PermitDesk:
             case Forget():
                 self._observe(JobLeft(job=message.job))
                 return Left()
+            case Round():
+                return self.give_round(message)
 
     def place(self, terms: JobTerms) -> PlaceReply:
         known = self._policy.standing(terms.job)
@@ -124,6 +130,11 @@ class PermitDesk:
             if refusal:
                 return Refused(reason=refusal)
         return Admitted(lease_s=self.config.lease_s)
+
+    def give_round(self, given: Round) -> RoundReply:
+        event = RoundGiven(turns=given.turns, patience_s=given.patience_s)
+        refusal = _refusal(self._observe(event))
+        return Refused(reason=refusal) if refusal else Kept()
 
     def enter(self, entry: Enter) -> EnterReply:
         standing = self._policy.standing(entry.job)

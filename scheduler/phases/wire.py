@@ -6,6 +6,7 @@
     beat     Beat     -> Orders | Ended
     leave    Leave    -> Left | Ended
     forget   Forget   -> Left
+    round    Round    -> Kept | Refused                   by a planner, not by a job
 
 The same records travel in one process, over a Unix socket and through a Ray actor; on the latter
 two as JSON bytes. Durations are each side's own monotonic seconds. The epoch fences: what comes
@@ -61,6 +62,13 @@ class Forget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     job: JobId
 
 
+class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """In which order jobs take turns; see `RoundGiven`."""
+
+    turns: tuple[JobId, ...]
+    patience_s: float = 0.0
+
+
 class Admitted(msgspec.Struct, frozen=True, kw_only=True, tag="admitted"):
     lease_s: float
 
@@ -106,14 +114,27 @@ class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
     pass
 
 
+class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
+    """The round is in force."""
+
+
 EnterReply = Granted | Waiting | Refused
 BeatReply = Orders | Ended
 LeaveReply = Left | Ended
 PlaceReply = Admitted | Refused
-Call = JobTerms | Enter | Withdraw | Beat | Leave | Forget
-Reply = Admitted | Granted | Waiting | Refused | Orders | Ended | Left
+RoundReply = Kept | Refused
+Call = JobTerms | Enter | Withdraw | Beat | Leave | Forget | Round
+Reply = Admitted | Granted | Waiting | Refused | Orders | Ended | Left | Kept
 
-CallKind = type[JobTerms] | type[Enter] | type[Withdraw] | type[Beat] | type[Leave] | type[Forget]
+CallKind = (
+    type[JobTerms]
+    | type[Enter]
+    | type[Withdraw]
+    | type[Beat]
+    | type[Leave]
+    | type[Forget]
+    | type[Round]
+)
 CALLS: dict[str, CallKind] = {
     "place": JobTerms,
     "enter": Enter,
@@ -121,6 +142,7 @@ CALLS: dict[str, CallKind] = {
     "beat": Beat,
     "leave": Leave,
     "forget": Forget,
+    "round": Round,
 }
 _REPLY: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
@@ -148,7 +170,8 @@ def decoded_call(name: str, body: bytes) -> Call:
 
 def checked(call: Call) -> Call:
     """The same, with every name a name. Raises PeerProtocolError otherwise."""
-    checked_name(call.job, what="job")
+    for job in call.turns if isinstance(call, Round) else (call.job,):
+        checked_name(job, what="job")
     if isinstance(call, Enter | Withdraw):
         checked_name(call.holder, what="holder")
     if isinstance(call, JobTerms):

@@ -1,4 +1,4 @@
-"""`rosemux replay` and `rosemux simulate`."""
+"""`rosemux replay`, `rosemux simulate` and `rosemux simulate-fleet`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +27,56 @@ def replay(journal: Annotated[Path, typer.Argument(help="A recorded journal file
 
 
 def simulate(
+    workload: Annotated[
+        Path | None, typer.Option(help="CSV of jobs instead of the built-in workload.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and durations.")] = 0,
+    jobs: Annotated[
+        int, typer.Option(min=1, max=2000, help="Of the built-in workload; in full it has 200.")
+    ] = 40,
+    drift: Annotated[
+        str, typer.Option(help="none, increasing, decreasing or mixed, of the built-in workload.")
+    ] = "none",
+    events: Annotated[
+        Path | None, typer.Option(help="Write what our arm did there, as JSON lines.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures there.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Draw the figures there, in one file.")] = None,
+) -> None:
+    """Simulate many RL jobs on shared nodes: dollars and kept SLOs, arm by arm."""
+    import msgspec
+    from rich.console import Console
+
+    from harvester.contracts.errors import ConfigError
+    from scheduler.pictures.page import write_whole
+    from scheduler.sim.rollmux.comparison import compare
+    from scheduler.sim.rollmux.report import TITLES, comparison_page, printed, write_events
+    from scheduler.sim.rollmux.workload import Drift, w1
+    from scheduler.sim.rollmux.workload_csv import read_workload
+
+    if drift not in list(Drift):
+        raise ConfigError(f"--drift {drift[:40]}: use {', '.join(Drift)}")
+    if workload is not None:
+        chosen = read_workload(workload, seed=seed)
+    else:
+        chosen = w1(seed, jobs=jobs, drift=Drift(drift))
+    progress = Console(stderr=True, highlight=False)
+    found, ledger = compare(
+        chosen,
+        seed=seed,
+        record=events is not None,
+        heard=lambda arm: progress.print(f"{TITLES.get(arm, arm)} ...", style="dim"),
+    )
+    Console(highlight=False).print(printed(found))
+    if events is not None:
+        write_events(ledger, events)
+    if json is not None:
+        write_whole(json, msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
+    if html is not None:
+        write_whole(html, comparison_page(found))
+
+
+def simulate_fleet(
     dedicated: Annotated[int, typer.Option(min=1, max=256)] = 1,
     guests: Annotated[int, typer.Option(min=0, max=256)] = 1,
     guest_speed: Annotated[float, typer.Option(min=0.01, max=10.0)] = 0.5,

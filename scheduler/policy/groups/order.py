@@ -1,10 +1,11 @@
 """Which waiting phase starts now: the one rule that production, forecasts and the simulator share.
 
 Three orders. CYCLIC is the paper's round robin: nobody rolls out or trains again before all that
-share the node did. FIFO is first come, first served. CREDIT is ours: a job's credit is the delay
-that it can still absorb, `SLO * solo work done - time since it began`; the least credit goes
-first, and a node stays idle for a job that is about to come when starting another would leave the
-less credit of the two smaller. All of them only order; how long anything takes is not known here.
+share the node did; or a given round, in which a job may have several turns. FIFO is first come,
+first served. CREDIT is ours: a job's credit is the delay that it can still absorb, `SLO * solo work
+done - time since it began`; the least credit goes first, and a node stays idle for a job that is
+about to come when starting another would leave the less credit of the two smaller. All of them only
+order; how long anything takes is not known here.
 """
 
 from scheduler.policy.groups.compiled import Records, compiled
@@ -54,15 +55,38 @@ def _can_start(jobs: Records, permits: Records, j: int, rules: Rules) -> bool:
 
 
 @compiled
+def round_place(jobs: Records, k: int, turns: int) -> int:
+    """Place of job k's next turn after `turns` of them, counted on through the rounds.
+
+    `round` has a bit for every place of the job in the round, and one above the round's last. The
+    round robin has no places: one turn each, in the order of the jobs.
+    """
+    places = jobs["round"][k]
+    if places == 0:
+        return turns
+    length, own = 0, 0
+    while places >> (length + 1):
+        own += (places >> length) & 1
+        length += 1
+    place, left = 0, turns % own
+    while left or not (places >> place) & 1:
+        left -= (places >> place) & 1
+        place += 1
+    return int(turns // own * length + place)
+
+
+@compiled
 def _is_its_turn(jobs: Records, j: int) -> bool:
     rollout = jobs["stage"][j] == WAITS_ROLLOUT
     nodes = jobs["rollout_nodes"] if rollout else jobs["training_nodes"]
     turns = jobs["rollout_turns"] if rollout else jobs["training_turns"]
+    own = round_place(jobs, j, turns[j])
     for k in range(jobs.size):
         stage = jobs["stage"][k]
         if k == j or stage in (LOADING, PARKED, DONE) or (nodes[k] & nodes[j]) == 0:
             continue
-        if turns[k] < turns[j] or (turns[k] == turns[j] and k < j):
+        place = round_place(jobs, k, turns[k])
+        if place < own or (place == own and k < j):
             return False
     return True
 

@@ -66,10 +66,12 @@ JOB: Final = np.dtype(
         ("training_mean_s", "f8"),
         ("bulk_ratio", "f8"),
         ("tail_share", "f8"),
+        ("round", "i8"),
     ]
 )
 """`left_s` and `worked_s` are solo seconds of the present stage and phase; overheads run first.
-`rollout_mean_s` and `training_mean_s` are what the policy believes, never what will be."""
+`rollout_mean_s` and `training_mean_s` are what the policy believes, never what will be.
+`round` is a job's places in a given round, see `order`; 0: the round robin."""
 
 NODE: Final = np.dtype([("loaded", "i8"), ("warm_at_s", "f8")])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from harvester.contracts.ids import JobId, NodeId
+from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.policy.phases.lines import NodeLines
 from scheduler.policy.phases.standing import Stage, Standing
 from scheduler.policy.phases.terms import JobTerms, PermitsConfig
@@ -16,10 +16,14 @@ from scheduler.policy.phases.terms import JobTerms, PermitsConfig
 
 class PermitBook:
     def __init__(self, config: PermitsConfig) -> None:
-        self._config = config
+        self.config = config
         self.jobs: dict[JobId, Standing] = {}
+        self.counters = (0, 0)
+        """Last epoch and last ticket; neither is ever given again."""
         self._lines = NodeLines()
         self._touched: set[NodeId] = set()
+        self._kept: set[JobId] = set()
+        """Who is kept back by its round."""
 
     def snapshot(self) -> list[dict[str, Any]]:
         return [msgspec.to_builtins(standing) for standing in self.jobs.values()]
@@ -32,6 +36,27 @@ class PermitBook:
         for standing in jobs:
             self._lines.occupy(standing.job, standing.nodes)
             self._lines.join(standing.ticket, standing.job, standing.awaits)
+        self._kept = {standing.job for standing in jobs if standing.kept_s is not None}
+
+    def next_epoch(self) -> Epoch:
+        epoch, ticket = self.counters
+        self.counters = (epoch + 1, ticket)
+        return Epoch(epoch + 1)
+
+    def next_ticket(self) -> int:
+        epoch, ticket = self.counters
+        self.counters = (epoch, ticket + 1)
+        return ticket + 1
+
+    def holder(self, job: JobId, epoch: Epoch) -> Standing | None:
+        """The job, if it holds a permit of that epoch."""
+        standing = self.jobs.get(job)
+        current = standing is not None and standing.holding and standing.epoch == epoch
+        return standing if current else None
+
+    def members(self, standing: Standing) -> tuple[Standing, ...]:
+        """The jobs of its round, itself among them; nobody where it is in none."""
+        return tuple(self.jobs[job] for job in dict.fromkeys(standing.turns) if job in self.jobs)
 
     def admit(self, terms: JobTerms) -> Standing:
         standing = self.jobs.setdefault(terms.job, Standing(terms=terms))
@@ -59,6 +84,26 @@ class PermitBook:
         self._lines.leave(standing.ticket, standing.job, standing.awaits)
         self.touch(standing.awaits)
         standing.awaits = ()
+        self._let_go(standing)
+
+    def exchange(self, tickets: Iterable[tuple[Standing, int]]) -> None:
+        """Gives waiting jobs other places in the lines that they stand in."""
+        given = tuple(tickets)
+        for standing, _ in given:
+            self._lines.leave(standing.ticket, standing.job, standing.awaits)
+        for standing, ticket in given:
+            standing.ticket = ticket
+            self._lines.join(ticket, standing.job, standing.awaits)
+            self.touch(standing.awaits)
+
+    def keep_back(self, standing: Standing, *, now: float) -> None:
+        """It could start, but its nodes are kept for another of its round."""
+        standing.kept_s = now
+        self._kept.add(standing.job)
+
+    def kept_nodes(self) -> tuple[NodeId, ...]:
+        """What those await who are kept back: they may go on by what happens elsewhere."""
+        return tuple(node for job in sorted(self._kept) for node in self.jobs[job].awaits)
 
     def take(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
         """Out of the lines and onto the nodes."""
@@ -66,6 +111,7 @@ class PermitBook:
         self._lines.leave(standing.ticket, standing.job, nodes)
         standing.nodes += nodes
         standing.awaits = tuple(node for node in standing.awaits if node not in nodes)
+        self._let_go(standing)
 
     def free(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
         self._lines.free(standing.job, nodes)
@@ -89,8 +135,8 @@ class PermitBook:
         if standing.holding:
             return True
         if standing.heard_s is None:
-            return now < standing.enqueued_s + self._config.patience_s
-        return now < standing.heard_s + self._config.lease_s
+            return now < standing.enqueued_s + self.config.patience_s
+        return now < standing.heard_s + self.config.lease_s
 
     def waits(self, standing: Standing, now: float) -> bool:
         """Whether a worker of the job stands there and would start at once."""
@@ -125,6 +171,10 @@ class PermitBook:
                 self.asks(self.jobs[job], now) for job in self._lines.ahead(standing.ticket, node)
             )
         )
+
+    def _let_go(self, standing: Standing) -> None:
+        standing.kept_s = None
+        self._kept.discard(standing.job)
 
     def under_tail(self, node: NodeId) -> bool:
         job = self._lines.on(node)

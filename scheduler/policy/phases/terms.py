@@ -9,6 +9,8 @@ from scheduler.policy.model import PhaseKind
 
 PHASES_MAX = 8
 NODES_MAX = 1024
+TURNS_MAX = 64
+PATIENCE_MAX_S = 86_400.0
 
 
 Seconds = Annotated[float, msgspec.Meta(gt=0.0)]
@@ -70,4 +72,13 @@ def terms_fault(terms: JobTerms) -> str:
             return f"{phase.kind}: tail_ratio is above 0 and at most 1"
         if phase.max_s is not None and not phase.max_s > 0:
             return f"{phase.kind}: max_s is above 0"
+    return ""
+
+
+def round_fault(turns: tuple[JobId, ...], patience_s: float) -> str:
+    """Why no round can be kept so, in words; empty if it can."""
+    if not 1 <= len(turns) <= TURNS_MAX:
+        return f"a round has 1 to {TURNS_MAX} turns"
+    if not 0 <= patience_s <= PATIENCE_MAX_S:
+        return f"patience_s is 0 to {PATIENCE_MAX_S:g}"
     return ""

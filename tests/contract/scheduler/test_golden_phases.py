@@ -16,11 +16,13 @@ from scheduler.phases.wire import (
     Enter,
     Forget,
     Granted,
+    Kept,
     Leave,
     Left,
     Orders,
     Refused,
     Reply,
+    Round,
     Waiting,
     Withdraw,
     decoded_call,
@@ -56,6 +58,11 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
     ),
     ("leave", Leave(job=JOB, epoch=Epoch(2)), b'{"job":"j","epoch":2,"failed":""}'),
     ("forget", Forget(job=JOB), b'{"job":"j"}'),
+    (
+        "round",
+        Round(turns=(JOB, JobId("k"), JOB), patience_s=1.5),
+        b'{"turns":["j","k","j"],"patience_s":1.5}',
+    ),
 ]
 GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
     (Admitted(lease_s=10.0), b'{"type":"admitted","lease_s":10.0}'),
@@ -77,6 +84,7 @@ GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
     ),
     (Ended(reason="why"), b'{"type":"ended","reason":"why"}'),
     (Left(), b'{"type":"left"}'),
+    (Kept(), b'{"type":"kept"}'),
 ]
 
 
@@ -106,6 +114,7 @@ def test_every_call_has_its_golden_bytes() -> None:
         ("enter", b'{"job":"j","kind":"rollout","holder":"h","more":1}'),
         ("place", b'{"job":"j","phases":[{"kind":"rollout","nodes":["/dev/null"]}]}'),
         ("beat", b'{"job":"j"}'),
+        ("round", b'{"turns":["j","../k"]}'),
         ("beat", b"not json"),
     ],
 )

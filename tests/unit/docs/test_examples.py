@@ -22,6 +22,8 @@ from coserve.vllm.launch import EngineSpec
 from harvester.config import load_agent_config
 from harvester.contracts.wire.rollouts import PublishedVersion
 from harvester.policy.settings import Mode
+from scheduler.plan.drafting import draft
+from scheduler.plan.jobs_file import read_jobs
 from scheduler.service.config import load_settings
 from scheduler.service.requests import decode_generate
 from weightsync.publisher import Published, Publisher
@@ -55,6 +57,13 @@ def test_the_gateway_s_configuration_loads_and_meets_the_agent_s(repository: Pat
 
     assert [each.url for each in gateway.agents] == [f"http://{agent.http.host}:{agent.http.port}"]
     assert gateway.jobs[0].tenant in agent.tenants
+
+
+def test_the_jobs_are_placed_for_less_than_nodes_of_their_own(repository: Path) -> None:
+    plan = draft(read_jobs(repository / "examples/jobs.yaml"))
+
+    assert not plan.unplaced
+    assert plan.price_per_hour < plan.dedicated_per_hour
 
 
 def test_a_published_checkpoint_is_announced_in_the_gateway_s_words(

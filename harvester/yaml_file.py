@@ -1,0 +1,94 @@
+"""A YAML file of settings, and its mistakes named by field and line. Decides nothing."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from harvester.contracts.errors import ConfigError
+
+MAX_FILE_BYTES = 1 << 20
+
+Where = tuple[int | str, ...]
+"""A field's path: names, and numbers of list items."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 booleans: `mode: off` says off and not false."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
+def parse_value(text: str) -> Any:
+    """A value as a settings file would hold it. Raises yaml.YAMLError."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def read_text(path: Path) -> str:
+    """Raises ConfigError where the file cannot be read, is too large or is no text."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
+        return raw.decode()
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text") from error
+
+
+def parse_fields(text: str, path: Path | None) -> dict[str, Any]:
+    """The fields of a file; none of an empty one. Raises ConfigError."""
+    try:
+        values = parse_value(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{path}{line}: not YAML: {getattr(error, 'problem', error)}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} line 1: expected `field: value` lines")
+    return values
+
+
+def explained(error: ValidationError, text: str, path: Path | None) -> str:
+    """Every mistake with its field and, where it came from the file, its line."""
+    return "; ".join(
+        named(problem["loc"], problem["msg"], text, path)
+        for problem in error.errors(include_url=False, include_context=False)
+    )
+
+
+def named(where: Where, message: str, text: str, path: Path | None) -> str:
+    """One mistake with its field and its line."""
+    field = ".".join(str(step) for step in where) or "configuration"
+    line = _line_of(text, where)
+    place = f"{path} line {line}: " if path is not None and line is not None else ""
+    return f"{place}{field}: {message}"
+
+
+def _line_of(text: str, where: Where) -> int | None:
+    """The line of the deepest part of `where` that stands in the file; None if none does."""
+    node = yaml.compose(text) if text else None
+    line: int | None = None
+    for step in where:
+        child = None
+        if isinstance(node, yaml.MappingNode):
+            child = next(((k, v) for k, v in node.value if k.value == str(step)), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int):
+            child = (node.value[step],) * 2 if step < len(node.value) else None
+        if child is None:
+            break
+        line, node = child[0].start_mark.line + 1, child[1]
+    return line

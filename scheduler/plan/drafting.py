@@ -1,0 +1,162 @@
+"""The plan of given jobs: placed one by one, moved where that spares nodes, then explained."""
+
+from collections import Counter
+from typing import Final
+
+from harvester.contracts.errors import Exhausted
+from harvester.contracts.ids import GroupId, JobId, NodeId
+from scheduler.plan.document import (
+    Bar,
+    OrderReport,
+    Plan,
+    PlannedGroup,
+    PlannedJob,
+    Resident,
+    Unplaced,
+)
+from scheduler.plan.forecasts import alternatives, promises
+from scheduler.plan.jobs_file import GB, PlanSettings
+from scheduler.plan.known_jobs import KnownJobsPlanner
+from scheduler.policy.groups.book import Cell
+from scheduler.policy.groups.forecast import Roster
+from scheduler.policy.groups.judge import OUR_RULES
+from scheduler.policy.groups.rehearsal import meta_iteration
+from scheduler.policy.groups.rounds import search_order
+from scheduler.policy.model import Pool
+
+_TRIES: Final = 8000
+"""Rounds tried in all; of each group 100 at least and 1000 at most."""
+
+
+def draft(settings: PlanSettings) -> Plan:
+    planner = KnownJobsPlanner(settings)
+    unplaced: list[Unplaced] = []
+    for job in settings.jobs:
+        try:
+            planner.place(job)
+        except Exhausted as error:
+            unplaced.append(Unplaced(job=JobId(job.id), reason=str(error)))
+    planner.settle()
+    cells = [cell for cell in planner.book.cells.values() if cell.pinned]
+    names = _names(planner, cells)
+    tries = max(100, min(1000, _TRIES // max(1, len(cells))))
+    placed = (planner.facts[job].job for cell in cells for job in cell.pinned)
+    prices = {pool: kind.price_per_hour for pool, kind in planner.book.types.items()}
+    return Plan(
+        risk=settings.risk,
+        price_per_hour=planner.book.committed_per_hour,
+        dedicated_per_hour=sum(
+            job.phases[0].nodes * prices[Pool.ROLLOUT] + job.phases[1].nodes * prices[Pool.TRAINING]
+            for job in placed
+        ),
+        nodes={
+            kind.type: sum(
+                len(cell.rollout if pool is Pool.ROLLOUT else cell.training) for cell in cells
+            )
+            for pool, kind in planner.book.types.items()
+        },
+        groups=tuple(
+            _group(planner, cell, GroupId(f"group-{number}"), names, tries=tries)
+            for number, cell in enumerate(cells, start=1)
+        ),
+        unplaced=tuple(unplaced),
+    )
+
+
+def _names(planner: KnownJobsPlanner, cells: list[Cell]) -> dict[NodeId, NodeId]:
+    """Nodes numbered from 1: the planner's own numbers count what it only thought of."""
+    counted: Counter[Pool] = Counter()
+    names: dict[NodeId, NodeId] = {}
+    for cell in cells:
+        for pool, nodes in ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training)):
+            for node in nodes:
+                counted[pool] += 1
+                names[node] = NodeId(f"{planner.book.types[pool].type}-{counted[pool]}")
+    return names
+
+
+def _group(
+    planner: KnownJobsPlanner,
+    cell: Cell,
+    group: GroupId,
+    names: dict[NodeId, NodeId],
+    *,
+    tries: int,
+) -> PlannedGroup:
+    kept = promises(planner, cell)
+    occupants = planner.packer.occupants(cell)
+    picture = meta_iteration(Roster.of(occupants), rules=OUR_RULES)
+    own, jobs = (*cell.rollout, *cell.training), tuple(cell.pinned)
+    return PlannedGroup(
+        group=group,
+        price_per_hour=planner.book.cell_price_per_hour(cell),
+        nodes=_residents(planner, cell, names),
+        jobs=tuple(
+            PlannedJob(
+                job=one.job,
+                rollout_nodes=tuple(names[node] for node in cell.pinned[one.job].rollout_nodes),
+                training_nodes=tuple(names[node] for node in cell.pinned[one.job].training_nodes),
+                reason=planner.reasons[one.job],
+                promise=one,
+                alternatives=alternatives(planner, one.job),
+            )
+            for one in kept
+        ),
+        bound_by=min(kept, key=lambda one: one.slack).job,
+        meta_iteration_s=picture.length_s,
+        bars=tuple(
+            Bar(
+                node=names[node],
+                job=jobs[one.job],
+                phase=one.phase,
+                start_s=one.start_s,
+                end_s=one.end_s,
+                tail=one.tail,
+            )
+            for one in picture.stretches
+            for bit, node in enumerate(own)
+            if one.nodes >> bit & 1
+        ),
+        order=_order(planner, cell, tries=tries),
+    )
+
+
+def _order(planner: KnownJobsPlanner, cell: Cell, *, tries: int) -> OrderReport:
+    jobs = tuple(cell.pinned)
+    found = search_order(planner.packer.occupants(cell), rules=OUR_RULES, tries=tries)
+    return OrderReport(
+        theorem_holds=found.conditions.hold,
+        cycle_s=found.conditions.cycle_s,
+        load_s=found.conditions.load_s,
+        round_robin=found.round_robin.worst,
+        credit=found.credit.worst,
+        searched=found.found.worst,
+        gain=found.gain,
+        turns=tuple(jobs[at] for at in found.turns),
+        patience_s=found.patience_s,
+    )
+
+
+def _residents(
+    planner: KnownJobsPlanner, cell: Cell, names: dict[NodeId, NodeId]
+) -> tuple[Resident, ...]:
+    facts, types = planner.facts, planner.book.types
+    residents = []
+    for pool, nodes in ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training)):
+        for node in nodes:
+            jobs = tuple(
+                job
+                for job, one in cell.pinned.items()
+                if node in (*one.rollout_nodes, *one.training_nodes)
+            )
+            used = sum(facts[job].job.host_bytes_per_node for job in jobs)
+            residents.append(
+                Resident(
+                    node=names[node],
+                    pool=pool,
+                    jobs=jobs,
+                    used_gb=used / GB,
+                    host_gb=types[pool].host_bytes / GB,
+                )
+            )
+    return tuple(residents)

@@ -1,0 +1,155 @@
+"""`jobs.yaml`: which jobs there are, what nodes cost, and which risk is accepted.
+
+Checked whole before anything is planned; every mistake is named by its field and its line.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import NAME_PATTERN, JobId, TenantId
+from harvester.yaml_file import Where, explained, named, parse_fields, read_text
+from scheduler.policy.groups.book import NodeType
+from scheduler.policy.groups.tail import Completion
+from scheduler.policy.model import Job, Phase, PhaseKind, Pool
+
+GB: Final = 10**9
+JOBS_MAX: Final = 200
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+Seconds = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class NodeSettings(_Settings):
+    """What a node of one pool is."""
+
+    type: Name
+    accelerators: int = Field(default=8, ge=1, le=1024)
+    price_per_hour: float = Field(ge=0, le=1e6)
+    """Of the whole node."""
+    host_gb: float = Field(gt=0, le=1e6)
+    """Host memory in which inactive jobs stay resident."""
+    count: int | None = Field(default=None, ge=0, le=10_000)
+    """How many there are; without it as many as the plan asks for."""
+
+    @property
+    def as_type(self) -> NodeType:
+        return NodeType(
+            type=self.type,
+            accelerators=self.accelerators,
+            price_per_hour=self.price_per_hour,
+            host_bytes=int(self.host_gb * GB),
+        )
+
+
+class PoolSettings(_Settings):
+    rollout: NodeSettings
+    training: NodeSettings
+
+
+class PhaseSettings(_Settings):
+    max_s: Seconds
+    """With every response at its token limit."""
+    mean_s: Seconds | None = None
+    """Measured alone on its nodes; without it the mean is believed to be half of `max_s` to all."""
+    cv: float = Field(default=0.1, ge=0, le=1)
+    """Of one phase around the mean."""
+    seen: int = Field(default=40, ge=1, le=1000)
+    """Phases that `mean_s` is of: fewer leave more doubt."""
+    nodes: int = Field(default=1, ge=1, le=8)
+
+
+class JobSettings(_Settings):
+    id: Name
+    tenant: Name = "default"
+    slo: float = Field(ge=1, le=100)
+    """Tolerated slow-down: time in company over time alone."""
+    host_gb: float = Field(ge=0, le=1e6)
+    """State that stays resident on every node of the job."""
+    rollout: PhaseSettings
+    training: PhaseSettings
+    responses: tuple[tuple[Ratio, Ratio], ...] = Field(default=((0.5, 0.8),), max_length=64)
+    """How responses complete: pairs of the rollout's passed time and the completed share."""
+
+    @property
+    def curve(self) -> tuple[Completion, ...]:
+        return tuple(Completion(*point) for point in self.responses)
+
+    @property
+    def as_job(self) -> Job:
+        return Job(
+            job=JobId(self.id),
+            tenant=TenantId(self.tenant),
+            phases=(
+                _phase(PhaseKind.ROLLOUT, self.rollout),
+                _phase(PhaseKind.TRAINING, self.training),
+            ),
+            host_bytes_per_node=int(self.host_gb * GB),
+            slowdown_slo=self.slo,
+        )
+
+
+class PlanSettings(_Settings):
+    nodes: PoolSettings
+    risk: float = Field(default=0.25, ge=0.001, le=0.5)
+    """Accepted probability that a forecast slow-down exceeds its SLO."""
+    jobs: tuple[JobSettings, ...] = Field(min_length=1, max_length=JOBS_MAX)
+    """In the order of their arrival."""
+
+    @property
+    def types(self) -> dict[Pool, NodeType]:
+        return {
+            Pool.ROLLOUT: self.nodes.rollout.as_type,
+            Pool.TRAINING: self.nodes.training.as_type,
+        }
+
+
+def read_jobs(path: Path) -> PlanSettings:
+    """Raises ConfigError that names each wrong field with its line."""
+    text = read_text(path)
+    try:
+        settings = PlanSettings.model_validate(parse_fields(text, path))
+    except ValidationError as error:
+        raise ConfigError(explained(error, text, path)) from error
+    faults = [named(where, message, text, path) for where, message in _faults(settings)]
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return settings
+
+
+def _faults(settings: PlanSettings) -> Iterator[tuple[Where, str]]:
+    """What single fields cannot show."""
+    first: dict[str, int] = {}
+    pools = (("rollout", settings.nodes.rollout), ("training", settings.nodes.training))
+    if settings.nodes.rollout.type == settings.nodes.training.type:
+        yield ("nodes", "training", "type"), "the pools need types of different names"
+    for at, job in enumerate(settings.jobs):
+        if first.setdefault(job.id, at) != at:
+            yield ("jobs", at, "id"), f"{job.id} is the name of jobs.{first[job.id]} too"
+        for name, nodes in pools:
+            if job.host_gb > nodes.host_gb:
+                yield (
+                    ("jobs", at, "host_gb"),
+                    f"{job.host_gb:g} GB do not fit on a {name} node of {nodes.host_gb:g} GB",
+                )
+        for name, phase in (("rollout", job.rollout), ("training", job.training)):
+            if phase.mean_s is not None and phase.mean_s > phase.max_s:
+                yield (
+                    ("jobs", at, name, "mean_s"),
+                    f"{phase.mean_s:g} is more than max_s, {phase.max_s:g}",
+                )
+        if list(job.responses) != sorted(job.responses):
+            yield ("jobs", at, "responses"), "both numbers must rise from pair to pair"
+
+
+def _phase(kind: PhaseKind, given: PhaseSettings) -> Phase:
+    """The declaration alone: what was measured reaches the planner as observations."""
+    return Phase(kind=kind, mean_s=given.max_s, max_s=given.max_s, nodes=given.nodes)

@@ -1,0 +1,71 @@
+"""A plan in sentences, the same in the terminal and on the page."""
+
+from scheduler.pictures.gantt import Stint
+from scheduler.plan.document import Alternative, Bar, OrderReport, Plan, PlannedGroup, PlannedJob
+
+
+def summary(plan: Plan) -> str:
+    jobs = sum(len(group.jobs) for group in plan.groups)
+    nodes = " and ".join(f"{count} {kind}" for kind, count in plan.nodes.items())
+    dearer = plan.dedicated_per_hour / plan.price_per_hour if plan.price_per_hour else 1.0
+    left_out = f"; {_counted(len(plan.unplaced), 'job')} found no place" if plan.unplaced else ""
+    return (
+        f"{_counted(jobs, 'job')} in {_counted(len(plan.groups), 'group')} on {nodes}: "
+        f"{plan.price_per_hour:.2f} $/h. On nodes of their own they would cost "
+        f"{plan.dedicated_per_hour:.2f} $/h, {dearer:.2f} times as much{left_out}."
+    )
+
+
+def bound(group: PlannedGroup, plan: Plan) -> str:
+    """Which SLO leaves the least room, and at which risk."""
+    tightest = next(one for one in group.jobs if one.job == group.bound_by).promise
+    return (
+        f"Bound by {tightest.job}: {1 - plan.risk:.0%} of forecasts stay below "
+        f"{tightest.bound:.2f} of its {tightest.slo:.2f}, so that {tightest.slack:.1%} of its SLO "
+        f"is left; forecast risk {tightest.risk:.1%}, accepted {plan.risk:.1%}."
+    )
+
+
+def order(report: OrderReport) -> str:
+    """Round robin, credit and the searched round against each other."""
+    if len(set(report.turns)) < 2:
+        return "One job: there is no order to choose."
+    stands = "holds" if report.theorem_holds else "does not hold"
+    words = (
+        f"Order: the theorem {stands} ({report.load_s:.0f} s of work on the busiest node in a "
+        f"longest iteration of {report.cycle_s:.0f} s). Worst slow-down over its SLO: round robin "
+        f"{report.round_robin:.3f}, by credit {report.credit:.3f}"
+    )
+    if report.gain > 1.005:
+        return (
+            f"{words}, in the round {' '.join(report.turns)} {report.searched:.3f}: "
+            f"{report.gain:.2f} times better than the round robin. It keeps a free node up to "
+            f"{report.patience_s:.0f} s for whose turn it is."
+        )
+    return f"{words}; no round that was tried is better than the round robin."
+
+
+def places(job: PlannedJob) -> str:
+    return f"{' '.join(job.rollout_nodes)} | {' '.join(job.training_nodes)}"
+
+
+def alternative(one: Alternative) -> str:
+    """Where, at what price, and what stands against it."""
+    where = f"beside {', '.join(one.beside)}" if one.beside else "alone"
+    against = "" if one.admitted else f": refused, {one.reason}"
+    return f"{one.kind} {where}, {one.change_per_hour:+.2f} $/h{against}"
+
+
+def stint(bar: Bar) -> Stint:
+    return Stint(
+        row=bar.node,
+        actor=bar.job,
+        start_s=bar.start_s,
+        end_s=bar.end_s,
+        partial=bar.tail,
+        words=f"{bar.phase}{', tail' if bar.tail else ''}",
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

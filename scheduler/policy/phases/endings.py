@@ -1,0 +1,55 @@
+"""How permits end: done, failed, or taken back; and what follows for the job."""
+
+from harvester.contracts.ids import Epoch, JobId
+from scheduler.policy.phases.book import PermitBook
+from scheduler.policy.phases.events import (
+    EndPermit,
+    EndReason,
+    EnqueuePhase,
+    FailJob,
+    PhaseEnded,
+    Refuse,
+)
+from scheduler.policy.phases.places import enqueue
+from scheduler.policy.phases.standing import Standing, Trigger
+
+Ending = list[EndPermit | EnqueuePhase | FailJob | Refuse]
+
+
+def ended(book: PermitBook, event: PhaseEnded, *, now: float) -> Ending:
+    """A holder says so; the job's next phase gets its place before its worker asks."""
+    standing = book.holder(event.job, event.epoch)
+    if standing is None or standing.kind is None:
+        return [stale(event.job, event.epoch)]
+    if event.failed:
+        return fail(book, standing, EndReason.FAILED, event.failed)
+    effects: Ending = [end(book, standing, EndReason.DONE, "")]
+    # Terms may have changed while it ran, and no longer know this phase.
+    if standing.terms.phase(standing.kind) is None:
+        return effects
+    return effects + enqueue(book, standing, standing.terms.after(standing.kind), now=now)
+
+
+def end(book: PermitBook, standing: Standing, reason: EndReason, words: str) -> EndPermit:
+    assert standing.kind is not None
+    book.free(standing, standing.nodes)
+    book.leave_lines(standing)
+    standing.move(Trigger.ENDED)
+    standing.ended = reason
+    return EndPermit(
+        job=standing.job,
+        kind=standing.kind,
+        epoch=standing.epoch,
+        ended=reason,
+        reason=words,
+    )
+
+
+def fail(book: PermitBook, standing: Standing, reason: EndReason, words: str) -> Ending:
+    ending = end(book, standing, reason, words)
+    standing.failures += 1
+    return [ending, FailJob(job=standing.job, reason=words)]
+
+
+def stale(job: JobId, epoch: Epoch) -> Refuse:
+    return Refuse(job=job, reason=f"epoch {epoch} is not in force")

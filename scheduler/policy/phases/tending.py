@@ -1,0 +1,56 @@
+"""What time alone changes: silent holders, overruns, graces; and what is forgiven after a pause."""
+
+from scheduler.policy.phases.book import PermitBook
+from scheduler.policy.phases.endings import fail
+from scheduler.policy.phases.events import EndReason, PermitEffect, WarnHolder
+from scheduler.policy.phases.room import revoke
+from scheduler.policy.phases.standing import Standing
+from scheduler.policy.phases.watchdog import Verdict, verdict
+
+Effects = list[PermitEffect]
+
+
+def tend(book: PermitBook, *, now: float) -> Effects:
+    effects: Effects = []
+    for _, standing in sorted(book.jobs.items()):
+        if standing.holding:
+            effects += _watch(book, standing, now)
+        elif not book.asks(standing, now):
+            book.touch(standing.awaits)
+    return effects
+
+
+def resume(book: PermitBook, *, now: float) -> None:
+    """Nobody could be heard until now, so nobody was silent."""
+    for standing in book.jobs.values():
+        # A record of before a reboot lies in this clock's future.
+        standing.started_s = min(standing.started_s, now)
+        standing.enqueued_s = min(standing.enqueued_s, now)
+        if standing.warned_s is not None:
+            standing.warned_s = min(standing.warned_s, now)
+        if standing.revoked_s is not None:
+            standing.revoked_s = min(standing.revoked_s, now)
+        if standing.kept_s is not None:
+            standing.kept_s = min(standing.kept_s, now)
+        if standing.holding or standing.heard_s is not None:
+            standing.heard_s = now
+
+
+def _watch(book: PermitBook, standing: Standing, now: float) -> Effects:
+    wanted = book.wanted(standing, now)
+    lasted_s = now - standing.started_s
+    match verdict(standing, book.config, wanted=wanted, now=now):
+        case Verdict.WELL:
+            return []
+        case Verdict.SILENT:
+            reason = f"not heard for {book.config.lease_s:g} s"
+            return [*fail(book, standing, EndReason.SILENT, reason)]
+        case Verdict.OUT_OF_GRACE:
+            reason = f"ran for {lasted_s:.1f} s and did not end when told"
+            return [*fail(book, standing, EndReason.OVERRAN, reason)]
+        case Verdict.LATE:
+            standing.warned_s = now
+            reason = f"runs for {lasted_s:.1f} s, longer than declared"
+            return [WarnHolder(job=standing.job, epoch=standing.epoch, reason=reason)]
+        case Verdict.OBSTRUCTS:
+            return [revoke(book, book.config, standing, now=now)]

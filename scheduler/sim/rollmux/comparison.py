@@ -1,0 +1,216 @@
+"""All arms on one workload: dollars, kept promises, prices over time, and what orders are worth."""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from scheduler.policy.groups.judge import OUR_RULES
+from scheduler.policy.groups.rounds import search_order
+from scheduler.policy.model import Pool
+from scheduler.sim.rollmux.arms import ARMS, summary
+from scheduler.sim.rollmux.baselines import Unshared, gavel, solo_d, verl
+from scheduler.sim.rollmux.cluster import Cluster
+from scheduler.sim.rollmux.ledger import slowdown
+from scheduler.sim.rollmux.watched import LivedGroup, PriceLedger, Stay, WatchedPlanner
+from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob
+
+SHARED: Final = ("ours", "rollmux_paper", "random", "greedy")
+UNSHARED: Final[dict[str, Callable[[list[SimulatedJob]], Unshared]]] = {
+    "solo_d": solo_d,
+    "verl": verl,
+    "gavel": gavel,
+}
+BINS: Final = 240
+_GROUPS: Final = 16
+"""Groups whose orders are searched: those that lived longest."""
+_TRIES: Final = 200
+
+
+class Arm(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    dollars: float
+    over_ours: float
+    slo_attainment: float
+    moves: int | None = None
+    """None of who never shares a node."""
+    worst_window: float | None = None
+    """Largest slow-down over 20 iterations in a row, as a ratio of the SLO."""
+    slowdowns_over_slo: tuple[float, ...] = ()
+    """Of every job, from the least on; above 1 the SLO was missed."""
+    dollars_per_hour: tuple[float, ...] = ()
+    """Mean of each bin of the run."""
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True):
+    """Worst slow-down over its SLO in our longest-lived groups, weighed by their lives."""
+
+    groups: int
+    theorem_holds: int
+    """Groups in which it does."""
+    round_robin: float
+    credit: float
+    searched: float
+    largest_gain: float
+    """Round robin over the searched round, in one group."""
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    simulated: bool = True
+    jobs: int
+    seed: int
+    hours: float
+    """From the first arrival to the last end in any arm."""
+    arms: tuple[Arm, ...]
+    group_sizes: tuple[tuple[float, ...], ...]
+    """By jobs in a group from one on: how many such groups of ours, in each bin."""
+    orders: Orders | None
+    """None where no two jobs ever shared a node."""
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)
+
+
+class _Run(msgspec.Struct, kw_only=True):
+    name: str
+    ledger: PriceLedger
+    watched: WatchedPlanner
+    dollars: float
+    kept: int
+    worst_window: float
+    moves: int
+    end_s: float
+
+
+def compare(
+    jobs: list[SimulatedJob],
+    *,
+    seed: int,
+    record: bool = False,
+    heard: Callable[[str], None] = lambda _: None,
+) -> tuple[Comparison, PriceLedger]:
+    """The comparison, and our arm's ledger: with its events if they are to be recorded.
+
+    `heard` is told of each arm before it runs.
+    """
+    runs = []
+    for name in SHARED:
+        heard(name)
+        runs.append(_run(name, jobs, seed=seed, record=record and name == "ours"))
+    ours = runs[0]
+    end_s = max(run.end_s for run in runs)
+    begin_s = jobs[0].arrival_s
+    edges_s = np.linspace(begin_s, end_s, BINS + 1)
+    arms = [_shared(run, jobs, ours.dollars, edges_s) for run in runs]
+    for name, price in UNSHARED.items():
+        spent = price(jobs)
+        arms.append(
+            Arm(
+                name=name,
+                dollars=spent.dollars,
+                over_ours=spent.dollars / ours.dollars,
+                slo_attainment=spent.attained / len(jobs),
+                dollars_per_hour=_rate(_alone(jobs), edges_s) if name == "solo_d" else (),
+            )
+        )
+    heard("orders")
+    comparison = Comparison(
+        jobs=len(jobs),
+        seed=seed,
+        hours=(end_s - begin_s) / 3600,
+        arms=tuple(arms),
+        group_sizes=_sizes(ours.watched.sizes, edges_s),
+        orders=_orders(list(ours.watched.groups.values())),
+    )
+    return comparison, ours.ledger
+
+
+def _run(name: str, jobs: list[SimulatedJob], *, seed: int, record: bool) -> _Run:
+    planner, rules = ARMS[name](jobs, seed)
+    watched = WatchedPlanner(planner)
+    cluster = Cluster(jobs, watched, rules, record=record)
+    ledger = PriceLedger(record=record)
+    cluster.ledger = ledger
+    done = cluster.run()
+    found = summary(jobs, done)
+    return _Run(
+        name=name,
+        ledger=ledger,
+        watched=watched,
+        dollars=found.dollars,
+        kept=found.kept,
+        worst_window=found.worst_window,
+        moves=found.moves,
+        end_s=done.end_s,
+    )
+
+
+def _shared(run: _Run, jobs: list[SimulatedJob], ours: float, edges_s: np.ndarray) -> Arm:
+    ratios = (slowdown(one, run.ledger.ended_s[one.job.job]) / one.job.slowdown_slo for one in jobs)
+    return Arm(
+        name=run.name,
+        dollars=run.dollars,
+        over_ours=run.dollars / ours,
+        slo_attainment=run.kept / len(jobs),
+        moves=run.moves,
+        worst_window=run.worst_window,
+        slowdowns_over_slo=tuple(sorted(ratios)),
+        dollars_per_hour=_rate(run.ledger.stays, edges_s),
+    )
+
+
+def _alone(jobs: list[SimulatedJob]) -> list[Stay]:
+    """Every job on nodes of its own, from its arrival on."""
+    rollout, training = NODE_TYPES[Pool.ROLLOUT], NODE_TYPES[Pool.TRAINING]
+    return [
+        Stay(
+            one.arrival_s,
+            one.arrival_s + one.solo_s,
+            one.job.phases[0].nodes * rollout.price_per_hour
+            + one.job.phases[1].nodes * training.price_per_hour,
+        )
+        for one in jobs
+    ]
+
+
+def _rate(stays: Sequence[Stay], edges_s: np.ndarray) -> tuple[float, ...]:
+    """Mean dollars an hour between each two edges."""
+    left, right = edges_s[:-1], edges_s[1:]
+    rate = np.zeros(len(left))
+    for stay in stays:
+        inside = np.minimum(right, stay.until_s) - np.maximum(left, stay.from_s)
+        rate += np.clip(inside, 0.0, None) / (right - left) * stay.price_per_hour
+    return tuple(rate.tolist())
+
+
+def _sizes(
+    seen: Sequence[tuple[float, tuple[int, ...]]], edges_s: np.ndarray
+) -> tuple[tuple[float, ...], ...]:
+    """Groups of each size at the middle of each bin."""
+    times_s = np.array([t_s for t_s, _ in seen])
+    counts = np.array([counts for _, counts in seen])
+    middles_s = (edges_s[:-1] + edges_s[1:]) / 2
+    last = np.searchsorted(times_s, middles_s, side="right") - 1
+    rows = np.where(last[:, None] >= 0, counts[np.maximum(last, 0)], 0)
+    return tuple(tuple(map(float, column)) for column in rows.T.tolist())
+
+
+def _orders(groups: list[LivedGroup]) -> Orders | None:
+    longest = sorted(groups, key=lambda group: -group.lived_s)[:_GROUPS]
+    lives_s = np.array([group.lived_s for group in longest])
+    if lives_s.sum() <= 0.0:
+        return None
+    found = [search_order(one.occupants, rules=OUR_RULES, tries=_TRIES) for one in longest]
+
+    def weighed(values: list[float]) -> float:
+        return float(np.average(values, weights=lives_s))
+
+    return Orders(
+        groups=len(found),
+        theorem_holds=sum(one.conditions.hold for one in found),
+        round_robin=weighed([one.round_robin.worst for one in found]),
+        credit=weighed([one.credit.worst for one in found]),
+        searched=weighed([one.found.worst for one in found]),
+        largest_gain=max(one.gain for one in found),
+    )

@@ -1,0 +1,133 @@
+"""`rosemux simulate`: all arms on one workload, in figures that a stranger can add up."""
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harvester.cli import main
+from scheduler.sim.rollmux.comparison import BINS, SHARED, UNSHARED, Comparison, compare
+from scheduler.sim.rollmux.report import TITLES, comparison_page
+from scheduler.sim.rollmux.watched import PriceLedger
+from scheduler.sim.rollmux.workload import SimulatedJob, w1
+from scheduler.sim.rollmux.workload_csv import COLUMNS
+
+HEAD = ",".join(COLUMNS)
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list[SimulatedJob]:
+    return w1(4, jobs=8)
+
+
+@pytest.fixture(scope="module")
+def told(jobs: list[SimulatedJob]) -> tuple[Comparison, PriceLedger]:
+    return compare(jobs, seed=4, record=True)
+
+
+def test_every_arm_is_there_and_ours_is_the_measure(
+    told: tuple[Comparison, PriceLedger],
+) -> None:
+    found, _ = told
+    assert [arm.name for arm in found.arms] == [*SHARED, *UNSHARED]
+    assert set(TITLES) == {arm.name for arm in found.arms}
+    assert found.arm("ours").over_ours == 1.0
+    assert found.arm("solo_d").slo_attainment == 1.0
+
+
+def test_prices_over_time_add_up_to_the_dollars(told: tuple[Comparison, PriceLedger]) -> None:
+    found, _ = told
+    drawn = [arm for arm in found.arms if arm.dollars_per_hour]
+    assert [arm.name for arm in drawn] == [*SHARED, "solo_d"]
+    for arm in drawn:
+        if arm.name == "solo_d":
+            continue  # ends later than the others where they end first
+        assert sum(arm.dollars_per_hour) * found.hours / BINS == pytest.approx(arm.dollars)
+
+
+def test_slowdowns_give_the_attainment(
+    told: tuple[Comparison, PriceLedger], jobs: list[SimulatedJob]
+) -> None:
+    found, _ = told
+    for name in SHARED:
+        arm = found.arm(name)
+        kept = sum(ratio <= 1.0 + 1e-9 for ratio in arm.slowdowns_over_slo)
+        assert len(arm.slowdowns_over_slo) == len(jobs)
+        assert kept / len(jobs) == arm.slo_attainment
+
+
+def test_group_sizes_never_count_more_jobs_than_there_are(
+    told: tuple[Comparison, PriceLedger], jobs: list[SimulatedJob]
+) -> None:
+    found, _ = told
+    for at in range(BINS):
+        here = sum(size * counts[at] for size, counts in enumerate(found.group_sizes, start=1))
+        assert here <= len(jobs)
+    assert max(found.group_sizes[1]) >= 1
+
+
+def test_a_searched_round_is_never_worse_than_the_round_robin(
+    told: tuple[Comparison, PriceLedger],
+) -> None:
+    orders = told[0].orders
+    assert orders is not None
+    assert orders.searched <= orders.round_robin
+    assert orders.largest_gain >= 1.0
+    assert 0 <= orders.theorem_holds <= orders.groups
+
+
+def test_only_what_is_to_be_recorded_is_and_the_rest_is_the_same(
+    jobs: list[SimulatedJob], told: tuple[Comparison, PriceLedger]
+) -> None:
+    again, ledger = compare(jobs, seed=4)
+    assert not ledger.events
+    assert told[1].events
+    assert again == told[0]
+
+
+def test_the_page_holds_four_pictures_and_loads_nothing(
+    told: tuple[Comparison, PriceLedger],
+) -> None:
+    shown = comparison_page(told[0])
+    pictures = re.findall(r"<svg.*?</svg>", shown, re.DOTALL)
+    assert len(pictures) == 4
+    for svg in pictures:
+        ET.fromstring(svg)
+    assert "Simulated, not measured" in shown
+    assert not re.search(r'(?:src|href)="(?!#)|@import|url\(', shown)
+
+
+def test_a_workload_of_ones_own_is_compared_and_its_events_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload, events, out = (tmp_path / name for name in ("w.csv", "e/events.jsonl", "out.json"))
+    lines = [f"j{at},{at * 500},40,300,100,0.08,375,143,1,1,400,1.5,1" for at in range(3)]
+    workload.write_text("\n".join((HEAD, *lines)) + "\n")
+    given = ["--workload", str(workload), "--events", str(events), "--json", str(out)]
+    with pytest.raises(SystemExit) as left:
+        main(["simulate", *given])
+    assert left.value.code == 0
+    assert "3 jobs" in capsys.readouterr().out
+    assert msgspec.json.decode(out.read_bytes(), type=Comparison).jobs == 3
+    written = [json.loads(line) for line in events.read_text().splitlines()]
+    assert {event["type"] for event in written} >= {"arrival", "placement", "phase_start"}
+    assert [event["t"] for event in written] == sorted(event["t"] for event in written)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--drift", "sideways"], "none, increasing, decreasing, mixed"),
+        (["--workload", "/nonexistent.csv"], "cannot be read"),
+    ],
+)
+def test_wrong_options_are_one_clear_line(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["simulate", *given])
+    assert left.value.code == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,90 @@
+"""Jobs with known durations under the permit policy, in virtual time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from harvester.contracts.ids import JobId
+from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.events import (
+    GrantPermit,
+    JobPlaced,
+    MissTurn,
+    PermitEffect,
+    PermitEvent,
+    PhaseEnded,
+    PhaseRequested,
+    RoundGiven,
+    TimePassed,
+)
+from scheduler.policy.phases.permits import PermitPolicy
+from scheduler.policy.phases.terms import JobTerms, PermitsConfig
+from tests.unit.scheduler.phases.said import ROLLOUT, TRAINING
+
+STEADY = PermitsConfig(lease_s=1e9, patience_s=0.5, warn_s=1e9)
+"""Nobody is silent and nobody is late, so that only turns decide."""
+
+
+@dataclass
+class Turning:
+    """Every job rolls out and trains for ever; `durations_s` are of both phases."""
+
+    placed: tuple[JobTerms, ...]
+    durations_s: Mapping[str, tuple[float, float]]
+    now: float = 0.0
+    grants: list[tuple[float, str, PhaseKind]] = field(default_factory=list)
+    missed: list[tuple[float, str, PhaseKind]] = field(default_factory=list)
+    trained: dict[str, int] = field(default_factory=dict)
+    _ends: list[tuple[float, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.policy = PermitPolicy(STEADY)
+        for terms in self.placed:
+            self.hear(JobPlaced(terms=terms))
+
+    def give_round(self, turns: str, patience_s: float) -> None:
+        self.hear(RoundGiven(turns=tuple(map(JobId, turns)), patience_s=patience_s))
+
+    def begin(self, *jobs: str) -> None:
+        for job in jobs:
+            self.hear(PhaseRequested(job=JobId(job), kind=ROLLOUT, holder=job))
+
+    def run(self, until_s: float) -> None:
+        while True:
+            due_s = self.policy.due_s()
+            if self._ends and self._ends[0][0] <= min(due_s, until_s):
+                self.now, job = heappop(self._ends)
+                self._end(job)
+            elif due_s <= until_s:
+                self.now = due_s
+                self.hear(TimePassed())
+            else:
+                self.now = until_s
+                return
+
+    def hear(self, event: PermitEvent) -> tuple[PermitEffect, ...]:
+        effects = self.policy.observe(event, now=self.now)
+        for effect in effects:
+            if isinstance(effect, GrantPermit):
+                self.grants.append((self.now, effect.job, effect.kind))
+                lasts_s = self.durations_s[effect.job][effect.kind is TRAINING]
+                heappush(self._ends, (self.now + lasts_s, effect.job))
+            elif isinstance(effect, MissTurn):
+                self.missed.append((self.now, effect.job, effect.kind))
+        return effects
+
+    def order(self, kind: PhaseKind = ROLLOUT) -> str:
+        return "".join(job for _, job, granted in self.grants if granted is kind)
+
+    def _end(self, job: str) -> None:
+        standing = self.policy.standing(JobId(job))
+        assert standing is not None
+        if not standing.holding:
+            return
+        if standing.kind is TRAINING:
+            self.trained[job] = self.trained.get(job, 0) + 1
+        self.hear(PhaseEnded(job=JobId(job), epoch=standing.epoch))
+        standing = self.policy.standing(JobId(job))
+        assert standing is not None
+        assert standing.kind is not None
+        self.hear(PhaseRequested(job=JobId(job), kind=standing.kind, holder=job))

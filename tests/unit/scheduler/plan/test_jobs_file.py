@@ -1,0 +1,80 @@
+"""`jobs.yaml`: every mistake is named by its field and its line."""
+
+from pathlib import Path
+
+import pytest
+
+from harvester.contracts.errors import ConfigError
+from scheduler.plan.jobs_file import read_jobs
+from scheduler.policy.model import Pool
+
+GOOD = """\
+nodes:
+  rollout: {type: h20, price_per_hour: 14.8, host_gb: 2000}
+  training: {type: h800, price_per_hour: 42.24, host_gb: 1000}
+jobs:
+  - id: first
+    slo: 1.5
+    host_gb: 400
+    rollout: {max_s: 500, mean_s: 400}
+    training: {max_s: 200}
+  - id: second
+    slo: 1.5
+    host_gb: 400
+    rollout: {max_s: 500}
+    training: {max_s: 200}
+"""
+
+
+def _file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "jobs.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_reads_jobs_nodes_and_prices(tmp_path: Path) -> None:
+    settings = read_jobs(_file(tmp_path, GOOD))
+    assert [job.id for job in settings.jobs] == ["first", "second"]
+    assert settings.types[Pool.TRAINING].host_bytes == 10**12
+    assert settings.jobs[0].as_job.phases[0].max_s == 500
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "said"),
+    [
+        ("slo: 1.5", "slo: 0.5", r"line 6: jobs\.0\.slo: Input should be greater"),
+        ("max_s: 200", "max_s: soon", r"line 9: jobs\.0\.training\.max_s: Input should be a valid"),
+        ("max_s: 200", "max_s: .nan", r"line 9: jobs\.0\.training\.max_s"),
+        ("id: second", "id: ../second", r"line 10: jobs\.1\.id: String should match"),
+        ("id: second", "id: first", r"line 10: jobs\.1\.id: first is the name of jobs\.0 too"),
+        ("host_gb: 400", "host_gb: 1500", r"line 7: jobs\.0\.host_gb: 1500 GB do not fit on a tr"),
+        ("mean_s: 400", "mean_s: 600", r"line 8: jobs\.0\.rollout\.mean_s: 600 is more than max_s"),
+        ("slo: 1.5", "slow: 1.5", r"line 6: jobs\.0\.slow: Extra inputs"),
+        ("type: h800", "type: h20", r"line 3: nodes\.training\.type"),
+        ("nodes:", "nodes: [", "line 3: not YAML"),
+    ],
+)
+def test_names_the_field_and_its_line(tmp_path: Path, wrong: str, right: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_jobs(_file(tmp_path, GOOD.replace(wrong, right, 1)))
+
+
+def test_names_every_mistake_at_once(tmp_path: Path) -> None:
+    text = GOOD.replace("slo: 1.5", "slo: 0")
+    with pytest.raises(ConfigError, match=r"jobs\.0\.slo.*jobs\.1\.slo"):
+        read_jobs(_file(tmp_path, text))
+
+
+def test_a_curve_rises(tmp_path: Path) -> None:
+    text = GOOD.replace("slo: 1.5", "slo: 1.5\n    responses: [[0.5, 0.8], [0.4, 0.9]]", 1)
+    with pytest.raises(ConfigError, match=r"line 7: jobs\.0\.responses: both numbers must rise"):
+        read_jobs(_file(tmp_path, text))
+
+
+def test_a_bound_on_the_jobs_and_on_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="larger than"):
+        read_jobs(_file(tmp_path, GOOD + "# " + "x" * (1 << 20)))
+    job = GOOD[GOOD.index("  - id: second") :]
+    many = GOOD + "".join(job.replace("second", f"job{at}") for at in range(200))
+    with pytest.raises(ConfigError, match=r"jobs: Tuple should have at most 200"):
+        read_jobs(_file(tmp_path, many))

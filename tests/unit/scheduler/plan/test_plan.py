@@ -1,0 +1,199 @@
+"""A plan of given jobs: who shares what, why, and what is promised."""
+
+import io
+import itertools
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from harvester.cli import main
+from scheduler.plan.document import Plan
+from scheduler.plan.drafting import draft
+from scheduler.plan.jobs_file import PlanSettings
+from scheduler.plan.printed import printed
+from scheduler.plan.report import plan_page
+from scheduler.policy.model import PhaseKind
+
+
+def job(name: str, rollout_s: float, training_s: float, **more: Any) -> dict[str, Any]:
+    return {
+        "id": name,
+        "slo": 1.6,
+        "host_gb": 400,
+        "rollout": {"max_s": rollout_s / 0.8, "mean_s": rollout_s, "cv": 0.05},
+        "training": {"max_s": training_s / 0.8, "mean_s": training_s, "cv": 0.05},
+    } | more
+
+
+def settings(*jobs: dict[str, Any], rollout: Any = None, training: Any = None) -> PlanSettings:
+    return PlanSettings.model_validate(
+        {
+            "nodes": {
+                "rollout": {"type": "h20", "price_per_hour": 15, "host_gb": 1000, "count": rollout},
+                "training": {
+                    "type": "h800",
+                    "price_per_hour": 40,
+                    "host_gb": 1000,
+                    "count": training,
+                },
+            },
+            "jobs": jobs,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def pair() -> Plan:
+    return draft(settings(job("a", 300, 200), job("b", 250, 250)))
+
+
+def test_two_jobs_that_fit_share_a_group_at_the_price_of_one(pair: Plan) -> None:
+    (group,) = pair.groups
+    assert {one.job for one in group.jobs} == {"a", "b"}
+    assert (pair.price_per_hour, pair.dedicated_per_hour) == (55, 110)
+    assert pair.nodes == {"h20": 1, "h800": 1}
+    assert all(one.promise.bound <= one.promise.slo for one in group.jobs)
+    assert group.bound_by == min(group.jobs, key=lambda one: one.promise.slack).job
+
+
+def test_nodes_of_its_own_are_an_alternative_at_their_price(pair: Plan) -> None:
+    for one in pair.groups[0].jobs:
+        (alone,) = [each for each in one.alternatives if each.kind == "new isolated group"]
+        assert (alone.change_per_hour, alone.admitted, alone.beside) == (55, True, ())
+
+
+def test_the_picture_shows_no_node_twice_and_every_phase(pair: Plan) -> None:
+    (group,) = pair.groups
+    for node in group.nodes:
+        whole = sorted(
+            (bar.start_s, bar.end_s) for bar in group.bars if bar.node == node.node and not bar.tail
+        )
+        assert all(before[1] <= after[0] + 1e-6 for before, after in itertools.pairwise(whole))
+    seen = {(bar.job, bar.phase) for bar in group.bars}
+    assert seen == {(name, phase) for name in ("a", "b") for phase in PhaseKind}
+    assert all(0 <= bar.start_s <= bar.end_s <= group.meta_iteration_s for bar in group.bars)
+
+
+def test_memory_keeps_apart_what_time_would_not() -> None:
+    plan = draft(settings(job("a", 300, 200, host_gb=600), job("b", 250, 250, host_gb=600)))
+    assert len(plan.groups) == 2
+    (first, *_) = plan.groups[0].jobs
+    assert any("host memory" in each.reason for each in first.alternatives if not each.admitted)
+    assert all(node.used_gb <= node.host_gb for group in plan.groups for node in group.nodes)
+
+
+def test_a_refused_place_names_the_slo_that_would_not_hold() -> None:
+    plan = draft(settings(job("a", 200, 400, slo=1.05), job("b", 200, 400, slo=1.05)))
+    assert plan.nodes["h800"] == 2
+    reasons = [
+        each.reason
+        for group in plan.groups
+        for one in group.jobs
+        for each in one.alternatives
+        if not each.admitted
+    ]
+    assert any(
+        re.search(r"[ab] would be slowed \d\.\d\d times, its SLO is 1\.05", r) for r in reasons
+    )
+
+
+def test_who_finds_no_node_says_which_are_missing() -> None:
+    tight = [job(name, 200, 400, slo=1.05) for name in "abc"]
+    plan = draft(settings(*tight, rollout=2, training=2))
+    assert [(one.job, "1 h800 of which 0 are free" in one.reason) for one in plan.unplaced] == [
+        ("c", True)
+    ]
+    assert plan.nodes["h800"] == 2
+
+
+def test_a_supply_is_kept_also_where_more_nodes_would_be_chosen() -> None:
+    # Alone on a third rollout node c would fit by price; with two it goes where it is admitted.
+    jobs = [job("a", 100, 300), job("b", 100, 300), job("c", 100, 100, slo=3.0)]
+    plan = draft(settings(*jobs, rollout=2, training=2))
+    assert plan.nodes["h20"] <= 2
+    assert plan.nodes["h800"] <= 2
+    assert not plan.unplaced
+
+
+def test_a_job_that_nothing_is_known_of_is_planned_with_more_doubt() -> None:
+    known = draft(settings(job("a", 300, 200), job("b", 250, 250)))
+    unknown = {"max_s": 375}
+    doubtful = draft(settings(job("a", 300, 200), job("b", 250, 250, rollout=unknown)))
+    spread = [
+        max(one.promise.bound - one.promise.mean for group in plan.groups for one in group.jobs)
+        for plan in (known, doubtful)
+    ]
+    assert spread[1] > spread[0]
+
+
+def test_of_unequal_cycles_the_searched_round_gains() -> None:
+    # By memory on rollout nodes of their own, and sharing what trains.
+    plan = draft(settings(job("short", 80, 60, slo=1.9), job("long", 700, 120, slo=1.9)))
+    order = next(group.order for group in plan.groups if len(group.jobs) == 2)
+    assert order.turns.count("short") > order.turns.count("long")
+    assert order.gain > 1.2
+    assert order.searched < order.round_robin
+
+
+def test_terminal_and_page_show_every_job_and_the_page_loads_nothing(pair: Plan) -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(printed(pair, width=100))
+    shown = console.export_text()
+    html = plan_page(pair, title="a <plan>")
+    for name in ("group-1", "h20-1", "h800-1", "new isolated group"):
+        assert name in shown
+        assert name in html
+    assert "a &lt;plan&gt;" in html
+    assert not re.search(r'(?:src|href)="(?!#)|@import|url\(', html)
+    for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
+        ET.fromstring(svg)
+
+
+def test_the_example_is_planned_written_and_drawn(
+    repository_examples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "plan.json", tmp_path / "deep" / "plan.html"
+    with pytest.raises(SystemExit) as left:
+        main(
+            [
+                "plan",
+                str(repository_examples / "jobs.yaml"),
+                "--json",
+                str(out),
+                "--html",
+                str(page),
+            ]
+        )
+    assert left.value.code == 0
+    plan = msgspec.json.decode(out.read_bytes(), type=Plan)
+    assert {one.job for group in plan.groups for one in group.jobs} == {
+        "math-7b",
+        "code-14b",
+        "tools-7b",
+        "agent-32b",
+    }
+    assert plan.price_per_hour < plan.dedicated_per_hour
+    assert "agent-32b" in capsys.readouterr().out
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_wrong_file_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "jobs.yaml"
+    path.write_text("jobs: []\n")
+    with pytest.raises(SystemExit) as left:
+        main(["plan", str(path)])
+    assert left.value.code == 2
+    assert "line 1: jobs" in capsys.readouterr().err
+
+
+def test_without_any_node_everybody_is_named_and_nothing_costs() -> None:
+    plan = draft(settings(job("a", 300, 200), rollout=0))
+    assert (plan.groups, plan.price_per_hour) == ((), 0)
+    assert [one.job for one in plan.unplaced] == ["a"]
+    assert "1 h20 of which 0 are free" in plan.unplaced[0].reason
+    assert "No place found" in plan_page(plan, title="none")
