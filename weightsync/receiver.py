@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError
+from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.adapter import Base, check_base
 from weightsync.bits import Layout
@@ -104,7 +104,13 @@ class Receiver:
         if ref not in self._steps:
             if len(self._steps) >= MAX_REMEMBERED_STEPS:
                 self._steps.clear()
-            manifest = self._store.manifest(ref)
+            try:
+                manifest = self._store.manifest(ref)
+            except Stale:
+                # An object store shows an anchor that is still being written.
+                if ref.kind is Kind.ANCHOR:
+                    return None
+                raise
             self._steps[ref] = Step(ref, manifest, self._store.size_bytes(ref, manifest))
         return self._steps[ref]
 

@@ -8,6 +8,7 @@
 Readers believe a directory of ours only when READY is in it. Never writes anything.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +96,7 @@ class Store:
             raise Corrupt(f"{self}/{ref.directory} is not a full checkpoint")
         return manifest
 
-    def full_versions(self) -> frozenset[WeightVersion]:
+    def full_versions(self, refs: Iterable[VersionRef]) -> frozenset[WeightVersion]:
         """Versions that need no other one; unreadable directories are left out."""
 
         def is_full(ref: VersionRef) -> bool:
@@ -104,7 +105,7 @@ class Store:
             except RoseMuxError:
                 return False
 
-        return frozenset(ref.version for ref in self.refs() if is_full(ref))
+        return frozenset(ref.version for ref in refs if is_full(ref))
 
     def size_bytes(self, ref: VersionRef, manifest: Manifest) -> int:
         """What a receiver reads to take this version."""

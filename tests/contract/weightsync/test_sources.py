@@ -14,6 +14,7 @@ import fsspec
 import pytest
 import safetensors.torch
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
@@ -345,7 +346,7 @@ def test_an_object_store_that_fails_is_asked_again_and_then_given_up(
         asked += 1
         raise OSError("throttled")
 
-    monkeypatch.setattr(type(source._fs), "cat_file", failing)
+    monkeypatch.setattr(LocalFileSystem, "cat_file", failing)
     with pytest.raises(Exception, match="throttled; gave up"):
         source.read_range(SHARD, 0, memoryview(bytearray(8)))
     assert asked == 3
