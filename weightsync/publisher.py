@@ -34,7 +34,7 @@ from weightsync.writable_store import writable_store
 
 MAX_ANCHOR_EVERY = 25
 IN_FLIGHT_BYTES = 64 << 20
-SHARD_BYTES = 64 << 20
+SHARD_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
