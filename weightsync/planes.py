@@ -30,20 +30,22 @@ def planes_payload(old: Bits, new: Bits, *, head: bytes) -> bytes | memoryview:
         kernels.write_planes(old, new, rows)
         packed = map(pack_stream, rows)
         return b"".join((head, *(part for row in packed for part in (varint(len(row)), row))))
-    payload = LargePayload(len(head) + old.itemsize * (old.size + _PREFIX_BYTES))
-    payload.append(head)
-    packers = [StreamPacker(plane, raw_bytes=old.size) for plane in range(old.itemsize)]
+    payload = LargePayload(old.itemsize * (old.size + _PREFIX_BYTES))
+    streams = [payload, *(LargePayload(old.size) for _ in range(old.itemsize - 1))]
+    packers = [StreamPacker(k, into, raw_bytes=old.size) for k, into in enumerate(streams)]
     for rows in _rows(old, new):
         for packer, row in zip(packers, rows, strict=True):
             packer.take(row)
-    for plane in range(old.itemsize):
-        stream = packers.pop(0).finish()
-        payload.append(varint(old.size if stream is None else len(stream)))
-        if stream is not None:
-            payload.append(stream)
-            continue
-        for rows in _rows(old, new):
-            payload.append(rows[plane].data)
+    for plane, packer in enumerate(packers):
+        stream = streams.pop(0)
+        if not packer.finish():
+            for rows in _rows(old, new):
+                stream.append(rows[plane].data)
+        if stream is payload:
+            payload.prepend(head + varint(len(stream)))
+        else:
+            payload.append(varint(len(stream)))
+            payload.append(stream.view())
     return payload.view()
 
 

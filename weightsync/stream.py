@@ -50,24 +50,26 @@ def pack_stream(raw: Bytes) -> bytes:
 class StreamPacker:
     """`pack_stream` of bytes that come run after run; one at a time for each `number` below 8."""
 
-    def __init__(self, number: int, *, raw_bytes: int) -> None:
-        self._into = _codecs.packers[number].compressobj()
-        # What is not smaller is stored as it is.
-        self._packed: LargePayload | None = LargePayload(raw_bytes - 1)
+    def __init__(self, number: int, into: LargePayload, *, raw_bytes: int) -> None:
+        self._packing = _codecs.packers[number].compressobj()
+        self._into = into
+        self._raw_bytes = raw_bytes
+        self._is_smaller = True
 
     def take(self, raw: Bytes) -> None:
-        self._keep(self._into.compress(raw.data))
+        self._keep(self._packing.compress(raw.data))
 
-    def finish(self) -> memoryview | None:
-        """None where it is not smaller than what it was made of."""
-        self._keep(self._into.flush())
-        return None if self._packed is None else self._packed.view()
+    def finish(self) -> bool:
+        """Whether it is smaller than what it was made of; else nothing is in `into`."""
+        self._keep(self._packing.flush())
+        return self._is_smaller
 
     def _keep(self, piece: bytes) -> None:
-        if self._packed is not None and self._packed.fits(piece):
-            self._packed.append(piece)
+        if self._is_smaller and len(self._into) + len(piece) < self._raw_bytes:
+            self._into.append(piece)
         else:
-            self._packed = None
+            self._is_smaller = False
+            self._into.clear()
 
 
 class StreamReader:
