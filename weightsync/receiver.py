@@ -77,6 +77,11 @@ class Receiver:
         """The newest published version; None before the first one."""
         return self._store.latest()
 
+    @property
+    def announces(self) -> bool:
+        """Whether `newer` is told of the next version, and need not look again and again."""
+        return self._store.announces
+
     def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
         """The newest version once it is not `than` any more; None where that takes too long.
 

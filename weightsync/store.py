@@ -55,6 +55,11 @@ class Store:
         """Whether each look at it is a round trip."""
         return self._source.streams > 1
 
+    @property
+    def announces(self) -> bool:
+        """Whether `newer` is told of the next version, and need not look again and again."""
+        return self._source.announces
+
     def close(self) -> None:
         self._source.close()
 
