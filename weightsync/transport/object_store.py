@@ -1,7 +1,7 @@
 """A store in whatever fsspec opens: S3, GCS, HDFS, its own memory.
 
 There a directory cannot be renamed in one piece, so files of an unfinished version may be seen:
-that READY is written after them and LATEST after READY is all that a reader goes by.
+that its index is put after them and LATEST after the index is all that a reader goes by.
 """
 
 from harvester.contracts.clock import Clock, MonotonicClock

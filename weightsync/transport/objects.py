@@ -148,6 +148,8 @@ class Objects:
                 raise ConfigError(f"no right to {right} {self._url}: {error}") from error
             except Exception as error:
                 # Each implementation raises what its own client library does.
+                if "Credentials" in type(error).__name__:
+                    raise ConfigError(f"no credentials for {self._url}: {error}") from error
                 raise Interrupted(f"{self._url}: {type(error).__name__}: {error}") from error
 
         return persist(attempt, patience, clock=self._clock)
@@ -155,7 +157,10 @@ class Objects:
 
 def _pieces(chunks: Iterable[Any]) -> Iterator[memoryview]:
     for chunk in chunks:
-        view = memoryview(chunk).cast("B")
+        view = memoryview(chunk)
+        if not view.nbytes:
+            continue
+        view = view.cast("B")
         for at in range(0, len(view), _PIECE_BYTES):
             yield view[at : at + _PIECE_BYTES]
 
