@@ -27,7 +27,9 @@ HASTY = Access(
 
 
 @contextmanager
-def running(app_of: Callable[[], tuple[web.Application, Shelf | None]]) -> Iterator[str]:
+def running(
+    app_of: Callable[[], tuple[web.Application, Shelf | None]], *, port: int = 0
+) -> Iterator[str]:
     """The URL of an application that is made and served in a thread."""
     loop = asyncio.new_event_loop()
     url: list[str] = []
@@ -39,7 +41,7 @@ def running(app_of: Callable[[], tuple[web.Application, Shelf | None]]) -> Itera
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
         url.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
         up.set()
         await stop.wait()
@@ -66,12 +68,13 @@ def served(
     token: bytes | None = None,
     limits: ServingLimits | None = None,
     metrics: TransferMetrics | None = None,
+    port: int = 0,
 ) -> Iterator[str]:
     def app() -> tuple[web.Application, Shelf]:
         shelf = SourceShelf(StoreRoot(root))
         return WeightServer(shelf, token=token, limits=limits, metrics=metrics).app(), shelf
 
-    with running(app) as url:
+    with running(app, port=port) as url:
         yield url
 
 

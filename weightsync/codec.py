@@ -29,9 +29,16 @@ from weightsync.delta import (
     XorDelta,
     checked_apply,
 )
+from weightsync.planes import apply_planes_payload, planes_payload
 from weightsync.scan import GAP_ESCAPE
 from weightsync.sparse import SparseStreams, compared
-from weightsync.stream import pack_frame, pack_stream, unpack_frame, unpack_stream
+from weightsync.stream import (
+    pack_frame,
+    pack_stream,
+    read_stream,
+    unpack_frame,
+    unpack_stream,
+)
 from weightsync.varint import PayloadReader, varint
 
 
@@ -45,7 +52,7 @@ class Encoding(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Encoded:
     encoding: Encoding
-    payload: bytes
+    payload: bytes | memoryview
     changed: int
     """Elements that differ."""
     digest: str
@@ -65,8 +72,8 @@ _GUESS_RUN_ELEMENTS = 32
 """A guess at the share of changed elements looks at so many runs of neighbours: single elements
 from all over would read all of a tensor's cache lines."""
 _SAMPLE_ELEMENTS = 1 << 16
-_WORTH_A_TRY = 1.2
-"""A sample's size may be off by so much."""
+_SAMPLES = 8
+_RUN_ELEMENTS = _SAMPLE_ELEMENTS // _SAMPLES
 OVERWRITE_BELOW_CHANGES = 16
 """`overwrite` spends 4 bytes on a position, but its header is shorter than ours."""
 
@@ -79,14 +86,23 @@ def encode(old: Bits, new: Bits) -> Encoded | None:
     changed = streams.changed
     if changed == 0:
         return None
-    candidates = [(Encoding.ROSEMUX, _encode_sparse(old, streams))]
+    encoding, digest = Encoding.ROSEMUX, streams.digest
+    payload: bytes | memoryview = _encode_sparse(old, streams)
+    # One after another: at most two of them are there at once.
     if changed > PLANES_ABOVE_RATIO * old.size:
-        candidates.append((Encoding.ROSEMUX, _encode_planes(old, new)))
-        candidates.append((Encoding.DENSE, encode_dense(new)))
+        del streams
+        payload = min(payload, _encode_planes(old, new), key=len)
+        encoding, payload = _smaller(encoding, payload, Encoding.DENSE, encode_dense(new))
     if changed < OVERWRITE_BELOW_CHANGES and bytes_of(old).size < 1 << 32:
-        candidates.append((Encoding.OVERWRITE, encode_overwrite(old, new)))
-    encoding, payload = min(candidates, key=lambda candidate: len(candidate[1]))
-    return Encoded(encoding, payload, changed, streams.digest)
+        overwrite = encode_overwrite(old, new)
+        encoding, payload = _smaller(encoding, payload, Encoding.OVERWRITE, overwrite)
+    return Encoded(encoding, payload, changed, digest)
+
+
+def _smaller(
+    first: Encoding, payload: bytes | memoryview, other: Encoding, others: bytes
+) -> tuple[Encoding, bytes | memoryview]:
+    return (other, others) if len(others) < len(payload) else (first, payload)
 
 
 def _mostly_changed(old: Bits, new: Bits) -> bool:
@@ -97,15 +113,17 @@ def _mostly_changed(old: Bits, new: Bits) -> bool:
 
 
 def _encode_everything(old: Bits, new: Bits) -> Encoded:
-    planes = _encode_planes(old, new)
-    candidates = [(Encoding.ROSEMUX, planes)]
-    middle = slice(old.size // 2, old.size // 2 + _SAMPLE_ELEMENTS)
-    share = len(encode_dense(new[middle])) / _SAMPLE_ELEMENTS
-    if share * old.size < _WORTH_A_TRY * len(planes):
-        candidates.append((Encoding.DENSE, encode_dense(new)))
-    encoding, payload = min(candidates, key=lambda candidate: len(candidate[1]))
-    changed = kernels.count_changes(old, new)
-    return Encoded(encoding, payload, changed, state_hash.digest_of(new))
+    """What samples say is smaller: of a large tensor both would be much to hold."""
+    changed, digest = kernels.count_changes(old, new), state_hash.digest_of(new)
+    planes_bytes = dense_bytes = 0
+    for part in range(_SAMPLES):
+        start = part * (old.size - _RUN_ELEMENTS) // (_SAMPLES - 1)
+        run = slice(start, start + _RUN_ELEMENTS)
+        planes_bytes += len(_encode_planes(old[run], new[run]))
+        dense_bytes += len(encode_dense(new[run]))
+    if dense_bytes < planes_bytes:
+        return Encoded(Encoding.DENSE, encode_dense(new), changed, digest)
+    return Encoded(Encoding.ROSEMUX, _encode_planes(old, new), changed, digest)
 
 
 def encode_as(encoding: Encoding, old: Bits, new: Bits) -> Encoded | None:
@@ -177,11 +195,9 @@ def _encode_sparse(old: Bits, found: SparseStreams) -> bytes:
     )
 
 
-def _encode_planes(old: Bits, new: Bits) -> bytes:
-    planes = np.empty((old.itemsize, old.size), dtype=np.uint8)
-    kernels.write_planes(old, new, planes)
+def _encode_planes(old: Bits, new: Bits) -> bytes | memoryview:
     head = bytes((FORMAT, _PLANES, old.itemsize)) + varint(old.size)
-    return head + b"".join(map(_stream, planes))
+    return planes_payload(old, new, head=head)
 
 
 def _stream(raw: Bytes) -> bytes:
@@ -210,8 +226,23 @@ def _decode_overwrite(payload: memoryview, spec: TensorSpec) -> OverwriteDelta:
     return OverwriteDelta(spec.elements, positions, raw[4 + 4 * count :])
 
 
-def _decode_rosemux(payload: memoryview, spec: TensorSpec) -> Delta:
-    reader = PayloadReader(payload)
+def apply_own(encoding: Encoding, payload: memoryview, spec: TensorSpec, bits: Bits) -> None:
+    """Changes bits by a payload of our own making, with less memory than a delta of it would need.
+
+    Raises Corrupt, and then the bits are in doubt.
+    """
+    if encoding is Encoding.DENSE:
+        read_stream(payload, spec.size_bytes).read_into(bytes_of(bits))
+        return
+    if encoding is Encoding.ROSEMUX:
+        reader = PayloadReader(payload)
+        if _rosemux_layout(reader, spec) == _PLANES:
+            apply_planes_payload(reader, bits)
+            return
+    checked_apply(decode(encoding, payload, spec), bits)
+
+
+def _rosemux_layout(reader: PayloadReader, spec: TensorSpec) -> int:
     version, layout, width = reader.take(3)
     if version != FORMAT or layout not in {_SPARSE, _PLANES}:
         raise Corrupt(f"rosemux: format {version}, layout {layout} are not known here")
@@ -221,6 +252,12 @@ def _decode_rosemux(payload: memoryview, spec: TensorSpec) -> Delta:
             f"rosemux: payload for {elements} elements of {width} bytes, tensor of "
             f"{spec.elements} elements of {spec.width_bytes} bytes"
         )
+    return layout
+
+
+def _decode_rosemux(payload: memoryview, spec: TensorSpec) -> Delta:
+    reader = PayloadReader(payload)
+    layout, elements, width = _rosemux_layout(reader, spec), spec.elements, spec.width_bytes
     delta: Delta
     if layout == _PLANES:
         delta = PlanesDelta(np.stack([_read(reader, elements) for _ in range(width)]))

@@ -27,6 +27,8 @@ weights.command()(serve)
 weights.command()(relay)
 weights.command(name="ls")(list_stores)
 
+_WAIT_S = 30.0
+"""For a server to tell of the next version: as long as one of ours holds a question back."""
 _PASSING = (Corrupt, Exhausted, PeerProtocolError, Stale)
 """What a publisher, a disk or a relay may mend without us."""
 
@@ -48,7 +50,10 @@ def pull(
     watch: Annotated[
         bool, typer.Option("--watch", help="Follow the newest version until interrupted.")
     ] = False,
-    every: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks.")] = 1.0,
+    every: Annotated[
+        float,
+        typer.Option(min=0.01, help="Seconds between two looks, where no server tells of changes."),
+    ] = 1.0,
     threads: Annotated[int, typer.Option(min=1, max=256)] = 2,
 ) -> None:
     """Bring a local checkpoint directory to a published version, and keep it there.
@@ -81,11 +86,11 @@ def _follow(follower: "CheckpointFollower", *, every_s: float) -> None:
     complaint = ""
     while True:
         try:
-            newest = follower.newest()
-            held = follower.held
-            if newest is not None and (held is None or held.version != newest):
+            if follower.newer(wait_s=_WAIT_S) is not None:
                 typer.echo(_told(follower.pull()))
             complaint = ""
+            if follower.announces:
+                continue
         except _PASSING as error:
             if str(error) != complaint:
                 complaint = str(error)

@@ -6,7 +6,6 @@ a file becomes, never what an entry holds.
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from weightsync.agreement import Shard
@@ -15,15 +14,14 @@ from weightsync.codec import Encoded, Encoding
 from weightsync.manifest import FileRecord
 from weightsync.shard import ShardTensor, shard_chunks
 from weightsync.state_hash import new_digest
-from weightsync.store_writer import FileWriter
+from weightsync.store_writer import Draft
 
 
 class ShardFiles:
     """Names files after the rank, so that ranks share a directory; rank 0 gives the final names."""
 
-    def __init__(self, directory: Path, write: FileWriter, *, rank: int, limit_bytes: int) -> None:
-        self._directory = directory
-        self._write = write
+    def __init__(self, draft: Draft, *, rank: int, limit_bytes: int) -> None:
+        self._draft = draft
         self._rank = rank
         self._limit_bytes = limit_bytes
         self._open: dict[str, tuple[Encoded, str]] = {}
@@ -41,17 +39,22 @@ class ShardFiles:
         """Every file of the delta; none where nothing changed."""
         if self._open:
             self._flush()
+        self._draft.settle()
         return self._done
 
     def write_full(
         self, tensors: Mapping[str, ShardTensor], digests: Mapping[str, str]
     ) -> list[Shard]:
-        """One file with dense tensors; none where this rank has no entries."""
-        if not tensors:
-            return []
-        checksums = {entry: digests[entry] for entry in tensors}
-        self._done.append(self._written(tensors, checksums, dict.fromkeys(tensors, Encoding.DENSE)))
-        return self._done
+        """Files of dense tensors; none where this rank has no entries."""
+        contents = {
+            self._name(number): _Content(group, {entry: digests[entry] for entry in group})
+            for number, group in enumerate(_groups(tensors, self._draft.full_file_bytes), 1)
+        }
+        self._draft.write_all(contents)
+        return [
+            Shard(name, content.record, dict.fromkeys(content.tensors, Encoding.DENSE))
+            for name, content in contents.items()
+        ]
 
     def _flush(self) -> None:
         entries = sorted(self._open.items())
@@ -63,21 +66,42 @@ class ShardFiles:
         encodings = {entry: encoded.encoding for entry, (encoded, _) in entries}
         self._open = {}
         self._open_bytes = 0
-        self._done.append(self._written(tensors, checksums, encodings))
+        name, content = self._name(len(self._done) + 1), _Content(tensors, checksums)
+        self._draft.write(name, content)
+        self._done.append(Shard(name, content.record, encodings))
 
-    def _written(
-        self,
-        tensors: Mapping[str, ShardTensor],
-        checksums: Mapping[str, str],
-        encodings: dict[str, Encoding],
-    ) -> Shard:
-        name = f"rank-{self._rank:05d}-{len(self._done) + 1:05d}.safetensors"
-        whole = new_digest()
+    def _name(self, number: int) -> str:
+        return f"rank-{self._rank:05d}-{number:05d}.safetensors"
 
-        def hashed() -> Iterator[Any]:
-            for chunk in shard_chunks(tensors, checksums):
-                whole.update(chunk)
-                yield chunk
 
-        size = self._write(self._directory / name, hashed())
-        return Shard(name, FileRecord(size, whole.hexdigest()), encodings)
+class _Content:
+    """A file's bytes, the same in each iteration; `record` is theirs after the first."""
+
+    def __init__(self, tensors: Mapping[str, ShardTensor], checksums: Mapping[str, str]) -> None:
+        self.tensors = tensors
+        self.record = FileRecord(0, "")
+        self._checksums = checksums
+
+    def __iter__(self) -> Iterator[Any]:
+        whole, size = new_digest(), 0
+        for chunk in shard_chunks(self.tensors, self._checksums):
+            whole.update(chunk)
+            size += memoryview(chunk).nbytes
+            yield chunk
+        self.record = FileRecord(size, whole.hexdigest())
+
+
+def _groups(
+    tensors: Mapping[str, ShardTensor], limit_bytes: int
+) -> Iterator[dict[str, ShardTensor]]:
+    """In order, each up to the limit, or one that is larger by itself."""
+    group: dict[str, ShardTensor] = {}
+    left = limit_bytes
+    for entry, tensor in tensors.items():
+        if group and tensor.spec.size_bytes > left:
+            yield group
+            group, left = {}, limit_bytes
+        group[entry] = tensor
+        left -= tensor.spec.size_bytes
+    if group:
+        yield group

@@ -107,6 +107,19 @@ class CheckpointFollower:
         """The newest published version; None before the first one."""
         return self._receiver.latest()
 
+    def newer(self, *, wait_s: float) -> WeightVersion | None:
+        """The newest version, where it is not the one that is held; None where there is none.
+
+        Waits for it up to `wait_s` where the source tells of it; other sources are looked at once.
+        """
+        held = None if self.held is None else self.held.version
+        return self._receiver.newer(held, wait_s=wait_s if self.announces else 0.0)
+
+    @property
+    def announces(self) -> bool:
+        """Whether `newer` waits."""
+        return self._receiver.announces
+
     def pull(self, version: WeightVersion | None = None) -> Pulled:
         """Brings the directory to `version`, or to the newest one.
 

@@ -14,9 +14,8 @@ import msgspec
 from harvester.contracts.errors import ConfigError, RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from weightsync.bits import Bits, Bytes, TensorSpec, checked_spec
-from weightsync.codec import Encoding, decode
+from weightsync.codec import Encoding, apply_own
 from weightsync.copy_memory import CopyMemory, MappedFile
-from weightsync.delta import checked_apply
 from weightsync.intake import Intake, Piece
 from weightsync.shard import ShardHeader, shard_data, shard_header
 from weightsync.slices import SliceRecord
@@ -138,8 +137,7 @@ class LastPublished:
 
             def move(entry: str, data: Bytes = shard, header: ShardHeader = header) -> None:
                 payload = shard_data(data, header, entry).data
-                delta = decode(encodings[entry], payload, self._specs[entry])
-                checked_apply(delta, self._bits[entry])
+                apply_own(encodings[entry], payload, self._specs[entry], self._bits[entry])
 
             list(pool.map(move, (entry for entry in header.layout if entry in self._bits)))
 

@@ -3,20 +3,21 @@
     publisher = Publisher("/weights/job-a")
     published = publisher.publish(model.state_dict())
 
-A sharded trainer does the same on every rank, with `rank=` and `ranks=`: each writes its own slices
-and nobody gathers. The publisher compares with its own copy of what it published last, never with
-what a trainer says has changed, and moves that copy only after the new version is in the store.
+The store is a directory, or a URL of an object store (`s3://bucket/weights/job-a`). A sharded
+trainer does the same on every rank, with `rank=` and `ranks=`: each writes its own slices and
+nobody gathers. The publisher compares with its own copy of what it published last, never with what
+a trainer says has changed, and moves that copy only after the new version is in the store.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, RoseMuxError
+from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from weightsync.adapter import Adapter
 from weightsync.agreement import Anchored, Order, Outcome, Settled, Written
@@ -26,13 +27,14 @@ from weightsync.intake import Intake, State
 from weightsync.last_published import LastPublished
 from weightsync.ranks import Alone, Conversation, Ranks, RanksByFiles
 from weightsync.share import Share
-from weightsync.store import Kind, Store, VersionRef
-from weightsync.store_writer import FileWriter, StoreWriter, begun, refusing, write_durably
+from weightsync.store import Kind, VersionRef
+from weightsync.store_writer import Draft, FileWriter, WritableStore, write_durably
 from weightsync.version_writer import VersionWriter
+from weightsync.writable_store import writable_store
 
 MAX_ANCHOR_EVERY = 25
 IN_FLIGHT_BYTES = 64 << 20
-SHARD_BYTES = 64 << 20
+SHARD_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +61,14 @@ class Publisher:
     `encoding`: ROSEMUX takes the smallest encoding per tensor; XOR and OVERWRITE write what readers
     of the shared layout understand. `copy_dir`: a directory of this machine for a copy that
     outlives the process. `adapter`: the store holds LoRA adapters of that base. `rank_timeout_s`:
-    how long rank 0 waits for the slowest rank.
+    how long rank 0 waits for the slowest rank. `ranks_dir`: a directory that every rank reaches, to
+    agree in; the store's own unless that is an object store. `write`: how files of a directory are
+    written.
     """
 
     def __init__(
         self,
-        store_dir: Path | str,
+        store: Path | str | WritableStore,
         *,
         anchor_every: int = MAX_ANCHOR_EVERY,
         keep_versions: int = 50,
@@ -76,6 +80,7 @@ class Publisher:
         rank: int = 0,
         ranks: int = 1,
         rank_timeout_s: float = 600.0,
+        ranks_dir: Path | str | None = None,
         in_flight_bytes: int = IN_FLIGHT_BYTES,
         shard_bytes: int = SHARD_BYTES,
         clock: Clock | None = None,
@@ -84,19 +89,23 @@ class Publisher:
         _check(anchor_every, keep_versions, threads, rank, ranks, encoding)
         if encoding is Encoding.ROSEMUX:
             warm_up()
-        self._root = Path(store_dir)
+        copies = None if copy_dir is None else Path(copy_dir)
+        self._store = (
+            writable_store(store, write=write, spool_dir=copies)
+            if isinstance(store, Path | str)
+            else store
+        )
         self._adapter = adapter
         self._clock = clock or MonotonicClock()
         self._steps = 0
         self._lead: VersionWriter | None = None
-        self._root.mkdir(parents=True, exist_ok=True)
+        words = _ranks_dir(self._store, ranks, ranks_dir)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-publish")
         with ExitStack() as undo:
             if rank == 0:
-                writer = StoreWriter(self._root, write=write)
+                writer = self._store.writer()
                 undo.callback(writer.close)
                 self._lead = VersionWriter(
-                    self._root,
                     writer,
                     anchor_every=anchor_every,
                     keep_versions=keep_versions,
@@ -104,16 +113,16 @@ class Publisher:
                     encoding=encoding,
                     adapter=adapter,
                 )
-            self._copy = self._opened_copy(copy_dir, rank)
+            self._copy = self._opened_copy(copies, rank)
             undo.pop_all()
-        self._ranks = _agreeing(self._root, rank, ranks, rank_timeout_s, self._clock)
+        # Only now: rank 0 clears what an earlier trainer's ranks said.
+        self._ranks = _agreeing(words, rank, ranks, rank_timeout_s, self._clock)
         self._share = Share(
             self._copy,
             rank=rank,
             encoding=encoding,
             pool=self._pool,
             threads=threads,
-            write=refusing(write, self._root),
             in_flight_bytes=in_flight_bytes,
             shard_bytes=shard_bytes,
         )
@@ -154,7 +163,9 @@ class Publisher:
                 self._lead.sweep()
             raise
         if self._lead is not None:
-            self._lead.prune()
+            # The version is out: what cannot be deleted now is superseded next time as well.
+            with suppress(Exhausted):
+                self._lead.prune()
         return published
 
     def _agreed(self, state: State, step: int, started: float) -> Published:
@@ -179,28 +190,29 @@ class Publisher:
         return talk.tell(self._lead.order(offers) if self._lead else None, Order)
 
     def _published(self, talk: Conversation, intake: Intake, order: Order) -> Outcome:
-        written = self._written(talk, intake, order)
-        everything = talk.gather(written)
-        outcome = talk.tell(self._lead.commit(order, everything) if self._lead else None, Outcome)
-        name = VersionRef(Kind.WEIGHT, WeightVersion(order.version)).directory
-        self._share.hold(order, outcome, written, self._root / name)
+        with closing(self._store.draft(order.directory)) as draft:
+            written = self._written(talk, intake, order, draft)
+            everything = talk.gather(written)
+            done = self._lead.commit(order, everything) if self._lead else None
+            outcome = talk.tell(done, Outcome)
+            self._share.hold(order, outcome, written, draft)
         return outcome
 
-    def _written(self, talk: Conversation, intake: Intake, order: Order) -> Written:
-        directory = begun(self._root, order.directory)
+    def _written(self, talk: Conversation, intake: Intake, order: Order, draft: Draft) -> Written:
         if order.base:
-            return self._share.write_delta(directory, intake)
+            return self._share.write_delta(draft, intake)
         holdings = talk.gather(self._share.take(intake))
         settled = talk.tell(self._lead.settle(holdings) if self._lead else None, Settled)
         self._copy.skip(settled.skipped[self._ranks.rank])
-        return self._share.write_full(directory)
+        return self._share.write_full(draft)
 
     def _anchored(self, talk: Conversation, order: Order, outcome: Outcome) -> Anchored:
         """An anchor that fails is due again with the next version: this one is published."""
         if not outcome.anchor_directory:
             return Anchored(0)
         try:
-            written = self._share.write_anchor(begun(self._root, outcome.anchor_directory))
+            with closing(self._store.draft(outcome.anchor_directory)) as draft:
+                written = self._share.write_anchor(draft)
         except RoseMuxError:
             written = Written([], {}, failed=True)
         try:
@@ -214,13 +226,13 @@ class Publisher:
         except RoseMuxError:
             return anchored or Anchored(0)
 
-    def _opened_copy(self, copy_dir: Path | str | None, rank: int) -> LastPublished:
+    def _opened_copy(self, copy_dir: Path | None, rank: int) -> LastPublished:
         """Empty, or what an earlier process left of exactly the store's newest version."""
         if copy_dir is None:
             return LastPublished(HostMemory())
-        memory = MappedFile(Path(copy_dir), rank=rank)
+        memory = MappedFile(copy_dir, rank=rank)
         copy = LastPublished(memory)
-        store = Store(self._root)
+        store = self._store.reader()
         try:
             latest = store.latest()
             manifest = store.manifest(VersionRef(Kind.WEIGHT, latest)) if latest else None
@@ -246,7 +258,17 @@ def _check(
         raise ConfigError("encoding: use rosemux, xor or overwrite (anchors are dense anyway)")
 
 
-def _agreeing(root: Path, rank: int, ranks: int, timeout_s: float, clock: Clock) -> Ranks:
-    if ranks == 1:
+def _ranks_dir(store: WritableStore, ranks: int, given: Path | str | None) -> Path | None:
+    where = store.ranks_dir if given is None else Path(given)
+    if ranks > 1 and where is None:
+        raise ConfigError(
+            "ranks agree through files, which an object store has not: give `ranks_dir`, a "
+            "directory that every rank reaches"
+        )
+    return where
+
+
+def _agreeing(where: Path | None, rank: int, ranks: int, timeout_s: float, clock: Clock) -> Ranks:
+    if where is None or ranks == 1:
         return Alone()
-    return RanksByFiles(root, rank=rank, ranks=ranks, timeout_s=timeout_s, clock=clock)
+    return RanksByFiles(where, rank=rank, ranks=ranks, timeout_s=timeout_s, clock=clock)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError
+from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.adapter import Base, check_base
 from weightsync.bits import Layout
@@ -77,6 +77,11 @@ class Receiver:
         """The newest published version; None before the first one."""
         return self._store.latest()
 
+    @property
+    def announces(self) -> bool:
+        """Whether `newer` is told of the next version, and need not look again and again."""
+        return self._store.announces
+
     def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
         """The newest version once it is not `than` any more; None where that takes too long.
 
@@ -104,7 +109,13 @@ class Receiver:
         if ref not in self._steps:
             if len(self._steps) >= MAX_REMEMBERED_STEPS:
                 self._steps.clear()
-            manifest = self._store.manifest(ref)
+            try:
+                manifest = self._store.manifest(ref)
+            except Stale:
+                # An object store shows an anchor that is still being written.
+                if ref.kind is Kind.ANCHOR:
+                    return None
+                raise
             self._steps[ref] = Step(ref, manifest, self._store.size_bytes(ref, manifest))
         return self._steps[ref]
 

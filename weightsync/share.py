@@ -9,9 +9,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from pathlib import Path
-
-import numpy as np
 
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion, checked_name
@@ -22,7 +19,8 @@ from weightsync.delta_shards import ShardFiles
 from weightsync.intake import Intake, Piece
 from weightsync.last_published import LastPublished
 from weightsync.shard import ShardTensor
-from weightsync.store_writer import FileWriter
+from weightsync.store import Kind, VersionRef
+from weightsync.store_writer import Draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,6 @@ class Share:
         encoding: Encoding,
         pool: Executor,
         threads: int,
-        write: FileWriter,
         in_flight_bytes: int,
         shard_bytes: int,
     ) -> None:
@@ -53,7 +50,6 @@ class Share:
         self._encoding = encoding
         self._pool = pool
         self._threads = threads
-        self._write = write
         self._in_flight_bytes = in_flight_bytes
         self._shard_bytes = shard_bytes
         self._has_told = False
@@ -70,25 +66,25 @@ class Share:
         self._copy.fill(intake, self._pool)
         return holding_of(self._copy.contents)
 
-    def write_full(self, directory: Path) -> Written:
+    def write_full(self, draft: Draft) -> Written:
         """The copy as a full checkpoint."""
         contents = self._copy.contents
         tensors = {
             entry: ShardTensor(spec, bytes_of(self._copy.bits(entry)).data)
             for entry, spec in contents.layout.items()
         }
-        return Written(self._files(directory).write_full(tensors, contents.digests), {})
+        return Written(self._files(draft).write_full(tensors, contents.digests), {})
 
-    def write_anchor(self, directory: Path) -> Written:
+    def write_anchor(self, draft: Draft) -> Written:
         """The copy again, once it is proved: nothing else tells a wrong one before it is needed."""
         if not self._copy.is_true(self._pool):
             self._copy.forget()
             raise Corrupt("the publisher's copy is not what it published; a full version follows")
-        return self.write_full(directory)
+        return self.write_full(draft)
 
-    def write_delta(self, directory: Path, intake: Intake) -> Written:
+    def write_delta(self, draft: Draft, intake: Intake) -> Written:
         """What differs from the copy; raises ConfigError where an iterable has other entries."""
-        files = self._files(directory)
+        files = self._files(draft)
         digests: dict[str, str] = {}
         expected = set(self._copy.contents.layout) - set(self._copy.ties)
         for found in self._compared(intake, expected):
@@ -101,26 +97,25 @@ class Share:
             raise self._other_layout(f"{min(expected)} is missing")
         return Written(files.finish(), digests)
 
-    def hold(self, order: Order, outcome: Outcome, written: Written, published: Path) -> None:
-        """Moves the copy to what is in the store's directory `published` now."""
+    def hold(self, order: Order, outcome: Outcome, written: Written, draft: Draft) -> None:
+        """Moves the copy to what is published now."""
+        version = WeightVersion(order.version)
         if order.base:
-            self._copy.advance(
-                (
-                    _mapped(published / checked_name(outcome.shards[shard.file], what="shard"))
-                    for shard in written.shards
-                ),
-                {
-                    e: encoding
-                    for shard in written.shards
-                    for e, encoding in shard.encodings.items()
-                },
-                self._pool,
-            )
-        self._copy.hold(WeightVersion(order.version), outcome.state_hash, written.digests)
+            directory = VersionRef(Kind.WEIGHT, version).directory
+            names = {
+                shard.file: checked_name(outcome.shards[shard.file], what="shard")
+                for shard in written.shards
+            }
+            encodings = {
+                e: encoding for shard in written.shards for e, encoding in shard.encodings.items()
+            }
+            shards = (draft.written(file, f"{directory}/{name}") for file, name in names.items())
+            self._copy.advance(shards, encodings, self._pool)
+        self._copy.hold(version, outcome.state_hash, written.digests)
         self._has_told = True
 
-    def _files(self, directory: Path) -> ShardFiles:
-        return ShardFiles(directory, self._write, rank=self._rank, limit_bytes=self._shard_bytes)
+    def _files(self, draft: Draft) -> ShardFiles:
+        return ShardFiles(draft, rank=self._rank, limit_bytes=self._shard_bytes)
 
     def _compared(self, intake: Intake, expected: set[str]) -> Iterator[_Compared]:
         """In the order of the intake; takes what comes out of `expected`."""
@@ -166,7 +161,3 @@ class Share:
         return ConfigError(
             f"{what} since version {version}: publish all of it again, as a full version"
         )
-
-
-def _mapped(path: Path) -> np.memmap[tuple[int, ...], np.dtype[np.uint8]]:
-    return np.memmap(path, dtype=np.uint8, mode="r")

@@ -8,6 +8,8 @@
 Readers believe a directory of ours only when READY is in it. Never writes anything.
 """
 
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,7 @@ __all__ = ["LATEST_FILE", "READY_FILE", "Kind", "Store", "VersionRef"]
 
 MAX_SHARD_BYTES = 1 << 38
 """Of one shard, which is held in memory as a whole: nobody writes 256 GiB into one file."""
+_AT_ONCE = 8
 _READS = 2
 """Of a shard with a wrong digest: what was wrong with it may have been a copy on the way."""
 _HEAD_BYTES = 64 << 10
@@ -53,6 +56,11 @@ class Store:
     def is_remote(self) -> bool:
         """Whether each look at it is a round trip."""
         return self._source.streams > 1
+
+    @property
+    def announces(self) -> bool:
+        """Whether `newer` is told of the next version, and need not look again and again."""
+        return self._source.announces
 
     def close(self) -> None:
         self._source.close()
@@ -95,7 +103,7 @@ class Store:
             raise Corrupt(f"{self}/{ref.directory} is not a full checkpoint")
         return manifest
 
-    def full_versions(self) -> frozenset[WeightVersion]:
+    def full_versions(self, refs: Iterable[VersionRef]) -> frozenset[WeightVersion]:
         """Versions that need no other one; unreadable directories are left out."""
 
         def is_full(ref: VersionRef) -> bool:
@@ -104,7 +112,13 @@ class Store:
             except RoseMuxError:
                 return False
 
-        return frozenset(ref.version for ref in self.refs() if is_full(ref))
+        listed = list(refs)
+        with ThreadPoolExecutor(_AT_ONCE if self.is_remote else 1) as pool:
+            return frozenset(
+                ref.version
+                for ref, full in zip(listed, pool.map(is_full, listed), strict=True)
+                if full
+            )
 
     def size_bytes(self, ref: VersionRef, manifest: Manifest) -> int:
         """What a receiver reads to take this version."""

@@ -1,24 +1,21 @@
-"""The one writer of a store: versions appear whole or not at all.
+"""Writing a store: what its one writer and every rank need of the place where it is kept.
 
-A version is written into a `.tmp-` directory, by one process or several, fsynced, marked READY and
-renamed; only then does LATEST name it. A kill at any byte leaves the previous version as it was,
-and the next writer sweeps the leftovers. Decides nothing about contents.
+    directory_writer.py   a local or shared file system: versions are renamed into place
+    object_writer.py      objects: versions are put under names that nothing names yet
+
+A version appears whole or not at all. A kill at any byte leaves the version before as it was, and
+the next writer sweeps the leftovers. Nothing here decides about contents.
 """
 
-import fcntl
 import os
-import secrets
-import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from harvester.contracts.errors import ConfigError, PeerProtocolError, RoseMuxError
-from harvester.contracts.ids import WeightVersion, is_name
-from weightsync.durable import TEMPORARY, refusals, sync_directory
-from weightsync.store import LATEST_FILE, READY_FILE, Kind, Store, VersionRef
-
-_LOCK_FILE = ".publisher-lock"
+from harvester.contracts.ids import WeightVersion
+from weightsync.agreement import Written
+from weightsync.bits import Bytes
+from weightsync.store import Store, VersionRef
 
 
 class FileWriter(Protocol):
@@ -37,101 +34,100 @@ def write_durably(path: Path, chunks: Iterable[Any]) -> int:
         return file.tell()
 
 
-def refusing(write: FileWriter, root: Path) -> FileWriter:
-    """`write`, with what the file system says as an error of ours."""
+class Draft(Protocol):
+    """A version in the making, as one rank writes it.
 
-    def written(path: Path, chunks: Iterable[Any]) -> int:
-        with refusals(root):
-            return write(path, chunks)
-
-    return written
-
-
-def begun(root: Path, name: str) -> Path:
-    """The directory that another rank was told to write into; raises PeerProtocolError."""
-    if not name.startswith(TEMPORARY) or not is_name(name.removeprefix(TEMPORARY)):
-        raise PeerProtocolError(f"{name!r} is no directory that a version is begun in")
-    return root / name
-
-
-class StoreWriter:
-    """Holds the store's lock for as long as it lives; `close` gives it back.
-
-    `write` is how a file is written: tests replace it to crash at a chosen byte.
+    Raises Exhausted where there is no room or no answer, ConfigError where the user must act.
     """
 
-    def __init__(self, root: Path, *, write: FileWriter = write_durably) -> None:
-        root.mkdir(parents=True, exist_ok=True)
-        self._root = root
-        self._write = refusing(write, root)
-        self._lock = (root / _LOCK_FILE).open("wb")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._lock.close()
-            raise ConfigError(f"{root} has a publisher already: stop it or use another") from error
-        self.sweep()
-        self.store = Store(root)
+    @property
+    def full_file_bytes(self) -> int:
+        """How large one file of a full checkpoint should become."""
+        ...
+
+    def write(self, file: str, chunks: Iterable[Any]) -> int:
+        """Takes a file of a delta and returns its size; `settle` waits until it is there."""
+        ...
+
+    def write_all(self, files: Mapping[str, Iterable[Any]]) -> None:
+        """Writes files of a full checkpoint, which can be iterated again until this returns."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when every file that was taken is there for good."""
+        ...
+
+    def written(self, file: str, published: str) -> Bytes:
+        """The bytes of a file that `write` took, which is `published` in the store by now."""
+        ...
 
     def close(self) -> None:
-        self._lock.close()
+        """Nothing of it is written any more."""
+        ...
 
-    def begin(self, ref: VersionRef) -> Path:
-        """A directory to write a version into; nobody who was given an earlier one writes here.
+
+class StoreWriter(Protocol):
+    """The one writer of a store. Errors as those of a draft."""
+
+    store: Store
+
+    def close(self) -> None: ...
+
+    def newest(self) -> WeightVersion:
+        """The highest number that any version has, published or not; 0 where there is none."""
+        ...
+
+    def refs(self) -> frozenset[VersionRef]:
+        """Every version that is there, finished or not."""
+        ...
+
+    def begin(self, ref: VersionRef) -> str:
+        """A name to write a version under; nobody who was given an earlier one writes there.
 
         There is one at a time: a straggler may have kept an earlier one from being deleted.
         """
-        self.sweep()
-        directory = self._root / f"{TEMPORARY}{ref.directory}-{secrets.token_hex(4)}"
-        with refusals(self._root):
-            directory.mkdir()
-        return directory
+        ...
 
-    def write(self, path: Path, chunks: Iterable[Any]) -> int:
-        """Writes one file; raises Exhausted where the disk is full."""
-        return self._write(path, chunks)
+    def place(self, begun: str, written: Sequence[Written], *, alone: str) -> dict[str, str]:
+        """The name in the version of each written file, `alone` for one that is the only one.
 
-    def finish(self, directory: Path, ref: VersionRef) -> int:
-        """Makes a version appear whose files are written; returns its size in bytes."""
-        with refusals(self._root):
-            size = sum(file.stat().st_size for file in directory.iterdir())
-            self._write(directory / READY_FILE, [])
-            sync_directory(directory)
-            directory.rename(self._root / ref.directory)
-            sync_directory(self._root)
-        return size
+        Raises Corrupt where one is not as long as its rank wrote it.
+        """
+        ...
+
+    def finish(self, begun: str, ref: VersionRef, small: Mapping[str, bytes]) -> None:
+        """Makes a version appear whose files are placed; `small` are the others, its index too."""
+        ...
 
     def point_latest(self, version: WeightVersion) -> None:
         """Replaces LATEST."""
-        temporary = self._root / f"{TEMPORARY}{LATEST_FILE}"
-        line = VersionRef(Kind.WEIGHT, version).directory + "\n"
-        with refusals(self._root):
-            try:
-                self._write(temporary, [line.encode()])
-                temporary.rename(self._root / LATEST_FILE)
-            except (OSError, RoseMuxError):
-                temporary.unlink(missing_ok=True)
-                raise
-            sync_directory(self._root)
+        ...
 
     def remove(self, ref: VersionRef) -> None:
         """Deletes one version; a reader sees it whole or not at all."""
-        doomed = self._root / f"{TEMPORARY}pruned-{ref.directory}"
-        with refusals(self._root):
-            (self._root / ref.directory).rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        ...
 
     def sizes(self) -> dict[VersionRef, int]:
-        """What each directory of a version takes, finished or not."""
-        return {
-            ref: sum(file.stat().st_size for file in (self._root / ref.directory).iterdir())
-            for ref in self.store.refs()
-        }
+        """What each version takes, finished or not, but for the one that was begun last."""
+        ...
 
     def sweep(self) -> None:
         """Deletes what was begun and not finished."""
-        for leftover in self._root.glob(f"{TEMPORARY}*"):
-            if leftover.is_dir() and not leftover.is_symlink():
-                shutil.rmtree(leftover, ignore_errors=True)
-            else:
-                leftover.unlink()
+        ...
+
+
+class WritableStore(Protocol):
+    """A place for a store, before anybody writes it."""
+
+    ranks_dir: Path | None
+    """Where ranks can agree through files; None where there are none."""
+
+    def reader(self) -> Store: ...
+
+    def writer(self) -> StoreWriter:
+        """Takes the store over. Raises ConfigError where it has a writer already."""
+        ...
+
+    def draft(self, begun: str) -> Draft:
+        """Raises PeerProtocolError for a name that `begin` does not give."""
+        ...

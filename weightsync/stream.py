@@ -6,13 +6,16 @@ size, and equal lengths mean "stored raw". A frame is standard zstd with its con
 than the length that the caller expects.
 """
 
+import io
 import threading
+from typing import Any
 
 import numpy as np
 import zstandard
 
 from harvester.contracts.errors import Corrupt
 from weightsync.bits import Bytes
+from weightsync.large_payload import LargePayload
 
 LEVEL = 1
 _RAW_BELOW_BYTES = 24
@@ -28,6 +31,8 @@ class _Codecs(threading.local):
             LEVEL, format=zstandard.FORMAT_ZSTD1_MAGICLESS, write_content_size=False
         )
         self.packer = zstandard.ZstdCompressor(compression_params=bare)
+        self.packers = [zstandard.ZstdCompressor(compression_params=bare) for _ in range(8)]
+        """For streams that are made at the same time."""
         self.unpacker = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS)
         self.framer = zstandard.ZstdCompressor(level=LEVEL)
         self.unframer = zstandard.ZstdDecompressor()
@@ -42,6 +47,64 @@ def pack_stream(raw: Bytes) -> bytes:
         return raw.tobytes()
     packed = _codecs.packer.compress(raw.data)
     return packed if len(packed) < raw.size else raw.tobytes()
+
+
+class StreamPacker:
+    """`pack_stream` of bytes that come run after run; one at a time for each `number` below 8."""
+
+    def __init__(self, number: int, into: LargePayload, *, raw_bytes: int) -> None:
+        self._packing = _codecs.packers[number].compressobj()
+        self._into = into
+        self._raw_bytes = raw_bytes
+        self._is_smaller = True
+
+    def take(self, raw: Bytes) -> None:
+        self._keep(self._packing.compress(raw.data))
+
+    def finish(self) -> bool:
+        """Whether it is smaller than what it was made of; else nothing is in `into`."""
+        self._keep(self._packing.flush())
+        return self._is_smaller
+
+    def _keep(self, piece: bytes) -> None:
+        if self._is_smaller and len(self._into) + len(piece) < self._raw_bytes:
+            self._into.append(piece)
+        else:
+            self._is_smaller = False
+            self._into.clear()
+
+
+class StreamReader:
+    """The raw bytes behind a stream, from its start on."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def read_into(self, raw: Bytes) -> None:
+        """Raises Corrupt where there are fewer."""
+        at = 0
+        try:
+            while at < raw.size and (got := self._source.readinto(raw[at:].data)):
+                at += got
+        except zstandard.ZstdError as error:
+            raise Corrupt(f"zstd: {error}") from error
+        if at < raw.size:
+            raise Corrupt(f"stream ends {raw.size - at} bytes early")
+
+    def is_over(self) -> bool:
+        """Whether all of it was read."""
+        try:
+            return not self._source.read(1)
+        except zstandard.ZstdError as error:
+            raise Corrupt(f"zstd: {error}") from error
+
+
+def read_stream(packed: memoryview, raw_length: int) -> StreamReader:
+    """`unpack_stream` without all of it in memory."""
+    if len(packed) == raw_length:
+        return StreamReader(io.BytesIO(packed))
+    unpacker = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS)
+    return StreamReader(unpacker.stream_reader(packed))
 
 
 def unpack_stream(packed: memoryview, raw_length: int) -> Bytes:

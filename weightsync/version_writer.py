@@ -4,11 +4,10 @@ It is the only one that gives a version its name, so a publish that anybody leav
 nothing. Takes what ranks wrote by their reports; never looks into a shard.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Unsupported
-from harvester.contracts.ids import WeightVersion, checked_name
+from harvester.contracts.ids import WeightVersion
 from weightsync import state_hash
 from weightsync.adapter import CONFIG_FILE, FULL_SHARD_FILE, Adapter
 from weightsync.agreement import (
@@ -21,13 +20,11 @@ from weightsync.agreement import (
     Written,
     changed_digests,
     common_version,
-    final_names,
     odd_encodings,
     settled,
     told_contents,
 )
 from weightsync.codec import Encoding
-from weightsync.durable import refusals
 from weightsync.last_published import Contents
 from weightsync.manifest import (
     BLOCK_FORMAT,
@@ -43,11 +40,10 @@ from weightsync.store_writer import StoreWriter
 
 
 class VersionWriter:
-    """`root` is the store that `writer` has the lock of."""
+    """`writer` has the store to itself."""
 
     def __init__(
         self,
-        root: Path,
         writer: StoreWriter,
         *,
         anchor_every: int,
@@ -56,7 +52,6 @@ class VersionWriter:
         encoding: Encoding,
         adapter: Adapter | None,
     ) -> None:
-        self._root = root
         self._writer = writer
         self._anchor_every = anchor_every
         self._keep_versions = keep_versions
@@ -65,9 +60,8 @@ class VersionWriter:
         self._config = adapter.config_bytes() if adapter else b""
         self._adapter = adapter.record() if adapter else None
         # An orphan newer than LATEST keeps its number: numbers are never used twice.
-        numbers = (ref.version for ref in writer.store.refs())
-        self._newest = WeightVersion(max(numbers, default=0))
-        self._full_versions = set(writer.store.full_versions())
+        self._newest = writer.newest()
+        self._full_versions = set(writer.store.full_versions(writer.refs()))
         self._known: Contents | None = None
         """All ranks' entries as they are in LATEST."""
         self._next = Contents()
@@ -84,11 +78,11 @@ class VersionWriter:
         if base is not None and self._known is None:
             self._known = told_contents(offers)
         version = WeightVersion(self._newest + 1)
-        directory = self._writer.begin(VersionRef(Kind.WEIGHT, version))
+        begun = self._writer.begin(VersionRef(Kind.WEIGHT, version))
         if base is None or self._known is None:
-            return Order(version, 0, directory.name)
+            return Order(version, 0, begun)
         self._next = self._known
-        return Order(version, base, directory.name)
+        return Order(version, base, begun)
 
     def settle(self, holdings: Sequence[Holding]) -> Settled:
         """What a full version holds; raises ConfigError where that is not one model."""
@@ -110,12 +104,13 @@ class VersionWriter:
             slices=self._next.slices,
             digests=self._next.digests | changed_digests(written),
         )
-        directory = self._root / order.directory
-        names = self._complete(directory, version, order.base, written)
+        names, small = self._complete(order.directory, version, order.base, written)
+        size = _size_bytes(written, small)
         anchor_due = bool(order.base) and self._anchor_is_due(version)
-        self._make_room(directory, anchor_due=anchor_due)
-        size = self._writer.finish(directory, VersionRef(Kind.WEIGHT, version))
+        self._make_room(size, anchor_due=anchor_due)
+        # From here on something may bear this number, whatever fails.
         self._newest = version
+        self._writer.finish(order.directory, VersionRef(Kind.WEIGHT, version), small)
         if not order.base:
             self._full_versions.add(version)
         self._writer.point_latest(version)
@@ -130,18 +125,17 @@ class VersionWriter:
 
     def commit_anchor(self, order: Order, outcome: Outcome, written: Sequence[Written]) -> Anchored:
         """The version that was just published, as a full checkpoint beside it, if that works."""
-        version = WeightVersion(order.version)
-        directory = self._root / outcome.anchor_directory
+        version, begun = WeightVersion(order.version), outcome.anchor_directory
         try:
             if any(part.failed for part in written):
                 raise Exhausted("a rank could not write its part of the anchor")
-            self._complete(directory, version, 0, written)
-            size = self._writer.finish(directory, VersionRef(Kind.ANCHOR, version))
+            _, small = self._complete(begun, version, 0, written)
+            self._writer.finish(begun, VersionRef(Kind.ANCHOR, version), small)
         except RoseMuxError:
             self._writer.sweep()
             return Anchored(0)
         self._full_versions.add(version)
-        return Anchored(size)
+        return Anchored(_size_bytes(written, small))
 
     def sweep(self) -> None:
         """Deletes what was begun and not finished."""
@@ -150,7 +144,7 @@ class VersionWriter:
     def prune(self) -> None:
         """Deletes what is older than `keep_versions` and needed by nothing newer."""
         doomed = superseded(
-            self._writer.store.refs(),
+            self._writer.refs(),
             full_versions=self._full_versions,
             latest=self._newest,
             keep_versions=self._keep_versions,
@@ -158,27 +152,19 @@ class VersionWriter:
         self._remove(doomed)
 
     def _complete(
-        self, directory: Path, version: WeightVersion, base: int, written: Sequence[Written]
-    ) -> dict[str, str]:
-        """Final names, index and configuration; returns the name that each written file has."""
-        names = final_names(written, alone=FULL_SHARD_FILE if self._adapter and not base else "")
-        for part in written:
-            for shard in part.shards:
-                path = directory / checked_name(shard.file, what="shard")
-                with refusals(self._root):
-                    if path.stat().st_size != shard.record.bytes:
-                        raise Corrupt(f"{path} is not as long as its rank wrote it")
-                    path.rename(directory / names[shard.file])
+        self, begun: str, version: WeightVersion, base: int, written: Sequence[Written]
+    ) -> tuple[dict[str, str], dict[str, bytes]]:
+        """The name that each written file has now, and the small files that are still to come."""
+        alone = FULL_SHARD_FILE if self._adapter and not base else ""
+        names = self._writer.place(begun, written, alone=alone)
         index = encoded_manifest(self._manifest(version, base, written, names))
         if len(index) > MAX_INDEX_BYTES:
             raise Unsupported(
                 f"an index of {len(index)} bytes: {len(self._next.layout)} entries are too many; "
                 "publish from fewer ranks"
             )
-        self._writer.write(directory / INDEX_FILE, [index])
-        if self._adapter:
-            self._writer.write(directory / CONFIG_FILE, [self._config])
-        return names
+        config = {CONFIG_FILE: self._config} if self._adapter else {}
+        return names, {**config, INDEX_FILE: index}
 
     def _manifest(
         self, version: WeightVersion, base: int, written: Sequence[Written], names: dict[str, str]
@@ -201,11 +187,10 @@ class VersionWriter:
             ),
         )
 
-    def _make_room(self, directory: Path, *, anchor_due: bool) -> None:
+    def _make_room(self, needed: int, *, anchor_due: bool) -> None:
         """Deletes older chains where the quota asks for it; raises Exhausted, deleting nothing."""
         if self._max_bytes is None:
             return
-        needed = sum(file.stat().st_size for file in directory.iterdir())
         needed += self._bytes_dense() if anchor_due else 0
         sizes = self._writer.sizes()
         doomed = making_room(
@@ -217,7 +202,8 @@ class VersionWriter:
         )
         if doomed is None:
             raise Exhausted(
-                f"{needed} bytes more are needed in {self._root}, where {sum(sizes.values())} of "
+                f"{needed} bytes more are needed in {self._writer.store}, where "
+                f"{sum(sizes.values())} of "
                 f"max_bytes={self._max_bytes} are in use and the newest chain has to stay"
             )
         self._remove(doomed)
@@ -232,7 +218,7 @@ class VersionWriter:
 
     def _anchor_place(self, version: WeightVersion) -> str:
         try:
-            return self._writer.begin(VersionRef(Kind.ANCHOR, version)).name
+            return self._writer.begin(VersionRef(Kind.ANCHOR, version))
         except RoseMuxError:
             # The version is out; the anchor stays due.
             return ""
@@ -242,3 +228,9 @@ class VersionWriter:
 
     def _bytes_dense(self) -> int:
         return sum(spec.size_bytes for spec in self._next.layout.values())
+
+
+def _size_bytes(written: Sequence[Written], small: Mapping[str, bytes]) -> int:
+    """Of a version: its shards and the files beside them."""
+    shards = sum(shard.record.bytes for part in written for shard in part.shards)
+    return shards + sum(len(data) for data in small.values())

@@ -17,6 +17,7 @@ _POLL_S = 0.1
 class DirectorySource:
     """Reads files in place; one stream, because the kernel reads ahead by itself."""
 
+    announces = False
     streams = 1
     range_bytes = 64 << 20
 

@@ -35,6 +35,8 @@ _ERROR_BYTES = 2048
 _MAX_RETRY_AFTER_S = 60.0
 _REMEMBERED = 32
 _REMEMBERED_BYTES = 4 << 20
+_HELD_BACK_S = 1.0
+"""A server that holds a question back does so for longer; ours for up to 30 s."""
 _POLL_S = 0.2
 """Between two questions to a server that does not hold one back until LATEST changes."""
 
@@ -56,6 +58,7 @@ class HttpSource:
         self._connections = Connections(address, self._access)
         self._clock = clock or MonotonicClock()
         self._random = Random()
+        self._holds_back = True
         self._lock = Lock()
         self._doubted: set[str] = set()
         self._remembered: dict[str, tuple[str, bytes]] = {}
@@ -72,6 +75,11 @@ class HttpSource:
     def range_bytes(self) -> int:
         return self._access.range_bytes
 
+    @property
+    def announces(self) -> bool:
+        """Believed until the server answers a question for something newer too early."""
+        return self._holds_back
+
     def stores(self) -> tuple[str, ...]:
         """Names of all stores of the server whose list of them is at this URL."""
         return self._listed(StoreList).stores
@@ -83,9 +91,11 @@ class HttpSource:
         until_s = self._clock.now() + wait_s
         while True:
             left_s = max(0.0, until_s - self._clock.now())
+            asked_at = self._clock.now()
             found = self._latest(known, left_s)
             if found != known or left_s == 0.0:
                 return found
+            self._holds_back = self._clock.now() - asked_at >= min(_HELD_BACK_S, left_s / 2)
             time.sleep(min(_POLL_S, left_s))
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:

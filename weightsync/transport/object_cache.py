@@ -84,6 +84,15 @@ class ObjectCache:
             self._shut(held)
         self._lock.close()
 
+    @property
+    def root(self) -> Path:
+        return self._root
+
+    def holds(self, store: str, key: str) -> bool:
+        """Whether all of it is here; a copy of an earlier process may still fail its proof."""
+        held = self._objects.get(f"{store}/{key}")
+        return held is not None and held.is_whole
+
     def take(self, store: str, key: str, size_bytes: int) -> CachedObject:
         """The object, in use until `leave`; a new one has its room and nothing in it.
 

@@ -2,7 +2,8 @@
 
 Readers of a file that is still arriving are given what is there as it grows; its digest is checked
 before it counts as whole, and a file that fails is dropped and pulled again for the next reader.
-Which version is newest, and the index of each, is always asked upstream.
+Which version is newest, and the index of each, is asked upstream. While upstream does not answer,
+the versions whose files are all here are what there is.
 """
 
 import asyncio
@@ -14,13 +15,15 @@ from pathlib import Path
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import Corrupt
-from weightsync.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE
+from weightsync.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE, Kind, named_ref
 from weightsync.transport.location import StoreRoot
 from weightsync.transport.metrics import TransferMetrics
 from weightsync.transport.object_cache import ObjectCache
+from weightsync.transport.outage import Outage
 from weightsync.transport.published import PublishedFile, published_files
 from weightsync.transport.ranges import Span
 from weightsync.transport.relayed_file import RelayedFile
+from weightsync.transport.remembered import Remembered
 from weightsync.transport.shelf import ShelfFile, SourceShelf
 from weightsync.transport.source import StoreSource
 
@@ -49,21 +52,71 @@ class RelayShelf:
         self._indexes: dict[tuple[str, str], Mapping[str, PublishedFile]] = {}
         self._reading: dict[tuple[str, str], asyncio.Task[bytes]] = {}
         self._files: dict[str, RelayedFile] = {}
+        self._remembered = Remembered(cache.root)
+        self._outage = Outage()
 
     async def names(self) -> tuple[str, ...]:
-        return await self._shelf.names()
+        return await self._outage.asked(
+            self._shelf.names, lambda: self._remembered.stores() or None, self._shelf.names
+        )
 
     async def directories(self, store: str) -> tuple[str, ...]:
-        return await self._shelf.directories(store)
+        return await self._outage.asked(
+            lambda: self._shelf.directories(store),
+            lambda: self._whole_versions(store) or None,
+            lambda: self._shelf.directories(store),
+        )
 
     async def latest(self, store: str, known: bytes | None, *, wait_s: float) -> bytes | None:
-        return await self._shelf.latest(store, known, wait_s=wait_s)
+        until_s = self._clock.now() + wait_s
+        while True:
+            left_s = max(0.0, until_s - self._clock.now())
+            found = await self._asked_latest(store, known, left_s)
+            # In an outage nothing newer can come: its end is what is waited for.
+            if found != known or not self._outage.is_on or not await self._outage.over(left_s):
+                return found
+
+    async def _asked_latest(self, store: str, known: bytes | None, wait_s: float) -> bytes | None:
+        async def ask() -> bytes | None:
+            raw = await self._shelf.latest(store, known, wait_s=wait_s)
+            if raw is not None:
+                self._remembered.keep_latest(store, raw)
+            return raw
+
+        return await self._outage.asked(
+            ask,
+            lambda: self._newest_here(store),
+            lambda: self._shelf.latest(store, None, wait_s=0.0),
+            wait_s=wait_s,
+        )
+
+    def _newest_here(self, store: str) -> bytes | None:
+        """The newest version that can be served, of those that upstream called the newest."""
+        latest = self._remembered.latest(store)
+        refs = (named_ref(name) for name in self._whole_versions(store))
+        here = [
+            ref
+            for ref in refs
+            if ref and latest and ref.kind is Kind.WEIGHT and ref.version <= latest.version
+        ]
+        newest = max(here, key=lambda ref: ref.version, default=None)
+        return None if newest is None else f"{newest.directory}\n".encode()
+
+    def _whole_versions(self, store: str) -> tuple[str, ...]:
+        """Those that can be served without upstream."""
+        return tuple(
+            sorted(
+                version
+                for version, files in self._remembered.files(store).items()
+                if all(self._cache.holds(store, file.key) for file in files.values())
+            )
+        )
 
     @asynccontextmanager
     async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ShelfFile]:
         directory, _, name = path.partition("/")
         if name == READY_FILE:
-            yield _HeldFile(await self._read_small(store, path))
+            yield _HeldFile(await self._read_mark(store, directory))
             return
         if name == INDEX_FILE:
             yield _HeldFile(await self._read_index(store, directory))
@@ -77,6 +130,7 @@ class RelayShelf:
             self._let_go(f"{store}/{published.key}", file)
 
     async def close(self) -> None:
+        self._outage.close()
         for file in self._files.values():
             file.close()
         await self._shelf.close()
@@ -97,12 +151,25 @@ class RelayShelf:
         return published
 
     async def _read_index(self, store: str, directory: str) -> bytes:
-        raw = await self._read_small(store, f"{directory}/{INDEX_FILE}")
+        raw = await self._outage.asked(
+            lambda: self._read_small(store, f"{directory}/{INDEX_FILE}"),
+            lambda: self._remembered.index(store, directory),
+            lambda: self._shelf.latest(store, None, wait_s=0.0),
+        )
+        self._remembered.keep_index(store, directory, raw)
         self._indexes.pop((store, directory), None)
         self._indexes[store, directory] = published_files(raw)
         if len(self._indexes) > _INDEXES:
             del self._indexes[next(iter(self._indexes))]
         return raw
+
+    async def _read_mark(self, store: str, directory: str) -> bytes:
+        """READY; whoever pulled a version's files that are all here had seen it."""
+        return await self._outage.asked(
+            lambda: self._read_small(store, f"{directory}/{READY_FILE}"),
+            lambda: b"" if directory in self._whole_versions(store) else None,
+            lambda: self._shelf.latest(store, None, wait_s=0.0),
+        )
 
     async def _sound_file(
         self, store: str, path: str, published: PublishedFile, *, doubted: bool

@@ -35,6 +35,11 @@ class StoreSource(Protocol):
         """How many bytes are worth asking for at once."""
         ...
 
+    @property
+    def announces(self) -> bool:
+        """Whether `latest` that waits is told of a change, and need not look again and again."""
+        ...
+
     def directories(self) -> frozenset[str]:
         """Names of what is in the store."""
         ...

@@ -14,7 +14,6 @@ factory (from vLLM 0.27). Weights go to the store; over the client goes only whi
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -25,11 +24,14 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import checked_name
 from weightsync.publisher import Publisher
 from weightsync.vllm.plugin import BACKEND
+from weightsync.writable_store import store_name
 
 
 @dataclass
 class RoseMuxTrainerInitInfo(TrainerInitInfo):
-    """`store_dir`: where rank 0 publishes; its last part is the name that engines know it by."""
+    """`store_dir`: where rank 0 publishes, a directory or an object store; its last part is the
+    name that engines know it by.
+    """
 
     backend: ClassVar[str] = BACKEND
 
@@ -43,9 +45,8 @@ class RoseMuxTrainer(TrainerWeightTransferEngine[RoseMuxTrainerInitInfo]):
 
     def __init__(self, init_info: RoseMuxTrainerInitInfo, *, client: Any, source: Any) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
-        store = Path(init_info.store_dir)
-        self._store = checked_name(store.name, what="store")
-        self._publisher = Publisher(store) if init_info.is_sender else None
+        self._store = checked_name(store_name(init_info.store_dir), what="store")
+        self._publisher = Publisher(init_info.store_dir) if init_info.is_sender else None
 
     @classmethod
     def trainer_init(

@@ -1,5 +1,6 @@
 """Whatever keeps a store, it is read alike: one suite for every source."""
 
+import asyncio
 import json
 import shutil
 import sys
@@ -14,10 +15,13 @@ import fsspec
 import pytest
 import safetensors.torch
 import torch
+from aiohttp import web
+from fsspec.implementations.local import LocalFileSystem
 
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
-from tests.weight_servers import HASTY, relayed, served
+from tests.weight_servers import HASTY, relayed, running, served
+from weightsync.follower import CheckpointFollower
 from weightsync.names import INDEX_FILE, READY_FILE
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
@@ -261,6 +265,45 @@ def test_a_receiver_hears_of_the_next_version(tmp_path: Path) -> None:
             publishing.join()
 
 
+def test_a_follower_waits_where_a_server_tells_and_looks_once_elsewhere(
+    place: Place, tmp_path: Path
+) -> None:
+    with (
+        closing(Receiver(place.source)) as receiver,
+        CheckpointFollower(receiver, tmp_path / "held") as follower,
+    ):
+        assert follower.newer(wait_s=20.0) == 4
+        follower.pull()
+        assert follower.newer(wait_s=0.05) is None
+        found: list[WeightVersion | None] = []
+        waiter = threading.Thread(target=lambda: found.append(follower.newer(wait_s=20.0)))
+        waiter.start()
+        if not follower.announces:
+            waiter.join(15)
+        place.write("LATEST", b"weight_v000005\n")
+        waiter.join(15)
+    assert found == [5 if isinstance(place.source, HttpSource) else None]
+
+
+async def test_a_server_that_holds_no_question_back_is_looked_at_again(tmp_path: Path) -> None:
+    async def latest(_: web.Request) -> web.Response:
+        return web.Response(body=b"weight_v000001\n")
+
+    def app() -> tuple[web.Application, None]:
+        plain = web.Application()
+        plain.add_routes([web.get("/stores/job-a/LATEST", latest)])
+        return plain, None
+
+    def asked(url: str) -> tuple[bool, bool]:
+        with closing(HttpSource(f"{url}/stores/job-a", HASTY)) as source:
+            before = source.announces
+            source.latest(b"weight_v000001\n", wait_s=0.3)
+            return before, source.announces
+
+    with running(app) as url:
+        assert await asyncio.to_thread(asked, url) == (True, False)
+
+
 def test_the_indexes_of_a_chain_are_read_at_once(published: Path) -> None:
     """Each of the first two waits for the other; one after another they would wait for ever."""
 
@@ -345,7 +388,7 @@ def test_an_object_store_that_fails_is_asked_again_and_then_given_up(
         asked += 1
         raise OSError("throttled")
 
-    monkeypatch.setattr(type(source._fs), "cat_file", failing)
+    monkeypatch.setattr(LocalFileSystem, "cat_file", failing)
     with pytest.raises(Exception, match="throttled; gave up"):
         source.read_range(SHARD, 0, memoryview(bytearray(8)))
     assert asked == 3

@@ -1,0 +1,191 @@
+"""One prefix of an object store: objects read and put by their names below it, with patience.
+
+Every call is made again while what went wrong may pass. Decides what an implementation's own
+exceptions mean; never what an object holds.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from random import Random
+from typing import Any, TypeVar
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import ConfigError, RoseMuxError
+from weightsync.transport.patience import Interrupted, Patience, RetryLimits, persist
+
+T = TypeVar("T")
+
+PART_BYTES = 16 << 20
+"""Of a multipart upload. S3 takes 10 000 parts: 156 GiB in one object."""
+_PIECE_BYTES = 4 << 20
+"""Handed over at once, so that a part's buffer never holds much more than a part."""
+_DELETES_AT_ONCE = 8
+
+
+class Objects:
+    """Thread-safe. Credentials and endpoints come from fsspec's own configuration.
+
+    Raises FileNotFoundError for an object that is not there, ConfigError where the user must act,
+    Exhausted where the store did not answer for too long.
+    """
+
+    def __init__(
+        self, url: str, *, retries: RetryLimits | None = None, clock: Clock | None = None
+    ) -> None:
+        self._fs, self._root = _opened(url)
+        self._url = url.rstrip("/")
+        self._retries = retries or RetryLimits()
+        self._clock = clock or MonotonicClock()
+        self._random = Random()
+
+    def __str__(self) -> str:
+        return self._url
+
+    def names(self) -> frozenset[str]:
+        """What is directly below the prefix."""
+        found = self._ask(lambda _: self._fs.ls(self._root, detail=False))
+        return frozenset(str(path).rstrip("/").rpartition("/")[2] for path in found)
+
+    def sizes(self, below: str = "") -> Mapping[str, int]:
+        """Every object below a name, as the store lists it; nothing where there is none."""
+        prefix = self._full(below) if below else self._root
+        try:
+            found = self._ask(lambda _: self._fs.find(prefix, detail=True))
+        except FileNotFoundError:
+            return {}
+        start = len(self._root) + 1
+        return {str(path)[start:]: int(entry["size"]) for path, entry in found.items()}
+
+    def size_bytes(self, path: str) -> int:
+        return int(self._ask(lambda _: self._fs.info(self._full(path)))["size"])
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        """These bytes, fewer where the object ends before."""
+        raw = self._ask(lambda _: self._fs.cat_file(self._full(path), start=start, end=stop))
+        return bytes(raw)
+
+    def put(self, path: str, data: bytes) -> None:
+        """An object of these bytes, in one request; it replaces what is there."""
+        self._ask(lambda _: self._fs.pipe_file(self._full(path), data), writes=True)
+
+    def create(self, path: str, data: bytes) -> None:
+        """`put`; raises FileExistsError where there is an object with other bytes.
+
+        A conditional put where the store has it, else a look before the put.
+        """
+
+        def attempt(_: Patience) -> None:
+            try:
+                self._put_new(path, data)
+            except FileExistsError:
+                # An earlier attempt may have come through without its answer.
+                if bytes(self._fs.cat_file(self._full(path))) != data:
+                    raise
+
+        self._ask(attempt, writes=True)
+
+    def upload(self, path: str, chunks: Iterable[Any]) -> int:
+        """Streams an object in parts and returns its size; each attempt iterates `chunks` anew.
+
+        It is there when this returns: before that the store shows nothing, or bytes up to a point.
+        """
+
+        def attempt(patience: Patience) -> int:
+            file = self._fs.open(self._full(path), "wb", block_size=PART_BYTES)
+            done = 0
+            try:
+                for piece in _pieces(chunks):
+                    file.write(piece)
+                    done += len(piece)
+                    patience.received(done, now=self._clock.now())
+                file.close()
+            except BaseException:
+                _discard(file)
+                raise
+            return done
+
+        return self._ask(attempt, writes=True)
+
+    def copy(self, path: str, to: str) -> None:
+        self._ask(lambda _: self._fs.cp_file(self._full(path), self._full(to)), writes=True)
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """In any order; what is gone already is no error."""
+
+        def gone(path: str) -> None:
+            with suppress(FileNotFoundError):
+                self._ask(lambda _: self._fs.rm_file(self._full(path)))
+
+        with ThreadPoolExecutor(_DELETES_AT_ONCE, thread_name_prefix="weight-delete") as pool:
+            list(pool.map(gone, paths))
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+    def _put_new(self, path: str, data: bytes) -> None:
+        try:
+            self._fs.pipe_file(self._full(path), data, mode="create")
+        except (NotImplementedError, TypeError):
+            if self._fs.exists(self._full(path)):
+                raise FileExistsError(path) from None
+            self._fs.pipe_file(self._full(path), data)
+
+    def _ask(self, call: Callable[[Patience], T], *, writes: bool = False) -> T:
+        patience = Patience(self._retries, now=self._clock.now(), random=self._random)
+
+        def attempt() -> T:
+            try:
+                return call(patience)
+            except (FileExistsError, RoseMuxError):
+                raise
+            except FileNotFoundError as error:
+                if writes:
+                    raise ConfigError(f"cannot write to {self._url}: no such bucket") from error
+                raise
+            except PermissionError as error:
+                right = "write to" if writes else "read"
+                raise ConfigError(f"no right to {right} {self._url}: {error}") from error
+            except Exception as error:
+                # Each implementation raises what its own client library does.
+                if "Credentials" in type(error).__name__:
+                    raise ConfigError(f"no credentials for {self._url}: {error}") from error
+                raise Interrupted(f"{self._url}: {type(error).__name__}: {error}") from error
+
+        return persist(attempt, patience, clock=self._clock)
+
+
+def _pieces(chunks: Iterable[Any]) -> Iterator[memoryview]:
+    for chunk in chunks:
+        view = memoryview(chunk)
+        if not view.nbytes:
+            continue
+        view = view.cast("B")
+        for at in range(0, len(view), _PIECE_BYTES):
+            yield view[at : at + _PIECE_BYTES]
+
+
+def _discard(file: Any) -> None:
+    """Gives an upload up. Closing it instead would put what is there of it in force."""
+    with suppress(Exception):
+        file.discard()
+    # Else it closes itself when it is forgotten.
+    with suppress(AttributeError):
+        file.closed = True
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise ConfigError(f"{url} needs fsspec: pip install fsspec") from error
+    try:
+        fs, root = url_to_fs(url, use_listings_cache=False)
+    except ImportError as error:
+        raise ConfigError(f"cannot open {url}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"cannot open {url}: {error}; give a directory, http(s)://HOST:PORT/stores/NAME or "
+            "a URL that fsspec knows"
+        ) from error
+    return fs, str(root).rstrip("/")

@@ -1,0 +1,87 @@
+"""What a relay keeps of its upstream beside the shards: LATEST and indexes, one file each.
+
+    <cache>/.remembered/<store>/LATEST
+    <cache>/.remembered/<store>/<version>      its index
+
+Believed only while upstream does not answer, and then of a version whose shards are all here.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from harvester.contracts.errors import Corrupt
+from harvester.contracts.ids import is_name
+from weightsync.durable import TEMPORARY
+from weightsync.names import LATEST_FILE, MAX_INDEX_BYTES, VersionRef, named_ref
+from weightsync.transport.published import PublishedFile, published_files
+
+_DIRECTORY = ".remembered"
+MAX_VERSIONS = 256
+"""Of a store; the oldest go."""
+
+
+class Remembered:
+    """Names were checked by who asks. Not thread-safe."""
+
+    def __init__(self, cache: Path) -> None:
+        self._root = cache / _DIRECTORY
+        self._latest: dict[str, bytes] = {}
+        self._files: dict[tuple[str, str], tuple[bytes, Mapping[str, PublishedFile]]] = {}
+        for path in self._root.glob("*/*"):
+            if is_name(path.parent.name):
+                self._take(path.parent.name, path)
+
+    def stores(self) -> tuple[str, ...]:
+        return tuple(sorted({*self._latest}))
+
+    def latest(self, store: str) -> VersionRef | None:
+        return named_ref(self._latest.get(store, b"").decode("ascii", "replace").strip())
+
+    def index(self, store: str, version: str) -> bytes | None:
+        held = self._files.get((store, version))
+        return None if held is None else held[0]
+
+    def files(self, store: str) -> Mapping[str, Mapping[str, PublishedFile]]:
+        """The shards of each version whose index is here."""
+        return {v: files for (of, v), (_, files) in self._files.items() if of == store}
+
+    def keep_latest(self, store: str, raw: bytes) -> None:
+        if self._latest.get(store) != raw:
+            self._latest[store] = raw
+            self._write(store, LATEST_FILE, raw)
+
+    def keep_index(self, store: str, version: str, raw: bytes) -> None:
+        """Raises Corrupt for an index that cannot be read."""
+        if self.index(store, version) == raw:
+            return
+        self._files[store, version] = (raw, published_files(raw))
+        self._write(store, version, raw)
+        here = sorted((v for of, v in self._files if of == store), key=_age)
+        for old in here[:-MAX_VERSIONS]:
+            del self._files[store, old]
+            (self._root / store / old).unlink(missing_ok=True)
+
+    def _write(self, store: str, name: str, raw: bytes) -> None:
+        # Without it a restarted relay knows less; nothing else is lost.
+        with suppress(OSError):
+            (self._root / store).mkdir(parents=True, exist_ok=True)
+            temporary = self._root / store / f"{TEMPORARY}{name}"
+            # A power cut may tear it: what cannot be read at the next start is not believed.
+            temporary.write_bytes(raw)
+            temporary.replace(self._root / store / name)
+
+    def _take(self, store: str, path: Path) -> None:
+        with suppress(OSError, Corrupt):
+            if not path.is_file() or path.stat().st_size > MAX_INDEX_BYTES:
+                return
+            raw = path.read_bytes()
+            if path.name == LATEST_FILE:
+                self._latest[store] = raw
+            elif named_ref(path.name) is not None:
+                self._files[store, path.name] = (raw, published_files(raw))
+
+
+def _age(version: str) -> int:
+    ref = named_ref(version)
+    return 0 if ref is None else ref.version
