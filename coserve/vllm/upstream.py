@@ -24,6 +24,7 @@ _TRANSFER = "vllm.distributed.weight_transfer"
 _LINEAR = "vllm.model_executor.layers.linear"
 _PATCHES = "vllm.model_executor.model_loader.checkpoint_weight_patch"
 _RELOAD = "vllm.model_executor.model_loader.reload"
+_LORA = "vllm.lora"
 _SLEEP = "vllm.device_allocator.sleep_mode_backend"
 _RL_ROUTES = (
     "vllm.entrypoints.serve.dev.rlhf.api_router",
@@ -350,6 +351,49 @@ WEIGHTS: tuple[Symbol, ...] = (
 )
 """What the weight backend derives from, and what keeps or repacks a weight on a CPU."""
 
+ADAPTERS: tuple[Symbol, ...] = (
+    *overrides(
+        f"{_LORA}.worker_manager", "WorkerLoRAManager", {"_load_adapter": ("lora_request",)}
+    ),
+    Symbol(
+        Use.CALL,
+        f"{_LORA}.worker_manager",
+        "WorkerLoRAManager.__init__",
+        ("vllm_config", "device", "embedding_modules"),
+    ),
+    *reads(f"{_LORA}.worker_manager", "LRUCacheWorkerLoRAManager._adapter_manager"),
+    *reads("vllm.config", "VllmConfig.lora_config"),
+    *reads(f"{_LORA}.model_manager", "LoRAModelManager.model"),
+    *(
+        Symbol(Use.CALL, f"{_LORA}.model_manager", f"LRUCacheLoRAModelManager.{name}", details)
+        for name, details in (
+            ("add_adapter", ("lora",)),
+            ("activate_adapter", ("lora_id",)),
+            ("remove_adapter", ("adapter_id",)),
+            ("list_adapters", ()),
+        )
+    ),
+    *reads(f"{_LORA}.lora_model", "LoRAModel.id"),
+    *reads(
+        f"{_LORA}.request",
+        "LoRARequest.lora_name",
+        "LoRARequest.lora_int_id",
+        "LoRARequest.lora_path",
+    ),
+    *overrides(
+        f"{_LORA}.resolver", "LoRAResolver", {"resolve_lora": ("base_model_name", "lora_name")}
+    ),
+    *reads(f"{_LORA}.resolver", "LoRAResolverRegistry"),
+    *reads("vllm.envs", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+    Symbol(
+        Use.READ,
+        "vllm.engine.arg_utils",
+        "EngineArgs.add_cli_args",
+        ("--enable-lora", "--max-lora-rank"),
+    ),
+)
+"""How adapters that follow a store get into vLLM's LoRA manager, and names to them."""
+
 ROUTES: tuple[Symbol, ...] = (
     *_rl_route("/pause"),
     *_rl_route("/resume"),
@@ -395,5 +439,6 @@ TABLE: tuple[Symbol, ...] = (
     *STATISTICS,
     *PLUGINS,
     *WEIGHTS,
+    *ADAPTERS,
     *ROUTES,
 )

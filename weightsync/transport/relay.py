@@ -14,7 +14,7 @@ from pathlib import Path
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import Corrupt
-from weightsync.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE
+from weightsync.names import CONFIG_FILE, INDEX_FILE, MAX_INDEX_BYTES, READY_FILE
 from weightsync.transport.location import StoreRoot
 from weightsync.transport.metrics import TransferMetrics
 from weightsync.transport.object_cache import ObjectCache
@@ -62,7 +62,7 @@ class RelayShelf:
     @asynccontextmanager
     async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ShelfFile]:
         directory, _, name = path.partition("/")
-        if name == READY_FILE:
+        if name in (READY_FILE, CONFIG_FILE):
             yield _HeldFile(await self._read_small(store, path))
             return
         if name == INDEX_FILE:

@@ -8,6 +8,7 @@
                                                         "state_hash": "..."}}
     POST /finish_weight_update         {"weight_version": "7"}
 
+A store of LoRA adapters is followed by the same calls, with "adapter": NAME in the update.
 `rosemux_stage` returns at once and prepares the version while the engine runs; asked again it tells
 how far that is: `{"state": "running" | "ready" | "failed", "message": ...}`. An update works
 without it and then prepares inside the pause. An update that returns has been verified: the state
@@ -33,7 +34,10 @@ from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.codec import warm_up
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
+from weightsync.vllm.adapted_weights import AdaptedWeights
+from weightsync.vllm.adapter_stores import AdapterStores
 from weightsync.vllm.engine_weights import EngineWeights, Ranks, Wanted
+from weightsync.vllm.lora_slots import LoraSlots
 
 ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
 PACKED_AHEAD_VARIABLE = "ROSEMUX_PACKED_AHEAD_BYTES"
@@ -54,15 +58,22 @@ class UpdateInfo(WeightTransferUpdateInfo):
     store: str
     version: int
     state_hash: str | None = None
+    adapter: str | None = None
+    """Of a store of LoRA adapters: the name that requests give as their model."""
 
     def __post_init__(self) -> None:
         checked_name(self.store, what="store")
+        if self.adapter is not None:
+            checked_name(self.adapter, what="adapter")
         if type(self.version) is not int or self.version < 1:
             raise PeerProtocolError(f"version {self.version!r}: a number from 1")
 
     def wanted(self) -> Wanted:
         return Wanted(
-            store=self.store, version=WeightVersion(self.version), state_hash=self.state_hash
+            store=self.store,
+            version=WeightVersion(self.version),
+            state_hash=self.state_hash,
+            adapter=self.adapter,
         )
 
 
@@ -81,13 +92,17 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if device.type == "cpu":
             cpu_linear.check_installed()
         warm_up()
-        self._weights = EngineWeights(
+        base = EngineWeights(
             model,
             vllm_config.model_config,
             root,
             packed_ahead_bytes=_packed_ahead_bytes(),
             ranks=_ranks(vllm_config.parallel_config),
         )
+        self._weights: EngineWeights | AdaptedWeights = base
+        if vllm_config.lora_config is not None:
+            slots = LoraSlots(model, vllm_config, device)
+            self._weights = AdaptedWeights(base, AdapterStores(root), slots)
         _add_worker_methods()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:

@@ -56,6 +56,8 @@ class Wanted:
     version: WeightVersion
     state_hash: str | None = None
     """What the caller believes it to be; None: the published one."""
+    adapter: str | None = None
+    """Of a store of LoRA adapters: the name that requests ask for it by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,11 @@ class EngineWeights:
         What fails before anything is touched (version unknown, payload broken, other shapes) leaves
         the loaded version in force.
         """
+        if wanted.adapter is not None:
+            raise ConfigError(
+                f"{wanted.store} holds whole models, or this engine takes no adapters: give "
+                "`adapter` for a store of LoRA adapters only, to an engine with --enable-lora"
+            )
         prepared = self._stager.take(_key(wanted), self._preparing(wanted))
         if prepared.base != self._base_for(wanted.store):
             prepared = self._stager.take(_key(wanted), self._preparing(wanted))

@@ -10,6 +10,8 @@ import importlib.util
 import inspect
 import logging
 
+from weightsync.vllm.adapter_names import register_resolver
+
 BACKEND = "rosemux"
 ENGINE_MODULE = "weightsync.vllm.engine"
 ENGINE_CLASS = "RoseMuxWeightTransferEngine"
@@ -34,7 +36,11 @@ def register() -> None:
         _logger.warning("backend %r is off: it needs vLLM 0.25 or newer", BACKEND)
         return
     WeightTransferEngineFactory.register_engine(BACKEND, ENGINE_MODULE, ENGINE_CLASS)
+    from vllm import envs
     from vllm.platforms import current_platform
+
+    if envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        register_resolver()
 
     if current_platform.is_cpu():
         from weightsync.vllm import cpu_linear
