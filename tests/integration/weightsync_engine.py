@@ -18,7 +18,7 @@ State = dict[str, torch.Tensor]
 PROMPTS = [{"prompt_token_ids": [1, 2, 3, 4, 5, last]} for last in range(4)]
 
 
-def new_model() -> Qwen2ForCausalLM:
+def new_model(*, tied: bool = False) -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=512,
@@ -28,7 +28,7 @@ def new_model() -> Qwen2ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     model = Qwen2ForCausalLM(config).to(torch.bfloat16)
     with torch.no_grad():

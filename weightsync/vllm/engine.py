@@ -36,8 +36,9 @@ from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.adapted_weights import AdaptedWeights
 from weightsync.vllm.adapter_stores import AdapterStores
-from weightsync.vllm.engine_weights import EngineWeights, Ranks, Wanted
+from weightsync.vllm.engine_weights import EngineWeights, Wanted
 from weightsync.vllm.lora_slots import LoraSlots
+from weightsync.vllm.rank_parts import is_partial
 
 ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
 PACKED_AHEAD_VARIABLE = "ROSEMUX_PACKED_AHEAD_BYTES"
@@ -97,7 +98,8 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             vllm_config.model_config,
             root,
             packed_ahead_bytes=_packed_ahead_bytes(),
-            ranks=_ranks(vllm_config.parallel_config),
+            # Ranks that share out experts alone are data-parallel engines, each a world of its own.
+            sliced=vllm_config.parallel_config.world_size > 1 or is_partial(model),
         )
         self._weights: EngineWeights | AdaptedWeights = base
         if vllm_config.lora_config is not None:
@@ -142,14 +144,6 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def report(self) -> dict[str, Any]:
         """What is loaded; empty before the first update and while the state is in doubt."""
         return self._weights.report()
-
-
-def _ranks(parallel_config: Any) -> Ranks:
-    if parallel_config.world_size == 1:
-        return Ranks.ONE
-    if parallel_config.pipeline_parallel_size > 1 or parallel_config.enable_expert_parallel:
-        return Ranks.PARTIAL
-    return Ranks.SLICES
 
 
 def _weight_root() -> StoreRoot:

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from typing import Any, TypeAlias
 
 from harvester.contracts.clock import MonotonicClock
@@ -36,16 +35,6 @@ _logger = logging.getLogger("vllm.rosemux.weightsync")
 
 THREADS = 2
 Target: TypeAlias = LoaderMap | SliceTarget | ShadowTarget
-
-
-class Ranks(StrEnum):
-    """How an engine's ranks share a checkpoint."""
-
-    ONE = "one"
-    SLICES = "slices"
-    """Each holds a part of every tensor."""
-    PARTIAL = "partial"
-    """Some tensors are on other ranks only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +68,8 @@ class EngineWeights:
     """Its methods are called from the engine's own thread.
 
     `root`: where the stores are. `packed_ahead_bytes`: how much memory an update may take for
-    packed forms before its pause; layers over it are packed in the pause.
+    packed forms before its pause; layers over it are packed in the pause. `sliced`: the model is
+    one rank of several that share a checkpoint.
     """
 
     def __init__(
@@ -89,10 +79,10 @@ class EngineWeights:
         root: StoreRoot,
         *,
         packed_ahead_bytes: int,
-        ranks: Ranks = Ranks.ONE,
+        sliced: bool = False,
     ) -> None:
         check_layers(model)
-        self._ranks = ranks
+        self._sliced = sliced
         self._model = model
         self._root = root
         self._packed_ahead_bytes = packed_ahead_bytes
@@ -221,10 +211,8 @@ class EngineWeights:
         loading = self._derived.loading if self._derived.exist else None
         entered = loading() if loading else None
         try:
-            if self._ranks is Ranks.ONE:
-                return traced(self._model, layout, self._derive, entered)
-            partial = self._ranks is Ranks.PARTIAL
-            return traced_slices(self._model, layout, self._derive, entered, partial=partial)
+            trace = traced_slices if self._sliced else traced
+            return trace(self._model, layout, self._derive, entered)
         except Unsupported as reason:
             _logger.warning("weights go through vLLM's own loader: %s", reason)
         return ShadowTarget(self._model, layout, self._derive_all, loading)
