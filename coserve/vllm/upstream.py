@@ -20,6 +20,7 @@ _QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 _REQUEST = "vllm.v1.request"
 _STATS = "vllm.v1.metrics.stats"
 _LOGGERS = "vllm.v1.metrics.loggers"
+_WORKER = "vllm.v1.worker.gpu_worker"
 _TRANSFER = "vllm.distributed.weight_transfer"
 _LINEAR = "vllm.model_executor.layers.linear"
 _PATCHES = "vllm.model_executor.model_loader.checkpoint_weight_patch"
@@ -166,7 +167,7 @@ ENGINE_LOOP: tuple[Symbol, ...] = (
         ("method", "timeout", "args", "kwargs"),
     ),
     *reads("vllm.config", "ParallelConfig.worker_extension_cls"),
-    *reads("vllm.v1.worker.gpu_worker", "Worker.model_runner"),
+    *reads(_WORKER, "Worker.model_runner"),
     *reads("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.kv_caches"),
     Symbol(
         Use.READ, _CORE, "EngineCore._weight_version", when=lambda table: table.weight_version_api
@@ -288,6 +289,15 @@ WEIGHTS: tuple[Symbol, ...] = (
     ),
     Symbol(
         Use.OVERRIDE,
+        _WORKER,
+        "Worker.start_weight_update",
+        ("is_checkpoint_format",),
+        lambda table: table.weight_engine_api is WeightEngineApi.LOADER,
+    ),
+    *overrides(_WORKER, "Worker", {"update_weights": ("update_info",), "finish_weight_update": ()}),
+    *reads(_WORKER, "Worker._weight_update_active", "Worker.vllm_config", "Worker.device"),
+    Symbol(
+        Use.OVERRIDE,
         f"{_TRANSFER}.base",
         "WeightTransferEngine.trainer_send_weights",
         ("iterator", "trainer_args"),
@@ -332,7 +342,7 @@ WEIGHTS: tuple[Symbol, ...] = (
     ),
     *reads("vllm.config.weight_transfer", "WeightTransferConfig.backend"),
     *reads("vllm.platforms", "current_platform"),
-    *reads("vllm.v1.worker.gpu_worker", "Worker.weight_transfer_engine"),
+    *reads(_WORKER, "Worker.weight_transfer_engine"),
     Symbol(Use.CALL, f"{_RELOAD}.layerwise", "initialize_layerwise_reload", ("model",)),
     Symbol(Use.CALL, f"{_RELOAD}.layerwise", "finalize_layerwise_reload"),
     Symbol(
@@ -419,6 +429,7 @@ ROUTES: tuple[Symbol, ...] = (
         "WeightVersionSpan",
         when=lambda table: table.weight_version_spans,
     ),
+    Symbol(Use.ROUTE, "vllm.entrypoints.serve.dev.rpc.api_router", "/collective_rpc", ("post",)),
     Symbol(
         Use.ROUTE, "vllm.entrypoints.serve.dev.cache.api_router", "/reset_prefix_cache", ("post",)
     ),

@@ -140,7 +140,8 @@ class EngineClient:
 
     async def _begin_update(self) -> None:
         try:
-            await self._post("/start_weight_update")
+            # vLLM 0.24 refuses an empty body.
+            await self._post("/start_weight_update", {})
         except EngineLost:
             # A switch that was cut off (its lease ended) left its session open. vLLM has no call
             # that closes one, and going on in it is the same, as every update is a whole one.
