@@ -179,21 +179,22 @@ def _torn_update(engine: Any, state_hash: str) -> dict[str, Any]:
     """Version 5 with a failure in the middle of the first attempt."""
     from weightsync.vllm.loader_map import LoaderMap
 
-    commit = LoaderMap.commit
-    calls = 0
+    finish = LoaderMap.finish
+    torn = False
 
-    def failing(self: LoaderMap, name: str, bits: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 5:
+    def failing(self: LoaderMap, changed: Any) -> None:
+        nonlocal torn
+        if not torn:
+            torn = True
+            next(iter(self._flat.values()))[0] ^= 1
             raise RuntimeError("torn")
-        commit(self, name, bits)
+        finish(self, changed)
 
-    LoaderMap.commit = failing  # type: ignore[method-assign]
+    LoaderMap.finish = failing  # type: ignore[method-assign]
     try:
         return update(engine, store="job-a", version=5, state_hash=state_hash)
     finally:
-        LoaderMap.commit = commit  # type: ignore[method-assign]
+        LoaderMap.finish = finish  # type: ignore[method-assign]
 
 
 def main(root: Path) -> None:
