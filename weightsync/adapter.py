@@ -15,9 +15,9 @@ import msgspec
 from harvester.contracts.errors import ConfigError, Corrupt, Stale
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.manifest import AdapterRecord, FileRecord, Manifest
+from weightsync.names import CONFIG_FILE
 from weightsync.state_hash import new_digest
 
-CONFIG_FILE = "adapter_config.json"
 FULL_SHARD_FILE = "adapter_model.safetensors"
 """PEFT's name for the tensors: a full version is a directory that PEFT loads."""
 MAX_CONFIG_BYTES = 1 << 20
@@ -90,21 +90,34 @@ def check_base(manifest: Manifest, held: Base | None) -> None:
 
 
 def read_config(directory: Path, manifest: Manifest) -> dict[str, Any]:
-    """The PEFT configuration of a version, checked against its record; raises Corrupt."""
-    record = manifest.block.adapter if manifest.block else None
-    if record is None:
-        raise ConfigError(f"version {manifest.version} is no adapter")
+    """The PEFT configuration of a version in a directory; raises as `checked_config`."""
+    _record_of(manifest)
     try:
         with (directory / CONFIG_FILE).open("rb") as file:
             raw = file.read(MAX_CONFIG_BYTES + 1)
     except FileNotFoundError as error:
         raise Corrupt(f"{directory / CONFIG_FILE} is missing") from error
-    if len(raw) > MAX_CONFIG_BYTES or _file_record(raw) != record.config:
-        raise Corrupt(f"{directory / CONFIG_FILE} is not what was published")
+    return checked_config(raw, manifest, where=str(directory))
+
+
+def checked_config(raw: bytes, manifest: Manifest, *, where: str) -> dict[str, Any]:
+    """The PEFT configuration of a version, checked against its record.
+
+    Raises Corrupt, and ConfigError for whole models.
+    """
+    if len(raw) > MAX_CONFIG_BYTES or _file_record(raw) != _record_of(manifest).config:
+        raise Corrupt(f"{where}/{CONFIG_FILE} is not what was published")
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        raise Corrupt(f"{directory / CONFIG_FILE}: {error}") from error
+        raise Corrupt(f"{where}/{CONFIG_FILE}: {error}") from error
+
+
+def _record_of(manifest: Manifest) -> AdapterRecord:
+    record = manifest.block.adapter if manifest.block else None
+    if record is None:
+        raise ConfigError(f"version {manifest.version} is no adapter")
+    return record
 
 
 def _file_record(raw: bytes) -> FileRecord:

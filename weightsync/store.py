@@ -133,6 +133,13 @@ class Store:
             raise Corrupt(f"{ref.directory}: shards and weight map name different tensors")
         return merged
 
+    def small_file(self, ref: VersionRef, name: str, limit_bytes: int) -> bytes:
+        """Another file of a version; raises Corrupt where it is missing or over the limit."""
+        try:
+            return self._source.read_small(f"{ref.directory}/{name}", limit_bytes)
+        except FileNotFoundError as error:
+            raise Corrupt(f"{self}/{ref.directory}/{name} is missing") from error
+
     def read_shard(self, ref: VersionRef, manifest: Manifest, shard: str) -> Bytes:
         """A whole shard in fresh memory, checked against its record; raises Corrupt."""
         path = f"{ref.directory}/{shard}"

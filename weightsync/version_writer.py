@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync import state_hash
-from weightsync.adapter import CONFIG_FILE, FULL_SHARD_FILE, Adapter
+from weightsync.adapter import FULL_SHARD_FILE, Adapter
 from weightsync.agreement import (
     Anchored,
     Holding,
@@ -34,6 +34,7 @@ from weightsync.manifest import (
     Manifest,
     encoded_manifest,
 )
+from weightsync.names import CONFIG_FILE
 from weightsync.retention import making_room, superseded
 from weightsync.store import Kind, VersionRef
 from weightsync.store_writer import StoreWriter

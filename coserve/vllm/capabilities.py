@@ -19,7 +19,8 @@ class WeightEngineApi(StrEnum):
     """The shape of upstream's `WeightTransferEngine`, the base class of a weight backend."""
 
     LOADER = "loader"
-    """`__init__(config, parallel_config, model)`; `receive_weights` is handed a loader."""
+    """`__init__(config, parallel_config, model)`; `receive_weights` is handed a loader, and the
+    worker does the rest of an update: weightsync/vllm/loader_engine.py takes that over."""
 
     WORKER = "worker"
     """`__init__(config, vllm_config, device, model)`; the engine has its own start and finish."""

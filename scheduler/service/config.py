@@ -62,6 +62,8 @@ class JobSettings(_Settings):
     tenant: Name = "default"
     harvesting: bool = True
     """Whether the job may lease slots; can be switched while running."""
+    adapter: Name | None = None
+    """The job's store holds LoRA adapters; engines serve its newest under this name."""
     active: bool = False
     """Served from the start; otherwise the first publish of any job or an activation decides."""
 

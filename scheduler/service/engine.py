@@ -47,6 +47,8 @@ class EngineClient:
         self._stream_timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
         self._connect_s = connect_s
         self._transfer_ready = False
+        self._model: str | None = None
+        """What requests name as their model: the adapter of the version that is served."""
 
     async def generate(
         self, attempt: Attempt, *, request_id: str, epoch: Epoch | None, priority: int = 0
@@ -55,7 +57,7 @@ class EngineClient:
 
         Raises RequestRefused, Stale (lease epoch), Exhausted (try elsewhere or later), EngineLost.
         """
-        body = _ENCODER.encode(generate_body(attempt, request_id, priority))
+        body = _ENCODER.encode(generate_body(attempt, request_id, priority, self._model))
         headers = {"Content-Type": "application/json"}
         if epoch is not None:
             headers[EPOCH_HEADER] = str(epoch)
@@ -97,13 +99,17 @@ class EngineClient:
         except (aiohttp.ClientError, TimeoutError, ConnectionError, EngineLost):
             return False
 
-    async def switch(self, *, store: str, version: WeightVersion, timeout_s: float) -> None:
+    async def switch(
+        self, *, store: str, version: WeightVersion, timeout_s: float, adapter: str | None = None
+    ) -> None:
         """Bring the engine to a version; on return it samples with nothing older.
 
-        KV made with the old weights is dropped and that of kept requests is computed again.
+        `adapter`: the store holds LoRA adapters; requests after this ask for the version by that
+        name. KV made with the old weights is dropped and that of kept requests is computed again.
         Raises EngineLost; the engine may then be paused, which the next switch ends.
         """
-        update = {"update_info": {"store": store, "version": version}}
+        named = {} if adapter is None else {"adapter": adapter}
+        update = {"update_info": {"store": store, "version": version, **named}}
         try:
             async with asyncio.timeout(timeout_s):
                 await self._post("/pause", params={"mode": "keep"})
@@ -115,6 +121,7 @@ class EngineClient:
                 await self._post("/finish_weight_update", {"weight_version": str(version)})
                 await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
                 await self._post("/resume")
+            self._model = adapter
         except (aiohttp.ClientError, TimeoutError, ConnectionError, EngineLost) as error:
             self.forget()
             raise EngineLost(f"switch to {store} {version}: {error!r}") from error
@@ -133,7 +140,8 @@ class EngineClient:
 
     async def _begin_update(self) -> None:
         try:
-            await self._post("/start_weight_update")
+            # vLLM 0.24 refuses an empty body.
+            await self._post("/start_weight_update", {})
         except EngineLost:
             # A switch that was cut off (its lease ended) left its session open. vLLM has no call
             # that closes one, and going on in it is the same, as every update is a whole one.
@@ -174,10 +182,13 @@ class EngineClient:
                 raise EngineLost(f"{path}: {response.status} {await _message(response)}")
 
 
-def generate_body(attempt: Attempt, request_id: str, priority: int) -> dict[str, Any]:
+def generate_body(
+    attempt: Attempt, request_id: str, priority: int, model: str | None = None
+) -> dict[str, Any]:
     """The attempt as vLLM's generate route takes it; each attempt has an id of its own."""
     sampling = attempt.sampling_params
-    return {
+    named = {} if model is None else {"model": model}
+    return named | {
         "request_id": f"{request_id}.{attempt.number}",
         "token_ids": attempt.token_ids,
         "stream": True,

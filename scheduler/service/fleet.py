@@ -87,13 +87,16 @@ class Fleet:
         clock: Clock,
         *,
         update_s: float,
+        adapter_of: Callable[[JobId], str | None] = lambda _job: None,
     ) -> None:
+        """`adapter_of`: the name of a job's LoRA adapter, where its store holds adapters."""
         self.policy = policy
         self.members: dict[EngineId, Member] = {}
         self._dispatcher = dispatcher
         self._log = log
         self._clock = clock
         self._update_s = update_s
+        self._adapter_of = adapter_of
         self._events: deque[VersionsEvent] = deque()
         self._observing = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -256,7 +259,10 @@ class Fleet:
         try:
             if effect.version:
                 await member.client.switch(
-                    store=effect.store, version=effect.version, timeout_s=self._update_s
+                    store=effect.store,
+                    version=effect.version,
+                    timeout_s=self._update_s,
+                    adapter=self._adapter_of(effect.job),
                 )
             if not member.numerics:
                 version = await member.client.vllm_version()

@@ -77,7 +77,12 @@ class Scheduler:
         versions = VersionPolicy.from_config(versions_config)
         self._versions_log = self._log(versions, msgspec.convert(versions_config, VersionsConfig))
         self.fleet = Fleet(
-            versions, self.dispatcher, self._versions_log, clock, update_s=times.update_s
+            versions,
+            self.dispatcher,
+            self._versions_log,
+            clock,
+            update_s=times.update_s,
+            adapter_of=lambda job: self.jobs[job].adapter,
         )
         self.fleet.on_served = lambda member, seconds: self.metrics.switch_s.labels(
             member.engine.kind

@@ -29,6 +29,7 @@ class FakeEngine:
         self.version = 0
         self.updated: dict[str, Any] | None = None
         self.staged: list[list[Any]] = []
+        self.models: list[str | None] = []
         self.initialised = False
         self.updating = False
         self.fail_updates = 0
@@ -86,7 +87,7 @@ class FakeEngine:
         return web.json_response({"results": [{"state": "ready" if known else "running"}]})
 
     async def look(self, _request: web.Request) -> web.Response:
-        names = ("version", "calls", "open", "most_open", "aborted", "updated", "staged")
+        names = ("version", "calls", "open", "most_open", "aborted", "updated", "staged", "models")
         return web.json_response({name: getattr(self, name) for name in names})
 
     async def set(self, request: web.Request) -> web.Response:
@@ -135,6 +136,7 @@ class FakeEngine:
         if self.epoch is not None and request.headers.get("X-RoseMux-Epoch") != self.epoch:
             return web.json_response({"error": f"epoch in force is {self.epoch}"}, status=409)
         body = await request.json()
+        self.models.append(body.get("model"))
         sampling = body["sampling_params"]
         token_ids = list(body["token_ids"])
         if not token_ids or min(token_ids) < 0:

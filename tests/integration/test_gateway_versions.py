@@ -62,6 +62,22 @@ async def test_a_publish_answers_when_the_dedicated_engines_have_switched(
     assert looked["calls"][-13:] == [*SWITCH, *(c for c in SWITCH if "init" not in c)]
 
 
+async def test_turns_of_a_job_with_adapters_ask_for_its_adapter(fake_engine, gateway) -> None:
+    engine = fake_engine()
+    front = gateway(engine, jobs=[{"id": "job", "adapter": "policy"}, {"id": "whole"}])
+    await publish(front, 1)
+    assert (await generate(front, "a", 2))[0] == 200
+    looked = await engine.get("/_fake")
+    assert looked["updated"] == {"store": "job.store", "version": 1, "adapter": "policy"}
+    await publish(front, 1, job="whole")
+    await front.post("/v1/jobs/whole/activate", {})
+    await front.until("/v1/status", lambda s: s["active_job"] == "whole" and s["settled"])
+    assert (await generate(front, "b", 2, job="whole"))[0] == 200
+    looked = await engine.get("/_fake")
+    assert looked["updated"] == {"store": "whole.store", "version": 1}
+    assert looked["models"] == ["policy", None]
+
+
 async def test_pins_are_kept_and_a_version_that_is_nowhere_is_a_409(fake_engine, gateway) -> None:
     front = gateway(fake_engine())
     await publish(front, 3)

@@ -18,7 +18,7 @@ State = dict[str, torch.Tensor]
 PROMPTS = [{"prompt_token_ids": [1, 2, 3, 4, 5, last]} for last in range(4)]
 
 
-def _model() -> Qwen2ForCausalLM:
+def new_model(*, tied: bool = False) -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=512,
@@ -28,7 +28,7 @@ def _model() -> Qwen2ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     model = Qwen2ForCausalLM(config).to(torch.bfloat16)
     with torch.no_grad():
@@ -37,7 +37,7 @@ def _model() -> Qwen2ForCausalLM:
     return model
 
 
-def _steps(model: Qwen2ForCausalLM) -> list[State]:
+def new_steps(model: Qwen2ForCausalLM) -> list[State]:
     """Five states of one job; every step moves a twentieth of the weights."""
     run = [{name: tensor.clone() for name, tensor in model.state_dict().items()}]
     for _ in range(4):
@@ -50,7 +50,7 @@ def moved(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(hit, tensor.float() * 1.05, tensor.float()).to(tensor.dtype)
 
 
-def _save(model: Qwen2ForCausalLM, state: State, path: Path) -> str:
+def saved(model: Qwen2ForCausalLM, state: State, path: Path) -> str:
     model.load_state_dict(state)
     model.save_pretrained(path)
     return str(path)
@@ -70,14 +70,15 @@ def new_engine(path: str, **more: Any) -> Any:
     )
 
 
-def generated(engine: Any) -> dict[str, Any]:
+def generated(engine: Any, adapter: Any = None) -> dict[str, Any]:
     from vllm import SamplingParams
 
     engine.reset_prefix_cache()
     sampling = SamplingParams(
         temperature=0, max_tokens=12, logprobs=1, ignore_eos=True, detokenize=False
     )
-    outputs = [out.outputs[0] for out in engine.generate(PROMPTS, sampling, use_tqdm=False)]
+    done = engine.generate(PROMPTS, sampling, use_tqdm=False, lora_request=adapter)
+    outputs = [out.outputs[0] for out in done]
     return {
         "tokens": [list(output.token_ids) for output in outputs],
         "logprobs": [
@@ -108,7 +109,7 @@ def update(engine: Any, **update_info: Any) -> dict[str, Any]:
     return report
 
 
-def _refused(engine: Any, **update_info: Any) -> dict[str, Any]:
+def refused(engine: Any, **update_info: Any) -> dict[str, Any]:
     try:
         update(engine, **update_info)
         error = "none"
@@ -126,13 +127,13 @@ def _refusals(engine: Any, stores: Path) -> dict[str, Any]:
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     refusals = {
-        "unpublished": _refused(engine, store="job-a", version=9),
-        "older": _refused(engine, store="job-a", version=2),
-        "path": _refused(engine, store="../job-a", version=4),
-        "unknown_store": _refused(engine, store="job-c", version=1),
-        "other_hash": _refused(engine, store="job-a", version=5, state_hash="0" * 32),
-        "broken_payload": _refused(engine, store="job-b", version=1),
-        "unknown_field": _refused(engine, store="job-a", version=4, root="/"),
+        "unpublished": refused(engine, store="job-a", version=9),
+        "older": refused(engine, store="job-a", version=2),
+        "path": refused(engine, store="../job-a", version=4),
+        "unknown_store": refused(engine, store="job-c", version=1),
+        "other_hash": refused(engine, store="job-a", version=5, state_hash="0" * 32),
+        "broken_payload": refused(engine, store="job-b", version=1),
+        "unknown_field": refused(engine, store="job-a", version=4, root="/"),
     }
     shard.write_bytes(whole)
     return refusals
@@ -178,33 +179,34 @@ def _torn_update(engine: Any, state_hash: str) -> dict[str, Any]:
     """Version 5 with a failure in the middle of the first attempt."""
     from weightsync.vllm.loader_map import LoaderMap
 
-    commit = LoaderMap.commit
-    calls = 0
+    finish = LoaderMap.finish
+    torn = False
 
-    def failing(self: LoaderMap, name: str, bits: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 5:
+    def failing(self: LoaderMap, changed: Any) -> None:
+        nonlocal torn
+        if not torn:
+            torn = True
+            next(iter(self._flat.values()))[0] ^= 1
             raise RuntimeError("torn")
-        commit(self, name, bits)
+        finish(self, changed)
 
-    LoaderMap.commit = failing  # type: ignore[method-assign]
+    LoaderMap.finish = failing  # type: ignore[method-assign]
     try:
         return update(engine, store="job-a", version=5, state_hash=state_hash)
     finally:
-        LoaderMap.commit = commit  # type: ignore[method-assign]
+        LoaderMap.finish = finish  # type: ignore[method-assign]
 
 
 def main(root: Path) -> None:
     seen: dict[str, Any] = {}
     stores = Path(os.environ["ROSEMUX_WEIGHT_ROOT"])
-    model = _model()
-    steps = _steps(model)
+    model = new_model()
+    steps = new_steps(model)
     other = {name: tensor.roll(1, 0) for name, tensor in steps[0].items()}
     # An engine that is collected takes the process groups of the others along.
     alive = []
     for name, state in (("version_1", steps[0]), ("version_4", steps[3]), ("other", other)):
-        fresh = new_engine(_save(model, state, root / name))
+        fresh = new_engine(saved(model, state, root / name))
         seen[f"fresh_{name}"] = generated(fresh)
         seen["tokens_per_s"] = {"fresh": _tokens_per_s(fresh)}
         alive.append(fresh)

@@ -15,7 +15,14 @@ from pathlib import Path
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import Corrupt
-from weightsync.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE, Kind, named_ref
+from weightsync.names import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MAX_INDEX_BYTES,
+    READY_FILE,
+    Kind,
+    named_ref,
+)
 from weightsync.transport.location import StoreRoot
 from weightsync.transport.metrics import TransferMetrics
 from weightsync.transport.object_cache import ObjectCache
@@ -117,6 +124,9 @@ class RelayShelf:
         directory, _, name = path.partition("/")
         if name == READY_FILE:
             yield _HeldFile(await self._read_mark(store, directory))
+            return
+        if name == CONFIG_FILE:
+            yield _HeldFile(await self._read_small(store, path))
             return
         if name == INDEX_FILE:
             yield _HeldFile(await self._read_index(store, directory))

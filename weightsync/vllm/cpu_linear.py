@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from harvester.contracts.errors import Unsupported
+from weightsync.vllm.layers import own_layers
 
 _logger = logging.getLogger("vllm.rosemux.weightsync")
 _PACKED = "rosemux_packed"
@@ -71,7 +72,7 @@ def check_installed() -> None:
 def packed_layers(model: torch.nn.Module) -> dict[int, list[Any]]:
     """The layers that compute from a packed copy, by the storage address of their plain weight."""
     found: dict[int, list[Any]] = defaultdict(list)
-    for layer in model.modules():
+    for _, layer in own_layers(model):
         if getattr(layer, _PACKED, False):
             found[_address(layer)].append(layer)
     return dict(found)

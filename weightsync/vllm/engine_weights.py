@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from typing import Any, TypeAlias
 
 from harvester.contracts.clock import MonotonicClock
@@ -38,16 +37,6 @@ THREADS = 2
 Target: TypeAlias = LoaderMap | SliceTarget | ShadowTarget
 
 
-class Ranks(StrEnum):
-    """How an engine's ranks share a checkpoint."""
-
-    ONE = "one"
-    SLICES = "slices"
-    """Each holds a part of every tensor."""
-    PARTIAL = "partial"
-    """Some tensors are on other ranks only."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """One version of one store."""
@@ -56,6 +45,8 @@ class Wanted:
     version: WeightVersion
     state_hash: str | None = None
     """What the caller believes it to be; None: the published one."""
+    adapter: str | None = None
+    """Of a store of LoRA adapters: the name that requests ask for it by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +68,8 @@ class EngineWeights:
     """Its methods are called from the engine's own thread.
 
     `root`: where the stores are. `packed_ahead_bytes`: how much memory an update may take for
-    packed forms before its pause; layers over it are packed in the pause.
+    packed forms before its pause; layers over it are packed in the pause. `sliced`: the model is
+    one rank of several that share a checkpoint.
     """
 
     def __init__(
@@ -87,10 +79,10 @@ class EngineWeights:
         root: StoreRoot,
         *,
         packed_ahead_bytes: int,
-        ranks: Ranks = Ranks.ONE,
+        sliced: bool = False,
     ) -> None:
         check_layers(model)
-        self._ranks = ranks
+        self._sliced = sliced
         self._model = model
         self._root = root
         self._packed_ahead_bytes = packed_ahead_bytes
@@ -121,6 +113,11 @@ class EngineWeights:
         What fails before anything is touched (version unknown, payload broken, other shapes) leaves
         the loaded version in force.
         """
+        if wanted.adapter is not None:
+            raise ConfigError(
+                f"{wanted.store} holds whole models, or this engine takes no adapters: give "
+                "`adapter` for a store of LoRA adapters only, to an engine with --enable-lora"
+            )
         prepared = self._stager.take(_key(wanted), self._preparing(wanted))
         if prepared.base != self._base_for(wanted.store):
             prepared = self._stager.take(_key(wanted), self._preparing(wanted))
@@ -214,10 +211,8 @@ class EngineWeights:
         loading = self._derived.loading if self._derived.exist else None
         entered = loading() if loading else None
         try:
-            if self._ranks is Ranks.ONE:
-                return traced(self._model, layout, self._derive, entered)
-            partial = self._ranks is Ranks.PARTIAL
-            return traced_slices(self._model, layout, self._derive, entered, partial=partial)
+            trace = traced_slices if self._sliced else traced
+            return trace(self._model, layout, self._derive, entered)
         except Unsupported as reason:
             _logger.warning("weights go through vLLM's own loader: %s", reason)
         return ShadowTarget(self._model, layout, self._derive_all, loading)

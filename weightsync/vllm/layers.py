@@ -5,6 +5,8 @@ Any other layer would go on computing from what it once derived while the state 
 so such models are refused.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,11 +25,13 @@ _DERIVED_METHODS = frozenset(
 """Each of them has been compared with a fresh engine, token for token."""
 _REFUSED_LAYERS = frozenset({"MLAAttention", "MultiHeadLatentAttentionWrapper"})
 _REPACKED_CONVOLUTION = "_cpu_unpacked_conv_weight"
+_WRAPPED = "base_layer"
+"""What vLLM calls the layer in a LoRA wrapper."""
 
 
 def check_layers(model: torch.nn.Module) -> None:
     """Raises Unsupported naming the first layer whose derived form we cannot make again."""
-    for name, layer in model.named_modules():
+    for name, layer in own_layers(model):
         if not (_is_plain(layer) or _is_derived(layer)):
             method = type(getattr(layer, "quant_method", None)).__name__
             raise Unsupported(
@@ -40,7 +44,35 @@ def check_layers(model: torch.nn.Module) -> None:
 
 def derived_layers(model: torch.nn.Module) -> list[Any]:
     """The layers that compute from a form that is made of their weights after loading."""
-    return [layer for layer in model.modules() if _is_derived(layer)]
+    return [layer for _, layer in own_layers(model) if _is_derived(layer)]
+
+
+def own_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The model's layers by name, without what vLLM wraps around them for LoRA.
+
+    A wrapper answers for its layer's attributes, so that everything would be there twice.
+    """
+    for name, layer in model.named_modules():
+        if _WRAPPED not in dict(layer.named_children()):
+            yield name, layer
+
+
+@contextmanager
+def unwrapped(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the model has the layers that it was built from, as loaders of most versions need."""
+    wrappers = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if name != _WRAPPED and _WRAPPED in dict(child.named_children())
+    ]
+    for parent, name, wrapper in wrappers:
+        setattr(parent, name, wrapper.get_submodule(_WRAPPED))
+    try:
+        yield
+    finally:
+        for parent, name, wrapper in wrappers:
+            setattr(parent, name, wrapper)
 
 
 def _is_plain(layer: Any) -> bool:

@@ -24,6 +24,7 @@ from weightsync.bits import TORCH_DTYPES, Bits, Layout, TensorSpec, bits_of
 from weightsync.delta import Delta
 from weightsync.device_delta import apply_on_device
 from weightsync.target import HostTarget
+from weightsync.vllm.layers import unwrapped
 
 HOST = "cpu"
 _SEED = 20240607
@@ -191,7 +192,7 @@ def recorded(
 
     with _recorded_copies(record):
         try:
-            with loading or nullcontext():
+            with loading or nullcontext(), unwrapped(model):
                 model.load_weights(iter(loaded.items()))
         except Exception as error:
             raise ConfigError(f"the store's checkpoint does not fit this model: {error}") from error

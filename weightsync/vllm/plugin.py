@@ -2,17 +2,22 @@
 
 Runs in every vLLM process, so it imports little: the engine itself is loaded by name when a worker
 asks for it. numba above all must wait: vLLM 0.32 looks through every loaded module when a CPU
-worker starts, and trips over an object of llvmlite's. Does nothing where vLLM has no backend of the
-shape that engine.py derives from.
+worker starts, and trips over an object of llvmlite's. Which engine it is depends on the shape that
+this vLLM gives one.
 """
 
 import importlib.util
 import inspect
 import logging
 
+from weightsync.vllm.adapter_names import register_resolver
+
 BACKEND = "rosemux"
-ENGINE_MODULE = "weightsync.vllm.engine"
-ENGINE_CLASS = "RoseMuxWeightTransferEngine"
+ENGINES = {
+    "vllm_config": ("weightsync.vllm.engine", "RoseMuxWeightTransferEngine"),
+    "parallel_config": ("weightsync.vllm.loader_engine", "LoaderShapedEngine"),
+}
+"""Module and class by what only that shape is told when it is made; the second is vLLM 0.24's."""
 
 _logger = logging.getLogger("vllm.rosemux.weightsync")
 _registered = False
@@ -30,11 +35,17 @@ def register() -> None:
     except ImportError:
         _logger.warning("this vLLM has no weight transfer: backend %r is off", BACKEND)
         return
-    if "vllm_config" not in inspect.signature(WeightTransferEngine.__init__).parameters:
-        _logger.warning("backend %r is off: it needs vLLM 0.25 or newer", BACKEND)
+    told = inspect.signature(WeightTransferEngine.__init__).parameters
+    shape = next((name for name in ENGINES if name in told), None)
+    if shape is None:
+        _logger.warning("this vLLM's weight engines have a shape of their own: %r is off", BACKEND)
         return
-    WeightTransferEngineFactory.register_engine(BACKEND, ENGINE_MODULE, ENGINE_CLASS)
+    WeightTransferEngineFactory.register_engine(BACKEND, *ENGINES[shape])
+    from vllm import envs
     from vllm.platforms import current_platform
+
+    if envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        register_resolver()
 
     if current_platform.is_cpu():
         from weightsync.vllm import cpu_linear

@@ -11,6 +11,7 @@ from typing import Any
 
 from weightsync.bits import Layout
 from weightsync.vllm.host_copy import HostCopy
+from weightsync.vllm.layers import unwrapped
 
 
 class ShadowTarget(HostCopy):
@@ -40,4 +41,5 @@ class ShadowTarget(HostCopy):
         self._after()
 
     def _load(self, names: Collection[str]) -> None:
-        self._model.load_weights((name, self._tensors[name]) for name in sorted(names))
+        with unwrapped(self._model):
+            self._model.load_weights((name, self._tensors[name]) for name in sorted(names))

@@ -1,4 +1,4 @@
-"""The way for one rank of a tensor- or pipeline-parallel engine, which holds slices of tensors.
+"""The way for one rank of a parallel engine, which holds slices of tensors or some tensors only.
 
 A published digest says nothing about a slice, so each rank keeps a full copy of the checkpoint in
 host memory: that is what deltas change and what is hashed. The rank's slices are written from it
@@ -15,6 +15,7 @@ from harvester.contracts.errors import Corrupt, Unsupported
 from weightsync.bits import Layout
 from weightsync.vllm.host_copy import HostCopy
 from weightsync.vllm.loader_map import Segment, check_twins, recorded, storages_of
+from weightsync.vllm.rank_parts import held_elsewhere
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -71,19 +72,18 @@ def traced_slices(
     layout: Layout,
     after: Callable[[Collection[int]], object],
     loading: AbstractContextManager[object] | None = None,
-    *,
-    partial: bool,
 ) -> SliceTarget:
     """Runs a rank's loader once and proves that it copies what it copies as it is.
 
-    `partial`: whole tensors may be on other ranks only (pipeline or expert parallel). Raises as
-    `traced` does.
+    What it does not copy is on another rank by right, or equal to another tensor (a tied output
+    head). Raises as `traced` does.
     """
     loaded, segments = recorded(model, layout, loading)
     for name, parts in segments.items():
         if not all(is_held(segment, loaded[name]) for segment in parts):
             raise Unsupported(f"the loader does not copy {name} as it is")
     missing = layout.keys() - segments.keys()
-    if not partial and any(len(layout[name].shape) < 2 for name in missing):
+    missing -= held_elsewhere(model, missing)
+    if any(len(layout[name].shape) < 2 for name in missing):
         raise Unsupported(f"the loader does not copy {min(missing)} as it is")
-    return SliceTarget(layout, segments, after, () if partial else missing)
+    return SliceTarget(layout, segments, after, missing)

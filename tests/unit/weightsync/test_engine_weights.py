@@ -1,6 +1,6 @@
 """What is staged gets in where it still fits; where it does not, it is prepared again."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
+from tests.unit.weightsync.plain_model import PlainModel
 from weightsync.publisher import Published, Publisher
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.engine_weights import EngineWeights, Wanted
@@ -16,38 +17,13 @@ from weightsync.vllm.stager import StageState
 State = dict[str, torch.Tensor]
 
 
-class Model(torch.nn.Module):
-    """Takes a checkpoint tensor by tensor."""
-
-    def __init__(self, state: State) -> None:
-        super().__init__()
-        self.held = torch.nn.ParameterDict(
-            {
-                name.replace(".", "_"): torch.nn.Parameter(torch.zeros_like(t), False)
-                for name, t in state.items()
-            }
-        )
-        self.loads = 0
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.loads += 1
-        for name, tensor in weights:
-            self.held[name.replace(".", "_")].data.copy_(tensor)
-
-    def holds(self, state: State) -> bool:
-        return all(
-            torch.equal(self.held[name.replace(".", "_")].view(torch.uint8), t.view(torch.uint8))
-            for name, t in state.items()
-        )
+@pytest.fixture
+def model(states: tuple[State, ...]) -> PlainModel:
+    return PlainModel(states[0])
 
 
 @pytest.fixture
-def model(states: tuple[State, ...]) -> Model:
-    return Model(states[0])
-
-
-@pytest.fixture
-def weights(model: Model, published: tuple[Path, list[Published]]) -> Iterator[EngineWeights]:
+def weights(model: PlainModel, published: tuple[Path, list[Published]]) -> Iterator[EngineWeights]:
     """Follows stores beside `published`, which has versions 1 to 8 and is called `store`."""
     made = EngineWeights(model, None, StoreRoot(published[0].parent), packed_ahead_bytes=0)
     yield made
@@ -65,7 +41,7 @@ def staged(weights: EngineWeights, version: int) -> StageState:
 
 
 def test_a_staged_version_changes_nothing_until_it_is_loaded(
-    weights: EngineWeights, model: Model, states: tuple[State, ...]
+    weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
 ) -> None:
     weights.load(wanted(3))
     assert staged(weights, 4) is StageState.READY
@@ -75,7 +51,7 @@ def test_a_staged_version_changes_nothing_until_it_is_loaded(
     assert not applied.from_full
 
 
-def test_the_loader_runs_once_for_all_versions(weights: EngineWeights, model: Model) -> None:
+def test_the_loader_runs_once_for_all_versions(weights: EngineWeights, model: PlainModel) -> None:
     for version in (2, 4, 7):
         weights.load(wanted(version))
         weights.release()
@@ -83,7 +59,7 @@ def test_the_loader_runs_once_for_all_versions(weights: EngineWeights, model: Mo
 
 
 def test_what_was_staged_on_another_base_is_prepared_again(
-    weights: EngineWeights, model: Model, states: tuple[State, ...]
+    weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
 ) -> None:
     weights.load(wanted(2))
     staged(weights, 4)
@@ -94,7 +70,7 @@ def test_what_was_staged_on_another_base_is_prepared_again(
 
 
 def test_a_stage_from_before_the_weights_moved_is_not_used(
-    weights: EngineWeights, model: Model, states: tuple[State, ...]
+    weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
 ) -> None:
     weights.load(wanted(3))
     staged(weights, 4)
@@ -106,7 +82,7 @@ def test_a_stage_from_before_the_weights_moved_is_not_used(
 
 
 def test_touched_weights_are_found_while_staging_and_counted(
-    weights: EngineWeights, model: Model, states: tuple[State, ...]
+    weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
 ) -> None:
     weights.load(wanted(3))
     model.held["layer_weight"].data.view(torch.int16)[0, 0] ^= 1
@@ -117,7 +93,7 @@ def test_touched_weights_are_found_while_staging_and_counted(
 
 
 def test_another_expected_state_is_refused_before_anything_is_touched(
-    weights: EngineWeights, model: Model, states: tuple[State, ...]
+    weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
 ) -> None:
     weights.load(wanted(3))
     before = weights.report()
@@ -130,7 +106,7 @@ def test_another_expected_state_is_refused_before_anything_is_touched(
 
 def test_a_store_of_another_model_is_refused_before_anything_is_touched(
     weights: EngineWeights,
-    model: Model,
+    model: PlainModel,
     states: tuple[State, ...],
     published: tuple[Path, list[Published]],
 ) -> None:
@@ -144,7 +120,7 @@ def test_a_store_of_another_model_is_refused_before_anything_is_touched(
 
 
 def test_after_closing_an_update_begins_anew(
-    weights: EngineWeights, model: Model, states: tuple[State, ...]
+    weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
 ) -> None:
     weights.load(wanted(3))
     staged(weights, 4)

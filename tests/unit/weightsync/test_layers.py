@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harvester.contracts.errors import Unsupported
-from weightsync.vllm.layers import check_layers, derived_layers
+from weightsync.vllm.layers import check_layers, derived_layers, own_layers, unwrapped
 
 
 class UnquantizedLinearMethod:
@@ -56,3 +56,37 @@ def test_a_convolution_that_was_repacked_at_load_is_named() -> None:
     model["proj"]._cpu_unpacked_conv_weight = torch.zeros(1)
     with pytest.raises(Unsupported, match="layer proj"):
         check_layers(model)
+
+
+class LoRAWrapper(torch.nn.Module):
+    """Answers for the layer in it, as vLLM's do."""
+
+    def __init__(self, base_layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def __getattr__(self, name: str) -> object:
+        if name in self.__dict__["_modules"]:
+            return self.__dict__["_modules"][name]
+        return getattr(self.__dict__["_modules"]["base_layer"], name)
+
+
+def test_a_layer_that_is_wrapped_for_lora_counts_once() -> None:
+    model = _model(UnquantizedFusedMoEMethod())
+    layer = model["proj"]
+    model["proj"] = LoRAWrapper(layer)
+    check_layers(model)
+    assert derived_layers(model) == [layer]
+    assert [name for name, _ in own_layers(model)] == ["", "proj.base_layer", "attention"]
+
+
+def test_a_loader_sees_the_layers_without_their_wrappers() -> None:
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
+    layer = model["blocks"][0]
+    wrapper = model["blocks"][0] = LoRAWrapper(layer)
+    with unwrapped(model):
+        assert list(dict(model.named_parameters())) == ["blocks.0.weight", "blocks.0.bias"]
+    assert model["blocks"][0] is wrapper
+    with pytest.raises(KeyError, match="loader"), unwrapped(model):
+        raise KeyError("loader")
+    assert model["blocks"][0] is wrapper

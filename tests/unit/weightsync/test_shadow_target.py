@@ -13,10 +13,11 @@ from weightsync.vllm.shadow_target import ShadowTarget
 State = dict[str, torch.Tensor]
 
 
-class ComputingModel:
+class ComputingModel(torch.nn.Module):
     """Stores twice what it loads and remembers what it was given."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.stored: State = {}
         self.loads: list[list[str]] = []
 

@@ -56,7 +56,7 @@ def test_a_rank_ends_on_its_slices_of_the_published_state(
     store, done = published
     rank = Rank(number)
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
-    target = traced_slices(rank, layout, lambda touched: None, partial=False)
+    target = traced_slices(rank, layout, lambda touched: None)
     receiver = Receiver(store)
     current = None
     for step in (done[2], done[3], done[7]):
@@ -68,7 +68,7 @@ def test_a_rank_ends_on_its_slices_of_the_published_state(
 
 def traced_rank(states: tuple[State, ...], rank: Rank) -> SliceTarget:
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
-    return traced_slices(rank, layout, lambda touched: None, partial=False)
+    return traced_slices(rank, layout, lambda touched: None)
 
 
 def test_a_slice_that_is_not_what_was_written_is_found(states: tuple[State, ...]) -> None:
@@ -78,7 +78,7 @@ def test_a_slice_that_is_not_what_was_written_is_found(states: tuple[State, ...]
         rank.weight.data[0, 0] += 1
 
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
-    target = traced_slices(rank, layout, disturb, partial=False)
+    target = traced_slices(rank, layout, disturb)
     with pytest.raises(Corrupt, match=r"layer\.weight: what this rank holds"):
         target.finish(layout)
 
@@ -102,21 +102,64 @@ def test_a_rank_whose_loader_computes_is_not_believed(states: tuple[State, ...])
         traced_rank(states, Doubling(0))
 
 
-def test_only_ranks_that_share_out_whole_tensors_may_pass_some_over(
-    states: tuple[State, ...],
+class PPMissingLayer(torch.nn.Identity):
+    """Named as vLLM's own: in the place of a layer that another rank has."""
+
+
+class Experts(torch.nn.Module):
+    """Holds the second of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("_expert_map", torch.tensor([-1, 0]))
+
+
+def rank_with(**layers: torch.nn.Module) -> Rank:
+    rank = Rank(0)
+    for name, layer in layers.items():
+        rank.add_module(name, layer)
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("rank", "elsewhere"),
+    [
+        (rank_with(next=PPMissingLayer()), "next.bias"),
+        (rank_with(mlp=torch.nn.ModuleDict({"experts": Experts()})), "mlp.experts.0.w1.weight"),
+    ],
+    ids=["pipeline", "experts"],
+)
+def test_what_another_rank_has_is_passed_over(
+    states: tuple[State, ...], rank: Rank, elsewhere: str
 ) -> None:
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
-    rank = Rank(0)
-    elsewhere = layout | {"next.bias": TensorSpec("F32", (7,))}
-    with pytest.raises(Unsupported, match=r"does not copy next\.bias"):
-        traced_slices(rank, elsewhere, lambda touched: None, partial=False)
-    traced_slices(rank, elsewhere, lambda touched: None, partial=True).finish(elsewhere)
+    layout |= {elsewhere: TensorSpec("F32", (7,))}
+    target = traced_slices(rank, layout, lambda touched: None)
+    target.bits(elsewhere)[0] = 1
+    target.finish(layout)
+
+
+@pytest.mark.parametrize(
+    ("rank", "nowhere"),
+    [
+        (Rank(0), "next.bias"),
+        (rank_with(next=PPMissingLayer()), "nextdoor.bias"),
+        (rank_with(mlp=torch.nn.ModuleDict({"experts": Experts()})), "mlp.experts.1.w1.weight"),
+    ],
+    ids=["whole", "pipeline", "experts"],
+)
+def test_what_no_rank_has_is_noticed_on_each(
+    states: tuple[State, ...], rank: Rank, nowhere: str
+) -> None:
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    with pytest.raises(Unsupported, match=f"does not copy {nowhere}"):
+        traced_slices(rank, layout | {nowhere: TensorSpec("F32", (7,))}, lambda touched: None)
 
 
 def test_a_matrix_without_a_place_must_equal_another_one(states: tuple[State, ...]) -> None:
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
     tied = layout | {"head.weight": layout["embed.weight"]}
-    target = traced_slices(Rank(0), tied, lambda touched: None, partial=False)
+    target = traced_slices(Rank(0), tied, lambda touched: None)
     target.finish(tied)
     target.bits("head.weight")[0] = 1
     with pytest.raises(ConfigError, match=r"no place for head\.weight"):

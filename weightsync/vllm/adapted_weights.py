@@ -1,0 +1,189 @@
+"""What an engine with LoRA serves: a base model, and adapters on it by the name of their requests.
+
+An adapter's version says which base it was trained on. It is put in force on exactly that base: the
+engine brings its base there first, in the same pause. A base that adapters are in force on moves in
+no other way, so that no request is ever sampled by an adapter on weights that it does not know.
+Decides what may follow what; how vLLM holds an adapter is the affair of `slots`.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.ids import WeightVersion, checked_name
+from weightsync.manifest import AdapterRecord
+from weightsync.receiver import Applied
+from weightsync.vllm.adapter_stores import AdapterCopy, AdapterStores
+from weightsync.vllm.engine_weights import EngineWeights, Wanted
+from weightsync.vllm.stager import Stager, StageState, StageStatus
+
+
+class Slots(Protocol):
+    """Where an engine holds adapters. A form is what it makes of PEFT's files."""
+
+    def read(self, directory: Path) -> Any:
+        """The form of the files in a directory; raises Unsupported where it takes no such adapter.
+
+        Called from another thread than the rest.
+        """
+        ...
+
+    def check(self, form: Any) -> None:
+        """Raises ConfigError where the form does not fit the model; changes nothing."""
+        ...
+
+    def put(self, name: str, form: Any) -> None:
+        """Puts a form in force under a name, in place of the one before.
+
+        Raises ConfigError where it does not fit; then the one before stays.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    copy: AdapterCopy
+    form: Any
+    held: AdapterCopy | None
+    """What it was made from."""
+
+
+class AdaptedWeights:
+    """Its methods are called from the engine's own thread."""
+
+    def __init__(self, base: EngineWeights, stores: AdapterStores, slots: Slots) -> None:
+        self._base = base
+        self._stores = stores
+        self._slots = slots
+        self._stager: Stager[_Coming] = Stager()
+        self._held: dict[str, AdapterCopy] = {}
+        """What is in force, by the name that requests give."""
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether all weights are published versions that fit each other, for certain."""
+        fits = all(self._is_on(copy.record) for copy in self._held.values())
+        return self._base.is_loaded and fits
+
+    def stage(self, wanted: Wanted) -> StageStatus:
+        """See EngineWeights; an adapter's base is staged after it where it is another one."""
+        record = self._record(wanted)
+        if record is None:
+            return self._base.stage(wanted)
+        told = self._stager.begin(_key(wanted), self._preparing(wanted))
+        if told.state is StageState.READY and not self._is_on(record):
+            return self._base.stage(_base_of(record))
+        return told
+
+    def load(self, wanted: Wanted) -> Applied:
+        """Brings the engine to a version of a base or of an adapter; see EngineWeights.
+
+        Raises ConfigError for a base that adapters in force do not fit, and for an adapter without
+        a name or on a base that another adapter in force does not share.
+        """
+        record = self._record(wanted)
+        if record is None:
+            self._check_base_stays(wanted)
+            return self._base.load(wanted)
+        if wanted.adapter is None:
+            raise ConfigError(
+                f"{wanted.store} holds LoRA adapters: give the name that requests ask for it by "
+                "as `adapter`"
+            )
+        return self._load_adapter(checked_name(wanted.adapter, what="adapter"), wanted, record)
+
+    def release(self) -> None:
+        self._base.release()
+
+    def report(self) -> dict[str, Any]:
+        """That of the base, and each adapter in force under `adapters`."""
+        if not self.is_loaded:
+            return {}
+        return self._base.report() | {"adapters": {n: _told(c) for n, c in self._held.items()}}
+
+    def close(self) -> None:
+        self._stager.clear()
+        self._base.close()
+        self._stores.close()
+
+    def _load_adapter(self, name: str, wanted: Wanted, record: AdapterRecord) -> Applied:
+        coming = self._stager.take(_key(wanted), self._preparing(wanted))
+        if coming.held is not self._of_store(wanted.store):
+            coming = self._stager.take(_key(wanted), self._preparing(wanted))
+        applied = coming.copy.applied
+        if wanted.state_hash not in (None, applied.state_hash):
+            raise Corrupt(
+                f"{wanted.store} version {wanted.version} is state {applied.state_hash}, the "
+                f"caller expects {wanted.state_hash}: it means another store"
+            )
+        if not self._is_on(record):
+            self._move_base(name, record, coming.form)
+        self._slots.put(name, coming.form)
+        self._held[name] = coming.copy
+        return applied
+
+    def _move_base(self, name: str, record: AdapterRecord, form: Any) -> None:
+        others = sorted(self._held.keys() - {name})
+        if others:
+            raise ConfigError(
+                f"adapter {name} belongs to {record.base_store} version {record.base_version}, "
+                f"adapter {others[0]} to another base: an engine holds one base"
+            )
+        # What can be wrong with the adapter is found before the base moves.
+        self._slots.check(form)
+        self._base.load(_base_of(record))
+
+    def _check_base_stays(self, wanted: Wanted) -> None:
+        if not self._held:
+            return
+        manifest = self._stores.manifest(wanted.store, wanted.version)
+        published = manifest.block.state_hash if manifest and manifest.block else None
+        for name, copy in self._held.items():
+            if copy.record.base_state_hash != published:
+                raise ConfigError(
+                    f"{wanted.store} version {wanted.version} is not what adapter {name} works on "
+                    f"({copy.record.base_store} version {copy.record.base_version}): load an "
+                    "adapter version for the new base, which brings the base along"
+                )
+
+    def _record(self, wanted: Wanted) -> AdapterRecord | None:
+        manifest = self._stores.manifest(wanted.store, wanted.version)
+        return manifest.block.adapter if manifest and manifest.block else None
+
+    def _is_on(self, record: AdapterRecord) -> bool:
+        """Whether the engine holds the base of an adapter, for certain."""
+        return bool(self._base.report().get("state_hash") == record.base_state_hash)
+
+    def _of_store(self, store: str) -> AdapterCopy | None:
+        return next((copy for copy in self._held.values() if copy.store == store), None)
+
+    def _preparing(self, wanted: Wanted) -> Callable[[], _Coming]:
+        """The work of a preparation, bound to what is in force now."""
+        held = self._of_store(wanted.store)
+        return lambda: self._prepared(wanted, held)
+
+    def _prepared(self, wanted: Wanted, held: AdapterCopy | None) -> _Coming:
+        copy = self._stores.copied(wanted.store, wanted.version, held)
+        with TemporaryDirectory(prefix="rosemux-adapter-") as directory:
+            copy.write_to(Path(directory))
+            return _Coming(copy, self._slots.read(Path(directory)), held)
+
+
+def _base_of(record: AdapterRecord) -> Wanted:
+    return Wanted(
+        store=record.base_store,
+        version=WeightVersion(record.base_version),
+        state_hash=record.base_state_hash,
+    )
+
+
+def _told(copy: AdapterCopy) -> dict[str, Any]:
+    base = {"base_store": copy.record.base_store, "base_version": copy.record.base_version}
+    return {"store": copy.store, **base, **asdict(copy.applied)}
+
+
+def _key(wanted: Wanted) -> tuple[str, WeightVersion]:
+    return wanted.store, wanted.version

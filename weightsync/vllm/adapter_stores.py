@@ -1,0 +1,175 @@
+"""Versions of LoRA adapters in host memory, exact and hashed, on their way into an engine.
+
+An adapter is small: the version in force is kept, the next one is made beside it while the engine
+runs, and handed over whole as the files that PEFT writes. Which adapter an engine may take, and
+when, adapted_weights.py decides.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
+from harvester.contracts.ids import WeightVersion
+from weightsync.adapter import FULL_SHARD_FILE, MAX_CONFIG_BYTES, Base, checked_config
+from weightsync.bits import Bits, Layout, bytes_of
+from weightsync.delta import Delta, checked_apply
+from weightsync.manifest import AdapterRecord, Manifest
+from weightsync.names import CONFIG_FILE
+from weightsync.receiver import Applied, Receiver
+from weightsync.shard import ShardTensor, shard_chunks
+from weightsync.staging import Staged, check_state
+from weightsync.store import Kind, Store, VersionRef
+from weightsync.transport.location import StoreRoot
+
+THREADS = 2
+MAX_REMEMBERED = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterCopy:
+    """One version of an adapter. Nobody changes its bits."""
+
+    store: str
+    record: AdapterRecord
+    config: Mapping[str, Any]
+    layout: Layout
+    bits: Mapping[str, Bits]
+    applied: Applied
+
+    def write_to(self, directory: Path) -> None:
+        """Writes what PEFT's `save_pretrained` would."""
+        names = sorted(self.layout, key=lambda name: (-self.layout[name].width_bytes, name))
+        tensors = {n: ShardTensor(self.layout[n], bytes_of(self.bits[n]).data) for n in names}
+        with (directory / FULL_SHARD_FILE).open("wb") as file:
+            for chunk in shard_chunks(tensors, {"format": "pt"}):
+                file.write(chunk)
+        (directory / CONFIG_FILE).write_bytes(msgspec.json.encode(dict(self.config)))
+
+
+class AdapterStores:
+    """Reads adapters of all stores under a root. `manifest` and `copied` may run in two threads."""
+
+    def __init__(self, root: StoreRoot, *, clock: Clock | None = None) -> None:
+        self._root = root
+        self._clock = clock or MonotonicClock()
+        self._pool: Executor = ThreadPoolExecutor(THREADS, thread_name_prefix="adapter-copy")
+        self._stores: dict[str, Store] = {}
+        self._receivers: dict[str, Receiver] = {}
+        self._manifests: dict[tuple[str, WeightVersion], Manifest] = {}
+
+    def manifest(self, store: str, version: WeightVersion) -> Manifest | None:
+        """The index of a version; None where it cannot be had: whoever loads it says why.
+
+        Remembered, because versions never change.
+        """
+        key = (store, version)
+        if key not in self._manifests:
+            try:
+                found = self._read_manifest(store, version)
+            except RoseMuxError:
+                return None
+            if len(self._manifests) >= MAX_REMEMBERED:
+                self._manifests.clear()
+            self._manifests[key] = found
+        return self._manifests[key]
+
+    def copied(self, store: str, version: WeightVersion, held: AdapterCopy | None) -> AdapterCopy:
+        """A version, by deltas from `held` where that is cheaper.
+
+        Raises what Receiver raises, and ConfigError where the version is no adapter.
+        """
+        receiver = self._receiver(store)
+        manifest = self._read_manifest(store, version)
+        record = manifest.block.adapter if manifest.block else None
+        if record is None:
+            raise ConfigError(f"version {version} of {store} is no adapter but a whole model")
+        receiver.base = Base(
+            store=record.base_store,
+            version=WeightVersion(record.base_version),
+            state_hash=record.base_state_hash,
+        )
+        staged = receiver.prepare(held.applied.version if held else None, version)
+        started = self._clock.now()
+        try:
+            bits, found = self._advanced(held, staged)
+        except Corrupt:
+            if staged.full is not None:
+                raise
+            staged = receiver.prepare(None, version)
+            bits, found = self._advanced(None, staged)
+        applied = Applied(
+            version=version,
+            state_hash=found,
+            bytes_read=staged.plan.size_bytes,
+            tensors_changed=len(staged.changed),
+            from_full=staged.full is not None,
+            seconds=self._clock.now() - started,
+        )
+        return AdapterCopy(
+            store=store,
+            record=record,
+            config=self._config(store, manifest),
+            layout=staged.layout,
+            bits=bits,
+            applied=applied,
+        )
+
+    def close(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.close()
+        for store in self._stores.values():
+            store.close()
+        self._receivers.clear()
+        self._stores.clear()
+
+    def _advanced(self, held: AdapterCopy | None, staged: Staged) -> tuple[Mapping[str, Bits], str]:
+        """The bits of a version and their hash; raises Corrupt where it is not the published one"""
+        if staged.full is not None:
+            bits: Mapping[str, Bits] = staged.full
+        elif held is None or held.layout != staged.layout:
+            raise Corrupt(f"version {staged.plan.target} has other tensors than its base")
+        else:
+            bits = {n: _changed(b, staged.deltas.get(n, ())) for n, b in held.bits.items()}
+        return bits, check_state(staged.expected, staged.layout, bits.__getitem__, self._pool)
+
+    def _config(self, store: str, manifest: Manifest) -> dict[str, Any]:
+        ref = self._ref(store, manifest.version)
+        raw = self._store(store).small_file(ref, CONFIG_FILE, MAX_CONFIG_BYTES)
+        return checked_config(raw, manifest, where=f"{store}/{ref.directory}")
+
+    def _read_manifest(self, store: str, version: WeightVersion) -> Manifest:
+        return self._store(store).manifest(self._ref(store, version))
+
+    def _ref(self, store: str, version: WeightVersion) -> VersionRef:
+        """An anchor may outlive the delta to the same version."""
+        refs = self._store(store).refs()
+        named = (VersionRef(kind, version) for kind in Kind)
+        found = next((ref for ref in named if ref in refs), None)
+        if found is None:
+            raise Stale(f"version {version} of {store} is not there (any more)")
+        return found
+
+    def _store(self, name: str) -> Store:
+        if name not in self._stores:
+            self._stores[name] = Store(self._root.store(name))
+        return self._stores[name]
+
+    def _receiver(self, store: str) -> Receiver:
+        if store not in self._receivers:
+            self._receivers[store] = Receiver(self._root.store(store))
+        return self._receivers[store]
+
+
+def _changed(bits: Bits, deltas: tuple[Delta, ...]) -> Bits:
+    if not deltas:
+        return bits
+    changed = bits.copy()
+    for delta in deltas:
+        checked_apply(delta, changed)
+    return changed

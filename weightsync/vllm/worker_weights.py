@@ -1,0 +1,108 @@
+"""The weights of one vLLM worker, whatever shape its vLLM gives an engine of weight transfer.
+
+Decides what is made for a worker's model and settings, and what may be called in which order.
+"""
+
+import os
+from typing import Any
+
+import torch
+
+from harvester.contracts.errors import ConfigError
+from weightsync.codec import warm_up
+from weightsync.transport.location import StoreRoot
+from weightsync.vllm import cpu_linear
+from weightsync.vllm.adapted_weights import AdaptedWeights
+from weightsync.vllm.adapter_stores import AdapterStores
+from weightsync.vllm.engine_weights import EngineWeights
+from weightsync.vllm.lora_slots import LoraSlots
+from weightsync.vllm.rank_parts import is_partial
+from weightsync.vllm.update_info import UpdateInfo
+
+ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
+PACKED_AHEAD_VARIABLE = "ROSEMUX_PACKED_AHEAD_BYTES"
+PACKED_AHEAD_BYTES = 2 << 30
+REPORT_METHOD = "rosemux_weights"
+STAGE_METHOD = "rosemux_stage"
+
+
+class WorkerWeights:
+    """Its methods are called from the worker's own thread."""
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
+        root = _weight_root()
+        if device.type == "cpu":
+            cpu_linear.check_installed()
+        warm_up()
+        base = EngineWeights(
+            model,
+            vllm_config.model_config,
+            root,
+            packed_ahead_bytes=_packed_ahead_bytes(),
+            # Ranks that share out experts alone are data-parallel engines, each a world of its own.
+            sliced=vllm_config.parallel_config.world_size > 1 or is_partial(model),
+        )
+        self._device = device
+        self._weights: EngineWeights | AdaptedWeights = base
+        if vllm_config.lora_config is not None:
+            slots = LoraSlots(model, vllm_config, device)
+            self._weights = AdaptedWeights(base, AdapterStores(root), slots)
+
+    def stage(self, update_info: UpdateInfo) -> dict[str, str]:
+        """Prepares a version in the background; tells how far that is."""
+        status = self._weights.stage(update_info.wanted())
+        return {"state": status.state.value, "message": status.message}
+
+    def load(self, update_info: UpdateInfo) -> None:
+        """Loads the version; raises where the engine does not hold exactly it afterwards."""
+        self._weights.load(update_info.wanted())
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def finish(self) -> None:
+        """Refuses to finish an update that changed nothing for certain."""
+        self._weights.release()
+        if not self._weights.is_loaded:
+            raise ConfigError("no version is loaded: call update_weights first")
+
+    def report(self) -> dict[str, Any]:
+        """What is loaded; empty before the first update and while the state is in doubt."""
+        return self._weights.report()
+
+    def close(self) -> None:
+        self._weights.close()
+
+
+def add_worker_methods(worker_class: Any) -> None:
+    """Gives workers the methods that `/collective_rpc` calls by name."""
+
+    def rosemux_weights(worker: Any) -> dict[str, Any]:
+        report: dict[str, Any] = worker.weight_transfer_engine.report()
+        return report
+
+    def rosemux_stage(worker: Any, store: str, version: int) -> dict[str, str]:
+        told: dict[str, str] = worker.weight_transfer_engine.stage(UpdateInfo(store, version))
+        return told
+
+    setattr(worker_class, REPORT_METHOD, rosemux_weights)
+    setattr(worker_class, STAGE_METHOD, rosemux_stage)
+
+
+def _weight_root() -> StoreRoot:
+    location = os.environ.get(ROOT_VARIABLE, "")
+    try:
+        if not location:
+            raise ConfigError("it is not set")
+        return StoreRoot(location)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{ROOT_VARIABLE}={location!r}: set it to the directory that holds the weight stores, "
+            "or to the URL of their server"
+        ) from error
+
+
+def _packed_ahead_bytes() -> int:
+    given = os.environ.get(PACKED_AHEAD_VARIABLE, str(PACKED_AHEAD_BYTES))
+    if not given.isdecimal():
+        raise ConfigError(f"{PACKED_AHEAD_VARIABLE}={given!r}: a number of bytes")
+    return int(given)
