@@ -12,12 +12,13 @@ TRAINING_CORE = 1
 SERVING_CORE = TRAINING_CORE
 """The serving node has no core of its own: it is idle while nobody trains, and so is production
 most of the time. Core 0 has nothing left to lend."""
-TRAINER_NICE = 10
-"""Trainers stand for another machine: production goes before them, and they before the guest."""
+TRAINER_NICE = 15
+"""Trainers stand for another machine: production goes before them, and they before the guest. At
+least so nice: it is what Ray gives its workers."""
 ROLLOUT_NODE = NodeId("rollout-0")
 TRAINING_NODE = NodeId("training-0")
 NODES = {PhaseKind.ROLLOUT: ROLLOUT_NODE, PhaseKind.TRAINING: TRAINING_NODE}
-TAIL_RATIO = 0.75
+TAIL_RATIO = 0.85
 """Completed trajectories from which the rest may go on on the lease alone."""
 
 

@@ -25,7 +25,7 @@ from scheduler.demo.serving_figures import ArmRequests, arms_of, ratio, serving_
 from scheduler.demo.slo import Slo, choose_slo
 
 _PARTS = (("ttft", ttft_of), ("itl", itl_of))
-_TAIL_KEYS = ("moved", "seconds", "returned")
+_TAIL_KEYS = ("moved", "seconds", "returned", "lost")
 _SEED = 1
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from benchmarks.multiplex.arms import TRAINER_NICE, TRAINING_CORE
+from benchmarks.multiplex.arms import ROLLOUT_NODE, TRAINER_NICE, TRAINING_CORE
 from benchmarks.multiplex.leased_rollout import LeasedRollout
 from harvester.contracts.clock import MonotonicClock
 from scheduler.demo.gateway_admin import GatewayAdmin
@@ -43,7 +43,8 @@ class TrainingJob:
         self._phases: PhasedRun | None = None
         if terms is not None:
             job_terms = msgspec.json.decode(terms, type=JobTerms)
-            self._phases = PhasedRun(PhaseControl(on_ray.connected(), job_terms))
+            self._transport = on_ray.connected()
+            self._phases = PhasedRun(PhaseControl(self._transport, job_terms))
         self._stack = AsyncExitStack()
         self._run: TrainingRun | None = None
 
@@ -72,7 +73,7 @@ class TrainingJob:
     async def _leased(self, control: PhaseControl) -> LeasedRollout:
         session = await self._stack.enter_async_context(aiohttp.ClientSession())
         gateway = GatewayAdmin(session, self._config.gateway_url)
-        return LeasedRollout(gateway, control.job, control, MonotonicClock())
+        return LeasedRollout(gateway, control, self._transport, ROLLOUT_NODE, MonotonicClock())
 
     async def published(self) -> None:
         assert self._run is not None
@@ -101,7 +102,12 @@ class TrainingJob:
         leased = None if self._phases is None else self._phases.leased
         if leased is None:
             return {}
-        return {"moved": leased.tails, "seconds": leased.tail_s, "returned": leased.returns}
+        return {
+            "moved": leased.tails,
+            "seconds": leased.tail_s,
+            "returned": leased.returns,
+            "lost": leased.losses,
+        }
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -159,7 +165,8 @@ def _settle() -> None:
     """All threads of this process onto the training core, behind production."""
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), {TRAINING_CORE})
-        os.setpriority(os.PRIO_PROCESS, int(thread.name), TRAINER_NICE)
+        nice = os.getpriority(os.PRIO_PROCESS, int(thread.name))
+        os.setpriority(os.PRIO_PROCESS, int(thread.name), max(nice, TRAINER_NICE))
 
 
 def _answers(url: str) -> None:

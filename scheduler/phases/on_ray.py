@@ -18,7 +18,8 @@ from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from scheduler.phases.desk import PermitDesk
 from scheduler.phases.front import Front
 from scheduler.phases.service import exposition
-from scheduler.phases.wire import Absent, Call, Enter, Reply, decoded_reply
+from scheduler.phases.status import statuses
+from scheduler.phases.wire import Absent, Call, Enter, JobStatus, Reply, decoded_reply
 from scheduler.policy.phases.terms import PermitsConfig
 
 _LOG = logging.getLogger(__name__)
@@ -60,6 +61,10 @@ class ControlActor:
             return await self._front.call(name, body), ""
         except PeerProtocolError as error:
             return b"", str(error)
+
+    async def jobs(self) -> bytes:
+        """How every job stands, as the wire's records."""
+        return msgspec.json.encode(statuses(self._desk))
 
     async def metrics(self) -> bytes:
         """As Prometheus reads them."""
@@ -126,26 +131,30 @@ class RayControl:
     def __init__(self, handle: Any) -> None:
         self.handle = handle
 
+    def jobs(self) -> tuple[JobStatus, ...]:
+        """How every job stands. Raises as `call` does."""
+        return msgspec.json.decode(self._asked("jobs"), type=tuple[JobStatus, ...])
+
     def metrics(self) -> bytes:
         """As Prometheus reads them: for a collector that runs on Ray itself."""
-        import ray
-
-        text: bytes = ray.get(self.handle.metrics.remote(), timeout=_ANSWER_S)
+        text: bytes = self._asked("metrics")
         return text
 
     def call(self, name: str, message: Call) -> Reply:
         """Raises Absent, Exhausted, or PeerProtocolError where the control refuses the call."""
+        timeout_s = _ANSWER_S + (message.wait_s if isinstance(message, Enter) else 0.0)
+        body, fault = self._asked("call", name, msgspec.json.encode(message), timeout_s=timeout_s)
+        if fault:
+            raise PeerProtocolError(f"{name}: {fault}")
+        return decoded_reply(body)
+
+    def _asked(self, method: str, *arguments: object, timeout_s: float = _ANSWER_S) -> Any:
         import ray
 
-        timeout_s = _ANSWER_S + (message.wait_s if isinstance(message, Enter) else 0.0)
         try:
-            asked = self.handle.call.remote(name, msgspec.json.encode(message))
-            body, fault = ray.get(asked, timeout=timeout_s)
+            return ray.get(getattr(self.handle, method).remote(*arguments), timeout=timeout_s)
         except ray.exceptions.ActorDiedError as error:
             raise Absent(f"the phase control has died: {error}") from error
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             # Restarting, or out of reach: from here the two look alike.
-            raise Exhausted(f"{name}: the phase control does not answer: {error}") from error
-        if fault:
-            raise PeerProtocolError(f"{name}: {fault}")
-        return decoded_reply(body)
+            raise Exhausted(f"{method}: the phase control does not answer: {error}") from error

@@ -1,6 +1,7 @@
 """A rollout whose tail goes to a lease: the real permit policy, a gateway that is none."""
 
 import asyncio
+import threading
 from typing import Any
 
 from benchmarks.multiplex import leased_rollout
@@ -9,6 +10,7 @@ from benchmarks.multiplex.leased_rollout import LeasedRollout
 from harvester.contracts.clock import MonotonicClock
 from scheduler.phases.control import PhaseControl
 from scheduler.phases.embedded import EmbeddedControl
+from scheduler.phases.permit import Permit
 from scheduler.policy.model import PhaseKind
 
 LARGE, SMALL = JOBS
@@ -46,7 +48,7 @@ class Scene:
         self.gateway = gateway
         self.first = PhaseControl(control, LARGE.terms(RUN), timeout_s=20.0)
         self.other = PhaseControl(control, SMALL.terms(RUN), timeout_s=20.0)
-        self.leased = LeasedRollout(gateway, self.first.job, self.first, clock)  # type: ignore[arg-type]
+        self.leased = LeasedRollout(gateway, self.first, control, ROLLOUT_NODE, clock)
         self.finish = asyncio.Event()
 
     async def work(self) -> str:
@@ -94,22 +96,49 @@ async def test_without_a_guest_that_serves_the_tail_stays_where_it_is() -> None:
         await scene.end(scene.other, await waiting)
 
 
-async def test_a_tail_whose_lease_is_gone_asks_for_its_node_again(monkeypatch: Any) -> None:
+async def test_a_tail_comes_back_to_its_node_as_soon_as_that_is_free() -> None:
+    with EmbeddedControl() as control:
+        scene = Scene(control, FakeGateway(guest=True))
+        permit = await scene.begin(scene.first)
+        running = asyncio.ensure_future(scene.leased.run(permit, scene.work()))
+        others = await scene.begin(scene.other)
+        scene.gateway.used_again.clear()
+        await scene.end(scene.other, others)
+        await scene.gateway.used_again.wait()
+        scene.finish.set()
+        await running
+        assert (scene.leased.returns, scene.leased.losses) == (1, 0)
+        assert scene.leased.permit is not None
+        assert scene.leased.permit.epoch > permit.epoch
+        assert scene.leased.permit.nodes == (ROLLOUT_NODE,)
+        await scene.end(scene.first, scene.leased.permit)
+
+
+async def test_a_tail_whose_lease_is_gone_goes_back_in_line(monkeypatch: Any) -> None:
     monkeypatch.setattr(leased_rollout, "_GONE_S", 0.2)
     with EmbeddedControl() as control:
         scene = Scene(control, FakeGateway(guest=True))
         permit = await scene.begin(scene.first)
         running = asyncio.ensure_future(scene.leased.run(permit, scene.work()))
         others = await scene.begin(scene.other)
+        asked = threading.Event()
+        begin = scene.first.begin
+
+        def noted(kind: PhaseKind) -> Permit:
+            asked.set()
+            return begin(kind)
+
+        monkeypatch.setattr(scene.first, "begin", noted)
         scene.gateway.guest = False
         scene.gateway.used_again.clear()
+        await asyncio.to_thread(asked.wait)
+        assert not scene.gateway.used_again.is_set()
         await scene.end(scene.other, others)
         await scene.gateway.used_again.wait()
         scene.finish.set()
         await running
-        assert scene.leased.returns == 1
+        assert (scene.leased.returns, scene.leased.losses) == (0, 1)
         assert scene.leased.permit is not None
-        assert scene.leased.permit.epoch > permit.epoch
         await scene.end(scene.first, scene.leased.permit)
 
 

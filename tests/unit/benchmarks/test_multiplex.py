@@ -109,7 +109,7 @@ def test_the_lease_is_held_against_the_same_without_it_and_production_beside() -
     leased = JobDone(
         steps=(step(**{"rollout-large": 75, "guest.slot-0": 25}),) * 2,
         load_s=10.0,
-        tails={"moved": 2, "seconds": 3.0, "returned": 0},
+        tails={"moved": 2, "seconds": 3.0, "returned": 1, "lost": 0},
     )
     arms = one_round() | {
         Run(Arm.SERVING): done(22.0),
@@ -132,7 +132,7 @@ def test_the_lease_is_held_against_the_same_without_it_and_production_beside() -
         "naive": 24 / 16,
     }
     assert lease["leased_tokens_ratio"] == 0.25
-    assert lease["tails"] == {"moved": 2, "seconds": 3.0, "returned": 0}
+    assert lease["tails"] == {"moved": 2, "seconds": 3.0, "returned": 1, "lost": 0}
     # 18 s of phases on two cores, of one of which production has a fifth.
     assert lease["over_bound"] == pytest.approx(16.0 / (18.0 / 1.8))
     assert lease["production"]["ratios"]["ttft_p50"] == pytest.approx(1.05)
