@@ -1,24 +1,60 @@
-"""How a benchmark of real engines ends: its result in a file and on screen, or one clear line."""
+"""How a benchmark ends: its result on screen and in a file, or one clear line.
+
+Whether the file can be written is found out before anything is measured, not after.
+"""
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harvester.contracts.errors import RoseMuxError
+from harvester.contracts.errors import ConfigError, RoseMuxError
 from scheduler.demo.prerequisites import check_machine
 
 
-def report(name: str, measured: Callable[[], dict[str, Any]], path: Path) -> None:
-    """Leaves through SystemExit where the machine will not do, or a part fails."""
+def report(
+    name: str,
+    measured: Callable[[], dict[str, Any]],
+    path: Path | None,
+    *,
+    engines: bool = True,
+) -> dict[str, Any]:
+    """The result. Without a path it goes to the screen alone.
+
+    Leaves through SystemExit where a part fails or the path cannot be written, and, with
+    `engines`, where the machine will not do for real ones.
+    """
     try:
-        check_machine()
+        if path is not None:
+            make_writable(path)
+        if engines:
+            check_machine()
         result = measured()
     except RoseMuxError as error:
         sys.exit(f"benchmarks.{name}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    text = json.dumps(result, indent=1)
+    # First where nothing can go wrong: a disk may have filled up meanwhile.
+    print(text, flush=True)
+    if path is not None:
+        try:
+            path.write_text(text + "\n")
+        except OSError as error:
+            sys.exit(f"benchmarks.{name}: cannot write {path}: {error.strerror}")
+    return result
+
+
+def make_writable(path: Path) -> None:
+    """Make the folder of `path`. Raises ConfigError where a file could not be written there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            # What stands there stays until there is something to put in its place.
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

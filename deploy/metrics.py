@@ -18,6 +18,7 @@ class Kind(StrEnum):
 class Exporter(StrEnum):
     AGENT = "agent"
     GATEWAY = "gateway"
+    PHASES = "phases"
     VLLM = "vllm"
     PROMETHEUS = "prometheus"
 
@@ -45,6 +46,10 @@ def _agent(name: str, kind: Kind, labels: str, text: str) -> Metric:
 
 def _gateway(name: str, kind: Kind, labels: str, text: str) -> Metric:
     return Metric(f"scheduler_{name}", kind, tuple(labels.split()), text, Exporter.GATEWAY)
+
+
+def _phase(name: str, kind: Kind, labels: str, text: str) -> Metric:
+    return Metric(f"scheduler_phase_{name}", kind, tuple(labels.split()), text, Exporter.PHASES)
 
 
 def _vllm(name: str, kind: Kind, text: str, labels: str = "model_name engine") -> Metric:
@@ -169,6 +174,46 @@ _GATEWAY = (
     _gateway("leases_held", Kind.GAUGE, "rl_job", "Leases in use."),
 )
 
+_PHASES = (
+    _phase("jobs", Kind.GAUGE, "stage", "Jobs that are placed, by stage."),
+    _phase("permits_waiting", Kind.GAUGE, "phase", "Workers that wait for a permit."),
+    _phase("permits_held", Kind.GAUGE, "phase", "Permits in force."),
+    _phase(
+        "longest_wait_seconds",
+        Kind.GAUGE,
+        "phase",
+        "How long the first of those who wait has waited.",
+    ),
+    _phase("nodes_held", Kind.GAUGE, "phase", "Nodes that somebody's permit covers."),
+    _phase(
+        "starts_total",
+        Kind.COUNTER,
+        "phase start",
+        "Permits granted; cold: the first of this phase in its process.",
+    ),
+    _phase("switches_total", Kind.COUNTER, "phase", "Nodes that went from one job to another."),
+    _phase(
+        "permits_ended_total",
+        Kind.COUNTER,
+        "phase reason",
+        "Permits ended, by reason; silent is a lost lease.",
+    ),
+    _phase(
+        "overruns_total", Kind.COUNTER, "phase", "Phases that took longer than their job declared."
+    ),
+    _phase(
+        "revocations_total",
+        Kind.COUNTER,
+        "phase",
+        "Permits revoked from a phase that overran while others waited.",
+    ),
+    _phase(
+        "tails_moved_total", Kind.COUNTER, "phase", "Tails that left nodes to those who waited."
+    ),
+    _phase("wait_seconds", Kind.HISTOGRAM, "phase", "From a place in the line to the permit."),
+    _phase("hold_seconds", Kind.HISTOGRAM, "phase", "From a permit to its end."),
+)
+
 _VLLM = (
     _vllm("num_requests_running", Kind.GAUGE, "Requests in the running batch."),
     _vllm("num_requests_waiting", Kind.GAUGE, "Requests waiting to be scheduled."),
@@ -204,4 +249,4 @@ _PROMETHEUS = (
     ),
 )
 
-METRICS: tuple[Metric, ...] = (*_AGENT, *_GATEWAY, *_VLLM, *_PROMETHEUS)
+METRICS: tuple[Metric, ...] = (*_AGENT, *_GATEWAY, *_PHASES, *_VLLM, *_PROMETHEUS)

@@ -5,7 +5,6 @@ and idle. One slot and eight, in turn.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import yaml
 
+from benchmarks.reporting import report
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import Guest, PageDirectory, Pulse
 from scheduler.demo.prerequisites import free_ports
@@ -79,10 +79,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.agent_cost", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
-    result = {"beat_s": _BEAT_S, "core_share": measured()}
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    given.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    report(
+        "agent_cost",
+        lambda: {"beat_s": _BEAT_S, "core_share": measured()},
+        given.json,
+        engines=False,
+    )
 
 
 def measured() -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Who shares the two nodes how, and what each of the two jobs is."""
+"""Who shares the nodes how, and what each of the two jobs is."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,23 +9,66 @@ from scheduler.policy.phases.terms import JobTerms, PhaseTerms
 
 ROLLOUT_CORE = 0
 TRAINING_CORE = 1
+SERVING_CORE = TRAINING_CORE
+"""The serving node has no core of its own: it is idle while nobody trains, and so is production
+most of the time. Core 0 has nothing left to lend."""
+TRAINER_NICE = 15
+"""Trainers stand for another machine: production goes before them, and they before the guest. At
+least so nice: it is what Ray gives its workers."""
 ROLLOUT_NODE = NodeId("rollout-0")
 TRAINING_NODE = NodeId("training-0")
 NODES = {PhaseKind.ROLLOUT: ROLLOUT_NODE, PhaseKind.TRAINING: TRAINING_NODE}
+TAIL_RATIO = 0.85
+"""Completed trajectories from which the rest may go on on the lease alone."""
 
 
 class Arm(StrEnum):
     SEQUENTIAL = "sequential"
     """One job after the other, each alone on both nodes."""
-    NAIVE = "naive"
-    """Both at once, nobody waits."""
     MULTIPLEXED = "multiplexed"
     """Both at once, a phase runs when it has its node's permit."""
+    SERVING = "serving"
+    """The same, and production serves on its node beside; nothing is leased."""
+    LEASED = "leased"
+    """The same, and the job that rolls out leases what production leaves."""
+    NAIVE = "naive"
+    """Both at once, nobody waits."""
 
 
 REHEARSAL = "rehearsal"
 """An unmeasured step of each job: an engine's first requests are slower than all later ones."""
-RUNS = (REHEARSAL, *Arm)
+PERMITTED = frozenset({Arm.MULTIPLEXED, Arm.SERVING, Arm.LEASED})
+BESIDE_PRODUCTION = (Arm.SERVING, Arm.LEASED)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One arm of one round, or the rehearsal."""
+
+    arm: Arm | None
+    round: int = 0
+
+    @property
+    def name(self) -> str:
+        return REHEARSAL if self.arm is None else f"{self.arm}-{self.round}"
+
+    @property
+    def permitted(self) -> bool:
+        return self.arm in PERMITTED
+
+    @property
+    def leases(self) -> bool:
+        """The rehearsal does too: a guest that has never run would learn one token at a time."""
+        return self.arm in (None, Arm.LEASED)
+
+
+def runs(arms: tuple[Arm, ...], rounds: int) -> tuple[Run, ...]:
+    """Rotated from round to round, so that drift of the machine falls on every arm alike."""
+    return tuple(
+        Run(arms[(place + turn) % len(arms)], turn)
+        for turn in range(rounds)
+        for place in range(len(arms))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +84,20 @@ class JobShape:
     def steps(self, asked: int) -> int:
         return max(1, round(asked * self.steps_ratio))
 
-    def job(self, run: str) -> JobId:
+    def job(self, run: Run) -> JobId:
         """Its name at the gateway: a job of its own in each run."""
-        return JobId(f"{self.name}-{run}")
+        return JobId(f"{self.name}-{run.name}")
 
-    def terms(self, run: str) -> JobTerms:
-        phases = tuple(PhaseTerms(kind=kind, nodes=(node,)) for kind, node in NODES.items())
-        return JobTerms(job=self.job(run), phases=phases)
+    def terms(self, run: Run) -> JobTerms:
+        """With a lease, a rollout's tail needs no node of the job's own."""
+        rollout = PhaseTerms(
+            kind=PhaseKind.ROLLOUT,
+            nodes=(ROLLOUT_NODE,),
+            tail_ratio=TAIL_RATIO if run.leases else 1.0,
+            tail_nodes=0 if run.leases else 1,
+        )
+        training = PhaseTerms(kind=PhaseKind.TRAINING, nodes=(TRAINING_NODE,))
+        return JobTerms(job=self.job(run), phases=(rollout, training))
 
 
 JOBS = (

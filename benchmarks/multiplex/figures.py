@@ -1,66 +1,83 @@
 """From what the arms did to the benchmark's figures. Pure."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import hypot
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.multiplex.arms import Arm
+from benchmarks.multiplex.lease_figures import lease_figures
+from benchmarks.multiplex.outcomes import (
+    ArmDone,
+    Done,
+    JobDone,
+    Round,
+    each_round,
+    medians,
+    named_median,
+    of_arm,
+    over,
+    rounds_of,
+    spread,
+    training_s,
+)
+from benchmarks.multiplex.serving_node import Served
 from scheduler.demo.job.events import StepDone
+from scheduler.demo.records import ProductionRequest
 from scheduler.policy.model import PhaseKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobDone:
-    steps: tuple[StepDone, ...]
-    load_s: float
-    """From the order to start its process to a trainer that could begin."""
-    starts: tuple[dict[str, Any], ...] = ()
-    """How its phases began, where it had permits."""
+class Facts:
+    steps: int
+    cores: int
+    engine_cold_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArmDone:
-    makespan_s: float
-    """From the first job's first step to the last job's last; in sequence, of both together."""
-    jobs: Mapping[str, JobDone] = field(default_factory=dict)
+def figures(
+    done: Done,
+    facts: Facts,
+    served: Sequence[Served] = (),
+    requests: Sequence[ProductionRequest] = (),
+) -> dict[str, Any]:
+    """Ratios are medians over rounds, each of two arms of one round; `spread` has the extremes.
 
-
-def figures(arms: Mapping[Arm, ArmDone], *, engine_cold_s: float) -> dict[str, Any]:
-    ours = arms[Arm.MULTIPLEXED]
-    cold_s = {
-        PhaseKind.ROLLOUT: engine_cold_s,
-        PhaseKind.TRAINING: median(job.load_s for job in arms[Arm.SEQUENTIAL].jobs.values()),
+    What needs an arm that was not run is left out.
+    """
+    rounds = rounds_of(done)
+    ratios = {
+        arm.value: each_round(rounds, partial(over, arm=arm, ours=Arm.MULTIPLEXED))
+        for arm in (Arm.SEQUENTIAL, Arm.NAIVE)
     }
-    gaps_se = {
-        name: reward_gap_se(job.steps[-1], arms[Arm.SEQUENTIAL].jobs[name].steps[-1])
-        for name, job in ours.jobs.items()
+    result = {
+        "makespan_ratio": medians(ratios),
+        "spread": spread(ratios),
+        **_starts(done, facts),
+        **_rewards(rounds, Arm.MULTIPLEXED),
+        **named_median("over_bound", each_round(rounds, _over_bound)),
     }
-    warm_s = {kind: _warm_s(ours.jobs.values(), kind) for kind in PhaseKind}
-    return {
-        "makespan_ratio": {
-            arm.value: arms[arm].makespan_s / ours.makespan_s
-            for arm in Arm
-            if arm is not Arm.MULTIPLEXED
+    if of_arm(done, Arm.LEASED):
+        lease = lease_figures(done, served, requests)
+        result["lease"] = lease | _rewards(rounds, Arm.LEASED)
+    return result | {
+        "arms": {arm.value: _arm(of_arm(done, arm)) for arm in Arm if of_arm(done, arm)},
+        "facts": {
+            "steps": facts.steps,
+            "cores": facts.cores,
+            "rounds": len(rounds),
+            "order": [run.name for run in done],
         },
-        "warm_start_speedup": sum(cold_s.values()) / max(sum(warm_s.values()), 1e-9),
-        "reward_gap_se": max(gaps_se.values(), key=abs),
-        "reward_gaps_se": gaps_se,
-        "over_bound": ours.makespan_s / bound_s(arms[Arm.SEQUENTIAL]),
-        "start_s": {kind.value: {"cold": cold_s[kind], "warm": warm_s[kind]} for kind in PhaseKind},
-        "arms": {arm.value: _arm(done) for arm, done in arms.items()},
     }
 
 
 def bound_s(alone: ArmDone) -> float:
     """No order of these phases, each as long as alone, ends sooner: one node is never idle."""
     jobs = alone.jobs.values()
-    rollouts_s = sum(step.rollout_s for job in jobs for step in job.steps)
-    trainings_s = sum(step.step_s - step.rollout_s for job in jobs for step in job.steps)
-    last_s = min(job.steps[-1].step_s - job.steps[-1].rollout_s for job in jobs)
+    last_s = min(training_s(job.steps[-1]) for job in jobs)
     first_s = min(job.steps[0].rollout_s for job in jobs)
-    return max(rollouts_s + last_s, first_s + trainings_s)
+    return max(alone.rollouts_s + last_s, first_s + alone.trainings_s)
 
 
 def reward_gap_se(ours: StepDone, alone: StepDone) -> float:
@@ -70,7 +87,42 @@ def reward_gap_se(ours: StepDone, alone: StepDone) -> float:
     return gap / error if error else 0.0
 
 
-def _warm_s(jobs: Any, kind: PhaseKind) -> float:
+def _over_bound(of: Round) -> float | None:
+    if not {Arm.SEQUENTIAL, Arm.MULTIPLEXED} <= of.keys():
+        return None
+    return of[Arm.MULTIPLEXED].makespan_s / bound_s(of[Arm.SEQUENTIAL])
+
+
+def _rewards(rounds: Sequence[Round], arm: Arm) -> dict[str, Any]:
+    """Against the same job alone; of each job the gap of the round where it was largest."""
+    gaps: dict[str, float] = {}
+    for of in rounds:
+        if not {arm, Arm.SEQUENTIAL} <= of.keys():
+            continue
+        for name, job in of[arm].jobs.items():
+            gap = reward_gap_se(job.steps[-1], of[Arm.SEQUENTIAL].jobs[name].steps[-1])
+            gaps[name] = max(gap, gaps.get(name, 0.0), key=abs)
+    if not gaps:
+        return {}
+    return {"reward_gap_se": max(gaps.values(), key=abs), "reward_gaps_se": gaps}
+
+
+def _starts(done: Done, facts: Facts) -> dict[str, Any]:
+    """Cold: of trainers that were loaded one at a time, where there are such."""
+    loaded = of_arm(done, Arm.SEQUENTIAL) or of_arm(done, Arm.MULTIPLEXED)
+    ours = [job for each in of_arm(done, Arm.MULTIPLEXED) for job in each.jobs.values()]
+    if not ours:
+        return {}
+    loads_s = [job.load_s for each in loaded for job in each.jobs.values()]
+    cold_s = {PhaseKind.ROLLOUT: facts.engine_cold_s, PhaseKind.TRAINING: median(loads_s)}
+    warm_s = {kind: _warm_s(ours, kind) for kind in PhaseKind}
+    return {
+        "warm_start_speedup": sum(cold_s.values()) / max(sum(warm_s.values()), 1e-9),
+        "start_s": {kind.value: {"cold": cold_s[kind], "warm": warm_s[kind]} for kind in PhaseKind},
+    }
+
+
+def _warm_s(jobs: Iterable[JobDone], kind: PhaseKind) -> float:
     """From a permit in hand to the phase's first line, of starts that were not the first."""
     seen = [
         start["resume_s"]
@@ -81,25 +133,27 @@ def _warm_s(jobs: Any, kind: PhaseKind) -> float:
     return median(seen) if seen else float("nan")
 
 
-def _arm(done: ArmDone) -> dict[str, Any]:
+def _arm(rounds: Sequence[ArmDone]) -> dict[str, Any]:
+    """Of makespans the median, of all else the mean over rounds."""
     return {
-        "makespan_s": done.makespan_s,
-        "jobs": {
-            name: {
-                "steps": len(job.steps),
-                "rollout_s": _mean([step.rollout_s for step in job.steps]),
-                "train_s": _mean([step.train_s for step in job.steps]),
-                "step_s": _mean([step.step_s for step in job.steps]),
-                "waited_s": sum(start["waited_s"] for start in job.starts),
-                "reward_first": job.steps[0].reward_mean,
-                "reward_last": job.steps[-1].reward_mean,
-                "reward_se": job.steps[-1].reward_se,
-                "lost": sum(step.trajectories.lost for step in job.steps),
-            }
-            for name, job in done.jobs.items()
-        },
+        "makespan_s": median(each.makespan_s for each in rounds),
+        "makespans_s": [each.makespan_s for each in rounds],
+        "jobs": {name: _job([each.jobs[name] for each in rounds]) for name in rounds[0].jobs},
     }
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _job(rounds: Sequence[JobDone]) -> dict[str, Any]:
+    steps = [step for job in rounds for step in job.steps]
+    last = [job.steps[-1] for job in rounds]
+    return {
+        "steps": len(rounds[0].steps),
+        "rollout_s": fmean(step.rollout_s for step in steps),
+        "train_s": fmean(step.train_s for step in steps),
+        "step_s": fmean(step.step_s for step in steps),
+        "waited_s": fmean(sum(start["waited_s"] for start in job.starts) for job in rounds),
+        "reward_first": fmean(job.steps[0].reward_mean for job in rounds),
+        "reward_last": fmean(step.reward_mean for step in last),
+        "reward_se": fmean(step.reward_se for step in last),
+        "lost": sum(step.trajectories.lost for step in steps),
+        "migrated": sum(step.trajectories.migrated for step in steps),
+    }

@@ -1,19 +1,21 @@
 """The rollout node: one real vLLM engine for each job, resident on one core, with a gateway each.
 
 Jobs have weights of their own, so each has an engine of its own that keeps them: what RollMux calls
-residency. A gateway serves its job's runs, one after the other.
+residency. A gateway serves its job's runs, one after the other; all of them ask the same agent for
+its slot, where there is one.
 """
 
 import asyncio
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
 
-from benchmarks.multiplex.arms import JOBS, REHEARSAL, ROLLOUT_CORE, RUNS, JobShape
+from benchmarks.multiplex.arms import JOBS, ROLLOUT_CORE, JobShape, Run
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import STEADY_HEAP, EngineSpec
@@ -21,7 +23,6 @@ from scheduler.demo.job.config import JobConfig
 from scheduler.demo.job.model import PolicyShape, write_checkpoint
 from scheduler.demo.job.warm_up import WarmUp
 from scheduler.demo.parts import Parts
-from scheduler.demo.prerequisites import free_ports
 from scheduler.demo.processes import pin
 from scheduler.demo.slot import url
 
@@ -30,10 +31,15 @@ _POLL_S = 0.25
 
 
 class RolloutNode:
-    def __init__(self, parts: Parts) -> None:
+    """`start_first`, `start_others`, then `answers`."""
+
+    def __init__(
+        self, parts: Parts, ports: Iterator[int], runs: tuple[Run, ...], *, agent_url: str | None
+    ) -> None:
         self._parts = parts
         self._shape = PolicyShape()
-        ports = iter(free_ports(2 * len(JOBS)))
+        self._runs = runs
+        self._agent_url = agent_url
         self._engines = {job.name: next(ports) for job in JOBS}
         self._gateways = {job.name: next(ports) for job in JOBS}
 
@@ -43,33 +49,40 @@ class RolloutNode:
     def gateway_url(self, job: JobShape) -> str:
         return url(self._gateways[job.name])
 
-    async def start(self, told: Callable[[str], None]) -> float:
-        """Until all answer; the seconds of an engine's cold start, of one that started alone."""
+    async def start_first(self, told: Callable[[str], None]) -> float:
+        """The seconds of an engine's cold start, of one that starts alone."""
         paths = self._parts.paths
         write_checkpoint(paths.run / "policy", self._shape)
         paths.weights.mkdir(parents=True, exist_ok=True)
         started_s = self._parts.clock.now()
-        cold_s = 0.0
-        for job in JOBS:
+        self._start_engine(JOBS[0])
+        await self._parts.answers(_engine(JOBS[0]), self.engine_url(JOBS[0]), told)
+        return self._parts.clock.now() - started_s
+
+    def start_others(self) -> None:
+        """Nothing is waited for."""
+        for job in JOBS[1:]:
             self._start_engine(job)
-            await self._parts.answers(_engine(job), self.engine_url(job), told)
-            cold_s = cold_s or self._parts.clock.now() - started_s
-            pin(self._parts.running[_engine(job)], ROLLOUT_CORE)
         for job in JOBS:
             self._start_gateway(job)
+
+    async def answers(self, told: Callable[[str], None]) -> None:
+        """Until all do; the engines are on their core then."""
+        for job in JOBS:
+            await self._parts.answers(_engine(job), self.engine_url(job), told)
+            pin(self._parts.running[_engine(job)], ROLLOUT_CORE)
         for job in JOBS:
             await self._parts.answers(_gateway(job), self.gateway_url(job), told, path="/healthz")
-        return cold_s
 
     async def warm_up(self) -> None:
         """Make the warm policy that every run starts from, if it is not cached."""
-        config = self.trainer_config(JOBS[0], REHEARSAL)
+        config = self.trainer_config(JOBS[0], self._runs[0])
         child = self._parts.processes.start("warm-up", _warm_only(config), environment=STEADY_HEAP)
         while child.process.poll() != 0:
             child.check()
             await asyncio.sleep(_POLL_S)
 
-    def trainer_config(self, job: JobShape, run: str) -> Path:
+    def trainer_config(self, job: JobShape, run: Run) -> Path:
         name = job.job(run)
         config = JobConfig(
             job=name,
@@ -104,10 +117,17 @@ class RolloutNode:
             "engines": [
                 {"id": _engine(job), "url": self.engine_url(job), "concurrency": CONCURRENCY}
             ],
+            # Half a second without a token means that production or a trainer has the core.
+            "timeouts": {"guest_stall_s": 0.5},
             "routing": {"begun_first": False},
-            "jobs": [{"id": job.job(run), "harvesting": False} for run in RUNS],
+            "capacity_period_s": 0.25,
+            # Who leases says so itself, for the length of its rollouts.
+            "jobs": [{"id": job.job(each), "harvesting": False} for each in self._runs],
             "state_file": str(run / f"{_gateway(job)}.sqlite"),
+            "journal_dir": str(run.parent / _gateway(job)),
         }
+        if self._agent_url is not None:
+            config["agents"] = [{"id": "serving", "url": self._agent_url}]
         path = run / f"{_gateway(job)}.yaml"
         path.write_text(yaml.safe_dump(config))
         self._parts.service(_gateway(job), "gateway", "--config", str(path), core=ROLLOUT_CORE)
@@ -122,7 +142,5 @@ def _gateway(job: JobShape) -> str:
 
 
 def _warm_only(config: Path) -> tuple[str, ...]:
-    import sys
-
     trainer = "scheduler.demo.job.trainer"
     return (sys.executable, "-m", trainer, "--config", str(config), "--warm-only")

@@ -12,9 +12,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 
-from benchmarks.multiplex.arms import TRAINING_CORE
+from benchmarks.multiplex.arms import ROLLOUT_NODE, TRAINER_NICE, TRAINING_CORE
+from benchmarks.multiplex.leased_rollout import LeasedRollout
+from harvester.contracts.clock import MonotonicClock
+from scheduler.demo.gateway_admin import GatewayAdmin
 from scheduler.demo.job.config import read_config
 from scheduler.demo.job.environment import Task
 from scheduler.demo.job.rollout import StepBatch
@@ -29,16 +33,18 @@ _ANSWER_S = 5.0
 
 
 class TrainingJob:
-    """Its methods are an actor's: `prepare`, then `run`, then `starts`."""
+    """Its methods are an actor's: `loaded`, `published`, then `run`, then `starts` and `tails`."""
 
-    def __init__(self, config: str, engine_url: str, terms: bytes | None) -> None:
-        os.sched_setaffinity(0, {TRAINING_CORE})
+    def __init__(self, config: str, engine_url: str, terms: bytes | None, leases: bool) -> None:
+        _settle()
         self._config = read_config(Path(config))
         self._engine_url = engine_url
+        self._leases = leases
         self._phases: PhasedRun | None = None
         if terms is not None:
             job_terms = msgspec.json.decode(terms, type=JobTerms)
-            self._phases = PhasedRun(PhaseControl(on_ray.connected(), job_terms))
+            self._transport = on_ray.connected()
+            self._phases = PhasedRun(PhaseControl(self._transport, job_terms))
         self._stack = AsyncExitStack()
         self._run: TrainingRun | None = None
 
@@ -52,13 +58,22 @@ class TrainingJob:
         config = self._config
         warm = warm_start(config.warm_up, config.cache_dir)
         weights = MasterWeights(policy_of(config.warm_up.policy, warm.state), config.adam)
-        around = (lambda each: each) if self._phases is None else self._phases.around
-        opened = opened_run(config, weights, around_collect=around)
+        hooks: dict[str, Any] = {}
+        if self._phases is not None:
+            hooks = {"around_collect": self._phases.around, "on_progress": self._phases.progress}
+        opened = opened_run(config, weights, **hooks)
         self._run = await self._stack.enter_async_context(opened)
         if self._phases is not None:
             self._phases.control.resident(
                 PhaseKind.ROLLOUT, on_resume=lambda _cold: _answers(self._engine_url)
             )
+            if self._leases:
+                self._phases.leased = await self._leased(self._phases.control)
+
+    async def _leased(self, control: PhaseControl) -> LeasedRollout:
+        session = await self._stack.enter_async_context(aiohttp.ClientSession())
+        gateway = GatewayAdmin(session, self._config.gateway_url)
+        return LeasedRollout(gateway, control, self._transport, ROLLOUT_NODE, MonotonicClock())
 
     async def published(self) -> None:
         assert self._run is not None
@@ -82,6 +97,18 @@ class TrainingJob:
             return []
         return [_plain(start) for start in self._phases.control.starts]
 
+    async def tails(self) -> dict[str, float]:
+        """What became of its rollouts' tails; nothing where it leases nothing."""
+        leased = None if self._phases is None else self._phases.leased
+        if leased is None:
+            return {}
+        return {
+            "moved": leased.tails,
+            "seconds": leased.tail_s,
+            "returned": leased.returns,
+            "lost": leased.losses,
+        }
+
     async def close(self) -> None:
         await self._stack.aclose()
 
@@ -91,21 +118,34 @@ class PhasedRun:
 
     def __init__(self, control: PhaseControl) -> None:
         self.control = control
+        self.leased: LeasedRollout | None = None
         self._training: Permit | None = None
 
     def around(self, collector: Collects) -> Collects:
         return _PhasedCollector(collector, self)
 
+    def progress(self, complete_ratio: float) -> None:
+        if self.leased is not None:
+            self.leased.progress(complete_ratio)
+
     async def rolled_out(self, collector: Collects, tasks: Sequence[Task], **at: int) -> StepBatch:
         permit = await asyncio.to_thread(self.control.begin, PhaseKind.ROLLOUT)
         try:
-            batch = await collector.collect(tasks, **at)
+            collecting = collector.collect(tasks, **at)
+            if self.leased is None:
+                batch = await collecting
+            else:
+                batch = await self.leased.run(permit, collecting)
         except BaseException as error:
-            await asyncio.to_thread(self.control.end, permit, failed=repr(error))
+            await asyncio.to_thread(self.control.end, self._held(permit), failed=repr(error))
             raise
-        await asyncio.to_thread(self.control.end, permit)
+        await asyncio.to_thread(self.control.end, self._held(permit))
         self._training = await asyncio.to_thread(self.control.begin, PhaseKind.TRAINING)
         return batch
+
+    def _held(self, begun_with: Permit) -> Permit:
+        """A tail that lost its lease goes on under another permit."""
+        return begun_with if self.leased is None else self.leased.permit or begun_with
 
     async def trained(self) -> None:
         assert self._training is not None
@@ -119,6 +159,14 @@ class _PhasedCollector:
 
     async def collect(self, tasks: Sequence[Task], *, step: int, version: int) -> StepBatch:
         return await self._phases.rolled_out(self._collector, tasks, step=step, version=version)
+
+
+def _settle() -> None:
+    """All threads of this process onto the training core, behind production."""
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {TRAINING_CORE})
+        nice = os.getpriority(os.PRIO_PROCESS, int(thread.name))
+        os.setpriority(os.PRIO_PROCESS, int(thread.name), max(nice, TRAINER_NICE))
 
 
 def _answers(url: str) -> None:

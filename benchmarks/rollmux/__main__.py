@@ -5,10 +5,9 @@ DIR` keeps every arm's result, so that a long run may be taken in pieces.
 """
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
+from benchmarks.reporting import make_writable, report
 from benchmarks.rollmux.decisions import decision_times
 from benchmarks.rollmux.figures import drift_figures, quality_figures, single_workload
 from benchmarks.rollmux.optimum import optimum_figures
@@ -35,15 +34,16 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, help="directory of results that are kept")
     parser.add_argument("--quick", action="store_true", help="one seed, 3 instances, no drift")
     given = parser.parse_args()
+    report("rollmux", lambda: _measured(given), given.json, engines=False)
+
+
+def _measured(given: argparse.Namespace) -> dict[str, object]:
+    if given.events is not None:
+        make_writable(given.events)
     try:
-        result = _result(given)
-    except (ConfigError, OSError) as error:
-        sys.exit(f"benchmarks.rollmux: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    given.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+        return _result(given)
+    except OSError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _result(given: argparse.Namespace) -> dict[str, object]:

@@ -5,13 +5,13 @@ page changed since the last decision, and every pulse written anew before it.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.reporting import report
 from coserve.guest_slot import GuestSlot
 from harvester.contracts.page import (
     Grant,
@@ -33,10 +33,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.step_gate", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
-    result = {"pulses": {str(count): measured(count) for count in (1, 4)}}
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    given.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    report(
+        "step_gate",
+        lambda: {"pulses": {str(count): measured(count) for count in (1, 4)}},
+        given.json,
+        engines=False,
+    )
 
 
 def measured(pulses: int) -> dict[str, dict[str, float]]:

@@ -21,9 +21,10 @@ from typing import IO, Any
 
 import torch
 
+from benchmarks.reporting import report
 from benchmarks.weightsync.netns import SlowLink, slow_link
 from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.errors import Exhausted, RoseMuxError
+from harvester.contracts.errors import Exhausted
 from weightsync.codec import warm_up
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
@@ -50,16 +51,12 @@ def main() -> None:
         _receive_all(given.receive, given.receivers)
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        result = measure(receivers=given.receivers, mbit=given.mbit, megabytes=given.megabytes)
-    except RoseMuxError as error:
-        sys.exit(f"benchmarks.weightsync.fanout: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    if given.json is not None:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    report(
+        "weightsync.fanout",
+        lambda: measure(receivers=given.receivers, mbit=given.mbit, megabytes=given.megabytes),
+        given.json,
+        engines=False,
+    )
 
 
 def measure(*, receivers: int = 8, mbit: float = 100.0, megabytes: int = 48) -> dict[str, Any]:

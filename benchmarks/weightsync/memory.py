@@ -7,13 +7,14 @@ them at learning rates of RL, or of every element, the worst that a delta can be
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.reporting import report
 
 PARAMETERS = 500_000_000
 STEPS = 3
@@ -31,11 +32,7 @@ def main() -> None:
     if given.role:
         print(_ROLES[given.role](given.parameters, given.store))
         return
-    result = measure(given.parameters)
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    report("weightsync.memory", lambda: measure(given.parameters), given.json, engines=False)
 
 
 def measure(parameters: int = PARAMETERS) -> dict[str, Any]:

@@ -63,6 +63,7 @@ def build() -> Dashboard:
         ("Production", rows.production()),
         ("Harvesting", (*rows.verdicts(), *rows.harvesting(), *rows.giving_back())),
         ("Rollouts", rows.rollouts()),
+        ("Phases", rows.phases()),
         ("Own cost", rows.own_cost()),
     ):
         board = board.with_row(builder.Row(title))

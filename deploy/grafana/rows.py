@@ -10,6 +10,7 @@ _SLOT = 'slot=~"$slot"'
 _TTFT = "vllm:time_to_first_token_seconds"
 _ITL = "vllm:inter_token_latency_seconds"
 _RECLAIM = "harvester_reclaim_duration_seconds"
+_PHASE_WAIT = "scheduler_phase_wait_seconds"
 _SWITCH = "scheduler_version_switch_duration_seconds"
 
 
@@ -243,6 +244,44 @@ def rollouts() -> tuple[Lines | Stat, ...]:
             "One engine, from its last token of the old version to serving again.",
             _SWITCH,
             "kind",
+        ),
+    )
+
+
+def phases() -> tuple[Lines | Stat, ...]:
+    """Do jobs that share nodes take turns?"""
+    ended = 'reason!~"done|left|withdrawn"'
+    return (
+        lines(
+            "Phase permits",
+            "Workers that wait for their turn, and permits in force.",
+            COUNT,
+            (
+                _latest("scheduler_phase_permits_waiting", by="phase", fold="sum"),
+                "{{phase}} waiting",
+            ),
+            (_latest("scheduler_phase_permits_held", by="phase", fold="sum"), "{{phase}} held"),
+        ),
+        _quantiles(
+            "Wait for a permit", "From a place in the line to the permit.", _PHASE_WAIT, "phase"
+        ),
+        lines(
+            "Phase starts and switches",
+            "Per second: warm and cold starts, and nodes that went from one job to another.",
+            PER_SECOND,
+            (_rate("scheduler_phase_starts_total", "phase, start"), "{{phase}} {{start}}"),
+            (_rate("scheduler_phase_switches_total", "phase"), "{{phase}} switches"),
+        ),
+        lines(
+            "Phases in trouble",
+            "Per second: longer than declared, revoked, and permits that ended badly.",
+            PER_SECOND,
+            (_rate("scheduler_phase_overruns_total", "phase"), "{{phase}} overran"),
+            (_rate("scheduler_phase_revocations_total", "phase"), "{{phase}} revoked"),
+            (
+                _rate("scheduler_phase_permits_ended_total", "phase, reason", ended),
+                "{{phase}} {{reason}}",
+            ),
         ),
     )
 

@@ -27,6 +27,10 @@ COMMANDS: dict[str, LazyCommand] = {
         target="scheduler.service.command:gateway",
         summary="Run the rollout gateway with its scheduler.",
     ),
+    "phases": LazyCommand(
+        target="scheduler.phases.command:phases",
+        summary="Run the phase control of jobs that share nodes, and show how it stands.",
+    ),
     "status": LazyCommand(
         target="harvester.cli.status:status",
         summary="Show the slots of this machine: production, grant, guest and lease.",

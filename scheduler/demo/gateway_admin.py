@@ -22,6 +22,10 @@ class GatewayAdmin:
     async def harvesting(self, job: str, *, enabled: bool) -> None:
         await self._post(f"/v1/jobs/{job}/harvesting", {"enabled": enabled})
 
+    async def dedicated(self, job: str, *, enabled: bool) -> None:
+        """Whether the job's turns may run on dedicated engines."""
+        await self._post(f"/v1/jobs/{job}/dedicated", {"enabled": enabled})
+
     async def status(self) -> dict[str, Any]:
         async with self._session.get(f"{self._url}/v1/status") as response:
             status: dict[str, Any] = await response.json()

@@ -1,7 +1,7 @@
 """One serving slot of real parts: a production engine, a guest beside it, the node's agent.
 
-    core 0    both engines; the guest in the isolation backend's class
-    core 1    the agent, and the caller with its open-loop client
+    core          both engines; the guest in the isolation backend's class
+    agent_core    the agent, and the caller with its open-loop client
 
 Engines start on both cores, because starting is import-bound, and are pinned once they answer.
 """
@@ -57,6 +57,11 @@ class ServingSlot:
     shape: PolicyShape = field(default_factory=PolicyShape)
     isolation: Isolation = field(default_factory=isolation.choose)
     vllm: Capabilities = field(default_factory=lambda: capabilities(installed_vllm_version()))
+    core: int = SERVING_CORE
+    agent_core: int = ROLLOUT_CORE
+    concurrency: int = ROLLOUT_CONCURRENCY
+    """The guest's batch."""
+    places: int = ROLLOUT_PLACES
     pages: PageDirectory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,7 +111,7 @@ class ServingSlot:
             model=self.policy_model,
             port=port,
             max_model_len=self.shape.context_tokens,
-            max_num_seqs=ROLLOUT_CONCURRENCY,
+            max_num_seqs=self.concurrency,
             vllm=self.vllm,
             # Most contexts are shorter than the 128 tokens of a CPU engine's own block: no prefix
             # would ever be found again.
@@ -124,9 +129,9 @@ class ServingSlot:
         """
         running = self.parts.running
         for name in (PRODUCTION, GUEST):
-            pin(running[name], SERVING_CORE)
-        # The open-loop client lives in this process and must not take turns with production.
-        os.sched_setaffinity(0, {ROLLOUT_CORE})
+            pin(running[name], self.core)
+        # The open-loop client lives in this process and should not take turns with production.
+        os.sched_setaffinity(0, {self.agent_core})
         self.isolate(self.isolation)
         guest, production = (running[name].process.pid for name in (GUEST, PRODUCTION))
         isolation.check_beside(self.isolation, guest=guest, production=production)
@@ -139,7 +144,9 @@ class ServingSlot:
 
     def start_agent(self, policy: dict[str, Any]) -> None:
         self._write_agent_config(policy)
-        self.parts.service(AGENT, "agent", "--config", str(self._agent_config), core=ROLLOUT_CORE)
+        self.parts.service(
+            AGENT, "agent", "--config", str(self._agent_config), core=self.agent_core
+        )
 
     async def agent_answers(self, told: Callable[[str], None]) -> None:
         await self.parts.answers(AGENT, url(self.ports.agent), told, path="/healthz")
@@ -178,7 +185,7 @@ class ServingSlot:
                     "name": SLOT,
                     "engine_url": url(self.ports.guest),
                     "model": "policy",
-                    "concurrency": ROLLOUT_PLACES,
+                    "concurrency": self.places,
                     "policy": policy,
                 }
             ],

@@ -14,6 +14,7 @@ import msgspec
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import Epoch, JobId
+from scheduler.phases.metrics import PhaseMetrics
 from scheduler.phases.state import PermitState
 from scheduler.phases.wire import (
     Admitted,
@@ -80,10 +81,12 @@ class PermitDesk:
         self.on_change: Callable[[], None] = lambda: None
         self._clock = clock
         self._policy = PermitPolicy(config)
+        self._metrics = PhaseMetrics()
         self._state = PermitState(state)
         snapshot = self._state.snapshot()
         if snapshot is not None:
             self._policy.restore(snapshot)
+            self._metrics.resume(self._policy)
         self._log = DecisionLog(
             journal,
             self._policy,
@@ -197,6 +200,10 @@ class PermitDesk:
             with suppress(Exhausted):
                 self._observe(TimePassed())
 
+    def metrics(self) -> bytes:
+        """As Prometheus reads them."""
+        return self._metrics.render(self._policy, now=self._clock.now())
+
     def close(self) -> None:
         self._log.close()
         self._state.close()
@@ -217,6 +224,7 @@ class PermitDesk:
     def _observe(self, event: PermitEvent) -> tuple[PermitEffect, ...]:
         now = self._clock.now()
         effects = self._policy.observe(event, now=now)
+        self._metrics.decided(effects, self._policy, now=now)
         self._log.decided(now=now, sample=event, effects=effects)
         changed: set[JobId] = {each.job for each in effects if not isinstance(each, Refuse)}
         self._unsaved |= changed

@@ -6,7 +6,8 @@ from types import TracebackType
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from scheduler.phases.desk import TICK_S, PermitDesk
-from scheduler.phases.wire import WAIT_MAX_S, Call, Enter, Reply, Waiting, checked
+from scheduler.phases.status import statuses
+from scheduler.phases.wire import WAIT_MAX_S, Call, Enter, JobStatus, Reply, Waiting, checked
 from scheduler.policy.phases.terms import PermitsConfig
 
 
@@ -41,6 +42,11 @@ class EmbeddedControl:
                 self._changed.wait(left_s)
                 reply = self._desk.look(message)
             return reply
+
+    def jobs(self) -> tuple[JobStatus, ...]:
+        """How every job stands."""
+        with self._changed:
+            return statuses(self._desk)
 
     def close(self) -> None:
         with self._changed:

@@ -5,19 +5,24 @@ node dies; with a state file that the new node sees too, it knows its holders th
 """
 
 import asyncio
+import logging
 import os
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from scheduler.phases.desk import PermitDesk
 from scheduler.phases.front import Front
-from scheduler.phases.wire import Absent, Call, Enter, Reply, decoded_reply
+from scheduler.phases.service import exposition
+from scheduler.phases.status import statuses
+from scheduler.phases.wire import Absent, Call, Enter, JobStatus, Reply, decoded_reply
 from scheduler.policy.phases.terms import PermitsConfig
 
+_LOG = logging.getLogger(__name__)
 ACTOR = "rosemux-phases"
 NAMESPACE = "rosemux"
 _ANSWER_S = 10.0
@@ -27,7 +32,13 @@ _CALLS_AT_ONCE = 1000
 class ControlActor:
     """Made a Ray actor by `started`; its methods run in the actor's event loop."""
 
-    def __init__(self, config: dict[str, Any], state: str | None, journal: str | None) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        state: str | None,
+        journal: str | None,
+        metrics_port: int | None,
+    ) -> None:
         clock = MonotonicClock()
         self._desk = PermitDesk(
             msgspec.convert(config, PermitsConfig),
@@ -37,11 +48,12 @@ class ControlActor:
         )
         self._front = Front(self._desk, clock)
         self._ticking: asyncio.Task[None] | None = None
+        self._metrics_port = metrics_port
 
     async def call(self, name: str, body: bytes) -> tuple[bytes, str]:
         """The reply, or what is wrong with the call. Raises Exhausted: ask again."""
         if self._ticking is None:
-            self._ticking = asyncio.ensure_future(self._front.tick())
+            self._ticking = asyncio.ensure_future(self._live())
         if self._ticking.done():
             # An error of the desk. Its state is on disk: Ray starts a process that died anew.
             os._exit(1)
@@ -50,15 +62,36 @@ class ControlActor:
         except PeerProtocolError as error:
             return b"", str(error)
 
+    async def jobs(self) -> bytes:
+        """How every job stands, as the wire's records."""
+        return msgspec.json.encode(statuses(self._desk))
+
+    async def metrics(self) -> bytes:
+        """As Prometheus reads them."""
+        return self._desk.metrics()
+
+    async def _live(self) -> None:
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(exposition(self._desk, self._metrics_port))
+            except ConfigError as error:
+                # Jobs need the control more than anybody needs its figures.
+                _LOG.warning("no metrics: %s", error)
+            await self._front.tick()
+
 
 def started(
     config: PermitsConfig | None = None,
     *,
     state: Path | None = None,
     journal: Path | None = None,
+    metrics_port: int | None = None,
     name: str = ACTOR,
 ) -> "RayControl":
-    """The control of this Ray cluster, started now if nobody has; Ray must be initialised."""
+    """The control of this Ray cluster, started now if nobody has; Ray must be initialised.
+
+    `metrics_port` is a loopback port of the node that the actor is on, for a Prometheus there.
+    """
     import ray
 
     handle = (
@@ -76,6 +109,7 @@ def started(
             msgspec.to_builtins(config or PermitsConfig()),
             None if state is None else str(state.absolute()),
             None if journal is None else str(journal.absolute()),
+            metrics_port,
         )
     )
     return RayControl(handle)
@@ -97,19 +131,30 @@ class RayControl:
     def __init__(self, handle: Any) -> None:
         self.handle = handle
 
+    def jobs(self) -> tuple[JobStatus, ...]:
+        """How every job stands. Raises as `call` does."""
+        return msgspec.json.decode(self._asked("jobs"), type=tuple[JobStatus, ...])
+
+    def metrics(self) -> bytes:
+        """As Prometheus reads them: for a collector that runs on Ray itself."""
+        text: bytes = self._asked("metrics")
+        return text
+
     def call(self, name: str, message: Call) -> Reply:
         """Raises Absent, Exhausted, or PeerProtocolError where the control refuses the call."""
+        timeout_s = _ANSWER_S + (message.wait_s if isinstance(message, Enter) else 0.0)
+        body, fault = self._asked("call", name, msgspec.json.encode(message), timeout_s=timeout_s)
+        if fault:
+            raise PeerProtocolError(f"{name}: {fault}")
+        return decoded_reply(body)
+
+    def _asked(self, method: str, *arguments: object, timeout_s: float = _ANSWER_S) -> Any:
         import ray
 
-        timeout_s = _ANSWER_S + (message.wait_s if isinstance(message, Enter) else 0.0)
         try:
-            asked = self.handle.call.remote(name, msgspec.json.encode(message))
-            body, fault = ray.get(asked, timeout=timeout_s)
+            return ray.get(getattr(self.handle, method).remote(*arguments), timeout=timeout_s)
         except ray.exceptions.ActorDiedError as error:
             raise Absent(f"the phase control has died: {error}") from error
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             # Restarting, or out of reach: from here the two look alike.
-            raise Exhausted(f"{name}: the phase control does not answer: {error}") from error
-        if fault:
-            raise PeerProtocolError(f"{name}: {fault}")
-        return decoded_reply(body)
+            raise Exhausted(f"{method}: the phase control does not answer: {error}") from error

@@ -1,12 +1,14 @@
 """The phase control as a process of its own, on a Unix socket that only its user may open.
 
-python -m scheduler.phases --socket FILE --state FILE [--journal DIRECTORY]
+rosemux phases serve --socket FILE --state FILE [--journal DIRECTORY] [--metrics-port PORT]
 """
 
 import asyncio
 import os
 import signal
 import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -20,6 +22,8 @@ from scheduler.phases.status import statuses
 from scheduler.policy.phases.terms import PermitsConfig
 
 MAX_BODY_BYTES = 1 << 20
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LOOPBACK = "127.0.0.1"
 _SHUTDOWN_S = 1.0
 _BACKLOG = 128
 
@@ -40,8 +44,46 @@ def application(front: Front) -> web.Application:
         body = msgspec.json.encode(statuses(front.desk))
         return web.Response(body=body, content_type="application/json")
 
-    app.add_routes([web.post("/v1/phases/{call}", call), web.get("/v1/phases", status)])
+    app.add_routes(
+        [
+            web.post("/v1/phases/{call}", call),
+            web.get("/v1/phases", status),
+            web.get("/metrics", metrics_of(front.desk)),
+        ]
+    )
     return app
+
+
+def metrics_of(desk: PermitDesk) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def metrics(_request: web.Request) -> web.Response:
+        return web.Response(body=desk.metrics(), headers={"Content-Type": CONTENT_TYPE})
+
+    return metrics
+
+
+@asynccontextmanager
+async def exposition(desk: PermitDesk, port: int | None) -> AsyncGenerator[None, None]:
+    """Prometheus connects to no Unix socket: metrics, and nothing else, on a loopback port.
+
+    Raises ConfigError where the port is taken. Without a port it does nothing.
+    """
+    if port is None:
+        yield
+        return
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics_of(desk))])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, _LOOPBACK, port).start()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {_LOOPBACK}:{port}: {error.strerror}; set another --metrics-port"
+            ) from error
+        yield
+    finally:
+        await runner.cleanup()
 
 
 def listening_socket(path: Path) -> socket.socket:
@@ -84,6 +126,7 @@ async def serve(
     *,
     state: Path | None,
     journal: Path | None,
+    metrics_port: int | None = None,
     clock: Clock | None = None,
 ) -> None:
     """Until SIGTERM or SIGINT. Raises ConfigError where it cannot start."""
@@ -104,15 +147,20 @@ async def serve(
     try:
         await runner.setup()
         await web.SockSite(runner, listening).start()
-        ticking = asyncio.ensure_future(front.tick())
-        stopping = asyncio.ensure_future(stopped.wait())
-        await asyncio.wait({ticking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        # An error of the desk ends the process: its state is on disk, its holders go on.
-        if ticking.done():
-            ticking.result()
-        ticking.cancel()
+        async with exposition(desk, metrics_port):
+            await _until_stopped(front, stopped)
     finally:
         await runner.cleanup()
         desk.close()
         path.unlink(missing_ok=True)
+
+
+async def _until_stopped(front: Front, stopped: asyncio.Event) -> None:
+    ticking = asyncio.ensure_future(front.tick())
+    stopping = asyncio.ensure_future(stopped.wait())
+    await asyncio.wait({ticking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    # An error of the desk ends the process: its state is on disk, its holders go on.
+    if ticking.done():
+        ticking.result()
+    ticking.cancel()

@@ -8,9 +8,11 @@ from pathlib import Path
 import msgspec
 
 from harvester.contracts.errors import Exhausted, PeerProtocolError
-from scheduler.phases.wire import Absent, Call, Enter, Reply, decoded_reply
+from scheduler.phases.wire import Absent, Call, Enter, JobStatus, Reply, decoded_reply
 
 MAX_REPLY_BYTES = 1 << 20
+MAX_STATUS_BYTES = 64 << 20
+"""Of thousands of jobs on a thousand nodes each."""
 _ANSWER_S = 5.0
 
 
@@ -24,23 +26,49 @@ class SocketControl:
     def call(self, name: str, message: Call) -> Reply:
         """Raises Absent, Exhausted, or PeerProtocolError where the control refuses the call."""
         timeout_s = self._answer_s + (message.wait_s if isinstance(message, Enter) else 0.0)
+        body = self._answer(
+            "POST",
+            f"/v1/phases/{name}",
+            msgspec.json.encode(message),
+            timeout_s=timeout_s,
+            most_bytes=MAX_REPLY_BYTES,
+        )
+        return decoded_reply(body)
+
+    def jobs(self) -> tuple[JobStatus, ...]:
+        """How every job stands. Raises as `call` does."""
+        body = self._answer(
+            "GET",
+            "/v1/phases",
+            None,
+            timeout_s=self._answer_s,
+            most_bytes=MAX_STATUS_BYTES,
+        )
+        try:
+            return msgspec.json.decode(body, type=tuple[JobStatus, ...])
+        except msgspec.MsgspecError as error:
+            raise PeerProtocolError(f"status at {self._path}: {error}") from error
+
+    def _answer(
+        self, method: str, route: str, body: bytes | None, *, timeout_s: float, most_bytes: int
+    ) -> bytes:
         connection = _UnixConnection(self._path, timeout_s)
         try:
-            connection.request("POST", f"/v1/phases/{name}", msgspec.json.encode(message))
+            connection.request(method, route, body)
             response = connection.getresponse()
-            body = response.read(MAX_REPLY_BYTES)
+            answer = response.read(most_bytes)
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise Absent(f"no phase control at {self._path}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise Exhausted(f"{name} at {self._path}: {error!r}") from error
+            raise Exhausted(f"{route} at {self._path}: {error!r}") from error
         finally:
             connection.close()
         if response.status != HTTPStatus.OK:
-            said = f"{name} at {self._path}: {response.status} {body[:300]!r}"
+            said = f"{route} at {self._path}: {response.status} {answer[:300]!r}"
             if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 raise Exhausted(said)
             raise PeerProtocolError(said)
-        return decoded_reply(body)
+        return answer
 
 
 class _UnixConnection(http.client.HTTPConnection):

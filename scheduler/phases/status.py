@@ -1,24 +1,7 @@
 """Who holds what and who waits, for people and dashboards."""
 
-import msgspec
-
-from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.phases.desk import PermitDesk
-from scheduler.policy.model import PhaseKind
-from scheduler.policy.phases.standing import Stage
-
-
-class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    job: JobId
-    stage: Stage
-    kind: PhaseKind | None
-    epoch: Epoch
-    nodes: tuple[NodeId, ...]
-    awaits: tuple[NodeId, ...]
-    complete_ratio: float
-    tokens: int
-    warned: bool
-    failures: int
+from scheduler.phases.wire import JobStatus
 
 
 def statuses(desk: PermitDesk) -> tuple[JobStatus, ...]:

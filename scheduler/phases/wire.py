@@ -118,6 +118,21 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
     """The round is in force."""
 
 
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How one job stands, for people and dashboards; no call's answer."""
+
+    job: JobId
+    stage: Stage
+    kind: PhaseKind | None
+    epoch: Epoch
+    nodes: tuple[NodeId, ...]
+    awaits: tuple[NodeId, ...]
+    complete_ratio: float
+    tokens: int
+    warned: bool
+    failures: int
+
+
 EnterReply = Granted | Waiting | Refused
 BeatReply = Orders | Ended
 LeaveReply = Left | Ended

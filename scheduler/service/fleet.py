@@ -53,6 +53,8 @@ class Cut(StrEnum):
     END = "end"
     """The turn ends with what it has."""
     LEASE = "lease"
+    PERMIT = "permit"
+    """The node is another job's now; the turn goes on where its job may run."""
     STALL = "stall"
     ENGINE = "engine"
 
@@ -101,6 +103,7 @@ class Fleet:
         self._observing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._settled = asyncio.Condition()
+        self._parked: set[JobId] = set()
         self.last_refusal = ""
         self.on_served: Callable[[Member, float], None] = lambda _member, _seconds: None
 
@@ -131,6 +134,32 @@ class Fleet:
         self.observe(EngineLeft(engine=member.engine.engine))
         for running in tuple(member.running):
             running.cut(cut)
+
+    def may_use_dedicated(self, job: JobId) -> bool:
+        return job not in self._parked
+
+    def use_dedicated(self, job: JobId, *, enabled: bool) -> None:
+        """Whether the job's turns may run on dedicated engines.
+
+        Turns that may not any more go on elsewhere, from the tokens that they have; the engines
+        stay up to date.
+        """
+        if enabled == self.may_use_dedicated(job):
+            return
+        (self._parked.discard if enabled else self._parked.add)(job)
+        target = self.policy.target
+        if target is None or target.job != job:
+            return
+        for member in tuple(self.members.values()):
+            if member.engine.kind is not EngineKind.DEDICATED or not member.up:
+                continue
+            if enabled and self._serving(member.engine.engine):
+                self._offer(member, job, target.version)
+            elif not enabled:
+                self._dispatcher.observe(EngineWithdrawn(engine=member.engine.engine))
+                for running in tuple(member.running):
+                    if running.turn.job == job:
+                        running.cut(Cut.PERMIT)
 
     async def stage(self, job: JobId, *, store: str, version: WeightVersion) -> None:
         """Engines that serve the job prepare its next version while their turns run.
@@ -285,6 +314,8 @@ class Fleet:
 
     def _offer(self, member: Member, job: JobId, version: WeightVersion) -> None:
         lease, engine = member.lease, member.engine
+        if engine.kind is EngineKind.DEDICATED and not self.may_use_dedicated(job):
+            return
         self._dispatcher.observe(
             EngineOffered(
                 engine=engine.engine,

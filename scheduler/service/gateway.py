@@ -4,6 +4,7 @@ POST /inference/v1/generate             one turn; JSON, or SSE with "stream": tr
 POST /v1/jobs/{job}/versions            a version was published
 POST /v1/jobs/{job}/activate            the engines serve this job from now on
 POST /v1/jobs/{job}/harvesting          {"enabled": bool}
+POST /v1/jobs/{job}/dedicated           {"enabled": bool}
 /v1/jobs/{job}/vllm/...                 the job's engines as one vLLM server (weight_sync.py)
 GET  /v1/status   GET /metrics   GET /healthz
 """
@@ -46,7 +47,7 @@ T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class _Harvesting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Enabled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enabled: bool
 
 
@@ -103,6 +104,7 @@ class Gateway:
                 web.post("/v1/jobs/{job}/versions", self._publish),
                 web.post("/v1/jobs/{job}/activate", self._activate),
                 web.post("/v1/jobs/{job}/harvesting", self._harvesting),
+                web.post("/v1/jobs/{job}/dedicated", self._dedicated),
                 *WeightSyncRoutes(scheduler, self._job_of_path).routes(),
                 web.get("/v1/status", self._status),
                 web.get("/metrics", self._metrics),
@@ -149,9 +151,15 @@ class Gateway:
 
     async def _harvesting(self, request: web.Request) -> web.Response:
         job = self._job(request, request.match_info["job"])
-        wanted = await _decoded(request, _Harvesting)
+        wanted = await _decoded(request, _Enabled)
         self._scheduler.set_harvesting(job, enabled=wanted.enabled)
         return _reply({"job": job, "harvesting": wanted.enabled})
+
+    async def _dedicated(self, request: web.Request) -> web.Response:
+        job = self._job(request, request.match_info["job"])
+        wanted = await _decoded(request, _Enabled)
+        self._scheduler.use_dedicated(job, enabled=wanted.enabled)
+        return _reply({"job": job, "dedicated": wanted.enabled})
 
     async def _status(self, request: web.Request) -> web.Response:
         self._tenant(request)

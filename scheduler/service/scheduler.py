@@ -156,6 +156,8 @@ class Scheduler:
         self._tasks = [asyncio.create_task(loop) for loop in loops]
 
     def _resume(self) -> None:
+        for job in self.state.parked():
+            self.fleet.use_dedicated(job, enabled=False)
         active: JobId | None = None
         for job, facts in self.state.jobs().items():
             if job not in self.jobs:
@@ -247,9 +249,15 @@ class Scheduler:
     def harvesting(self, job: JobId) -> bool:
         return self._harvesting[job]
 
+    def use_dedicated(self, job: JobId, *, enabled: bool) -> None:
+        self.state.use_dedicated(job, enabled=enabled)
+        self.fleet.use_dedicated(job, enabled=enabled)
+        self.harvest.wake()
+
     def demands(self) -> tuple[Demand, ...]:
         target, routing = self.fleet.policy.target, self.dispatcher.policy
         active = target.job if target else None
+        places = dedicated_places(self.fleet)
         return tuple(
             Demand(
                 job=job,
@@ -257,7 +265,7 @@ class Scheduler:
                 harvesting=self._harvesting[job],
                 queued=routing.queued_turns_of(job),
                 running=routing.open_turns_of(job),
-                dedicated_places=dedicated_places(self.fleet),
+                dedicated_places=places if self.fleet.may_use_dedicated(job) else 0,
                 dispatched=dict(self.dispatcher.dispatched) if job == active else {},
                 s_per_token=routing.speeds() if job == active else {},
             )

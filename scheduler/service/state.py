@@ -22,6 +22,7 @@ CREATE TABLE IF NOT EXISTS leases (
     lease TEXT PRIMARY KEY, slot TEXT NOT NULL, agent TEXT NOT NULL, job TEXT NOT NULL,
     epoch INTEGER NOT NULL
 ) STRICT;
+CREATE TABLE IF NOT EXISTS parked (job TEXT PRIMARY KEY) STRICT;
 """
 
 
@@ -90,6 +91,16 @@ class SchedulerState:
             "ON CONFLICT (job) DO UPDATE SET harvesting = excluded.harvesting",
             (job, int(enabled)),
         )
+
+    def parked(self) -> list[JobId]:
+        """Jobs whose turns may not run on dedicated engines."""
+        return [JobId(job) for (job,) in self._db.execute("SELECT job FROM parked ORDER BY job")]
+
+    def use_dedicated(self, job: JobId, *, enabled: bool) -> None:
+        if enabled:
+            self._db.execute("DELETE FROM parked WHERE job = ?", (job,))
+        else:
+            self._db.execute("INSERT OR IGNORE INTO parked (job) VALUES (?)", (job,))
 
     def leases(self) -> list[Lease]:
         """Not usable until renewed: their end is in the past."""

@@ -38,6 +38,7 @@ def status(scheduler: Scheduler, *, now: float) -> dict[str, Any]:
                 "version": published.version if published else 0,
                 "store": published.store if published else "",
                 "harvesting": scheduler.harvesting(job),
+                "dedicated": scheduler.fleet.may_use_dedicated(job),
                 "turns": asdict(ledger.counters),
                 "turns_in_ledger": len(ledger),
             }

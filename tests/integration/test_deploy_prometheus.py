@@ -35,6 +35,7 @@ CONFIG = DEPLOY / "prometheus"
 EXPORTERS = {
     "rosemux-agent": Exporter.AGENT,
     "rosemux-gateway": Exporter.GATEWAY,
+    "rosemux-phases": Exporter.PHASES,
     "vllm-production": Exporter.VLLM,
     "vllm-rollout": Exporter.VLLM,
 }
@@ -46,8 +47,11 @@ LABEL_VALUES = {
     "level": ("node",),
     "mode": ("off", "learning", "closed", "cooldown", "open"),
     "outcome": ("started", "lost", "duplicated", "migrated", "in_time", "missed"),
+    "phase": ("rollout", "training"),
+    "reason": ("breach", "silent"),
     "slo": ("ttft", "itl"),
     "source": ("pulse.prod.0", "guest"),
+    "start": ("cold", "warm"),
 }
 BUCKETS = ("0.01", "0.05", "0.25", "1.0", "+Inf")
 
@@ -140,7 +144,7 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
     promtool("test", "rules", str(CONFIG / "tests" / "rosemux_test.yml"))
 
 
-@pytest.mark.parametrize("exporter", [Exporter.AGENT, Exporter.GATEWAY])
+@pytest.mark.parametrize("exporter", [Exporter.AGENT, Exporter.GATEWAY, Exporter.PHASES])
 def test_our_names_pass_the_linter_of_prometheus(exporter: Exporter) -> None:
     registry = CollectorRegistry()
     registry.register(TableExporter(exporter))

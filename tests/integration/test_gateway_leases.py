@@ -155,3 +155,54 @@ async def test_a_restarted_gateway_adopts_the_leases_it_held(
     status = await second.until("/v1/status", lambda s: s["leases"])
     assert status["leases"][0]["lease"] == "lease1"
     assert fake_agent.epoch == 1
+
+
+async def test_a_job_that_may_not_use_its_own_engine_goes_on_on_its_lease(
+    fake_engine, gateway, fake_agent
+) -> None:
+    dedicated, guest = fake_engine(step_s=0.01), fake_engine(step_s=0.01, epoch=1)
+    fake_agent.engine_url = guest.url
+    agents = _agents(fake_agent)
+    # Below its dedicated places a job leases nothing.
+    agents["capacity"]["spill_ratio"] = 1.0
+    front = gateway(dedicated, **agents)
+    await front.post("/v1/jobs/job/versions", {"version": 1, "store": "s"})
+    turns = [asyncio.create_task(_generate(front, f"r{n}", 150)) for n in range(3)]
+    await dedicated.until("/_fake", lambda looked: looked["open"] == 3)
+    assert fake_agent.lease is None
+    status, told = await front.post("/v1/jobs/job/dedicated", {"enabled": False})
+    assert (status, told) == (200, {"job": "job", "dedicated": False})
+    await guest.until("/_fake", lambda looked: looked["open"] == 3)
+    await dedicated.until("/_fake", lambda looked: looked["open"] == 0)
+    for status, reply in await asyncio.gather(*turns):
+        assert status == 200
+        (choice,) = reply["choices"]
+        assert len(choice["token_ids"]) == 150
+        assert [span["version"] for span in choice["spans"]] == [1, 1]
+    # It follows versions while nobody uses it, and takes turns again when it may.
+    await front.post("/v1/jobs/job/versions", {"version": 2, "store": "s"})
+    await dedicated.until("/_fake", lambda looked: looked["version"] == 2)
+    await front.post("/v1/jobs/job/harvesting", {"enabled": False})
+    later = asyncio.create_task(_generate(front, "later", 20))
+    await front.until("/v1/status", lambda said: said["queued_turns"] == 1)
+    await front.post("/v1/jobs/job/dedicated", {"enabled": True})
+    status, reply = await later
+    assert status == 200
+    assert len(reply["choices"][0]["token_ids"]) == 20
+
+
+async def test_a_restarted_gateway_knows_which_job_may_not_use_its_own_engine(
+    fake_engine, gateway, fake_agent, tmp_path
+) -> None:
+    dedicated, guest = fake_engine(step_s=0.01), fake_engine(step_s=0.01, epoch=1)
+    fake_agent.engine_url = guest.url
+    settings = _agents(fake_agent) | {"state_file": str(tmp_path / "state.sqlite")}
+    front = gateway(dedicated, **settings)
+    await front.post("/v1/jobs/job/versions", {"version": 1, "store": "s"})
+    await front.post("/v1/jobs/job/dedicated", {"enabled": False})
+    front.kill()
+    front = gateway(dedicated, **settings)
+    assert (await front.get("/v1/status"))["jobs"]["job"]["dedicated"] is False
+    status, _ = await _generate(front, "r", 20)
+    assert status == 200
+    assert (await dedicated.get("/_fake"))["open"] == 0

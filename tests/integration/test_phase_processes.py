@@ -1,10 +1,14 @@
 """Phase control between real processes: holders and the control killed and stopped."""
 
+import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +19,7 @@ import pytest
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId
+from scheduler.phases.command import status as phases_status
 from scheduler.phases.service import listening_socket
 from scheduler.phases.socket_control import SocketControl
 from scheduler.phases.wire import Absent, Beat, Ended
@@ -33,11 +38,13 @@ class Machine:
     def socket(self) -> Path:
         return self.directory / "phases" / "phases.sock"
 
-    def control(self) -> subprocess.Popen[str]:
+    def control(self, *arguments: str, module: bool = True) -> subprocess.Popen[str]:
+        command = ("scheduler.phases",) if module else ("harvester.cli", "phases", "serve")
         process = self._start(
-            *("scheduler.phases", "--socket", str(self.socket)),
+            *(*command, "--socket", str(self.socket)),
             *("--state", str(self.directory / "state.sqlite")),
             *("--lease-s", str(LEASE_S), "--patience-s", "0.05"),
+            *arguments,
         )
         transport, clock = SocketControl(self.socket), MonotonicClock()
         until_s = clock.now() + 60.0
@@ -91,6 +98,13 @@ class Job:
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -173,19 +187,42 @@ def test_the_socket_is_this_user_s_alone_and_has_one_control(machine: Machine) -
         transport.call("beat", Beat(job=JobId("j"), epoch=Epoch(1)))
 
 
-def test_the_status_names_who_holds_what(machine: Machine) -> None:
-    import http.client
-    import socket
-
-    machine.control()
+def test_the_command_serves_shows_and_exports_who_holds_what(
+    machine: Machine, free_port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    machine.control("--metrics-port", str(free_port), module=False)
     job = machine.job("first")
     assert job.hears() == "placed"
     job.enter("rollout")
     assert job.hears() == "granted 1"
-    connection = http.client.HTTPConnection("localhost", timeout=10)
-    connection.sock = socket.socket(socket.AF_UNIX)
-    connection.sock.connect(str(machine.socket))
-    connection.request("GET", "/v1/phases")
-    (status,) = msgspec.json.decode(connection.getresponse().read())
-    connection.close()
-    assert (status["job"], status["stage"], status["nodes"]) == ("first", "running", ["r0"])
+    (status,) = SocketControl(machine.socket).jobs()
+    assert (status.job, status.stage, status.nodes) == ("first", "running", ("r0",))
+    phases_status(machine.socket)
+    assert re.search(r"first.*rollout.*running.*r0", capfd.readouterr().out)
+    phases_status(machine.socket, as_json=True)
+    (told,) = msgspec.json.decode(capfd.readouterr().out)
+    assert (told["job"], told["epoch"]) == ("first", 1)
+    with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/metrics", timeout=10) as reply:
+        said = reply.read().decode()
+    assert 'scheduler_phase_permits_held{phase="rollout"} 1.0' in said
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"http://127.0.0.1:{free_port}/v1/phases", timeout=10)
+
+
+def test_a_metrics_port_that_is_taken_ends_the_start_with_one_line(
+    machine: Machine, free_port: int
+) -> None:
+    with socket.create_server(("127.0.0.1", free_port)):
+        command = ("harvester.cli", "phases", "serve", "--socket", str(machine.socket))
+        ended = subprocess.run(
+            [sys.executable, "-m", *command, "--metrics-port", str(free_port)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert ended.returncode == 2
+    (told,) = ended.stderr.splitlines()
+    assert told.startswith(f"rosemux: cannot listen on 127.0.0.1:{free_port}: ")
+    assert told.endswith("; set another --metrics-port")
+    assert not machine.socket.exists()

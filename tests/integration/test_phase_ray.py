@@ -2,6 +2,8 @@
 
 import os
 import signal
+import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,3 +86,28 @@ def test_permits_pass_between_actors_and_outlive_a_killed_job_and_a_killed_contr
     ray.kill(control.handle, no_restart=False)
     ray.get(second.end.remote(), timeout=ANSWER_S)
     assert ray.get(waits, timeout=ANSWER_S) == 3
+
+
+def test_a_control_on_ray_exports_the_same_metrics_and_lives_without_their_port(
+    cluster: None,
+) -> None:
+    free = _free_port()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = {"open": free, "shut": taken.getsockname()[1]}
+        controls = [
+            on_ray.started(CONFIG, metrics_port=port, name=name) for name, port in ports.items()
+        ]
+        phase = PhaseTerms(kind=PhaseKind.ROLLOUT, nodes=(NodeId("r0"),))
+        for control in controls:
+            control.call("place", JobTerms(job=JobId("job"), phases=(phase,)))
+            assert b'scheduler_phase_jobs{stage="apart"} 1.0' in control.metrics()
+    with urllib.request.urlopen(f"http://127.0.0.1:{free}/metrics", timeout=10) as reply:
+        assert b'scheduler_phase_jobs{stage="apart"} 1.0' in reply.read()
+    for control in controls:
+        ray.kill(control.handle)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -5,10 +5,11 @@ reach the newest version by itself. Ends with 1 where one does not, or claims wh
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
+from typing import Any
 
+from benchmarks.reporting import report
 from benchmarks.weightsync.faults import measure
 from harvester.contracts.clock import MonotonicClock
 
@@ -25,11 +26,11 @@ def main() -> None:
     def told(message: str) -> None:
         print(f"{clock.now() - started_s:6.0f} s  {message}", file=sys.stderr, flush=True)
 
-    result = measure(given.seed, given.count, told=told)
-    result["seconds"] = round(clock.now() - started_s, 1)
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    given.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    def measured() -> dict[str, Any]:
+        result = measure(given.seed, given.count, told=told)
+        return result | {"seconds": round(clock.now() - started_s, 1)}
+
+    result = report("weightsync.faults", measured, given.json, engines=False)
     sys.exit(result["recovered"] != result["tried"] or result["wrong_state"] > 0)
 
 

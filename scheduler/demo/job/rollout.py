@@ -85,13 +85,16 @@ class RolloutCollector:
         samples_per_prompt: int,
         clock: Clock,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        on_progress: Callable[[float], None] = lambda _ratio: None,
     ) -> None:
+        """`on_progress` is told which share of a step's trajectories has ended."""
         self._gateway = gateway
         self._job = job
         self._seed = seed
         self._samples_per_prompt = samples_per_prompt
         self._clock = clock
         self._sleep = sleep
+        self._on_progress = on_progress
 
     async def collect(self, tasks: Sequence[Task], *, step: int, version: int) -> StepBatch:
         """Samples every task on exactly `version`.
@@ -99,6 +102,7 @@ class RolloutCollector:
         Raises Exhausted where not one trajectory completed.
         """
         ledger = TrajectoryLedger()
+        total = len(tasks) * self._samples_per_prompt
         started_s = self._clock.now()
         async with asyncio.TaskGroup() as group:
             running = [
@@ -106,6 +110,10 @@ class RolloutCollector:
                 for task in tasks
                 for sample in range(self._samples_per_prompt)
             ]
+            for one in running:
+                one.add_done_callback(
+                    lambda _one: self._on_progress((ledger.completed + ledger.lost) / total)
+                )
         rollout_s = self._clock.now() - started_s
         done = [one for one in (each.result() for each in running) if one is not None]
         if not done:

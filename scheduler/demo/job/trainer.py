@@ -92,6 +92,7 @@ async def opened_run(
     weights: MasterWeights,
     *,
     around_collect: Callable[[Collects], Collects] = lambda collector: collector,
+    on_progress: Callable[[float], None] = lambda _ratio: None,
 ) -> AsyncGenerator[TrainingRun, None]:
     """The job's run, with its gateway and its store; `around_collect` may wrap its rollouts."""
     from weightsync.publisher import Publisher
@@ -106,6 +107,7 @@ async def opened_run(
             seed=config.seed,
             samples_per_prompt=config.samples_per_prompt,
             clock=clock,
+            on_progress=on_progress,
         )
         with Publisher(config.weight_root / config.store, threads=1) as publisher:
             yield TrainingRun(

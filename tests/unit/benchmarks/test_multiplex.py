@@ -5,13 +5,18 @@ from typing import Any
 
 import pytest
 
-from benchmarks.multiplex.arms import JOBS, NODES, Arm
-from benchmarks.multiplex.figures import ArmDone, JobDone, figures, reward_gap_se
+from benchmarks.multiplex.arms import JOBS, NODES, Arm, Run, runs
+from benchmarks.multiplex.figures import Facts, figures, reward_gap_se
+from benchmarks.multiplex.outcomes import ArmDone, JobDone
+from benchmarks.multiplex.serving_node import Served
 from scheduler.demo.job.events import StepDone, Trajectories
+from scheduler.demo.records import ProductionRequest
 from scheduler.policy.phases.terms import terms_fault
 
+FACTS = Facts(steps=2, cores=2, engine_cold_s=40.0)
 
-def step(*, reward: float = 0.5, error: float = 0.03) -> StepDone:
+
+def step(*, reward: float = 0.5, error: float = 0.03, **tokens: int) -> StepDone:
     return StepDone(
         step=1,
         end_s=0.0,
@@ -23,10 +28,10 @@ def step(*, reward: float = 0.5, error: float = 0.03) -> StepDone:
         switch_s=0.0,
         reward_mean=reward,
         reward_se=error,
-        rollout_tokens=1,
+        rollout_tokens=100,
         prefill_tokens=1,
         turns=1,
-        tokens_by_engine={},
+        tokens_by_engine={"rollout-large": 100, **tokens},
         logprob_gap={},
         stale_tokens=0,
         trajectories=Trajectories(started=1, completed=1, lost=0, duplicated=0, migrated=0),
@@ -55,13 +60,30 @@ STARTS = (
 )
 
 
-def test_ratios_are_of_the_others_over_ours() -> None:
-    arms = {
-        Arm.SEQUENTIAL: done(30.0),
-        Arm.NAIVE: done(24.0),
-        Arm.MULTIPLEXED: done(20.0, reward=0.53, starts=STARTS),
+def one_round(turn: int = 0, *, factor: float = 1.0) -> dict[Run, ArmDone]:
+    return {
+        Run(Arm.SEQUENTIAL, turn): done(30.0),
+        Run(Arm.MULTIPLEXED, turn): done(20.0 * factor, reward=0.53, starts=STARTS),
+        Run(Arm.NAIVE, turn): done(24.0),
     }
-    result = figures(arms, engine_cold_s=40.0)
+
+
+def request(arm: Arm, index: int, ttft_s: float) -> ProductionRequest:
+    return ProductionRequest(
+        arm=arm,
+        block=0,
+        due_s=float(index),
+        input_tokens=10,
+        output_tokens=2,
+        ttft_s=ttft_s,
+        itl_s=(0.01,),
+        failed=False,
+        trace_index=index,
+    )
+
+
+def test_ratios_are_of_the_others_over_ours() -> None:
+    result = figures(one_round(), FACTS)
     assert result["makespan_ratio"] == {"sequential": 1.5, "naive": 1.2}
     assert result["warm_start_speedup"] == pytest.approx(50.0 / 0.05)
     assert result["reward_gaps_se"]["a"] == pytest.approx(1 / math.sqrt(2))
@@ -69,15 +91,89 @@ def test_ratios_are_of_the_others_over_ours() -> None:
     # Two rollouts of 6 s, then the last training of 3 s.
     assert result["over_bound"] == pytest.approx(20.0 / 15.0)
     assert result["arms"]["multiplexed"]["jobs"]["a"]["waited_s"] == 3.0
+    assert "lease" not in result
+
+
+def test_over_rounds_ratios_are_medians_of_each_round_s_own() -> None:
+    rounds = {}
+    for turn, factor in enumerate((0.5, 1.0, 3.0)):
+        rounds |= one_round(turn, factor=factor)
+    result = figures(rounds, FACTS)
+    assert result["makespan_ratio"]["sequential"] == 1.5
+    assert result["spread"]["sequential"] == [0.5, 3.0]
+    assert result["arms"]["multiplexed"]["makespans_s"] == [10.0, 20.0, 60.0]
+    assert result["facts"]["rounds"] == 3
+
+
+def test_the_lease_is_held_against_the_same_without_it_and_production_beside() -> None:
+    leased = JobDone(
+        steps=(step(**{"rollout-large": 75, "guest.slot-0": 25}),) * 2,
+        load_s=10.0,
+        tails={"moved": 2, "seconds": 3.0, "returned": 1, "lost": 0},
+    )
+    arms = one_round() | {
+        Run(Arm.SERVING): done(22.0),
+        Run(Arm.LEASED): ArmDone(makespan_s=16.0, jobs={"a": leased}),
+    }
+    served = [
+        Served(run=Run(arm), seconds=20.0, production_busy_s=4.0, guest_tokens=tokens)
+        for arm, tokens in ((Arm.SERVING, 0), (Arm.LEASED, 300))
+    ]
+    requests = [
+        request(arm, index, ttft_s)
+        for arm, ttft_s in ((Arm.SERVING, 0.02), (Arm.LEASED, 0.021))
+        for index in range(30)
+    ]
+    lease = figures(arms, FACTS, served, requests)["lease"]
+    assert lease["makespan_ratio"] == {
+        "sequential": 30 / 16,
+        "multiplexed": 20 / 16,
+        "serving": 22 / 16,
+        "naive": 24 / 16,
+    }
+    assert lease["leased_tokens_ratio"] == 0.25
+    assert lease["tails"] == {"moved": 2, "seconds": 3.0, "returned": 1, "lost": 0}
+    # 18 s of phases on two cores, of one of which production has a fifth.
+    assert lease["over_bound"] == pytest.approx(16.0 / (18.0 / 1.8))
+    assert lease["production"]["ratios"]["ttft_p50"] == pytest.approx(1.05)
+    assert lease["production"]["arms"]["leased"]["guest_tokens_per_s"] == 15.0
+    assert lease["production"]["arms"]["leased"]["busy_ratio"] == 0.2
+
+
+def test_what_needs_an_arm_that_was_not_run_is_left_out() -> None:
+    result = figures({Run(Arm.MULTIPLEXED): done(20.0, starts=STARTS)}, FACTS)
+    assert result["makespan_ratio"] == {}
+    assert "over_bound" not in result
+    assert "reward_gap_se" not in result
 
 
 def test_rewards_without_spread_have_no_gap() -> None:
     assert reward_gap_se(step(error=0.0), step(error=0.0)) == 0.0
 
 
+def test_every_round_has_every_arm_and_begins_with_another() -> None:
+    arms = tuple(Arm)
+    plan = runs(arms, 3)
+    for turn in range(3):
+        assert {run.arm for run in plan if run.round == turn} == set(arms)
+    assert [plan[turn * len(arms)].arm for turn in range(3)] == list(arms[:3])
+    # The lease's SLO is what production attains without it.
+    assert plan.index(Run(Arm.SERVING)) < plan.index(Run(Arm.LEASED))
+    assert len({run.name for run in plan}) == len(plan)
+
+
 def test_the_jobs_differ_in_length_and_their_terms_can_be_met() -> None:
     assert len({job.steps(6) for job in JOBS}) == len(JOBS)
     for job in JOBS:
-        terms = job.terms(Arm.MULTIPLEXED)
-        assert terms_fault(terms) == ""
-        assert [phase.nodes for phase in terms.phases] == [(node,) for node in NODES.values()]
+        for arm in Arm:
+            terms = job.terms(Run(arm))
+            assert terms_fault(terms) == ""
+            assert [phase.nodes for phase in terms.phases] == [(node,) for node in NODES.values()]
+
+
+def test_only_a_job_that_leases_gives_its_node_up_before_its_rollout_ends() -> None:
+    for arm in Arm:
+        rollout, _ = JOBS[0].terms(Run(arm)).phases
+        assert (rollout.tail_ratio < 1.0, rollout.tail_nodes) == (
+            (True, 0) if arm is Arm.LEASED else (False, 1)
+        )

@@ -51,6 +51,12 @@ def test_the_gateway_exports_the_table() -> None:
     assert exported(GatewayMetrics().registry) == table(Exporter.GATEWAY)
 
 
+def test_the_phase_control_exports_the_table() -> None:
+    from scheduler.phases.metrics import PhaseMetrics
+
+    assert exported(PhaseMetrics().registry) == table(Exporter.PHASES)
+
+
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     """An agent beside a production engine that has just begun and a guest."""

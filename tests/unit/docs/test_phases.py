@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from deploy.metrics import METRICS, Exporter
 from scheduler.phases.permit import Permit
 from scheduler.phases.wire import CALLS
 from scheduler.policy.phases.standing import TRANSITIONS
@@ -31,6 +32,20 @@ def test_the_calls_and_what_they_say_are_those_of_the_wire(table_after: TableAft
     rows = table_after(PAGE, "| call | says | answers |")
     assert {row[0]: tuple(row[1].split(", ")) for row in rows} == {
         name: kind.__struct_fields__ for name, kind in CALLS.items()
+    }
+
+
+def test_the_metrics_are_those_of_the_exporter_with_their_labels(table_after: TableAfter) -> None:
+    rows = table_after(PAGE, "| `scheduler_phase_…` | labels |")
+    documented = {
+        f"scheduler_phase_{name}": set(row[1].split(", "))
+        for row in rows
+        for name in row[0].split(", ")
+    }
+    assert documented == {
+        metric.name: set(metric.labels)
+        for metric in METRICS
+        if metric.exported_by is Exporter.PHASES
     }
 
 

@@ -21,6 +21,8 @@ def test_versions_activation_switches_and_leases_survive_a_restart(tmp_path: Pat
     state.activate(A)
     state.activate(B)
     state.set_harvesting(B, enabled=False)
+    for job, enabled in ((A, False), (B, False), (B, False), (A, True)):
+        state.use_dedicated(job, enabled=enabled)
     for name in ("l1", "l2"):
         lease = Lease(
             lease=LeaseId(name),
@@ -41,6 +43,7 @@ def test_versions_activation_switches_and_leases_survive_a_restart(tmp_path: Pat
     }
     (held,) = again.leases()
     assert (held.lease, held.epoch) == ("l2", 3)
+    assert again.parked() == [B]
     assert not held.usable(now=0.0, margin_s=0.0)
     again.close()
 

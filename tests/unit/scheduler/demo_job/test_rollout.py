@@ -157,6 +157,23 @@ async def test_every_turn_pins_the_version_and_has_a_seed_of_its_own() -> None:
     assert not set(seeds) & {request.sampling_params.seed for request, _ in other.asked}
 
 
+async def test_progress_is_told_with_every_trajectory_that_ends() -> None:
+    told: list[float] = []
+    collector = RolloutCollector(
+        Player(),
+        job="job",
+        seed=5,
+        samples_per_prompt=SAMPLES,
+        clock=VirtualClock(),
+        sleep=lambda _seconds: asyncio.sleep(0),
+        on_progress=told.append,
+    )
+    await collector.collect(TASKS, step=0, version=9)
+    assert told == sorted(told)
+    assert len(told) == STARTED
+    assert told[-1] == 1.0
+
+
 async def test_tool_latencies_are_waited_for_once_per_call() -> None:
     slept: list[float] = []
     await collected(Player(), slept=slept)
