@@ -11,6 +11,7 @@ from typing import Any
 
 from weightsync.agreement import Shard
 from weightsync.bits import TensorSpec
+from weightsync.chunk_digests import ChunkDigests, chunk_bytes_for
 from weightsync.codec import Encoded, Encoding
 from weightsync.manifest import FileRecord
 from weightsync.shard import ShardTensor, shard_chunks
@@ -73,11 +74,15 @@ class ShardFiles:
     ) -> Shard:
         name = f"rank-{self._rank:05d}-{len(self._done) + 1:05d}.safetensors"
         whole = new_digest()
+        chunk_bytes = chunk_bytes_for(sum(memoryview(t.data).nbytes for t in tensors.values()))
+        chunks = ChunkDigests(chunk_bytes)
 
         def hashed() -> Iterator[Any]:
-            for chunk in shard_chunks(tensors, checksums):
-                whole.update(chunk)
-                yield chunk
+            for buffer in shard_chunks(tensors, checksums):
+                whole.update(buffer)
+                chunks.update(buffer)
+                yield buffer
 
         size = self._write(self._directory / name, hashed())
-        return Shard(name, FileRecord(size, whole.hexdigest()), encodings)
+        record = FileRecord(size, whole.hexdigest(), chunk_bytes, chunks.all())
+        return Shard(name, record, encodings)

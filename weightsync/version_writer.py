@@ -36,6 +36,7 @@ from weightsync.manifest import (
     Block,
     Manifest,
     encoded_manifest,
+    without_chunks,
 )
 from weightsync.retention import making_room, superseded
 from weightsync.store import Kind, VersionRef
@@ -169,7 +170,11 @@ class VersionWriter:
                     if path.stat().st_size != shard.record.bytes:
                         raise Corrupt(f"{path} is not as long as its rank wrote it")
                     path.rename(directory / names[shard.file])
-        index = encoded_manifest(self._manifest(version, base, written, names))
+        manifest = self._manifest(version, base, written, names)
+        index = encoded_manifest(manifest)
+        if len(index) > MAX_INDEX_BYTES:
+            # Whoever needs a part of it only then takes all of it.
+            index = encoded_manifest(without_chunks(manifest))
         if len(index) > MAX_INDEX_BYTES:
             raise Unsupported(
                 f"an index of {len(index)} bytes: {len(self._next.layout)} entries are too many; "
