@@ -31,6 +31,7 @@ from vllm.distributed.weight_transfer.base import (
 from harvester.contracts.errors import ConfigError, PeerProtocolError, Unsupported
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.codec import warm_up
+from weightsync.memory_room import STAGING_BYTES
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.engine_weights import EngineWeights, Ranks, Wanted
@@ -38,6 +39,7 @@ from weightsync.vllm.engine_weights import EngineWeights, Ranks, Wanted
 ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
 PACKED_AHEAD_VARIABLE = "ROSEMUX_PACKED_AHEAD_BYTES"
 PACKED_AHEAD_BYTES = 2 << 30
+STAGING_VARIABLE = "ROSEMUX_STAGING_BYTES"
 REPORT_METHOD = "rosemux_weights"
 STAGE_METHOD = "rosemux_stage"
 
@@ -85,7 +87,8 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             model,
             vllm_config.model_config,
             root,
-            packed_ahead_bytes=_packed_ahead_bytes(),
+            packed_ahead_bytes=_bytes_of(PACKED_AHEAD_VARIABLE, PACKED_AHEAD_BYTES),
+            staging_bytes=_bytes_of(STAGING_VARIABLE, STAGING_BYTES),
             ranks=_ranks(vllm_config.parallel_config),
         )
         _add_worker_methods()
@@ -150,10 +153,10 @@ def _weight_root() -> StoreRoot:
         ) from error
 
 
-def _packed_ahead_bytes() -> int:
-    given = os.environ.get(PACKED_AHEAD_VARIABLE, str(PACKED_AHEAD_BYTES))
+def _bytes_of(variable: str, default: int) -> int:
+    given = os.environ.get(variable, str(default))
     if not given.isdecimal():
-        raise ConfigError(f"{PACKED_AHEAD_VARIABLE}={given!r}: a number of bytes")
+        raise ConfigError(f"{variable}={given!r}: a number of bytes")
     return int(given)
 
 

@@ -57,13 +57,25 @@ def test_a_rank_ends_on_its_slices_of_the_published_state(
     rank = Rank(number)
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
     target = traced_slices(rank, layout, lambda touched: None, partial=False)
-    receiver = Receiver(store)
+    receiver = Receiver(store, selection=target.selection)
     current = None
     for step in (done[2], done[3], done[7]):
         applied = receiver.sync(current, step.version, target)
+        assert applied.from_full == (current is None)
         current = applied.version
         assert applied.state_hash == step.state_hash
         assert rank.holds(states[step.version - 1])
+
+
+def test_a_rank_keeps_no_more_than_the_rows_that_it_has_a_part_of(
+    states: tuple[State, ...],
+) -> None:
+    """Columns are in every row; what is on other ranks only is not held at all."""
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    elsewhere = layout | {"next.weight": TensorSpec("F32", (7, 9))}
+    target = traced_slices(Rank(1), elsewhere, lambda touched: None, partial=True)
+    assert target.selection.rows["embed.weight"] == range(25, 50)
+    assert target.layout() == layout | {"embed.weight": TensorSpec("BF16", (25, 16))}
 
 
 def traced_rank(states: tuple[State, ...], rank: Rank) -> SliceTarget:
