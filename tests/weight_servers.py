@@ -13,9 +13,11 @@ from weightsync.transport.location import StoreRoot
 from weightsync.transport.metrics import TransferMetrics
 from weightsync.transport.object_cache import ObjectCache
 from weightsync.transport.patience import RetryLimits
+from weightsync.transport.ranges import Span
 from weightsync.transport.relay import RelayShelf
 from weightsync.transport.server import ServingLimits, WeightServer
 from weightsync.transport.shelf import Shelf, SourceShelf
+from weightsync.transport.source import StoreSource, each_span
 
 HASTY = Access(
     streams=3,
@@ -24,6 +26,15 @@ HASTY = Access(
     retries=RetryLimits(give_up_s=10.0, first_wait_s=0.005, wait_max_s=0.05),
 )
 """Small ranges and short waits: many of both in a small store."""
+
+
+def fill(source: StoreSource, path: str, into: memoryview) -> None:
+    """Reads a whole file as receivers do: several ranges at once."""
+
+    def read(span: Span) -> None:
+        source.read_range(path, span.start, into[span.start : span.stop])
+
+    each_span(source, Span(0, len(into)).pieces(source.range_bytes), read)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 """safetensors dtype names and their torch dtypes."""
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _UNSIGNED_TORCH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-_UNSIGNED_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+UNSIGNED_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 BLOCK_BYTES = 256 << 10
 """What a loop changes and hashes before it goes on: two of them fit into a core's own cache."""
@@ -112,7 +112,7 @@ def bits_from_bytes(data: Bytes, spec: TensorSpec) -> Bits:
         raise Corrupt(
             f"{data.size} bytes where {spec.dtype}{list(spec.shape)} needs {spec.size_bytes}"
         )
-    return data.view(_UNSIGNED_NUMPY[spec.width_bytes])
+    return data.view(UNSIGNED_NUMPY[spec.width_bytes])
 
 
 def bytes_of(bits: Bits) -> Bytes:

@@ -23,7 +23,7 @@ from weightsync.apply_journal import Held, read_record
 from weightsync.bits import Bits, Layout, TensorSpec, bits_from_bytes, bytes_of
 from weightsync.durable import TEMPORARY, replace_file, storage_error, sync_directory
 from weightsync.manifest import INDEX_FILE, MAX_INDEX_BYTES
-from weightsync.shard import ShardHeader, ShardTensor, shard_chunks, shard_data, shard_header
+from weightsync.shard import ShardHeader, dense_chunks, shard_data, shard_header
 from weightsync.store_writer import write_durably
 from weightsync.target import HostTarget
 
@@ -92,8 +92,12 @@ def write_checkpoint(
     shards = {f"model-{i:05d}-of-{len(groups):05d}.safetensors": g for i, g in enumerate(groups, 1)}
     try:
         for shard, names in shards.items():
-            tensors = {n: ShardTensor(layout[n], bytes_of(bits(n)).data) for n in names}
-            write_durably(directory / f"{TEMPORARY}{shard}", shard_chunks(tensors, _METADATA))
+            chunks = dense_chunks(
+                {name: layout[name] for name in names},
+                lambda name: bytes_of(bits(name)).data,
+                _METADATA,
+            )
+            write_durably(directory / f"{TEMPORARY}{shard}", chunks)
         for shard in _shard_names(directory):
             (directory / shard).unlink()
         for shard in shards:

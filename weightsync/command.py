@@ -17,6 +17,7 @@ from harvester.contracts.errors import (
     Stale,
 )
 from harvester.contracts.ids import WeightVersion
+from weightsync.memory_room import STAGING_BYTES
 from weightsync.transport.command import list_stores, relay, serve
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ def pull(
         typer.Option(min=0.01, help="Seconds between two looks, where no server tells of changes."),
     ] = 1.0,
     threads: Annotated[int, typer.Option(min=1, max=256)] = 2,
+    staging_bytes: Annotated[
+        int, typer.Option(help="Memory that a version may take; more waits in DIRECTORY.")
+    ] = STAGING_BYTES,
 ) -> None:
     """Bring a local checkpoint directory to a published version, and keep it there.
 
@@ -67,7 +71,7 @@ def pull(
     from weightsync.follower import CheckpointFollower
     from weightsync.receiver import Receiver
 
-    receiver = Receiver(store, threads=threads)
+    receiver = Receiver(store, threads=threads, staging_bytes=staging_bytes, spool_dir=directory)
     try:
         with CheckpointFollower(receiver, directory, threads=threads) as follower:
             typer.echo(_standing(follower, directory))

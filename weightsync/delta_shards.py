@@ -10,6 +10,7 @@ from typing import Any
 
 from weightsync.agreement import Shard
 from weightsync.bits import TensorSpec
+from weightsync.chunk_digests import ChunkDigests, chunk_bytes_for
 from weightsync.codec import Encoded, Encoding
 from weightsync.manifest import FileRecord
 from weightsync.shard import ShardTensor, shard_chunks
@@ -84,11 +85,15 @@ class _Content:
 
     def __iter__(self) -> Iterator[Any]:
         whole, size = new_digest(), 0
-        for chunk in shard_chunks(self.tensors, self._checksums):
-            whole.update(chunk)
-            size += memoryview(chunk).nbytes
-            yield chunk
-        self.record = FileRecord(size, whole.hexdigest())
+        payloads = sum(memoryview(tensor.data).nbytes for tensor in self.tensors.values())
+        chunk_bytes = chunk_bytes_for(payloads)
+        chunks = ChunkDigests(chunk_bytes)
+        for buffer in shard_chunks(self.tensors, self._checksums):
+            whole.update(buffer)
+            chunks.update(buffer)
+            size += memoryview(buffer).nbytes
+            yield buffer
+        self.record = FileRecord(size, whole.hexdigest(), chunk_bytes, chunks.all())
 
 
 def _groups(

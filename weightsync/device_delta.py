@@ -20,6 +20,7 @@ from weightsync.delta import (
     SparseDelta,
     XorDelta,
 )
+from weightsync.stored_delta import StoredDelta
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLANES_AT_ONCE = 1 << 22
@@ -39,6 +40,11 @@ def apply_on_device(delta: Delta, tensor: torch.Tensor) -> None:
 @singledispatch
 def _apply(delta: Delta, elements: torch.Tensor) -> None:
     raise NotImplementedError(type(delta).__name__)
+
+
+@_apply.register
+def _stored(delta: StoredDelta, elements: torch.Tensor) -> None:
+    _apply(delta.decoded(), elements)
 
 
 @_apply.register

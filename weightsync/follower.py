@@ -24,7 +24,7 @@ from weightsync.bits import Bits
 from weightsync.delta import checked_apply
 from weightsync.kept_directory import KeptDirectory
 from weightsync.receiver import Receiver
-from weightsync.staging import Staged, check_state
+from weightsync.staged import Staged, check_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,8 @@ class CheckpointFollower:
         clock: Clock | None = None,
     ) -> None:
         """Raises ConfigError where the directory has another owner or holds other weights."""
+        if receiver.is_partial:
+            raise ConfigError("a checkpoint directory holds whole models: give no selection")
         self._receiver = receiver
         self._clock = clock or MonotonicClock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-follow")
@@ -138,7 +140,7 @@ class CheckpointFollower:
         return Pulled(
             version=held.version,
             state_hash=held.state_hash,
-            bytes_read=rolled_bytes + plan.size_bytes,
+            bytes_read=rolled_bytes + coming.staged.bytes_read,
             tensors_written=rolled + written,
             from_full=coming.staged.full is not None,
             mended=mended,
@@ -176,7 +178,8 @@ class CheckpointFollower:
         try:
             if behind:
                 plan = self._receiver.plan(record.base_version, record.version)
-                staged, size_bytes = self._receiver.stage(plan), plan.size_bytes
+                staged = self._receiver.stage(plan)
+                size_bytes = staged.bytes_read
                 if staged.full is not None:
                     return 0, 0
                 self._receiver.apply(_only(staged, behind), checkpoint)
@@ -260,5 +263,5 @@ class CheckpointFollower:
 def _only(staged: Staged, names: Collection[str]) -> Staged:
     """The same state with fewer tensors to write: the others hold it already."""
     if staged.full is not None:
-        return replace(staged, full={name: staged.full[name] for name in names})
+        return replace(staged, full=staged.full.only(names))
     return replace(staged, deltas={name: staged.deltas[name] for name in names})

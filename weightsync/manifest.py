@@ -7,13 +7,14 @@ by their checksums alone. Never touches a file.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from harvester.contracts.errors import Corrupt, PeerProtocolError, Unsupported
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync import names
+from weightsync.chunk_digests import fit
 from weightsync.codec import Encoding
 from weightsync.slices import SliceRecord, Slicing
 from weightsync.state_hash import ALGORITHM
@@ -23,11 +24,15 @@ MAX_INDEX_BYTES = names.MAX_INDEX_BYTES
 BLOCK_FORMAT = 1
 
 
-class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Size and xxh3-128 of one shard."""
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Size and xxh3-128 of one shard, and digests with which a part of it can be believed."""
 
     bytes: int
     xxh3_128: str
+    chunk_bytes: int = 0
+    """Length of its chunks but the last; 0 where they have no digests of their own."""
+    chunks: str = ""
+    """xxh3-64 of each chunk in a row, 16 hexadecimal digits each."""
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,6 +111,17 @@ class Manifest:
         return self.block.encodings.get(name, self.delta_encoding)
 
 
+def without_chunks(manifest: Manifest) -> Manifest:
+    """The same version, to be read whole."""
+    block = manifest.block
+    if block is None:
+        return manifest
+    files = {
+        name: FileRecord(record.bytes, record.xxh3_128) for name, record in block.files.items()
+    }
+    return replace(manifest, block=msgspec.structs.replace(block, files=files))
+
+
 def encoded_manifest(manifest: Manifest) -> bytes:
     """The index file of a version that we publish."""
     delta = not manifest.is_full
@@ -161,6 +177,9 @@ def _check(manifest: Manifest, compression: str | None, expected: WeightVersion)
             raise Unsupported(f"{what}: format {block.format}; this reader knows {BLOCK_FORMAT}")
         if set(block.files) != set(manifest.shards):
             raise Corrupt(f"{what}: file records do not match the weight map")
+        for shard, record in block.files.items():
+            if not fit(record.chunks, size_bytes=record.bytes, chunk_bytes=record.chunk_bytes):
+                raise Corrupt(f"{what}: chunks of {shard}: no digests of {record.bytes} bytes")
 
 
 def _version(value: str | int) -> WeightVersion:

@@ -20,9 +20,10 @@ from pathlib import Path
 
 from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import WeightVersion, checked_name
-from weightsync.adapter import CONFIG_FILE, FULL_SHARD_FILE
+from weightsync.adapter import FULL_SHARD_FILE
 from weightsync.agreement import Shard, Written
 from weightsync.names import (
+    CONFIG_FILE,
     INDEX_FILE,
     LATEST_FILE,
     READY_FILE,

@@ -1,31 +1,34 @@
 """Receiving: from the version that is held to the one that is wanted, checked before and after.
 
     plan     the cheapest steps, resolved whole before anything is touched
-    stage    shards read, checked and decoded into memory while the engine still runs
+    stage    shards read and checked while the engine still runs, into a copy of the receiver's own
     apply    written in place; then the state that is really there is hashed
 
 `stage` fails without having touched the target. After a failed `apply` the target is in doubt until
 a full checkpoint has been applied: `settle` does that by itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.adapter import Base, check_base
-from weightsync.bits import Layout
+from weightsync.held_parts import HeldParts, held_parts
+from weightsync.memory_room import STAGING_BYTES, MemoryRoom
 from weightsync.plan import Plan, Step, planned
-from weightsync.staging import Staged, check_state, stage
+from weightsync.selection import Selection
+from weightsync.spool import Spool
+from weightsync.staged import Staged
+from weightsync.staging import stage
 from weightsync.store import Kind, Store, VersionRef
 from weightsync.target import ApplyTarget
 from weightsync.transport.source import StoreSource
+from weightsync.writing import write_state
 
 MAX_REMEMBERED_STEPS = 256
 
@@ -43,11 +46,27 @@ class Applied:
     """Of the apply alone: writing and verifying."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a holder of parts was left with: nothing else tells what it may build on."""
+
+    version: WeightVersion
+    table: Mapping[str, str]
+    """Published digest of every entry of that version."""
+    cut: Mapping[str, str]
+    """Of what is there of every tensor that is held in part."""
+
+
 class Receiver:
     """Reads one store for one holder of weights. Not thread-safe.
 
     `store` is a directory, `http(s)://HOST:PORT/stores/NAME` of a server or a relay, a URL that
     fsspec knows, or a source. Where a network stands between, reading also raises Exhausted.
+
+    `selection`: what the holder has of each tensor; None is all of it. Its target's tensors are
+    those parts. `staging_bytes`: what a version may take of memory beside the target, until it is
+    applied; more than that waits in a file under `spool_dir` (/var/tmp). The largest tensors, one
+    per thread, may take more.
     """
 
     def __init__(
@@ -56,8 +75,12 @@ class Receiver:
         *,
         threads: int = 2,
         base: Base | None = None,
+        selection: Selection | None = None,
+        staging_bytes: int = STAGING_BYTES,
+        spool_dir: Path | None = None,
         clock: Clock | None = None,
     ) -> None:
+        MemoryRoom(staging_bytes)
         self._store = Store(store)
         self.base = base
         """What an adapter is to work on; None for whole models."""
@@ -65,9 +88,23 @@ class Receiver:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-receive")
         self._present: frozenset[VersionRef] = frozenset()
         self._steps: dict[VersionRef, Step] = {}
-        self._layout: tuple[VersionRef, Layout] | None = None
+        self._selection = selection
+        self._staging_bytes = staging_bytes
+        self._spool_dir = spool_dir
+        self._parts: tuple[VersionRef, HeldParts] | None = None
+        self._written: _Written | None = None
         self.reapplied = 0
         """Applies that tore or ended in another state than the published one."""
+
+    def select(self, selection: Selection | None) -> None:
+        """What is held from now on; what was written stays known."""
+        if selection is not self._selection:
+            self._selection, self._parts = selection, None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether its holder has a part of the checkpoint only."""
+        return self._selection is not None
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -90,7 +127,12 @@ class Receiver:
         return self._store.newer(than, wait_s=wait_s)
 
     def plan(self, current: WeightVersion | None, target: WeightVersion) -> Plan:
-        """See `planned`: raises ConfigError, Stale or Corrupt."""
+        """See `planned`: raises ConfigError, Stale or Corrupt.
+
+        A holder of parts starts from a full checkpoint unless this receiver wrote `current` there.
+        """
+        if self.is_partial and current != self._known_version:
+            current = None
         with self._forgetting():
             latest = self._store.latest()
             self._present = self._store.refs()
@@ -132,17 +174,30 @@ class Receiver:
         with suppress(RoseMuxError):
             self.step(ref)
 
-    def layout(self, plan: Plan) -> Layout:
-        """Names and specs of every tensor of the checkpoint that a plan leads to."""
-        if self._layout is None or self._layout[0] != plan.root.ref:
-            entries = self._store.layout(plan.root.ref, plan.root.manifest)
-            self._layout = (plan.root.ref, plan.root.manifest.slicing.whole(entries))
-        return self._layout[1]
+    def parts(self, plan: Plan) -> HeldParts:
+        """What its holder has of the checkpoint that a plan leads to."""
+        if self._parts is None or self._parts[0] != plan.root.ref:
+            slicing = plan.root.manifest.slicing
+            whole = slicing.whole(self._store.layout(plan.root.ref, plan.root.manifest))
+            self._parts = (plan.root.ref, held_parts(whole, slicing, self._selection))
+        return self._parts[1]
 
     def stage(self, plan: Plan) -> Staged:
-        """Reads and decodes a plan; raises Corrupt or Stale, with no target touched."""
+        """Reads and checks a plan; raises Corrupt or Stale, with no target touched."""
+        room, known = MemoryRoom(self._staging_bytes), self._written
         with self._forgetting():
-            return stage(self._store, plan, self.layout(plan), self._pool)
+            builds_on = self.is_partial and plan.current is not None
+            if builds_on and (known is None or known.version != plan.current):
+                raise Stale(f"version {plan.current} is not what was written here: plan again")
+            return stage(
+                self._store,
+                plan,
+                self.parts(plan),
+                self._pool,
+                room=room,
+                spool=Spool(room, self._spool_dir),
+                known=known.table if known else {},
+            )
 
     def apply(self, staged: Staged, target: ApplyTarget) -> Applied:
         """Writes a staged state in place and checks what is there then.
@@ -151,15 +206,16 @@ class Receiver:
         where the state is not the published one (the target is in doubt).
         """
         started = self._clock.now()
+        known, self._written = self._written, None
         with self._forgetting():
-            _check_layout(staged.layout, target.layout())
-            list(self._pool.map(lambda name: _write(staged, target, name), staged.changed))
-            target.finish(staged.changed)
-            found = check_state(staged.expected, staged.layout, target.bits, self._pool)
+            found, cut = write_state(staged, target, self._pool, known.cut if known else {})
+        if staged.plan.manifest.block is not None:
+            # Of another system's deltas nobody tells whole digests to go on from.
+            self._written = _Written(staged.plan.target, staged.table, cut)
         return Applied(
             version=staged.plan.target,
             state_hash=found,
-            bytes_read=staged.plan.size_bytes,
+            bytes_read=staged.bytes_read,
             tensors_changed=len(staged.changed),
             from_full=staged.full is not None,
             seconds=self._clock.now() - started,
@@ -196,6 +252,10 @@ class Receiver:
         """prepare and settle."""
         return self.settle(self.prepare(current, target), buffers)
 
+    @property
+    def _known_version(self) -> WeightVersion | None:
+        return self._written.version if self._written else None
+
     @contextmanager
     def _forgetting(self) -> Iterator[None]:
         """After a refusal nothing that was read is believed again: what was wrong may be any of it,
@@ -204,23 +264,5 @@ class Receiver:
             yield
         except RoseMuxError:
             self._steps.clear()
-            self._layout = None
+            self._parts = None
             raise
-
-
-def _write(staged: Staged, target: ApplyTarget, name: str) -> None:
-    if staged.full is None:
-        target.change(name, staged.deltas[name])
-        return
-    bits = target.bits(name)
-    np.copyto(bits, staged.full[name])
-    target.commit(name, bits)
-
-
-def _check_layout(published: Layout, held: Layout) -> None:
-    for name in sorted(published.keys() | held.keys()):
-        if published.get(name) != held.get(name):
-            raise ConfigError(
-                f"the store's checkpoint does not fit this model: {name} is "
-                f"{published.get(name)} there and {held.get(name)} here"
-            )

@@ -5,7 +5,7 @@ header is handled here: 8 bytes of length, a JSON object of dtype, shape and off
 Never opens a file: it takes and gives bytes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,17 +45,30 @@ class ShardHeader:
 
 def shard_chunks(tensors: Mapping[str, ShardTensor], metadata: Mapping[str, str]) -> Iterator[Any]:
     """The file's bytes, as buffers to write one after another."""
-    header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
-    at = 0
-    for name, tensor in tensors.items():
-        end = at + memoryview(tensor.data).nbytes
-        header[name] = _Entry(tensor.spec.dtype, list(tensor.spec.shape), (at, end))
-        at = end
-    encoded = msgspec.json.encode(header)
-    encoded += b" " * (-len(encoded) % 8)
-    yield len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
+    sizes = {n: (tensor.spec, memoryview(tensor.data).nbytes) for n, tensor in tensors.items()}
+    yield _head(sizes, metadata)
     for tensor in tensors.values():
         yield tensor.data
+
+
+def dense_chunks(
+    layout: Layout, read: Callable[[str], Any], metadata: Mapping[str, str]
+) -> Iterator[Any]:
+    """The same of dense tensors, in the layout's order; each is read when its turn has come."""
+    yield _head({name: (spec, spec.size_bytes) for name, spec in layout.items()}, metadata)
+    for name in layout:
+        yield read(name)
+
+
+def _head(sizes: Mapping[str, tuple[TensorSpec, int]], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    at = 0
+    for name, (spec, size_bytes) in sizes.items():
+        header[name] = _Entry(spec.dtype, list(spec.shape), (at, at + size_bytes))
+        at += size_bytes
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
 
 
 def header_length(prefix: bytes) -> int:

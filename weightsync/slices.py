@@ -71,6 +71,30 @@ class SlicedDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class CutDelta:
+    """The delta of a whole tensor, for somebody who holds a box of it.
+
+    Changes are found by counting from the tensor's first element, so the box is laid into memory of
+    the whole's size; what else is there is changed as well, and thrown away.
+    """
+
+    record: SliceRecord
+    delta: Delta
+
+    @property
+    def elements(self) -> int:
+        return prod(self.record.lengths)
+
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
+        whole = np.zeros(prod(self.record.shape), dtype=bits.dtype)
+        box = self.record.box(whole)
+        box[...] = bits.reshape(box.shape)
+        checked_apply(self.delta, whole)
+        bits[...] = box.reshape(-1)
+        return digest_of(bits) if hashed else ""
+
+
+@dataclass(frozen=True, slots=True)
 class Slicing:
     """Which entries of a checkpoint are slices; empty for one that is stored whole."""
 

@@ -12,11 +12,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync.bits import Bytes, Layout, TensorSpec
+from weightsync.bits import Layout, TensorSpec
 from weightsync.manifest import Manifest, decoded_manifest
 from weightsync.names import (
     INDEX_FILE,
@@ -28,17 +26,18 @@ from weightsync.names import (
     named_ref,
 )
 from weightsync.shard import header_length, parsed_header
-from weightsync.state_hash import file_digest
+from weightsync.shard_copy import ShardCopy
+from weightsync.spool import Spool
 from weightsync.transport.location import source_at
-from weightsync.transport.source import StoreSource, fill
+from weightsync.transport.source import StoreSource
 
 __all__ = ["LATEST_FILE", "READY_FILE", "Kind", "Store", "VersionRef"]
 
 MAX_SHARD_BYTES = 1 << 38
-"""Of one shard, which is held in memory as a whole: nobody writes 256 GiB into one file."""
+"""Of one shard: nobody writes 256 GiB into one file."""
 _AT_ONCE = 8
-_READS = 2
-"""Of a shard with a wrong digest: what was wrong with it may have been a copy on the way."""
+_PIECE_BYTES = 256 << 10
+"""Of the smallest read."""
 _HEAD_BYTES = 64 << 10
 """What is read of a shard before its header's length is known: most headers fit."""
 
@@ -140,21 +139,20 @@ class Store:
         except FileNotFoundError as error:
             raise Corrupt(f"{self}/{ref.directory}/{name} is missing") from error
 
-    def read_shard(self, ref: VersionRef, manifest: Manifest, shard: str) -> Bytes:
-        """A whole shard in fresh memory, checked against its record; raises Corrupt."""
-        path = f"{ref.directory}/{shard}"
+    def shard(
+        self, ref: VersionRef, manifest: Manifest, shard: str, spool: Spool, *, lent_bytes: int
+    ) -> ShardCopy:
+        """A copy of a shard, nothing of it fetched yet; raises Corrupt.
+
+        `lent_bytes`: what all reads of it may take of memory together.
+        """
         size = self._checked_bytes(ref, manifest, shard)
         record = manifest.block.files[shard] if manifest.block else None
-        data = np.empty(size, dtype=np.uint8)
-        for _ in range(_READS):
-            try:
-                fill(self._source, path, data.data)
-            except FileNotFoundError as error:
-                raise Corrupt(f"{self}/{path} is missing") from error
-            if record is None or file_digest(data) == record.xxh3_128:
-                return data
-            self._source.doubt(path)
-        raise Corrupt(f"{self}/{path}: its digest is not the published one")
+        source = self._source
+        piece_bytes = min(source.range_bytes, max(_PIECE_BYTES, lent_bytes // source.streams))
+        path = f"{ref.directory}/{shard}"
+        place = spool.place(size)
+        return ShardCopy(source, path, size, record, place, piece_bytes=piece_bytes)
 
     def _named_latest(self, raw: bytes | None) -> WeightVersion | None:
         if raw is None:

@@ -33,6 +33,7 @@ from weightsync.manifest import (
     Block,
     Manifest,
     encoded_manifest,
+    without_chunks,
 )
 from weightsync.names import CONFIG_FILE
 from weightsync.retention import making_room, superseded
@@ -158,7 +159,11 @@ class VersionWriter:
         """The name that each written file has now, and the small files that are still to come."""
         alone = FULL_SHARD_FILE if self._adapter and not base else ""
         names = self._writer.place(begun, written, alone=alone)
-        index = encoded_manifest(self._manifest(version, base, written, names))
+        manifest = self._manifest(version, base, written, names)
+        index = encoded_manifest(manifest)
+        if len(index) > MAX_INDEX_BYTES:
+            # Whoever needs a part of it only then takes all of it.
+            index = encoded_manifest(without_chunks(manifest))
         if len(index) > MAX_INDEX_BYTES:
             raise Unsupported(
                 f"an index of {len(index)} bytes: {len(self._next.layout)} entries are too many; "

@@ -10,7 +10,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from benchmarks.reporting import report
 
 PARAMETERS = 500_000_000
 STEPS = 3
+SETTINGS_BYTES = (64 << 20, 256 << 20, 1 << 30)
+"""Of a receiver; the last one is the default."""
 _ULP_RATIO = 0.03
 _CHUNK = 1 << 20
 
@@ -26,37 +28,59 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.weightsync.memory", description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--parameters", type=int, default=PARAMETERS)
-    parser.add_argument("--role", choices=sorted(_ROLES))
+    parser.add_argument("--role", choices=[*sorted(_ROLES), "receiver"])
     parser.add_argument("--store", type=Path)
+    parser.add_argument("--staging-bytes", type=int, default=SETTINGS_BYTES[-1])
     given = parser.parse_args()
+    if given.role == "receiver":
+        print(_receiver(given.parameters, given.store, given.staging_bytes))
+        return
     if given.role:
         print(_ROLES[given.role](given.parameters, given.store))
         return
     report("weightsync.memory", lambda: measure(given.parameters), given.json, engines=False)
 
 
-def measure(parameters: int = PARAMETERS) -> dict[str, Any]:
+def measure(
+    parameters: int = PARAMETERS, settings_bytes: Sequence[int] = SETTINGS_BYTES
+) -> dict[str, Any]:
     """`publisher_ratio`: the publisher's peak over that without one, in sizes of the model; its own
     copy is 1.0 of it, libraries and compiled kernels are in it.
 
     `publisher_worst_ratio` is that where every element changes. `receiver_peak_bytes` is the same
-    difference for a receiver that takes all versions of 3 %, the first one whole.
+    difference for a receiver with the default setting that takes all versions of 3 %, the first one
+    whole; `receivers` has it for each setting, and where every element changes.
     """
     with tempfile.TemporaryDirectory(prefix="weights-") as directory:
         store = Path(directory) / "store"
         peaks = {role: _peak_bytes(role, parameters, store) for role in _ORDER}
+        receivers = [
+            {
+                "staging_bytes": setting,
+                "peak_bytes": _beyond(peaks, parameters, store, setting),
+                "worst_peak_bytes": _beyond(peaks, parameters, _worst_store(store), setting),
+            }
+            for setting in settings_bytes
+        ]
     model_bytes = 2 * parameters
     return {
         "model_bytes": model_bytes,
         "publisher_ratio": round((peaks["publisher"] - peaks["trainer"]) / model_bytes, 3),
         "publisher_worst_ratio": round((peaks["worst"] - peaks["trainer"]) / model_bytes, 3),
-        "receiver_peak_bytes": peaks["receiver"] - peaks["trainer"],
+        "receiver_peak_bytes": receivers[-1]["peak_bytes"],
+        "receivers": receivers,
         "peaks_bytes": peaks,
     }
 
 
-def _peak_bytes(role: str, parameters: int, store: Path) -> int:
-    command = [sys.executable, "-m", "benchmarks.weightsync.memory", "--role", role]
+def _beyond(peaks: dict[str, int], parameters: int, store: Path, setting: int) -> int:
+    """What a receiver's peak is over that of its weights alone."""
+    peak = _peak_bytes("receiver", parameters, store, "--staging-bytes", str(setting))
+    return peak - peaks["trainer"]
+
+
+def _peak_bytes(role: str, parameters: int, store: Path, *more: str) -> int:
+    command = [sys.executable, "-m", "benchmarks.weightsync.memory", "--role", role, *more]
     command += ["--parameters", str(parameters), "--store", str(store)]
     return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
@@ -82,15 +106,22 @@ def _publisher(parameters: int, store: Path, *, every_element: bool = False) -> 
 
 
 def _worst(parameters: int, store: Path) -> int:
-    return _publisher(parameters, store.with_name("worst"), every_element=True)
+    return _publisher(parameters, _worst_store(store), every_element=True)
 
 
-def _receiver(parameters: int, store: Path) -> int:
+def _worst_store(store: Path) -> Path:
+    return store.with_name("worst")
+
+
+def _receiver(parameters: int, store: Path, staging_bytes: int) -> int:
     from harvester.contracts.ids import WeightVersion
     from weightsync.receiver import Receiver
     from weightsync.target import TensorTarget
 
-    target, receiver = TensorTarget(_state(parameters)), Receiver(store)
+    target, receiver = (
+        TensorTarget(_state(parameters)),
+        Receiver(store, staging_bytes=staging_bytes),
+    )
     current = None
     for version in range(1, STEPS + 1):
         current = receiver.sync(current, WeightVersion(version), target).version
@@ -98,11 +129,10 @@ def _receiver(parameters: int, store: Path) -> int:
     return _peak()
 
 
-_ORDER = ("trainer", "publisher", "receiver", "worst")
+_ORDER = ("trainer", "publisher", "worst")
 _ROLES: dict[str, Callable[[int, Path], int]] = {
     "trainer": _trainer,
     "publisher": _publisher,
-    "receiver": _receiver,
     "worst": _worst,
 }
 

@@ -23,7 +23,7 @@ from aiohttp import web
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxError
 from harvester.contracts.ids import WeightVersion
-from tests.weight_servers import HASTY, relayed, running, served
+from tests.weight_servers import HASTY, fill, relayed, running, served
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
 from weightsync.target import TensorTarget
@@ -32,7 +32,6 @@ from weightsync.transport.http_source import HttpSource
 from weightsync.transport.metrics import TransferMetrics
 from weightsync.transport.patience import RetryLimits
 from weightsync.transport.server import ServingLimits
-from weightsync.transport.source import fill
 
 SHARD_FILE = "model-00001-of-00001.safetensors"
 SHARD = f"weight_v000001/{SHARD_FILE}"

@@ -69,6 +69,13 @@ class ChunkMap:
         """A claimed run will not come; whoever still needs it asks again."""
         self._mark(self._covering(run), _State.ABSENT)
 
+    def forget(self) -> None:
+        """What is here is not believed any more; what is on its way still comes."""
+        here = [at for at, state in enumerate(self._states) if state is _State.HERE]
+        self._missing += len(here)
+        for at in here:
+            self._states[at] = _State.ABSENT
+
     def _covering(self, span: Span) -> range:
         if span.size_bytes <= 0:
             return range(0)

@@ -186,6 +186,9 @@ class RelayShelf:
     ) -> RelayedFile:
         """The shard with one user more; a copy that turns out to be broken is replaced once."""
         source = self._shelf.store(store).source
+        if doubted:
+            # Upstream may be a relay with a copy that still grows.
+            source.doubt(path)
         size = published.size_bytes
         if size is None:
             size = await self._shelf.threaded(lambda: source.size_bytes(path))

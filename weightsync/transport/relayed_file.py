@@ -64,10 +64,16 @@ class RelayedFile:
             self._cache.leave(self._held)
 
     async def is_sound(self, *, again: bool) -> bool:
-        """Whether it may be served. A copy from before this process proves itself first."""
+        """Whether it may be served. A copy from before this process proves itself first.
+
+        `again`: a reader got wrong bytes. A copy that still grows cannot prove itself, and may
+        never be whole where its readers need parts: what is here of it is pulled again.
+        """
         async with self._proving:
             if self._held.is_whole and (again or not self._held.proved):
                 await self._prove()
+            elif again and self._held.chunks is not None:
+                self._held.chunks.forget()
         return self._failure is None
 
     def expect(self, span: Span) -> None:

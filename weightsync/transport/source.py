@@ -9,7 +9,7 @@ Paths are names of a version's directory and of a file in it that their caller h
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -68,19 +68,16 @@ class StoreSource(Protocol):
     def close(self) -> None: ...
 
 
-def fill(source: StoreSource, path: str, into: memoryview) -> None:
-    """Reads a whole file of `len(into)` bytes, in as many ranges at once as the source likes."""
-    spans = list(Span(0, len(into)).pieces(source.range_bytes))
-    if source.streams == 1 or len(spans) <= 1:
-        source.read_range(path, 0, into)
+def each_span(source: StoreSource, spans: Iterable[Span], read: Callable[[Span], None]) -> None:
+    """Reads every span, as many at once as the source likes."""
+    listed = list(spans)
+    if source.streams == 1 or len(listed) <= 1:
+        for span in listed:
+            read(span)
         return
-
-    def read(span: Span) -> None:
-        source.read_range(path, span.start, into[span.start : span.stop])
-
-    streams = ThreadPoolExecutor(min(source.streams, len(spans)), thread_name_prefix="weight-read")
+    streams = ThreadPoolExecutor(min(source.streams, len(listed)), thread_name_prefix="weight-read")
     try:
-        for _ in streams.map(read, spans):
+        for _ in streams.map(read, listed):
             pass
     finally:
         streams.shutdown(cancel_futures=True)

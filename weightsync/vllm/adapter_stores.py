@@ -23,7 +23,7 @@ from weightsync.manifest import AdapterRecord, Manifest
 from weightsync.names import CONFIG_FILE
 from weightsync.receiver import Applied, Receiver
 from weightsync.shard import ShardTensor, shard_chunks
-from weightsync.staging import Staged, check_state
+from weightsync.staged import Staged, check_state
 from weightsync.store import Kind, Store, VersionRef
 from weightsync.transport.location import StoreRoot
 
@@ -131,7 +131,8 @@ class AdapterStores:
     def _advanced(self, held: AdapterCopy | None, staged: Staged) -> tuple[Mapping[str, Bits], str]:
         """The bits of a version and their hash; raises Corrupt where it is not the published one"""
         if staged.full is not None:
-            bits: Mapping[str, Bits] = staged.full
+            # What was staged is given up after this.
+            bits = {name: found.copy() for name, found in staged.full.items()}
         elif held is None or held.layout != staged.layout:
             raise Corrupt(f"version {staged.plan.target} has other tensors than its base")
         else:

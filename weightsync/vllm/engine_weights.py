@@ -17,8 +17,9 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.bits import Layout
+from weightsync.memory_room import STAGING_BYTES
 from weightsync.receiver import Applied, Receiver
-from weightsync.staging import Staged
+from weightsync.staged import Staged
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.cpu_linear import PackedForm
@@ -68,8 +69,8 @@ class EngineWeights:
     """Its methods are called from the engine's own thread.
 
     `root`: where the stores are. `packed_ahead_bytes`: how much memory an update may take for
-    packed forms before its pause; layers over it are packed in the pause. `sliced`: the model is
-    one rank of several that share a checkpoint.
+    packed forms before its pause; layers over it are packed in the pause. `staging_bytes`: see
+    Receiver. `sliced`: the model is one rank of several that share a checkpoint.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class EngineWeights:
         root: StoreRoot,
         *,
         packed_ahead_bytes: int,
+        staging_bytes: int = STAGING_BYTES,
         sliced: bool = False,
     ) -> None:
         check_layers(model)
@@ -86,6 +88,7 @@ class EngineWeights:
         self._model = model
         self._root = root
         self._packed_ahead_bytes = packed_ahead_bytes
+        self._staging_bytes = staging_bytes
         self._derived = DerivedLayers(derived_layers(model), model_config)
         self._packed = cpu_linear.packed_layers(model)
         self._receivers: dict[str, Receiver] = {}
@@ -121,12 +124,16 @@ class EngineWeights:
         prepared = self._stager.take(_key(wanted), self._preparing(wanted))
         if prepared.base != self._base_for(wanted.store):
             prepared = self._stager.take(_key(wanted), self._preparing(wanted))
-        _check_expected(prepared.staged, wanted)
+        staged = prepared.staged
+        _check_expected(staged, wanted)
         self._loaded = None
-        target = prepared.base.target or self._new_target(prepared.staged.layout)
+        target = prepared.base.target or self._new_target(staged.layout)
+        if prepared.base.target is None and isinstance(target, SliceTarget):
+            # Only now it is known which part of the checkpoint this rank has.
+            staged = staged.narrowed(target.selection)
         self._forms = prepared.forms
         self._retired.append(prepared)
-        applied = self._settled(self._receiver(wanted.store), prepared.staged, target)
+        applied = self._settled(self._receiver(wanted.store), staged, target)
         self._base = _Base(target, applied.version)
         self._loaded = (wanted.store, applied)
         return applied
@@ -169,6 +176,7 @@ class EngineWeights:
         return self._base
 
     def _prepared(self, receiver: Receiver, base: _Base, wanted: Wanted) -> _Prepared:
+        receiver.select(base.target.selection if isinstance(base.target, SliceTarget) else None)
         staged = receiver.prepare(base.version, wanted.version)
         if base.target is not None and base.target.layout() != staged.layout:
             raise ConfigError(f"store {wanted.store} holds another model than this engine's")
@@ -234,7 +242,8 @@ class EngineWeights:
 
     def _receiver(self, store: str) -> Receiver:
         if store not in self._receivers:
-            self._receivers[store] = Receiver(self._root.store(store))
+            source = self._root.store(store)
+            self._receivers[store] = Receiver(source, staging_bytes=self._staging_bytes)
         return self._receivers[store]
 
 

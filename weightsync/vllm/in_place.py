@@ -12,7 +12,7 @@ from weightsync import state_hash
 from weightsync.batches import each
 from weightsync.delta import checked_apply
 from weightsync.receiver import Applied
-from weightsync.staging import Staged
+from weightsync.staged import Staged
 from weightsync.vllm.loader_map import LoaderMap
 
 
@@ -56,7 +56,7 @@ def applied_in_place(staged: Staged, target: LoaderMap, pool: Executor, clock: C
     return Applied(
         version=staged.plan.target,
         state_hash=found,
-        bytes_read=staged.plan.size_bytes,
+        bytes_read=staged.bytes_read,
         tensors_changed=len(staged.changed),
         from_full=False,
         seconds=clock.now() - started,

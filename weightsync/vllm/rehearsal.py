@@ -10,14 +10,13 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
 from harvester.contracts.errors import Corrupt
 from weightsync import state_hash
 from weightsync.bits import Bits, bits_of
 from weightsync.delta import checked_apply
-from weightsync.staging import Staged
+from weightsync.staged import Staged
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.in_place import is_hashed_whole
 from weightsync.vllm.loader_map import LoaderMap
@@ -130,7 +129,7 @@ def _weight_copy(target: LoaderMap, part: _Part) -> tuple[torch.Tensor, dict[str
 def _changed(staged: Staged, name: str, bits: Bits, hashed: bool) -> str:
     """Changes a copy; its digest where that is asked for."""
     if staged.full is not None:
-        np.copyto(bits, staged.full[name])
+        staged.full.copy_into(name, bits)
     deltas = staged.deltas.get(name, ())
     for delta in deltas[:-1]:
         checked_apply(delta, bits)

@@ -1,18 +1,22 @@
 """The way for one rank of a parallel engine, which holds slices of tensors or some tensors only.
 
-A published digest says nothing about a slice, so each rank keeps a full copy of the checkpoint in
-host memory: that is what deltas change and what is hashed. The rank's slices are written from it
-through the loader's map, and every slice is then compared with it, bit for bit.
+A rank keeps a copy in host memory of the rows that it has anything of: that is what is pulled, what
+deltas change and what is hashed (writing.py says how, where it is not a whole tensor). The rank's
+slices are written from it through the loader's map, and each is then compared with it, bit for bit.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 
 from harvester.contracts.errors import Corrupt, Unsupported
-from weightsync.bits import Layout
+from weightsync.bits import Layout, TensorSpec
+from weightsync.selection import whole_box
+from weightsync.slices import SliceRecord
 from weightsync.vllm.host_copy import HostCopy
 from weightsync.vllm.loader_map import Segment, check_twins, recorded, storages_of
 from weightsync.vllm.rank_parts import held_elsewhere
@@ -20,9 +24,24 @@ from weightsync.vllm.rank_parts import held_elsewhere
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@dataclass(frozen=True, slots=True)
+class HeldRows:
+    """A selection: rows of each tensor, which is what of it lies in one piece."""
+
+    rows: Mapping[str, range]
+
+    def box(self, name: str, spec: TensorSpec) -> SliceRecord | None:
+        rows = self.rows.get(name)
+        if rows is None or not spec.shape or rows == range(spec.shape[0]):
+            return None if rows is None else whole_box(name, spec)
+        rest = spec.shape[1:]
+        return SliceRecord(name, spec.shape, (rows.start, *(0 for _ in rest)), (len(rows), *rest))
+
+
 class SliceTarget(HostCopy):
     """An ApplyTarget over host memory and one rank's runtime storage.
 
+    `layout` and `segments` are of the whole checkpoint; its own layout is that of the held rows.
     `after` is called with the touched storages. `passed_over`: names that no rank has a place for.
     """
 
@@ -33,8 +52,20 @@ class SliceTarget(HostCopy):
         after: Callable[[Collection[int]], object],
         passed_over: Collection[str] = (),
     ) -> None:
-        super().__init__(layout)
-        self._segments = segments
+        self.selection = HeldRows(_held_rows(layout, segments, passed_over))
+        """What a receiver has to bring."""
+        boxes = {name: self.selection.box(name, spec) for name, spec in layout.items()}
+        super().__init__(
+            {
+                name: TensorSpec(layout[name].dtype, box.lengths)
+                for name, box in boxes.items()
+                if box is not None
+            }
+        )
+        self._segments = {
+            name: [_within(segment, layout[name], self.selection.rows[name]) for segment in parts]
+            for name, parts in segments.items()
+        }
         self._after = after
         self._passed_over = sorted(passed_over)
 
@@ -57,6 +88,47 @@ class SliceTarget(HostCopy):
         return all(
             segment.storage in held for parts in self._segments.values() for segment in parts
         )
+
+
+def _held_rows(
+    layout: Layout, segments: Mapping[str, list[Segment]], passed_over: Collection[str]
+) -> dict[str, range]:
+    """Of every tensor that the rank has a piece of, the rows between its first and last element.
+
+    What no rank has a place for is compared with whole tensors, which are held whole for that.
+    """
+    compared = {layout[name] for name in passed_over}
+    rows = {name: _all_rows(layout[name]) for name in passed_over}
+    for name, parts in segments.items():
+        spec = layout[name]
+        if spec in compared or spec.elements == 0:
+            rows[name] = _all_rows(spec)
+            continue
+        width = prod(spec.shape[1:])
+        ends = [
+            (part.offset, part.offset + sum((n - 1) * s for n, s in _extents(part)))
+            for part in parts
+            if prod(part.shape)
+        ]
+        if ends:
+            first, last = min(start for start, _ in ends), max(end for _, end in ends)
+            rows[name] = range(first // width, last // width + 1)
+        else:
+            rows[name] = _all_rows(spec)
+    return rows
+
+
+def _extents(segment: Segment) -> Iterator[tuple[int, int]]:
+    return zip(segment.shape, segment.strides, strict=True)
+
+
+def _all_rows(spec: TensorSpec) -> range:
+    return range(spec.shape[0] if spec.shape else 1)
+
+
+def _within(segment: Segment, spec: TensorSpec, rows: range) -> Segment:
+    """The same piece, counted from the first row that is held."""
+    return replace(segment, offset=segment.offset - rows.start * prod(spec.shape[1:]))
 
 
 def is_held(segment: Segment, checkpoint: torch.Tensor) -> bool:

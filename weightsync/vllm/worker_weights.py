@@ -10,6 +10,7 @@ import torch
 
 from harvester.contracts.errors import ConfigError
 from weightsync.codec import warm_up
+from weightsync.memory_room import STAGING_BYTES
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.adapted_weights import AdaptedWeights
@@ -22,6 +23,7 @@ from weightsync.vllm.update_info import UpdateInfo
 ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
 PACKED_AHEAD_VARIABLE = "ROSEMUX_PACKED_AHEAD_BYTES"
 PACKED_AHEAD_BYTES = 2 << 30
+STAGING_VARIABLE = "ROSEMUX_STAGING_BYTES"
 REPORT_METHOD = "rosemux_weights"
 STAGE_METHOD = "rosemux_stage"
 
@@ -38,7 +40,8 @@ class WorkerWeights:
             model,
             vllm_config.model_config,
             root,
-            packed_ahead_bytes=_packed_ahead_bytes(),
+            packed_ahead_bytes=_bytes_of(PACKED_AHEAD_VARIABLE, PACKED_AHEAD_BYTES),
+            staging_bytes=_bytes_of(STAGING_VARIABLE, STAGING_BYTES),
             # Ranks that share out experts alone are data-parallel engines, each a world of its own.
             sliced=vllm_config.parallel_config.world_size > 1 or is_partial(model),
         )
@@ -101,8 +104,8 @@ def _weight_root() -> StoreRoot:
         ) from error
 
 
-def _packed_ahead_bytes() -> int:
-    given = os.environ.get(PACKED_AHEAD_VARIABLE, str(PACKED_AHEAD_BYTES))
+def _bytes_of(variable: str, default: int) -> int:
+    given = os.environ.get(variable, str(default))
     if not given.isdecimal():
-        raise ConfigError(f"{PACKED_AHEAD_VARIABLE}={given!r}: a number of bytes")
+        raise ConfigError(f"{variable}={given!r}: a number of bytes")
     return int(given)

@@ -20,11 +20,13 @@ from fsspec.implementations.local import LocalFileSystem
 
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
-from tests.weight_servers import HASTY, relayed, running, served
+from tests.weight_servers import HASTY, fill, relayed, running, served
 from weightsync.follower import CheckpointFollower
+from weightsync.memory_room import MemoryRoom
 from weightsync.names import INDEX_FILE, READY_FILE
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
+from weightsync.spool import Spool
 from weightsync.store import Store
 from weightsync.target import TensorTarget
 from weightsync.transport.directory import DirectorySource
@@ -32,7 +34,8 @@ from weightsync.transport.http_source import HttpSource
 from weightsync.transport.location import StoreRoot, source_at
 from weightsync.transport.object_store import ObjectStoreSource
 from weightsync.transport.patience import RetryLimits
-from weightsync.transport.source import StoreSource, fill
+from weightsync.transport.ranges import Span
+from weightsync.transport.source import StoreSource
 
 SHARD_FILE = "model-00001-of-00001.safetensors"
 SHARD = f"weight_v000001/{SHARD_FILE}"
@@ -207,10 +210,17 @@ def test_a_shard_that_is_mended_is_read_again(place: Place) -> None:
     store = Store(place.source)
     ref = next(ref for ref in store.refs() if ref.directory == "weight_v000001")
     manifest = store.manifest(ref)
+    spool = Spool(MemoryRoom(1 << 20))
+
+    def copied() -> bytes:
+        copy = store.shard(ref, manifest, SHARD_FILE, spool, lent_bytes=1 << 20)
+        copy.fetch()
+        return copy.place.read(Span(0, len(raw))).tobytes()
+
     with pytest.raises(Corrupt, match=r"digest|was published"):
-        store.read_shard(ref, manifest, SHARD_FILE)
+        copied()
     place.write(SHARD, place.raw(SHARD))
-    assert store.read_shard(ref, manifest, SHARD_FILE).tobytes() == place.raw(SHARD)
+    assert copied() == place.raw(SHARD)
 
 
 def test_a_version_without_its_mark_is_refused(place: Place) -> None:

@@ -1,6 +1,6 @@
 """What is staged gets in where it still fits; where it does not, it is prepared again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -127,3 +127,46 @@ def test_after_closing_an_update_begins_anew(
     weights.close()
     weights.load(wanted(5))
     assert model.holds(states[4])
+
+
+class Half(PlainModel):
+    """One of two ranks: the second half of every tensor of several rows, all of the others."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__({name: self.part(tensor) for name, tensor in state.items()})
+
+    @staticmethod
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        rows = tensor.shape[0] // 2 if tensor.dim() > 1 else 0
+        return tensor[rows:].contiguous()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights((name, self.part(tensor)) for name, tensor in weights)
+
+    def holds(self, state: State) -> bool:
+        return super().holds({name: self.part(tensor) for name, tensor in state.items()})
+
+
+def test_a_rank_follows_with_the_rows_that_it_has(
+    published: tuple[Path, list[Published]], states: tuple[State, ...]
+) -> None:
+    rank = Half(states[0])
+    root = StoreRoot(published[0].parent)
+    weights = EngineWeights(rank, None, root, packed_ahead_bytes=0, sliced=True)
+    for version in (2, 3, 7):
+        applied = weights.load(wanted(version))
+        weights.release()
+        assert rank.holds(states[version - 1])
+        assert applied.state_hash == published[1][version - 1].state_hash
+        assert applied.from_full == (version == 2)
+        assert weights.report()["in_place"]
+    with Publisher(published[0].parent / "other") as publisher:
+        publisher.publish(states[9])
+        publisher.publish(states[10])
+    for version in (1, 2):
+        applied = weights.load(wanted(version, "other"))
+        assert applied.from_full == (version == 1)
+        assert rank.holds(states[8 + version])
+    assert weights.load(wanted(8)).from_full
+    assert rank.holds(states[7])
+    weights.close()

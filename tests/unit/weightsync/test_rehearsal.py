@@ -12,7 +12,7 @@ from harvester.contracts.errors import Corrupt
 from weightsync.bits import spec_of
 from weightsync.publisher import Published
 from weightsync.receiver import Receiver
-from weightsync.staging import Staged
+from weightsync.staged import Staged
 from weightsync.vllm.loader_map import LoaderMap, traced
 from weightsync.vllm.rehearsal import rehearsed
 

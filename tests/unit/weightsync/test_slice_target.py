@@ -57,13 +57,27 @@ def test_a_rank_ends_on_its_slices_of_the_published_state(
     rank = Rank(number)
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
     target = traced_slices(rank, layout, lambda touched: None)
-    receiver = Receiver(store)
+    receiver = Receiver(store, selection=target.selection)
     current = None
     for step in (done[2], done[3], done[7]):
         applied = receiver.sync(current, step.version, target)
+        assert applied.from_full == (current is None)
         current = applied.version
         assert applied.state_hash == step.state_hash
         assert rank.holds(states[step.version - 1])
+
+
+def test_a_rank_keeps_no_more_than_the_rows_that_it_has_a_part_of(
+    states: tuple[State, ...],
+) -> None:
+    """Columns are in every row; what is on other ranks only is not held at all."""
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    elsewhere = layout | {"next.weight": TensorSpec("F32", (7, 9))}
+    rank = Rank(1)
+    rank.next = PPMissingLayer()
+    target = traced_slices(rank, elsewhere, lambda touched: None)
+    assert target.selection.rows["embed.weight"] == range(25, 50)
+    assert target.layout() == layout | {"embed.weight": TensorSpec("BF16", (25, 16))}
 
 
 def traced_rank(states: tuple[State, ...], rank: Rank) -> SliceTarget:
@@ -129,14 +143,14 @@ def rank_with(**layers: torch.nn.Module) -> Rank:
     ],
     ids=["pipeline", "experts"],
 )
-def test_what_another_rank_has_is_passed_over(
+def test_what_another_rank_has_is_not_held(
     states: tuple[State, ...], rank: Rank, elsewhere: str
 ) -> None:
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
     layout |= {elsewhere: TensorSpec("F32", (7,))}
     target = traced_slices(rank, layout, lambda touched: None)
-    target.bits(elsewhere)[0] = 1
-    target.finish(layout)
+    assert target.layout().keys() == states[0].keys()
+    target.finish(target.layout())
 
 
 @pytest.mark.parametrize(

@@ -74,3 +74,23 @@ def test_the_last_chunk_is_as_long_as_the_file() -> None:
     assert run == Span(0, 25)
     chunks.arrived(run)
     assert chunks.is_whole
+
+
+def test_what_is_forgotten_is_asked_for_again() -> None:
+    chunks = ChunkMap(30, chunk_bytes=10)
+    chunks.want(Span(0, 20))
+    run = chunks.claim(20)
+    assert run == Span(0, 20)
+    chunks.arrived(run)
+    chunks.want(Span(20, 30))
+    coming = chunks.claim(10)
+    assert coming == Span(20, 30)
+    chunks.forget()
+    assert not chunks.has(Span(0, 10))
+    chunks.arrived(coming)
+    assert not chunks.is_whole
+    chunks.want(Span(0, 20))
+    again = chunks.claim(20)
+    assert again == Span(0, 20)
+    chunks.arrived(again)
+    assert chunks.is_whole

@@ -1,0 +1,394 @@
+"""A rank pulls what its share needs, wherever the store is, and holds exactly that of a state."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.ids import WeightVersion
+from tests.weight_servers import HASTY, relayed, served
+from weightsync.bits import TensorSpec
+from weightsync.chunk_digests import MIN_CHUNK_BYTES
+from weightsync.follower import CheckpointFollower
+from weightsync.names import INDEX_FILE
+from weightsync.publisher import Publisher
+from weightsync.receiver import Receiver
+from weightsync.selection import Names, Selection, TensorParallel
+from weightsync.sharding import ShardSlice
+from weightsync.target import TensorTarget
+from weightsync.transport.directory import DirectorySource
+from weightsync.transport.http_source import HttpSource
+from weightsync.transport.object_store import ObjectStoreSource
+from weightsync.transport.source import StoreSource
+
+State = dict[str, torch.Tensor]
+ONE, TWO, THREE = (WeightVersion(v) for v in (1, 2, 3))
+SHARD = "model-00001-of-00001.safetensors"
+LAYERS, EXPERTS, WIDTH = 4, 4, 256
+
+
+def _first() -> State:
+    """A small mixture: attention, experts and norms in four layers, an embedding and a head."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    state = {"embed.weight": drawn(4 * WIDTH, WIDTH), "head.weight": drawn(4 * WIDTH, WIDTH)}
+    for layer in range(LAYERS):
+        state[f"layers.{layer}.norm.weight"] = drawn(WIDTH)
+        state[f"layers.{layer}.qkv.weight"] = drawn(3 * WIDTH, WIDTH)
+        state[f"layers.{layer}.out.weight"] = drawn(WIDTH, WIDTH)
+        for expert in range(EXPERTS):
+            prefix = f"layers.{layer}.experts.{expert}"
+            state[f"{prefix}.up.weight"] = drawn(4 * WIDTH, WIDTH)
+            state[f"{prefix}.down.weight"] = drawn(WIDTH, 4 * WIDTH)
+    return state
+
+
+def _moved(state: State, seed: int) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (t.view(torch.int16) + (torch.rand(t.shape, generator=generator) < 0.03))
+        .short()
+        .view(torch.bfloat16)
+        for name, t in state.items()
+    }
+
+
+_SECOND = _moved(_first(), 1)
+STATES = (_first(), _SECOND, _moved(_SECOND, 2))
+_COLUMNS = ("down.weight", "out.weight")
+
+
+def _dim(name: str) -> int | None:
+    """As Megatron cuts it: rows of what comes in, columns of what goes out."""
+    if name.endswith("norm.weight"):
+        return None
+    return 1 if name.endswith(_COLUMNS) else 0
+
+
+SHARES: dict[str, Selection] = {
+    "tp 0 of 2": TensorParallel(rank=0, ranks=2, dim_of=_dim),
+    "tp 3 of 4": TensorParallel(rank=3, ranks=4, dim_of=_dim),
+    "pp second half": Names(lambda name: name.startswith(("layers.2", "layers.3", "head"))),
+    "ep 1 of 4": Names(lambda name: ".experts." not in name or ".experts.1." in name),
+    "pp and tp": TensorParallel(
+        rank=1, ranks=2, dim_of=_dim, within=Names(lambda name: name.startswith("layers.0"))
+    ),
+}
+
+
+def part(state: State, share: Selection) -> State:
+    held = {}
+    for name, tensor in state.items():
+        box = share.box(name, TensorSpec("BF16", tuple(tensor.shape)))
+        if box is not None:
+            cut = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
+            held[name] = tensor[cut].clone()
+    return held
+
+
+def blank(share: Selection) -> State:
+    return {name: torch.zeros_like(tensor) for name, tensor in part(STATES[0], share).items()}
+
+
+def same(left: State, right: State) -> bool:
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name].view(torch.int16), right[name].view(torch.int16)) for name in left
+    )
+
+
+@dataclass(slots=True)
+class Counted:
+    """A source that counts what is read of it."""
+
+    inner: StoreSource
+    read_bytes: int = 0
+
+    @property
+    def streams(self) -> int:
+        return self.inner.streams
+
+    @property
+    def range_bytes(self) -> int:
+        return self.inner.range_bytes
+
+    def directories(self) -> frozenset[str]:
+        return self.inner.directories()
+
+    def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
+        return self.inner.latest(known, wait_s=wait_s)
+
+    def read_small(self, path: str, limit_bytes: int) -> bytes:
+        return self.inner.read_small(path, limit_bytes)
+
+    def size_bytes(self, path: str) -> int:
+        return self.inner.size_bytes(path)
+
+    def read_range(self, path: str, start: int, into: memoryview) -> None:
+        self.read_bytes += len(into)
+        self.inner.read_range(path, start, into)
+
+    def doubt(self, path: str) -> None:
+        self.inner.doubt(path)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("parts") / "job-a"
+    with Publisher(root) as publisher:
+        for state in STATES:
+            publisher.publish(state)
+    return root
+
+
+@pytest.fixture
+def copied(published: Path, tmp_path: Path) -> Path:
+    """A store to do harm to."""
+    shutil.copytree(published, tmp_path / "job-a")
+    return tmp_path / "job-a"
+
+
+def size_of(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+SIZE = size_of(STATES[0])
+
+
+@pytest.mark.parametrize("share", SHARES.values(), ids=SHARES.keys())
+@pytest.mark.parametrize("staging_bytes", [1 << 20, 1 << 30])
+def test_a_rank_holds_its_share_of_every_state(
+    published: Path, share: Selection, staging_bytes: int
+) -> None:
+    held, target = blank(share), TensorTarget(_held := blank(share))
+    receiver = Receiver(published, selection=share, staging_bytes=staging_bytes)
+    current = None
+    for version in (ONE, TWO, THREE):
+        applied = receiver.sync(current, version, target)
+        assert same(_held, part(STATES[version - 1], share))
+        assert applied.from_full == (version == 1)
+        current = applied.version
+    Receiver(published, selection=share).sync(None, THREE, TensorTarget(held))
+    assert same(held, part(STATES[2], share))
+
+
+def needed_bytes(share: Selection) -> int:
+    """Of a full version: columns of a tensor are in every row of it."""
+    by_name = part(STATES[0], share)
+    return sum(
+        STATES[0][name].nbytes if held.shape[-1] != STATES[0][name].shape[-1] else held.nbytes
+        for name, held in by_name.items()
+    )
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_it_reads_its_share_and_little_else(published: Path, share: str) -> None:
+    source = Counted(DirectorySource(published))
+    receiver, held = Receiver(source, selection=SHARES[share]), blank(SHARES[share])
+    # At each end of a run a chunk may be someone else's for the most part; one more is the header.
+    most = needed_bytes(SHARES[share]) + (2 * len(held) + 2) * MIN_CHUNK_BYTES
+    full = receiver.sync(None, ONE, TensorTarget(held))
+    assert needed_bytes(SHARES[share]) <= full.bytes_read <= source.read_bytes < min(most, SIZE)
+    source.read_bytes = 0
+    delta = receiver.sync(ONE, TWO, TensorTarget(held))
+    size = (published / "weight_v000002" / SHARD).stat().st_size
+    whole = sum(STATES[0][name].nbytes for name in held)
+    assert delta.bytes_read == source.read_bytes <= size * whole / SIZE + 6 * MIN_CHUNK_BYTES
+    assert same(held, part(STATES[1], SHARES[share]))
+
+
+def test_a_pipeline_s_rank_reads_half_of_a_delta(published: Path) -> None:
+    """Of what is cut within tensors all is read: a delta counts from a tensor's first element."""
+    share = SHARES["pp second half"]
+    receiver, held = Receiver(published, selection=share), blank(share)
+    receiver.sync(None, ONE, TensorTarget(held))
+    delta = receiver.sync(ONE, TWO, TensorTarget(held))
+    assert delta.bytes_read < 0.75 * (published / "weight_v000002" / SHARD).stat().st_size
+
+
+@pytest.fixture(params=["memory", "http", "relay"])
+def remote(
+    request: pytest.FixtureRequest, published: Path, tmp_path: Path
+) -> Iterator[StoreSource]:
+    if request.param == "memory":
+        memory = fsspec.filesystem("memory")
+        memory.put(str(published), "/parts/job-a", recursive=True)
+        yield ObjectStoreSource("memory://parts/job-a")
+        memory.rm("/parts", recursive=True)
+        return
+    with ExitStack() as stack:
+        url = stack.enter_context(served(published.parent))
+        if request.param == "relay":
+            url = stack.enter_context(relayed(url, tmp_path / "cache"))
+        yield stack.enter_context(closing(HttpSource(f"{url}/stores/job-a", HASTY)))
+
+
+@pytest.mark.parametrize("share", ["tp 3 of 4", "pp second half"])
+def test_any_source_that_gives_ranges_will_do(remote: StoreSource, share: str) -> None:
+    source, held = Counted(remote), blank(SHARES[share])
+    receiver = Receiver(source, selection=SHARES[share])
+    receiver.sync(None, ONE, TensorTarget(held))
+    assert source.read_bytes < 0.9 * SIZE
+    receiver.sync(ONE, THREE, TensorTarget(held))
+    assert same(held, part(STATES[2], SHARES[share]))
+
+
+def test_what_is_stored_in_slices_is_pulled_in_slices(tmp_path: Path) -> None:
+    def cut(state: State) -> Iterator[tuple[str, torch.Tensor | ShardSlice]]:
+        for name, tensor in state.items():
+            half = tensor.shape[0] // 2
+            for offset in (0, half):
+                rows = tensor[offset : offset + half].contiguous()
+                yield name, ShardSlice(rows, tuple(tensor.shape), 0, offset)
+
+    with Publisher(tmp_path / "job-a") as publisher:
+        for state in STATES[:2]:
+            publisher.publish(cut(state))
+    for share in (SHARES["tp 3 of 4"], SHARES["ep 1 of 4"]):
+        source, held = Counted(DirectorySource(tmp_path / "job-a")), blank(share)
+        receiver = Receiver(source, selection=share)
+        receiver.sync(None, ONE, TensorTarget(held))
+        assert source.read_bytes < 0.75 * SIZE
+        receiver.sync(ONE, TWO, TensorTarget(held))
+        assert same(held, part(STATES[1], share))
+
+
+def _without_chunks(index: dict[str, object]) -> None:
+    block = index["rosemux"]
+    assert isinstance(block, dict)
+    for record in block["files"].values():
+        del record["chunk_bytes"], record["chunks"]
+
+
+def _foreign(index: dict[str, object]) -> None:
+    del index["rosemux"]
+
+
+@pytest.mark.parametrize("age", [_without_chunks, _foreign])
+@pytest.mark.parametrize("share", ["tp 0 of 2", "ep 1 of 4"])
+def test_a_store_that_vouches_for_no_parts_is_read_whole(
+    copied: Path,
+    caplog: pytest.LogCaptureFixture,
+    age: Callable[[dict[str, object]], None],
+    share: str,
+) -> None:
+    for path in copied.glob(f"*/{INDEX_FILE}"):
+        index = json.loads(path.read_bytes())
+        age(index)
+        path.write_text(json.dumps(index))
+    source, held = Counted(DirectorySource(copied)), blank(SHARES[share])
+    receiver = Receiver(source, selection=SHARES[share])
+    with caplog.at_level(logging.INFO, logger="weightsync"):
+        receiver.sync(None, ONE, TensorTarget(held))
+    assert source.read_bytes >= SIZE
+    assert "weight_v000001 is read whole" in caplog.text
+    assert same(held, part(STATES[0], SHARES[share]))
+    if age is _without_chunks:
+        applied = receiver.sync(ONE, THREE, TensorTarget(held))
+        assert not applied.from_full
+        assert same(held, part(STATES[2], SHARES[share]))
+
+
+def _flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("share", ["tp 3 of 4", "pp second half"])
+def test_damage_within_a_share_is_found_before_anything_is_written(
+    copied: Path, share: str
+) -> None:
+    selection = SHARES[share]
+    receiver, held = Receiver(copied, selection=selection), blank(selection)
+    path = copied / "weight_v000001" / SHARD
+    size = path.stat().st_size
+    for at in (3, 200, size - 1):
+        _flip(path, at)
+        with pytest.raises(Corrupt):
+            receiver.sync(None, ONE, TensorTarget(held))
+        assert same(held, blank(selection))
+        _flip(path, at)
+    receiver.sync(None, ONE, TensorTarget(held))
+    assert same(held, part(STATES[0], selection))
+
+
+def test_damage_elsewhere_is_nobody_s_of_this_share(copied: Path) -> None:
+    selection = SHARES["pp and tp"]
+    _flip(copied / "weight_v000001" / SHARD, SIZE - 1000)
+    held = blank(selection)
+    Receiver(copied, selection=selection).sync(None, ONE, TensorTarget(held))
+    assert same(held, part(STATES[0], selection))
+
+
+def test_digests_that_do_not_lead_to_the_state_are_refused(copied: Path) -> None:
+    """The header is what vouches for whole tensors: another one with digests of its own is none."""
+    path = copied / "weight_v000002" / INDEX_FILE
+    index = json.loads(path.read_bytes())
+    index["rosemux"]["state_hash"] = "0" * 32
+    path.write_text(json.dumps(index))
+    selection = SHARES["ep 1 of 4"]
+    receiver, held = Receiver(copied, selection=selection), blank(selection)
+    receiver.sync(None, ONE, TensorTarget(held))
+    with pytest.raises(Corrupt, match="do not lead to"):
+        receiver.sync(ONE, TWO, TensorTarget(held))
+    assert same(held, part(STATES[0], selection))
+
+
+@pytest.mark.parametrize("share", ["tp 3 of 4", "ep 1 of 4"])
+def test_a_part_that_changed_by_itself_is_replaced_whole(published: Path, share: str) -> None:
+    selection = SHARES[share]
+    receiver, held = Receiver(published, selection=selection), blank(selection)
+    receiver.sync(None, ONE, TensorTarget(held))
+    held["layers.0.experts.1.up.weight"].view(torch.int16)[0, 0] ^= 1
+    applied = receiver.sync(ONE, TWO, TensorTarget(held))
+    assert (applied.from_full, receiver.reapplied) == (True, 1)
+    assert same(held, part(STATES[1], selection))
+
+
+def test_a_receiver_that_wrote_nothing_yet_starts_from_a_full_checkpoint(published: Path) -> None:
+    """It was told a version, but nobody can say of parts whether they are that version's."""
+    selection = SHARES["tp 3 of 4"]
+    held = part(STATES[0], selection)
+    applied = Receiver(published, selection=selection).sync(ONE, THREE, TensorTarget(held))
+    assert applied.from_full
+    assert same(held, part(STATES[2], selection))
+
+
+def test_another_share_and_a_directory_are_refused(published: Path, tmp_path: Path) -> None:
+    held = blank(SHARES["tp 0 of 2"])
+    receiver = Receiver(published, selection=SHARES["tp 3 of 4"])
+    with pytest.raises(ConfigError, match="does not fit this model"):
+        receiver.sync(None, ONE, TensorTarget(held))
+    assert same(held, blank(SHARES["tp 0 of 2"]))
+    with pytest.raises(ConfigError, match="whole models"):
+        CheckpointFollower(receiver, tmp_path / "held")
+
+
+def test_what_a_relay_has_of_a_file_is_pulled_again_where_it_is_wrong(
+    published: Path, tmp_path: Path
+) -> None:
+    """Nobody reads the rest of it, so that it never proves itself as a whole."""
+    selection = SHARES["pp second half"]
+    cache = tmp_path / "cache"
+    with served(published.parent) as url, relayed(url, cache) as first:
+        for _ in range(2):
+            held = blank(selection)
+            with closing(HttpSource(f"{first}/stores/job-a", HASTY)) as source:
+                Receiver(source, selection=selection).sync(None, ONE, TensorTarget(held))
+            assert same(held, part(STATES[0], selection))
+            (growing,) = cache.glob("job-a/*.part")
+            _flip(growing, growing.stat().st_size - 1000)

@@ -1,0 +1,73 @@
+"""How much memory a receiver takes beside the weights that it writes to, and who gets it.
+
+Half of it is kept: payloads and decoded changes that wait for the pause. The other half is lent to
+tensors on their way. What is larger than a half goes alone. Decides what fits; allocates nothing.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, wait
+from typing import TypeVar
+
+from harvester.contracts.errors import ConfigError
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+STAGING_BYTES = 1 << 30
+"""A step of a model of 70 GB fits undecoded, and one of 10 GB decoded, which is what the pause
+likes; a full checkpoint of either waits in a file."""
+MIN_STAGING_BYTES = 1 << 20
+
+
+class MemoryRoom:
+    """Used by one thread at a time."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        """Raises ConfigError for a limit that no tensor would fit into."""
+        if limit_bytes < MIN_STAGING_BYTES:
+            raise ConfigError(f"staging_bytes must be at least {MIN_STAGING_BYTES}")
+        self.limit_bytes = limit_bytes
+        self._kept_bytes = 0
+
+    @property
+    def lent_bytes(self) -> int:
+        """What may be on its way at a time."""
+        return self.limit_bytes // 2
+
+    def keep(self, size_bytes: int) -> bool:
+        """Whether so much more may stay in memory; it then counts until it is given back."""
+        fits = self._kept_bytes + size_bytes <= self.limit_bytes // 2
+        self._kept_bytes += size_bytes if fits else 0
+        return fits
+
+    def give_back(self, size_bytes: int) -> None:
+        self._kept_bytes -= size_bytes
+
+    def spread(
+        self,
+        pool: Executor,
+        work: Callable[[K], T],
+        items: Iterable[K],
+        size_of: Callable[[K], int],
+    ) -> Iterator[T]:
+        """Results in order; at a time only as many items as fit, at least one.
+
+        What raises ends it, once nothing of it runs any more.
+        """
+        running: deque[tuple[int, Future[T]]] = deque()
+        lent_bytes = 0
+        try:
+            for item in items:
+                size = size_of(item)
+                while running and lent_bytes + size > self.lent_bytes:
+                    done_bytes, done = running.popleft()
+                    yield done.result()
+                    lent_bytes -= done_bytes
+                running.append((size, pool.submit(work, item)))
+                lent_bytes += size
+            while running:
+                yield running.popleft()[1].result()
+        finally:
+            left = [future for _, future in running if not future.cancel()]
+            wait(left)

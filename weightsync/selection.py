@@ -1,0 +1,70 @@
+"""Which part of a checkpoint a holder of weights has: a rank's share of a parallel engine.
+
+    Names(lambda name: ...)                    pipeline and expert parallel: whole tensors
+    TensorParallel(rank, ranks, dim_of)        one box of each tensor that is cut
+
+Decides nothing about where bytes lie; held_parts.py does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from harvester.contracts.errors import ConfigError
+from weightsync.bits import TensorSpec
+from weightsync.slices import SliceRecord
+
+
+class Selection(Protocol):
+    def box(self, name: str, spec: TensorSpec) -> SliceRecord | None:
+        """What is held of a tensor; None where nothing is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Whole tensors, as a stage of a pipeline or a rank of an expert-parallel group has them."""
+
+    holds: Callable[[str], bool]
+
+    def box(self, name: str, spec: TensorSpec) -> SliceRecord | None:
+        return whole_box(name, spec) if self.holds(name) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallel:
+    """The rank's run of each tensor along a dimension; runs are equal but the last ones.
+
+    `dim_of`: the dimension that a tensor is cut along, None where every rank has all of it.
+    `within`: of which tensors; for a rank of several kinds of parallelism.
+    """
+
+    rank: int
+    ranks: int
+    dim_of: Callable[[str], int | None]
+    within: Selection | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.ranks:
+            raise ConfigError(f"rank {self.rank} of {self.ranks}: ranks count from 0")
+
+    def box(self, name: str, spec: TensorSpec) -> SliceRecord | None:
+        if self.within is not None and self.within.box(name, spec) is None:
+            return None
+        dim = self.dim_of(name)
+        if dim is None:
+            return whole_box(name, spec)
+        if not 0 <= dim < len(spec.shape):
+            raise ConfigError(f"{name} of shape {spec.shape} has no dimension {dim} to cut along")
+        size = spec.shape[dim]
+        length = -(-size // self.ranks)
+        offset = min(self.rank * length, size)
+        offsets = tuple(offset if d == dim else 0 for d in range(len(spec.shape)))
+        lengths = tuple(
+            min(length, size - offset) if d == dim else n for d, n in enumerate(spec.shape)
+        )
+        return SliceRecord(name, spec.shape, offsets, lengths) if lengths[dim] else None
+
+
+def whole_box(name: str, spec: TensorSpec) -> SliceRecord:
+    return SliceRecord(name, spec.shape, (0,) * len(spec.shape), spec.shape)
