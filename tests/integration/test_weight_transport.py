@@ -564,7 +564,7 @@ def test_a_relay_that_is_killed_believes_no_half_file(
     reader.join(30)
     assert list(cache.glob("*/*.part"))
     second = weight_process(*arguments)
-    assert not list(cache.glob("*/*"))
+    assert not list(cache.glob("[!.]*/*"))
     assert _read(_source(second.url)) == raw
     slow.end(signal.SIGKILL)
     assert len(list(cache.glob("*/*-*"))) == 1
