@@ -7,7 +7,7 @@ as the only margin. Ten jobs or so.
 from dataclasses import dataclass, field
 
 from scheduler.policy.groups.durations import Belief
-from scheduler.policy.groups.forecast import Horizon, Occupant, Roster, slowdowns, upper_bound
+from scheduler.policy.groups.forecast import NO_GLANCE, Horizon, Occupant, Roster, keeps_all
 from scheduler.policy.groups.judge import OUR_RULES
 from scheduler.policy.groups.regrouping import CheapestHosting, Guest
 from scheduler.policy.groups.stages import Rules
@@ -61,5 +61,6 @@ class Optimum:
         return price
 
     def _admits(self, roster: Roster) -> bool:
-        found = slowdowns(roster, rules=self.rules, horizon=self.horizon)
-        return bool((upper_bound(found, 0.0) <= roster.slos + 1e-9).all())
+        return keeps_all(
+            roster, rules=self.rules, horizon=self.horizon, glance=NO_GLANCE, quantile=0.0
+        )
