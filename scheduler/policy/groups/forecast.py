@@ -77,7 +77,7 @@ class Roster:
     def hosted(
         self, members: Sequence[int], rollout: Sequence[int], training: Sequence[int]
     ) -> "Roster":
-        """Some of the jobs, each on the nodes of its masks, training nodes numbered on their own."""
+        """Some of the jobs, each on the nodes of its masks; either pool's are numbered from 0."""
         chosen = list(members)
         jobs = self.jobs[chosen]
         first = max(rollout).bit_length()

@@ -68,7 +68,7 @@ class GroupPlanner:
         self.facts: dict[JobId, JobFacts] = {}
         self.packer = Packer(self.book, self.facts, judge, self.config.limits)
         self.relocation = Relocation(self.packer, self.config.prices)
-        self.evacuation = Evacuation(self.packer, lambda job: self.choose(job))
+        self.evacuation = Evacuation(self.packer, self.choose)
         self._checked_s: dict[str, float] = {}
         self.regroup = Regroup(self.packer, self.relocation, self.config.prices)
         self._looks = 0

@@ -13,6 +13,7 @@ from scheduler.policy.groups.assignments import node_count
 from scheduler.policy.groups.book import Cell
 from scheduler.policy.groups.forecast import Occupant, Roster
 from scheduler.policy.groups.packing import OpeningKind, Packer
+from scheduler.policy.groups.price_floor import PriceFloor
 from scheduler.policy.groups.regrouping import CheapestHosting, Guest, Hosting
 from scheduler.policy.groups.relocation import Move, MovePrices, Relocation
 from scheduler.policy.groups.stages import NODES_MAX
@@ -29,6 +30,7 @@ class Regroup:
         self._relocation = relocation
         self._prices = prices
         self.search = CheapestHosting(self._book.types, packer.limits.group_jobs)
+        self.floor = PriceFloor(self.search)
         self._seen: dict[tuple[int, ...], float] = {}
         """Until when a neighbourhood, named by its jobs' versions, need not be searched again."""
 
@@ -39,12 +41,17 @@ class Regroup:
             return []
         jobs = [job for cell in cells for job in cell.pinned]
         roster, judge = self._roster(jobs), self._packer.judge
-        price, hostings = self.search.search(
-            [self._guest(job) for job in jobs],
-            lambda hosting: judge.admits(roster.hosted(*hosting)),
-        )
+        guests = [self._guest(job) for job in jobs]
         before = sum(map(self._committed, cells))
         self._seen[key] = float("inf")
+
+        def admits(hosting: Hosting) -> bool:
+            return judge.admits(roster.hosted(*hosting))
+
+        worth_it = before - self._prices.least_saving_per_move
+        if self.floor.cheapest(guests, admits, at_most=worth_it) is None:
+            return []
+        price, hostings = self.search.search(guests, admits)
         if before - price < self._prices.least_saving_per_move:
             return []
         wanted = self._matched(jobs, hostings, cells)
@@ -97,7 +104,9 @@ class Regroup:
         """Whether all its jobs are well known, none is on its way, and any of them fit a group."""
         widest = NODES_MAX // self._packer.limits.group_jobs
         return bool(cell.pinned) and all(
-            facts.mature and not facts.moving and facts.rollout_nodes + facts.training_nodes <= widest
+            facts.mature
+            and not facts.moving
+            and facts.rollout_nodes + facts.training_nodes <= widest
             for facts in (self._packer.facts[job] for job in cell.pinned)
         )
 

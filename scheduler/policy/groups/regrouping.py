@@ -50,11 +50,15 @@ class _Cheapest(NamedTuple):
 
 
 Admits = Callable[[Hosting], bool]
+Fits = Sequence[npt.NDArray[np.bool_]]
+"""Of each pool, `[guests as a mask]`: whether they may have one node together."""
 SHARE_LIMIT = 1.0 + 1e-9
 _CENT = 1e-6
 """Prices that differ by less are the same."""
 _NONE = float("inf")
 _APART = -1
+_PARTS_FIRST = 4
+"""Of more members some part has mostly failed before, and its verdict is known."""
 
 
 @dataclass(slots=True)
@@ -79,7 +83,7 @@ class CheapestHosting:
     def search(self, guests: list[Guest], admits: Admits) -> tuple[float, list[Hosting]]:
         """The least price per hour and the groups that have it."""
         count = len(guests)
-        fits = [self._fitting(guests, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
+        fits = [self.fitting(guests, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
         best: dict[int, tuple[float, tuple[Hosting, ...]]] = {0: (0.0, ())}
         for size in range(1, count + 1):
             for members in combinations(range(count), size):
@@ -105,7 +109,7 @@ class CheapestHosting:
         guests: list[Guest],
         members: tuple[int, ...],
         between: tuple[float, float],
-        fits: Sequence[npt.NDArray[np.bool_]],
+        fits: Fits,
         admits: Admits,
     ) -> tuple[float, Hosting] | None:
         """Cheapest assignment of one group's nodes that keeps every SLO, priced between the two."""
@@ -115,9 +119,9 @@ class CheapestHosting:
         if known is None or (known.price == _NONE and known.below < below):
             since = least if known is None else max(least, known.below)
             known = _Cheapest(below, _NONE, (), ())
-            for price, rollout, training in self._priced(guests, members, (since, below), fits):
+            for price, rollout, training in self.priced(guests, members, (since, below), fits):
                 hosting = Hosting(members, rollout, training)
-                if self._admitted(versions, hosting, admits):
+                if self.admitted(versions, hosting, admits):
                     known = _Cheapest(below, price, rollout, training)
                     break
             self._cheapest[versions] = known
@@ -125,12 +129,12 @@ class CheapestHosting:
             return known.price, Hosting(members, known.rollout, known.training)
         return None
 
-    def _priced(
+    def priced(
         self,
         guests: list[Guest],
         members: tuple[int, ...],
         between: tuple[float, float],
-        fits: Sequence[npt.NDArray[np.bool_]],
+        fits: Fits,
     ) -> Iterator[tuple[float, Masks, Masks]]:
         """Assignments in the order of price that memory, shares and known pairs allow.
 
@@ -144,58 +148,71 @@ class CheapestHosting:
         )
         left, right = table(widths[0]), table(widths[1])
         inside = _inside(members)
-        rows = np.flatnonzero(fits[0][inside[left.residents]].all(axis=1))
-        columns = np.flatnonzero(fits[1][inside[right.residents]].all(axis=1))
+        rows = fits[0][inside[left.residents]].all(axis=1).nonzero()[0]
+        columns = fits[1][inside[right.residents]].all(axis=1).nonzero()[0]
         prices = (
             left.nodes[rows, None] * self.types[Pool.ROLLOUT].price_per_hour
             + right.nodes[None, columns] * self.types[Pool.TRAINING].price_per_hour
         )
         wanted = (prices >= least - _CENT) & (prices < below - _CENT)
-        wanted &= connected(*widths)[np.ix_(rows, columns)]
+        wanted &= connected(*widths)[rows[:, None], columns]
         if len(members) > 2 and wanted.any():
             refused = np.array([self._refused[pair] for pair in combinations(versions, 2)]).T
             shared, other = left.shared[rows], right.shared[columns]
             wanted &= (shared * refused[0]) @ other.T == 0
             wanted &= (shared * refused[1]) @ (1.0 - other).T == 0
             wanted &= ((1.0 - shared) * refused[2]) @ other.T == 0
-        at, found = np.argwhere(wanted), prices[wanted]
-        for one in np.argsort(found, kind="stable"):
-            row, column = at[one]
-            yield float(found[one]), left.choices[rows[row]], right.choices[columns[column]]
+        found = prices[wanted]
+        order = np.argsort(found, kind="stable")
+        at = np.argwhere(wanted)[order].astype(np.int32)
+        return (
+            (price, left.choices[rows[row]], right.choices[columns[column]])
+            for price, (row, column) in zip(found[order].tolist(), at, strict=True)
+        )
 
-    def _fitting(self, guests: list[Guest], pool: Pool) -> npt.NDArray[np.bool_]:
+    def fitting(self, guests: list[Guest], pool: Pool) -> npt.NDArray[np.bool_]:
         """`[guests as a mask]`: whether memory and the least share of time allow them one node."""
-        bits = _bits(len(guests))
+        chosen = bits(len(guests))
         sizes = np.array([one.host_bytes for one in guests], dtype=np.float64)
         shares = np.array(
-            [
-                one.rollout_share if pool is Pool.ROLLOUT else one.training_share
-                for one in guests
-            ]
+            [one.rollout_share if pool is Pool.ROLLOUT else one.training_share for one in guests]
         )
-        fits = bits @ sizes <= self.types[pool].host_bytes
-        return np.asarray(fits & (bits @ shares <= SHARE_LIMIT))
+        fits = chosen @ sizes <= self.types[pool].host_bytes
+        return np.asarray(fits & (chosen @ shares <= SHARE_LIMIT))
 
-    def _admitted(self, versions: tuple[int, ...], hosting: Hosting, admits: Admits) -> bool:
-        """Whether it keeps every SLO; first whether it would with any one member fewer."""
+    def admitted(self, versions: tuple[int, ...], hosting: Hosting, admits: Admits) -> bool:
+        """Whether it keeps every SLO, and so does every hosting with fewer of its members.
+
+        A forecast that fails is short, so the whole is asked before what is not known of its parts.
+        """
         members, rollout, training = hosting
-        count = len(members)
-        relation = _relation(rollout, training) if count == 2 else None
-        if count == 1 or relation == _APART:
-            return True
         key = (versions, rollout, training)
         known = self.verdicts.get(key)
-        if known is None:
-            known = all(
-                self._admitted(versions[:at] + versions[at + 1 :], _less(hosting, at), admits)
-                for at in range(count)
-            )
-            if known:
-                self.simulated += 1
-                known = admits(hosting)
-            self.verdicts[key] = known
-            if relation is not None and not known:
-                self._refused[versions][relation] = 1.0
+        if known is not None:
+            return known
+        unknown = []
+        for at in range(len(members) if len(members) > 2 else 0):
+            fewer = versions[:at] + versions[at + 1 :]
+            less = _less(hosting, at)
+            found = self.verdicts.get((fewer, less.rollout, less.training))
+            if found is False:
+                self.verdicts[key] = False
+                return False
+            if found is None:
+                unknown.append((fewer, less))
+        relation = _relation(rollout, training) if len(members) == 2 else None
+        if len(members) == 1 or relation == _APART:
+            known = True
+        else:
+            self.simulated += 1
+            parts = (self.admitted(fewer, less, admits) for fewer, less in unknown)
+            if len(members) > _PARTS_FIRST:
+                known = all(parts) and admits(hosting)
+            else:
+                known = admits(hosting) and all(parts)
+        self.verdicts[key] = known
+        if relation is not None and not known:
+            self._refused[versions][relation] = 1.0
         return known
 
 
@@ -212,14 +229,15 @@ def _less(hosting: Hosting, at: int) -> Hosting:
 
 
 @cache
-def _bits(count: int) -> npt.NDArray[np.int64]:
-    """`[mask, member]`"""
+def bits(count: int) -> npt.NDArray[np.int64]:
+    """`[mask, member]`: 1 where the mask has the member."""
     return np.arange(1 << count)[:, None] >> np.arange(count) & 1
 
 
+@cache
 def _inside(members: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """`[mask of members]`: the same as a mask of all guests."""
-    return _bits(len(members)) @ (1 << np.array(members))
+    return bits(len(members)) @ (1 << np.array(members))
 
 
 def _parts_with_lowest(mask: int) -> Iterator[int]:

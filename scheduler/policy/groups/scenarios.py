@@ -167,7 +167,4 @@ def keeps(
                 if least > template["slo"][k] + _SURELY:
                     return False
     bound = upper_bound(found, quantile)
-    for k in range(count):
-        if bound[k] > template["slo"][k] + ROUNDING:
-            return False
-    return True
+    return bool((bound <= template["slo"] + ROUNDING).all())
