@@ -88,7 +88,8 @@ class CheapestHosting:
         for size in range(1, count + 1):
             for members in combinations(range(count), size):
                 mask = sum(1 << member for member in members)
-                price, hostings = _NONE, ()
+                price = _NONE
+                hostings: tuple[Hosting, ...] = ()
                 for part in _parts_with_lowest(mask):
                     whole = best[part][0] + best[mask ^ part][0] if part != mask else price
                     if whole < price - 1e-9:
@@ -148,8 +149,8 @@ class CheapestHosting:
         )
         left, right = table(widths[0]), table(widths[1])
         inside = _inside(members)
-        rows = fits[0][inside[left.residents]].all(axis=1).nonzero()[0]
-        columns = fits[1][inside[right.residents]].all(axis=1).nonzero()[0]
+        rows = np.flatnonzero(fits[0][inside[left.residents]].all(axis=1))
+        columns = np.flatnonzero(fits[1][inside[right.residents]].all(axis=1))
         prices = (
             left.nodes[rows, None] * self.types[Pool.ROLLOUT].price_per_hour
             + right.nodes[None, columns] * self.types[Pool.TRAINING].price_per_hour
