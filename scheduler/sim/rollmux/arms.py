@@ -75,8 +75,8 @@ def summary(jobs: list[SimulatedJob], run: RunResult) -> ArmResult:
         worst_window=max(
             worst_window(one, run.ledger.iteration_ends_s[one.job.job]) for one in done
         ),
-        moves=run.counts.moves,
-        events=run.counts.events,
+        moves=run.moves,
+        events=run.events,
         failures=run.counts.failures,
         restarts=run.counts.restarts,
     )

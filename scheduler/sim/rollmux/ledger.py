@@ -81,6 +81,14 @@ class RunResult:
     def ended_s(self) -> dict[JobId, float]:
         return self.ledger.ended_s
 
+    @property
+    def moves(self) -> int:
+        return self.counts.moves
+
+    @property
+    def events(self) -> int:
+        return self.counts.events
+
 
 def slowdown(one: SimulatedJob, ended_s: float) -> float:
     return (ended_s - one.arrival_s) / one.solo_s

@@ -94,7 +94,7 @@ tight_phases = st.tuples(st.integers(20, 400), st.integers(20, 400), st.floats(1
 def test_nobody_starves_even_where_every_promise_is_broken(
     jobs: list[tuple[int, int, float]], order: int
 ) -> None:
-    """All on one node of each pool: who waits longest is as slow as sharing makes it, not slower."""
+    """All on one node of each pool: nobody is much slower than sharing makes it."""
     members = [occupant(float(a), float(b), slo=slo) for a, b, slo in jobs]
     slow = exact_slowdowns(members, OUR_RULES._replace(order=order))
     round_s = sum(a + b for a, b, _ in jobs)
