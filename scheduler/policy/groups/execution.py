@@ -49,8 +49,8 @@ def _runs(stage: int) -> bool:
 
 
 @compiled
-def _speed(jobs: Records, k: int) -> float:
-    if jobs["stage"][k] != BULK:
+def _speed(jobs: Records, permits: Records, k: int) -> float:
+    if jobs["stage"][k] != BULK or not permits[TAILS] & jobs["rollout_nodes"][k]:
         return 1.0
     taken = 0.0
     for other in range(jobs.size):
@@ -137,11 +137,12 @@ def _prewarm(jobs: Records, nodes: Records, permits: Records, now_s: float, warm
     pinned = 0
     for k in range(jobs.size):
         pinned |= jobs["rollout_nodes"][k] | jobs["training_nodes"][k]
+    idle = pinned & ~permits[BUSY]
     for bit in range(NODES_MAX):
         mask = 1 << bit
-        if mask > pinned:
+        if mask > idle:
             return
-        if permits[BUSY] & mask:
+        if not idle & mask:
             continue
         first, first_s = -1, 0.0
         for k in range(jobs.size):
@@ -207,12 +208,12 @@ def _finish(
 
 
 @compiled
-def _progress(jobs: Records, passed_s: float) -> None:
+def _progress(jobs: Records, permits: Records, passed_s: float) -> None:
     for k in range(jobs.size):
         if not _runs(jobs["stage"][k]):
             continue
         overhead_s = min(jobs["overhead_s"][k], passed_s)
-        worked_s = (passed_s - overhead_s) * _speed(jobs, k)
+        worked_s = (passed_s - overhead_s) * _speed(jobs, permits, k)
         jobs["overhead_s"][k] -= overhead_s
         jobs["left_s"][k] -= worked_s
         if jobs["stage"][k] != LOADING:
@@ -250,10 +251,10 @@ def advance(
         for k in range(jobs.size):
             if not _runs(jobs["stage"][k]):
                 continue
-            rest_s = jobs["overhead_s"][k] + max(jobs["left_s"][k], 0.0) / _speed(jobs, k)
+            rest_s = jobs["overhead_s"][k] + max(jobs["left_s"][k], 0.0) / _speed(jobs, permits, k)
             if rest_s < passed_s:
                 first, passed_s = k, rest_s
-        _progress(jobs, passed_s)
+        _progress(jobs, permits, passed_s)
         if first < 0:
             return until_s, at, events
         now_s += passed_s

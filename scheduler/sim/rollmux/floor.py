@@ -8,12 +8,19 @@ from harvester.contracts.ids import NodeId
 from scheduler.policy.groups.compiled import Records
 from scheduler.policy.groups.execution import advance
 from scheduler.policy.groups.stages import (
+    BULK,
+    BUSY,
     EVENT,
     JOB,
     LOADING,
     NODES_MAX,
     PARKED,
+    TAIL_HELD,
+    TAIL_MOVED,
+    TAILS,
+    TRAINING,
     WAITS_ROLLOUT,
+    WAITS_TRAINING,
     Rules,
     empty_nodes,
     empty_permits,
@@ -75,6 +82,22 @@ class Floor:
         row = self.jobs[at : at + 1].copy()
         self.jobs = np.delete(self.jobs, at)
         return row
+
+    def stop(self, job: int) -> tuple[Records, int, bool]:
+        """Takes the job out wherever it is: its record as at its iteration's beginning, the nodes
+        whose permits it gives up, and whether it held them to roll out.
+        """
+        row = self.leave(job)
+        stage = int(row["stage"][0])
+        rollout = stage in (BULK, TAIL_HELD, TAIL_MOVED)
+        mask = 0
+        if rollout or stage == TRAINING:
+            mask = int(row["rollout_nodes" if rollout else "training_nodes"][0])
+            self.permits[TAILS if stage == TAIL_MOVED else BUSY] &= ~np.int64(mask)
+        if stage in (WAITS_TRAINING, TRAINING):
+            iteration = row["offset"][0] + row["done"][0] % row["length"][0]
+            row["solo_s"] -= self.lengths_s[iteration, 0]
+        return row, mask, rollout
 
     def row(self, job: int) -> int:
         return int(np.flatnonzero(self.jobs["id"] == job)[0])
