@@ -11,13 +11,16 @@ from pathlib import Path
 
 from benchmarks.rollmux.decisions import decision_times
 from benchmarks.rollmux.figures import drift_figures, quality_figures, single_workload
+from benchmarks.rollmux.harvest import harvest_figures
 from benchmarks.rollmux.optimum import optimum_figures
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.errors import ConfigError
-from scheduler.sim.rollmux.workload import Drift
+from scheduler.sim.rollmux.workload import JOBS, Drift
 from scheduler.sim.rollmux.workload_csv import read_workload
 
-PARTS = ("quality", "w2", "drift", "optimum", "decisions", "determinism")
+PARTS = ("quality", "w2", "drift", "optimum", "harvest", "decisions", "determinism")
+QUICK_JOBS = 24
+"""Of the harvest part's one seed."""
 
 
 def main() -> None:
@@ -30,6 +33,24 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument(
         "--instances", type=int, default=50, help="of 6 to 10 jobs, for the optimum"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="production traces for the harvest part (t_s,input_tokens,output_tokens)",
+    )
+    parser.add_argument(
+        "--busy-share", type=_share, default=0.5, help="of serving alone, in the harvest part"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        choices=range(1, JOBS + 1),
+        metavar="N",
+        default=JOBS,
+        help="of a seed, in the harvest part",
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--resume", type=Path, help="directory of results that are kept")
@@ -44,6 +65,13 @@ def main() -> None:
     given.json.parent.mkdir(parents=True, exist_ok=True)
     given.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0.0 < share < 1.0:
+        raise ValueError(text)
+    return share
 
 
 def _result(given: argparse.Namespace) -> dict[str, object]:
@@ -63,6 +91,14 @@ def _result(given: argparse.Namespace) -> dict[str, object]:
         result |= drift_figures(seeds, pieces)
     if "optimum" in parts:
         result |= optimum_figures(3 if given.quick else given.instances, pieces)
+    if "harvest" in parts:
+        result |= harvest_figures(
+            seeds,
+            pieces,
+            traces=given.trace,
+            busy_share=given.busy_share,
+            jobs=QUICK_JOBS if given.quick else given.jobs,
+        )
     if "decisions" in parts:
         result |= decision_times(quick=given.quick)
     if "determinism" in parts:

@@ -5,6 +5,7 @@ what arrived and ended, and does what it asks. Groups run on their own between t
 costs from when the first job is put on it to when the planner gives it back.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -32,6 +33,8 @@ from scheduler.policy.groups.stages import (
     ROLLOUT_ENDED,
     ROLLOUT_STARTED,
     TAIL_MIGRATED,
+    TAIL_RETURNED,
+    TAIL_SENT,
     TRAINING_ENDED,
     TRAINING_STARTED,
     Rules,
@@ -48,7 +51,15 @@ _PHASES: Final = {
     TRAINING_STARTED: ("phase_start", PhaseKind.TRAINING),
     TRAINING_ENDED: ("phase_end", PhaseKind.TRAINING),
     TAIL_MIGRATED: ("tail_moved", PhaseKind.ROLLOUT),
+    TAIL_SENT: ("tail_leased", PhaseKind.ROLLOUT),
+    TAIL_RETURNED: ("tail_returned", PhaseKind.ROLLOUT),
 }
+FloorOf = Callable[[GroupId, Rules, Records, float], Floor]
+"""A new group's machines, by the rules, everybody's durations and the time."""
+
+
+def _own_nodes(_: GroupId, rules: Rules, lengths_s: Records, now_s: float) -> Floor:
+    return Floor(rules, lengths_s, now_s=now_s)
 
 
 class Planner(Protocol):
@@ -69,9 +80,16 @@ class RunResult:
 
 class Cluster:
     def __init__(
-        self, jobs: list[SimulatedJob], planner: Planner, rules: Rules, *, record: bool = False
+        self,
+        jobs: list[SimulatedJob],
+        planner: Planner,
+        rules: Rules,
+        *,
+        record: bool = False,
+        floor_of: FloorOf = _own_nodes,
     ) -> None:
         self._jobs = jobs
+        self._floor_of = floor_of
         self._number = {one.job.job: number for number, one in enumerate(jobs)}
         self._lengths_s = np.concatenate([one.lengths_s for one in jobs])
         counts = [one.iterations for one in jobs]
@@ -161,7 +179,8 @@ class Cluster:
     ) -> None:
         floor = self._floors.get(group)
         if floor is None:
-            floor = self._floors[group] = Floor(self._rules, self._lengths_s, now_s=now)
+            floor = self._floor_of(group, self._rules, self._lengths_s, now)
+            self._floors[group] = floor
         for name in (*placement.rollout_nodes, *placement.training_nodes):
             node = self._nodes[name][0]
             self.ledger.node_up(name, node.pool, node.price_per_hour, t_s=now)

@@ -84,20 +84,23 @@ class Floor:
         parts = []
         while True:
             log = np.zeros(_LOG_SIZE, dtype=EVENT)
-            self.now_s, logged, events = advance(
-                self.jobs,
-                self.nodes,
-                self.permits,
-                self.lengths_s,
-                self.rules,
-                self.now_s,
-                until_s,
-                log,
-            )
+            self.now_s, logged, events = self._run(until_s, log)
             self.events += events
             parts.append(log[:logged])
             if self.now_s >= until_s:
                 return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _run(self, until_s: float, log: Records) -> tuple[float, int, int]:
+        return advance(
+            self.jobs,
+            self.nodes,
+            self.permits,
+            self.lengths_s,
+            self.rules,
+            self.now_s,
+            until_s,
+            log,
+        )
 
 
 def new_row(
