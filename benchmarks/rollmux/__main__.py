@@ -12,13 +12,25 @@ from benchmarks.rollmux.decisions import decision_times
 from benchmarks.rollmux.determinism import deterministic
 from benchmarks.rollmux.disturbed import drift_figures, failure_figures
 from benchmarks.rollmux.figures import quality_figures, single_workload
+from benchmarks.rollmux.harvest import harvest_figures
 from benchmarks.rollmux.optimum import optimum_figures
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.errors import ConfigError
-from scheduler.sim.rollmux.workload import Drift
+from scheduler.sim.rollmux.workload import JOBS, Drift
 from scheduler.sim.rollmux.workload_csv import read_workload
 
-PARTS = ("quality", "w2", "drift", "optimum", "failures", "decisions", "determinism")
+PARTS = (
+    "quality",
+    "w2",
+    "drift",
+    "optimum",
+    "failures",
+    "harvest",
+    "decisions",
+    "determinism",
+)
+QUICK_JOBS = 24
+"""Of the harvest part's one seed."""
 
 
 def main() -> None:
@@ -35,6 +47,24 @@ def main() -> None:
     parser.add_argument(
         "--mtbf-h", type=float, default=250.0, help="hours that a node lives in part failures"
     )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="production traces for the harvest part (t_s,input_tokens,output_tokens)",
+    )
+    parser.add_argument(
+        "--busy-share", type=_share, default=0.5, help="of serving alone, in the harvest part"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        choices=range(1, JOBS + 1),
+        metavar="N",
+        default=JOBS,
+        help="of a seed, in the harvest part",
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--resume", type=Path, help="directory of results that are kept")
     parser.add_argument("--quick", action="store_true", help="one seed, 3 instances, no drift")
@@ -49,6 +79,13 @@ def _measured(given: argparse.Namespace) -> dict[str, object]:
         return _result(given)
     except OSError as error:
         raise ConfigError(str(error)) from error
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0.0 < share < 1.0:
+        raise ValueError(text)
+    return share
 
 
 def _result(given: argparse.Namespace) -> dict[str, object]:
@@ -72,11 +109,23 @@ def _result(given: argparse.Namespace) -> dict[str, object]:
         result |= optimum_figures(3 if given.quick else given.instances, pieces)
     if "failures" in parts:
         result["failures"] = failure_figures(seeds, pieces, mtbf_h=given.mtbf_h)
+    if "harvest" in parts:
+        result |= _harvested(given, seeds, pieces)
     if "decisions" in parts:
         result |= decision_times(quick=given.quick)
     if "determinism" in parts:
         result["deterministic"] = deterministic()
     return result
+
+
+def _harvested(given: argparse.Namespace, seeds: range, pieces: Pieces) -> dict[str, object]:
+    return harvest_figures(
+        seeds,
+        pieces,
+        traces=given.trace,
+        busy_share=given.busy_share,
+        jobs=QUICK_JOBS if given.quick else given.jobs,
+    )
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ from scheduler.policy.groups.stages import (
     ROLLOUT_ENDED,
     ROLLOUT_STARTED,
     TAIL_MIGRATED,
+    TAIL_RETURNED,
+    TAIL_SENT,
     TRAINING_ENDED,
     TRAINING_STARTED,
     Rules,
@@ -41,7 +43,7 @@ from scheduler.policy.model import PhaseKind, Placement
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.floor import Floor, new_row
 from scheduler.sim.rollmux.ledger import Counts, Ledger, RunResult
-from scheduler.sim.rollmux.site import Site, nodes_of
+from scheduler.sim.rollmux.site import FloorOf, Site, nodes_of, own_nodes
 from scheduler.sim.rollmux.workload import COLD_START_S, MOVE_S, SimulatedJob
 
 ROUND_S: Final = 60.0
@@ -51,6 +53,8 @@ _PHASES: Final = {
     TRAINING_STARTED: ("phase_start", PhaseKind.TRAINING),
     TRAINING_ENDED: ("phase_end", PhaseKind.TRAINING),
     TAIL_MIGRATED: ("tail_moved", PhaseKind.ROLLOUT),
+    TAIL_SENT: ("tail_leased", PhaseKind.ROLLOUT),
+    TAIL_RETURNED: ("tail_returned", PhaseKind.ROLLOUT),
 }
 
 
@@ -69,6 +73,7 @@ class Cluster:
         *,
         disruptions: Disruptions = UNDISTURBED,
         ledger: Ledger | None = None,
+        floor_of: FloorOf = own_nodes,
     ) -> None:
         self._jobs = jobs
         self._number = {one.job.job: number for number, one in enumerate(jobs)}
@@ -77,7 +82,7 @@ class Cluster:
         self._planner = planner
         self._disruptions = disruptions
         self.ledger = ledger or Ledger()
-        self._site = Site(jobs, rules, self.ledger)
+        self._site = Site(jobs, rules, self.ledger, floor_of)
         self._target: dict[int, tuple[GroupId, Placement]] = {}
         self._outside: dict[int, Records] = {}
         """Who has left its old nodes and waits for room on its new ones."""

@@ -16,6 +16,7 @@ from scheduler.policy.groups.stages import (
     NODES_MAX,
     PARKED,
     TAIL_HELD,
+    TAIL_LEASED,
     TAIL_MOVED,
     TAILS,
     TRAINING,
@@ -66,6 +67,7 @@ class Floor:
         row["stage"], row["overhead_s"], row["left_s"] = LOADING, loading_s, 0.0
         row["worked_s"], row["park"] = 0.0, 0
         row["rollout_turns"] = row["training_turns"] = 0
+        row["slots"] = row["slots_coming"] = 0
         row["rollout_nodes"] = self.mask(placement.rollout_nodes)
         row["training_nodes"] = self.mask(placement.training_nodes)
         self.jobs = np.append(self.jobs, row)
@@ -85,15 +87,16 @@ class Floor:
 
     def stop(self, job: int) -> tuple[Records, int, bool]:
         """Takes the job out wherever it is: its record as at its iteration's beginning, the nodes
-        whose permits it gives up, and whether it held them to roll out.
+        of the phase that it loses, and whether that was a rollout.
         """
         row = self.leave(job)
         stage = int(row["stage"][0])
-        rollout = stage in (BULK, TAIL_HELD, TAIL_MOVED)
+        rollout = stage in (BULK, TAIL_HELD, TAIL_MOVED, TAIL_LEASED)
         mask = 0
         if rollout or stage == TRAINING:
             mask = int(row["rollout_nodes" if rollout else "training_nodes"][0])
-            self.permits[TAILS if stage == TAIL_MOVED else BUSY] &= ~np.int64(mask)
+            if stage != TAIL_LEASED:
+                self.permits[TAILS if stage == TAIL_MOVED else BUSY] &= ~np.int64(mask)
         if stage in (WAITS_TRAINING, TRAINING):
             iteration = row["offset"][0] + row["done"][0] % row["length"][0]
             row["solo_s"] -= self.lengths_s[iteration, 0]
@@ -107,20 +110,23 @@ class Floor:
         parts = []
         while True:
             log = np.zeros(_LOG_SIZE, dtype=EVENT)
-            self.now_s, logged, events = advance(
-                self.jobs,
-                self.nodes,
-                self.permits,
-                self.lengths_s,
-                self.rules,
-                self.now_s,
-                until_s,
-                log,
-            )
+            self.now_s, logged, events = self._run(until_s, log)
             self.events += events
             parts.append(log[:logged])
             if self.now_s >= until_s:
                 return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _run(self, until_s: float, log: Records) -> tuple[float, int, int]:
+        return advance(
+            self.jobs,
+            self.nodes,
+            self.permits,
+            self.lengths_s,
+            self.rules,
+            self.now_s,
+            until_s,
+            log,
+        )
 
 
 def new_row(

@@ -4,7 +4,7 @@ Does what the cluster tells it and decides nothing. A node costs from when the f
 it to when it is given back or fails.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -16,11 +16,26 @@ from scheduler.sim.rollmux.floor import Floor
 from scheduler.sim.rollmux.ledger import Ledger
 from scheduler.sim.rollmux.workload import SimulatedJob
 
+FloorOf = Callable[[GroupId, Rules, Records, float], Floor]
+"""A new group's machines, by the rules, everybody's durations and the time."""
+
+
+def own_nodes(_: GroupId, rules: Rules, lengths_s: Records, now_s: float) -> Floor:
+    """Without leases."""
+    return Floor(rules, lengths_s, now_s=now_s)
+
 
 class Site:
-    def __init__(self, jobs: list[SimulatedJob], rules: Rules, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        jobs: list[SimulatedJob],
+        rules: Rules,
+        ledger: Ledger,
+        floor_of: FloorOf = own_nodes,
+    ) -> None:
         self._jobs = jobs
         self._rules = rules
+        self._floor_of = floor_of
         self._lengths_s = np.concatenate([one.lengths_s for one in jobs])
         self._ledger = ledger
         self.floors: dict[GroupId, Floor] = {}
@@ -39,7 +54,8 @@ class Site:
         number = int(row["id"][0])
         floor = self.floors.get(group)
         if floor is None:
-            floor = self.floors[group] = Floor(self._rules, self._lengths_s, now_s=now)
+            floor = self._floor_of(group, self._rules, self._lengths_s, now)
+            self.floors[group] = floor
         names = nodes_of(placement)
         up = []
         for name in names:
