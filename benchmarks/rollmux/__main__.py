@@ -9,14 +9,28 @@ from pathlib import Path
 
 from benchmarks.reporting import make_writable, report
 from benchmarks.rollmux.decisions import decision_times
-from benchmarks.rollmux.figures import drift_figures, quality_figures, single_workload
+from benchmarks.rollmux.determinism import deterministic
+from benchmarks.rollmux.disturbed import drift_figures, failure_figures
+from benchmarks.rollmux.figures import quality_figures, single_workload
+from benchmarks.rollmux.harvest import harvest_figures
 from benchmarks.rollmux.optimum import optimum_figures
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.errors import ConfigError
-from scheduler.sim.rollmux.workload import Drift
+from scheduler.sim.rollmux.workload import JOBS, Drift
 from scheduler.sim.rollmux.workload_csv import read_workload
 
-PARTS = ("quality", "w2", "drift", "optimum", "decisions", "determinism")
+PARTS = (
+    "quality",
+    "w2",
+    "drift",
+    "optimum",
+    "failures",
+    "harvest",
+    "decisions",
+    "determinism",
+)
+QUICK_JOBS = 24
+"""Of the harvest part's one seed."""
 
 
 def main() -> None:
@@ -29,6 +43,27 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument(
         "--instances", type=int, default=50, help="of 6 to 10 jobs, for the optimum"
+    )
+    parser.add_argument(
+        "--mtbf-h", type=float, default=250.0, help="hours that a node lives in part failures"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="production traces for the harvest part (t_s,input_tokens,output_tokens)",
+    )
+    parser.add_argument(
+        "--busy-share", type=_share, default=0.5, help="of serving alone, in the harvest part"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        choices=range(1, JOBS + 1),
+        metavar="N",
+        default=JOBS,
+        help="of a seed, in the harvest part",
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--resume", type=Path, help="directory of results that are kept")
@@ -46,12 +81,21 @@ def _measured(given: argparse.Namespace) -> dict[str, object]:
         raise ConfigError(str(error)) from error
 
 
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0.0 < share < 1.0:
+        raise ValueError(text)
+    return share
+
+
 def _result(given: argparse.Namespace) -> dict[str, object]:
     if given.workload is not None:
         jobs = read_workload(given.workload, seed=given.first_seed)
         return single_workload(jobs, seed=given.first_seed, events=given.events)
     seeds = range(given.first_seed, given.first_seed + (1 if given.quick else given.seeds))
-    parts = set(given.parts) - ({"drift", "w2", "determinism"} if given.quick else set())
+    parts = set(given.parts) - (
+        {"drift", "w2", "failures", "determinism"} if given.quick else set()
+    )
     pieces = Pieces(given.resume)
     result: dict[str, object] = {"simulated": True, "seeds": len(seeds)}
     if "quality" in parts:
@@ -63,11 +107,25 @@ def _result(given: argparse.Namespace) -> dict[str, object]:
         result |= drift_figures(seeds, pieces)
     if "optimum" in parts:
         result |= optimum_figures(3 if given.quick else given.instances, pieces)
+    if "failures" in parts:
+        result["failures"] = failure_figures(seeds, pieces, mtbf_h=given.mtbf_h)
+    if "harvest" in parts:
+        result |= _harvested(given, seeds, pieces)
     if "decisions" in parts:
         result |= decision_times(quick=given.quick)
     if "determinism" in parts:
-        result["deterministic"] = pieces.deterministic()
+        result["deterministic"] = deterministic()
     return result
+
+
+def _harvested(given: argparse.Namespace, seeds: range, pieces: Pieces) -> dict[str, object]:
+    return harvest_figures(
+        seeds,
+        pieces,
+        traces=given.trace,
+        busy_share=given.busy_share,
+        jobs=QUICK_JOBS if given.quick else given.jobs,
+    )
 
 
 if __name__ == "__main__":

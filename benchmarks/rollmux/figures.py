@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rollmux.pieces import Pieces
+from benchmarks.rollmux.pieces import Pieces, job_count, kept
 from harvester.contracts.errors import ConfigError
 from scheduler.sim.rollmux.arms import run_arm, summary
 from scheduler.sim.rollmux.baselines import gavel, solo_d, verl
@@ -58,31 +58,15 @@ def quality_figures(
         "cost_ratio_min": {name: min(values) for name, values in ratios.items()},
         "paper_arm": {
             **{name: statistics.mean(values) for name, values in paper.items()},
-            "slo_attainment": _kept(arms["rollmux_paper"]),
-            "slo_attainment_profiled": _kept(arms["rollmux_paper"], "kept_profiled"),
+            "slo_attainment": kept(arms["rollmux_paper"]),
+            "slo_attainment_profiled": kept(arms["rollmux_paper"], "kept_profiled"),
         },
-        "slo_attainment": _kept(arms["ours"]),
-        "slo_attainment_others": {name: _kept(arms[name]) for name in ("random", "greedy")},
+        "slo_attainment": kept(arms["ours"]),
+        "slo_attainment_others": {name: kept(arms[name]) for name in ("random", "greedy")},
         "worst_window_over_slo": max(one.worst_window for one in arms["ours"]),
         "refused": 0,
-        "moves_per_job": sum(one.moves for one in arms["ours"]) / _jobs(arms["ours"]),
+        "moves_per_job": sum(one.moves for one in arms["ours"]) / job_count(arms["ours"]),
         "sim_events_per_s": sum(one.events for one in arms["ours"]) / wall_s,
-    }
-
-
-def drift_figures(seeds: Sequence[int], pieces: Pieces) -> dict[str, Any]:
-    attainment, cost = {}, {}
-    for drift in (Drift.INCREASING, Drift.DECREASING, Drift.MIXED):
-        ours = [pieces.arm("ours", seed, drift=drift).arm for seed in seeds]
-        hourly = [pieces.arm("hourly", seed, drift=drift).arm for seed in seeds]
-        attainment[drift.value] = _kept(ours)
-        cost[drift.value] = statistics.mean(
-            one.dollars / other.dollars for one, other in zip(ours, hourly, strict=True)
-        )
-    return {
-        "drift_seeds": len(seeds),
-        "slo_attainment_drift": attainment,
-        "drift_cost_ratio_vs_hourly": cost,
     }
 
 
@@ -126,11 +110,3 @@ def _write(ledger: Ledger, path: Path) -> None:
     with path.open("w") as file:
         for event in ledger.in_order():
             file.write(json.dumps(event) + "\n")
-
-
-def _kept(results: Sequence[Any], which: str = "kept") -> float:
-    return float(sum(getattr(one, which) for one in results) / _jobs(results))
-
-
-def _jobs(results: Sequence[Any]) -> int:
-    return sum(one.jobs for one in results)

@@ -1,17 +1,14 @@
 """Results of single arms on single seeds, kept in a directory between runs if one is given."""
 
-import hashlib
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from harvester.contracts.clock import MonotonicClock
 from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
+from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.workload import Drift, w1
 
 _Kept = TypeVar("_Kept")
@@ -28,15 +25,29 @@ class Pieces:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
 
-    def arm(self, name: str, seed: int, *, drift: Drift, wide_ratio: float = 0.0) -> Piece:
+    def arm(
+        self,
+        name: str,
+        seed: int,
+        *,
+        drift: Drift = Drift.NONE,
+        wide_ratio: float = 0.0,
+        mtbf_h: float = 0.0,
+    ) -> Piece:
+        """`mtbf_h`: mean hours that a node is up before it fails; 0 for ever."""
+
         def run() -> Piece:
             clock = MonotonicClock()
             jobs = w1(seed, drift=drift, wide_ratio=wide_ratio)
+            disruptions = UNDISTURBED
+            if mtbf_h:
+                disruptions = Disruptions(seed=seed, node_mtbf_s=mtbf_h * 3600.0)
             began_s = clock.now()
-            result = summary(jobs, run_arm(name, jobs, seed=seed))
-            return Piece(arm=result, wall_s=clock.now() - began_s)
+            done = run_arm(name, jobs, seed=seed, disruptions=disruptions)
+            return Piece(arm=summary(jobs, done), wall_s=clock.now() - began_s)
 
-        return self.kept(f"{name}-{seed}-{drift}-{wide_ratio:g}", run, Piece)
+        failing = f"-{mtbf_h:g}h" if mtbf_h else ""
+        return self.kept(f"{name}-{seed}-{drift}-{wide_ratio:g}{failing}", run, Piece)
 
     def kept(self, name: str, run: Callable[[], _Kept], kind: type[_Kept]) -> _Kept:
         path = None if self._directory is None else self._directory / f"{name}.json"
@@ -47,22 +58,11 @@ class Pieces:
             path.write_bytes(msgspec.json.encode(result))
         return result
 
-    def deterministic(self) -> bool:
-        """Whether a small run writes the same events under three hash seeds."""
-        program = (
-            "import hashlib, msgspec\n"
-            "from scheduler.sim.rollmux.arms import run_arm\n"
-            "from scheduler.sim.rollmux.workload import w1\n"
-            "run = run_arm('ours', w1(3, jobs=24), seed=3, record=True)\n"
-            "print(hashlib.sha256(msgspec.json.encode(run.ledger.events)).hexdigest())"
-        )
-        digests = {
-            subprocess.run(
-                [sys.executable, "-c", program],
-                env={**os.environ, "PYTHONHASHSEED": hash_seed},
-                capture_output=True,
-                check=True,
-            ).stdout
-            for hash_seed in ("0", "1", "4242")
-        }
-        return len(digests) == 1 and len(digests.pop().strip()) == hashlib.sha256().digest_size * 2
+
+def kept(results: Sequence[ArmResult], which: Literal["kept", "kept_profiled"] = "kept") -> float:
+    """Share of all their jobs that kept their SLO."""
+    return float(sum(getattr(one, which) for one in results) / job_count(results))
+
+
+def job_count(results: Sequence[ArmResult]) -> int:
+    return sum(one.jobs for one in results)

@@ -7,10 +7,11 @@ from typing import Final
 from harvester.contracts.ids import JobId
 from scheduler.plan.document import Alternative, Promise
 from scheduler.policy.groups.book import Cell
-from scheduler.policy.groups.forecast import Roster, slowdowns, upper_bound
+from scheduler.policy.groups.forecast import Roster, slowdowns
 from scheduler.policy.groups.judge import Distributional
 from scheduler.policy.groups.packing import Opening, OpeningKind
 from scheduler.policy.groups.planner import GroupPlanner
+from scheduler.policy.groups.scenarios import upper_bound
 from scheduler.policy.model import Placement, Pool
 
 _ALTERNATIVES_MAX: Final = 24

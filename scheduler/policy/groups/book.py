@@ -130,10 +130,45 @@ class GroupBook:
     def left(self, job: JobId, host_bytes: int) -> tuple[NodeId, ...]:
         """The moved or ended job has left every old place; returns the nodes that go down."""
         down: list[NodeId] = []
-        for placement in self._leaving.pop(job, ()):
-            cell = self.cells[self.nodes[placement.rollout_nodes[0]]]
+        cells = self.leaving_cells(job)
+        for cell, placement in zip(cells, self._leaving.pop(job, ()), strict=True):
             down += self._release(placement, cell, host_bytes)
         return tuple(down)
+
+    def on_node(self, node: NodeId) -> tuple[JobId, ...]:
+        """Who is pinned to it, whether there already or still on the way."""
+        cell = self.cells[self.nodes[node]]
+        return tuple(job for job, placement in cell.pinned.items() if _uses(placement, node))
+
+    def leaving_node(self, node: NodeId) -> tuple[JobId, ...]:
+        """Who is still resident there, but pinned elsewhere."""
+        return tuple(
+            job
+            for job, placements in self._leaving.items()
+            if any(_uses(placement, node) for placement in placements)
+        )
+
+    def replace(self, lost: NodeId) -> Node:
+        """Puts a new node in the place of one that is gone, for everybody pinned to it.
+
+        Who was leaving it has to be told `left` before.
+        """
+        cell = self.cells[self.nodes.pop(lost)]
+        pool = Pool.ROLLOUT if lost in cell.rollout else Pool.TRAINING
+        (fresh,) = self.fresh_nodes(pool, 1)
+        owned = cell.rollout if pool is Pool.ROLLOUT else cell.training
+        owned[owned.index(lost)] = fresh
+        self.nodes[fresh] = cell.group
+        for job, placement in cell.pinned.items():
+            cell.pinned[job] = _exchanged(placement, lost, fresh)
+        for by_node in (self.resident_bytes, self.planned_bytes, self._pins, self._staying):
+            by_node[fresh] = by_node.pop(lost)
+        return self._node(fresh, pool)
+
+    def leaving_cells(self, job: JobId) -> list[Cell]:
+        """Groups in which the job is still resident, though pinned elsewhere."""
+        placements = self._leaving.get(job, ())
+        return [self.cells[self.nodes[placement.rollout_nodes[0]]] for placement in placements]
 
     def is_leaving(self, job: JobId) -> bool:
         return job in self._leaving
@@ -213,3 +248,15 @@ class GroupBook:
         if not cell.rollout and not cell.training:
             del self.cells[cell.group]
         return tuple(down)
+
+
+def _uses(placement: Placement, node: NodeId) -> bool:
+    return node in placement.rollout_nodes or node in placement.training_nodes
+
+
+def _exchanged(placement: Placement, lost: NodeId, fresh: NodeId) -> Placement:
+    return Placement(
+        job=placement.job,
+        rollout_nodes=tuple(fresh if node == lost else node for node in placement.rollout_nodes),
+        training_nodes=tuple(fresh if node == lost else node for node in placement.training_nodes),
+    )

@@ -18,6 +18,8 @@ class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
 
 
 class JobEnded(msgspec.Struct, frozen=True, kw_only=True, tag="job_ended"):
+    """It is done, or was given up."""
+
     job: JobId
 
 
@@ -28,6 +30,8 @@ class JobMoved(msgspec.Struct, frozen=True, kw_only=True, tag="job_moved"):
 
 
 class NodeFailed(msgspec.Struct, frozen=True, kw_only=True, tag="node_failed"):
+    """The node is gone, and the iteration of everybody who was pinned to it."""
+
     node: NodeId
 
 
@@ -57,6 +61,7 @@ class MoveJob(msgspec.Struct, frozen=True, kw_only=True, tag="move_job"):
     """At the end of the job's present iteration; it stays resident on its old nodes until then.
 
     It loads on its new nodes as soon as their memory has room: another mover may still be there.
+    The last one asked for holds.
     """
 
     group: GroupId
@@ -64,4 +69,16 @@ class MoveJob(msgspec.Struct, frozen=True, kw_only=True, tag="move_job"):
     reason: str
 
 
-GroupEffect = AddNode | ReleaseNode | PlaceJob | MoveJob
+class RestartJob(msgspec.Struct, frozen=True, kw_only=True, tag="restart_job"):
+    """At once and from its last checkpoint, because a node of its was lost.
+
+    It stays resident where its old and new nodes are the same. A move that was asked for before is
+    replaced by this.
+    """
+
+    group: GroupId
+    placement: Placement
+    reason: str
+
+
+GroupEffect = AddNode | ReleaseNode | PlaceJob | MoveJob | RestartJob

@@ -22,6 +22,7 @@ from scheduler.policy.groups.stages import (
     ROLLOUT_ENDED,
     ROLLOUT_STARTED,
     TAIL_HELD,
+    TAIL_LEASED,
     TAIL_MIGRATED,
     TAIL_MOVED,
     TAILS,
@@ -35,7 +36,7 @@ from scheduler.policy.groups.stages import (
 
 
 @compiled
-def _log(log: Records, at: int, t_s: float, kind: int, job: int, nodes: int, solo_s: float) -> int:
+def note(log: Records, at: int, t_s: float, kind: int, job: int, nodes: int, solo_s: float) -> int:
     if at < log.size:
         log["t_s"][at], log["kind"][at] = t_s, kind
         log["job"][at], log["nodes"][at], log["solo_s"][at] = job, nodes, solo_s
@@ -44,13 +45,14 @@ def _log(log: Records, at: int, t_s: float, kind: int, job: int, nodes: int, sol
 
 
 @compiled
-def _runs(stage: int) -> bool:
-    return stage in (LOADING, BULK, TAIL_HELD, TAIL_MOVED, TRAINING)
+def runs(stage: int) -> bool:
+    return stage in (LOADING, BULK, TAIL_HELD, TAIL_MOVED, TAIL_LEASED, TRAINING)
 
 
 @compiled
-def _speed(jobs: Records, k: int) -> float:
-    if jobs["stage"][k] != BULK:
+def own_speed(jobs: Records, permits: Records, k: int) -> float:
+    """Of job k's present stage on its own nodes, beside the tails of others."""
+    if jobs["stage"][k] != BULK or not permits[TAILS] & jobs["rollout_nodes"][k]:
         return 1.0
     taken = 0.0
     for other in range(jobs.size):
@@ -93,12 +95,12 @@ def _move_tails(
         permits[BUSY] &= ~jobs["rollout_nodes"][k]
         permits[TAILS] |= jobs["rollout_nodes"][k]
         spent_s = rules.migrate_s
-        at = _log(log, at, now_s, TAIL_MIGRATED, jobs["id"][k], jobs["rollout_nodes"][k], 0.0)
+        at = note(log, at, now_s, TAIL_MIGRATED, jobs["id"][k], jobs["rollout_nodes"][k], 0.0)
     return spent_s, at
 
 
 @compiled
-def _start(
+def start(
     jobs: Records,
     nodes: Records,
     permits: Records,
@@ -128,20 +130,21 @@ def _start(
     permits[BUSY] |= wanted
     loaded_s = _load(nodes, wanted, jobs["id"][j], now_s, rules.warm_s)
     jobs["overhead_s"][j] = moved_s + loaded_s
-    return _log(log, at, now_s, kind, jobs["id"][j], wanted, 0.0)
+    return note(log, at, now_s, kind, jobs["id"][j], wanted, 0.0)
 
 
 @compiled
-def _prewarm(jobs: Records, nodes: Records, permits: Records, now_s: float, warm_s: float) -> None:
+def prewarm(jobs: Records, nodes: Records, permits: Records, now_s: float, warm_s: float) -> None:
     """Loads, on every idle node, the state of the job that is expected there first."""
     pinned = 0
     for k in range(jobs.size):
         pinned |= jobs["rollout_nodes"][k] | jobs["training_nodes"][k]
+    idle = pinned & ~permits[BUSY]
     for bit in range(NODES_MAX):
         mask = 1 << bit
-        if mask > pinned:
+        if mask > idle:
             return
-        if permits[BUSY] & mask:
+        if not idle & mask:
             continue
         first, first_s = -1, 0.0
         for k in range(jobs.size):
@@ -159,7 +162,7 @@ def _prewarm(jobs: Records, nodes: Records, permits: Records, now_s: float, warm
 
 
 @compiled
-def _finish(
+def finish(
     jobs: Records,
     permits: Records,
     k: int,
@@ -178,7 +181,7 @@ def _finish(
                 turns = max(turns, jobs["rollout_turns"][other])
         jobs["rollout_turns"][k] = jobs["training_turns"][k] = turns
         jobs["stage"][k], jobs["waits_since_s"][k] = WAITS_ROLLOUT, now_s
-        return _log(log, at, now_s, JOB_READY, job, 0, 0.0)
+        return note(log, at, now_s, JOB_READY, job, 0, 0.0)
     if stage == BULK and jobs["bulk_ratio"][k] < 1.0:
         length_s = lengths_s[jobs["offset"][k] + jobs["done"][k] % jobs["length"][k]][0]
         jobs["stage"][k] = TAIL_HELD
@@ -189,30 +192,31 @@ def _finish(
     worked_s = jobs["worked_s"][k]
     jobs["worked_s"][k] = 0.0
     if stage != TRAINING:
-        released = TAILS if stage == TAIL_MOVED else BUSY
-        permits[released] &= ~jobs["rollout_nodes"][k]
+        if stage != TAIL_LEASED:
+            released = TAILS if stage == TAIL_MOVED else BUSY
+            permits[released] &= ~jobs["rollout_nodes"][k]
         jobs["stage"][k] = WAITS_TRAINING
-        return _log(log, at, now_s, ROLLOUT_ENDED, job, jobs["rollout_nodes"][k], worked_s)
+        return note(log, at, now_s, ROLLOUT_ENDED, job, jobs["rollout_nodes"][k], worked_s)
     permits[BUSY] &= ~jobs["training_nodes"][k]
     jobs["done"][k] += 1
-    at = _log(log, at, now_s, TRAINING_ENDED, job, jobs["training_nodes"][k], worked_s)
+    at = note(log, at, now_s, TRAINING_ENDED, job, jobs["training_nodes"][k], worked_s)
     if jobs["done"][k] >= jobs["iterations"][k]:
         jobs["stage"][k] = DONE
-        return _log(log, at, now_s, JOB_DONE, job, 0, jobs["solo_s"][k])
+        return note(log, at, now_s, JOB_DONE, job, 0, jobs["solo_s"][k])
     if jobs["park"][k]:
         jobs["stage"][k] = PARKED
-        return _log(log, at, now_s, JOB_PARKED, job, 0, 0.0)
+        return note(log, at, now_s, JOB_PARKED, job, 0, 0.0)
     jobs["stage"][k] = WAITS_ROLLOUT
     return at
 
 
 @compiled
-def _progress(jobs: Records, passed_s: float) -> None:
+def _progress(jobs: Records, permits: Records, passed_s: float) -> None:
     for k in range(jobs.size):
-        if not _runs(jobs["stage"][k]):
+        if not runs(jobs["stage"][k]):
             continue
         overhead_s = min(jobs["overhead_s"][k], passed_s)
-        worked_s = (passed_s - overhead_s) * _speed(jobs, k)
+        worked_s = (passed_s - overhead_s) * own_speed(jobs, permits, k)
         jobs["overhead_s"][k] -= overhead_s
         jobs["left_s"][k] -= worked_s
         if jobs["stage"][k] != LOADING:
@@ -239,24 +243,25 @@ def advance(
     while True:
         started = next_start(jobs, permits, now_s, rules)
         while started >= 0:
-            at = _start(jobs, nodes, permits, started, now_s, lengths_s, rules, log, at)
+            at = start(jobs, nodes, permits, started, now_s, lengths_s, rules, log, at)
             events += 1
             started = next_start(jobs, permits, now_s, rules)
         if rules.prewarm:
-            _prewarm(jobs, nodes, permits, now_s, rules.warm_s)
+            prewarm(jobs, nodes, permits, now_s, rules.warm_s)
         if log.size and at > log.size - 4 * jobs.size - 4:
             return now_s, at, events
         first, passed_s = -1, until_s - now_s
         for k in range(jobs.size):
-            if not _runs(jobs["stage"][k]):
+            if not runs(jobs["stage"][k]):
                 continue
-            rest_s = jobs["overhead_s"][k] + max(jobs["left_s"][k], 0.0) / _speed(jobs, k)
+            left_s = max(jobs["left_s"][k], 0.0)
+            rest_s = jobs["overhead_s"][k] + left_s / own_speed(jobs, permits, k)
             if rest_s < passed_s:
                 first, passed_s = k, rest_s
-        _progress(jobs, passed_s)
+        _progress(jobs, permits, passed_s)
         if first < 0:
             return until_s, at, events
         now_s += passed_s
         jobs["left_s"][first] = 0.0
         events += 1
-        at = _finish(jobs, permits, first, now_s, lengths_s, log, at)
+        at = finish(jobs, permits, first, now_s, lengths_s, log, at)

@@ -26,6 +26,8 @@ class JobFacts:
     moving: bool = False
     moved_s: float = float("-inf")
     """When it last began to move."""
+    open_s: float = 0.0
+    """Solo seconds of the present iteration that have ended; lost with the iteration."""
     version: int = 0
     """Names the belief in force, over all jobs; verdicts about a version stay true."""
     _belief: Belief | None = None
@@ -57,8 +59,14 @@ class JobFacts:
     def observe(self, kind: PhaseKind, solo_s: float) -> None:
         (self.rollout if kind is PhaseKind.ROLLOUT else self.training).observe(solo_s)
         self.account.solo_s += solo_s
+        self.open_s = solo_s if kind is PhaseKind.ROLLOUT else 0.0
         if self._belief is not None and self._outdated(self._belief):
             self._belief = None
+
+    def lose_iteration(self) -> None:
+        """It begins again at its last checkpoint: what it did since earns no credit."""
+        self.account.solo_s -= self.open_s
+        self.open_s = 0.0
 
     def belief(self) -> Belief:
         if self._belief is None:

@@ -1,88 +1,19 @@
 """What a group would do: its jobs' slow-downs over a few meta-iterations, in several scenarios.
 
-A scenario draws every job's mean durations from the belief about them; single phases vary around
-them, the same in every scenario, because over a run that averages out and a wrong belief does
-not. The draws are one fixed table, so that two placements are compared under the same luck and
-the same question has the same answer everywhere. The jobs run under the rules that will run them.
+The question is put together here: who is in the group, on which nodes, with which beliefs, and for
+how long it is run. What is run is in `scenarios`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from scheduler.policy.groups.compiled import Records, compiled
+from scheduler.policy.groups.compiled import Records
 from scheduler.policy.groups.durations import Belief
-from scheduler.policy.groups.execution import advance
+from scheduler.policy.groups.scenarios import SCENARIOS, keeps, slowdown_table
 from scheduler.policy.groups.stages import EVENT, JOB, WAITS_ROLLOUT, Rules, empty_nodes
-
-SCENARIOS: Final = 4
-ROWS: Final = 48
-"""Iterations drawn for each job; a longer horizon uses them again."""
-_JOBS_MAX: Final = 16
-
-
-def _draws() -> tuple[Records, Records]:
-    """Means' draws, evenly spread over the scenarios, and phases' draws: standard normal both."""
-    rng = np.random.Generator(np.random.PCG64(20260101))
-    levels = [NormalDist().inv_cdf((level + 0.5) / SCENARIOS) for level in range(SCENARIOS)]
-    means = np.stack([rng.permutation(levels) for _ in range(_JOBS_MAX * 2)], axis=1).reshape(
-        SCENARIOS, _JOBS_MAX, 2
-    )
-    return means, rng.standard_normal((_JOBS_MAX, ROWS, 2)).clip(-3, 3)
-
-
-@compiled
-def _slowdowns(
-    template: Records,
-    nodes: Records,
-    beliefs: Records,
-    doubt: float,
-    mean_draws: Records,
-    phase_draws: Records,
-    scenarios: int,
-    warm_up: float,
-    cycles: float,
-    rules: Rules,
-    log: Records,
-) -> Records:
-    """Elapsed over solo time of every job, `[scenario, job]`."""
-    count = template.size
-    slowdowns = np.zeros((scenarios, count))
-    lengths_s = np.zeros((count * ROWS, 2))
-    solo_s = np.zeros(count)
-    for scenario in range(scenarios):
-        jobs = template.copy()
-        permits = np.zeros(2, dtype=np.int64)
-        loaded = nodes.copy()
-        longest_s = 0.0
-        for k in range(count):
-            means = (jobs["rollout_mean_s"][k], jobs["training_mean_s"][k])
-            iteration_s = 0.0
-            for phase in range(2):
-                drawn_s = means[phase]
-                drawn_s += doubt * beliefs[k, phase, 1] * mean_draws[scenario, k, phase]
-                drawn_s = max(drawn_s, 0.3 * means[phase])
-                iteration_s += drawn_s
-                cv = doubt * beliefs[k, phase, 2]
-                for row in range(ROWS):
-                    varied = 1.0 + cv * phase_draws[k, row, phase]
-                    lengths_s[k * ROWS + row, phase] = drawn_s * varied
-            longest_s = max(longest_s, iteration_s)
-            jobs["offset"][k], jobs["length"][k] = k * ROWS, ROWS
-        start_s = warm_up * longest_s
-        end_s = start_s + cycles * longest_s
-        advance(jobs, loaded, permits, lengths_s, rules, 0.0, start_s, log)
-        for k in range(count):
-            solo_s[k] = jobs["solo_s"][k] + jobs["worked_s"][k]
-            jobs["began_s"][k] = start_s - jobs["slo"][k] * jobs["solo_s"][k]
-        advance(jobs, loaded, permits, lengths_s, rules, start_s, end_s, log)
-        for k in range(count):
-            done_s = jobs["solo_s"][k] + jobs["worked_s"][k] - solo_s[k]
-            slowdowns[scenario, k] = (end_s - start_s) / max(done_s, 1e-6)
-    return slowdowns
 
 
 class Occupant(NamedTuple):
@@ -96,7 +27,6 @@ class Occupant(NamedTuple):
     tail_share: float
 
 
-_MEAN_DRAWS, _PHASE_DRAWS = _draws()
 _NODES = empty_nodes()
 _NO_LOG = np.zeros(0, dtype=EVENT)
 
@@ -108,6 +38,19 @@ class Horizon:
     scenarios: int = SCENARIOS
     warm_up: float = 2.0
     cycles: float = 8.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glance:
+    """A short forecast of the means, which rules out most of what will not do."""
+
+    warm_up: float = 1.0
+    cycles: float = 5.0
+    margin: float = 0.04
+    """By how much it may miss an SLO before nothing more is asked."""
+
+
+NO_GLANCE = Glance(warm_up=0.0, cycles=0.0, margin=float("inf"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +77,13 @@ class Roster:
     def hosted(
         self, members: Sequence[int], rollout: Sequence[int], training: Sequence[int]
     ) -> "Roster":
-        """Some of the jobs, each on the rollout and training node of the given number."""
+        """Some of the jobs, each on the nodes of its masks; either pool's are numbered from 0."""
         chosen = list(members)
         jobs = self.jobs[chosen]
-        first = max(rollout) + 1
+        first = max(rollout).bit_length()
         jobs["id"] = range(len(chosen))
-        jobs["rollout_nodes"] = [1 << node for node in rollout]
-        jobs["training_nodes"] = [1 << (first + node) for node in training]
+        jobs["rollout_nodes"] = rollout
+        jobs["training_nodes"] = [mask << first for mask in training]
         return Roster(jobs, self.beliefs[chosen])
 
     @property
@@ -153,31 +96,29 @@ def slowdowns(roster: Roster, *, rules: Rules, horizon: Horizon) -> Records:
 
     One scenario is the mean itself, without any variation.
     """
-    doubt = 0.0 if horizon.scenarios == 1 else 1.0
-    return _slowdowns(
+    return slowdown_table(
         roster.jobs,
         _NODES,
         roster.beliefs,
-        doubt,
-        _MEAN_DRAWS,
-        _PHASE_DRAWS,
         horizon.scenarios,
-        horizon.warm_up,
-        horizon.cycles,
+        (horizon.warm_up, horizon.cycles),
         rules,
         _NO_LOG,
     )
 
 
-@compiled
-def upper_bound(slowdowns: Records, quantile: float) -> Records:
-    """Mean over the scenarios plus `quantile` standard deviations, for every job."""
-    scenarios, count = slowdowns.shape
-    bound = np.zeros(count)
-    for k in range(count):
-        mean = slowdowns[:, k].mean()
-        square = 0.0
-        for scenario in range(scenarios):
-            square += (slowdowns[scenario, k] - mean) ** 2
-        bound[k] = mean + quantile * np.sqrt(square / max(1, scenarios - 1))
-    return bound
+def keeps_all(
+    roster: Roster, *, rules: Rules, horizon: Horizon, glance: Glance, quantile: float
+) -> bool:
+    """Whether `upper_bound` of the slow-downs over the horizon is within every SLO."""
+    return keeps(
+        roster.jobs,
+        _NODES,
+        roster.beliefs,
+        (glance.warm_up, glance.cycles, glance.margin),
+        horizon.scenarios,
+        (horizon.warm_up, horizon.cycles),
+        quantile,
+        rules,
+        _NO_LOG,
+    )

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from scheduler.policy.groups.durations import Belief, worst_case
 from scheduler.policy.groups.facts import JobFacts
-from scheduler.policy.groups.forecast import Horizon, Occupant, Roster, slowdowns, upper_bound
+from scheduler.policy.groups.forecast import Glance, Horizon, Occupant, Roster, keeps_all, slowdowns
+from scheduler.policy.groups.scenarios import ROUNDING
 from scheduler.policy.groups.slo import ChanceConstraint
 from scheduler.policy.groups.stages import CREDIT, CYCLIC, FIFO, Rules
 from scheduler.policy.groups.tail import UNDIVIDED, TailShape
@@ -24,8 +25,6 @@ PAPER_RULES = Rules(FIFO, True, False, 5.0, 3.0, 0.0)
 OUR_RULES = Rules(CREDIT, True, True, 5.0, 3.0, 0.03)
 PAPER_HORIZON = Horizon(scenarios=1, warm_up=3.0, cycles=6.0)
 OUR_HORIZON = Horizon()
-GLANCE = Horizon(scenarios=1, warm_up=1.0, cycles=5.0)
-_ROUNDING = 1e-9
 
 
 class Judge(Protocol):
@@ -59,16 +58,14 @@ class WorstCase:
 
     def admits(self, roster: Roster) -> bool:
         found = slowdowns(roster, rules=self.rules, horizon=self.horizon)[0]
-        return bool((found <= roster.slos + _ROUNDING).all())
+        return bool((found <= roster.slos + ROUNDING).all())
 
 
 @dataclass(frozen=True, slots=True)
 class Distributional:
     rules: Rules = OUR_RULES
     horizon: Horizon = OUR_HORIZON
-    glance: Horizon = GLANCE
-    """A short forecast of the means, which rules out most of what will not do."""
-    glance_margin: float = 0.04
+    glance: Glance = field(default_factory=Glance)
     constraint: ChanceConstraint = field(default_factory=ChanceConstraint)
 
     def belief(self, facts: JobFacts) -> Belief:
@@ -81,9 +78,10 @@ class Distributional:
         return True
 
     def admits(self, roster: Roster) -> bool:
-        glance = slowdowns(roster, rules=self.rules, horizon=self.glance)[0]
-        if (glance > roster.slos + self.glance_margin).any():
-            return False
-        found = slowdowns(roster, rules=self.rules, horizon=self.horizon)
-        bound = upper_bound(found, self.constraint.quantile)
-        return bool((bound <= roster.slos + _ROUNDING).all())
+        return keeps_all(
+            roster,
+            rules=self.rules,
+            horizon=self.horizon,
+            glance=self.glance,
+            quantile=self.constraint.quantile,
+        )

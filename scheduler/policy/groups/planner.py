@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.policy.groups.book import Cell, GroupBook, NodeType
+from scheduler.policy.groups.evacuation import Evacuation
 from scheduler.policy.groups.events import (
     AddNode,
     GroupEffect,
@@ -41,6 +42,8 @@ class PlannerConfig:
     prices: MovePrices = field(default_factory=MovePrices)
     moves: bool = True
     """Whether reviews may move jobs; the paper's planner leaves them where they are."""
+    resubmits: bool = False
+    """Whether a failed node's jobs arrive anew, as the paper has it, or the node is replaced."""
     looks: int = 2
     """Searches for a saving after something changed, one a review."""
     recheck_s: float = 1800.0
@@ -65,6 +68,7 @@ class GroupPlanner:
         self.facts: dict[JobId, JobFacts] = {}
         self.packer = Packer(self.book, self.facts, judge, self.config.limits)
         self.relocation = Relocation(self.packer, self.config.prices)
+        self.evacuation = Evacuation(self.packer, self.choose)
         self._checked_s: dict[str, float] = {}
         self.regroup = Regroup(self.packer, self.relocation, self.config.prices)
         self._looks = 0
@@ -83,7 +87,7 @@ class GroupPlanner:
             case JobMoved(job=job):
                 return self._settle(job)
             case NodeFailed(node=node):
-                return self._evacuate(node, now=now)
+                return self._evacuate(node)
             case ReviewDue():
                 return self._review(now=now)
 
@@ -132,19 +136,12 @@ class GroupPlanner:
         down = self.book.left(job, facts.job.host_bytes_per_node)
         return tuple(ReleaseNode(node=node) for node in down)
 
-    def _evacuate(self, node: NodeId, *, now: float) -> tuple[GroupEffect, ...]:
-        """Everybody on a failed node goes elsewhere, from the last checkpoint."""
-        cell = self.book.cells[self.book.nodes[node]]
-        jobs = [
-            job
-            for job, placement in cell.pinned.items()
-            if node in placement.rollout_nodes or node in placement.training_nodes
-        ]
-        effects: list[GroupEffect] = []
-        for job in jobs:
-            moves = self.relocation.relocate((job,), without=(cell,)) or []
-            effects += self._announce(moves, f"node {node} failed", now=now)
-        return tuple(effects)
+    def _evacuate(self, node: NodeId) -> tuple[GroupEffect, ...]:
+        if node not in self.book.nodes:
+            return ()
+        if self.config.resubmits:
+            return self.evacuation.resubmit(node)
+        return self.evacuation.replace(node)
 
     def _review(self, *, now: float) -> tuple[GroupEffect, ...]:
         if not self.config.moves:

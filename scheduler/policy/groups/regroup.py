@@ -6,14 +6,17 @@ hosting allows it; it is taken only if it spares enough for every job that moves
 """
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, product
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
+from scheduler.policy.groups.assignments import node_count
 from scheduler.policy.groups.book import Cell
 from scheduler.policy.groups.forecast import Occupant, Roster
 from scheduler.policy.groups.packing import OpeningKind, Packer
+from scheduler.policy.groups.price_floor import PriceFloor
 from scheduler.policy.groups.regrouping import CheapestHosting, Guest, Hosting
 from scheduler.policy.groups.relocation import Move, MovePrices, Relocation
+from scheduler.policy.groups.stages import NODES_MAX
 from scheduler.policy.model import Placement, Pool
 
 _SEEN_MAX = 4096
@@ -27,6 +30,7 @@ class Regroup:
         self._relocation = relocation
         self._prices = prices
         self.search = CheapestHosting(self._book.types, packer.limits.group_jobs)
+        self.floor = PriceFloor(self.search)
         self._seen: dict[tuple[int, ...], float] = {}
         """Until when a neighbourhood, named by its jobs' versions, need not be searched again."""
 
@@ -37,12 +41,17 @@ class Regroup:
             return []
         jobs = [job for cell in cells for job in cell.pinned]
         roster, judge = self._roster(jobs), self._packer.judge
-        price, hostings = self.search.search(
-            [self._guest(job) for job in jobs],
-            lambda hosting: judge.admits(roster.hosted(*hosting)),
-        )
+        guests = [self._guest(job) for job in jobs]
         before = sum(map(self._committed, cells))
         self._seen[key] = float("inf")
+
+        def admits(hosting: Hosting) -> bool:
+            return judge.admits(roster.hosted(*hosting))
+
+        worth_it = before - self._prices.least_saving_per_move
+        if self.floor.cheapest(guests, admits, at_most=worth_it) is None:
+            return []
+        price, hostings = self.search.search(guests, admits)
         if before - price < self._prices.least_saving_per_move:
             return []
         wanted = self._matched(jobs, hostings, cells)
@@ -88,13 +97,16 @@ class Regroup:
         if len(self._seen) > _SEEN_MAX:
             self._seen.clear()
         if len(self.search.verdicts) > _VERDICTS_MAX:
-            self.search.verdicts.clear()
+            self.search.forget()
         return list(best[1]), best[2]
 
     def _searchable(self, cell: Cell) -> bool:
-        """Whether all its jobs take one node a pool and none is on its way."""
+        """Whether all its jobs are well known, none is on its way, and any of them fit a group."""
+        widest = NODES_MAX // self._packer.limits.group_jobs
         return bool(cell.pinned) and all(
-            facts.rollout_nodes == facts.training_nodes == 1 and facts.mature and not facts.moving
+            facts.mature
+            and not facts.moving
+            and facts.rollout_nodes + facts.training_nodes <= widest
             for facts in (self._packer.facts[job] for job in cell.pinned)
         )
 
@@ -110,17 +122,27 @@ class Regroup:
     def _least(self, cell: Cell) -> float:
         """Price of the node time that the group's jobs cannot do without."""
         types = self._book.types
-        shares = [self._packer.shares(self._packer.facts[job]) for job in cell.pinned]
-        return sum(
-            rollout * types[Pool.ROLLOUT].price_per_hour
-            + training * types[Pool.TRAINING].price_per_hour
-            for rollout, training in shares
-        )
+        least = 0.0
+        for job in cell.pinned:
+            facts = self._packer.facts[job]
+            rollout, training = self._packer.shares(facts)
+            least += (
+                rollout * facts.rollout_nodes * types[Pool.ROLLOUT].price_per_hour
+                + training * facts.training_nodes * types[Pool.TRAINING].price_per_hour
+            )
+        return least
 
     def _guest(self, job: JobId) -> Guest:
         facts = self._packer.facts[job]
         rollout, training = self._packer.shares(facts)
-        return Guest(facts.version, facts.job.host_bytes_per_node, rollout, training)
+        return Guest(
+            facts.version,
+            facts.job.host_bytes_per_node,
+            rollout,
+            training,
+            facts.rollout_nodes,
+            facts.training_nodes,
+        )
 
     def _roster(self, jobs: Sequence[JobId]) -> Roster:
         """The jobs without nodes."""
@@ -133,8 +155,10 @@ class Regroup:
         return Roster.of(occupants)
 
     def _stays(self, placement: Placement) -> bool:
-        home = self._book.home[placement.job]
-        return self._book.cells[home].pinned[placement.job] == placement
+        now = self._book.cells[self._book.home[placement.job]].pinned[placement.job]
+        return set(now.rollout_nodes) == set(placement.rollout_nodes) and (
+            set(now.training_nodes) == set(placement.training_nodes)
+        )
 
     def _matched(
         self, jobs: Sequence[JobId], hostings: Sequence[Hosting], cells: Sequence[Cell]
@@ -164,10 +188,10 @@ class Regroup:
                     [
                         Placement(
                             job=jobs[one],
-                            rollout_nodes=(rollout[block],),
-                            training_nodes=(training[other],),
+                            rollout_nodes=_taken(rollout, mask),
+                            training_nodes=_taken(training, other),
                         )
-                        for one, block, other in zip(*hosting, strict=True)
+                        for one, mask, other in zip(*hosting, strict=True)
                     ],
                 )
             )
@@ -176,20 +200,29 @@ class Regroup:
     def _nodes(
         self, jobs: Sequence[JobId], hosting: Hosting, cell: Cell, pool: Pool
     ) -> dict[int, NodeId]:
-        """A node for every block: the old one of most of its members, or a new one."""
-        blocks = hosting.rollout if pool is Pool.ROLLOUT else hosting.training
+        """A node for every number: the old one of most of its members, or a new one."""
+        masks = hosting.rollout if pool is Pool.ROLLOUT else hosting.training
         votes: dict[tuple[int, NodeId], int] = {}
-        for one, block in zip(hosting.members, blocks, strict=True):
+        for one, mask in zip(hosting.members, masks, strict=True):
             placement = cell.pinned.get(jobs[one])
-            if placement is not None:
-                nodes = (
-                    placement.rollout_nodes if pool is Pool.ROLLOUT else placement.training_nodes
-                )
-                votes[block, nodes[0]] = votes.get((block, nodes[0]), 0) + 1
+            if placement is None:
+                continue
+            nodes = placement.rollout_nodes if pool is Pool.ROLLOUT else placement.training_nodes
+            for number, node in product(_numbers(mask), nodes):
+                votes[number, node] = votes.get((number, node), 0) + 1
         chosen: dict[int, NodeId] = {}
-        for (block, node), _ in sorted(votes.items(), key=lambda vote: (-vote[1], vote[0])):
-            if block not in chosen and node not in chosen.values():
-                chosen[block] = node
-        for block in sorted(set(blocks) - set(chosen)):
-            chosen[block] = self._book.fresh_nodes(pool, 1)[0]
+        for (number, node), _ in sorted(votes.items(), key=lambda vote: (-vote[1], vote[0])):
+            if number not in chosen and node not in chosen.values():
+                chosen[number] = node
+        for number in range(node_count(masks)):
+            if number not in chosen:
+                chosen[number] = self._book.fresh_nodes(pool, 1)[0]
         return chosen
+
+
+def _numbers(mask: int) -> list[int]:
+    return [number for number in range(mask.bit_length()) if mask >> number & 1]
+
+
+def _taken(nodes: dict[int, NodeId], mask: int) -> tuple[NodeId, ...]:
+    return tuple(nodes[number] for number in _numbers(mask))

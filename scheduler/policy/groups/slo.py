@@ -6,6 +6,7 @@ life: a running job's credit is watched, and orders and moves answer before it i
 """
 
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 
 
@@ -17,7 +18,12 @@ class ChanceConstraint:
     @property
     def quantile(self) -> float:
         """Standard deviations above the mean that stay within the SLO."""
-        return NormalDist().inv_cdf(1.0 - self.risk)
+        return _quantile(1.0 - self.risk)
+
+
+@cache
+def _quantile(probability: float) -> float:
+    return NormalDist().inv_cdf(probability)
 
 
 @dataclass(slots=True)

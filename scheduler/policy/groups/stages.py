@@ -18,11 +18,13 @@ BULK: Final = 2
 TAIL_HELD: Final = 3
 """The tail still runs on all of the job's nodes, because nobody asked for them."""
 TAIL_MOVED: Final = 4
-WAITS_TRAINING: Final = 5
-TRAINING: Final = 6
-PARKED: Final = 7
+TAIL_LEASED: Final = 5
+"""The tail runs on leased slots and holds no node; without slots it waits to come home."""
+WAITS_TRAINING: Final = 6
+TRAINING: Final = 7
+PARKED: Final = 8
 """At an iteration's end, ready to be moved."""
-DONE: Final = 8
+DONE: Final = 9
 
 CYCLIC: Final = 0
 FIFO: Final = 1
@@ -36,6 +38,8 @@ TRAINING_ENDED: Final = 4
 JOB_PARKED: Final = 5
 JOB_DONE: Final = 6
 JOB_READY: Final = 7
+TAIL_SENT: Final = 8
+TAIL_RETURNED: Final = 9
 
 BUSY: Final = 0
 TAILS: Final = 1
@@ -67,11 +71,18 @@ JOB: Final = np.dtype(
         ("bulk_ratio", "f8"),
         ("tail_share", "f8"),
         ("round", "i8"),
+        ("slots", "i8"),
+        ("slots_coming", "i8"),
+        ("slots_ready_s", "f8"),
+        ("published_s", "f8"),
+        ("tail_sent", "i8"),
     ]
 )
 """`left_s` and `worked_s` are solo seconds of the present stage and phase; overheads run first.
-`rollout_mean_s` and `training_mean_s` are what the policy believes, never what will be.
-`round` is a job's places in a given round, see `order`; 0: the round robin."""
+`rollout_mean_s` and `training_mean_s` are what the policy believes, never what will be. `round` is
+a job's places in a given round, see `order`; 0: the round robin. The last five are a job's leases:
+slots that serve it, slots on their way and when they are there, since when its present weights are
+published, and whether this rollout's tail was leased already."""
 
 NODE: Final = np.dtype([("loaded", "i8"), ("warm_at_s", "f8")])
 

@@ -14,9 +14,10 @@ from scheduler.sim.rollmux.baselines import (
     our_planner,
     paper_planner,
 )
-from scheduler.sim.rollmux.cluster import Cluster, RunResult
+from scheduler.sim.rollmux.cluster import Cluster
+from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.hourly import HourlyPlanner
-from scheduler.sim.rollmux.ledger import attained, worst_window
+from scheduler.sim.rollmux.ledger import Ledger, RunResult, attained, worst_window
 from scheduler.sim.rollmux.workload import COLD_START_S, SimulatedJob
 
 
@@ -32,10 +33,13 @@ class ArmResult:
     """Largest slow-down over 20 iterations in a row, as a ratio of the SLO."""
     moves: int
     events: int
+    failures: int = 0
+    restarts: int = 0
 
 
 ARMS: Final[dict[str, Callable[[list[SimulatedJob], int], tuple[GroupPlanner, Rules]]]] = {
     "ours": lambda _jobs, _seed: our_planner(),
+    "ours_resubmit": lambda _jobs, _seed: our_planner(resubmits=True),
     "rollmux_paper": lambda _jobs, _seed: paper_planner(),
     "random": lambda _jobs, seed: (RandomPlanner(seed), PACKED_RULES),
     "greedy": lambda _jobs, _seed: (GreedyPlanner(), PACKED_RULES),
@@ -43,25 +47,39 @@ ARMS: Final[dict[str, Callable[[list[SimulatedJob], int], tuple[GroupPlanner, Ru
 }
 
 
-def run_arm(name: str, jobs: list[SimulatedJob], *, seed: int, record: bool = False) -> RunResult:
+def run_arm(
+    name: str,
+    jobs: list[SimulatedJob],
+    *,
+    seed: int,
+    record: bool = False,
+    disruptions: Disruptions = UNDISTURBED,
+) -> RunResult:
     planner, rules = ARMS[name](jobs, seed)
-    return Cluster(jobs, planner, rules, record=record).run()
+    ledger = Ledger(record=record)
+    return Cluster(jobs, planner, rules, disruptions=disruptions, ledger=ledger).run()
 
 
 def summary(jobs: list[SimulatedJob], run: RunResult) -> ArmResult:
-    """Raises AssertionError if a job did not end or a node stayed up."""
-    if len(run.ended_s) != len(jobs) or run.ledger.nodes_up:
+    """Of the jobs that were not given up.
+
+    Raises AssertionError if another one did not end or a node stayed up.
+    """
+    done = [one for one in jobs if one.job.job in run.ended_s]
+    if len(done) + run.counts.given_up != len(jobs) or run.ledger.nodes_up:
         raise AssertionError("every job ends and every node goes down")
     return ArmResult(
         dollars=run.dollars,
-        jobs=len(jobs),
-        kept=sum(attained(one, run.ended_s[one.job.job]) for one in jobs),
-        kept_profiled=sum(_kept_profiled(one, run.ended_s[one.job.job]) for one in jobs),
+        jobs=len(done),
+        kept=sum(attained(one, run.ended_s[one.job.job]) for one in done),
+        kept_profiled=sum(_kept_profiled(one, run.ended_s[one.job.job]) for one in done),
         worst_window=max(
-            worst_window(one, run.ledger.iteration_ends_s[one.job.job]) for one in jobs
+            worst_window(one, run.ledger.iteration_ends_s[one.job.job]) for one in done
         ),
         moves=run.moves,
         events=run.events,
+        failures=run.counts.failures,
+        restarts=run.counts.restarts,
     )
 
 

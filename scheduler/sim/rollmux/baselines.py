@@ -5,7 +5,7 @@ Greedy pack without asking about SLOs; they keep our limits on memory and group 
 they packed first come, first served, with tails that move.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -27,6 +27,8 @@ VERL_SLOWDOWN: Final = 1.02
 """Of an iteration on H800 alone, as many of them as Solo-D trains on."""
 UNLIMITED: Final = 10**6
 PACKED_RULES: Final = PAPER_RULES
+_LEFT_ALONE: Final = PlannerConfig(moves=False, resubmits=True)
+"""Jobs stay where they came, and arrive anew when a node of theirs fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class RandomPlanner(GroupPlanner):
     """Any opening that memory and group size allow, a new group among them."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(Distributional(), NODE_TYPES, PlannerConfig(moves=False))
+        super().__init__(Distributional(), NODE_TYPES, _LEFT_ALONE)
         self._rng = np.random.Generator(np.random.PCG64(seed))
 
     def choose(self, job: JobId) -> Opening:
@@ -90,7 +92,7 @@ class GreedyPlanner(GroupPlanner):
     """The opening on the nodes that are idle most; a new group where there is none."""
 
     def __init__(self) -> None:
-        super().__init__(Distributional(), NODE_TYPES, PlannerConfig(moves=False))
+        super().__init__(Distributional(), NODE_TYPES, _LEFT_ALONE)
 
     def choose(self, job: JobId) -> Opening:
         openings = [
@@ -125,10 +127,11 @@ def _openings(planner: GroupPlanner, job: JobId) -> list[Opening]:
 def paper_planner() -> tuple[GroupPlanner, Rules]:
     """RollMux: every group looked at, no move ever."""
     limits = PackingLimits(tries=UNLIMITED, combinations=UNLIMITED, training_scaling=False)
-    return GroupPlanner(
-        WorstCase(), NODE_TYPES, PlannerConfig(moves=False, limits=limits)
-    ), PAPER_RULES
+    config = replace(_LEFT_ALONE, limits=limits)
+    return GroupPlanner(WorstCase(), NODE_TYPES, config), PAPER_RULES
 
 
-def our_planner() -> tuple[GroupPlanner, Rules]:
-    return GroupPlanner(Distributional(), NODE_TYPES), OUR_RULES
+def our_planner(*, resubmits: bool = False) -> tuple[GroupPlanner, Rules]:
+    """`resubmits`: what the paper does when a node fails, everything else ours."""
+    config = PlannerConfig(resubmits=resubmits)
+    return GroupPlanner(Distributional(), NODE_TYPES, config), OUR_RULES

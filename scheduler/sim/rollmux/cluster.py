@@ -1,11 +1,10 @@
 """The cluster in virtual time: a production planner above, the groups' machines below.
 
 The shell that production has too, with drawn durations instead of engines: it tells the planner
-what arrived and ended, and does what it asks. Groups run on their own between two rounds. A node
-costs from when the first job is put on it to when the planner gives it back.
+what arrived, ended and failed, and does what it asks. Groups run on their own between two rounds.
 """
 
-from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Final, Protocol
 
 import numpy as np
@@ -20,9 +19,11 @@ from scheduler.policy.groups.events import (
     JobEnded,
     JobMoved,
     MoveJob,
+    NodeFailed,
     PhaseEnded,
     PlaceJob,
     ReleaseNode,
+    RestartJob,
     ReviewDue,
 )
 from scheduler.policy.groups.facts import JobFacts
@@ -32,13 +33,17 @@ from scheduler.policy.groups.stages import (
     ROLLOUT_ENDED,
     ROLLOUT_STARTED,
     TAIL_MIGRATED,
+    TAIL_RETURNED,
+    TAIL_SENT,
     TRAINING_ENDED,
     TRAINING_STARTED,
     Rules,
 )
-from scheduler.policy.model import Node, PhaseKind, Placement
+from scheduler.policy.model import PhaseKind, Placement
+from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.floor import Floor, new_row
-from scheduler.sim.rollmux.ledger import Ledger
+from scheduler.sim.rollmux.ledger import Counts, Ledger, RunResult
+from scheduler.sim.rollmux.site import FloorOf, Site, nodes_of, own_nodes
 from scheduler.sim.rollmux.workload import COLD_START_S, MOVE_S, SimulatedJob
 
 ROUND_S: Final = 60.0
@@ -48,6 +53,8 @@ _PHASES: Final = {
     TRAINING_STARTED: ("phase_start", PhaseKind.TRAINING),
     TRAINING_ENDED: ("phase_end", PhaseKind.TRAINING),
     TAIL_MIGRATED: ("tail_moved", PhaseKind.ROLLOUT),
+    TAIL_SENT: ("tail_leased", PhaseKind.ROLLOUT),
+    TAIL_RETURNED: ("tail_returned", PhaseKind.ROLLOUT),
 }
 
 
@@ -57,88 +64,101 @@ class Planner(Protocol):
     def observe(self, event: GroupEvent, *, now: float) -> tuple[GroupEffect, ...]: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    dollars: float
-    ended_s: dict[JobId, float]
-    ledger: Ledger
-    moves: int
-    events: int
-    end_s: float
-
-
 class Cluster:
     def __init__(
-        self, jobs: list[SimulatedJob], planner: Planner, rules: Rules, *, record: bool = False
+        self,
+        jobs: list[SimulatedJob],
+        planner: Planner,
+        rules: Rules,
+        *,
+        disruptions: Disruptions = UNDISTURBED,
+        ledger: Ledger | None = None,
+        floor_of: FloorOf = own_nodes,
     ) -> None:
         self._jobs = jobs
         self._number = {one.job.job: number for number, one in enumerate(jobs)}
-        self._lengths_s = np.concatenate([one.lengths_s for one in jobs])
         counts = [one.iterations for one in jobs]
         self._offsets = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(int)
         self._planner = planner
-        self._rules = rules
-        self.ledger = Ledger(record=record)
-        self._floors: dict[GroupId, Floor] = {}
-        self._home: dict[int, GroupId] = {}
-        self._nodes: dict[NodeId, tuple[Node, GroupId]] = {}
+        self._disruptions = disruptions
+        self.ledger = ledger or Ledger()
+        self._site = Site(jobs, rules, self.ledger, floor_of)
         self._target: dict[int, tuple[GroupId, Placement]] = {}
         self._outside: dict[int, Records] = {}
-        """Movers that have left their old nodes and wait for room on their new ones."""
-        self._at: dict[int, Placement] = {}
-        self._held_bytes: dict[NodeId, int] = {}
-        self._moves = 0
-        self._events = 0
+        """Who has left its old nodes and waits for room on its new ones."""
+        self._failing: list[tuple[float, NodeId]] = []
+        self._leaving: list[tuple[float, int]] = []
+        self._counts = Counts()
 
     def run(self) -> RunResult:
         now, arrived = 0.0, 0
-        while arrived < len(self._jobs) or self._home:
-            if not self._home:
+        while arrived < len(self._jobs) or self._site.home:
+            if not self._site.home:
                 now = max(now, self._jobs[arrived].arrival_s)
             due_s = now + ROUND_S
             if arrived < len(self._jobs):
                 due_s = min(due_s, max(now, self._jobs[arrived].arrival_s))
+            for waiting in (self._failing, self._leaving):
+                due_s = min(due_s, max(now, waiting[0][0])) if waiting else due_s
             self._advance(due_s)
             now = due_s
+            self._disturb(now=now)
             while arrived < len(self._jobs) and self._jobs[arrived].arrival_s <= now:
                 self._arrive(self._jobs[arrived], now=now)
                 arrived += 1
             self._apply(self._planner.observe(ReviewDue(), now=now), now=now)
-        return RunResult(
-            dollars=self.ledger.dollars,
-            ended_s=self.ledger.ended_s,
-            ledger=self.ledger,
-            moves=self._moves,
-            events=self._events,
-            end_s=now,
-        )
+        self._counts.events = self._site.past_events
+        return RunResult(ledger=self.ledger, counts=self._counts, end_s=now)
 
     def _arrive(self, one: SimulatedJob, *, now: float) -> None:
         self.ledger.write(now, "arrival", job=one.job.job)
+        leaves_s = self._disruptions.leaves_at_s(one)
+        if leaves_s < float("inf"):
+            heappush(self._leaving, (leaves_s, self._number[one.job.job]))
         self._apply(self._planner.observe(JobArrived(job=one.job), now=now), now=now)
+
+    def _disturb(self, *, now: float) -> None:
+        """Nodes that fail and jobs that are given up now."""
+        while self._failing and self._failing[0][0] <= now:
+            _, node = heappop(self._failing)
+            if node in self._site.nodes:
+                self._counts.failures += 1
+                self.ledger.write(now, "node_failed", node=node)
+                self._apply(self._planner.observe(NodeFailed(node=node), now=now), now=now)
+        while self._leaving and self._leaving[0][0] <= now:
+            _, number = heappop(self._leaving)
+            if number in self._site.home:
+                if self._outside.pop(number, None) is None:
+                    self._site.stop(number, now=now)
+                self._counts.given_up += 1
+                self._end(number, "job_given_up", t_s=now)
 
     def _apply(self, effects: tuple[GroupEffect, ...], *, now: float) -> None:
         for effect in effects:
             match effect:
                 case AddNode(node=node, group=group):
-                    self._nodes[node.node] = (node, group)
+                    self._site.nodes[node.node] = (node, group)
                 case ReleaseNode(node=name):
-                    self._release(name, now=now)
+                    self._site.release(name, now=now)
                 case PlaceJob(group=group, placement=placement, reason=reason):
                     self._note("placement", placement, reason, now=now)
                     self._begin(placement, group, now=now)
                 case MoveJob(group=group, placement=placement, reason=reason):
                     self._note("move", placement, reason, now=now)
                     number = self._number[placement.job]
+                    self._counts.moves += 1
                     self._target[number] = (group, placement)
                     if number not in self._outside:
-                        self._floors[self._home[number]].ask_to_leave(number)
-                    self._moves += 1
+                        self._floor(number).ask_to_leave(number)
+                case RestartJob(group=group, placement=placement, reason=reason):
+                    self._note("restart", placement, reason, now=now)
+                    self._restart(placement, group, now=now)
         self._move_parked(now=now)
 
     def _note(self, kind: str, placement: Placement, reason: str, *, now: float) -> None:
-        nodes = [*placement.rollout_nodes, *placement.training_nodes]
-        self.ledger.write(now, kind, job=placement.job, nodes=nodes, reason=reason)
+        self.ledger.write(
+            now, kind, job=placement.job, nodes=list(nodes_of(placement)), reason=reason
+        )
 
     def _begin(self, placement: Placement, group: GroupId, *, now: float) -> None:
         number = self._number[placement.job]
@@ -156,72 +176,51 @@ class Cluster:
         self._enter(row, placement, group, loading_s=COLD_START_S, now=now)
         self.ledger.iteration_ends_s[placement.job] = []
 
+    def _restart(self, placement: Placement, group: GroupId, *, now: float) -> None:
+        number = self._number[placement.job]
+        self._counts.restarts += 1
+        self._target[number] = (group, placement)
+        if number not in self._outside:
+            keeps = nodes_of(placement)
+            self._outside[number] = self._site.stop(number, keeps=keeps, now=now)
+
     def _enter(
         self, row: Records, placement: Placement, group: GroupId, *, loading_s: float, now: float
     ) -> None:
-        floor = self._floors.get(group)
-        if floor is None:
-            floor = self._floors[group] = Floor(self._rules, self._lengths_s, now_s=now)
-        for name in (*placement.rollout_nodes, *placement.training_nodes):
-            node = self._nodes[name][0]
-            self.ledger.node_up(name, node.pool, node.price_per_hour, t_s=now)
-            size = self._jobs[int(row["id"][0])].job.host_bytes_per_node
-            self._held_bytes[name] = self._held_bytes.get(name, 0) + size
-        floor.enter(row, placement, loading_s=loading_s)
-        self._at[int(row["id"][0])] = placement
-        self.ledger.write(
-            now,
-            "loading",
-            job=placement.job,
-            nodes=[*placement.rollout_nodes, *placement.training_nodes],
-        )
-        self._home[int(row["id"][0])] = group
-        self._believe(floor, {int(row["id"][0])})
+        for node in self._site.enter(row, placement, group, loading_s=loading_s, now=now):
+            fails_s = self._disruptions.fails_at_s(node, up_s=now)
+            if fails_s < float("inf"):
+                heappush(self._failing, (fails_s, node))
+        self._believe(self._site.floors[group], {self._number[placement.job]})
 
     def _move_parked(self, *, now: float) -> None:
         """Takes out who is at an iteration's end, and lets in who finds room."""
         for number in sorted(self._target):
-            floor = self._floors[self._home[number]] if number not in self._outside else None
+            floor = self._floor(number) if number not in self._outside else None
             if floor is None or floor.jobs["stage"][floor.row(number)] != PARKED:
                 continue
-            self._outside[number] = floor.leave(number)
-            self._vacate(number)
+            self._outside[number] = self._site.leave(number)
             job = self._jobs[number].job.job
             self.ledger.write(now, "left", job=job)
-            for effect in self._planner.observe(JobMoved(job=job), now=now):
-                if isinstance(effect, ReleaseNode):
-                    self._release(effect.node, now=now)
+            self._give_back(self._planner.observe(JobMoved(job=job), now=now), now=now)
         for number in list(self._outside):
             group, placement = self._target[number]
-            if self._has_room(number, placement):
+            if self._site.has_room(number, placement):
                 del self._target[number]
                 row = self._outside.pop(number)
                 self._enter(row, placement, group, loading_s=MOVE_S, now=now)
 
-    def _has_room(self, number: int, placement: Placement) -> bool:
-        size = self._jobs[number].job.host_bytes_per_node
-        return all(
-            self._held_bytes.get(node, 0) + size <= self._nodes[node][0].host_bytes
-            for node in (*placement.rollout_nodes, *placement.training_nodes)
-        )
+    def _floor(self, number: int) -> Floor:
+        return self._site.floors[self._site.home[number]]
 
-    def _vacate(self, number: int) -> None:
-        placement = self._at.pop(number)
-        for node in (*placement.rollout_nodes, *placement.training_nodes):
-            self._held_bytes[node] -= self._jobs[number].job.host_bytes_per_node
-
-    def _release(self, name: NodeId, *, now: float) -> None:
-        self.ledger.node_down(name, t_s=now)
-        _, group = self._nodes.pop(name)
-        if (floor := self._floors.get(group)) is not None:
-            floor.drop_node(name)
-            if not floor.jobs.size and not any(floor.names):
-                self._events += floor.events
-                del self._floors[group]
+    def _give_back(self, effects: tuple[GroupEffect, ...], *, now: float) -> None:
+        for effect in effects:
+            if isinstance(effect, ReleaseNode):
+                self._site.release(effect.node, now=now)
 
     def _advance(self, until_s: float) -> None:
         done: list[tuple[float, int]] = []
-        for floor in list(self._floors.values()):
+        for floor in list(self._site.floors.values()):
             log = floor.advance(until_s)
             if not log.size:
                 continue
@@ -236,11 +235,13 @@ class Cluster:
                     name, phase = _PHASES[kind]
                     job = self._jobs[number].job.job
                     for node in floor.named(mask):
-                        pool = self._nodes[node][0].pool
+                        pool = self._site.nodes[node][0].pool
                         self.ledger.write(t_s, name, job=job, node=node, pool=pool, phase=phase)
             self._believe(floor, changed)
         for t_s, number in sorted(done):
-            self._end(number, t_s)
+            self._site.leave(number)
+            self.ledger.ended_s[self._jobs[number].job.job] = t_s
+            self._end(number, "job_done", t_s=t_s)
         self._move_parked(now=until_s)
 
     def _learn(self, number: int, kind: int, t_s: float, solo_s: float) -> None:
@@ -258,13 +259,9 @@ class Cluster:
                 floor.jobs["rollout_mean_s"][at] = belief.rollout_s
                 floor.jobs["training_mean_s"][at] = belief.training_s
 
-    def _end(self, number: int, t_s: float) -> None:
+    def _end(self, number: int, kind: str, *, t_s: float) -> None:
         job = self._jobs[number].job.job
         self._target.pop(number, None)
-        self._floors[self._home.pop(number)].leave(number)
-        self._vacate(number)
-        self.ledger.ended_s[job] = t_s
-        self.ledger.write(t_s, "job_done", job=job)
-        for effect in self._planner.observe(JobEnded(job=job), now=t_s):
-            if isinstance(effect, ReleaseNode):
-                self._release(effect.node, now=t_s)
+        self._site.forget(number)
+        self.ledger.write(t_s, kind, job=job)
+        self._give_back(self._planner.observe(JobEnded(job=job), now=t_s), now=t_s)

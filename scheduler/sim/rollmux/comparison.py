@@ -129,10 +129,8 @@ def compare(
 def _run(name: str, jobs: list[SimulatedJob], *, seed: int, record: bool) -> _Run:
     planner, rules = ARMS[name](jobs, seed)
     watched = WatchedPlanner(planner)
-    cluster = Cluster(jobs, watched, rules, record=record)
     ledger = PriceLedger(record=record)
-    cluster.ledger = ledger
-    done = cluster.run()
+    done = Cluster(jobs, watched, rules, ledger=ledger).run()
     found = summary(jobs, done)
     return _Run(
         name=name,

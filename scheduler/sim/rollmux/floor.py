@@ -8,12 +8,20 @@ from harvester.contracts.ids import NodeId
 from scheduler.policy.groups.compiled import Records
 from scheduler.policy.groups.execution import advance
 from scheduler.policy.groups.stages import (
+    BULK,
+    BUSY,
     EVENT,
     JOB,
     LOADING,
     NODES_MAX,
     PARKED,
+    TAIL_HELD,
+    TAIL_LEASED,
+    TAIL_MOVED,
+    TAILS,
+    TRAINING,
     WAITS_ROLLOUT,
+    WAITS_TRAINING,
     Rules,
     empty_nodes,
     empty_permits,
@@ -59,6 +67,7 @@ class Floor:
         row["stage"], row["overhead_s"], row["left_s"] = LOADING, loading_s, 0.0
         row["worked_s"], row["park"] = 0.0, 0
         row["rollout_turns"] = row["training_turns"] = 0
+        row["slots"] = row["slots_coming"] = 0
         row["rollout_nodes"] = self.mask(placement.rollout_nodes)
         row["training_nodes"] = self.mask(placement.training_nodes)
         self.jobs = np.append(self.jobs, row)
@@ -76,6 +85,23 @@ class Floor:
         self.jobs = np.delete(self.jobs, at)
         return row
 
+    def stop(self, job: int) -> tuple[Records, int, bool]:
+        """Takes the job out wherever it is: its record as at its iteration's beginning, the nodes
+        of the phase that it loses, and whether that was a rollout.
+        """
+        row = self.leave(job)
+        stage = int(row["stage"][0])
+        rollout = stage in (BULK, TAIL_HELD, TAIL_MOVED, TAIL_LEASED)
+        mask = 0
+        if rollout or stage == TRAINING:
+            mask = int(row["rollout_nodes" if rollout else "training_nodes"][0])
+            if stage != TAIL_LEASED:
+                self.permits[TAILS if stage == TAIL_MOVED else BUSY] &= ~np.int64(mask)
+        if stage in (WAITS_TRAINING, TRAINING):
+            iteration = row["offset"][0] + row["done"][0] % row["length"][0]
+            row["solo_s"] -= self.lengths_s[iteration, 0]
+        return row, mask, rollout
+
     def row(self, job: int) -> int:
         return int(np.flatnonzero(self.jobs["id"] == job)[0])
 
@@ -84,20 +110,23 @@ class Floor:
         parts = []
         while True:
             log = np.zeros(_LOG_SIZE, dtype=EVENT)
-            self.now_s, logged, events = advance(
-                self.jobs,
-                self.nodes,
-                self.permits,
-                self.lengths_s,
-                self.rules,
-                self.now_s,
-                until_s,
-                log,
-            )
+            self.now_s, logged, events = self._run(until_s, log)
             self.events += events
             parts.append(log[:logged])
             if self.now_s >= until_s:
                 return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _run(self, until_s: float, log: Records) -> tuple[float, int, int]:
+        return advance(
+            self.jobs,
+            self.nodes,
+            self.permits,
+            self.lengths_s,
+            self.rules,
+            self.now_s,
+            until_s,
+            log,
+        )
 
 
 def new_row(

@@ -28,10 +28,13 @@ class Ledger:
         if self.record:
             self.events.append({"t": t_s, "type": kind, **fields})
 
-    def node_up(self, node: NodeId, pool: Pool, price_per_hour: float, *, t_s: float) -> None:
-        if node not in self._up:
-            self._up[node] = (t_s, pool, price_per_hour)
-            self.write(t_s, "node_up", node=node, pool=pool, price_per_hour=price_per_hour)
+    def node_up(self, node: NodeId, pool: Pool, price_per_hour: float, *, t_s: float) -> bool:
+        """Whether the node was down before."""
+        if node in self._up:
+            return False
+        self._up[node] = (t_s, pool, price_per_hour)
+        self.write(t_s, "node_up", node=node, pool=pool, price_per_hour=price_per_hour)
+        return True
 
     def node_down(self, node: NodeId, *, t_s: float) -> None:
         if node in self._up:
@@ -48,6 +51,43 @@ class Ledger:
     @property
     def nodes_up(self) -> int:
         return len(self._up)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened in a run, in numbers."""
+
+    events: int = 0
+    moves: int = 0
+    failures: int = 0
+    """Of nodes."""
+    restarts: int = 0
+    """Of jobs, because a node failed."""
+    given_up: int = 0
+    """Jobs that left before they were done; they have no end in the ledger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    ledger: Ledger
+    counts: Counts
+    end_s: float
+
+    @property
+    def dollars(self) -> float:
+        return self.ledger.dollars
+
+    @property
+    def ended_s(self) -> dict[JobId, float]:
+        return self.ledger.ended_s
+
+    @property
+    def moves(self) -> int:
+        return self.counts.moves
+
+    @property
+    def events(self) -> int:
+        return self.counts.events
 
 
 def slowdown(one: SimulatedJob, ended_s: float) -> float:

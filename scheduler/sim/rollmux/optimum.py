@@ -1,14 +1,15 @@
 """The exact optimum for a few jobs: the price for who knows the truth and moves for free.
 
-The same search as the planner's, over all jobs at once, with their true distributions and the SLO
-as the only margin. Ten jobs or so.
+The planner's own bound over all jobs at once, until it is exact, with their true distributions and
+the SLO as the only margin. Ten jobs or so.
 """
 
 from dataclasses import dataclass, field
 
 from scheduler.policy.groups.durations import Belief
-from scheduler.policy.groups.forecast import Horizon, Occupant, Roster, slowdowns, upper_bound
+from scheduler.policy.groups.forecast import NO_GLANCE, Horizon, Occupant, Roster, keeps_all
 from scheduler.policy.groups.judge import OUR_RULES
+from scheduler.policy.groups.price_floor import PriceFloor
 from scheduler.policy.groups.regrouping import CheapestHosting, Guest
 from scheduler.policy.groups.stages import Rules
 from scheduler.policy.groups.tail import TailShape
@@ -55,11 +56,14 @@ class Optimum:
                 for known in self.jobs
             ]
         )
-        price, _ = CheapestHosting(NODE_TYPES).search(
+        price = PriceFloor(CheapestHosting(NODE_TYPES)).cheapest(
             guests, lambda hosting: self._admits(roster.hosted(*hosting))
         )
+        if price is None:
+            raise AssertionError("every job can be alone")
         return price
 
     def _admits(self, roster: Roster) -> bool:
-        found = slowdowns(roster, rules=self.rules, horizon=self.horizon)
-        return bool((upper_bound(found, 0.0) <= roster.slos + 1e-9).all())
+        return keeps_all(
+            roster, rules=self.rules, horizon=self.horizon, glance=NO_GLANCE, quantile=0.0
+        )

@@ -1,13 +1,15 @@
 """The cheapest hosting: as cheap as a search that leaves nothing out."""
 
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.policy.groups.book import NodeType
-from scheduler.policy.groups.regrouping import CheapestHosting, Guest, Hosting, block_choices
+from scheduler.policy.groups.price_floor import PriceFloor
+from scheduler.policy.groups.regrouping import CheapestHosting, Guest, Hosting
 from scheduler.policy.model import Pool
 
 TYPES = {
@@ -15,38 +17,89 @@ TYPES = {
     Pool.TRAINING: NodeType(type="t", accelerators=8, price_per_hour=8.0, host_bytes=100),
 }
 guests = st.lists(
-    st.tuples(st.integers(10, 60), st.floats(0.1, 0.7), st.floats(0.1, 0.7)), min_size=1, max_size=4
-)
+    st.builds(
+        Guest,
+        version=st.just(0),
+        host_bytes=st.integers(10, 60),
+        rollout_share=st.floats(0.1, 0.7),
+        training_share=st.floats(0.1, 0.7),
+        rollout_nodes=st.integers(1, 2),
+        training_nodes=st.integers(1, 2),
+    ),
+    min_size=1,
+    max_size=3,
+).map(lambda drawn: [one._replace(version=at) for at, one in enumerate(drawn)])
 
 
-def _fits(found: list[Guest], hosting: Hosting) -> bool:
-    for blocks, side in ((hosting.rollout, 2), (hosting.training, 3)):
-        for block in set(blocks):
-            inside = [
-                found[one] for one, at in zip(hosting.members, blocks, strict=True) if at == block
-            ]
-            if sum(one.host_bytes for one in inside) > 100 or sum(one[side] for one in inside) > 1:
-                return False
-    return True
+def _fewest(found: list[Guest], pool: Pool) -> int:
+    """Nodes of one pool that memory and time allow to suffice, by trying every choice."""
+    wanted = [one.rollout_nodes if pool is Pool.ROLLOUT else one.training_nodes for one in found]
+    shares = [one.rollout_share if pool is Pool.ROLLOUT else one.training_share for one in found]
+    best = sum(wanted)
+    for chosen in product(*(combinations(range(sum(wanted)), width) for width in wanted)):
+        nodes = {node for one in chosen for node in one}
+        inside = [[at for at, one in enumerate(chosen) if node in one] for node in nodes]
+        shared = (set(a) & set(b) for a, b in combinations(chosen, 2))
+        narrower = (min(len(a), len(b)) for a, b in combinations(chosen, 2))
+        if (
+            all(sum(found[at].host_bytes for at in one) <= 100 for one in inside)
+            and all(sum(shares[at] for at in one) <= 1 for one in inside)
+            and all(len(a) in (0, b) for a, b in zip(shared, narrower, strict=True))
+        ):
+            best = min(best, len(nodes))
+    return best
 
 
 @settings(max_examples=30, deadline=None)
 @given(guests)
-def test_finds_the_price_of_the_search_over_everything(
-    drawn: list[tuple[int, float, float]],
-) -> None:
-    """Without SLOs one big group may use any nodes: all splits of both pools are all there is."""
-    found = [Guest(at, *one) for at, one in enumerate(drawn)]
-    everybody = tuple(range(len(found)))
+def test_finds_the_price_of_the_search_over_everything(found: list[Guest]) -> None:
+    """Without SLOs the pools do not meet: the fewest nodes of each are the cheapest."""
     price, hostings = CheapestHosting(TYPES).search(found, lambda _: True)
-    prices = [
-        3.0 * (max(rollout) + 1) + 8.0 * (max(training) + 1)
-        for rollout, training in product(block_choices(len(found)), repeat=2)
-        if _fits(found, Hosting(everybody, rollout, training))
+    least = 3.0 * _fewest(found, Pool.ROLLOUT) + 8.0 * _fewest(found, Pool.TRAINING)
+    assert np.isclose(price, least)
+    everybody = sorted(one for hosting in hostings for one in hosting.members)
+    assert everybody == list(range(len(found)))
+
+
+def _sharing(hosting: Hosting) -> set[frozenset[int]]:
+    """Pairs of members that have a node in common."""
+    return {
+        frozenset({hosting.members[i], hosting.members[j]})
+        for i, j in combinations(range(len(hosting.members)), 2)
+        if hosting.rollout[i] & hosting.rollout[j] or hosting.training[i] & hosting.training[j]
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_what_was_found_before_changes_no_answer(data: st.DataObject) -> None:
+    """Searches of overlapping sets of jobs, one after another, against such as know nothing."""
+    jobs = [
+        Guest(at, 20, 0.3, 0.25, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)))
+        for at in range(6)
     ]
-    assert np.isclose(price, min(prices))
-    assert sorted(one for hosting in hostings for one in hosting.members) == list(everybody)
-    assert all(_fits(found, hosting) for hosting in hostings)
+    pair = st.frozensets(st.integers(0, 5), min_size=2, max_size=2)
+    refused = data.draw(st.frozensets(pair, max_size=6))
+    most = data.draw(st.integers(1, 5))
+    looks = data.draw(
+        st.lists(st.lists(st.sampled_from(jobs), min_size=1, max_size=5, unique=True), max_size=4)
+    )
+    remembering = CheapestHosting(TYPES)
+    floor = PriceFloor(remembering)
+    for look in looks:
+
+        def admits(hosting: Hosting, look: list[Guest] = look) -> bool:
+            pairs = ({look[one].version for one in pair} for pair in _sharing(hosting))
+            return len(hosting.members) <= most and not any(
+                frozenset(pair) in refused for pair in pairs
+            )
+
+        fresh, _ = CheapestHosting(TYPES).search(look, admits)
+        at_most = data.draw(st.sampled_from([fresh - 3.0, fresh - 0.1, fresh, fresh + 0.1]))
+        least = floor.cheapest(look, admits, at_most=at_most)
+        assert least == (None if fresh > at_most else pytest.approx(fresh))
+        price, _ = remembering.search(look, admits)
+        assert np.isclose(price, fresh)
 
 
 def test_a_refused_pair_is_never_hosted_together() -> None:

@@ -1,0 +1,133 @@
+"""Every way to put a few jobs on the nodes of one pool, and what each way means for pairs of them.
+
+An assignment says of every member which of the group's nodes it takes, as a mask. Nodes have no
+names yet, so that two assignments that differ in the numbering alone are one: the nodes are
+numbered so that who comes earlier in the list has the lower ones. Two members share all nodes of
+the narrower one or none: half a sharing makes both wait and spares less. Nothing here knows
+durations.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+Masks = tuple[int, ...]
+"""Of each member, the nodes that it takes."""
+Widths = tuple[int, ...]
+"""Of each member, how many nodes it takes."""
+
+
+@cache
+def assignments(widths: Widths) -> tuple[Masks, ...]:
+    """Every assignment, fewest nodes first."""
+
+    def grow(prefix: Masks) -> Iterator[Masks]:
+        if len(prefix) == len(widths):
+            yield prefix
+            return
+        for mask in _choices(_residents(prefix), widths[len(prefix)]):
+            if all(_whole(mask, other) for other in prefix):
+                yield from grow((*prefix, mask))
+
+    return tuple(sorted(grow(()), key=lambda masks: (node_count(masks), masks)))
+
+
+def node_count(masks: Masks) -> int:
+    return max(masks, default=0).bit_length()
+
+
+@cache
+def without(masks: Masks, at: int) -> Masks:
+    """The same assignment with one member gone, numbered anew."""
+    rest = masks[:at] + masks[at + 1 :]
+    # The member that comes first is the highest digit, so that its nodes get the lowest numbers.
+    kept = sorted(
+        (residents for residents in _residents(rest) if residents),
+        key=lambda residents: [-(residents >> member & 1) for member in range(len(rest))],
+    )
+    return tuple(
+        sum(1 << node for node, residents in enumerate(kept) if residents >> member & 1)
+        for member in range(len(rest))
+    )
+
+
+def _whole(mask: int, other: int) -> bool:
+    return (mask & other).bit_count() in (0, min(mask.bit_count(), other.bit_count()))
+
+
+def _residents(masks: Masks) -> list[int]:
+    """Of each node, its members as a mask."""
+    return [
+        sum(1 << member for member, mask in enumerate(masks) if mask >> node & 1)
+        for node in range(node_count(masks))
+    ]
+
+
+def _choices(residents: list[int], width: int) -> Iterator[int]:
+    """Nodes that one more member may take: of nodes with the same residents, the lowest ones."""
+    alike: dict[int, list[int]] = {}
+    for node, inside in enumerate(residents):
+        alike.setdefault(inside, []).append(node)
+    classes = list(alike.values())
+
+    def take(at: int, left: int) -> Iterator[int]:
+        if at == len(classes):
+            yield sum(1 << len(residents) + new for new in range(left))
+            return
+        for count in range(min(left, len(classes[at])) + 1):
+            taken = sum(1 << node for node in classes[at][:count])
+            for rest in take(at + 1, left - count):
+                yield taken | rest
+
+    yield from take(0, width)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AssignmentTable:
+    """All assignments of members of given widths, as arrays."""
+
+    choices: tuple[Masks, ...]
+    nodes: npt.NDArray[np.int64]
+    """`[choice]`: how many."""
+    residents: npt.NDArray[np.int64]
+    """`[choice, node]`: its members as a mask; 0 where there is no such node."""
+    shared: npt.NDArray[np.float64]
+    """`[choice, pair]`: 1 where two members share nodes; pairs as `combinations` lists them."""
+
+
+@cache
+def table(widths: Widths) -> AssignmentTable:
+    choices = assignments(widths)
+    pairs = list(combinations(range(len(widths)), 2))
+    most = max(node_count(masks) for masks in choices)
+    residents = np.zeros((len(choices), most), dtype=np.int64)
+    for at, masks in enumerate(choices):
+        inside = _residents(masks)
+        residents[at, : len(inside)] = inside
+    return AssignmentTable(
+        choices=choices,
+        nodes=np.array([node_count(masks) for masks in choices], dtype=np.int64),
+        residents=residents,
+        shared=np.array(
+            [[masks[i] & masks[j] != 0 for i, j in pairs] for masks in choices],
+            dtype=np.float64,
+        ).reshape(len(choices), len(pairs)),
+    )
+
+
+@cache
+def connected(rollout: Widths, training: Widths) -> npt.NDArray[np.bool_]:
+    """`[rollout choice, training choice]`: whether sharing nodes makes one group of all members."""
+    count = len(rollout)
+    left, right = table(rollout).shared > 0, table(training).shared > 0
+    reached = np.ones((len(left), len(right)), dtype=np.int64)
+    for _ in range(count - 1):
+        for pair, (i, j) in enumerate(combinations(range(count), 2)):
+            both = 1 << i | 1 << j
+            touched = (left[:, None, pair] | right[None, :, pair]) & (reached & both != 0)
+            reached = np.where(touched, reached | both, reached)
+    return np.asarray(reached == (1 << count) - 1)

@@ -1,0 +1,39 @@
+"""What goes wrong in a run: nodes that fail, and jobs whose owners give them up.
+
+Every node has its own clock from when it comes up, drawn from its name, so that one run's failures
+do not depend on the order in which anything was asked. Nobody is told anything in advance.
+"""
+
+from dataclasses import dataclass
+from zlib import crc32
+
+import numpy as np
+
+from harvester.contracts.ids import NodeId
+from scheduler.sim.rollmux.workload import SimulatedJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disruptions:
+    seed: int = 0
+    node_mtbf_s: float = float("inf")
+    """Mean time that a node is up until it fails; exponential."""
+    leaving_ratio: float = 0.0
+    """Share of the jobs that are given up, anywhere in their solo life."""
+
+    def fails_at_s(self, node: NodeId, *, up_s: float) -> float:
+        if self.node_mtbf_s == float("inf"):
+            return float("inf")
+        return up_s + float(self._rng(node).exponential(self.node_mtbf_s))
+
+    def leaves_at_s(self, one: SimulatedJob) -> float:
+        rng = self._rng(one.job.job)
+        if rng.random() >= self.leaving_ratio:
+            return float("inf")
+        return one.arrival_s + float(rng.random()) * one.solo_s
+
+    def _rng(self, name: str) -> np.random.Generator:
+        return np.random.Generator(np.random.PCG64([self.seed, crc32(name.encode())]))
+
+
+UNDISTURBED = Disruptions()

@@ -1,0 +1,135 @@
+"""The harvest arm: leases change how long things take, and nothing that was promised."""
+
+from collections import defaultdict
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler.sim.rollmux.arms import run_arm, summary
+from scheduler.sim.rollmux.disruptions import Disruptions
+from scheduler.sim.rollmux.harvest import ALWAYS, HarvestResult, LeaseSupply, run_harvest
+from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob, w1
+
+_RNG = np.random.Generator(np.random.PCG64(3))
+UNEVEN = np.concatenate([[0.0], np.cumsum(_RNG.uniform(0.1, 1.0, 3000))])
+OFTEN = tuple(accumulate(float(stay_s) for stay_s in _RNG.exponential(900.0, 2000)))
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list[SimulatedJob]:
+    return w1(5, jobs=12, wide_ratio=0.1)
+
+
+@pytest.fixture(scope="module")
+def often_revoked(jobs: list[SimulatedJob]) -> HarvestResult:
+    return run_harvest(jobs, LeaseSupply(given_s=UNEVEN, turns_s=OFTEN), record=True)
+
+
+def test_with_every_lease_revoked_the_story_is_the_planner_s_without_leases(
+    jobs: list[SimulatedJob],
+) -> None:
+    without = run_arm("ours", jobs, seed=5, record=True)
+    revoked = run_harvest(jobs, LeaseSupply(given_s=UNEVEN, turns_s=ALWAYS), record=True)
+    assert revoked.run.ledger.events == without.ledger.events
+    assert revoked.run.dollars == without.dollars
+    assert summary(jobs, revoked.run) == summary(jobs, without)
+    assert revoked.slot_hours == 0.0
+
+
+def test_leases_do_work_and_cost_what_they_were_held(
+    jobs: list[SimulatedJob], often_revoked: HarvestResult
+) -> None:
+    assert often_revoked.given_node_hours > 0.0
+    nodes = often_revoked.given_node_hours * NODE_TYPES[next(iter(NODE_TYPES))].accelerators
+    assert nodes < often_revoked.slot_hours
+    dearer = often_revoked.dollars(slot_price_per_hour=0.5)
+    assert dearer == pytest.approx(often_revoked.run.dollars + 0.5 * often_revoked.slot_hours)
+
+
+def test_every_promise_is_kept_while_leases_come_and_go(
+    jobs: list[SimulatedJob], often_revoked: HarvestResult
+) -> None:
+    assert summary(jobs, often_revoked.run).kept == len(jobs)
+
+
+@pytest.fixture(scope="module")
+def failing(jobs: list[SimulatedJob]) -> HarvestResult:
+    harsh = Disruptions(seed=1, node_mtbf_s=20 * 3600.0, leaving_ratio=0.2)
+    supply = LeaseSupply(given_s=UNEVEN, turns_s=OFTEN)
+    return run_harvest(jobs, supply, disruptions=harsh, record=True)
+
+
+@pytest.mark.parametrize("run", ["often_revoked", "failing"])
+def test_memory_and_permits_hold_while_leases_come_and_go(
+    jobs: list[SimulatedJob], run: str, request: pytest.FixtureRequest
+) -> None:
+    found: HarvestResult = request.getfixturevalue(run)
+    size = {one.job.job: one.job.host_bytes_per_node for one in jobs}
+    limit = next(iter(NODE_TYPES.values())).host_bytes
+    resident: dict[str, set[str]] = defaultdict(set)
+    holder: dict[str, str] = {}
+    tails: dict[str, str] = {}
+    out: set[tuple[str, str]] = set()
+    for event in found.run.ledger.in_order():
+        kind, job, node = event["type"], event.get("job", ""), event.get("node", "")
+        if kind == "loading":
+            for one in event["nodes"]:
+                resident[one].add(job)
+                assert sum(size[each] for each in resident[one]) <= limit
+        elif kind in ("left", "job_done", "job_given_up"):
+            for inside in resident.values():
+                inside.discard(job)
+        elif kind == "phase_start":
+            assert holder.setdefault(node, job) == job
+        elif kind == "tail_moved":
+            assert holder.pop(node) == job
+            assert tails.setdefault(node, job) == job
+        elif kind == "tail_leased":
+            assert holder.pop(node) == job
+            out.add((node, job))
+        elif kind == "tail_returned":
+            out.remove((node, job))
+            place = holder if node not in holder else tails
+            assert place.setdefault(node, job) == job
+        elif kind in ("phase_end", "phase_lost"):
+            _let_go(event, holder, tails, out)
+
+
+def _let_go(
+    event: dict[str, Any], holder: dict[str, str], tails: dict[str, str], out: set[tuple[str, str]]
+) -> None:
+    node, job = event["node"], event["job"]
+    if (node, job) in out:
+        out.remove((node, job))
+    elif holder.get(node) == job:
+        del holder[node]
+    else:
+        assert tails.pop(node) == job
+
+
+def test_nodes_that_fail_take_tails_that_are_out_on_leases_too(failing: HarvestResult) -> None:
+    counts = failing.run.counts
+    assert min(counts.failures, counts.restarts, counts.given_up) > 0
+    out: set[tuple[str, str]] = set()
+    lost = 0
+    for event in failing.run.ledger.in_order():
+        held = (event.get("node", ""), event.get("job", ""))
+        if event["type"] == "tail_leased":
+            out.add(held)
+        elif event["type"] in ("tail_returned", "phase_end"):
+            out.discard(held)
+        elif event["type"] == "phase_lost" and held in out:
+            out.remove(held)
+            lost += 1
+    assert lost > 0
+    assert not out
+
+
+def test_the_same_seed_tells_the_same_story_with_leases(
+    jobs: list[SimulatedJob], often_revoked: HarvestResult
+) -> None:
+    again = run_harvest(jobs, LeaseSupply(given_s=UNEVEN, turns_s=OFTEN), record=True)
+    assert again.run.ledger.events == often_revoked.run.ledger.events
+    assert again.slot_hours == often_revoked.slot_hours

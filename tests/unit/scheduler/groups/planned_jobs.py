@@ -1,0 +1,32 @@
+"""Jobs and node types for tests of the planner."""
+
+from harvester.contracts.ids import JobId, TenantId
+from scheduler.policy.groups.book import NodeType
+from scheduler.policy.model import Job, Phase, PhaseKind, Pool
+
+TYPES = {
+    Pool.ROLLOUT: NodeType(type="r", accelerators=8, price_per_hour=15.0, host_bytes=2000),
+    Pool.TRAINING: NodeType(type="t", accelerators=8, price_per_hour=42.0, host_bytes=2000),
+}
+
+
+def planned_job(
+    name: str,
+    rollout_s: float,
+    training_s: float,
+    *,
+    slo: float = 1.6,
+    host: int = 400,
+    nodes: int = 1,
+) -> Job:
+    """Means are what 0.8 and 0.7 of the declared maxima are, as in W1."""
+    kinds = ((PhaseKind.ROLLOUT, rollout_s / 0.8), (PhaseKind.TRAINING, training_s / 0.7))
+    return Job(
+        job=JobId(name),
+        tenant=TenantId("t"),
+        phases=tuple(
+            Phase(kind=kind, mean_s=most, max_s=most, nodes=nodes) for kind, most in kinds
+        ),
+        host_bytes_per_node=host,
+        slowdown_slo=slo,
+    )

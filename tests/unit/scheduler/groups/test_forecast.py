@@ -1,0 +1,62 @@
+"""Forecasts: the shortcut to a verdict gives the verdict of the whole."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.policy.groups.durations import Belief
+from scheduler.policy.groups.forecast import Glance, Horizon, Occupant, Roster, keeps_all, slowdowns
+from scheduler.policy.groups.judge import OUR_RULES
+from scheduler.policy.groups.scenarios import least_bound, upper_bound
+
+HORIZON = Horizon()
+occupants = st.builds(
+    Occupant,
+    rollout_nodes=st.sampled_from([1, 2]),
+    training_nodes=st.sampled_from([4, 8]),
+    slo=st.floats(1.0, 2.0),
+    belief=st.builds(
+        Belief,
+        rollout_s=st.floats(100, 500),
+        rollout_spread_s=st.floats(0, 60),
+        rollout_cv=st.floats(0, 0.15),
+        training_s=st.floats(60, 400),
+        training_spread_s=st.floats(0, 60),
+        training_cv=st.floats(0, 0.15),
+    ),
+    bulk_ratio=st.sampled_from([0.5, 1.0]),
+    tail_share=st.just(0.25),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(occupants, min_size=1, max_size=4),
+    st.floats(-0.5, 2.0),
+    st.sampled_from([0.0, 0.04, float("inf")]),
+)
+def test_a_verdict_is_that_of_the_glance_and_of_every_scenario(
+    members: list[Occupant], quantile: float, margin: float
+) -> None:
+    roster, glance = Roster.of(members), Glance(margin=margin)
+    short = Horizon(scenarios=1, warm_up=glance.warm_up, cycles=glance.cycles)
+    glanced = slowdowns(roster, rules=OUR_RULES, horizon=short)[0]
+    bound = upper_bound(slowdowns(roster, rules=OUR_RULES, horizon=HORIZON), quantile)
+    expected = (glanced <= roster.slos + margin).all() and (bound <= roster.slos + 1e-9).all()
+    found = keeps_all(roster, rules=OUR_RULES, horizon=HORIZON, glance=glance, quantile=quantile)
+    assert found == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(1.0, 4.0), min_size=4, max_size=4), st.integers(1, 3), st.floats(0, 2))
+def test_the_bound_after_some_scenarios_never_exceeds_that_after_all(
+    slow: list[float], known: int, quantile: float
+) -> None:
+    whole = upper_bound(np.array(slow)[:, None], quantile)[0]
+    assert least_bound(np.array(slow[:known]), 4, quantile) <= whole + 1e-9
+
+
+def test_the_bound_after_some_scenarios_is_reached_when_the_others_are_as_alone() -> None:
+    whole = upper_bound(np.array([1.5, 1.0, 1.0, 1.0])[:, None], 0.67)[0]
+    assert least_bound(np.array([1.5]), 4, 0.67) == pytest.approx(whole)
