@@ -13,13 +13,17 @@ from tests.integration.weightsync_child import run_child
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
 NEEDS_AMX = pytest.mark.skipif(
-    not torch.cpu._is_amx_tile_supported(), reason="vLLM's CPU kernel for fp8 blocks needs AMX"
+    not torch.cpu._is_amx_tile_supported(), reason="vLLM's CPU kernels for quantised experts need AMX"
 )
 
 
 @pytest.fixture(
     scope="module",
-    params=["none", "int8_per_channel_weight_only", pytest.param("fp8_per_block", marks=NEEDS_AMX)],
+    params=[
+        "none",
+        pytest.param("int8_per_channel_weight_only", marks=NEEDS_AMX),
+        pytest.param("fp8_per_block", marks=NEEDS_AMX),
+    ],
 )
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What the child saw with one way of quantising at load."""
