@@ -13,7 +13,8 @@ from tests.integration.weightsync_child import run_child
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
 NEEDS_AMX = pytest.mark.skipif(
-    not torch.cpu._is_amx_tile_supported(), reason="vLLM's CPU kernels for quantised experts need AMX"
+    not torch.cpu._is_amx_tile_supported(),
+    reason="vLLM's CPU kernels of quantised experts need AMX",
 )
 
 
