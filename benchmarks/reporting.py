@@ -5,12 +5,12 @@ Whether the file can be written is found out before anything is measured, not af
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harvester.contracts.errors import ConfigError, RoseMuxError
+from harvester.contracts.errors import RoseMuxError
+from harvester.result_file import make_writable
 from scheduler.demo.prerequisites import check_machine
 
 
@@ -45,16 +45,3 @@ def report(
         except OSError as error:
             sys.exit(f"benchmarks.{name}: cannot write {path}: {error.strerror}")
     return result
-
-
-def make_writable(path: Path) -> None:
-    """Make the folder of `path`. Raises ConfigError where a file could not be written there."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            # What stands there stays until there is something to put in its place.
-            path.open("ab").close()
-        else:
-            tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

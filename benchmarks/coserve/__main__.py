@@ -23,9 +23,10 @@ from benchmarks.coserve.reclaim import (
     watch_closings,
 )
 from benchmarks.coserve.rollouts import Lease, Rollouts
-from benchmarks.coserve.rounds import Runner, order
+from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.surge import Surges
 from benchmarks.reporting import report
+from benchmarks.rotation import rotated
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import Guest, Pulse, pulse_page
 from scheduler.demo.bursts import Bursts, generated_trace
@@ -150,7 +151,7 @@ class Bench:
             f"{self.rounds} rounds of {_SLICE_S:.0f} s, {mean_rate(windows):.1f} requests/s of "
             f"{self.scale:g} times the trace's tokens"
         )
-        for arm, turn in order(self.rounds):
+        for arm, turn in rotated(tuple(Arm), self.rounds):
             done = await runner.run(arm, turn, windows[turn])
             self.told(
                 f"round {turn + 1} {arm}: production busy "

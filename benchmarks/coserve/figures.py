@@ -9,13 +9,13 @@ import numpy as np
 
 from benchmarks.coserve.arms import ALONE, BESIDE, WITH_PRODUCTION, Arm
 from benchmarks.coserve.rounds import Slice
-from scheduler.demo.bootstrap import itl_of, ratio_draws, ratio_interval, ttft_of
+from benchmarks.latency_ratios import PARTS, latency_ratios
+from scheduler.demo.bootstrap import ratio_draws
 from scheduler.demo.records import ProductionRequest
 from scheduler.demo.serving_figures import ArmRequests, arms_of, ratio, serving_of
 from scheduler.demo.slo import choose_slo
 
 _INCONCLUSIVE = 0.05
-_PARTS = (("ttft", ttft_of), ("itl", itl_of))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def figures(
     base = serving_of(alone, ttft_slo_s=slo.ttft_s, itl_slo_s=slo.itl_s)
     ideal = speeds[Arm.ROLLOUTS] * (1.0 - busy)
     beside = {
-        arm: _beside(given[arm], alone, seed=facts.seed)
+        arm: latency_ratios(given[arm], alone, seed=facts.seed)
         | {
             "slo_attainment_drop": _points(base.slo_attainment, arms[arm]["slo_attainment"]),
             "residual_share": ratio(speeds[arm], ideal),
@@ -71,7 +71,7 @@ def figures(
         "intervals": ours["intervals"],
         "gate_only_ratios": gate["ratios"],
         "gate_only_intervals": gate["intervals"],
-        "aa_p95": {f"{name}_p99": _aa_p95(given, of, seed=facts.seed) for name, of in _PARTS},
+        "aa_p95": {f"{name}_p99": _aa_p95(given, of, seed=facts.seed) for name, of in PARTS},
         "slo_attainment_drop": ours["slo_attainment_drop"],
         "gate_only_slo_attainment_drop": gate["slo_attainment_drop"],
         "production_busy_share": busy,
@@ -90,18 +90,6 @@ def inconclusive(intervals: Mapping[str, tuple[float, float] | None]) -> list[st
         for name, interval in intervals.items()
         if interval is None or (interval[1] - interval[0]) / 2 > _INCONCLUSIVE
     ]
-
-
-def _beside(arm: ArmRequests, alone: ArmRequests, *, seed: int) -> dict[str, Any]:
-    ratios: dict[str, float | None] = {}
-    intervals: dict[str, tuple[float, float] | None] = {}
-    for name, of in _PARTS:
-        above, below = of(arm.shared), of(alone.shared)
-        for percent in (50, 99):
-            key = f"{name}_p{percent}"
-            ratios[key] = ratio(above.percentile_s(percent), below.percentile_s(percent))
-            intervals[key] = ratio_interval(above, below, percent=percent, seed=seed)
-    return {"ratios": ratios, "intervals": intervals}
 
 
 def _aa_p95(given: Mapping[Arm, ArmRequests], of: Any, *, seed: int) -> float | None:

@@ -1,7 +1,7 @@
 """One slice after another: the arms in turn, the same requests in each of a round."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,13 +35,6 @@ class Slice:
     """Prefilled and generated."""
     production_busy_s: float
     decide_s_mean: float
-
-
-def order(rounds: int) -> Iterator[tuple[Arm, int]]:
-    """Rotated from round to round, so that the machine's drift falls on every arm alike."""
-    arms = tuple(Arm)
-    for turn in range(rounds):
-        yield from ((arms[(place + turn) % len(arms)], turn) for place in range(len(arms)))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from benchmarks.rotation import rotated
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.terms import JobTerms, PhaseTerms
@@ -63,12 +64,7 @@ class Run:
 
 
 def runs(arms: tuple[Arm, ...], rounds: int) -> tuple[Run, ...]:
-    """Rotated from round to round, so that drift of the machine falls on every arm alike."""
-    return tuple(
-        Run(arms[(place + turn) % len(arms)], turn)
-        for turn in range(rounds)
-        for place in range(len(arms))
-    )
+    return tuple(Run(arm, turn) for arm, turn in rotated(arms, rounds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from benchmarks.latency_ratios import latency_ratios
 from benchmarks.multiplex.arms import BESIDE_PRODUCTION, Arm
 from benchmarks.multiplex.outcomes import (
     ArmDone,
@@ -18,13 +19,11 @@ from benchmarks.multiplex.outcomes import (
     spread,
 )
 from benchmarks.multiplex.serving_node import Served
-from scheduler.demo.bootstrap import itl_of, ratio_interval, ttft_of
 from scheduler.demo.job.events import StepDone
 from scheduler.demo.records import ProductionRequest
-from scheduler.demo.serving_figures import ArmRequests, arms_of, ratio, serving_of
+from scheduler.demo.serving_figures import ArmRequests, arms_of, serving_of
 from scheduler.demo.slo import Slo, choose_slo
 
-_PARTS = (("ttft", ttft_of), ("itl", itl_of))
 _TAIL_KEYS = ("moved", "seconds", "returned", "lost")
 _SEED = 1
 
@@ -82,7 +81,7 @@ def _production(requests: Sequence[ProductionRequest], served: Sequence[Served])
             arm.value: _arm(given[arm], [each for each in served if each.run.arm is arm], slo)
             for arm in BESIDE_PRODUCTION
         },
-        **_latency_ratios(leased, control),
+        **latency_ratios(leased, control, seed=_SEED),
     }
 
 
@@ -99,18 +98,6 @@ def _arm(requests: ArmRequests, served: Sequence[Served], slo: Slo) -> dict[str,
         "busy_ratio": _busy_ratio(served),
         "guest_tokens_per_s": sum(s.guest_tokens for s in served) / sum(s.seconds for s in served),
     }
-
-
-def _latency_ratios(above: ArmRequests, below: ArmRequests) -> dict[str, Any]:
-    ratios: dict[str, float | None] = {}
-    intervals: dict[str, tuple[float, float] | None] = {}
-    for name, of in _PARTS:
-        upper, lower = of(above.shared), of(below.shared)
-        for percent in (50, 99):
-            key = f"{name}_p{percent}"
-            ratios[key] = ratio(upper.percentile_s(percent), lower.percentile_s(percent))
-            intervals[key] = ratio_interval(upper, lower, percent=percent, seed=_SEED)
-    return {"ratios": ratios, "intervals": intervals}
 
 
 def _leased_tokens(step: StepDone) -> int:

@@ -7,7 +7,7 @@ DIR` keeps every arm's result, so that a long run may be taken in pieces.
 import argparse
 from pathlib import Path
 
-from benchmarks.reporting import make_writable, report
+from benchmarks.reporting import report
 from benchmarks.rollmux.decisions import decision_times
 from benchmarks.rollmux.determinism import deterministic
 from benchmarks.rollmux.disturbed import drift_figures, failure_figures
@@ -16,6 +16,7 @@ from benchmarks.rollmux.harvest import harvest_figures
 from benchmarks.rollmux.optimum import optimum_figures
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.errors import ConfigError
+from harvester.result_file import make_writable
 from scheduler.sim.rollmux.workload import JOBS, Drift
 from scheduler.sim.rollmux.workload_csv import read_workload
 

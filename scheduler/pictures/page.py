@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
-from pathlib import Path
-
-from harvester.contracts.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +47,6 @@ def page(title: str, lead: str, sections: Sequence[Markup]) -> str:
         + "\n".join(part.html for part in sections)
         + "\n</main>\n</body>\n</html>\n"
     )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replaces the file only once the text is whole. Raises ConfigError where it cannot."""
-    new = path.with_name(path.name + ".new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _paragraph(words: str) -> str:

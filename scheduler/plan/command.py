@@ -15,12 +15,14 @@ def plan(
     import msgspec
     from rich.console import Console
 
-    from scheduler.pictures.page import write_whole
+    from harvester.result_file import make_writable, write_whole
     from scheduler.plan.drafting import draft
     from scheduler.plan.jobs_file import read_jobs
     from scheduler.plan.printed import printed
     from scheduler.plan.report import plan_page
 
+    for path in filter(None, (json, html)):
+        make_writable(path)
     drafted = draft(read_jobs(jobs))
     console = Console(highlight=False)
     console.print(printed(drafted, width=console.width))

@@ -48,7 +48,7 @@ def simulate(
     from rich.console import Console
 
     from harvester.contracts.errors import ConfigError
-    from scheduler.pictures.page import write_whole
+    from harvester.result_file import make_writable, write_whole
     from scheduler.sim.rollmux.comparison import compare
     from scheduler.sim.rollmux.report import TITLES, comparison_page, printed, write_events
     from scheduler.sim.rollmux.workload import Drift, w1
@@ -60,6 +60,8 @@ def simulate(
         chosen = read_workload(workload, seed=seed)
     else:
         chosen = w1(seed, jobs=jobs, drift=Drift(drift))
+    for path in filter(None, (events, json, html)):
+        make_writable(path)
     progress = Console(stderr=True, highlight=False)
     found, ledger = compare(
         chosen,

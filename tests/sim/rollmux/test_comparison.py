@@ -122,6 +122,8 @@ def test_a_workload_of_ones_own_is_compared_and_its_events_written(
     [
         (["--drift", "sideways"], "none, increasing, decreasing, mixed"),
         (["--workload", "/nonexistent.csv"], "cannot be read"),
+        (["--html", "/dev/null/page.html"], "cannot write"),
+        (["--events", "/dev/null/events.jsonl"], "cannot write"),
     ],
 )
 def test_wrong_options_are_one_clear_line(

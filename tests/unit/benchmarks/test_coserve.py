@@ -6,7 +6,8 @@ import pytest
 
 from benchmarks.coserve.arms import ALONE, RECLAIM, SETTINGS, WITH_PRODUCTION, Arm
 from benchmarks.coserve.figures import Facts, figures, inconclusive
-from benchmarks.coserve.rounds import Slice, order
+from benchmarks.coserve.rounds import Slice
+from benchmarks.rotation import rotated
 from harvester.config import SlotConfig
 from scheduler.demo.records import ProductionRequest
 
@@ -98,7 +99,7 @@ def test_intervals_that_are_too_wide_are_named() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 3, 8])
 def test_every_arm_comes_once_in_each_round(rounds: int) -> None:
-    plan: Sequence[tuple[Arm, int]] = list(order(rounds))
+    plan: Sequence[tuple[Arm, int]] = list(rotated(tuple(Arm), rounds))
     assert len(set(plan)) == len(plan) == rounds * len(Arm)
     assert len({arm for arm, turn in plan[:: len(Arm)]}) == min(rounds, len(Arm))
 

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harvester.contracts.errors import ConfigError
 from scheduler.pictures.axes import ticks
 from scheduler.pictures.charts import Bar, Series, Words, bars, curves, stacked
 from scheduler.pictures.gantt import IDLE, Stint, gantt_svg, gantt_text
-from scheduler.pictures.page import page, section, table, write_whole
+from scheduler.pictures.page import page, section, table
 
 SVG = "{http://www.w3.org/2000/svg}"
 WORDS = Words(title="<t>", x="x & y", y="y", alt='"alt"')
@@ -61,9 +60,3 @@ def test_a_page_escapes_texts_and_cells() -> None:
     assert "<t>" not in shown
     assert all(f"{name}&lt;" in shown for name in "sphc")
     assert '<td class="n">1.500</td>' in shown
-
-
-def test_a_file_that_cannot_be_written_is_a_clear_error(tmp_path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot write"):
-        write_whole(tmp_path / "file" / "page.html", "text")
