@@ -41,7 +41,7 @@ class EngineCommand:
 
 def stock(spec: EngineSpec) -> EngineCommand:
     """A production engine with nothing of ours."""
-    return EngineCommand(_server(spec), _environment(spec))
+    return EngineCommand(_server(spec), _environment(spec) | HUGE_PAGES)
 
 
 def production(spec: EngineSpec, *, pages: Path) -> EngineCommand:
@@ -70,7 +70,8 @@ def guest(spec: EngineSpec, *, pages: Path, weights: Path) -> EngineCommand:
 def dedicated(spec: EngineSpec, *, weights: Path) -> EngineCommand:
     """A rollout engine on accelerators of its own."""
     arguments = (*_server(spec), *_rollout(spec.vllm))
-    return EngineCommand(arguments, _environment(spec) | NO_COMPILER | _weights(weights))
+    environment = _environment(spec) | HUGE_PAGES | NO_COMPILER
+    return EngineCommand(arguments, environment | _weights(weights))
 
 
 def _server(spec: EngineSpec) -> tuple[str, ...]:
@@ -127,6 +128,10 @@ STEADY_HEAP = {
 and asks for them again, step after step: page faults, and a lock on which a page scanner of the
 kernel held production's worker up for a second, several times an hour."""
 
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Where the kernel gives huge pages to those who ask. Whoever reads weights page by page waits for
+page tables as well, which neighbours push out of the shared cache. Not for guests: they give memory
+back in small pages, and the kernel would gather what is left into huge ones again."""
 
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """vLLM compiles its count of better tokens, asked for by every request with log-probabilities, at

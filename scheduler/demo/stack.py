@@ -16,7 +16,7 @@ import msgspec
 import yaml
 
 from coserve.vllm import launch
-from coserve.vllm.launch import STEADY_HEAP
+from coserve.vllm.launch import HUGE_PAGES, STEADY_HEAP
 from harvester.contracts.clock import MonotonicClock
 from scheduler.demo.job.config import JobConfig
 from scheduler.demo.job.warm_up import WarmUp
@@ -115,7 +115,7 @@ class Stack:
         child = self.parts.processes.start(
             name,
             _trainer_command(self._trainer_config(arm)),
-            environment=STEADY_HEAP,
+            environment=STEADY_HEAP | HUGE_PAGES,
             core=ROLLOUT_CORE,
             # Before the engine, which spins for a second after its last rollout.
             nice=TRAINER_NICE,

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from coserve.vllm.capabilities import capabilities
-from coserve.vllm.launch import EngineCommand, EngineSpec, dedicated, guest, production
+from coserve.vllm.launch import (
+    HUGE_PAGES,
+    EngineCommand,
+    EngineSpec,
+    dedicated,
+    guest,
+    production,
+)
 
 MODEL, PAGES, WEIGHTS = Path("/models/tiny"), Path("/dev/shm/rosemux/s"), Path("/weights")
 
@@ -55,6 +62,13 @@ def test_a_dedicated_engine_takes_weights_and_belongs_to_no_slot() -> None:
     assert flag(command, "--weight-transfer-config") == '{"backend": "rosemux"}'
     assert not {"--scheduler-cls", "--middleware"} & set(command.arguments)
     assert "ROSEMUX_ROLE" not in command.environment
+
+
+def test_who_gives_pages_back_asks_for_small_ones() -> None:
+    keeping = (production(spec(), pages=PAGES), dedicated(spec(), weights=WEIGHTS))
+    giving = guest(spec(name="guest"), pages=PAGES, weights=WEIGHTS)
+    assert all(HUGE_PAGES.items() <= command.environment.items() for command in keeping)
+    assert not HUGE_PAGES.keys() & giving.environment.keys()
 
 
 def test_serves_on_loopback_only() -> None:
