@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.rollmux.pieces import Pieces
+from benchmarks.rollmux.pieces import ArmOfSeed, Pieces
 from scheduler.demo.bursts import Bursts, generated_trace
 from scheduler.demo.trace import read_trace
 from scheduler.policy.model import Pool
@@ -94,7 +94,7 @@ def _of_trace(
 def _without(pieces: Pieces, seed: int, count: int) -> ArmResult:
     """Our planner with tail migration and no leases."""
     if count == JOBS:
-        return pieces.arm("ours", seed, drift=Drift.NONE).arm
+        return pieces.arm(ArmOfSeed(name="ours", seed=seed)).arm
 
     def run() -> ArmResult:
         jobs = w1(seed, jobs=count)
