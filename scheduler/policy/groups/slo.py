@@ -14,7 +14,9 @@ from statistics import NormalDist
 from typing import Final
 
 SPEND_OVER_S: Final = 6 * 3600.0
-"""Over which a job's credit comes to its reserve, whether it has more or less than that."""
+"""Over which a job may spend what it has beyond its reserve."""
+RECOVER_OVER_S: Final = 1.5 * 3600.0
+"""Over which it is owed what it lacks: well before the reserve is gone, nobody may disturb it."""
 RESERVE_ITERATIONS: Final = 1.5
 """Credit kept, in iterations: what a move costs beside the iteration that it waits for."""
 RESERVE_OF_EARNED: Final = 0.5
@@ -54,4 +56,6 @@ class SloAccount:
         """Slow-down over the time ahead that brings the credit to its reserve; at least 1."""
         earned_s = (self.slo - 1.0) * self.solo_s
         reserve_s = min(RESERVE_ITERATIONS * iteration_s, RESERVE_OF_EARNED * earned_s)
-        return max(1.0, self.slo + (self.credit_s(now) - reserve_s) / SPEND_OVER_S)
+        spare_s = self.credit_s(now) - reserve_s
+        over_s = SPEND_OVER_S if spare_s > 0.0 else RECOVER_OVER_S
+        return max(1.0, self.slo + spare_s / over_s)
