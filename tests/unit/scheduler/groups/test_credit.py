@@ -102,22 +102,22 @@ def test_a_newcomer_goes_elsewhere_while_it_would_take_what_is_owed() -> None:
 
 
 def test_a_saving_is_not_taken_at_the_cost_of_who_is_short_of_credit() -> None:
-    moves = {}
-    for credit_s in (HOUR_S, -HOUR_S):
+    short, mover = planned_job("short", 400, 150, slo=1.9), planned_job("mover", 380, 120, slo=1.5)
+    moved = {}
+    for credit_s in (HOUR_S, -2 * HOUR_S):
         planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
-        for job in (TIGHT, EASY):
+        for job in (short, mover):
             planner.observe(JobArrived(job=job), now=0.0)
             _learn(planner, job)
         planner.packer.now_s = DAY_S
-        _settle(planner, EASY, credit_s=DAY_S, now=DAY_S)
-        _settle(planner, TIGHT, credit_s=HOUR_S, now=DAY_S)
-        home = planner.book.cells[planner.book.home[EASY.job]]
-        assert planner.relocation.relocate((EASY.job,), without=(home,))
-        planner.book.left(EASY.job, EASY.host_bytes_per_node)
-        _settle(planner, TIGHT, credit_s=credit_s, now=DAY_S)
-        moves[credit_s] = planner.regroup.improve(now=DAY_S)
-    assert moves[HOUR_S]
-    assert not moves[-HOUR_S]
+        _settle(planner, short, credit_s=HOUR_S, now=DAY_S)
+        _settle(planner, mover, credit_s=DAY_S, now=DAY_S)
+        home = planner.book.cells[planner.book.home[mover.job]]
+        assert planner.relocation.relocate((mover.job,), without=(home,))
+        planner.book.left(mover.job, mover.host_bytes_per_node)
+        _settle(planner, short, credit_s=credit_s, now=DAY_S)
+        moved[credit_s] = [move.job for move in planner.regroup.improve(now=DAY_S)]
+    assert moved == {HOUR_S: [mover.job], -2 * HOUR_S: []}
 
 
 def test_the_paper_s_planner_knows_no_credit() -> None:
