@@ -24,7 +24,9 @@ def drift_figures(seeds: Sequence[int], pieces: Pieces) -> dict[str, Any]:
     )
     for drift in drifts:
         ours = [pieces.arm(ArmOfSeed(name="ours", seed=seed, drift=drift)).arm for seed in seeds]
-        hourly = [pieces.arm(ArmOfSeed(name="hourly", seed=seed, drift=drift)).arm for seed in seeds]
+        hourly = [
+            pieces.arm(ArmOfSeed(name="hourly", seed=seed, drift=drift)).arm for seed in seeds
+        ]
         ratios = [one.dollars / other.dollars for one, other in zip(ours, hourly, strict=True)]
         attainment[drift.value] = kept(ours)
         cost[drift.value], cost_max[drift.value] = statistics.mean(ratios), max(ratios)
@@ -38,8 +40,7 @@ def drift_figures(seeds: Sequence[int], pieces: Pieces) -> dict[str, Any]:
 
 def failure_figures(seeds: Sequence[int], pieces: Pieces, *, mtbf_h: float) -> dict[str, Any]:
     wanted = {
-        name: [ArmOfSeed(name=name, seed=seed, mtbf_h=mtbf_h) for seed in seeds]
-        for name in FAILING
+        name: [ArmOfSeed(name=name, seed=seed, mtbf_h=mtbf_h) for seed in seeds] for name in FAILING
     }
     pieces.run_ahead([one for each in wanted.values() for one in each])
     arms = {name: [pieces.arm(one).arm for one in each] for name, each in wanted.items()}

@@ -20,7 +20,7 @@ from scheduler.policy.model import Pool
 from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
 from scheduler.sim.rollmux.harvest import NEVER, LeaseSupply, run_harvest
 from scheduler.sim.rollmux.headroom import Headroom, headroom_of
-from scheduler.sim.rollmux.workload import JOBS, NODE_TYPES, SPAN_S, Drift, w1
+from scheduler.sim.rollmux.workload import JOBS, NODE_TYPES, SPAN_S, w1
 
 LEASE_PRICE_RATIO = 0.3
 _GENERATED_S = 3600.0

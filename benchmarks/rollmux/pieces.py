@@ -76,9 +76,7 @@ class Pieces:
                 self.arm(running[done])
 
     def arm(self, wanted: ArmOfSeed) -> Piece:
-        return self.kept(
-            wanted.key, lambda: self._ahead.get(wanted.key) or wanted.run(), Piece
-        )
+        return self.kept(wanted.key, lambda: self._ahead.get(wanted.key) or wanted.run(), Piece)
 
     def kept(self, name: str, run: Callable[[], _Kept], kind: type[_Kept]) -> _Kept:
         path = self._path(name)

@@ -73,9 +73,7 @@ class Packer:
         """To be called whenever the group changed."""
         self.index.refresh(cell, self.book, self.node_shares(cell))
 
-    def occupant(
-        self, cell: Cell, placement: Placement, *, slo_of: SloOf = stated_slo
-    ) -> Occupant:
+    def occupant(self, cell: Cell, placement: Placement, *, slo_of: SloOf = stated_slo) -> Occupant:
         """A pinned job for a forecast; `slo_of` says what it has to keep."""
         facts = self.facts[placement.job]
         tail = self.judge.tail(facts)
@@ -90,9 +88,7 @@ class Packer:
         )
 
     def occupants(self, cell: Cell, *, slo_of: SloOf = stated_slo) -> list[Occupant]:
-        return [
-            self.occupant(cell, placement, slo_of=slo_of) for placement in cell.pinned.values()
-        ]
+        return [self.occupant(cell, placement, slo_of=slo_of) for placement in cell.pinned.values()]
 
     def owed_slo(self, facts: JobFacts) -> float:
         """What others have to leave the job now."""
