@@ -5,6 +5,7 @@ DIR` keeps every arm's result, so that a long run may be taken in pieces.
 """
 
 import argparse
+import os
 from pathlib import Path
 
 from benchmarks.reporting import report
@@ -68,6 +69,12 @@ def main() -> None:
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--resume", type=Path, help="directory of results that are kept")
+    parser.add_argument(
+        "--workers",
+        type=_count,
+        default=len(os.sched_getaffinity(0)),
+        help="processes that run arms side by side; by default one a core",
+    )
     parser.add_argument("--quick", action="store_true", help="one seed, 3 instances, no drift")
     given = parser.parse_args()
     report("rollmux", lambda: _measured(given), given.json, engines=False)
@@ -89,6 +96,13 @@ def _share(text: str) -> float:
     return share
 
 
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise ValueError(text)
+    return count
+
+
 def _result(given: argparse.Namespace) -> dict[str, object]:
     if given.workload is not None:
         jobs = read_workload(given.workload, seed=given.first_seed)
@@ -97,7 +111,7 @@ def _result(given: argparse.Namespace) -> dict[str, object]:
     parts = set(given.parts) - (
         {"drift", "w2", "failures", "determinism"} if given.quick else set()
     )
-    pieces = Pieces(given.resume)
+    pieces = Pieces(given.resume, workers=given.workers)
     result: dict[str, object] = {"simulated": True, "seeds": len(seeds)}
     if "quality" in parts:
         result |= quality_figures(seeds, pieces, drift=given.drift, events=given.events)

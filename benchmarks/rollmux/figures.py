@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rollmux.pieces import Pieces, job_count, kept
+from benchmarks.rollmux.pieces import ArmOfSeed, Pieces, job_count, kept
 from harvester.contracts.errors import ConfigError
 from scheduler.sim.rollmux.arms import run_arm, summary
 from scheduler.sim.rollmux.baselines import gavel, solo_d, verl
@@ -31,6 +31,11 @@ def quality_figures(
     calibration: list[float] = []
     arms: dict[str, list[Any]] = {name: [] for name in ("ours", *PACKED)}
     wall_s = 0.0
+
+    def arm(name: str, seed: int) -> ArmOfSeed:
+        return ArmOfSeed(name=name, seed=seed, drift=drift, wide_ratio=wide_ratio)
+
+    pieces.run_ahead([arm(name, seed) for seed in seeds for name in arms])
     for seed in seeds:
         jobs = w1(seed, drift=drift, wide_ratio=wide_ratio)
         alone = {
@@ -40,7 +45,7 @@ def quality_figures(
         }
         calibration.append(alone["solo_d"] / alone["verl"])
         for name, results in arms.items():
-            piece = pieces.arm(name, seed, drift=drift, wide_ratio=wide_ratio)
+            piece = pieces.arm(arm(name, seed))
             results.append(piece.arm)
             wall_s += piece.wall_s if name == "ours" else 0.0
         ours = arms["ours"][-1].dollars

@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.rollmux.pieces import Pieces
+from benchmarks.rollmux.pieces import ArmOfSeed, Pieces
 from scheduler.demo.bursts import Bursts, generated_trace
 from scheduler.demo.trace import read_trace
 from scheduler.policy.model import Pool
 from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
 from scheduler.sim.rollmux.harvest import NEVER, LeaseSupply, run_harvest
 from scheduler.sim.rollmux.headroom import Headroom, headroom_of
-from scheduler.sim.rollmux.workload import JOBS, NODE_TYPES, SPAN_S, Drift, w1
+from scheduler.sim.rollmux.workload import JOBS, NODE_TYPES, SPAN_S, w1
 
 LEASE_PRICE_RATIO = 0.3
 _GENERATED_S = 3600.0
@@ -94,7 +94,7 @@ def _of_trace(
 def _without(pieces: Pieces, seed: int, count: int) -> ArmResult:
     """Our planner with tail migration and no leases."""
     if count == JOBS:
-        return pieces.arm("ours", seed, drift=Drift.NONE).arm
+        return pieces.arm(ArmOfSeed(name="ours", seed=seed)).arm
 
     def run() -> ArmResult:
         jobs = w1(seed, jobs=count)

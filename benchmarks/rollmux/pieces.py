@@ -1,6 +1,13 @@
-"""Results of single arms on single seeds, kept in a directory between runs if one is given."""
+"""Results of single arms on single seeds, kept in a directory between runs if one is given.
+
+Arms do not know of each other, so they may be run ahead of being asked for, in several processes:
+what each finds is the same as in one.
+"""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -9,7 +16,7 @@ import msgspec
 from harvester.contracts.clock import MonotonicClock
 from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
-from scheduler.sim.rollmux.workload import Drift, w1
+from scheduler.sim.rollmux.workload import JOBS, Drift, w1
 
 _Kept = TypeVar("_Kept")
 
@@ -19,44 +26,76 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmOfSeed:
+    """One arm on one seed of the workload."""
+
+    name: str
+    seed: int
+    drift: Drift = Drift.NONE
+    wide_ratio: float = 0.0
+    mtbf_h: float = 0.0
+    """Mean hours that a node is up before it fails; 0 for ever."""
+    jobs: int = JOBS
+
+    @property
+    def key(self) -> str:
+        failing = f"-{self.mtbf_h:g}h" if self.mtbf_h else ""
+        part = f"-of-{self.jobs}" if self.jobs != JOBS else ""
+        return f"{self.name}-{self.seed}-{self.drift}-{self.wide_ratio:g}{failing}{part}"
+
+    def run(self) -> Piece:
+        clock = MonotonicClock()
+        jobs = w1(self.seed, drift=self.drift, wide_ratio=self.wide_ratio, jobs=self.jobs)
+        disruptions = UNDISTURBED
+        if self.mtbf_h:
+            disruptions = Disruptions(seed=self.seed, node_mtbf_s=self.mtbf_h * 3600.0)
+        began_s = clock.now()
+        done = run_arm(self.name, jobs, seed=self.seed, disruptions=disruptions)
+        return Piece(arm=summary(jobs, done), wall_s=clock.now() - began_s)
+
+
 class Pieces:
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(self, directory: Path | None, *, workers: int = 1) -> None:
         self._directory = directory
+        self._workers = workers
+        self._ahead: dict[str, Piece] = {}
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
 
-    def arm(
-        self,
-        name: str,
-        seed: int,
-        *,
-        drift: Drift = Drift.NONE,
-        wide_ratio: float = 0.0,
-        mtbf_h: float = 0.0,
-    ) -> Piece:
-        """`mtbf_h`: mean hours that a node is up before it fails; 0 for ever."""
+    def run_ahead(self, wanted: Sequence[ArmOfSeed]) -> None:
+        """Runs those that are not kept yet, `workers` at a time; one worker runs none ahead."""
+        missing = [one for one in wanted if not self._is_kept(one.key)]
+        if self._workers == 1 or len(missing) < 2:
+            return
+        # Spawned, not forked: compiled code and its threads are not made to be forked.
+        with ProcessPoolExecutor(self._workers, mp_context=get_context("spawn")) as pool:
+            running = {pool.submit(one.run): one for one in missing}
+            for done in as_completed(running):
+                self._ahead[running[done].key] = done.result()
+                self.arm(running[done])
 
-        def run() -> Piece:
-            clock = MonotonicClock()
-            jobs = w1(seed, drift=drift, wide_ratio=wide_ratio)
-            disruptions = UNDISTURBED
-            if mtbf_h:
-                disruptions = Disruptions(seed=seed, node_mtbf_s=mtbf_h * 3600.0)
-            began_s = clock.now()
-            done = run_arm(name, jobs, seed=seed, disruptions=disruptions)
-            return Piece(arm=summary(jobs, done), wall_s=clock.now() - began_s)
-
-        failing = f"-{mtbf_h:g}h" if mtbf_h else ""
-        return self.kept(f"{name}-{seed}-{drift}-{wide_ratio:g}{failing}", run, Piece)
+    def arm(self, wanted: ArmOfSeed) -> Piece:
+        return self.kept(wanted.key, lambda: self._ahead.get(wanted.key) or wanted.run(), Piece)
 
     def kept(self, name: str, run: Callable[[], _Kept], kind: type[_Kept]) -> _Kept:
-        path = None if self._directory is None else self._directory / f"{name}.json"
+        path = self._path(name)
         if path is not None and path.is_file():
             return msgspec.json.decode(path.read_bytes(), type=kind)
         result = run()
         if path is not None:
-            path.write_bytes(msgspec.json.encode(result))
+            # A run that is stopped while it writes leaves no half of a result.
+            part = path.with_suffix(".part")
+            part.write_bytes(msgspec.json.encode(result))
+            part.replace(path)
         return result
+
+    def _path(self, name: str) -> Path | None:
+        return None if self._directory is None else self._directory / f"{name}.json"
+
+    def _is_kept(self, name: str) -> bool:
+        path = self._path(name)
+        return path is not None and path.is_file()
 
 
 def kept(results: Sequence[ArmResult], which: Literal["kept", "kept_profiled"] = "kept") -> float:

@@ -14,4 +14,4 @@ _R = TypeVar("_R")
 
 
 def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    return cast(Callable[_P, _R], numba.njit(cache=True, nogil=True)(function))
+    return cast(Callable[_P, _R], numba.njit(cache=True, nogil=True, error_model="numpy")(function))

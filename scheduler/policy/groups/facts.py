@@ -79,6 +79,9 @@ class JobFacts:
         self._belief = belief
         self.version = next(_versions)
 
+    def slo_ahead(self, now: float) -> float:
+        return self.account.slo_ahead(now, iteration_s=self.belief().iteration_s)
+
     def _outdated(self, belief: Belief) -> bool:
         if self.training.count in _RENEWED_AT:
             return True

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler.policy.groups.compiled import Records
+from scheduler.policy.groups.compiled import Records, compiled
 from scheduler.policy.groups.durations import Belief
 from scheduler.policy.groups.scenarios import SCENARIOS, keeps, slowdown_table
 from scheduler.policy.groups.stages import EVENT, JOB, WAITS_ROLLOUT, Rules, empty_nodes
@@ -78,17 +78,25 @@ class Roster:
         self, members: Sequence[int], rollout: Sequence[int], training: Sequence[int]
     ) -> "Roster":
         """Some of the jobs, each on the nodes of its masks; either pool's are numbered from 0."""
-        chosen = list(members)
-        jobs = self.jobs[chosen]
+        chosen = np.array(members)
         first = max(rollout).bit_length()
-        jobs["id"] = range(len(chosen))
-        jobs["rollout_nodes"] = rollout
-        jobs["training_nodes"] = [mask << first for mask in training]
+        masks = np.array((rollout, training))
+        jobs = np.empty(len(chosen), dtype=JOB)
+        _host(self.jobs, chosen, masks, first, jobs)
         return Roster(jobs, self.beliefs[chosen])
 
     @property
     def slos(self) -> Records:
         return np.asarray(self.jobs["slo"])
+
+
+@compiled
+def _host(jobs: Records, chosen: Records, masks: Records, first: int, hosted: Records) -> None:
+    for at in range(chosen.size):
+        hosted[at] = jobs[chosen[at]]
+        hosted["id"][at] = at
+        hosted["rollout_nodes"][at] = masks[0, at]
+        hosted["training_nodes"][at] = masks[1, at] << first
 
 
 def slowdowns(roster: Roster, *, rules: Rules, horizon: Horizon) -> Records:

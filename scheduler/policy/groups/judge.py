@@ -32,6 +32,10 @@ class Judge(Protocol):
 
     def tail(self, facts: JobFacts) -> TailShape: ...
 
+    def slo(self, facts: JobFacts, *, now: float) -> float:
+        """What the others in a group have to leave the job; never more than its SLO."""
+        ...
+
     def takes_more(self, occupants: Sequence[Occupant]) -> bool:
         """Whether an existing group is considered for another job at all."""
         ...
@@ -53,6 +57,9 @@ class WorstCase:
         """At the token limit all responses end together, so there is none to plan with."""
         return UNDIVIDED
 
+    def slo(self, facts: JobFacts, *, now: float) -> float:  # noqa: ARG002 - the protocol's
+        return facts.account.slo
+
     def takes_more(self, occupants: Sequence[Occupant]) -> bool:
         return not conditions(occupants).saturated
 
@@ -73,6 +80,9 @@ class Distributional:
 
     def tail(self, facts: JobFacts) -> TailShape:
         return facts.tail
+
+    def slo(self, facts: JobFacts, *, now: float) -> float:
+        return min(facts.account.slo, facts.slo_ahead(now))
 
     def takes_more(self, occupants: Sequence[Occupant]) -> bool:  # noqa: ARG002
         return True

@@ -5,7 +5,7 @@ scaling (ours) adds training nodes, and a new isolated group is always possible.
 hard limit. Among equal prices the fullest group is tried first, so that the emptier ones can end.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations, islice
@@ -45,6 +45,13 @@ class PackingLimits:
     training_scaling: bool = True
 
 
+SloOf = Callable[[JobFacts], float]
+
+
+def stated_slo(facts: JobFacts) -> float:
+    return facts.account.slo
+
+
 class Packer:
     def __init__(
         self,
@@ -66,30 +73,30 @@ class Packer:
         """To be called whenever the group changed."""
         self.index.refresh(cell, self.book, self.node_shares(cell))
 
-    def occupant(
-        self, cell: Cell, placement: Placement, *, spend_over_s: float | None = None
-    ) -> Occupant:
-        """A pinned job for a forecast; `spend_over_s` loosens its SLO by its credit over that."""
+    def occupant(self, cell: Cell, placement: Placement, *, slo_of: SloOf = stated_slo) -> Occupant:
+        """A pinned job for a forecast; `slo_of` says what it has to keep."""
         facts = self.facts[placement.job]
-        slo = facts.account.slo
-        if spend_over_s is not None:
-            slo += max(0.0, facts.account.credit_s(self.now_s)) / spend_over_s
         tail = self.judge.tail(facts)
         rollout, training = cell.masks(placement)
         return Occupant(
             rollout,
             training,
-            slo,
+            slo_of(facts),
             self.judge.belief(facts),
             tail.bulk_ratio,
             tail.share,
         )
 
-    def occupants(self, cell: Cell, *, spend_over_s: float | None = None) -> list[Occupant]:
-        return [
-            self.occupant(cell, placement, spend_over_s=spend_over_s)
-            for placement in cell.pinned.values()
-        ]
+    def occupants(self, cell: Cell, *, slo_of: SloOf = stated_slo) -> list[Occupant]:
+        return [self.occupant(cell, placement, slo_of=slo_of) for placement in cell.pinned.values()]
+
+    def owed_slo(self, facts: JobFacts) -> float:
+        """What others have to leave the job now."""
+        return self.judge.slo(facts, now=self.now_s)
+
+    def slo_ahead(self, facts: JobFacts) -> float:
+        """The same, and its spare credit is spent."""
+        return facts.slo_ahead(self.now_s)
 
     def node_shares(self, cell: Cell) -> dict[NodeId, float]:
         """The least share of each node's time that its jobs need to keep their SLOs."""
@@ -155,7 +162,7 @@ class Packer:
             _joined(opening.cell.training, opening.placement.training_nodes),
             {**opening.cell.pinned, opening.placement.job: opening.placement},
         )
-        return self.judge.admits(Roster.of(self.occupants(widened)))
+        return self.judge.admits(Roster.of(self.occupants(widened, slo_of=self.owed_slo)))
 
     def isolated(self, job: JobId) -> Opening:
         facts, book = self.facts[job], self.book

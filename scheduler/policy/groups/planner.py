@@ -48,8 +48,6 @@ class PlannerConfig:
     """Searches for a saving after something changed, one a review."""
     recheck_s: float = 1800.0
     """Between two looks at a group that nothing happened to."""
-    spend_over_s: float = 6 * 3600.0
-    """A broken promise is mended by a move only if the jobs' credit would not last so long."""
     curve: tuple[Completion, ...] = (Completion(0.5, 0.8),)
     """How responses complete, until a job's own curve is known."""
     accelerators: int = 8
@@ -167,7 +165,7 @@ class GroupPlanner:
         if len(cell.pinned) < 2:
             return []
         self.packer.refresh(cell)
-        occupants = self.packer.occupants(cell, spend_over_s=self.config.spend_over_s)
+        occupants = self.packer.occupants(cell, slo_of=self.packer.slo_ahead)
         if self.packer.judge.admits(Roster.of(occupants)):
             return []
         moves = self.relocation.restore(cell, now=now)

@@ -12,7 +12,7 @@ from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.policy.groups.assignments import node_count
 from scheduler.policy.groups.book import Cell
 from scheduler.policy.groups.forecast import Occupant, Roster
-from scheduler.policy.groups.packing import OpeningKind, Packer
+from scheduler.policy.groups.packing import OpeningKind, Packer, SloOf, stated_slo
 from scheduler.policy.groups.price_floor import PriceFloor
 from scheduler.policy.groups.regrouping import CheapestHosting, Guest, Hosting
 from scheduler.policy.groups.relocation import Move, MovePrices, Relocation
@@ -64,6 +64,10 @@ class Regroup:
         if before - price < self._prices.least_saving_per_move * len(movers):
             return []
         self._seen[key] = now + self._prices.quiet_s / 2
+        # What the search keeps of versions knows nothing of credit.
+        owed = self._roster(jobs, slo_of=self._packer.owed_slo)
+        if not all(judge.admits(owed.hosted(*one)) for one in hostings):
+            return []
         if not all(self._relocation.may_spare(one.job, now=now) for _, one in movers):
             return []
         return self._relocation.move_all(movers, kind=OpeningKind.DIRECT)
@@ -144,14 +148,14 @@ class Regroup:
             facts.training_nodes,
         )
 
-    def _roster(self, jobs: Sequence[JobId]) -> Roster:
+    def _roster(self, jobs: Sequence[JobId], *, slo_of: SloOf = stated_slo) -> Roster:
         """The jobs without nodes."""
         occupants = []
         for job in jobs:
             facts = self._packer.facts[job]
             tail = self._packer.judge.tail(facts)
             belief = self._packer.judge.belief(facts)
-            occupants.append(Occupant(0, 0, facts.account.slo, belief, tail.bulk_ratio, tail.share))
+            occupants.append(Occupant(0, 0, slo_of(facts), belief, tail.bulk_ratio, tail.share))
         return Roster.of(occupants)
 
     def _stays(self, placement: Placement) -> bool:

@@ -54,7 +54,7 @@ class Relocation:
                 if count == len(cell.pinned):
                     continue
                 rest = [
-                    self._packer.occupant(cell, cell.pinned[job])
+                    self._packer.occupant(cell, cell.pinned[job], slo_of=self._packer.owed_slo)
                     for job in cell.pinned
                     if job not in jobs
                 ]

@@ -2,12 +2,25 @@
 
 A forecast says what slow-down each scenario gives; the constraint holds when the mean plus a normal
 quantile of their spread does not exceed the SLO. The risk is one forecast's, not that of the job's
-life: a running job's credit is watched, and orders and moves answer before it is spent.
+life: asked again it errs again the same way, for as long as the group stays as it is. So what a
+forecast has to keep over the time ahead follows the job's credit, up and down: who has more than
+its reserve may spend it, who has less is owed the rest, and what was forecast wrongly is found out
+while the credit still pays for an answer.
 """
 
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
+from typing import Final
+
+SPEND_OVER_S: Final = 6 * 3600.0
+"""Over which a job may spend what it has beyond its reserve."""
+RECOVER_OVER_S: Final = 1.5 * 3600.0
+"""Over which it is owed what it lacks: well before the reserve is gone, nobody may disturb it."""
+RESERVE_ITERATIONS: Final = 1.5
+"""Credit kept, in iterations: what a move costs beside the iteration that it waits for."""
+RESERVE_OF_EARNED: Final = 0.5
+"""Most of it, of what the job would have alone: a young job cannot have kept anything yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,3 +51,11 @@ class SloAccount:
     def credit_s(self, now: float) -> float:
         """Delay that the job can still absorb, if it ended now."""
         return self.slo * self.solo_s - (now - self.began_s)
+
+    def slo_ahead(self, now: float, *, iteration_s: float) -> float:
+        """Slow-down over the time ahead that brings the credit to its reserve; at least 1."""
+        earned_s = (self.slo - 1.0) * self.solo_s
+        reserve_s = min(RESERVE_ITERATIONS * iteration_s, RESERVE_OF_EARNED * earned_s)
+        spare_s = self.credit_s(now) - reserve_s
+        over_s = SPEND_OVER_S if spare_s > 0.0 else RECOVER_OVER_S
+        return max(1.0, self.slo + spare_s / over_s)

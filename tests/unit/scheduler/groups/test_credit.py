@@ -1,0 +1,128 @@
+"""Credit in planning: who has less than its reserve is owed the rest by those beside it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harvester.contracts.ids import JobId
+from scheduler.policy.groups.events import JobArrived, MoveJob, PhaseEnded, ReviewDue
+from scheduler.policy.groups.forecast import Roster
+from scheduler.policy.groups.judge import Distributional, WorstCase
+from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
+from scheduler.policy.groups.slo import RESERVE_ITERATIONS, SloAccount
+from scheduler.policy.model import Job
+from tests.unit.scheduler.groups.planned_jobs import TYPES, planned_job
+
+HOUR_S = 3600.0
+ITERATION_S = 550.0
+DAY_S = 24 * HOUR_S
+TIGHT = planned_job("tight", 400, 150, slo=1.15)
+EASY = planned_job("easy", 380, 120, slo=1.9)
+
+
+def _with_credit(credit_s: float, *, slo: float, solo_s: float = DAY_S) -> SloAccount:
+    """An account at time 0."""
+    return SloAccount(slo=slo, began_s=credit_s - slo * solo_s, solo_s=solo_s)
+
+
+def test_credit_at_the_reserve_leaves_the_slo_as_it_was_promised() -> None:
+    account = _with_credit(RESERVE_ITERATIONS * ITERATION_S, slo=1.2)
+    assert account.slo_ahead(0.0, iteration_s=ITERATION_S) == pytest.approx(1.2)
+
+
+def test_a_young_job_is_not_asked_for_a_reserve_that_it_could_not_have_kept() -> None:
+    account = _with_credit(0.5 * 0.2 * 600.0, slo=1.2, solo_s=600.0)
+    assert account.slo_ahead(0.0, iteration_s=ITERATION_S) == pytest.approx(1.2)
+
+
+@given(st.floats(1.0, 3.0), st.floats(-1e5, 1e5), st.floats(0.0, 1e5))
+def test_what_is_owed_follows_the_credit_and_is_never_faster_than_alone(
+    slo: float, credit_s: float, more_s: float
+) -> None:
+    less, more = (
+        _with_credit(each_s, slo=slo).slo_ahead(0.0, iteration_s=ITERATION_S)
+        for each_s in (credit_s, credit_s + more_s)
+    )
+    assert 1.0 <= less <= more
+
+
+def _beside_each_other() -> GroupPlanner:
+    """A tight job and an easy one that the forecast allows to share nodes, both well known."""
+    planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
+    for job in (TIGHT, EASY):
+        planner.observe(JobArrived(job=job), now=0.0)
+        _learn(planner, job)
+    (cell,) = planner.book.cells.values()
+    assert planner.packer.judge.admits(Roster.of(planner.packer.occupants(cell)))
+    _settle(planner, EASY, credit_s=DAY_S, now=DAY_S)
+    return planner
+
+
+def _learn(planner: GroupPlanner, job: Job) -> None:
+    for _ in range(40):
+        for phase, ratio in zip(job.phases, (0.8, 0.7), strict=True):
+            event = PhaseEnded(job=job.job, phase=phase.kind, solo_s=phase.max_s * ratio)
+            planner.observe(event, now=0.0)
+
+
+def _settle(planner: GroupPlanner, job: Job, *, credit_s: float, now: float) -> None:
+    account = planner.facts[job.job].account
+    account.solo_s = DAY_S
+    account.began_s = now + credit_s - account.slo * account.solo_s
+
+
+def test_who_is_slowed_more_than_forecast_is_left_alone_before_its_credit_is_spent() -> None:
+    """Beliefs stay right: only the credit says that the forecast of this group errs."""
+    planner, now = _beside_each_other(), DAY_S
+    _settle(planner, TIGHT, credit_s=1500.0, now=now)
+    account = planner.facts[TIGHT.job].account
+    moved: list[JobId] = []
+    while not moved and account.credit_s(now) > -HOUR_S:
+        now += 0.5 * HOUR_S
+        account.solo_s += 0.5 * HOUR_S / (account.slo + 0.1)
+        planner.facts[EASY.job].account.solo_s += 0.5 * HOUR_S / 1.5
+        effects = planner.observe(ReviewDue(), now=now)
+        moved = [effect.placement.job for effect in effects if isinstance(effect, MoveJob)]
+    assert len(moved) == 1
+    assert account.credit_s(now) > 0.0
+    assert planner.book.home[TIGHT.job] != planner.book.home[EASY.job]
+
+
+def test_a_newcomer_goes_elsewhere_while_it_would_take_what_is_owed() -> None:
+    homes = {}
+    for credit_s in (HOUR_S, -HOUR_S):
+        planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
+        planner.observe(JobArrived(job=TIGHT), now=0.0)
+        _learn(planner, TIGHT)
+        _settle(planner, TIGHT, credit_s=credit_s, now=DAY_S)
+        planner.observe(JobArrived(job=EASY), now=DAY_S)
+        homes[credit_s] = planner.book.home
+    assert homes[HOUR_S][EASY.job] == homes[HOUR_S][TIGHT.job]
+    assert homes[-HOUR_S][EASY.job] != homes[-HOUR_S][TIGHT.job]
+
+
+def test_a_saving_is_not_taken_at_the_cost_of_who_is_short_of_credit() -> None:
+    short, mover = planned_job("short", 400, 150, slo=1.9), planned_job("mover", 380, 120, slo=1.5)
+    moved = {}
+    for credit_s in (HOUR_S, -2 * HOUR_S):
+        planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
+        for job in (short, mover):
+            planner.observe(JobArrived(job=job), now=0.0)
+            _learn(planner, job)
+        planner.packer.now_s = DAY_S
+        _settle(planner, short, credit_s=HOUR_S, now=DAY_S)
+        _settle(planner, mover, credit_s=DAY_S, now=DAY_S)
+        home = planner.book.cells[planner.book.home[mover.job]]
+        assert planner.relocation.relocate((mover.job,), without=(home,))
+        planner.book.left(mover.job, mover.host_bytes_per_node)
+        _settle(planner, short, credit_s=credit_s, now=DAY_S)
+        moved[credit_s] = [move.job for move in planner.regroup.improve(now=DAY_S)]
+    assert moved == {HOUR_S: [mover.job], -2 * HOUR_S: []}
+
+
+def test_the_paper_s_planner_knows_no_credit() -> None:
+    planner = GroupPlanner(WorstCase(), TYPES, PlannerConfig(moves=False))
+    planner.observe(JobArrived(job=TIGHT), now=0.0)
+    _settle(planner, TIGHT, credit_s=-DAY_S, now=DAY_S)
+    planner.packer.now_s = DAY_S
+    assert planner.packer.owed_slo(planner.facts[TIGHT.job]) == TIGHT.slowdown_slo
