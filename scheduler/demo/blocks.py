@@ -5,7 +5,7 @@ time; a block with a job lasts a given number of training steps, so that both jo
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -38,11 +38,16 @@ class BlockPlan:
         round_s = self.serving_s + len(JOBS) * self.steps * step_s
         return replace(self, rounds=max(1, min(self.rounds, int(seconds / round_s))))
 
-    def blocks(self) -> Iterator[tuple[Arm, int]]:
+    def order(self, index: int) -> tuple[Arm, ...]:
         """Rotated from round to round, so that drift of the machine falls on every arm alike."""
         arms = tuple(Arm)
-        for index in range(self.rounds):
-            yield from ((arms[(place + index) % len(arms)], index) for place in range(len(arms)))
+        first = index % len(arms)
+        return arms[first:] + arms[:first]
+
+
+def another_fits(rounds_s: Sequence[float], *, left_s: float) -> bool:
+    """Whether a further round does, by those measured so far; the first is always run."""
+    return not rounds_s or max(rounds_s) <= left_s
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Pulse
-from scheduler.demo.blocks import BlockPlan, BlockRunner
+from scheduler.demo.blocks import BlockPlan, BlockRunner, another_fits
 from scheduler.demo.job.events import StepDone, Trajectories
 from scheduler.demo.records import Arm, Block, Record, TrainingStep
 from scheduler.demo.trace import Arrival
@@ -121,11 +121,10 @@ class Scene:
 
 @given(st.integers(1, 9))
 def test_every_arm_comes_once_a_round_and_in_every_place_alike(rounds: int) -> None:
-    blocks = list(BlockPlan(rounds=rounds, serving_s=1.0, steps=1).blocks())
-    assert Counter(blocks) == Counter((arm, index) for arm in Arm for index in range(rounds))
-    places = [blocks[3 * index : 3 * index + 3] for index in range(rounds)]
+    orders = [PLAN.order(index) for index in range(rounds)]
+    assert all(Counter(order) == Counter(Arm) for order in orders)
     for place in range(3):
-        held = Counter(each[place][0] for each in places)
+        held = Counter(order[place] for order in orders)
         assert max(held.values()) - min(held[arm] for arm in Arm) <= 1
 
 
@@ -135,6 +134,16 @@ def test_every_arm_comes_once_a_round_and_in_every_place_alike(rounds: int) -> N
 )
 def test_a_slow_machine_gets_fewer_rounds(seconds: float, step_s: float, rounds: int) -> None:
     assert PLAN.within(seconds, step_s=step_s) == replace(PLAN, rounds=rounds)
+
+
+@pytest.mark.parametrize(
+    ("rounds_s", "left_s", "fits"),
+    [([], -5.0, True), ([110.0, 120.0], 120.0, True), ([110.0, 120.0], 119.0, False)],
+)
+def test_a_round_that_would_end_too_late_is_left_out(
+    rounds_s: list[float], left_s: float, fits: bool
+) -> None:
+    assert another_fits(rounds_s, left_s=left_s) is fits
 
 
 def test_a_window_goes_on_lap_after_lap_with_new_indices() -> None:
