@@ -18,13 +18,13 @@ from typing import Self
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync import state_hash
-from weightsync.apply_journal import Applying, Digests, Held, Repair, repairs
-from weightsync.bits import Bits
-from weightsync.delta import checked_apply
-from weightsync.kept_directory import KeptDirectory
+from weightsync.elements import state_hash
+from weightsync.elements.bits import Bits
+from weightsync.encoding.delta import checked_apply
+from weightsync.layout.apply_journal import Applying, Digests, Held, Repair, repairs
+from weightsync.receive.kept_directory import KeptDirectory
+from weightsync.receive.staged import Staged, check_state
 from weightsync.receiver import Receiver
-from weightsync.staged import Staged, check_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import torch
 
 from harvester.contracts.errors import Corrupt
-from weightsync import state_hash
-from weightsync.bits import Bits, bits_of
-from weightsync.delta import checked_apply
-from weightsync.staged import Staged
+from weightsync.elements import state_hash
+from weightsync.elements.bits import Bits, bits_of
+from weightsync.encoding.delta import checked_apply
+from weightsync.receive.staged import Staged
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.in_place import is_hashed_whole
 from weightsync.vllm.loader_map import LoaderMap
