@@ -205,7 +205,9 @@ class CheckpointFollower:
             staged = self._receiver.prepare(None, target)
         if staged.full is None:
             raise Corrupt(f"version {target} leads to no full checkpoint")
-        digests = state_hash.digests_of(staged.full, staged.full.__getitem__, self._pool)
+        digests = state_hash.digests_of(
+            staged.full, staged.layout, staged.full.__getitem__, self._pool
+        )
         published = staged.expected.state_hash or state_hash.combined(digests, staged.layout)
         return _Coming(staged=staged, state_hash=published, digests=digests)
 

@@ -14,6 +14,7 @@ import xxhash
 
 from harvester.contracts.errors import Unsupported
 from weightsync.elements import xxh3
+from weightsync.elements.batches import each
 from weightsync.elements.bits import Bits, Bytes, Layout, bytes_of
 from weightsync.elements.xxh3 import Accumulators
 
@@ -44,21 +45,25 @@ def file_digest(data: Bytes) -> str:
     return str(xxhash.xxh3_128_hexdigest(data.data))
 
 
-def digests_of(names: Iterable[str], read: Callable[[str], Bits], pool: Executor) -> dict[str, str]:
+def digests_of(
+    names: Iterable[str], layout: Layout, read: Callable[[str], Bits], pool: Executor
+) -> dict[str, str]:
     """Digest of every named tensor, computed on the pool (hashing holds no GIL)."""
     ordered = sorted(names)
-    digests = pool.map(lambda name: digest_of(read(name)), ordered)
+    digests = each(
+        pool, lambda name: digest_of(read(name)), ordered, lambda name: layout[name].size_bytes
+    )
     return dict(zip(ordered, digests, strict=True))
 
 
 def combined(digests: Mapping[str, str], layout: Layout) -> str:
     """The state hash: names, dtypes, shapes and digests in name order."""
-    whole = xxhash.xxh3_128()
+    lines = []
     for name in sorted(digests):
         spec = layout[name]
         shape = ",".join(map(str, spec.shape))
-        whole.update(f"{name}\0{spec.dtype}\0{shape}\0{digests[name]}\n".encode())
-    return str(whole.hexdigest())
+        lines.append(f"{name}\0{spec.dtype}\0{shape}\0{digests[name]}\n")
+    return str(xxhash.xxh3_128_hexdigest("".join(lines).encode()))
 
 
 def foreign_checksum(algorithm: str, bits: Bits) -> str:

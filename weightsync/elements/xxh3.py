@@ -51,6 +51,7 @@ _PRIME_MX = np.uint64(0x165667919E3779F9)
 _START = (
     _PRIME32_3, _PRIME64_1, _PRIME64_2, _PRIME64_3, _PRIME64_4, _PRIME32_2, _PRIME64_5, _PRIME32_1
 )  # fmt: skip
+_STARTED = np.array(_START, dtype=np.uint64)
 
 _WORD = ir.IntType(64)
 _STRIPE = ir.VectorType(_WORD, 8)
@@ -58,7 +59,7 @@ _STRIPE = ir.VectorType(_WORD, 8)
 
 def started() -> Accumulators:
     """The hash of nothing yet."""
-    return np.array(_START, dtype=np.uint64)
+    return _STARTED.copy()
 
 
 @generated

@@ -30,8 +30,10 @@ from weightsync.encoding.delta import (
     XorDelta,
     checked_apply,
 )
+from weightsync.encoding.plain_payload import MAX_BYTES as PLAIN_BYTES
+from weightsync.encoding.plain_payload import OVERWRITE_BELOW_CHANGES, plain_payload
 from weightsync.encoding.planes import apply_planes_payload, planes_payload
-from weightsync.encoding.sparse import SparseStreams, compared
+from weightsync.encoding.sparse import FORMAT, SPARSE, SparseStreams, compared
 from weightsync.encoding.stream import (
     pack_frame,
     pack_stream,
@@ -59,8 +61,8 @@ class Encoded:
     """xxh3-128 of the new bits."""
 
 
-FORMAT = 1
-_SPARSE, _PLANES = 0, 1
+PLANES = 1
+"""The layout of a payload that holds a difference for every element."""
 
 PLANES_ABOVE_RATIO = 0.40
 """Below this share of changed elements neither `planes` nor `dense` can win: a zero difference
@@ -74,12 +76,25 @@ from all over would read all of a tensor's cache lines."""
 _SAMPLE_ELEMENTS = 1 << 16
 _SAMPLES = 8
 _RUN_ELEMENTS = _SAMPLE_ELEMENTS // _SAMPLES
-OVERWRITE_BELOW_CHANGES = 16
-"""`overwrite` spends 4 bytes on a position, but its header is shorter than ours."""
 
 
 def encode(old: Bits, new: Bits) -> Encoded | None:
     """The smallest payload that turns `old` into `new`, or None where nothing changed."""
+    if new.nbytes <= PLAIN_BYTES:
+        plain = plain_payload(old, new)
+        if plain.changed == 0:
+            return None
+        if plain.payload and plain.changed <= PLANES_ABOVE_RATIO * old.size:
+            encoding, payload = Encoding.ROSEMUX, plain.payload
+            if plain.overwrite.size:
+                overwrite = pack_frame(plain.overwrite)
+                encoding, payload = _smaller(encoding, payload, Encoding.OVERWRITE, overwrite)
+            return Encoded(encoding, payload, plain.changed, plain.digest)
+    return encode_streams(old, new)
+
+
+def encode_streams(old: Bits, new: Bits) -> Encoded | None:
+    """`encode` of a tensor of any size, from streams that may be compressed."""
     if _mostly_changed(old, new):
         return _encode_everything(old, new)
     streams = compared(old, new)
@@ -162,6 +177,7 @@ def warm_up() -> None:
     new = np.array([1, 9], dtype=np.uint16)
     kernels.count_changes(old, new)
     kernels.share_changed(old, new, 1, 1)
+    plain_payload(old, new)
     spec = TensorSpec("BF16", (2,))
     for payload in (_encode_sparse(old, compared(old, new)), _encode_planes(old, new)):
         checked_apply(decode(Encoding.ROSEMUX, memoryview(payload), spec), old.copy())
@@ -191,12 +207,12 @@ def _encode_sparse(old: Bits, found: SparseStreams) -> bytes:
     numbers = (old.size, found.small, found.far, found.gaps.size, found.far_gaps.size)
     streams = (found.gaps, found.signs, found.far_gaps, *found.far_planes)
     return b"".join(
-        [bytes((FORMAT, _SPARSE, old.itemsize)), *map(varint, numbers), *map(_stream, streams)]
+        [bytes((FORMAT, SPARSE, old.itemsize)), *map(varint, numbers), *map(_stream, streams)]
     )
 
 
 def _encode_planes(old: Bits, new: Bits) -> bytes | memoryview:
-    head = bytes((FORMAT, _PLANES, old.itemsize)) + varint(old.size)
+    head = bytes((FORMAT, PLANES, old.itemsize)) + varint(old.size)
     return planes_payload(old, new, head=head)
 
 
@@ -236,7 +252,7 @@ def apply_own(encoding: Encoding, payload: memoryview, spec: TensorSpec, bits: B
         return
     if encoding is Encoding.ROSEMUX:
         reader = PayloadReader(payload)
-        if _rosemux_layout(reader, spec) == _PLANES:
+        if _rosemux_layout(reader, spec) == PLANES:
             apply_planes_payload(reader, bits)
             return
     checked_apply(decode(encoding, payload, spec), bits)
@@ -244,7 +260,7 @@ def apply_own(encoding: Encoding, payload: memoryview, spec: TensorSpec, bits: B
 
 def _rosemux_layout(reader: PayloadReader, spec: TensorSpec) -> int:
     version, layout, width = reader.take(3)
-    if version != FORMAT or layout not in {_SPARSE, _PLANES}:
+    if version != FORMAT or layout not in {SPARSE, PLANES}:
         raise Corrupt(f"rosemux: format {version}, layout {layout} are not known here")
     elements = reader.number(at_most=spec.elements)
     if width != spec.width_bytes or elements != spec.elements:
@@ -259,7 +275,7 @@ def _decode_rosemux(payload: memoryview, spec: TensorSpec) -> Delta:
     reader = PayloadReader(payload)
     layout, elements, width = _rosemux_layout(reader, spec), spec.elements, spec.width_bytes
     delta: Delta
-    if layout == _PLANES:
+    if layout == PLANES:
         delta = PlanesDelta(np.stack([_read(reader, elements) for _ in range(width)]))
     else:
         delta = _decode_sparse(reader, elements, width)

@@ -16,6 +16,9 @@ from weightsync.elements.lanes import LANES
 from weightsync.elements.scan import GAP_ESCAPE, Room, Scan, scan_elements
 from weightsync.elements.state_hash import digest_from
 
+FORMAT = 1
+SPARSE = 0
+"""The layout of a payload that holds such streams."""
 _MAX_WIDTH_BYTES = 8
 CHUNK_BYTES = 64 * BLOCK_BYTES
 """Compared in one call; room is made before it for all that may have changed."""
@@ -53,6 +56,11 @@ class _Scratch(threading.local):
         room = self.room
         # A gap that began before them ends here.
         escapes = (stop - min(scan.after, scan.far_after)) // GAP_ESCAPE + 1
+        needed = max(scan[:4]) + elements + max(escapes, LANES)
+        if needed <= min(
+            room.minus.size, room.gaps.size, room.far_gaps.size, room.far_planes.shape[1]
+        ):
+            return room
         self.room = room._replace(
             minus=_grown(room.minus, scan.small, elements + LANES),
             gaps=_grown(room.gaps, scan.gap_bytes, elements + escapes),
@@ -62,17 +70,17 @@ class _Scratch(threading.local):
         return self.room
 
 
-_scratch = _Scratch()
+scratch = _Scratch()
 
 
 def compared(old: Bits, new: Bits) -> SparseStreams:
     """All changes from `old` to `new`, of equal size and width."""
     data, sums = bytes_of(new), xxh3.started()
-    scan, room = Scan(), _scratch.room
+    scan, room = Scan(), scratch.room
     step = CHUNK_BYTES // old.itemsize
     for start in range(0, new.size, step):
         stop = min(new.size, start + step)
-        room = _scratch.reserve(scan, stop, stop - start)
+        room = scratch.reserve(scan, stop, stop - start)
         scan = scan_elements(old, new, data, start, stop, scan, room, sums)
     signs = np.zeros((scan.small + 7) // 8, dtype=np.uint8)
     kernels.pack_signs(room.minus[: scan.small], signs)

@@ -18,7 +18,8 @@ from weightsync.elements.bits import Bytes
 from weightsync.encoding.large_payload import LargePayload
 
 LEVEL = 1
-_RAW_BELOW_BYTES = 24
+RAW_BELOW_BYTES = 24
+"""Nothing shorter is tried to be compressed."""
 _ANNOUNCES = 0xE0
 """Bits of a frame's first byte behind the magic; without them no content size follows."""
 
@@ -43,7 +44,7 @@ _codecs = _Codecs()
 
 def pack_stream(raw: Bytes) -> bytes:
     """`raw` compressed, or as it is when that is not smaller."""
-    if raw.size < _RAW_BELOW_BYTES:
+    if raw.size < RAW_BELOW_BYTES:
         return raw.tobytes()
     packed = _codecs.packer.compress(raw.data)
     return packed if len(packed) < raw.size else raw.tobytes()

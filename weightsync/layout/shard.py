@@ -5,7 +5,7 @@ header is handled here: 8 bytes of length, a JSON object of dtype, shape and off
 Never opens a file: it takes and gives bytes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,16 @@ MAX_HEADER_BYTES = 32 << 20
 MAX_NAME_CHARS = 512
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
+_JOINED_BYTES = 64 << 10
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
+
+
+_entry = msgspec.json.Decoder(_Entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,7 @@ def shard_chunks(tensors: Mapping[str, ShardTensor], metadata: Mapping[str, str]
     """The file's bytes, as buffers to write one after another."""
     sizes = {n: (tensor.spec, memoryview(tensor.data).nbytes) for n, tensor in tensors.items()}
     yield _head(sizes, metadata)
-    for tensor in tensors.values():
-        yield tensor.data
+    yield from _joined(tensor.data for tensor in tensors.values())
 
 
 def dense_chunks(
@@ -58,6 +61,24 @@ def dense_chunks(
     yield _head({name: (spec, spec.size_bytes) for name, spec in layout.items()}, metadata)
     for name in layout:
         yield read(name)
+
+
+def _joined(buffers: Iterable[Any]) -> Iterator[Any]:
+    """Small ones together: hashing and writing each takes longer than copying it."""
+    run: list[Any] = []
+    run_bytes = 0
+    for buffer in buffers:
+        size = memoryview(buffer).nbytes
+        if run and run_bytes + size > _JOINED_BYTES:
+            yield b"".join(run)
+            run, run_bytes = [], 0
+        if size > _JOINED_BYTES:
+            yield buffer
+        else:
+            run.append(buffer)
+            run_bytes += size
+    if run:
+        yield b"".join(run)
 
 
 def _head(sizes: Mapping[str, tuple[TensorSpec, int]], metadata: Mapping[str, str]) -> bytes:
@@ -84,7 +105,7 @@ def parsed_header(raw: bytes, *, file_bytes: int) -> ShardHeader:
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(fields.pop(_METADATA, b"{}"), type=dict[str, str])
-        entries = {name: msgspec.json.decode(value, type=_Entry) for name, value in fields.items()}
+        entries = {name: _entry.decode(value) for name, value in fields.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Corrupt(f"safetensors header: {error}") from error
     start = _LENGTH_BYTES + len(raw)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harvester.contracts.errors import Corrupt
+from weightsync.elements.batches import each
 from weightsync.elements.bits import Bits, Layout, TensorSpec, checked_spec
 from weightsync.elements.state_hash import digest_of
 from weightsync.encoding.delta import Delta, checked_apply
@@ -165,7 +166,7 @@ class Slicing:
             return {entry: digest_of(record.read(bits)) for entry, record in cut[name]}
 
         digests: dict[str, str] = {}
-        for found in pool.map(digest, sorted(layout)):
+        for found in each(pool, digest, sorted(layout), lambda name: layout[name].size_bytes):
             digests |= found
         return digests
 

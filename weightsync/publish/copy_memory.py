@@ -7,7 +7,7 @@ in which they came. Never judges contents; last_published.py does.
 import errno
 import fcntl
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +25,7 @@ class CopyMemory(Protocol):
         """Takes every piece; what was there before is gone."""
         ...
 
-    def record(self, text: bytes) -> None:
+    def record(self, text: Callable[[], bytes]) -> None:
         """Keeps beside the copy what it holds, where it outlives the process."""
         ...
 
@@ -44,7 +44,7 @@ class HostMemory:
     def fill(self, pieces: Iterable[Piece]) -> dict[str, Bits]:
         return {piece.entry: piece.bits(own=True) for piece in pieces}
 
-    def record(self, text: bytes) -> None:
+    def record(self, text: Callable[[], bytes]) -> None:
         """Nothing outlives the process."""
 
     def drop(self) -> None:
@@ -104,9 +104,9 @@ class MappedFile:
             at += spec.size_bytes + _padding(spec)
         return bits
 
-    def record(self, text: bytes) -> None:
+    def record(self, text: Callable[[], bytes]) -> None:
         temporary = self._record.with_suffix(".tmp")
-        temporary.write_bytes(text)
+        temporary.write_bytes(text())
         temporary.rename(self._record)
 
     def recorded(self) -> bytes:

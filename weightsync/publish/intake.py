@@ -38,12 +38,12 @@ class Piece:
         """Flat bits in host memory; with `own` in memory that the trainer does not have."""
         if self.tensor is None:
             raise ValueError(f"{self.entry} was let go")
-        tensor = self.tensor.detach()
+        tensor = self.tensor
         if tensor.device.type == "meta":
             raise Unsupported(f"{self.entry} is on the meta device: it has no values")
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            return bits_of(tensor.cpu().contiguous())
-        return bits_of(tensor.clone() if own else tensor)
+            return bits_of(tensor.detach().cpu().contiguous())
+        return bits_of(tensor.detach().clone() if own else tensor)
 
 
 class Intake:

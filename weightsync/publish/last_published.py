@@ -5,7 +5,7 @@ is believed only if every entry hashes to its record and the record is of the st
 version; else it is thrown away. Never reads a trainer's tensor twice.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -13,9 +13,12 @@ import msgspec
 
 from harvester.contracts.errors import ConfigError, RoseMuxError
 from harvester.contracts.ids import WeightVersion
+from weightsync.elements.batches import each
 from weightsync.elements.bits import Bits, Bytes, TensorSpec, checked_spec
 from weightsync.elements.state_hash import digests_of
 from weightsync.encoding.codec import Encoding, apply_own
+from weightsync.encoding.delta import checked_apply
+from weightsync.encoding.plain import PlainDelta, plain_deltas
 from weightsync.layout.shard import ShardHeader, shard_data, shard_header
 from weightsync.layout.slices import SliceRecord
 from weightsync.publish.copy_memory import CopyMemory, MappedFile
@@ -112,7 +115,7 @@ class LastPublished:
 
         self._bits = self._memory.fill(noted())
         self._specs, self.ties = specs, dict(intake.ties)
-        digests = digests_of(specs, self.bits, pool)
+        digests = digests_of(specs, specs, self.bits, pool)
         digests |= {name: digests[first] for name, first in self.ties.items()}
         self._know(slices, digests)
 
@@ -135,11 +138,36 @@ class LastPublished:
         for shard in shards:
             header = shard_header(shard)
 
-            def move(entry: str, data: Bytes = shard, header: ShardHeader = header) -> None:
-                payload = shard_data(data, header, entry).data
-                apply_own(encodings[entry], payload, self._specs[entry], self._bits[entry])
+            moving = [entry for entry in header.layout if entry in self._bits]
+            plain = self._plain(moving, shard, header, encodings)
 
-            list(pool.map(move, (entry for entry in header.layout if entry in self._bits)))
+            def move(
+                entry: str,
+                data: Bytes = shard,
+                header: ShardHeader = header,
+                plain: Mapping[str, PlainDelta] = plain,
+            ) -> None:
+                bits = self._bits[entry]
+                if entry in plain:
+                    checked_apply(plain[entry], bits)
+                    return
+                payload = shard_data(data, header, entry).data
+                apply_own(encodings[entry], payload, self._specs[entry], bits)
+
+            each(pool, move, moving, lambda entry: self._specs[entry].size_bytes)
+
+    def _plain(
+        self,
+        entries: Sequence[str],
+        shard: Bytes,
+        header: ShardHeader,
+        encodings: Mapping[str, Encoding],
+    ) -> dict[str, PlainDelta]:
+        ours = [entry for entry in entries if encodings[entry] is Encoding.ROSEMUX]
+        found = plain_deltas(
+            shard, [header.offsets[entry] for entry in ours], [self._specs[e] for e in ours]
+        )
+        return {entry: delta for entry, delta in zip(ours, found, strict=True) if delta}
 
     def hold(
         self, version: WeightVersion, state_hash: str, digests: Mapping[str, str] | None = None
@@ -147,17 +175,19 @@ class LastPublished:
         """The copy is this version's state; `digests` are those that changed."""
         self.contents.digests.update(digests or {})
         self.version, self.state_hash = version, state_hash
-        record = _Record(
+        self._memory.record(lambda: msgspec.json.encode(self._record(version)))
+
+    def _record(self, version: WeightVersion) -> _Record:
+        return _Record(
             format=RECORD_FORMAT,
             version=version,
-            state_hash=state_hash,
+            state_hash=self.state_hash,
             lie=[(entry, spec.dtype, spec.shape) for entry, spec in self._specs.items()],
             digests=self.contents.digests,
             slices=self.contents.slices,
             ties=self.ties,
             skipped=sorted(self.skipped),
         )
-        self._memory.record(msgspec.json.encode(record))
 
     def adopt(
         self, memory: MappedFile, latest: WeightVersion | None, state_hash: str, pool: Executor
@@ -190,7 +220,7 @@ class LastPublished:
     def is_true(self, pool: Executor) -> bool:
         """Whether every entry still hashes to what was published."""
         entries = self.contents.layout.keys() - self.ties.keys()
-        found = digests_of(entries, self.bits, pool)
+        found = digests_of(entries, self.contents.layout, self.bits, pool)
         return all(self.contents.digests[entry] == digest for entry, digest in found.items())
 
     def _know(self, slices: dict[str, SliceRecord], digests: dict[str, str]) -> None:

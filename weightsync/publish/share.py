@@ -5,30 +5,21 @@ and encodes while finished ones are written. The copy moves only after the store
 Knows nothing of other ranks.
 """
 
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from concurrent.futures import Executor
 
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.elements.bits import Bits, bytes_of
-from weightsync.encoding.codec import Encoded, Encoding, encode, encode_as
+from weightsync.encoding.codec import Encoding, encode, encode_as
 from weightsync.layout.shard import ShardTensor
 from weightsync.publish.agreement import Holding, Offer, Order, Outcome, Written, holding_of
+from weightsync.publish.comparison import Compared, Comparison
 from weightsync.publish.delta_shards import ShardFiles
 from weightsync.publish.intake import Intake, Piece
 from weightsync.publish.last_published import LastPublished
 from weightsync.publish.store_writer import Draft
 from weightsync.reading.store import Kind, VersionRef
-
-
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    entry: str
-    encoded: Encoded | None
-    """None where nothing changed."""
-    digest: str
 
 
 class Share:
@@ -117,37 +108,32 @@ class Share:
     def _files(self, draft: Draft) -> ShardFiles:
         return ShardFiles(draft, rank=self._rank, limit_bytes=self._shard_bytes)
 
-    def _compared(self, intake: Intake, expected: set[str]) -> Iterator[_Compared]:
+    def _compared(self, intake: Intake, expected: set[str]) -> Iterator[Compared]:
         """In the order of the intake; takes what comes out of `expected`."""
-        waiting: deque[tuple[int, Future[_Compared]]] = deque()
-        in_flight_bytes = 0
+        comparison = Comparison(
+            self._compare, self._pool, threads=self._threads, in_flight_bytes=self._in_flight_bytes
+        )
         for piece in intake:
             if piece.entry in self._copy.skipped:
                 continue
-            self._check(piece)
+            # The whole of a state dict was looked at when it was offered.
+            if not intake.is_lasting:
+                self._check(piece)
             if piece.entry not in expected:
                 raise ConfigError(f"{piece.entry} is given twice")
             expected.discard(piece.entry)
-            size = piece.spec.size_bytes
-            while len(waiting) >= self._threads and in_flight_bytes + size > self._in_flight_bytes:
-                done_bytes, done = waiting.popleft()
-                yield done.result()
-                in_flight_bytes -= done_bytes
-            bits = piece.bits(own=not intake.is_lasting)
-            waiting.append((size, self._pool.submit(self._compare, piece.entry, bits)))
-            in_flight_bytes += size
-            del bits
-        for _, left in waiting:
-            yield left.result()
+            yield from comparison.make_room(piece.spec.size_bytes)
+            comparison.add(piece.entry, piece.bits(own=not intake.is_lasting))
+        yield from comparison.finish()
 
-    def _compare(self, entry: str, new: Bits) -> _Compared:
+    def _compare(self, entry: str, new: Bits) -> Compared:
         old = self._copy.bits(entry)
         if self._encoding is Encoding.ROSEMUX:
             encoded = encode(old, new)
         else:
             encoded = encode_as(self._encoding, old, new)
         digest = self._copy.contents.digests[entry] if encoded is None else encoded.digest
-        return _Compared(entry, encoded, digest)
+        return Compared(entry, encoded, digest)
 
     def _check(self, piece: Piece) -> None:
         contents = self._copy.contents

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.adapter import FULL_SHARD_FILE, Adapter
-from weightsync.elements import state_hash
+from weightsync.elements.state_hash import ALGORITHM, combined
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.manifest import (
     BLOCK_FORMAT,
@@ -106,7 +106,8 @@ class VersionWriter:
             slices=self._next.slices,
             digests=self._next.digests | changed_digests(written),
         )
-        names, small = self._complete(order.directory, version, order.base, written)
+        state_hash = combined(self._next.digests, self._next.layout)
+        names, small = self._complete(order.directory, version, order.base, written, state_hash)
         size = _size_bytes(written, small)
         anchor_due = bool(order.base) and self._anchor_is_due(version)
         self._make_room(size, anchor_due=anchor_due)
@@ -118,7 +119,7 @@ class VersionWriter:
         self._writer.point_latest(version)
         self._known = self._next
         return Outcome(
-            state_hash=self._state_hash(),
+            state_hash=state_hash,
             bytes_sent=size,
             bytes_dense=self._bytes_dense(),
             shards=names,
@@ -131,7 +132,7 @@ class VersionWriter:
         try:
             if any(part.failed for part in written):
                 raise Exhausted("a rank could not write its part of the anchor")
-            _, small = self._complete(begun, version, 0, written)
+            _, small = self._complete(begun, version, 0, written, outcome.state_hash)
             self._writer.finish(begun, VersionRef(Kind.ANCHOR, version), small)
         except RoseMuxError:
             self._writer.sweep()
@@ -154,12 +155,17 @@ class VersionWriter:
         self._remove(doomed)
 
     def _complete(
-        self, begun: str, version: WeightVersion, base: int, written: Sequence[Written]
+        self,
+        begun: str,
+        version: WeightVersion,
+        base: int,
+        written: Sequence[Written],
+        state_hash: str,
     ) -> tuple[dict[str, str], dict[str, bytes]]:
         """The name that each written file has now, and the small files that are still to come."""
         alone = FULL_SHARD_FILE if self._adapter and not base else ""
         names = self._writer.place(begun, written, alone=alone)
-        manifest = self._manifest(version, base, written, names)
+        manifest = self._manifest(version, base, written, names, state_hash)
         index = encoded_manifest(manifest)
         if len(index) > MAX_INDEX_BYTES:
             # Whoever needs a part of it only then takes all of it.
@@ -173,18 +179,23 @@ class VersionWriter:
         return names, {**config, INDEX_FILE: index}
 
     def _manifest(
-        self, version: WeightVersion, base: int, written: Sequence[Written], names: dict[str, str]
+        self,
+        version: WeightVersion,
+        base: int,
+        written: Sequence[Written],
+        names: dict[str, str],
+        state_hash: str,
     ) -> Manifest:
         shards = [shard for part in written for shard in part.shards]
         return Manifest(
             version=version,
             base_version=WeightVersion(base) if base else None,
             delta_encoding=self._encoding if base else None,
-            checksum_format=state_hash.ALGORITHM,
+            checksum_format=ALGORITHM,
             weight_map={entry: names[shard.file] for shard in shards for entry in shard.encodings},
             block=Block(
                 format=BLOCK_FORMAT,
-                state_hash=self._state_hash(),
+                state_hash=state_hash,
                 bytes_dense=self._bytes_dense(),
                 files={names[shard.file]: shard.record for shard in shards},
                 encodings=odd_encodings(written, self._encoding) if base else {},
@@ -228,9 +239,6 @@ class VersionWriter:
         except RoseMuxError:
             # The version is out; the anchor stays due.
             return ""
-
-    def _state_hash(self) -> str:
-        return state_hash.combined(self._next.digests, self._next.layout)
 
     def _bytes_dense(self) -> int:
         return sum(spec.size_bytes for spec in self._next.layout.values())

@@ -5,11 +5,12 @@ tensors on their way. What is larger than a half goes alone. Decides what fits; 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from typing import TypeVar
 
 from harvester.contracts.errors import ConfigError
+from weightsync.elements.batches import batches
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -18,6 +19,8 @@ STAGING_BYTES = 1 << 30
 """A step of a model of 70 GB fits undecoded, and one of 10 GB decoded, which is what the pause
 likes; a full checkpoint of either waits in a file."""
 MIN_STAGING_BYTES = 1 << 20
+_AT_ONCE = 4
+"""Small tensors go together, but never so many that one thread has all that may be lent."""
 
 
 class MemoryRoom:
@@ -48,26 +51,29 @@ class MemoryRoom:
         self,
         pool: Executor,
         work: Callable[[K], T],
-        items: Iterable[K],
+        items: Sequence[K],
         size_of: Callable[[K], int],
     ) -> Iterator[T]:
         """Results in order; at a time only as many items as fit, at least one.
 
         What raises ends it, once nothing of it runs any more.
         """
-        running: deque[tuple[int, Future[T]]] = deque()
+
+        def done(batch: Sequence[K]) -> list[T]:
+            return [work(item) for item in batch]
+
+        running: deque[tuple[int, Future[list[T]]]] = deque()
         lent_bytes = 0
         try:
-            for item in items:
-                size = size_of(item)
+            for batch, size in batches(items, size_of, at_most_bytes=self.lent_bytes // _AT_ONCE):
                 while running and lent_bytes + size > self.lent_bytes:
-                    done_bytes, done = running.popleft()
-                    yield done.result()
+                    done_bytes, oldest = running.popleft()
+                    yield from oldest.result()
                     lent_bytes -= done_bytes
-                running.append((size, pool.submit(work, item)))
+                running.append((size, pool.submit(done, batch)))
                 lent_bytes += size
             while running:
-                yield running.popleft()[1].result()
+                yield from running.popleft()[1].result()
         finally:
             left = [future for _, future in running if not future.cancel()]
             wait(left)

@@ -34,7 +34,7 @@ def advance(
     def work(entry: str) -> None:
         _advance(stored[entry], deltas[entry], parts[entry])
 
-    for _ in room.spread(pool, work, deltas, size_of):
+    for _ in room.spread(pool, work, list(deltas), size_of):
         pass
 
 
@@ -50,7 +50,9 @@ def entry_digests(
     def digest(entry: str) -> str:
         return stored[entry].place.digest(stored[entry].whole)
 
-    found = room.spread(pool, digest, whole, lambda _: _HASHED_BYTES)
+    found = room.spread(
+        pool, digest, whole, lambda entry: min(stored[entry].spec.size_bytes, _HASHED_BYTES)
+    )
     return dict(zip(whole, found, strict=True))
 
 

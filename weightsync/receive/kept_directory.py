@@ -71,7 +71,7 @@ class KeptDirectory:
         with suppress(Corrupt, Unsupported):
             self.checkpoint = Checkpoint(self.path)
             layout = self.checkpoint.layout()
-            self.digests = state_hash.digests_of(layout, self.checkpoint.bits, self._pool)
+            self.digests = state_hash.digests_of(layout, layout, self.checkpoint.bits, self._pool)
         if isinstance(record, Held) and record.contents_hash != self.contents_hash(self.digests):
             record = _doubted(record)
             write_record(self.path, record)

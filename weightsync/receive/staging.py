@@ -6,13 +6,15 @@ applied, reads known bits. Neither takes more memory than its room gives.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 
 from harvester.contracts.errors import Corrupt
 from weightsync.elements import state_hash
 from weightsync.elements.bits import bits_from_bytes
+from weightsync.encoding.codec import Encoding
 from weightsync.encoding.delta import Delta
+from weightsync.encoding.plain import plain_deltas
 from weightsync.layout.chunk_digests import MIN_CHUNK_BYTES
 from weightsync.layout.shard import ShardHeader
 from weightsync.reading.memory_room import MemoryRoom
@@ -93,8 +95,9 @@ class _Staging:
             copy, header = self._fetched(step, shard)
             found |= set(header.layout)
             told = {n: c for n, c in header.metadata.items() if n in header.layout}
-            algorithm = step.manifest.checksum_format
-            self._checksums |= {name: (algorithm, checksum) for name, checksum in told.items()}
+            if step.manifest.block is None:
+                algorithm = step.manifest.checksum_format
+                self._checksums |= {name: (algorithm, checksum) for name, checksum in told.items()}
             self._table |= told
             if step.manifest.is_full:
                 self._take_dense(copy, header)
@@ -177,6 +180,11 @@ class _Staging:
         unknown = sorted(set(header.layout) - set(self._read.entries))
         if unknown:
             raise Corrupt(f"{where} changes {unknown[0]!r}, which its base does not have")
+        parts = self._parts_in(header)
+        # On top of a full checkpoint they are applied once, and soon.
+        is_kept = self._plan.current is not None
+        kept: dict[str, Delta] = self._plain(step, copy, header, parts) if is_kept else {}
+        is_lying = bool(kept)
         waiting = {
             part.entry: StoredDelta(
                 place=copy.place,
@@ -185,14 +193,40 @@ class _Staging:
                 spec=self._read.entries[part.entry],
                 what=f"{where}, {part.entry}",
             )
-            for part in self._parts_in(header)
+            for part in parts
+            if part.entry not in kept
         }
-        # On top of a full checkpoint they are applied once, and soon.
-        kept = self._decoded(waiting) if self._plan.current is not None else {}
-        for entry, stored in waiting.items():
-            self._deltas.setdefault(entry, []).append(kept.get(entry, stored))
-        if len(kept) == len(waiting):
+        if is_kept:
+            kept |= self._decoded(waiting)
+        for part in parts:
+            delta = kept.get(part.entry) or waiting[part.entry]
+            self._deltas.setdefault(part.entry, []).append(delta)
+        if len(kept) == len(parts) and not is_lying:
             self._room.give_back(copy.place.kept_bytes)
+
+    def _plain(
+        self, step: Step, copy: ShardCopy, header: ShardHeader, parts: Sequence[EntryPart]
+    ) -> dict[str, Delta]:
+        """Those that stay as they lie in memory, where they are most of what lies there."""
+        ours = [
+            part.entry
+            for part in parts
+            if step.manifest.encoding_of(part.entry) is Encoding.ROSEMUX
+        ]
+        if not ours or not copy.place.kept_bytes:
+            return {}
+        places = [header.offsets[entry] for entry in ours]
+        found = plain_deltas(
+            copy.place.read(Span(0, copy.place.kept_bytes)),
+            places,
+            [self._read.entries[entry] for entry in ours],
+        )
+        plain = {entry: delta for entry, delta in zip(ours, found, strict=True) if delta}
+        plain_bytes = sum(
+            end - begin for (begin, end), delta in zip(places, found, strict=True) if delta
+        )
+        total_bytes = sum(end - begin for begin, end in header.offsets.values())
+        return dict(plain) if 2 * plain_bytes >= total_bytes else {}
 
     def _decoded(self, waiting: Mapping[str, StoredDelta]) -> dict[str, Delta]:
         """Those that may stay in memory."""
@@ -202,7 +236,7 @@ class _Staging:
 
         kept: dict[str, Delta] = {}
         found = self._room.spread(
-            self._pool, decoded, waiting, lambda entry: waiting[entry].lent_bytes
+            self._pool, decoded, list(waiting), lambda entry: waiting[entry].lent_bytes
         )
         for entry, delta in zip(waiting, found, strict=True):
             # Parts of it may be the payload's own bytes.

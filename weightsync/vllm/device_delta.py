@@ -20,6 +20,7 @@ from weightsync.encoding.delta import (
     SparseDelta,
     XorDelta,
 )
+from weightsync.encoding.plain import PlainDelta
 from weightsync.receive.stored_delta import StoredDelta
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,6 +46,11 @@ def _apply(delta: Delta, elements: torch.Tensor) -> None:
 @_apply.register
 def _stored(delta: StoredDelta, elements: torch.Tensor) -> None:
     _apply(delta.decoded(), elements)
+
+
+@_apply.register
+def _plain(delta: PlainDelta, elements: torch.Tensor) -> None:
+    _apply(delta.opened(elements.element_size()), elements)
 
 
 @_apply.register

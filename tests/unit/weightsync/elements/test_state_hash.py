@@ -11,7 +11,7 @@ from weightsync.elements.state_hash import combined, digests_of
 def _hash(state: dict[str, torch.Tensor]) -> str:
     layout = {name: spec_of(tensor) for name, tensor in state.items()}
     with ThreadPoolExecutor(2) as pool:
-        digests = digests_of(state, lambda name: bits_of(state[name]), pool)
+        digests = digests_of(state, layout, lambda name: bits_of(state[name]), pool)
     return combined(digests, layout)
 
 
