@@ -11,14 +11,16 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.reporting import report
+from harvester.contracts.ids import WeightVersion
 from weightsync.publisher import Publisher
 from weightsync.receive.staged import check_state
 from weightsync.receiver import Receiver
@@ -46,7 +48,7 @@ def main() -> None:
 
 
 def measure(tensors: int = TENSORS, steps: int = STEPS) -> dict[str, Any]:
-    """Medians over the steps, two threads; `apply_us` is `write_us` and `verify_us` together."""
+    """Medians over the steps, two threads. `apply_us` has what `verify_us` measures again in it."""
     cases = [
         _case(f"{ratio:.0%} of all", tensors, tensors, ratio, steps) for ratio in CHANGED_RATIOS
     ]
@@ -60,44 +62,47 @@ def _case(name: str, tensors: int, moving: int, ratio: float, steps: int) -> dic
     generator = torch.Generator().manual_seed(1)
     found: dict[str, list[float]] = {}
     with (
-        tempfile.TemporaryDirectory(prefix="weights-") as store,
-        Publisher(Path(store) / "store") as publisher,
-        ThreadPoolExecutor(2) as pool,
+        tempfile.TemporaryDirectory(prefix="weights-") as directory,
+        Publisher(Path(directory) / "store") as publisher,
+        closing(Receiver(Path(directory) / "store")) as receiver,
     ):
-        receiver = Receiver(Path(store) / "store")
         current = receiver.sync(None, publisher.publish(state).version, target).version
-        for _ in range(steps + 1):
+        for _ in range(1 + steps):
             _train(list(state.values())[:moving], ratio, generator)
-            times: dict[str, float] = {}
-            published = _timed(times, "publish_us", lambda: publisher.publish(state))
-            staged = _timed(
-                times,
-                "stage_us",
-                lambda now=current, to=published.version: receiver.prepare(now, to),  # type: ignore[misc]
-            )
-            current = _timed(
-                times, "apply_us", lambda ready=staged: receiver.apply(ready, target)
-            ).version  # type: ignore[misc]
-            _timed(
-                times,
-                "verify_us",
-                lambda done=staged: check_state(done.expected, done.layout, target.bits, pool),  # type: ignore[misc]
-            )
-            for what, seconds in times.items():
-                found.setdefault(what, []).append(1e6 * seconds / tensors)
-        receiver.close()
+            current, seconds = _step(publisher, receiver, current, state, target)
+            for what, taken in seconds.items():
+                found.setdefault(what, []).append(1e6 * taken / tensors)
     # The first step compiles or loads what the later ones use.
-    return {"name": name} | {
-        what: round(statistics.median(values[1:]), 2) for what, values in found.items()
-    }
+    medians = {what: round(statistics.median(taken[1:]), 2) for what, taken in found.items()}
+    return {"name": name} | medians
 
 
-def _timed(times: dict[str, float], what: str, work: Callable[[], Any]) -> Any:
+def _step(
+    publisher: Publisher,
+    receiver: Receiver,
+    current: WeightVersion,
+    state: dict[str, torch.Tensor],
+    target: TensorTarget,
+) -> tuple[WeightVersion, dict[str, float]]:
+    """One version published and taken; seconds of each part."""
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "publish_us"):
+        version = publisher.publish(state).version
+    with _timed(seconds, "stage_us"):
+        staged = receiver.prepare(current, version)
+    with _timed(seconds, "apply_us"):
+        receiver.apply(staged, target)
+    with ThreadPoolExecutor(2) as pool, _timed(seconds, "verify_us"):
+        check_state(staged.expected, staged.layout, target.bits, pool)
+    return version, seconds
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], what: str) -> Iterator[None]:
     gc.collect()
     started = time.perf_counter()
-    result = work()
-    times[what] = time.perf_counter() - started
-    return result
+    yield
+    seconds[what] = time.perf_counter() - started
 
 
 def _state(tensors: int) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ value: NaN payloads and signed zeros pass through untouched.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
 from typing import TypeAlias
 
@@ -47,22 +48,25 @@ MAX_DIMS = 8
 MAX_TENSOR_BYTES = 1 << 40
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorSpec:
-    """dtype (safetensors name) and shape of one checkpoint tensor."""
+    """dtype (safetensors name) and shape of one checkpoint tensor.
+
+    Without slots: what follows from it is asked for several times a tensor and version.
+    """
 
     dtype: str
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def width_bytes(self) -> int:
         return TORCH_DTYPES[self.dtype].itemsize
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         return self.elements * self.width_bytes
 
@@ -71,13 +75,19 @@ Layout: TypeAlias = Mapping[str, TensorSpec]
 """Names and specs of all tensors of one checkpoint."""
 
 
+@lru_cache(maxsize=1 << 12)
+def shared_spec(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    """One object for all tensors alike: quick to compare, and a model has few kinds."""
+    return TensorSpec(dtype, shape)
+
+
 def checked_spec(dtype: str, shape: tuple[int, ...], *, what: str) -> TensorSpec:
     """A spec that was read from outside; raises Unsupported or Corrupt naming `what`."""
     if dtype not in TORCH_DTYPES:
         raise Unsupported(f"{what}: dtype {dtype!r} is not one of {', '.join(TORCH_DTYPES)}")
     if len(shape) > MAX_DIMS or any(dim < 0 for dim in shape):
         raise Corrupt(f"{what}: impossible shape {shape}")
-    spec = TensorSpec(dtype, shape)
+    spec = shared_spec(dtype, shape)
     if spec.size_bytes > MAX_TENSOR_BYTES:
         raise Corrupt(f"{what}: {spec.size_bytes} bytes is over the limit of {MAX_TENSOR_BYTES}")
     return spec
@@ -89,7 +99,7 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
         raise Unsupported(
             f"dtype {tensor.dtype} cannot be published; cast to one of {', '.join(TORCH_DTYPES)}"
         )
-    return TensorSpec(_NAMES[tensor.dtype], tuple(tensor.shape))
+    return shared_spec(_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:

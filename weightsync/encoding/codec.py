@@ -31,7 +31,7 @@ from weightsync.encoding.delta import (
     checked_apply,
 )
 from weightsync.encoding.plain_payload import MAX_BYTES as PLAIN_BYTES
-from weightsync.encoding.plain_payload import OVERWRITE_BELOW_CHANGES, plain_payload
+from weightsync.encoding.plain_payload import OVERWRITE_BELOW_CHANGES, PlainPayload, plain_payload
 from weightsync.encoding.planes import apply_planes_payload, planes_payload
 from weightsync.encoding.sparse import FORMAT, SPARSE, SparseStreams, compared
 from weightsync.encoding.stream import (
@@ -85,12 +85,17 @@ def encode(old: Bits, new: Bits) -> Encoded | None:
         if plain.changed == 0:
             return None
         if plain.payload and plain.changed <= PLANES_ABOVE_RATIO * old.size:
-            encoding, payload = Encoding.ROSEMUX, plain.payload
-            if plain.overwrite.size:
-                overwrite = pack_frame(plain.overwrite)
-                encoding, payload = _smaller(encoding, payload, Encoding.OVERWRITE, overwrite)
-            return Encoded(encoding, payload, plain.changed, plain.digest)
+            return _smaller_plain(plain)
     return encode_streams(old, new)
+
+
+def _smaller_plain(plain: PlainPayload) -> Encoded:
+    encoding = Encoding.ROSEMUX
+    payload: bytes | memoryview = plain.payload
+    if plain.overwrite.size:
+        overwrite = pack_frame(plain.overwrite)
+        encoding, payload = _smaller(encoding, payload, Encoding.OVERWRITE, overwrite)
+    return Encoded(encoding, payload, plain.changed, plain.digest)
 
 
 def encode_streams(old: Bits, new: Bits) -> Encoded | None:

@@ -67,7 +67,7 @@ def plain_deltas(
 
     None for what is not plain, right or wrong.
     """
-    payloads = np.frombuffer(memoryview(data).toreadonly(), dtype=np.uint8)
+    payloads = np.frombuffer(data.data.toreadonly(), dtype=np.uint8)
     elements = [spec.elements for spec in specs]
     rows = np.zeros((len(specs), _COLUMNS), dtype=np.int64)
     _read_all(
@@ -146,7 +146,7 @@ def _number(payload: Bytes, at: int, at_most: int) -> tuple[int, int]:
         if at < 0 or at + nth >= payload.size:
             break
         byte = np.int64(payload[at + nth])
-        value |= (byte & 0x7F) << (7 * nth)
+        value |= int(byte & 0x7F) << (7 * nth)
         if byte < 0x80:
             return (value, at + nth + 1) if value <= at_most else (0, -1)
     return 0, -1

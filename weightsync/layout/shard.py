@@ -46,6 +46,10 @@ class ShardHeader:
     offsets: Mapping[str, tuple[int, int]]
     metadata: Mapping[str, str]
 
+    def size_bytes(self, name: str) -> int:
+        begin, end = self.offsets[name]
+        return end - begin
+
 
 def shard_chunks(tensors: Mapping[str, ShardTensor], metadata: Mapping[str, str]) -> Iterator[Any]:
     """The file's bytes, as buffers to write one after another."""

@@ -1,18 +1,21 @@
 """New bits on their way to the pool and what comes of them, in order.
 
-Entries go in batches: a hand-over takes longer than comparing a small one. Bounds what is held at a
-time; never looks at a bit.
+Entries go in batches: a hand-over takes longer than comparing a small one. Batches of tensors that
+take longer in Python than in a loop are compared at once: threads would only wait for each other's
+lock. Bounds what is held at a time; never looks at a bit.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from weightsync.elements.bits import Bits
 from weightsync.encoding.codec import Encoded
 
 _BATCH_BYTES = 1 << 20
+_SMALL_BYTES = 8 << 10
+"""Of a tensor; the mean of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,6 @@ class Compared:
     entry: str
     encoded: Encoded | None
     """None where nothing changed."""
-    digest: str
 
 
 class Comparison:
@@ -39,7 +41,7 @@ class Comparison:
         self._threads = threads
         self._in_flight_bytes = in_flight_bytes
         self._batch_bytes = min(_BATCH_BYTES, in_flight_bytes // (2 * threads))
-        self._waiting: deque[tuple[int, Future[list[Compared]]]] = deque()
+        self._waiting: deque[tuple[int, Callable[[], list[Compared]]]] = deque()
         self._held_bytes = 0
         self._open: list[tuple[str, Bits]] = []
         self._open_bytes = 0
@@ -51,7 +53,7 @@ class Comparison:
             and self._held_bytes + size_bytes > self._in_flight_bytes
         ):
             done_bytes, done = self._waiting.popleft()
-            yield from done.result()
+            yield from done()
             self._held_bytes -= done_bytes
 
     def add(self, entry: str, bits: Bits) -> None:
@@ -65,12 +67,16 @@ class Comparison:
         """All that is left."""
         self._hand_over()
         while self._waiting:
-            yield from self._waiting.popleft()[1].result()
+            yield from self._waiting.popleft()[1]()
 
     def _hand_over(self) -> None:
         batch, size_bytes = self._open, self._open_bytes
         self._open, self._open_bytes = [], 0
-        self._waiting.append((size_bytes, self._pool.submit(self._compare_all, batch)))
+        if size_bytes > _SMALL_BYTES * len(batch):
+            self._waiting.append((size_bytes, self._pool.submit(self._compare_all, batch).result))
+            return
+        done = self._compare_all(batch)
+        self._waiting.append((size_bytes, lambda: done))
 
     def _compare_all(self, batch: list[tuple[str, Bits]]) -> list[Compared]:
         return [self._compare(entry, bits) for entry, bits in batch]

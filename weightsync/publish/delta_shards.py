@@ -8,7 +8,7 @@ a file becomes, never what an entry holds.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weightsync.elements.bits import TensorSpec
+from weightsync.elements.bits import shared_spec
 from weightsync.elements.state_hash import new_digest
 from weightsync.encoding.codec import Encoded, Encoding
 from weightsync.layout.chunk_digests import ChunkDigests, chunk_bytes_for
@@ -25,13 +25,13 @@ class ShardFiles:
         self._draft = draft
         self._rank = rank
         self._limit_bytes = limit_bytes
-        self._open: dict[str, tuple[Encoded, str]] = {}
+        self._open: dict[str, Encoded] = {}
         self._open_bytes = 0
         self._done: list[Shard] = []
 
-    def add(self, entry: str, encoded: Encoded, digest: str) -> None:
-        """One entry of a delta; `digest` is of the state after it."""
-        self._open[entry] = (encoded, digest)
+    def add(self, entry: str, encoded: Encoded) -> None:
+        """One entry of a delta."""
+        self._open[entry] = encoded
         self._open_bytes += len(encoded.payload)
         if self._open_bytes >= self._limit_bytes:
             self._flush()
@@ -60,11 +60,11 @@ class ShardFiles:
     def _flush(self) -> None:
         entries = sorted(self._open.items())
         tensors = {
-            entry: ShardTensor(TensorSpec("U8", (len(encoded.payload),)), encoded.payload)
-            for entry, (encoded, _) in entries
+            entry: ShardTensor(shared_spec("U8", (len(encoded.payload),)), encoded.payload)
+            for entry, encoded in entries
         }
-        checksums = {entry: digest for entry, (_, digest) in entries}
-        encodings = {entry: encoded.encoding for entry, (encoded, _) in entries}
+        checksums = {entry: encoded.digest for entry, encoded in entries}
+        encodings = {entry: encoded.encoding for entry, encoded in entries}
         self._open = {}
         self._open_bytes = 0
         name, content = self._name(len(self._done) + 1), _Content(tensors, checksums)

@@ -6,6 +6,7 @@ and let go, so that a trainer may gather layer by layer into one buffer. Acceler
 copied to the host one at a time. Decides names and specs; never compares a value.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -76,12 +77,13 @@ class Intake:
                 piece.tensor = None
 
     def _survey(self) -> None:
+        given = ((name, self._piece(name, value)) for name, value in self._coming)
+        found = [(name, piece) for name, piece in given if piece is not None]
+        begins = Counter(map(_begin, (piece for _, piece in found) if self._finds_ties else ()))
         seen: dict[object, str] = {}
-        for name, value in self._coming:
-            piece = self._piece(name, value)
-            if piece is None:
-                continue
-            place = _place(piece) if self._finds_ties else None
+        for name, piece in found:
+            # Most tensors begin where no other one does.
+            place = _place(piece) if begins[_begin(piece)] > 1 else None
             if place in seen:
                 self.ties[name] = seen[place]
                 continue
@@ -99,6 +101,10 @@ class Intake:
         if ".lora_" in name and not self._is_adapter:
             raise Unsupported(f"{name}: give LoRA adapters a store of their own (`adapter=`)")
         return Piece(entry, spec_of(part.tensor), part.record, part.tensor)
+
+
+def _begin(piece: Piece) -> int:
+    return 0 if piece.tensor is None else piece.tensor.data_ptr()
 
 
 def _place(piece: Piece) -> object:

@@ -82,8 +82,8 @@ class Share:
             if found.encoded is None:
                 continue
             for name in self._copy.names_of(found.entry):
-                digests[name] = found.digest
-                files.add(name, found.encoded, found.digest)
+                digests[name] = found.encoded.digest
+                files.add(name, found.encoded)
         if expected:
             raise self._other_layout(f"{min(expected)} is missing")
         return Written(files.finish(), digests)
@@ -132,8 +132,7 @@ class Share:
             encoded = encode(old, new)
         else:
             encoded = encode_as(self._encoding, old, new)
-        digest = self._copy.contents.digests[entry] if encoded is None else encoded.digest
-        return Compared(entry, encoded, digest)
+        return Compared(entry, encoded)
 
     def _check(self, piece: Piece) -> None:
         contents = self._copy.contents

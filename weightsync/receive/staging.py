@@ -183,8 +183,7 @@ class _Staging:
         parts = self._parts_in(header)
         # On top of a full checkpoint they are applied once, and soon.
         is_kept = self._plan.current is not None
-        kept: dict[str, Delta] = self._plain(step, copy, header, parts) if is_kept else {}
-        is_lying = bool(kept)
+        lying = self._plain(step, copy, header, parts) if is_kept else {}
         waiting = {
             part.entry: StoredDelta(
                 place=copy.place,
@@ -194,14 +193,13 @@ class _Staging:
                 what=f"{where}, {part.entry}",
             )
             for part in parts
-            if part.entry not in kept
+            if part.entry not in lying
         }
-        if is_kept:
-            kept |= self._decoded(waiting)
+        kept = lying | (self._decoded(waiting) if is_kept else {})
         for part in parts:
             delta = kept.get(part.entry) or waiting[part.entry]
             self._deltas.setdefault(part.entry, []).append(delta)
-        if len(kept) == len(parts) and not is_lying:
+        if len(kept) == len(parts) and not lying:
             self._room.give_back(copy.place.kept_bytes)
 
     def _plain(
@@ -221,12 +219,10 @@ class _Staging:
             places,
             [self._read.entries[entry] for entry in ours],
         )
-        plain = {entry: delta for entry, delta in zip(ours, found, strict=True) if delta}
-        plain_bytes = sum(
-            end - begin for (begin, end), delta in zip(places, found, strict=True) if delta
-        )
-        total_bytes = sum(end - begin for begin, end in header.offsets.values())
-        return dict(plain) if 2 * plain_bytes >= total_bytes else {}
+        plain: dict[str, Delta] = {e: delta for e, delta in zip(ours, found, strict=True) if delta}
+        plain_bytes = sum(header.size_bytes(entry) for entry in plain)
+        all_bytes = sum(header.size_bytes(entry) for entry in header.layout)
+        return plain if 2 * plain_bytes >= all_bytes else {}
 
     def _decoded(self, waiting: Mapping[str, StoredDelta]) -> dict[str, Delta]:
         """Those that may stay in memory."""
