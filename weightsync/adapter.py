@@ -14,9 +14,9 @@ import msgspec
 
 from harvester.contracts.errors import ConfigError, Corrupt, Stale
 from harvester.contracts.ids import WeightVersion, checked_name
-from weightsync.manifest import AdapterRecord, FileRecord, Manifest
-from weightsync.names import CONFIG_FILE
-from weightsync.state_hash import new_digest
+from weightsync.elements.state_hash import new_digest
+from weightsync.layout.manifest import AdapterRecord, FileRecord, Manifest
+from weightsync.layout.names import CONFIG_FILE
 
 FULL_SHARD_FILE = "adapter_model.safetensors"
 """PEFT's name for the tensors: a full version is a directory that PEFT loads."""

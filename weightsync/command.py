@@ -17,7 +17,7 @@ from harvester.contracts.errors import (
     Stale,
 )
 from harvester.contracts.ids import WeightVersion
-from weightsync.memory_room import STAGING_BYTES
+from weightsync.reading.memory_room import STAGING_BYTES
 from weightsync.transport.command import list_stores, relay, serve
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def pull(
     """
     if watch and version is not None:
         raise ConfigError("--watch follows the newest version: leave --version out")
-    from weightsync.codec import warm_up
+    from weightsync.encoding.codec import warm_up
     from weightsync.follower import CheckpointFollower
     from weightsync.receiver import Receiver
 

@@ -18,13 +18,13 @@ from typing import Self
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync import state_hash
-from weightsync.apply_journal import Applying, Digests, Held, Repair, repairs
-from weightsync.bits import Bits
-from weightsync.delta import checked_apply
-from weightsync.kept_directory import KeptDirectory
+from weightsync.elements import state_hash
+from weightsync.elements.bits import Bits
+from weightsync.encoding.delta import checked_apply
+from weightsync.layout.apply_journal import Applying, Digests, Held, Repair, repairs
+from weightsync.receive.kept_directory import KeptDirectory
+from weightsync.receive.staged import Staged, check_state
 from weightsync.receiver import Receiver
-from weightsync.staged import Staged, check_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,9 @@ class CheckpointFollower:
             staged = self._receiver.prepare(None, target)
         if staged.full is None:
             raise Corrupt(f"version {target} leads to no full checkpoint")
-        digests = state_hash.digests_of(staged.full, staged.full.__getitem__, self._pool)
+        digests = state_hash.digests_of(
+            staged.full, staged.layout, staged.full.__getitem__, self._pool
+        )
         published = staged.expected.state_hash or state_hash.combined(digests, staged.layout)
         return _Coming(staged=staged, state_hash=published, digests=digests)
 

@@ -20,17 +20,18 @@ from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from weightsync.adapter import Adapter
-from weightsync.agreement import Anchored, Order, Outcome, Settled, Written
-from weightsync.codec import Encoding, warm_up
-from weightsync.copy_memory import HostMemory, MappedFile
-from weightsync.intake import Intake, State
-from weightsync.last_published import LastPublished
-from weightsync.ranks import Alone, Conversation, Ranks, RanksByFiles
-from weightsync.share import Share
-from weightsync.store import Kind, VersionRef
-from weightsync.store_writer import Draft, FileWriter, WritableStore, write_durably
-from weightsync.version_writer import VersionWriter
-from weightsync.writable_store import writable_store
+from weightsync.encoding.codec import Encoding, warm_up
+from weightsync.layout.durable import write_durably
+from weightsync.publish.agreement import Anchored, Order, Outcome, Settled, Written
+from weightsync.publish.copy_memory import HostMemory, MappedFile
+from weightsync.publish.intake import Intake, State
+from weightsync.publish.last_published import LastPublished
+from weightsync.publish.ranks import Alone, Conversation, Ranks, RanksByFiles
+from weightsync.publish.share import Share
+from weightsync.publish.store_writer import Draft, FileWriter, WritableStore
+from weightsync.publish.version_writer import VersionWriter
+from weightsync.publish.writable_store import writable_store
+from weightsync.reading.store import Kind, VersionRef
 
 MAX_ANCHOR_EVERY = 25
 IN_FLIGHT_BYTES = 64 << 20

@@ -18,17 +18,17 @@ from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.adapter import Base, check_base
-from weightsync.held_parts import HeldParts, held_parts
-from weightsync.memory_room import STAGING_BYTES, MemoryRoom
-from weightsync.plan import Plan, Step, planned
+from weightsync.reading.memory_room import STAGING_BYTES, MemoryRoom
+from weightsync.reading.spool import Spool
+from weightsync.reading.store import Kind, Store, VersionRef
+from weightsync.receive.held_parts import HeldParts, held_parts
+from weightsync.receive.plan import Plan, Step, planned
+from weightsync.receive.staged import Staged
+from weightsync.receive.staging import stage
+from weightsync.receive.writing import write_state
 from weightsync.selection import Selection
-from weightsync.spool import Spool
-from weightsync.staged import Staged
-from weightsync.staging import stage
-from weightsync.store import Kind, Store, VersionRef
 from weightsync.target import ApplyTarget
 from weightsync.transport.source import StoreSource
-from weightsync.writing import write_state
 
 MAX_REMEMBERED_STEPS = 256
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from harvester.contracts.errors import ConfigError
-from weightsync.bits import TensorSpec
-from weightsync.slices import SliceRecord
+from weightsync.elements.bits import TensorSpec
+from weightsync.layout.slices import SliceRecord
 
 
 class Selection(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from harvester.contracts.errors import ConfigError, Unsupported
-from weightsync.slices import SliceRecord
+from weightsync.layout.slices import SliceRecord
 
 
 @dataclass(frozen=True, slots=True)

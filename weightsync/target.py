@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from harvester.contracts.errors import ConfigError
-from weightsync.bits import Bits, Layout, bits_of, spec_of
-from weightsync.delta import Delta, checked_apply
+from weightsync.elements.bits import Bits, Layout, bits_of, spec_of
+from weightsync.encoding.delta import Delta, checked_apply
 
 
 class ApplyTarget(Protocol):

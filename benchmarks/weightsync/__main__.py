@@ -16,7 +16,7 @@ from benchmarks.weightsync.contenders import CONTENDERS
 from benchmarks.weightsync.race import raced
 from benchmarks.weightsync.states import LARGE, SMALL, Pair, adam_step, checkpoints, consecutive
 from harvester.contracts.errors import ConfigError
-from weightsync.codec import warm_up
+from weightsync.encoding.codec import warm_up
 
 PARTS = ("codecs", "vllm", "fanout", "faults", "memory")
 _MODULES = {"vllm": "engine"}

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from weightsync import state_hash
-from weightsync.bits import Bits, TensorSpec
-from weightsync.codec import Encoded, Encoding, decode, encode, encode_as
-from weightsync.delta import checked_apply
+from weightsync.elements import state_hash
+from weightsync.elements.bits import Bits, TensorSpec
+from weightsync.encoding.codec import Encoded, Encoding, decode, encode, encode_as
+from weightsync.encoding.delta import checked_apply
 
 _SPECS = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}
 

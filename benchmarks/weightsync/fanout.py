@@ -25,7 +25,7 @@ from benchmarks.reporting import report
 from benchmarks.weightsync.netns import SlowLink, slow_link
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Exhausted
-from weightsync.codec import warm_up
+from weightsync.encoding.codec import warm_up
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
 from weightsync.target import TensorTarget

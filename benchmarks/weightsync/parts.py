@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.weightsync.memory import SETTINGS_BYTES
 from harvester.contracts.ids import WeightVersion
-from weightsync.bits import spec_of
+from weightsync.elements.bits import spec_of
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
 from weightsync.selection import Names, Selection, TensorParallel

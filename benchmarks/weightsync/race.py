@@ -17,8 +17,8 @@ import numpy as np
 from benchmarks.weightsync.bound import entropy_bound_bytes
 from benchmarks.weightsync.contenders import CONTENDERS, Contender
 from benchmarks.weightsync.states import Pair
-from weightsync import state_hash
-from weightsync.batches import each
+from weightsync.elements import state_hash
+from weightsync.elements.batches import each
 
 THREADS = 2
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion
-from weightsync.bits import Bits, bits_of, tensor_from_bits
+from weightsync.elements.bits import Bits, bits_of, tensor_from_bits
 from weightsync.receiver import Receiver
 from weightsync.target import TensorTarget
 

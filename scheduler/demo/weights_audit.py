@@ -13,7 +13,7 @@ import aiohttp
 
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import WeightVersion, checked_name
-from weightsync.store import Store
+from weightsync.reading.store import Store
 
 _METHOD = "rosemux_weights"
 _TIMEOUT_S = 20.0

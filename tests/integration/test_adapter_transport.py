@@ -9,7 +9,7 @@ from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
 from tests.weight_servers import HASTY, relayed, served
 from weightsync.adapter import Adapter, Base
-from weightsync.bits import bits_of
+from weightsync.elements.bits import bits_of
 from weightsync.publisher import Publisher
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.adapter_stores import AdapterStores

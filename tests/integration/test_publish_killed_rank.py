@@ -21,7 +21,7 @@ import torch
 from harvester.contracts.errors import Exhausted
 from weightsync.publisher import Publisher
 from weightsync.sharding import ShardSlice
-from weightsync.store_writer import write_durably
+from weightsync.layout.durable import write_durably
 
 store, rank, ranks, victim = Path(sys.argv[1]), *map(int, sys.argv[2:])
 step = 0

@@ -12,8 +12,8 @@ from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import WeightVersion
 from tests.weight_servers import HASTY, relayed, served
 from weightsync.publisher import Publisher
+from weightsync.reading.store import Store
 from weightsync.receiver import Receiver
-from weightsync.store import Store
 from weightsync.target import TensorTarget
 from weightsync.transport.http_source import HttpSource
 from weightsync.transport.location import StoreRoot

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from weightsync.apply_journal import Applying, Held, read_record
+from weightsync.layout.apply_journal import Applying, Held, read_record
 from weightsync.publisher import Publisher
 
 State = dict[str, torch.Tensor]

@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from weightsync.store import Kind, Store, VersionRef
+from weightsync.reading.store import Kind, Store, VersionRef
 from weightsync.vllm.trainer import RoseMuxTrainerInitInfo
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt
-from weightsync.names import LATEST_FILE, MAX_LATEST_BYTES
+from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.source import watched
 
 _POLL_S = 0.1

@@ -17,7 +17,7 @@ import msgspec
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, PeerProtocolError
-from weightsync.names import LATEST_FILE, MAX_LATEST_BYTES
+from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.access import Access
 from weightsync.transport.connections import Connections
 from weightsync.transport.patience import Interrupted, Patience, persist

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from harvester.contracts.errors import ConfigError, Corrupt
-from weightsync.names import (
+from weightsync.layout.names import (
     INDEX_FILE,
     MAX_INDEX_BYTES,
     READY_FILE,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import Corrupt
-from weightsync.names import (
+from weightsync.layout.names import (
     CONFIG_FILE,
     INDEX_FILE,
     MAX_INDEX_BYTES,

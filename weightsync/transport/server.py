@@ -21,7 +21,7 @@ from harvester.contracts.bearer import is_sent
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import Corrupt, Exhausted, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import checked_name
-from weightsync.names import (
+from weightsync.layout.names import (
     INDEX_FILE,
     LATEST_FILE,
     MAX_INDEX_BYTES,

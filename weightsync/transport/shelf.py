@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError
-from weightsync.names import named_ref
+from weightsync.layout.names import named_ref
 from weightsync.transport.latest_watch import LatestWatch
 from weightsync.transport.location import StoreRoot
 from weightsync.transport.ranges import Span

@@ -17,14 +17,14 @@ from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.adapter import FULL_SHARD_FILE, MAX_CONFIG_BYTES, Base, checked_config
-from weightsync.bits import Bits, Layout, bytes_of
-from weightsync.delta import Delta, checked_apply
-from weightsync.manifest import AdapterRecord, Manifest
-from weightsync.names import CONFIG_FILE
+from weightsync.elements.bits import Bits, Layout, bytes_of
+from weightsync.encoding.delta import Delta, checked_apply
+from weightsync.layout.manifest import AdapterRecord, Manifest
+from weightsync.layout.names import CONFIG_FILE
+from weightsync.layout.shard import ShardTensor, shard_chunks
+from weightsync.reading.store import Kind, Store, VersionRef
+from weightsync.receive.staged import Staged, check_state
 from weightsync.receiver import Applied, Receiver
-from weightsync.shard import ShardTensor, shard_chunks
-from weightsync.staged import Staged, check_state
-from weightsync.store import Kind, Store, VersionRef
 from weightsync.transport.location import StoreRoot
 
 THREADS = 2

@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
-from weightsync.bits import Layout
-from weightsync.memory_room import STAGING_BYTES
+from weightsync.elements.bits import Layout
+from weightsync.reading.memory_room import STAGING_BYTES
+from weightsync.receive.staged import Staged
 from weightsync.receiver import Applied, Receiver
-from weightsync.staged import Staged
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.cpu_linear import PackedForm

@@ -2,7 +2,7 @@
 
 import torch
 
-from weightsync.bits import TORCH_DTYPES, Bits, Layout, bits_of
+from weightsync.elements.bits import TORCH_DTYPES, Bits, Layout, bits_of
 from weightsync.target import HostTarget
 
 

@@ -8,11 +8,11 @@ from concurrent.futures import Executor
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Corrupt
-from weightsync import state_hash
-from weightsync.batches import each
-from weightsync.delta import checked_apply
+from weightsync.elements import state_hash
+from weightsync.elements.batches import each
+from weightsync.encoding.delta import checked_apply
+from weightsync.receive.staged import Staged
 from weightsync.receiver import Applied
-from weightsync.staged import Staged
 from weightsync.vllm.loader_map import LoaderMap
 
 

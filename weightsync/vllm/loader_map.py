@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from harvester.contracts.errors import ConfigError, Unsupported
-from weightsync.bits import TORCH_DTYPES, Bits, Layout, TensorSpec, bits_of
-from weightsync.delta import Delta
-from weightsync.device_delta import apply_on_device
+from weightsync.elements.bits import TORCH_DTYPES, Bits, Layout, TensorSpec, bits_of
+from weightsync.encoding.delta import Delta
 from weightsync.target import HostTarget
+from weightsync.vllm.device_delta import apply_on_device
 from weightsync.vllm.layers import unwrapped
 
 HOST = "cpu"

@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 import torch
 
 from harvester.contracts.errors import Corrupt
-from weightsync import state_hash
-from weightsync.bits import Bits, bits_of
-from weightsync.delta import checked_apply
-from weightsync.staged import Staged
+from weightsync.elements import state_hash
+from weightsync.elements.batches import each
+from weightsync.elements.bits import Bits, bits_of
+from weightsync.encoding.delta import checked_apply
+from weightsync.receive.staged import Staged
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.in_place import is_hashed_whole
 from weightsync.vllm.loader_map import LoaderMap
@@ -55,7 +56,13 @@ def rehearsed(
     parts = _parts(target, staged, packed, budget_bytes)
     if not hashed:
         parts = [part for part in parts if part.layers]
-    for found, made in pool.map(lambda part: _rehearse(target, staged, part, pack, hashed), parts):
+    done = each(
+        pool,
+        lambda part: _rehearse(target, staged, part, pack, hashed),
+        parts,
+        lambda part: part.size_bytes,
+    )
+    for found, made in done:
         digests |= found
         forms |= made
     if hashed and state_hash.combined(digests, staged.layout) != staged.expected.state_hash:

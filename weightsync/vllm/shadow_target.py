@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
-from weightsync.bits import Layout
+from weightsync.elements.bits import Layout
 from weightsync.vllm.host_copy import HostCopy
 from weightsync.vllm.layers import unwrapped
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from harvester.contracts.errors import Corrupt, Unsupported
-from weightsync.bits import Layout, TensorSpec
+from weightsync.elements.bits import Layout, TensorSpec
+from weightsync.layout.slices import SliceRecord
 from weightsync.selection import whole_box
-from weightsync.slices import SliceRecord
 from weightsync.vllm.host_copy import HostCopy
 from weightsync.vllm.loader_map import Segment, check_twins, recorded, storages_of
 from weightsync.vllm.rank_parts import held_elsewhere

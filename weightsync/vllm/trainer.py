@@ -22,9 +22,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import checked_name
+from weightsync.publish.writable_store import store_name
 from weightsync.publisher import Publisher
 from weightsync.vllm.plugin import BACKEND
-from weightsync.writable_store import store_name
 
 
 @dataclass

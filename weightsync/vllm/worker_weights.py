@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from harvester.contracts.errors import ConfigError
-from weightsync.codec import warm_up
-from weightsync.memory_room import STAGING_BYTES
+from weightsync.encoding.codec import warm_up
+from weightsync.reading.memory_room import STAGING_BYTES
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.adapted_weights import AdaptedWeights

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.weightsync.faults.world import World
-from weightsync.codec import Encoding
+from weightsync.encoding.codec import Encoding
 
 Mend = Callable[[], None]
 

@@ -15,9 +15,9 @@ from benchmarks.weightsync.faults.states import hashes, states, tensors
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
-from weightsync.apply_journal import Held, read_record
-from weightsync.bits import bits_of
+from weightsync.elements.bits import bits_of
 from weightsync.follower import CheckpointFollower
+from weightsync.layout.apply_journal import Held, read_record
 from weightsync.receiver import Receiver
 from weightsync.target import TensorTarget
 from weightsync.transport.source import StoreSource

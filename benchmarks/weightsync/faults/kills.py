@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
 from benchmarks.weightsync.faults.tasks import Death, Task
 from benchmarks.weightsync.faults.world import NEWEST, World
-from weightsync.codec import Encoding
+from weightsync.encoding.codec import Encoding
 
 _PUBLISHED_AT_ONCE = 3
 

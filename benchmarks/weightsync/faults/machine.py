@@ -19,12 +19,12 @@ from benchmarks.weightsync.faults.states import states
 from benchmarks.weightsync.faults.world import ANCHOR_EVERY, HELD_VERSION, World
 from harvester.contracts.errors import Corrupt, Exhausted, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync.apply_journal import RECORD_FILE
 from weightsync.checkpoint import reading
 from weightsync.follower import CheckpointFollower
+from weightsync.layout.apply_journal import RECORD_FILE
+from weightsync.layout.durable import write_durably
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
-from weightsync.store_writer import write_durably
 
 _JUMPS_S = (-1e9, -3600.0, -1.0, 0.0, 1e-9, 3600.0, 1e9)
 

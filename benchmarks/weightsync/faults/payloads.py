@@ -10,9 +10,9 @@ import xxhash
 
 from benchmarks.weightsync.faults.fault import Fault, damaging
 from benchmarks.weightsync.faults.world import HELD_VERSION, NEWEST, SHARD_FILE, World
-from weightsync.codec import Encoding
-from weightsync.manifest import INDEX_FILE
-from weightsync.store import Kind
+from weightsync.encoding.codec import Encoding
+from weightsync.layout.manifest import INDEX_FILE
+from weightsync.reading.store import Kind
 
 Bend = Callable[[bytes, Random], bytes]
 
@@ -161,8 +161,8 @@ def _random_frames(world: World) -> None:
 
 
 def _replace_payloads(world: World, payload: bytes) -> None:
-    from weightsync.bits import TensorSpec
-    from weightsync.shard import ShardTensor, shard_chunks, shard_header
+    from weightsync.elements.bits import TensorSpec
+    from weightsync.layout.shard import ShardTensor, shard_chunks, shard_header
 
     shard = world.shard(world.newest)
     header = shard_header(np.frombuffer(shard.read_bytes(), dtype=np.uint8))

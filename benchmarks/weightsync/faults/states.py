@@ -10,8 +10,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from weightsync.bits import Bits, Layout, TensorSpec, tensor_from_bits
-from weightsync.state_hash import combined, digest_of
+from weightsync.elements.bits import Bits, Layout, TensorSpec, tensor_from_bits
+from weightsync.elements.state_hash import combined, digest_of
 
 COUNT = 12
 _LAYERS = 11

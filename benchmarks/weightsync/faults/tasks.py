@@ -2,7 +2,7 @@
 
 import msgspec
 
-from weightsync.codec import Encoding
+from weightsync.encoding.codec import Encoding
 
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):

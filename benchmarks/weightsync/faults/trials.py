@@ -19,7 +19,7 @@ from benchmarks.weightsync.faults.payloads import PAYLOADS
 from benchmarks.weightsync.faults.transfers import TRANSFERS
 from benchmarks.weightsync.faults.world import NEWEST, Template, World
 from benchmarks.weightsync.faults.zygote import Zygote
-from weightsync.codec import Encoding
+from weightsync.encoding.codec import Encoding
 
 _ENCODINGS = (Encoding.ROSEMUX, Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE)
 _STORIES = 20

@@ -27,13 +27,13 @@ from benchmarks.weightsync.faults.states import states, tensors
 from benchmarks.weightsync.faults.tasks import Death, Ended, Task
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import WeightVersion
-from weightsync import kept_directory
-from weightsync.apply_journal import Applying, Record, write_record
-from weightsync.bits import Bits
 from weightsync.checkpoint import Checkpoint
-from weightsync.codec import Encoding
+from weightsync.elements.bits import Bits
+from weightsync.encoding.codec import Encoding
 from weightsync.follower import CheckpointFollower
+from weightsync.layout.apply_journal import Applying, Record, write_record
 from weightsync.publisher import Publisher
+from weightsync.receive import kept_directory
 from weightsync.receiver import Receiver
 from weightsync.transport.listener import Listening, listen
 from weightsync.transport.location import StoreRoot

@@ -29,12 +29,12 @@ from benchmarks.weightsync.faults.zygote import Zygote
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import WeightVersion
-from weightsync.codec import Encoding
+from weightsync.encoding.codec import Encoding
 from weightsync.follower import CheckpointFollower
-from weightsync.manifest import INDEX_FILE
+from weightsync.layout.manifest import INDEX_FILE
 from weightsync.publisher import Publisher
+from weightsync.reading.store import LATEST_FILE, READY_FILE, Kind, VersionRef
 from weightsync.receiver import Receiver
-from weightsync.store import LATEST_FILE, READY_FILE, Kind, VersionRef
 
 SHARD_FILE = "model-00001-of-00001.safetensors"
 HELD_VERSION = 5

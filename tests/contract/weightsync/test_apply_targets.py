@@ -8,8 +8,8 @@ import torch
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion
-from weightsync.bits import Bits, bits_of, spec_of
 from weightsync.checkpoint import Checkpoint, write_checkpoint
+from weightsync.elements.bits import Bits, bits_of, spec_of
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
 from weightsync.target import ApplyTarget, TensorTarget

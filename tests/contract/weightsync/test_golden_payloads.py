@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from weightsync.bits import Bits, TensorSpec
-from weightsync.codec import Encoding, decode, encode_as
-from weightsync.delta import checked_apply
+from weightsync.elements.bits import Bits, TensorSpec
+from weightsync.encoding.codec import Encoding, decode, encode_as
+from weightsync.encoding.delta import checked_apply
 
 OLD = np.array([0x3F80] * 300, dtype=np.uint16)
 

@@ -15,10 +15,10 @@ import torch
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from tests.weight_servers import HASTY, relayed, served
-from weightsync.bits import TensorSpec
-from weightsync.chunk_digests import MIN_CHUNK_BYTES
+from weightsync.elements.bits import TensorSpec
 from weightsync.follower import CheckpointFollower
-from weightsync.names import INDEX_FILE
+from weightsync.layout.chunk_digests import MIN_CHUNK_BYTES
+from weightsync.layout.names import INDEX_FILE
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
 from weightsync.selection import Names, Selection, TensorParallel

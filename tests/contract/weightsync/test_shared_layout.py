@@ -18,7 +18,7 @@ import zstandard
 
 from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
-from weightsync.codec import Encoding
+from weightsync.encoding.codec import Encoding
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
 from weightsync.target import TensorTarget

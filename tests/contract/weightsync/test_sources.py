@@ -22,12 +22,12 @@ from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from tests.weight_servers import HASTY, fill, relayed, running, served
 from weightsync.follower import CheckpointFollower
-from weightsync.memory_room import MemoryRoom
-from weightsync.names import INDEX_FILE, READY_FILE
+from weightsync.layout.names import INDEX_FILE, READY_FILE
 from weightsync.publisher import Publisher
+from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.spool import Spool
+from weightsync.reading.store import Store
 from weightsync.receiver import Receiver
-from weightsync.spool import Spool
-from weightsync.store import Store
 from weightsync.target import TensorTarget
 from weightsync.transport.directory import DirectorySource
 from weightsync.transport.http_source import HttpSource

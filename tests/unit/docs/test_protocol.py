@@ -39,8 +39,8 @@ from scheduler.service.config import GatewaySettings
 from scheduler.service.gateway import Gateway
 from scheduler.service.requests import decode_generate
 from scheduler.service.tenants import Tenants
-from weightsync.manifest import AdapterRecord, Block, FileRecord, decoded_manifest
-from weightsync.slices import SliceRecord
+from weightsync.layout.manifest import AdapterRecord, Block, FileRecord, decoded_manifest
+from weightsync.layout.slices import SliceRecord
 
 PAGE = "docs/protocol.md"
 STRUCTS: tuple[type[msgspec.Struct], ...] = (

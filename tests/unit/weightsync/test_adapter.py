@@ -13,8 +13,8 @@ from harvester.contracts.errors import ConfigError, Corrupt, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.adapter import Adapter, Base, read_config
 from weightsync.publisher import Publisher
+from weightsync.reading.store import Kind, Store, VersionRef
 from weightsync.receiver import Receiver
-from weightsync.store import Kind, Store, VersionRef
 from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]

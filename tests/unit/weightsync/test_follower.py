@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync import durable, kept_directory
-from weightsync.apply_journal import Applying, Held, Record, read_record
-from weightsync.bits import Bits
 from weightsync.checkpoint import Checkpoint
-from weightsync.codec import Encoding
+from weightsync.elements.bits import Bits
+from weightsync.encoding.codec import Encoding
 from weightsync.follower import CheckpointFollower
+from weightsync.layout import durable
+from weightsync.layout.apply_journal import Applying, Held, Record, read_record
 from weightsync.publisher import Published, Publisher
+from weightsync.receive import kept_directory
 from weightsync.receiver import Receiver
 
 State = dict[str, torch.Tensor]

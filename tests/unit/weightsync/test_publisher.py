@@ -10,10 +10,10 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
 from harvester.contracts.ids import WeightVersion
-from weightsync.codec import Encoding
+from weightsync.encoding.codec import Encoding
+from weightsync.layout.durable import write_durably
 from weightsync.publisher import Published, Publisher
 from weightsync.receiver import Receiver
-from weightsync.store_writer import write_durably
 from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]

@@ -10,7 +10,7 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync.bits import Bits
+from weightsync.elements.bits import Bits
 from weightsync.publisher import Published, Publisher
 from weightsync.receiver import Receiver
 from weightsync.target import TensorTarget

@@ -13,8 +13,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from harvester.contracts.errors import ConfigError, Unsupported
+from weightsync.layout.slices import SliceRecord, tiles
 from weightsync.sharding import ShardSlice, part_of
-from weightsync.slices import SliceRecord, tiles
 
 
 @dataclass

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from scheduler.demo.weights_audit import WeightsAudit
-from weightsync.codec import Encoding
+from weightsync.encoding.codec import Encoding
 from weightsync.publisher import Published, Publisher
 
 ENGINES = {"guest-0": "http://guest", "dedicated-0": "http://dedicated"}

@@ -7,8 +7,8 @@ import torch
 
 from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
-from weightsync import names
-from weightsync.manifest import decoded_manifest
+from weightsync.layout import names
+from weightsync.layout.manifest import decoded_manifest
 from weightsync.publisher import Publisher
 from weightsync.transport.published import described, published_files
 

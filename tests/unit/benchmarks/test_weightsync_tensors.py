@@ -1,0 +1,11 @@
+"""What a tensor costs is told for each case, and the parts of an apply are within it."""
+
+from benchmarks.weightsync.tensors import measure
+
+
+def test_every_case_tells_what_each_part_takes() -> None:
+    result = measure(tensors=40, steps=1)
+    assert [case["name"] for case in result["cases"]] == ["1% of all", "5% of all", "one tensor"]
+    for case in result["cases"]:
+        assert {"publish_us", "stage_us", "apply_us", "verify_us"} < case.keys()
+        assert all(case[what] > 0 for what in case if what != "name")

@@ -1,0 +1,169 @@
+"""Index files from outside: names never become paths, and contradictions are refused."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harvester.contracts.errors import Corrupt, RoseMuxError, Unsupported
+from harvester.contracts.ids import WeightVersion
+from weightsync.encoding.codec import Encoding
+from weightsync.layout.manifest import (
+    AdapterRecord,
+    Block,
+    FileRecord,
+    Manifest,
+    decoded_manifest,
+    encoded_manifest,
+)
+from weightsync.layout.slices import SliceRecord
+
+SEVEN = WeightVersion(7)
+
+
+def _metadata(**changes: Any) -> dict[str, Any]:
+    return {
+        "version": "000007",
+        "base_version": "000006",
+        "delta_encoding": "xor",
+        "compression_format": "zstd",
+        "checksum_format": "xxh3-128",
+    } | changes
+
+
+def _raw(metadata: dict[str, Any], **more: Any) -> bytes:
+    index = {"metadata": metadata, "weight_map": {"w": "model-00001.safetensors"}} | more
+    return json.dumps(index).encode()
+
+
+def test_what_is_written_is_read_back() -> None:
+    manifest = Manifest(
+        version=SEVEN,
+        base_version=WeightVersion(6),
+        delta_encoding=Encoding.ROSEMUX,
+        checksum_format="xxh3-128",
+        weight_map={"w": "a.safetensors", "v": "a.safetensors"},
+        block=Block(
+            format=1,
+            state_hash="ab",
+            bytes_dense=12,
+            files={"a.safetensors": FileRecord(10, "cd")},
+            encodings={"v": Encoding.DENSE},
+        ),
+    )
+    read = decoded_manifest(encoded_manifest(manifest), expected=SEVEN)
+    assert read == manifest
+    assert read.encoding_of("v") is Encoding.DENSE
+    assert read.encoding_of("w") is Encoding.ROSEMUX
+
+
+def test_an_index_says_nothing_of_slices_and_adapters_that_are_not_there() -> None:
+    """Byte for byte what stores of whole models have always held."""
+    manifest = Manifest(
+        version=SEVEN,
+        base_version=WeightVersion(6),
+        delta_encoding=Encoding.ROSEMUX,
+        checksum_format="xxh3-128",
+        weight_map={"w": "a.safetensors"},
+        block=Block(
+            format=1,
+            state_hash="ab",
+            bytes_dense=12,
+            files={"a.safetensors": FileRecord(10, "cd")},
+        ),
+    )
+    assert (
+        encoded_manifest(manifest).decode()
+        == """{
+ "metadata": {
+  "version": "000007",
+  "base_version": "000006",
+  "delta_encoding": "rosemux",
+  "compression_format": "zstd",
+  "checksum_format": "xxh3-128"
+ },
+ "weight_map": {
+  "w": "a.safetensors"
+ },
+ "rosemux": {
+  "format": 1,
+  "state_hash": "ab",
+  "bytes_dense": 12,
+  "files": {
+   "a.safetensors": {
+    "bytes": 10,
+    "xxh3_128": "cd"
+   }
+  },
+  "encodings": {}
+ }
+}"""
+    )
+
+
+def test_slices_and_an_adapter_s_base_are_read_back() -> None:
+    manifest = Manifest(
+        version=SEVEN,
+        base_version=None,
+        delta_encoding=None,
+        checksum_format="xxh3-128",
+        weight_map={"w[0:1, :]": "a.safetensors"},
+        block=Block(
+            format=1,
+            state_hash="ab",
+            bytes_dense=12,
+            files={"a.safetensors": FileRecord(10, "cd")},
+            slices={"w[0:1, :]": SliceRecord("w", (2, 3), (0, 0), (1, 3))},
+            adapter=AdapterRecord("job-a", 3, "ef", FileRecord(20, "01")),
+        ),
+    )
+    read = decoded_manifest(encoded_manifest(manifest), expected=SEVEN)
+    assert read == manifest
+    assert read.slicing.records["w[0:1, :]"].tensor == "w"
+
+
+def test_an_index_of_another_system_is_read() -> None:
+    read = decoded_manifest(_raw(_metadata(version=7, base_version=6)), expected=SEVEN)
+    assert read.block is None
+    assert read.encoding_of("w") is Encoding.XOR
+    assert not read.is_full
+
+
+@pytest.mark.parametrize("shard", ["../w.safetensors", "/etc/passwd", "a/b", "", ".hidden"])
+def test_shard_names_that_could_be_paths_are_corrupt(shard: str) -> None:
+    with pytest.raises(Corrupt):
+        decoded_manifest(_raw(_metadata(), weight_map={"w": shard}), expected=SEVEN)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": "000008"},
+        {"version": "seven"},
+        {"version": -7},
+        {"base_version": None},
+        {"base_version": "000007"},
+        {"base_version": "000009"},
+        {"delta_encoding": "dense"},
+        {"delta_encoding": "pickle"},
+        {"delta_encoding": None},
+    ],
+)
+def test_contradictions_are_corrupt(changes: dict[str, Any]) -> None:
+    with pytest.raises(Corrupt):
+        decoded_manifest(_raw(_metadata(**changes)), expected=SEVEN)
+
+
+def test_an_unknown_compression_or_format_is_unsupported() -> None:
+    block = {"format": 2, "state_hash": "", "bytes_dense": 0, "files": {}}
+    for raw in (_raw(_metadata(compression_format="lz4")), _raw(_metadata(), rosemux=block)):
+        with pytest.raises(Unsupported):
+            decoded_manifest(raw, expected=SEVEN)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_raise_nothing_unexpected(raw: bytes) -> None:
+    with pytest.raises(RoseMuxError):
+        decoded_manifest(raw, expected=SEVEN)

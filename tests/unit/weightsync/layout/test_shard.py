@@ -1,0 +1,84 @@
+"""safetensors files from outside: whatever does not add up is refused."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harvester.contracts.errors import Corrupt, RoseMuxError, Unsupported
+from weightsync.elements.bits import Bytes, TensorSpec
+from weightsync.layout.shard import (
+    MAX_HEADER_BYTES,
+    ShardTensor,
+    shard_chunks,
+    shard_data,
+    shard_header,
+)
+
+
+def _file(header: object, data: bytes = b"") -> Bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    whole = len(raw).to_bytes(8, "little") + raw + data
+    return np.frombuffer(whole, dtype=np.uint8)
+
+
+def _entry(**changes: object) -> dict[str, object]:
+    return {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]} | changes
+
+
+def test_tensors_and_metadata_come_back() -> None:
+    tensors = {
+        "a": ShardTensor(TensorSpec("BF16", (2, 1)), b"\1\2\3\4"),
+        "empty": ShardTensor(TensorSpec("F32", (0,)), b""),
+        "scalar": ShardTensor(TensorSpec("F64", ()), bytes(8)),
+    }
+    whole = b"".join(bytes(chunk) for chunk in shard_chunks(tensors, {"a": "0f"}))
+    data = np.frombuffer(whole, dtype=np.uint8)
+    header = shard_header(data)
+    assert header.metadata == {"a": "0f"}
+    assert header.layout == {name: tensor.spec for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        assert shard_data(data, header, name).tobytes() == tensor.data
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": _entry(data_offsets=[0, 5])},
+        {"a": _entry(data_offsets=[1, 5])},
+        {"a": _entry(data_offsets=[4, 0])},
+        {"a": _entry(data_offsets=[-4, 0])},
+        {"a": _entry(shape=[-4])},
+        {"a": _entry(shape=[1 << 50])},
+        {"a": _entry(shape=[1] * 9)},
+        {"": _entry()},
+        {"x" * 513: _entry()},
+        {"a": _entry(more=1)},
+        {"__metadata__": {"a": 1}, "a": _entry()},
+        [],
+        b"{",
+        b"\xff\xfe",
+    ],
+)
+def test_headers_that_do_not_add_up_are_corrupt(header: object) -> None:
+    with pytest.raises(Corrupt):
+        shard_header(_file(header, b"\0\0\0\0"))
+
+
+def test_an_unknown_dtype_is_unsupported() -> None:
+    with pytest.raises(Unsupported, match="F4"):
+        shard_header(_file({"a": _entry(dtype="F4")}, b"\0\0\0\0"))
+
+
+def test_a_huge_header_is_refused_by_its_length_alone() -> None:
+    data = np.frombuffer((MAX_HEADER_BYTES + 1).to_bytes(8, "little"), dtype=np.uint8)
+    with pytest.raises(Corrupt, match="header of"):
+        shard_header(data)
+
+
+@given(st.binary(max_size=120))
+def test_random_bytes_raise_nothing_unexpected(data: bytes) -> None:
+    with pytest.raises(RoseMuxError):
+        shard_header(np.frombuffer(b"\x05" + data, dtype=np.uint8))

@@ -1,0 +1,75 @@
+"""What is compared: in order, in few hand-overs, and never more of it than may be held."""
+
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync.elements.bits import Bits
+from weightsync.publish.comparison import Compared, Comparison
+
+MIB = 1 << 20
+
+
+class _Counting(Executor):
+    """Compares at once and counts; what came of it waits to be asked for."""
+
+    def __init__(self) -> None:
+        self.handed_over = 0
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.handed_over += 1
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
+def _compared(entry: str, bits: Bits) -> Compared:
+    return Compared(entry, None)
+
+
+def _run(sizes: list[int], in_flight_bytes: int) -> tuple[list[str], int, _Counting]:
+    """(entries as they came out, most bytes that were held at a time, the pool)."""
+    pool = _Counting()
+    comparison = Comparison(_compared, pool, threads=2, in_flight_bytes=in_flight_bytes)
+    came: list[str] = []
+    held = most = 0
+    for number, size in enumerate(sizes):
+        for done in comparison.make_room(size):
+            came.append(done.entry)
+            held -= sizes[int(done.entry)]
+        comparison.add(str(number), np.empty(size, dtype=np.uint8))
+        held += size
+        most = max(most, held)
+    came += [done.entry for done in comparison.finish()]
+    return came, most, pool
+
+
+@given(st.lists(st.integers(0, 3 * MIB), max_size=30), st.integers(1, 16 * MIB))
+def test_everything_comes_out_in_order(sizes: list[int], in_flight_bytes: int) -> None:
+    came, _, _ = _run(sizes, in_flight_bytes)
+    assert came == [str(number) for number in range(len(sizes))]
+
+
+@given(st.lists(st.integers(1, MIB), max_size=40))
+def test_no_more_is_held_than_may_be(sizes: list[int]) -> None:
+    _, most, _ = _run(sizes, 8 * MIB)
+    assert most <= 8 * MIB
+
+
+def test_each_thread_has_one_where_not_even_two_fit() -> None:
+    _, most, _ = _run([3 * MIB] * 6, MIB)
+    assert most == 2 * 3 * MIB
+
+
+def test_tensors_of_some_size_are_handed_over_together() -> None:
+    _, _, pool = _run([64 << 10] * 512, 64 * MIB)
+    assert pool.handed_over == 32
+
+
+def test_small_ones_are_compared_without_a_thread() -> None:
+    came, _, pool = _run([1024] * 5000, 64 * MIB)
+    assert len(came) == 5000
+    assert pool.handed_over == 0

@@ -1,0 +1,69 @@
+"""Bytes that wait: the first in memory, the others in a file that nobody else sees."""
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harvester.contracts.errors import ConfigError, Exhausted
+from weightsync.elements.state_hash import file_digest
+from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.spool import MemoryPlace, Spool
+from weightsync.transport.ranges import Span
+
+MIB = 1 << 20
+DATA = np.random.default_rng(0).integers(0, 256, 3 * MIB, dtype=np.uint8)
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    return Spool(MemoryRoom(2 * MIB), tmp_path)
+
+
+def test_what_fits_stays_in_memory_and_what_does_not_is_read_back(
+    spool: Spool, tmp_path: Path
+) -> None:
+    small, large, other = spool.place(MIB), spool.place(DATA.size), spool.place(100)
+    assert (small.kept_bytes, large.kept_bytes, other.kept_bytes) == (MIB, 0, 0)
+    for place, size in ((small, MIB), (large, DATA.size), (other, 100)):
+        place.write(0, DATA[:size])
+    for place, size in ((small, MIB), (large, DATA.size), (other, 100)):
+        assert np.array_equal(place.read(Span(7, size)), DATA[7:size])
+        assert place.digest(Span(3, size)) == file_digest(DATA[3:size])
+        into = np.zeros(50, dtype=np.uint8)
+        place.read_into(20, into)
+        assert np.array_equal(into, DATA[20:70])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_that_was_never_written_reads_as_something(spool: Spool) -> None:
+    place = spool.place(DATA.size)
+    place.write(MIB, DATA[:10])
+    assert place.read(Span(0, DATA.size)).size == DATA.size
+    assert np.array_equal(place.read(Span(MIB, MIB + 10)), DATA[:10])
+
+
+def test_memory_is_brought_in_without_a_copy(spool: Spool) -> None:
+    place = spool.place(100)
+    buffer = place.buffer(Span(10, 20))
+    buffer[:] = 7
+    place.write(10, buffer)
+    assert isinstance(place, MemoryPlace)
+    assert place.read(Span(9, 21))[1:11].tolist() == [7] * 10
+
+
+def test_a_full_disk_is_exhausted(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    place = spool.place(DATA.size)
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(Exhausted):
+        place.write(0, DATA)
+
+
+def test_a_directory_that_is_none_is_a_wrong_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        Spool(MemoryRoom(2 * MIB), tmp_path / "nowhere").place(DATA.size)

@@ -1,0 +1,144 @@
+"""Where a part of a tensor lies, whatever slices it is stored in and whatever box is held."""
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harvester.contracts.errors import ConfigError
+from weightsync.elements.bits import TensorSpec, bytes_of
+from weightsync.encoding.delta import DenseDelta, XorDelta, checked_apply
+from weightsync.layout.slices import SliceRecord, Slicing
+from weightsync.reading.memory_room import MIN_STAGING_BYTES, MemoryRoom
+from weightsync.reading.spool import Spool
+from weightsync.receive import held_parts as subject
+from weightsync.receive.full_state import FullState, StoredEntry
+from weightsync.receive.held_parts import bounds, held_parts, runs
+from weightsync.selection import Names, TensorParallel, whole_box
+
+Cuts = list[list[int]]
+
+
+class Box:
+    """Holds one box of every tensor."""
+
+    def __init__(self, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+        self.offsets, self.lengths = offsets, lengths
+
+    def box(self, name: str, spec: TensorSpec) -> SliceRecord:
+        return SliceRecord(name, spec.shape, self.offsets, self.lengths)
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], Cuts, Box]:
+    """A shape, where a trainer cut it, and a box of it."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
+    offsets = tuple(draw(st.integers(0, n - 1)) for n in shape)
+    lengths = tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offsets, strict=True))
+    return shape, cuts, Box(offsets, lengths)
+
+
+def sliced(shape: tuple[int, ...], cuts: Cuts) -> Slicing:
+    records = {}
+    for spans in product(*(list(pairwise(places)) for places in cuts)):
+        record = SliceRecord("w", shape, tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+        records[record.entry] = record
+    return Slicing({} if len(records) == 1 else records)
+
+
+@given(grid=grids())
+def test_what_is_held_is_put_together_from_any_slices(
+    grid: tuple[tuple[int, ...], Cuts, Box],
+) -> None:
+    shape, cuts, box = grid
+    whole = np.arange(np.prod(shape), dtype=np.uint16)
+    slicing, layout = sliced(shape, cuts), {"w": TensorSpec("BF16", shape)}
+    parts = held_parts(layout, slicing, box)
+    spool = Spool(MemoryRoom(MIN_STAGING_BYTES))
+    entries = {}
+    for part in parts.parts.values():
+        record = slicing.records.get(part.entry) or whole_box("w", layout["w"])
+        data = bytes_of(record.read(whole))
+        place = spool.place(data.size + 3)
+        # Only what is asked for is there.
+        for span in runs(part.within, 2):
+            place.write(span.start + 3, data[span.start : span.stop])
+        entries[part.entry] = StoredEntry(place, 3, parts.entries[part.entry])
+    held = FullState(parts.layout(), parts.by_tensor(), entries)["w"]
+    assert np.array_equal(held, box.box("w", layout["w"]).read(whole))
+
+
+@given(grid=grids(), seed=st.integers(0, 9))
+def test_a_delta_changes_a_part_as_it_changes_the_whole(
+    grid: tuple[tuple[int, ...], Cuts, Box], seed: int
+) -> None:
+    shape, cuts, box = grid
+    random = np.random.default_rng(seed)
+    old = random.integers(0, 1 << 16, np.prod(shape), dtype=np.uint16)
+    slicing, layout = sliced(shape, cuts), {"w": TensorSpec("BF16", shape)}
+    parts = held_parts(layout, slicing, box)
+    record = box.box("w", layout["w"])
+    held, new = record.read(old).copy(), old.copy()
+    for part in parts.parts.values():
+        stored = slicing.records.get(part.entry) or whole_box("w", layout["w"])
+        changed = random.integers(0, 1 << 16, stored.read(old).size, dtype=np.uint16)
+        delta = XorDelta(changed) if seed % 2 else DenseDelta(changed)
+        checked_apply(part.placed(delta), held)
+        piece = stored.read(new).copy()
+        checked_apply(delta, piece)
+        stored.box(new)[...] = piece.reshape(stored.lengths)
+    assert np.array_equal(held, record.read(new))
+
+
+@given(grid=grids(), small=st.integers(1, 200))
+def test_runs_hold_every_byte_of_a_box_and_little_else(
+    grid: tuple[tuple[int, ...], Cuts, Box], small: int
+) -> None:
+    shape, _, box = grid
+    record = box.box("w", TensorSpec("BF16", shape))
+    wanted = {int(at) for at in record.read(np.arange(np.prod(shape), dtype=np.uint64))}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(subject, "MIN_RUN_BYTES", small)
+        spans = list(runs(record, 2))
+    read = {at // 2 for span in spans for at in range(span.start, span.stop)}
+    around = bounds(record, 2)
+    assert wanted <= read <= set(range(around.start // 2, around.stop // 2))
+    if small == 1:
+        assert read == wanted
+
+
+def test_ranks_share_a_tensor_out() -> None:
+    spec = TensorSpec("BF16", (10, 6))
+    rows = [
+        TensorParallel(rank=rank, ranks=4, dim_of=lambda _: 0).box("w", spec) for rank in range(4)
+    ]
+    assert [box and (box.offsets[0], box.lengths[0]) for box in rows] == [
+        (0, 3), (3, 3), (6, 3), (9, 1),
+    ]  # fmt: skip
+    both = TensorParallel(
+        rank=1,
+        ranks=2,
+        dim_of=lambda name: 1 if name == "w" else None,
+        within=Names("wv".__contains__),
+    )
+    assert both.box("w", spec) == SliceRecord("w", (10, 6), (0, 3), (10, 3))
+    assert both.box("v", spec) == whole_box("v", spec)
+    assert both.box("u", spec) is None
+    one = TensorParallel(rank=3, ranks=4, dim_of=lambda _: 0)
+    assert one.box("w", TensorSpec("BF16", (3,))) is None
+
+
+def test_a_part_that_is_none_is_refused() -> None:
+    layout = {"w": TensorSpec("BF16", (4, 4))}
+    for offsets, lengths in [((0, 1), (4, 4)), ((-1, 0), (1, 1)), ((0, 0), (0, 4)), ((0,), (4,))]:
+        with pytest.raises(ConfigError, match="has no part"):
+            held_parts(layout, Slicing(), Box(offsets, lengths))
+    with pytest.raises(ConfigError, match="nothing"):
+        held_parts(layout, Slicing(), Names(lambda _: False))
+    with pytest.raises(ConfigError, match="no dimension 2"):
+        held_parts(layout, Slicing(), TensorParallel(rank=0, ranks=2, dim_of=lambda _: 2))
+    with pytest.raises(ConfigError, match="rank 2 of 2"):
+        TensorParallel(rank=2, ranks=2, dim_of=lambda _: 0)

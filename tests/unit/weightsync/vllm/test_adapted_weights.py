@@ -1,0 +1,267 @@
+"""An adapter is in force on the very base that it was trained on, or not at all."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError, Stale
+from harvester.contracts.ids import WeightVersion
+from tests.unit.weightsync.vllm.plain_model import PlainModel
+from weightsync.adapter import Adapter, Base
+from weightsync.publisher import Published, Publisher
+from weightsync.transport.location import StoreRoot
+from weightsync.vllm.adapted_weights import AdaptedWeights
+from weightsync.vllm.adapter_stores import AdapterStores
+from weightsync.vllm.engine_weights import EngineWeights, Wanted
+from weightsync.vllm.stager import StageState
+
+State = dict[str, torch.Tensor]
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["layer"]}
+NAMES = [f"base_model.model.layer.lora_{side}.weight" for side in "AB"]
+THREE = WeightVersion(3)
+
+
+def lora(step: int) -> State:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(4, 256, generator=generator) for _ in NAMES)
+    b[0, :step] += 1
+    return {NAMES[0]: a.bfloat16(), NAMES[1]: b.bfloat16().t().contiguous()}
+
+
+@dataclass
+class Slots:
+    """Holds what PEFT would read; refuses as told."""
+
+    held: dict[str, State] = field(default_factory=dict)
+    refusal: Exception | None = None
+
+    def read(self, directory: Path) -> Any:
+        assert (directory / "adapter_config.json").is_file()
+        return load_file(directory / "adapter_model.safetensors")
+
+    def check(self, form: Any) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    def put(self, name: str, form: Any) -> None:
+        self.check(form)
+        self.held[name] = form
+
+    def holds(self, name: str, state: State) -> bool:
+        return all(torch.equal(self.held[name][key], tensor) for key, tensor in state.items())
+
+
+@dataclass
+class Engine:
+    root: Path
+    done: list[Published]
+    weights: AdaptedWeights
+    model: PlainModel
+    slots: Slots
+
+    def adapter(self, store: str, version: int, **more: Any) -> Any:
+        named = {"adapter": "policy", **more}
+        return self.weights.load(
+            Wanted(store=store, version=WeightVersion(version), **named),
+        )
+
+    def base(self, version: int) -> Any:
+        return self.weights.load(Wanted(store="store", version=WeightVersion(version)))
+
+    def stage(self, store: str, version: int) -> StageState:
+        wanted = Wanted(store=store, version=WeightVersion(version))
+        while (told := self.weights.stage(wanted)).state is StageState.RUNNING:
+            pass
+        return told.state
+
+    def publishes(self, store: str, base: int, *steps: int) -> list[Published]:
+        """Adapters trained on a version of the base store."""
+        held = self.done[base - 1]
+        on = Base(store="store", version=held.version, state_hash=held.state_hash)
+        with Publisher(self.root / store, adapter=Adapter(on, CONFIG)) as publisher:
+            return [publisher.publish(lora(step)) for step in steps]
+
+
+@pytest.fixture
+def engine(published: tuple[Path, list[Published]], states: tuple[State, ...]) -> Iterator[Engine]:
+    """Base versions 1 to 8 in `store`; adapters 1 and 2 on base 3 in `lora`."""
+    root = published[0].parent
+    model, slots = PlainModel(states[0]), Slots()
+    base = EngineWeights(model, None, StoreRoot(root), packed_ahead_bytes=0)
+    made = AdaptedWeights(base, AdapterStores(StoreRoot(root)), slots)
+    engine = Engine(root, published[1], made, model, slots)
+    engine.publishes("lora", 3, 1, 2)
+    yield engine
+    made.close()
+
+
+def test_an_adapter_brings_its_base_along(engine: Engine, states: tuple[State, ...]) -> None:
+    applied = engine.adapter("lora", 1)
+    assert engine.model.holds(states[2])
+    assert engine.slots.holds("policy", lora(1))
+    report = engine.weights.report()
+    assert (report["store"], report["version"]) == ("store", 3)
+    told = report["adapters"]["policy"]
+    assert told["state_hash"] == applied.state_hash
+    assert (told["store"], told["version"], told["from_full"]) == ("lora", 1, True)
+    assert (told["base_store"], told["base_version"]) == ("store", 3)
+
+
+def test_the_next_version_takes_the_place_of_the_one_before(engine: Engine) -> None:
+    engine.adapter("lora", 1)
+    loads = engine.model.loads
+    applied = engine.adapter("lora", 2)
+    assert not applied.from_full
+    assert engine.slots.holds("policy", lora(2))
+    assert list(engine.slots.held) == ["policy"]
+    assert engine.model.loads == loads
+
+
+def test_nothing_changes_while_an_adapter_and_its_base_are_staged(
+    engine: Engine, states: tuple[State, ...]
+) -> None:
+    engine.base(2)
+    assert engine.stage("lora", 1) is StageState.READY
+    assert engine.model.holds(states[1])
+    assert not engine.slots.held
+    engine.adapter("lora", 1)
+    assert engine.model.holds(states[2])
+
+
+def test_what_was_staged_on_another_version_is_made_again(engine: Engine) -> None:
+    engine.publishes("lora", 3, 3)
+    engine.adapter("lora", 1)
+    engine.stage("lora", 3)
+    engine.adapter("lora", 2)
+    engine.adapter("lora", 3)
+    assert engine.slots.holds("policy", lora(3))
+
+
+def test_an_adapter_of_a_newer_base_moves_the_base(
+    engine: Engine, states: tuple[State, ...]
+) -> None:
+    engine.adapter("lora", 2)
+    engine.publishes("lora", 5, 4)
+    engine.adapter("lora", 3)
+    assert engine.model.holds(states[4])
+    assert engine.slots.holds("policy", lora(4))
+    assert engine.weights.is_loaded
+
+
+def test_a_base_does_not_move_under_an_adapter(engine: Engine, states: tuple[State, ...]) -> None:
+    engine.adapter("lora", 1)
+    before = engine.weights.report()
+    with pytest.raises(ConfigError, match="is not what adapter policy works on"):
+        engine.base(4)
+    assert engine.model.holds(states[2])
+    assert engine.weights.report() == before
+    engine.base(3)
+    assert engine.weights.report()["adapters"] == before["adapters"]
+
+
+def test_an_adapter_of_an_older_base_is_stale(engine: Engine, states: tuple[State, ...]) -> None:
+    engine.base(4)
+    with pytest.raises(Stale, match="older than version 4"):
+        engine.adapter("lora", 1)
+    assert engine.model.holds(states[3])
+    assert not engine.slots.held
+    assert engine.weights.is_loaded
+
+
+def test_two_adapters_share_a_base_and_neither_moves_it(
+    engine: Engine, states: tuple[State, ...]
+) -> None:
+    engine.publishes("other", 3, 7)
+    engine.publishes("next", 5, 8)
+    engine.adapter("lora", 1)
+    engine.adapter("other", 1, adapter="critic")
+    assert engine.slots.holds("critic", lora(7))
+    with pytest.raises(ConfigError, match="adapter critic to another base"):
+        engine.adapter("next", 1)
+    assert engine.model.holds(states[2])
+    assert engine.slots.holds("policy", lora(1))
+
+
+def test_an_adapter_that_fits_no_layer_leaves_base_and_adapter(
+    engine: Engine, states: tuple[State, ...]
+) -> None:
+    engine.adapter("lora", 1)
+    engine.publishes("lora", 5, 4)
+    engine.slots.refusal = ConfigError("does not fit")
+    with pytest.raises(ConfigError, match="does not fit"):
+        engine.adapter("lora", 3)
+    assert engine.model.holds(states[2])
+    assert engine.slots.holds("policy", lora(1))
+    assert engine.weights.is_loaded
+
+
+def test_an_engine_whose_base_moved_without_its_adapter_holds_no_version(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.adapter("lora", 1)
+    engine.publishes("lora", 5, 4)
+
+    def torn(name: str, form: Any) -> None:
+        raise RuntimeError("torn")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.slots, "put", torn)
+        with pytest.raises(RuntimeError):
+            engine.adapter("lora", 3)
+    assert not engine.weights.is_loaded
+    assert engine.weights.report() == {}
+    engine.adapter("lora", 3)
+    assert engine.weights.is_loaded
+
+
+def broken(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-2] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
+def test_broken_files_are_refused_and_what_was_in_force_stays(engine: Engine, file: str) -> None:
+    engine.adapter("lora", 1)
+    engine.publishes("again", 3, 5)
+    broken(engine.root / "again" / "weight_v000001" / file)
+    with pytest.raises(Corrupt, match=r"is not what was published|digest is not"):
+        engine.adapter("again", 1)
+    assert engine.slots.holds("policy", lora(1))
+    assert engine.weights.is_loaded
+
+
+@pytest.mark.parametrize(
+    ("store", "given", "error", "message"),
+    [
+        ("lora", {"adapter": None}, ConfigError, "give the name that requests ask for it by"),
+        ("lora", {"adapter": "../x"}, PeerProtocolError, "use 1 to 64 letters"),
+        ("lora", {"state_hash": "0" * 32}, Corrupt, "it means another store"),
+        ("store", {}, ConfigError, "holds whole models"),
+        ("nowhere", {"adapter": None}, ConfigError, "no weight store at"),
+    ],
+)
+def test_what_is_asked_for_by_mistake_changes_nothing(
+    engine: Engine, store: str, given: dict[str, Any], error: type[RoseMuxError], message: str
+) -> None:
+    engine.base(3)
+    with pytest.raises(error, match=message):
+        engine.adapter(store, 1, **given)
+    assert not engine.slots.held
+    assert engine.weights.report()["version"] == THREE
+
+
+def test_a_version_of_other_shapes_is_taken_whole(engine: Engine) -> None:
+    engine.adapter("lora", 1)
+    wider = {name: torch.cat([tensor, tensor], 0) for name, tensor in lora(6).items()}
+    held = engine.done[2]
+    on = Base(store="store", version=held.version, state_hash=held.state_hash)
+    with Publisher(engine.root / "lora", adapter=Adapter(on, CONFIG)) as publisher:
+        publisher.publish(wider)
+    assert engine.adapter("lora", 3).from_full
+    assert engine.slots.holds("policy", wider)

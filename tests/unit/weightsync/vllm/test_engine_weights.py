@@ -1,0 +1,172 @@
+"""What is staged gets in where it still fits; where it does not, it is prepared again."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.ids import WeightVersion
+from tests.unit.weightsync.vllm.plain_model import PlainModel
+from weightsync.publisher import Published, Publisher
+from weightsync.transport.location import StoreRoot
+from weightsync.vllm.engine_weights import EngineWeights, Wanted
+from weightsync.vllm.stager import StageState
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def model(states: tuple[State, ...]) -> PlainModel:
+    return PlainModel(states[0])
+
+
+@pytest.fixture
+def weights(model: PlainModel, published: tuple[Path, list[Published]]) -> Iterator[EngineWeights]:
+    """Follows stores beside `published`, which has versions 1 to 8 and is called `store`."""
+    made = EngineWeights(model, None, StoreRoot(published[0].parent), packed_ahead_bytes=0)
+    yield made
+    made.close()
+
+
+def wanted(version: int, store: str = "store") -> Wanted:
+    return Wanted(store=store, version=WeightVersion(version))
+
+
+def staged(weights: EngineWeights, version: int) -> StageState:
+    while (status := weights.stage(wanted(version))).state is StageState.RUNNING:
+        pass
+    return status.state
+
+
+def test_a_staged_version_changes_nothing_until_it_is_loaded(
+    weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
+) -> None:
+    weights.load(wanted(3))
+    assert staged(weights, 4) is StageState.READY
+    assert model.holds(states[2])
+    applied = weights.load(wanted(4))
+    assert model.holds(states[3])
+    assert not applied.from_full
+
+
+def test_the_loader_runs_once_for_all_versions(weights: EngineWeights, model: PlainModel) -> None:
+    for version in (2, 4, 7):
+        weights.load(wanted(version))
+        weights.release()
+    assert model.loads == 1
+
+
+def test_what_was_staged_on_another_base_is_prepared_again(
+    weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
+) -> None:
+    weights.load(wanted(2))
+    staged(weights, 4)
+    weights.load(wanted(3))
+    weights.load(wanted(4))
+    assert model.holds(states[3])
+    assert weights.report()["reapplied"] == 0
+
+
+def test_a_stage_from_before_the_weights_moved_is_not_used(
+    weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
+) -> None:
+    weights.load(wanted(3))
+    staged(weights, 4)
+    parameter = model.held["layer_weight"]
+    parameter.data = parameter.data.clone()
+    applied = weights.load(wanted(4))
+    assert applied.from_full
+    assert model.holds(states[3])
+
+
+def test_touched_weights_are_found_while_staging_and_counted(
+    weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
+) -> None:
+    weights.load(wanted(3))
+    model.held["layer_weight"].data.view(torch.int16)[0, 0] ^= 1
+    assert staged(weights, 4) is StageState.READY
+    assert weights.load(wanted(4)).from_full
+    assert model.holds(states[3])
+    assert weights.report()["reapplied"] == 1
+
+
+def test_another_expected_state_is_refused_before_anything_is_touched(
+    weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
+) -> None:
+    weights.load(wanted(3))
+    before = weights.report()
+    other = Wanted(store="store", version=WeightVersion(4), state_hash="0" * 32)
+    with pytest.raises(Corrupt, match="it means another store"):
+        weights.load(other)
+    assert model.holds(states[2])
+    assert weights.report() == before
+
+
+def test_a_store_of_another_model_is_refused_before_anything_is_touched(
+    weights: EngineWeights,
+    model: PlainModel,
+    states: tuple[State, ...],
+    published: tuple[Path, list[Published]],
+) -> None:
+    with Publisher(published[0].parent / "other") as publisher:
+        publisher.publish({"layer.weight": states[0]["layer.weight"]})
+    weights.load(wanted(3))
+    with pytest.raises(ConfigError, match="another model"):
+        weights.load(wanted(1, "other"))
+    assert model.holds(states[2])
+    assert weights.is_loaded
+
+
+def test_after_closing_an_update_begins_anew(
+    weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
+) -> None:
+    weights.load(wanted(3))
+    staged(weights, 4)
+    weights.close()
+    weights.load(wanted(5))
+    assert model.holds(states[4])
+
+
+class Half(PlainModel):
+    """One of two ranks: the second half of every tensor of several rows, all of the others."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__({name: self.part(tensor) for name, tensor in state.items()})
+
+    @staticmethod
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        rows = tensor.shape[0] // 2 if tensor.dim() > 1 else 0
+        return tensor[rows:].contiguous()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights((name, self.part(tensor)) for name, tensor in weights)
+
+    def holds(self, state: State) -> bool:
+        return super().holds({name: self.part(tensor) for name, tensor in state.items()})
+
+
+def test_a_rank_follows_with_the_rows_that_it_has(
+    published: tuple[Path, list[Published]], states: tuple[State, ...]
+) -> None:
+    rank = Half(states[0])
+    root = StoreRoot(published[0].parent)
+    weights = EngineWeights(rank, None, root, packed_ahead_bytes=0, sliced=True)
+    for version in (2, 3, 7):
+        applied = weights.load(wanted(version))
+        weights.release()
+        assert rank.holds(states[version - 1])
+        assert applied.state_hash == published[1][version - 1].state_hash
+        assert applied.from_full == (version == 2)
+        assert weights.report()["in_place"]
+    with Publisher(published[0].parent / "other") as publisher:
+        publisher.publish(states[9])
+        publisher.publish(states[10])
+    for version in (1, 2):
+        applied = weights.load(wanted(version, "other"))
+        assert applied.from_full == (version == 1)
+        assert rank.holds(states[8 + version])
+    assert weights.load(wanted(8)).from_full
+    assert rank.holds(states[7])
+    weights.close()

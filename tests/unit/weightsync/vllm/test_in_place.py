@@ -1,0 +1,91 @@
+"""Deltas hashed while they are written end on the published state, or say that they do not."""
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from harvester.contracts.clock import VirtualClock
+from harvester.contracts.errors import Corrupt
+from weightsync.elements.bits import spec_of
+from weightsync.publisher import Published
+from weightsync.receiver import Receiver
+from weightsync.vllm.in_place import applied_in_place, is_hashed_whole
+from weightsync.vllm.loader_map import LoaderMap, traced
+
+State = dict[str, torch.Tensor]
+
+
+class Model(torch.nn.Module):
+    """Keeps the weight transposed, so that it does not lie in one piece."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__()
+        self.held = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        self.held["layer.weight"] = torch.zeros_like(state["layer.weight"].t().contiguous()).t()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.held[name].copy_(tensor)
+
+    def holds(self, state: State) -> bool:
+        return all(torch.equal(self.held[n].float(), tensor.float()) for n, tensor in state.items())
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as made:
+        yield made
+
+
+@pytest.fixture
+def model(states: tuple[State, ...]) -> Model:
+    return Model(states[0])
+
+
+@pytest.fixture
+def target(model: Model, states: tuple[State, ...]) -> LoaderMap:
+    """At version 2 of the store."""
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    made = traced(model, layout, lambda touched: None)
+    model.load_weights(states[1].items())
+    return made
+
+
+def test_a_chain_ends_on_the_published_state_in_one_piece_or_not(
+    target: LoaderMap,
+    model: Model,
+    published: tuple[Path, list[Published]],
+    states: tuple[State, ...],
+    pool: ThreadPoolExecutor,
+) -> None:
+    store, done = published
+    staged = Receiver(store).prepare(done[1].version, done[4].version)
+    assert is_hashed_whole(staged)
+    applied = applied_in_place(staged, target, pool, VirtualClock())
+    assert target.flat_at("layer.weight") is None
+    assert model.holds(states[4])
+    assert applied.state_hash == done[4].state_hash
+    assert not applied.from_full
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "layer.weight"])
+def test_another_base_is_found(
+    target: LoaderMap,
+    model: Model,
+    published: tuple[Path, list[Published]],
+    pool: ThreadPoolExecutor,
+    name: str,
+) -> None:
+    store, done = published
+    model.held[name][0, 0] += 1
+    staged = Receiver(store).prepare(done[1].version, done[2].version)
+    with pytest.raises(Corrupt, match="was published"):
+        applied_in_place(staged, target, pool, VirtualClock())
+
+
+def test_a_full_checkpoint_is_not_a_chain(published: tuple[Path, list[Published]]) -> None:
+    store, done = published
+    assert not is_hashed_whole(Receiver(store).prepare(None, done[4].version))

@@ -1,0 +1,180 @@
+"""A rank that holds slices follows a store from a full copy, and each slice is compared with it."""
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
+from weightsync.elements.bits import TensorSpec, spec_of
+from weightsync.publisher import Published
+from weightsync.receiver import Receiver
+from weightsync.vllm.slice_target import SliceTarget, traced_slices
+
+State = dict[str, torch.Tensor]
+
+
+class Rank(torch.nn.Module):
+    """One of two: rows of the embedding, columns of the weight, all of the rest."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.embed = torch.nn.Parameter(torch.zeros(25, 16).bfloat16(), False)
+        self.weight = torch.nn.Parameter(torch.zeros(40, 15).bfloat16(), False)
+        self.bias = torch.nn.Parameter(torch.zeros(7), False)
+        self.scale = torch.nn.Parameter(torch.zeros(33, dtype=torch.float8_e4m3fn), False)
+        self.steps = torch.nn.Parameter(torch.zeros(1, dtype=torch.int64), False)
+
+    def slices(self, state: State) -> State:
+        rows = slice(25 * self.number, 25 * self.number + 25)
+        columns = slice(15 * self.number, 15 * self.number + 15)
+        return {
+            "embed": state["embed.weight"][rows],
+            "weight": state["layer.weight"][:, columns],
+            "bias": state["layer.bias"],
+            "scale": state["layer.scale"],
+            "steps": state["steps"],
+        }
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, piece in self.slices(dict(weights)).items():
+            getattr(self, name).data.copy_(piece)
+
+    def holds(self, state: State) -> bool:
+        return all(
+            torch.equal(getattr(self, name).float(), piece.float())
+            for name, piece in self.slices(state).items()
+        )
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_ends_on_its_slices_of_the_published_state(
+    published: tuple[Path, list[Published]], states: tuple[State, ...], number: int
+) -> None:
+    store, done = published
+    rank = Rank(number)
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    target = traced_slices(rank, layout, lambda touched: None)
+    receiver = Receiver(store, selection=target.selection)
+    current = None
+    for step in (done[2], done[3], done[7]):
+        applied = receiver.sync(current, step.version, target)
+        assert applied.from_full == (current is None)
+        current = applied.version
+        assert applied.state_hash == step.state_hash
+        assert rank.holds(states[step.version - 1])
+
+
+def test_a_rank_keeps_no_more_than_the_rows_that_it_has_a_part_of(
+    states: tuple[State, ...],
+) -> None:
+    """Columns are in every row; what is on other ranks only is not held at all."""
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    elsewhere = layout | {"next.weight": TensorSpec("F32", (7, 9))}
+    rank = Rank(1)
+    rank.next = PPMissingLayer()
+    target = traced_slices(rank, elsewhere, lambda touched: None)
+    assert target.selection.rows["embed.weight"] == range(25, 50)
+    assert target.layout() == layout | {"embed.weight": TensorSpec("BF16", (25, 16))}
+
+
+def traced_rank(states: tuple[State, ...], rank: Rank) -> SliceTarget:
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    return traced_slices(rank, layout, lambda touched: None)
+
+
+def test_a_slice_that_is_not_what_was_written_is_found(states: tuple[State, ...]) -> None:
+    rank = Rank(1)
+
+    def disturb(touched: Collection[int]) -> None:
+        rank.weight.data[0, 0] += 1
+
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    target = traced_slices(rank, layout, disturb)
+    with pytest.raises(Corrupt, match=r"layer\.weight: what this rank holds"):
+        target.finish(layout)
+
+
+def test_weights_that_moved_are_noticed(states: tuple[State, ...]) -> None:
+    rank = Rank(0)
+    target = traced_rank(states, rank)
+    assert target.is_current(rank)
+    rank.embed.data = rank.embed.data.clone()
+    assert not target.is_current(rank)
+
+
+class Doubling(Rank):
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        self.bias.data.mul_(2)
+
+
+def test_a_rank_whose_loader_computes_is_not_believed(states: tuple[State, ...]) -> None:
+    with pytest.raises(Unsupported, match=r"does not copy layer\.bias"):
+        traced_rank(states, Doubling(0))
+
+
+class PPMissingLayer(torch.nn.Identity):
+    """Named as vLLM's own: in the place of a layer that another rank has."""
+
+
+class Experts(torch.nn.Module):
+    """Holds the second of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("_expert_map", torch.tensor([-1, 0]))
+
+
+def rank_with(**layers: torch.nn.Module) -> Rank:
+    rank = Rank(0)
+    for name, layer in layers.items():
+        rank.add_module(name, layer)
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("rank", "elsewhere"),
+    [
+        (rank_with(next=PPMissingLayer()), "next.bias"),
+        (rank_with(mlp=torch.nn.ModuleDict({"experts": Experts()})), "mlp.experts.0.w1.weight"),
+    ],
+    ids=["pipeline", "experts"],
+)
+def test_what_another_rank_has_is_not_held(
+    states: tuple[State, ...], rank: Rank, elsewhere: str
+) -> None:
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    layout |= {elsewhere: TensorSpec("F32", (7,))}
+    target = traced_slices(rank, layout, lambda touched: None)
+    assert target.layout().keys() == states[0].keys()
+    target.finish(target.layout())
+
+
+@pytest.mark.parametrize(
+    ("rank", "nowhere"),
+    [
+        (Rank(0), "next.bias"),
+        (rank_with(next=PPMissingLayer()), "nextdoor.bias"),
+        (rank_with(mlp=torch.nn.ModuleDict({"experts": Experts()})), "mlp.experts.1.w1.weight"),
+    ],
+    ids=["whole", "pipeline", "experts"],
+)
+def test_what_no_rank_has_is_noticed_on_each(
+    states: tuple[State, ...], rank: Rank, nowhere: str
+) -> None:
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    with pytest.raises(Unsupported, match=f"does not copy {nowhere}"):
+        traced_slices(rank, layout | {nowhere: TensorSpec("F32", (7,))}, lambda touched: None)
+
+
+def test_a_matrix_without_a_place_must_equal_another_one(states: tuple[State, ...]) -> None:
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    tied = layout | {"head.weight": layout["embed.weight"]}
+    target = traced_slices(Rank(0), tied, lambda touched: None)
+    target.finish(tied)
+    target.bits("head.weight")[0] = 1
+    with pytest.raises(ConfigError, match=r"no place for head\.weight"):
+        target.finish(["head.weight"])

@@ -1,0 +1,231 @@
+"""Comparing two states: every change found once, and the new state hashed on the way.
+
+Compiled loops that hold no lock of Python's and check no lengths: sparse.py gives them room. A
+difference is taken modulo the element width, so a change by one unit in the last place is +1 or -1
+for every float format, and any other change is still exact.
+
+Gap streams: one byte per change, the number of unchanged elements before it; 255 means 255
+unchanged elements and no change yet.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.elements.bits import BLOCK_BYTES, Bits, Bytes
+from weightsync.elements.compiled import compiled
+from weightsync.elements.lanes import LANES, first_lane, lane_count, prefetch, step_masks
+from weightsync.elements.xxh3 import Accumulators, absorb
+from weightsync.elements.zigzag import zigzag
+
+Places: TypeAlias = npt.NDArray[np.int32]
+"""Positions of elements within a block."""
+
+GAP_ESCAPE = 255
+_LINE_BYTES = 64
+_AHEAD_BYTES = 4096
+_MOST_SMALL = 8
+_MOST_FAR = 4
+_NONE = np.uint64(0)
+_ONE = np.uint64(1)
+_BYTE = np.uint64(255)
+_LAST_LANE = np.uint64(LANES - 1)
+
+
+class Scan(NamedTuple):
+    """How far two states were compared: changes so far, and bytes written."""
+
+    small: int = 0
+    """Changes by exactly one unit in the last place."""
+    far: int = 0
+    """All other changes."""
+    gap_bytes: int = 0
+    far_gap_bytes: int = 0
+    after: int = 0
+    """Position behind the last small change."""
+    far_after: int = 0
+
+
+class Room(NamedTuple):
+    """Memory for changes behind those that are there already."""
+
+    small: Places
+    """Of one block; like `far` and `minus` with room for one group of lanes more than needed."""
+    far: Places
+    minus: Bytes
+    """One byte per small change, 1 where it is by minus one."""
+    gaps: Bytes
+    far_gaps: Bytes
+    far_planes: npt.NDArray[np.uint8]
+    """Zigzag differences of the far changes, one row per byte of the element."""
+
+
+@compiled
+def scan_elements(
+    old: Bits,
+    new: Bits,
+    data: Bytes,
+    start: int,
+    stop: int,
+    scan: Scan,
+    room: Room,
+    sums: Accumulators,
+) -> Scan:
+    """Writes the changes of the elements `start` to `stop` behind those of `scan`.
+
+    `data` is `new` as bytes, which `sums` takes up to `stop`; `start` begins a block.
+    """
+    width = old.itemsize
+    # How many changes of a group are written down whether they are there or not.
+    likely_small, likely_far = _MOST_SMALL, _MOST_FAR
+    for first in range(start, stop, BLOCK_BYTES // width):
+        end = min(stop, first + BLOCK_BYTES // width)
+        before = scan
+        scan = _scan_block(old, new, first, end, scan, room, likely_small, likely_far)
+        # Neighbours are alike: twice what the last block had in a group, and one.
+        groups = max(1, (end - first) // LANES)
+        likely_small = min(_MOST_SMALL, 2 * (scan.small - before.small) // groups + 1)
+        likely_far = min(_MOST_FAR, 2 * (scan.far - before.far) // groups + 1)
+        absorb(sums, data, first * width, end * width)
+    return scan
+
+
+@compiled
+def _scan_block(
+    old: Bits,
+    new: Bits,
+    start: int,
+    stop: int,
+    scan: Scan,
+    room: Room,
+    likely_small: int,
+    likely_far: int,
+) -> Scan:
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * old.itemsize)
+    minus = room.minus[scan.small :]
+    smalls, fars = _find_changes(
+        old, new, start, stop, mask, room.small, minus, room.far, likely_small, likely_far
+    )
+    small, far = room.small[:smalls], room.far[:fars]
+    gap_bytes, after = _write_gaps(small, start, scan.after, room.gaps, scan.gap_bytes)
+    far_gap_bytes, far_after = _write_gaps(
+        far, start, scan.far_after, room.far_gaps, scan.far_gap_bytes
+    )
+    _write_differences(old, new, start, far, mask, room.far_planes, scan.far)
+    return Scan(scan.small + smalls, scan.far + fars, gap_bytes, far_gap_bytes, after, far_after)
+
+
+@compiled
+def _find_changes(
+    old: Bits,
+    new: Bits,
+    start: int,
+    stop: int,
+    mask: np.uint64,
+    small: Places,
+    minus: Bytes,
+    far: Places,
+    likely_small: int,
+    likely_far: int,
+) -> tuple[int, int]:
+    """Places of all changes from `start` to `stop`, counted from `start`; returns (small, far)."""
+    smalls = fars = _NONE
+    # Said again: the compiler unrolls a loop whose end it knows.
+    likely_small, likely_far = min(likely_small, _MOST_SMALL), min(likely_far, _MOST_FAR)
+    line = _LINE_BYTES // old.itemsize
+    ahead = _AHEAD_BYTES // old.itemsize
+    for group in range(start, stop, LANES):
+        for element in range(group, group + LANES, line):
+            prefetch(old, element + ahead)
+            prefetch(new, element + ahead)
+        if group + LANES <= stop:
+            changed, by_plus, by_minus = step_masks(old, new, group)
+        else:
+            changed, by_plus, by_minus = _last_masks(old, new, group, stop, mask)
+        near = by_plus | by_minus
+        other = changed ^ near
+        first = np.uint64(group - start)
+        smalls_then, fars_then = smalls + lane_count(near), fars + lane_count(other)
+        # Written whether they are there or not: that there are few is no branch to guess wrong.
+        for k in range(likely_small):
+            lane = first_lane(near)
+            small[smalls + np.uint64(k)] = first + lane
+            minus[smalls + np.uint64(k)] = (by_minus >> (lane & _LAST_LANE)) & _ONE
+            near &= near - _ONE
+        rest = smalls + np.uint64(likely_small)
+        while near:
+            lane = first_lane(near)
+            small[rest] = first + lane
+            minus[rest] = (by_minus >> lane) & _ONE
+            near &= near - _ONE
+            rest += _ONE
+        for k in range(likely_far):
+            far[fars + np.uint64(k)] = first + first_lane(other)
+            other &= other - _ONE
+        rest = fars + np.uint64(likely_far)
+        while other:
+            far[rest] = first + first_lane(other)
+            other &= other - _ONE
+            rest += _ONE
+        smalls, fars = smalls_then, fars_then
+    return int(np.int64(smalls)), int(np.int64(fars))
+
+
+@compiled
+def _write_gaps(places: Places, start: int, after: int, gaps: Bytes, at: int) -> tuple[int, int]:
+    """The gaps before ascending places, written from `at` on.
+
+    Returns (next byte, position behind the last place). Unsigned throughout: an index that may be
+    negative costs a test.
+    """
+    base, unchanged_from, byte = np.uint64(start), np.uint64(after), np.uint64(at)
+    for i in range(places.size):
+        place = base + np.uint64(places[i])
+        gap = place - unchanged_from
+        unchanged_from = place + _ONE
+        while gap >= _BYTE:
+            gaps[byte] = 255
+            byte += _ONE
+            gap -= _BYTE
+        gaps[byte] = gap
+        byte += _ONE
+    return int(np.int64(byte)), int(np.int64(unchanged_from))
+
+
+@compiled
+def _write_differences(
+    old: Bits,
+    new: Bits,
+    start: int,
+    places: Places,
+    mask: np.uint64,
+    planes: npt.NDArray[np.uint8],
+    at: int,
+) -> None:
+    """Zigzag differences, one row per byte of the element, from column `at` on."""
+    base, column = np.uint64(start), np.uint64(at)
+    for i in range(places.size):
+        place = base + np.uint64(places[i])
+        code = zigzag((np.uint64(new[place]) - np.uint64(old[place])) & mask, mask)
+        for plane in range(old.itemsize):
+            planes[plane, column] = np.uint8((code >> np.uint64(8 * plane)) & _BYTE)
+        column += _ONE
+
+
+@compiled
+def _last_masks(
+    old: Bits, new: Bits, start: int, stop: int, mask: np.uint64
+) -> tuple[np.uint64, np.uint64, np.uint64]:
+    """`step_masks` of fewer than 64 elements."""
+    changed = plus = minus = np.uint64(0)
+    for i in range(start, stop):
+        step = (np.uint64(new[i]) - np.uint64(old[i])) & mask
+        bit = np.uint64(1) << np.uint64(i - start)
+        if step != np.uint64(0):
+            changed |= bit
+        if step == np.uint64(1):
+            plus |= bit
+        if step == mask:
+            minus |= bit
+    return changed, plus, minus

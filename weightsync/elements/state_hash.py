@@ -1,0 +1,75 @@
+"""The hash of a whole checkpoint state: xxh3-128 per tensor, combined in name order.
+
+It is defined on the bits in checkpoint layout, so it is the same for a trainer's state dict, a
+stored checkpoint and what an engine reads back from its runtime storage.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from harvester.contracts.errors import Unsupported
+from weightsync.elements import xxh3
+from weightsync.elements.batches import each
+from weightsync.elements.bits import Bits, Bytes, Layout, bytes_of
+from weightsync.elements.xxh3 import Accumulators
+
+ALGORITHM = "xxh3-128"
+
+
+def digest_of(bits: Bits) -> str:
+    """xxh3-128 of one tensor's bytes, as 32 hexadecimal digits."""
+    return str(xxhash.xxh3_128_hexdigest(np.ascontiguousarray(bytes_of(bits)).data))
+
+
+def digest_from(sums: Accumulators, data: Bytes) -> str:
+    """`digest_of` bytes that a loop of ours has taken on its way."""
+    if data.size < xxh3.MIN_BYTES:
+        return digest_of(data)
+    taken = (data.size - 1) // xxh3.BLOCK_BYTES * xxh3.BLOCK_BYTES
+    high, low = xxh3.finished(sums, data, taken)
+    return f"{int(high):016x}{int(low):016x}"
+
+
+def new_digest() -> Any:
+    """An xxh3-128 in the making (`update`, `hexdigest`)."""
+    return xxhash.xxh3_128()
+
+
+def file_digest(data: Bytes) -> str:
+    """xxh3-128 of a file's bytes."""
+    return str(xxhash.xxh3_128_hexdigest(data.data))
+
+
+def digests_of(
+    names: Iterable[str], layout: Layout, read: Callable[[str], Bits], pool: Executor
+) -> dict[str, str]:
+    """Digest of every named tensor, computed on the pool (hashing holds no GIL)."""
+    ordered = sorted(names)
+    digests = each(
+        pool, lambda name: digest_of(read(name)), ordered, lambda name: layout[name].size_bytes
+    )
+    return dict(zip(ordered, digests, strict=True))
+
+
+def combined(digests: Mapping[str, str], layout: Layout) -> str:
+    """The state hash: names, dtypes, shapes and digests in name order."""
+    lines = []
+    for name in sorted(digests):
+        spec = layout[name]
+        shape = ",".join(map(str, spec.shape))
+        lines.append(f"{name}\0{spec.dtype}\0{shape}\0{digests[name]}\n")
+    return str(xxhash.xxh3_128_hexdigest("".join(lines).encode()))
+
+
+def foreign_checksum(algorithm: str, bits: Bits) -> str:
+    """A tensor's checksum in one of the formats that stores of the shared layout use."""
+    if algorithm == ALGORITHM:
+        return digest_of(bits)
+    if algorithm == "adler32":
+        return f"{zlib.adler32(bytes_of(bits).data):08x}"
+    raise Unsupported(f"checksum_format {algorithm!r}: this reader knows {ALGORITHM} and adler32")

@@ -1,0 +1,314 @@
+"""Per-tensor encodings: old and new bits to a payload, and a payload back to a checked delta.
+
+`dense` is the new tensor; `xor` and `overwrite` are byte for byte those of the shared Hugging Face
+index layout; `rosemux` writes changes by one unit in the last place as gap and sign, and all other
+changes as gap and difference, because 84 to 90 % of an Adam step's changes are one unit. `encode`
+takes the smallest. Decoders trust nothing: whatever does not fit the tensor raises Corrupt.
+
+rosemux payload: bytes format, layout, width; varint elements; then by layout
+  sparse  varints small, far, gap bytes, far gap bytes; streams gaps, signs, far gaps, width planes
+  planes  width planes of zigzag differences of all elements
+where a stream is varint packed length, bytes (see stream.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from harvester.contracts.errors import Corrupt, Unsupported
+from weightsync.elements import kernels, state_hash
+from weightsync.elements.bits import Bits, Bytes, TensorSpec, bits_from_bytes, bytes_of
+from weightsync.elements.scan import GAP_ESCAPE
+from weightsync.encoding.delta import (
+    Delta,
+    DenseDelta,
+    OverwriteDelta,
+    PlanesDelta,
+    SparseDelta,
+    XorDelta,
+    checked_apply,
+)
+from weightsync.encoding.plain_payload import MAX_BYTES as PLAIN_BYTES
+from weightsync.encoding.plain_payload import OVERWRITE_BELOW_CHANGES, PlainPayload, plain_payload
+from weightsync.encoding.planes import apply_planes_payload, planes_payload
+from weightsync.encoding.sparse import FORMAT, SPARSE, SparseStreams, compared
+from weightsync.encoding.stream import (
+    pack_frame,
+    pack_stream,
+    read_stream,
+    unpack_frame,
+    unpack_stream,
+)
+from weightsync.encoding.varint import PayloadReader, varint
+
+
+class Encoding(StrEnum):
+    DENSE = "dense"
+    XOR = "xor"
+    OVERWRITE = "overwrite"
+    ROSEMUX = "rosemux"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    encoding: Encoding
+    payload: bytes | memoryview
+    changed: int
+    """Elements that differ."""
+    digest: str
+    """xxh3-128 of the new bits."""
+
+
+PLANES = 1
+"""The layout of a payload that holds a difference for every element."""
+
+PLANES_ABOVE_RATIO = 0.40
+"""Below this share of changed elements neither `planes` nor `dense` can win: a zero difference
+costs at least one bit of zstd's entropy coder in each plane."""
+_SPARSE_BELOW_RATIO = 0.60
+"""From here on `planes` needs less than gaps do for saying what changed."""
+_GUESS_RUNS = 128
+_GUESS_RUN_ELEMENTS = 32
+"""A guess at the share of changed elements looks at so many runs of neighbours: single elements
+from all over would read all of a tensor's cache lines."""
+_SAMPLE_ELEMENTS = 1 << 16
+_SAMPLES = 8
+_RUN_ELEMENTS = _SAMPLE_ELEMENTS // _SAMPLES
+
+
+def encode(old: Bits, new: Bits) -> Encoded | None:
+    """The smallest payload that turns `old` into `new`, or None where nothing changed."""
+    if new.nbytes <= PLAIN_BYTES:
+        plain = plain_payload(old, new)
+        if plain.changed == 0:
+            return None
+        if plain.payload and plain.changed <= PLANES_ABOVE_RATIO * old.size:
+            return _smaller_plain(plain)
+    return encode_streams(old, new)
+
+
+def _smaller_plain(plain: PlainPayload) -> Encoded:
+    encoding = Encoding.ROSEMUX
+    payload: bytes | memoryview = plain.payload
+    if plain.overwrite.size:
+        overwrite = pack_frame(plain.overwrite)
+        encoding, payload = _smaller(encoding, payload, Encoding.OVERWRITE, overwrite)
+    return Encoded(encoding, payload, plain.changed, plain.digest)
+
+
+def encode_streams(old: Bits, new: Bits) -> Encoded | None:
+    """`encode` of a tensor of any size, from streams that may be compressed."""
+    if _mostly_changed(old, new):
+        return _encode_everything(old, new)
+    streams = compared(old, new)
+    changed = streams.changed
+    if changed == 0:
+        return None
+    encoding, digest = Encoding.ROSEMUX, streams.digest
+    payload: bytes | memoryview = _encode_sparse(old, streams)
+    # One after another: at most two of them are there at once.
+    if changed > PLANES_ABOVE_RATIO * old.size:
+        del streams
+        payload = min(payload, _encode_planes(old, new), key=len)
+        encoding, payload = _smaller(encoding, payload, Encoding.DENSE, encode_dense(new))
+    if changed < OVERWRITE_BELOW_CHANGES and bytes_of(old).size < 1 << 32:
+        overwrite = encode_overwrite(old, new)
+        encoding, payload = _smaller(encoding, payload, Encoding.OVERWRITE, overwrite)
+    return Encoded(encoding, payload, changed, digest)
+
+
+def _smaller(
+    first: Encoding, payload: bytes | memoryview, other: Encoding, others: bytes
+) -> tuple[Encoding, bytes | memoryview]:
+    return (other, others) if len(others) < len(payload) else (first, payload)
+
+
+def _mostly_changed(old: Bits, new: Bits) -> bool:
+    """Whether elements from all over a large tensor say that `sparse` need not be tried."""
+    if old.size < 4 * _SAMPLE_ELEMENTS:
+        return False
+    return kernels.share_changed(old, new, _GUESS_RUNS, _GUESS_RUN_ELEMENTS) > _SPARSE_BELOW_RATIO
+
+
+def _encode_everything(old: Bits, new: Bits) -> Encoded:
+    """What samples say is smaller: of a large tensor both would be much to hold."""
+    changed, digest = kernels.count_changes(old, new), state_hash.digest_of(new)
+    planes_bytes = dense_bytes = 0
+    for part in range(_SAMPLES):
+        start = part * (old.size - _RUN_ELEMENTS) // (_SAMPLES - 1)
+        run = slice(start, start + _RUN_ELEMENTS)
+        planes_bytes += len(_encode_planes(old[run], new[run]))
+        dense_bytes += len(encode_dense(new[run]))
+    if dense_bytes < planes_bytes:
+        return Encoded(Encoding.DENSE, encode_dense(new), changed, digest)
+    return Encoded(Encoding.ROSEMUX, _encode_planes(old, new), changed, digest)
+
+
+def encode_as(encoding: Encoding, old: Bits, new: Bits) -> Encoded | None:
+    """A payload of one given encoding, or None where nothing changed."""
+    if encoding is Encoding.ROSEMUX:
+        streams = compared(old, new)
+        if streams.changed == 0:
+            return None
+        payload = _encode_sparse(old, streams)
+        return Encoded(encoding, payload, streams.changed, streams.digest)
+    changed = kernels.count_changes(old, new)
+    if changed == 0:
+        return None
+    writers: dict[Encoding, Callable[[Bits, Bits], bytes]] = {
+        Encoding.XOR: encode_xor,
+        Encoding.OVERWRITE: encode_overwrite,
+        Encoding.DENSE: lambda _, new: encode_dense(new),
+    }
+    return Encoded(encoding, writers[encoding](old, new), changed, state_hash.digest_of(new))
+
+
+def decode(encoding: Encoding, payload: memoryview, spec: TensorSpec) -> Delta:
+    """The checked delta for a tensor of `spec`; raises Corrupt."""
+    readers: dict[Encoding, Callable[[memoryview, TensorSpec], Delta]] = {
+        Encoding.DENSE: _decode_dense,
+        Encoding.XOR: _decode_xor,
+        Encoding.OVERWRITE: _decode_overwrite,
+        Encoding.ROSEMUX: _decode_rosemux,
+    }
+    return readers[encoding](payload, spec)
+
+
+def warm_up() -> None:
+    """Compiles or loads the kernels for 2-byte elements, so that no pause waits for them."""
+    old = np.zeros(2, dtype=np.uint16)
+    new = np.array([1, 9], dtype=np.uint16)
+    kernels.count_changes(old, new)
+    kernels.share_changed(old, new, 1, 1)
+    plain_payload(old, new)
+    spec = TensorSpec("BF16", (2,))
+    for payload in (_encode_sparse(old, compared(old, new)), _encode_planes(old, new)):
+        checked_apply(decode(Encoding.ROSEMUX, memoryview(payload), spec), old.copy())
+
+
+def encode_dense(new: Bits) -> bytes:
+    return pack_stream(bytes_of(new))
+
+
+def encode_xor(old: Bits, new: Bits) -> bytes:
+    return pack_frame(bytes_of(np.bitwise_xor(old, new)))
+
+
+def encode_overwrite(old: Bits, new: Bits) -> bytes:
+    """Count, byte positions (u4 each), bytes: a zstd frame."""
+    new_bytes = bytes_of(new)
+    if new_bytes.size >= 1 << 32:
+        raise Unsupported("overwrite: tensors of 4 GiB and more need another encoding")
+    positions = np.flatnonzero(bytes_of(old) != new_bytes).astype("<u4")
+    count = np.array([positions.size], dtype="<u4")
+    return pack_frame(
+        np.concatenate([count.view(np.uint8), positions.view(np.uint8), new_bytes[positions]])
+    )
+
+
+def _encode_sparse(old: Bits, found: SparseStreams) -> bytes:
+    numbers = (old.size, found.small, found.far, found.gaps.size, found.far_gaps.size)
+    streams = (found.gaps, found.signs, found.far_gaps, *found.far_planes)
+    return b"".join(
+        [bytes((FORMAT, SPARSE, old.itemsize)), *map(varint, numbers), *map(_stream, streams)]
+    )
+
+
+def _encode_planes(old: Bits, new: Bits) -> bytes | memoryview:
+    head = bytes((FORMAT, PLANES, old.itemsize)) + varint(old.size)
+    return planes_payload(old, new, head=head)
+
+
+def _stream(raw: Bytes) -> bytes:
+    packed = pack_stream(raw)
+    return varint(len(packed)) + packed
+
+
+def _decode_dense(payload: memoryview, spec: TensorSpec) -> DenseDelta:
+    return DenseDelta(bits_from_bytes(unpack_stream(payload, spec.size_bytes), spec))
+
+
+def _decode_xor(payload: memoryview, spec: TensorSpec) -> XorDelta:
+    return XorDelta(bits_from_bytes(unpack_frame(payload, spec.size_bytes), spec))
+
+
+def _decode_overwrite(payload: memoryview, spec: TensorSpec) -> OverwriteDelta:
+    raw = unpack_frame(payload, 4 + 5 * spec.size_bytes)
+    if raw.size < 4:
+        raise Corrupt(f"overwrite: {raw.size} bytes hold no count")
+    count = int(raw[:4].view("<u4")[0])
+    if raw.size != 4 + 5 * count:
+        raise Corrupt(f"overwrite: {raw.size} bytes for {count} changes")
+    positions = raw[4 : 4 + 4 * count].view("<u4")
+    if count and int(positions.max()) >= spec.size_bytes:
+        raise Corrupt(f"overwrite: position {positions.max()} in {spec.size_bytes} bytes")
+    return OverwriteDelta(spec.elements, positions, raw[4 + 4 * count :])
+
+
+def apply_own(encoding: Encoding, payload: memoryview, spec: TensorSpec, bits: Bits) -> None:
+    """Changes bits by a payload of our own making, with less memory than a delta of it would need.
+
+    Raises Corrupt, and then the bits are in doubt.
+    """
+    if encoding is Encoding.DENSE:
+        read_stream(payload, spec.size_bytes).read_into(bytes_of(bits))
+        return
+    if encoding is Encoding.ROSEMUX:
+        reader = PayloadReader(payload)
+        if _rosemux_layout(reader, spec) == PLANES:
+            apply_planes_payload(reader, bits)
+            return
+    checked_apply(decode(encoding, payload, spec), bits)
+
+
+def _rosemux_layout(reader: PayloadReader, spec: TensorSpec) -> int:
+    version, layout, width = reader.take(3)
+    if version != FORMAT or layout not in {SPARSE, PLANES}:
+        raise Corrupt(f"rosemux: format {version}, layout {layout} are not known here")
+    elements = reader.number(at_most=spec.elements)
+    if width != spec.width_bytes or elements != spec.elements:
+        raise Corrupt(
+            f"rosemux: payload for {elements} elements of {width} bytes, tensor of "
+            f"{spec.elements} elements of {spec.width_bytes} bytes"
+        )
+    return layout
+
+
+def _decode_rosemux(payload: memoryview, spec: TensorSpec) -> Delta:
+    reader = PayloadReader(payload)
+    layout, elements, width = _rosemux_layout(reader, spec), spec.elements, spec.width_bytes
+    delta: Delta
+    if layout == PLANES:
+        delta = PlanesDelta(np.stack([_read(reader, elements) for _ in range(width)]))
+    else:
+        delta = _decode_sparse(reader, elements, width)
+    reader.finish()
+    return delta
+
+
+def _decode_sparse(reader: PayloadReader, elements: int, width: int) -> SparseDelta:
+    small = reader.number(at_most=elements)
+    far = reader.number(at_most=elements - small)
+    escapes = elements // GAP_ESCAPE
+    gap_bytes = reader.number(at_most=small + escapes)
+    far_gap_bytes = reader.number(at_most=far + escapes)
+    gaps = _read(reader, gap_bytes)
+    signs = _read(reader, (small + 7) // 8)
+    far_gaps = _read(reader, far_gap_bytes)
+    planes = np.empty((width, far), dtype=np.uint8)
+    for plane in planes:
+        plane[:] = _read(reader, far)
+    for what, stream, count in (("gaps", gaps, small), ("far gaps", far_gaps, far)):
+        changes, end = kernels.gaps_end(stream)
+        if changes != count or end > elements:
+            raise Corrupt(
+                f"rosemux {what}: {changes} changes up to {end}, expected {count} in {elements}"
+            )
+    return SparseDelta(elements, gaps, signs, far_gaps, planes)
+
+
+def _read(reader: PayloadReader, raw_length: int) -> Bytes:
+    packed = reader.take(reader.number(at_most=raw_length))
+    return unpack_stream(packed, raw_length)

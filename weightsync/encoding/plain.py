@@ -1,0 +1,182 @@
+"""Sparse payloads whose streams are stored as they are: those of many tensors, read in one call.
+
+A tensor of a few KiB changes in so few places that nothing of its payload is worth compressing, and
+a model may have tens of thousands of them. What is not exactly such a payload is left to codec.py,
+which also says what is wrong with it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.elements import xxh3
+from weightsync.elements.bits import Bits, Bytes, TensorSpec, bytes_of
+from weightsync.elements.compiled import compiled
+from weightsync.elements.kernels import apply_sparse, gaps_end
+from weightsync.elements.scan import GAP_ESCAPE
+from weightsync.elements.state_hash import digest_from
+from weightsync.elements.xxh3 import Accumulators
+from weightsync.encoding.delta import SparseDelta
+from weightsync.encoding.sparse import FORMAT, SPARSE
+
+Row: TypeAlias = npt.NDArray[np.int64]
+"""Where the streams of one payload lie; see the columns below."""
+
+_IS_PLAIN, _GAPS, _GAP_BYTES, _SIGNS, _SIGN_BYTES = range(5)
+_FAR_GAPS, _FAR_GAP_BYTES, _PLANES, _FAR, _PLANE_STEP = range(5, 10)
+_COLUMNS = 10
+_MAX_VARINT_BYTES = 9
+
+
+@dataclass(frozen=True, slots=True)
+class PlainDelta:
+    """One of many payloads in the same bytes, checked."""
+
+    elements: int
+    payloads: Bytes
+    row: Row
+
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
+        data, sums = bytes_of(bits), xxh3.started()
+        _apply(bits, data, self.payloads, self.row, sums, hashed)
+        return digest_from(sums, data) if hashed else ""
+
+    def opened(self, width_bytes: int) -> SparseDelta:
+        """The same change of elements of so many bytes, for who has loops of its own."""
+        start, step, far = (int(self.row[column]) for column in (_PLANES, _PLANE_STEP, _FAR))
+        planes = [self._stream(start + step * plane, far) for plane in range(width_bytes)]
+        return SparseDelta(
+            self.elements,
+            self._stream(self.row[_GAPS], self.row[_GAP_BYTES]),
+            self._stream(self.row[_SIGNS], self.row[_SIGN_BYTES]),
+            self._stream(self.row[_FAR_GAPS], self.row[_FAR_GAP_BYTES]),
+            np.stack(planes),
+        )
+
+    def _stream(self, start: int, size_bytes: int) -> Bytes:
+        return self.payloads[start : start + size_bytes]
+
+
+def plain_deltas(
+    data: Bytes, places: Sequence[tuple[int, int]], specs: Sequence[TensorSpec]
+) -> list[PlainDelta | None]:
+    """Of `rosemux` payloads, each from its first byte in `data` to its last; shares their memory.
+
+    None for what is not plain, right or wrong.
+    """
+    payloads = np.frombuffer(data.data.toreadonly(), dtype=np.uint8)
+    elements = [spec.elements for spec in specs]
+    rows = np.zeros((len(specs), _COLUMNS), dtype=np.int64)
+    _read_all(
+        payloads,
+        np.array(places, dtype=np.int64).reshape(-1, 2),
+        np.array(elements, dtype=np.int64),
+        np.array([spec.width_bytes for spec in specs], dtype=np.int64),
+        rows,
+    )
+    return [
+        PlainDelta(count, payloads, row) if is_plain else None
+        for count, row, is_plain in zip(elements, rows, rows[:, _IS_PLAIN].tolist(), strict=True)
+    ]
+
+
+@compiled
+def _read_all(
+    payloads: Bytes,
+    places: npt.NDArray[np.int64],
+    elements: npt.NDArray[np.int64],
+    widths: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
+) -> None:
+    for number in range(places.shape[0]):
+        payload = payloads[places[number, 0] : places[number, 1]]
+        row = rows[number]
+        if _read(payload, elements[number], widths[number], row):
+            for column in (_GAPS, _SIGNS, _FAR_GAPS, _PLANES):
+                row[column] += places[number, 0]
+            row[_IS_PLAIN] = 1
+
+
+@compiled
+def _read(payload: Bytes, elements: int, width: int, row: Row) -> bool:
+    """Fills in a row that counts from the payload's first byte; False where it is not plain."""
+    if payload.size < 3 or payload[0] != FORMAT or payload[1] != SPARSE or payload[2] != width:
+        return False
+    escapes = elements // GAP_ESCAPE
+    found, at = _number(payload, 3, elements)
+    if found != elements:
+        return False
+    small, at = _number(payload, at, elements)
+    far, at = _number(payload, at, elements - small)
+    row[_GAP_BYTES], at = _number(payload, at, small + escapes)
+    row[_FAR_GAP_BYTES], at = _number(payload, at, far + escapes)
+    row[_SIGN_BYTES], row[_FAR] = (small + 7) // 8, far
+    row[_GAPS], at = _stream(payload, at, row[_GAP_BYTES])
+    row[_SIGNS], at = _stream(payload, at, row[_SIGN_BYTES])
+    row[_FAR_GAPS], at = _stream(payload, at, row[_FAR_GAP_BYTES])
+    row[_PLANES], at = _stream(payload, at, far)
+    last = row[_PLANES]
+    for _ in range(width - 1):
+        before = last
+        last, at = _stream(payload, at, far)
+        if row[_PLANE_STEP] not in (0, last - before):
+            return False
+        row[_PLANE_STEP] = last - before
+    if at != payload.size:
+        return False
+    gaps = payload[row[_GAPS] : row[_GAPS] + row[_GAP_BYTES]]
+    far_gaps = payload[row[_FAR_GAPS] : row[_FAR_GAPS] + row[_FAR_GAP_BYTES]]
+    return _lead_to(gaps, small, elements) and _lead_to(far_gaps, far, elements)
+
+
+@compiled
+def _lead_to(gaps: Bytes, changes: int, elements: int) -> bool:
+    found, end = gaps_end(gaps)
+    return found == changes and end <= elements
+
+
+@compiled
+def _number(payload: Bytes, at: int, at_most: int) -> tuple[int, int]:
+    """(varint, byte behind it); (0, -1) where there is none that is small enough."""
+    value = 0
+    for nth in range(_MAX_VARINT_BYTES):
+        if at < 0 or at + nth >= payload.size:
+            break
+        byte = np.int64(payload[at + nth])
+        value |= int(byte & 0x7F) << (7 * nth)
+        if byte < 0x80:
+            return (value, at + nth + 1) if value <= at_most else (0, -1)
+    return 0, -1
+
+
+@compiled
+def _stream(payload: Bytes, at: int, size: int) -> tuple[int, int]:
+    """(first byte, byte behind it) of a stream stored as it is; (0, -1) where there is none."""
+    packed, start = _number(payload, at, size)
+    if start < 0 or packed != size or start + size > payload.size:
+        return 0, -1
+    return start, start + size
+
+
+@compiled
+def _apply(
+    bits: Bits, data: Bytes, payloads: Bytes, row: Row, sums: Accumulators, hashed: bool
+) -> None:
+    far = row[_FAR]
+    planes = np.empty((bits.itemsize, far), dtype=np.uint8)
+    for plane in range(bits.itemsize):
+        start = row[_PLANES] + plane * row[_PLANE_STEP]
+        planes[plane] = payloads[start : start + far]
+    apply_sparse(
+        bits,
+        data,
+        payloads[row[_GAPS] : row[_GAPS] + row[_GAP_BYTES]],
+        payloads[row[_SIGNS] : row[_SIGNS] + row[_SIGN_BYTES]],
+        payloads[row[_FAR_GAPS] : row[_FAR_GAPS] + row[_FAR_GAP_BYTES]],
+        planes,
+        sums,
+        hashed,
+    )

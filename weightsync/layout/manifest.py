@@ -1,0 +1,197 @@
+"""The index file of one version: the shared Hugging Face layout plus a block of our own.
+
+`metadata` and `weight_map` are what slime, miles and others read and write; the `rosemux` block
+adds the state hash, file digests, per-tensor encodings, which entries are slices of a tensor and
+what an adapter belongs to. A version without the block is a foreign one: its tensors are verified
+by their checksums alone. Never touches a file.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from harvester.contracts.errors import Corrupt, PeerProtocolError, Unsupported
+from harvester.contracts.ids import WeightVersion, checked_name
+from weightsync.elements.state_hash import ALGORITHM
+from weightsync.encoding.codec import Encoding
+from weightsync.layout import names
+from weightsync.layout.chunk_digests import fit
+from weightsync.layout.slices import SliceRecord, Slicing
+
+INDEX_FILE = names.INDEX_FILE
+MAX_INDEX_BYTES = names.MAX_INDEX_BYTES
+BLOCK_FORMAT = 1
+
+
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Size and xxh3-128 of one shard, and digests with which a part of it can be believed."""
+
+    bytes: int
+    xxh3_128: str
+    chunk_bytes: int = 0
+    """Length of its chunks but the last; 0 where they have no digests of their own."""
+    chunks: str = ""
+    """xxh3-64 of each chunk in a row, 16 hexadecimal digits each."""
+
+
+class AdapterRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a version of adapter weights belongs to."""
+
+    base_store: str
+    base_version: int
+    base_state_hash: str
+    config: FileRecord
+    """Of the file adapter_config.json beside the index."""
+
+
+def _always_written() -> dict[str, Encoding]:
+    """Not `dict`, which would leave an empty field out: an index always says `encodings`."""
+    return {}
+
+
+class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What RoseMux adds to an index."""
+
+    format: int
+    state_hash: str
+    bytes_dense: int
+    files: dict[str, FileRecord]
+    encodings: dict[str, Encoding] = msgspec.field(default_factory=_always_written)
+    slices: dict[str, SliceRecord] = {}
+    adapter: AdapterRecord | None = None
+
+
+class _Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
+    version: str | int
+    base_version: str | int | None = None
+    delta_encoding: str | None = None
+    compression_format: str | None = None
+    checksum_format: str | None = None
+    total_size: int | None = None
+
+
+class _Index(msgspec.Struct, frozen=True, omit_defaults=True):
+    metadata: _Metadata
+    weight_map: dict[str, str]
+    rosemux: Block | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One version. `base_version` and `delta_encoding` are None where it is a full checkpoint."""
+
+    version: WeightVersion
+    base_version: WeightVersion | None
+    delta_encoding: Encoding | None
+    checksum_format: str
+    weight_map: Mapping[str, str]
+    """Tensor name to shard file name."""
+    block: Block | None
+
+    @property
+    def is_full(self) -> bool:
+        return self.delta_encoding is None
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        return tuple(sorted(set(self.weight_map.values())))
+
+    @property
+    def slicing(self) -> Slicing:
+        """Which entries are slices; told by full checkpoints alone."""
+        return Slicing(self.block.slices if self.block else {})
+
+    def encoding_of(self, name: str) -> Encoding:
+        """How one tensor of a delta is encoded."""
+        if self.delta_encoding is None:
+            raise ValueError(f"version {self.version} is a full checkpoint")
+        if self.block is None:
+            return self.delta_encoding
+        return self.block.encodings.get(name, self.delta_encoding)
+
+
+def without_chunks(manifest: Manifest) -> Manifest:
+    """The same version, to be read whole."""
+    block = manifest.block
+    if block is None:
+        return manifest
+    files = {
+        name: FileRecord(record.bytes, record.xxh3_128) for name, record in block.files.items()
+    }
+    return replace(manifest, block=msgspec.structs.replace(block, files=files))
+
+
+def encoded_manifest(manifest: Manifest) -> bytes:
+    """The index file of a version that we publish."""
+    delta = not manifest.is_full
+    base = manifest.base_version
+    metadata = _Metadata(
+        version=f"{manifest.version:06d}",
+        base_version=None if base is None else f"{base:06d}",
+        delta_encoding=manifest.delta_encoding,
+        compression_format="zstd" if delta else None,
+        checksum_format=manifest.checksum_format,
+        total_size=manifest.block.bytes_dense if manifest.block and not delta else None,
+    )
+    index = _Index(metadata, dict(manifest.weight_map), manifest.block)
+    return msgspec.json.format(msgspec.json.encode(index), indent=1)
+
+
+def decoded_manifest(raw: bytes, *, expected: WeightVersion) -> Manifest:
+    """An index that was read from a store; raises Corrupt or Unsupported."""
+    try:
+        index = msgspec.json.decode(raw, type=_Index)
+        version = _version(index.metadata.version)
+        base = index.metadata.base_version
+        manifest = Manifest(
+            version=version,
+            base_version=None if base is None else _version(base),
+            delta_encoding=_encoding(index.metadata.delta_encoding),
+            checksum_format=index.metadata.checksum_format or ALGORITHM,
+            weight_map=index.weight_map,
+            block=index.rosemux,
+        )
+        for shard in manifest.shards:
+            checked_name(shard, what="shard")
+    except (msgspec.MsgspecError, ValueError, RecursionError, PeerProtocolError) as error:
+        raise Corrupt(f"index of version {expected}: {error}") from error
+    _check(manifest, index.metadata.compression_format, expected)
+    return manifest
+
+
+def _check(manifest: Manifest, compression: str | None, expected: WeightVersion) -> None:
+    what = f"index of version {expected}"
+    if manifest.version != expected:
+        raise Corrupt(f"{what} says version {manifest.version}")
+    if manifest.is_full:
+        if manifest.base_version is not None:
+            raise Corrupt(f"{what}: a base version without a delta encoding")
+    elif manifest.base_version is None or manifest.base_version >= manifest.version:
+        raise Corrupt(f"{what}: base version {manifest.base_version}")
+    elif compression != "zstd":
+        raise Unsupported(f"{what}: compression {compression!r}; this reader knows zstd")
+    block = manifest.block
+    if block is not None:
+        if block.format != BLOCK_FORMAT:
+            raise Unsupported(f"{what}: format {block.format}; this reader knows {BLOCK_FORMAT}")
+        if set(block.files) != set(manifest.shards):
+            raise Corrupt(f"{what}: file records do not match the weight map")
+        for shard, record in block.files.items():
+            if not fit(record.chunks, size_bytes=record.bytes, chunk_bytes=record.chunk_bytes):
+                raise Corrupt(f"{what}: chunks of {shard}: no digests of {record.bytes} bytes")
+
+
+def _version(value: str | int) -> WeightVersion:
+    version = int(value)
+    if not 0 <= version < 1 << 48:
+        raise ValueError(f"version {value}")
+    return WeightVersion(version)
+
+
+def _encoding(name: str | None) -> Encoding | None:
+    if name is None:
+        return None
+    if name not in {Encoding.XOR, Encoding.OVERWRITE, Encoding.ROSEMUX}:
+        raise ValueError(f"delta_encoding {name!r} is not known to this reader")
+    return Encoding(name)

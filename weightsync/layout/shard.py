@@ -1,0 +1,142 @@
+"""One safetensors file, written and read without a framework.
+
+numpy has no bfloat16, and a delta shard must be checked before anything trusts it, so the format's
+header is handled here: 8 bytes of length, a JSON object of dtype, shape and offsets, then the data.
+Never opens a file: it takes and gives bytes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from harvester.contracts.errors import Corrupt
+from weightsync.elements.bits import Bytes, Layout, TensorSpec, checked_spec
+
+MAX_HEADER_BYTES = 32 << 20
+MAX_NAME_CHARS = 512
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+_JOINED_BYTES = 64 << 10
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+_entry = msgspec.json.Decoder(_Entry)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTensor:
+    """A tensor to write: `data` is anything with the buffer protocol."""
+
+    spec: TensorSpec
+    data: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHeader:
+    """What a shard holds and where: offsets count from the first byte of the file."""
+
+    layout: Layout
+    offsets: Mapping[str, tuple[int, int]]
+    metadata: Mapping[str, str]
+
+    def size_bytes(self, name: str) -> int:
+        begin, end = self.offsets[name]
+        return end - begin
+
+
+def shard_chunks(tensors: Mapping[str, ShardTensor], metadata: Mapping[str, str]) -> Iterator[Any]:
+    """The file's bytes, as buffers to write one after another."""
+    sizes = {n: (tensor.spec, memoryview(tensor.data).nbytes) for n, tensor in tensors.items()}
+    yield _head(sizes, metadata)
+    yield from _joined(tensor.data for tensor in tensors.values())
+
+
+def dense_chunks(
+    layout: Layout, read: Callable[[str], Any], metadata: Mapping[str, str]
+) -> Iterator[Any]:
+    """The same of dense tensors, in the layout's order; each is read when its turn has come."""
+    yield _head({name: (spec, spec.size_bytes) for name, spec in layout.items()}, metadata)
+    for name in layout:
+        yield read(name)
+
+
+def _joined(buffers: Iterable[Any]) -> Iterator[Any]:
+    """Small ones together: hashing and writing each takes longer than copying it."""
+    run: list[Any] = []
+    run_bytes = 0
+    for buffer in buffers:
+        size = memoryview(buffer).nbytes
+        if run and run_bytes + size > _JOINED_BYTES:
+            yield b"".join(run)
+            run, run_bytes = [], 0
+        if size > _JOINED_BYTES:
+            yield buffer
+        else:
+            run.append(buffer)
+            run_bytes += size
+    if run:
+        yield b"".join(run)
+
+
+def _head(sizes: Mapping[str, tuple[TensorSpec, int]], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    at = 0
+    for name, (spec, size_bytes) in sizes.items():
+        header[name] = _Entry(spec.dtype, list(spec.shape), (at, at + size_bytes))
+        at += size_bytes
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
+
+
+def header_length(prefix: bytes) -> int:
+    """Length of the header that follows these first 8 bytes; raises Corrupt."""
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) != _LENGTH_BYTES or length > MAX_HEADER_BYTES:
+        raise Corrupt(f"not a safetensors file: header of {length} bytes")
+    return length
+
+
+def parsed_header(raw: bytes, *, file_bytes: int) -> ShardHeader:
+    """The header `raw` of a file of `file_bytes` bytes; raises Corrupt where anything is off."""
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(fields.pop(_METADATA, b"{}"), type=dict[str, str])
+        entries = {name: _entry.decode(value) for name, value in fields.items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Corrupt(f"safetensors header: {error}") from error
+    start = _LENGTH_BYTES + len(raw)
+    layout: dict[str, TensorSpec] = {}
+    offsets: dict[str, tuple[int, int]] = {}
+    for name, entry in entries.items():
+        if not 0 < len(name) <= MAX_NAME_CHARS:
+            raise Corrupt(f"tensor name of {len(name)} characters")
+        spec = checked_spec(entry.dtype, tuple(entry.shape), what=f"tensor {name!r}")
+        begin, end = (start + offset for offset in entry.data_offsets)
+        if not start <= begin <= end <= file_bytes or end - begin != spec.size_bytes:
+            raise Corrupt(f"tensor {name!r}: bytes {begin} to {end} of a file of {file_bytes}")
+        layout[name] = spec
+        offsets[name] = (begin, end)
+    return ShardHeader(layout, offsets, metadata)
+
+
+def shard_header(data: Bytes) -> ShardHeader:
+    """The header of a whole file in memory."""
+    length = header_length(data[:_LENGTH_BYTES].tobytes())
+    raw = data[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes()
+    if len(raw) != length:
+        raise Corrupt(f"safetensors header of {length} bytes in a file of {data.size}")
+    return parsed_header(raw, file_bytes=data.size)
+
+
+def shard_data(data: Bytes, header: ShardHeader, name: str) -> Bytes:
+    """One tensor's bytes, sharing memory with the file's."""
+    begin, end = header.offsets[name]
+    return data[begin:end]

@@ -1,0 +1,193 @@
+"""Tensors that are stored in slices: how a whole is cut into entries and put together again.
+
+A sharded trainer's ranks each publish their own box of a tensor as an entry of its own, so that
+none of them ever holds the whole (docs/decisions/0025). Entries are what shards, encodings and the
+state hash know; everything else knows whole tensors. This is the only place where the two meet.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from math import prod
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from harvester.contracts.errors import Corrupt
+from weightsync.elements.batches import each
+from weightsync.elements.bits import Bits, Layout, TensorSpec, checked_spec
+from weightsync.elements.state_hash import digest_of
+from weightsync.encoding.delta import Delta, checked_apply
+
+
+class SliceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One box of a tensor: `lengths` elements from `offsets` on, per dimension."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.lengths == self.shape
+
+    @property
+    def entry(self) -> str:
+        """The name that a publisher gives it; readers take the record, never the name."""
+        ends = (o + n for o, n in zip(self.offsets, self.lengths, strict=True))
+        spans = zip(self.offsets, ends, self.shape, strict=True)
+        cuts = (":" if (o, end) == (0, size) else f"{o}:{end}" for o, end, size in spans)
+        return f"{self.tensor}[{', '.join(cuts)}]"
+
+    def box(self, whole: Bits) -> npt.NDArray[np.unsignedinteger]:
+        """The slice of a whole tensor's bits, sharing memory, in its own shape."""
+        cut = tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))
+        return whole.reshape(self.shape)[cut]
+
+    def read(self, whole: Bits) -> Bits:
+        """The slice's bits, flat: shared memory where it lies in one piece, else a copy."""
+        return np.ascontiguousarray(self.box(whole)).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedDelta:
+    """The delta of one slice, for the whole tensor."""
+
+    record: SliceRecord
+    delta: Delta
+
+    @property
+    def elements(self) -> int:
+        return prod(self.record.shape)
+
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
+        box = self.record.box(bits)
+        part = np.ascontiguousarray(box).reshape(-1)
+        checked_apply(self.delta, part)
+        if not np.shares_memory(part, bits):
+            box[...] = part.reshape(box.shape)
+        return digest_of(bits) if hashed else ""
+
+
+@dataclass(frozen=True, slots=True)
+class CutDelta:
+    """The delta of a whole tensor, for somebody who holds a box of it.
+
+    Changes are found by counting from the tensor's first element, so the box is laid into memory of
+    the whole's size; what else is there is changed as well, and thrown away.
+    """
+
+    record: SliceRecord
+    delta: Delta
+
+    @property
+    def elements(self) -> int:
+        return prod(self.record.lengths)
+
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
+        whole = np.zeros(prod(self.record.shape), dtype=bits.dtype)
+        box = self.record.box(whole)
+        box[...] = bits.reshape(box.shape)
+        checked_apply(self.delta, whole)
+        bits[...] = box.reshape(-1)
+        return digest_of(bits) if hashed else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """Which entries of a checkpoint are slices; empty for one that is stored whole."""
+
+    records: Mapping[str, SliceRecord] = field(default_factory=dict)
+    """By entry name."""
+
+    def entries(self, layout: Layout) -> dict[str, TensorSpec]:
+        """The entries of a checkpoint of `layout`."""
+        cut = {record.tensor for record in self.records.values()}
+        stored = {name: spec for name, spec in layout.items() if name not in cut}
+        for entry, record in self.records.items():
+            stored[entry] = TensorSpec(layout[record.tensor].dtype, record.lengths)
+        return stored
+
+    def whole(self, entries: Layout) -> Layout:
+        """The checkpoint's tensors; raises Corrupt where slices do not tile theirs exactly."""
+        if not self.records:
+            return entries
+        whole = {name: spec for name, spec in entries.items() if name not in self.records}
+        cut: dict[str, list[SliceRecord]] = {}
+        for entry, record in self.records.items():
+            spec = entries.get(entry)
+            if spec is None or spec.shape != record.lengths:
+                raise Corrupt(f"slice {entry!r} is stored as {spec}, described as {record.lengths}")
+            described = checked_spec(spec.dtype, record.shape, what=f"tensor {record.tensor!r}")
+            if whole.setdefault(record.tensor, described) != described or record.tensor in entries:
+                raise Corrupt(f"tensor {record.tensor!r} is described in two ways")
+            cut.setdefault(record.tensor, []).append(record)
+        for name, records in cut.items():
+            if not tiles(records):
+                raise Corrupt(f"the {len(records)} slices of {name!r} do not tile {whole[name]}")
+        return whole
+
+    def assembled(self, parts: Mapping[str, Bits], layout: Layout) -> dict[str, Bits]:
+        """Whole tensors from entries; those that are stored whole share their memory."""
+        full = {name: bits for name, bits in parts.items() if name not in self.records}
+        for entry, record in self.records.items():
+            if record.tensor not in full:
+                full[record.tensor] = np.empty(
+                    layout[record.tensor].elements, dtype=parts[entry].dtype
+                )
+            box = record.box(full[record.tensor])
+            box[...] = parts[entry].reshape(box.shape)
+        return full
+
+    def joined(self, deltas: Mapping[str, Delta]) -> dict[str, tuple[Delta, ...]]:
+        """Deltas of entries as deltas of whole tensors."""
+        joined: dict[str, tuple[Delta, ...]] = {}
+        for entry, delta in deltas.items():
+            record = self.records.get(entry)
+            name = entry if record is None else record.tensor
+            placed = delta if record is None else SlicedDelta(record, delta)
+            joined[name] = (*joined.get(name, ()), placed)
+        return joined
+
+    def digests(
+        self, layout: Layout, read: Callable[[str], Bits], pool: Executor
+    ) -> dict[str, str]:
+        """Digest of every entry; each whole tensor is read once."""
+        cut: dict[str, list[tuple[str, SliceRecord]]] = {}
+        for entry, record in self.records.items():
+            cut.setdefault(record.tensor, []).append((entry, record))
+
+        def digest(name: str) -> dict[str, str]:
+            bits = read(name)
+            if name not in cut:
+                return {name: digest_of(bits)}
+            return {entry: digest_of(record.read(bits)) for entry, record in cut[name]}
+
+        digests: dict[str, str] = {}
+        for found in each(pool, digest, sorted(layout), lambda name: layout[name].size_bytes):
+            digests |= found
+        return digests
+
+
+def tiles(records: Collection[SliceRecord]) -> bool:
+    """Whether boxes of one tensor form a grid that covers it once."""
+    shape = next(iter(records)).shape
+    dims = range(len(shape))
+    for record in records:
+        if record.shape != shape or not len(record.offsets) == len(record.lengths) == len(shape):
+            return False
+    spans = [sorted({(r.offsets[d], r.lengths[d]) for r in records}) for d in dims]
+    if len({record.offsets for record in records}) != len(records):
+        return False
+    return prod(map(len, spans)) == len(records) and all(_covers(spans[d], shape[d]) for d in dims)
+
+
+def _covers(spans: list[tuple[int, int]], size: int) -> bool:
+    at = 0
+    for offset, length in spans:
+        if offset != at or length < 1:
+            return False
+        at += length
+    return at == size

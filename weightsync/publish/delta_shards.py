@@ -1,0 +1,112 @@
+"""Shard files of one rank's share, written into a version's directory while more is encoded.
+
+A safetensors file begins with all of its lengths, so a delta gathers payloads up to a limit and
+writes them as one file; a full checkpoint's lengths are known and it is one file. Decides how large
+a file becomes, never what an entry holds.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from weightsync.elements.bits import shared_spec
+from weightsync.elements.state_hash import new_digest
+from weightsync.encoding.codec import Encoded, Encoding
+from weightsync.layout.chunk_digests import ChunkDigests, chunk_bytes_for
+from weightsync.layout.manifest import FileRecord
+from weightsync.layout.shard import ShardTensor, shard_chunks
+from weightsync.publish.agreement import Shard
+from weightsync.publish.store_writer import Draft
+
+
+class ShardFiles:
+    """Names files after the rank, so that ranks share a directory; rank 0 gives the final names."""
+
+    def __init__(self, draft: Draft, *, rank: int, limit_bytes: int) -> None:
+        self._draft = draft
+        self._rank = rank
+        self._limit_bytes = limit_bytes
+        self._open: dict[str, Encoded] = {}
+        self._open_bytes = 0
+        self._done: list[Shard] = []
+
+    def add(self, entry: str, encoded: Encoded) -> None:
+        """One entry of a delta."""
+        self._open[entry] = encoded
+        self._open_bytes += len(encoded.payload)
+        if self._open_bytes >= self._limit_bytes:
+            self._flush()
+
+    def finish(self) -> list[Shard]:
+        """Every file of the delta; none where nothing changed."""
+        if self._open:
+            self._flush()
+        self._draft.settle()
+        return self._done
+
+    def write_full(
+        self, tensors: Mapping[str, ShardTensor], digests: Mapping[str, str]
+    ) -> list[Shard]:
+        """Files of dense tensors; none where this rank has no entries."""
+        contents = {
+            self._name(number): _Content(group, {entry: digests[entry] for entry in group})
+            for number, group in enumerate(_groups(tensors, self._draft.full_file_bytes), 1)
+        }
+        self._draft.write_all(contents)
+        return [
+            Shard(name, content.record, dict.fromkeys(content.tensors, Encoding.DENSE))
+            for name, content in contents.items()
+        ]
+
+    def _flush(self) -> None:
+        entries = sorted(self._open.items())
+        tensors = {
+            entry: ShardTensor(shared_spec("U8", (len(encoded.payload),)), encoded.payload)
+            for entry, encoded in entries
+        }
+        checksums = {entry: encoded.digest for entry, encoded in entries}
+        encodings = {entry: encoded.encoding for entry, encoded in entries}
+        self._open = {}
+        self._open_bytes = 0
+        name, content = self._name(len(self._done) + 1), _Content(tensors, checksums)
+        self._draft.write(name, content)
+        self._done.append(Shard(name, content.record, encodings))
+
+    def _name(self, number: int) -> str:
+        return f"rank-{self._rank:05d}-{number:05d}.safetensors"
+
+
+class _Content:
+    """A file's bytes, the same in each iteration; `record` is theirs after the first."""
+
+    def __init__(self, tensors: Mapping[str, ShardTensor], checksums: Mapping[str, str]) -> None:
+        self.tensors = tensors
+        self.record = FileRecord(0, "")
+        self._checksums = checksums
+
+    def __iter__(self) -> Iterator[Any]:
+        whole, size = new_digest(), 0
+        payloads = sum(memoryview(tensor.data).nbytes for tensor in self.tensors.values())
+        chunk_bytes = chunk_bytes_for(payloads)
+        chunks = ChunkDigests(chunk_bytes)
+        for buffer in shard_chunks(self.tensors, self._checksums):
+            whole.update(buffer)
+            chunks.update(buffer)
+            size += memoryview(buffer).nbytes
+            yield buffer
+        self.record = FileRecord(size, whole.hexdigest(), chunk_bytes, chunks.all())
+
+
+def _groups(
+    tensors: Mapping[str, ShardTensor], limit_bytes: int
+) -> Iterator[dict[str, ShardTensor]]:
+    """In order, each up to the limit, or one that is larger by itself."""
+    group: dict[str, ShardTensor] = {}
+    left = limit_bytes
+    for entry, tensor in tensors.items():
+        if group and tensor.spec.size_bytes > left:
+            yield group
+            group, left = {}, limit_bytes
+        group[entry] = tensor
+        left -= tensor.spec.size_bytes
+    if group:
+        yield group

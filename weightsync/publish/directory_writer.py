@@ -1,0 +1,166 @@
+"""A store that is written in a directory of a local or shared file system.
+
+A version is written into a `.tmp-` directory, by one process or several, fsynced, marked READY and
+renamed; only then does LATEST name it.
+"""
+
+import fcntl
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError
+from harvester.contracts.ids import WeightVersion, checked_name, is_name
+from weightsync.elements.bits import Bytes
+from weightsync.layout.durable import TEMPORARY, refusals, sync_directory, write_durably
+from weightsync.publish.agreement import Written, final_names
+from weightsync.publish.store_writer import FileWriter
+from weightsync.reading.store import LATEST_FILE, READY_FILE, Kind, Store, VersionRef
+
+_LOCK_FILE = ".publisher-lock"
+_FULL_FILE_BYTES = 1 << 37
+"""Half of what readers take as one file."""
+
+
+class WritableDirectory:
+    """`write` is how a file is written: tests replace it to crash at a chosen byte."""
+
+    def __init__(self, root: Path, *, write: FileWriter = write_durably) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        self._root = root
+        self._write = _refusing(write, root)
+        self.ranks_dir: Path | None = root
+
+    def reader(self) -> Store:
+        return Store(self._root)
+
+    def writer(self) -> "DirectoryWriter":
+        return DirectoryWriter(self._root, self._write)
+
+    def draft(self, begun: str) -> "DirectoryDraft":
+        if not begun.startswith(TEMPORARY) or not is_name(begun.removeprefix(TEMPORARY)):
+            raise PeerProtocolError(f"{begun!r} is no directory that a version is begun in")
+        return DirectoryDraft(self._root, begun, self._write)
+
+
+class DirectoryDraft:
+    full_file_bytes = _FULL_FILE_BYTES
+
+    def __init__(self, root: Path, begun: str, write: FileWriter) -> None:
+        self._root = root
+        self._directory = root / begun
+        self._write = write
+
+    def write(self, file: str, chunks: Iterable[Any]) -> int:
+        return self._write(self._directory / file, chunks)
+
+    def write_all(self, files: Mapping[str, Iterable[Any]]) -> None:
+        for file, chunks in files.items():
+            self.write(file, chunks)
+
+    def settle(self) -> None:
+        """Each was durable when it was written."""
+
+    def written(self, file: str, published: str) -> Bytes:  # noqa: ARG002 - it was renamed
+        return np.memmap(self._root / published, dtype=np.uint8, mode="r")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class DirectoryWriter:
+    """Holds the store's lock for as long as it lives; `close` gives it back."""
+
+    def __init__(self, root: Path, write: FileWriter) -> None:
+        self._root = root
+        self._write = write
+        self._lock = (root / _LOCK_FILE).open("wb")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise ConfigError(f"{root} has a publisher already: stop it or use another") from error
+        self.sweep()
+        self.store = Store(root)
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def refs(self) -> frozenset[VersionRef]:
+        return self.store.refs()
+
+    def newest(self) -> WeightVersion:
+        return max((ref.version for ref in self.refs()), default=WeightVersion(0))
+
+    def begin(self, ref: VersionRef) -> str:
+        self.sweep()
+        begun = f"{TEMPORARY}{ref.directory}-{secrets.token_hex(4)}"
+        with refusals(self._root):
+            (self._root / begun).mkdir()
+        return begun
+
+    def place(self, begun: str, written: Sequence[Written], *, alone: str) -> dict[str, str]:
+        names = final_names(written, alone=alone)
+        for part in written:
+            for shard in part.shards:
+                path = self._root / begun / checked_name(shard.file, what="shard")
+                with refusals(self._root):
+                    if path.stat().st_size != shard.record.bytes:
+                        raise Corrupt(f"{path} is not as long as its rank wrote it")
+                    path.rename(path.with_name(names[shard.file]))
+        return names
+
+    def finish(self, begun: str, ref: VersionRef, small: Mapping[str, bytes]) -> None:
+        directory = self._root / begun
+        for file, data in small.items():
+            self._write(directory / file, [data])
+        self._write(directory / READY_FILE, [])
+        with refusals(self._root):
+            sync_directory(directory)
+            directory.rename(self._root / ref.directory)
+            sync_directory(self._root)
+
+    def point_latest(self, version: WeightVersion) -> None:
+        temporary = self._root / f"{TEMPORARY}{LATEST_FILE}"
+        line = VersionRef(Kind.WEIGHT, version).directory + "\n"
+        with refusals(self._root):
+            try:
+                self._write(temporary, [line.encode()])
+                temporary.rename(self._root / LATEST_FILE)
+            except (OSError, RoseMuxError):
+                temporary.unlink(missing_ok=True)
+                raise
+            sync_directory(self._root)
+
+    def remove(self, ref: VersionRef) -> None:
+        doomed = self._root / f"{TEMPORARY}pruned-{ref.directory}"
+        with refusals(self._root):
+            (self._root / ref.directory).rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def sizes(self) -> dict[VersionRef, int]:
+        return {
+            ref: sum(file.stat().st_size for file in (self._root / ref.directory).iterdir())
+            for ref in self.refs()
+        }
+
+    def sweep(self) -> None:
+        for leftover in self._root.glob(f"{TEMPORARY}*"):
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink()
+
+
+def _refusing(write: FileWriter, root: Path) -> FileWriter:
+    """`write`, with what the file system says as an error of ours."""
+
+    def written(path: Path, chunks: Iterable[Any]) -> int:
+        with refusals(root):
+            return write(path, chunks)
+
+    return written

@@ -1,0 +1,228 @@
+"""The publisher's own copy of what it published last: what the next version is compared with.
+
+It moves by the deltas that were written, after the store has them. A copy that outlived its process
+is believed only if every entry hashes to its record and the record is of the store's newest
+version; else it is thrown away. Never reads a trainer's tensor twice.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+import msgspec
+
+from harvester.contracts.errors import ConfigError, RoseMuxError
+from harvester.contracts.ids import WeightVersion
+from weightsync.elements.batches import each
+from weightsync.elements.bits import Bits, Bytes, TensorSpec, checked_spec
+from weightsync.elements.state_hash import digests_of
+from weightsync.encoding.codec import Encoding, apply_own
+from weightsync.encoding.delta import checked_apply
+from weightsync.encoding.plain import PlainDelta, plain_deltas
+from weightsync.layout.shard import ShardHeader, shard_data, shard_header
+from weightsync.layout.slices import SliceRecord
+from weightsync.publish.copy_memory import CopyMemory, MappedFile
+from weightsync.publish.intake import Intake, Piece
+
+RECORD_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """Entries of a version: all of them, or one rank's."""
+
+    layout: dict[str, TensorSpec] = field(default_factory=dict)
+    slices: dict[str, SliceRecord] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a mapped file holds."""
+
+    format: int
+    version: int
+    state_hash: str
+    lie: list[tuple[str, str, tuple[int, ...]]]
+    """Entry, dtype and shape, in the order in which they lie in the file."""
+    digests: dict[str, str]
+    slices: dict[str, SliceRecord]
+    ties: dict[str, str]
+    skipped: list[str]
+
+
+class LastPublished:
+    """One rank's entries. `version` is None where there is nothing to compare with."""
+
+    def __init__(self, memory: CopyMemory) -> None:
+        self._memory = memory
+        self._clear()
+
+    def _clear(self) -> None:
+        self.version: WeightVersion | None = None
+        self.state_hash = ""
+        self.contents = Contents()
+        self.ties: dict[str, str] = {}
+        """Name to the entry that has the same bits in the same memory."""
+        self.skipped: set[str] = set()
+        """Entries that another rank publishes."""
+        self._bits: dict[str, Bits] = {}
+        self._specs: dict[str, TensorSpec] = {}
+
+    def forget(self) -> None:
+        """The next version is a full one."""
+        self._clear()
+        self._memory.drop()
+
+    def close(self) -> None:
+        self._clear()
+        self._memory.close()
+
+    def bits(self, entry: str) -> Bits:
+        return self._bits[self.ties.get(entry, entry)]
+
+    def names_of(self, entry: str) -> tuple[str, ...]:
+        """An entry and the names that are tied to it."""
+        return (entry, *(name for name, first in self.ties.items() if first == entry))
+
+    def fits(self, intake: Intake) -> bool:
+        """Whether a state dict has the same entries; not known of an iterable, so True."""
+        if not intake.is_lasting:
+            return True
+        coming = {piece.entry: (piece.spec, piece.record) for piece in intake.pieces}
+        here = {
+            entry: (spec, self.contents.slices.get(entry))
+            for entry, spec in self._specs.items()
+            if entry not in self.skipped
+        }
+        return intake.ties == self.ties and here == {
+            entry: what for entry, what in coming.items() if entry not in self.skipped
+        }
+
+    def fill(self, intake: Intake, pool: Executor) -> None:
+        """Takes everything; `hold` then says which version that is."""
+        self.forget()
+        specs: dict[str, TensorSpec] = {}
+        slices: dict[str, SliceRecord] = {}
+
+        def noted() -> Iterator[Piece]:
+            for piece in intake:
+                if piece.entry in specs:
+                    raise ConfigError(f"{piece.entry} is given twice")
+                specs[piece.entry] = piece.spec
+                if piece.record is not None:
+                    slices[piece.entry] = piece.record
+                yield piece
+
+        self._bits = self._memory.fill(noted())
+        self._specs, self.ties = specs, dict(intake.ties)
+        digests = digests_of(specs, specs, self.bits, pool)
+        digests |= {name: digests[first] for name, first in self.ties.items()}
+        self._know(slices, digests)
+
+    def skip(self, entries: Iterable[str]) -> None:
+        """Leaves entries to another rank from now on."""
+        self.skipped |= set(entries)
+        for entry in self.skipped:
+            self._bits.pop(entry, None)
+        known = self.contents
+        self._know(
+            {entry: record for entry, record in known.slices.items() if entry not in self.skipped},
+            {entry: digest for entry, digest in known.digests.items() if entry not in self.skipped},
+        )
+
+    def advance(
+        self, shards: Iterable[Bytes], encodings: Mapping[str, Encoding], pool: Executor
+    ) -> None:
+        """Moves by the deltas of a version that the store has; `hold` then says which."""
+        self.version = None
+        for shard in shards:
+            header = shard_header(shard)
+
+            moving = [entry for entry in header.layout if entry in self._bits]
+            plain = self._plain(moving, shard, header, encodings)
+
+            def move(
+                entry: str,
+                data: Bytes = shard,
+                header: ShardHeader = header,
+                plain: Mapping[str, PlainDelta] = plain,
+            ) -> None:
+                bits = self._bits[entry]
+                if entry in plain:
+                    checked_apply(plain[entry], bits)
+                    return
+                payload = shard_data(data, header, entry).data
+                apply_own(encodings[entry], payload, self._specs[entry], bits)
+
+            each(pool, move, moving, lambda entry: self._specs[entry].size_bytes)
+
+    def _plain(
+        self,
+        entries: Sequence[str],
+        shard: Bytes,
+        header: ShardHeader,
+        encodings: Mapping[str, Encoding],
+    ) -> dict[str, PlainDelta]:
+        ours = [entry for entry in entries if encodings[entry] is Encoding.ROSEMUX]
+        found = plain_deltas(
+            shard, [header.offsets[entry] for entry in ours], [self._specs[e] for e in ours]
+        )
+        return {entry: delta for entry, delta in zip(ours, found, strict=True) if delta}
+
+    def hold(
+        self, version: WeightVersion, state_hash: str, digests: Mapping[str, str] | None = None
+    ) -> None:
+        """The copy is this version's state; `digests` are those that changed."""
+        self.contents.digests.update(digests or {})
+        self.version, self.state_hash = version, state_hash
+        self._memory.record(lambda: msgspec.json.encode(self._record(version)))
+
+    def _record(self, version: WeightVersion) -> _Record:
+        return _Record(
+            format=RECORD_FORMAT,
+            version=version,
+            state_hash=self.state_hash,
+            lie=[(entry, spec.dtype, spec.shape) for entry, spec in self._specs.items()],
+            digests=self.contents.digests,
+            slices=self.contents.slices,
+            ties=self.ties,
+            skipped=sorted(self.skipped),
+        )
+
+    def adopt(
+        self, memory: MappedFile, latest: WeightVersion | None, state_hash: str, pool: Executor
+    ) -> None:
+        """Takes over what an earlier process left, if it is exactly the store's newest version."""
+        try:
+            record = msgspec.json.decode(memory.recorded(), type=_Record)
+            if (record.format, record.version, record.state_hash) == (
+                RECORD_FORMAT,
+                latest,
+                state_hash,
+            ):
+                self._take_over(memory, record)
+                if self.is_true(pool):
+                    self.version, self.state_hash = WeightVersion(record.version), state_hash
+                    return
+        except (OSError, ValueError, KeyError, RoseMuxError):
+            pass
+        self.forget()
+
+    def _take_over(self, memory: MappedFile, record: _Record) -> None:
+        self._specs = {
+            entry: checked_spec(dtype, shape, what=f"copy of {entry!r}")
+            for entry, dtype, shape in record.lie
+        }
+        self._bits = memory.mapped(self._specs)
+        self.ties, self.skipped = record.ties, set(record.skipped)
+        self._know(record.slices, record.digests)
+
+    def is_true(self, pool: Executor) -> bool:
+        """Whether every entry still hashes to what was published."""
+        entries = self.contents.layout.keys() - self.ties.keys()
+        found = digests_of(entries, self.contents.layout, self.bits, pool)
+        return all(self.contents.digests[entry] == digest for entry, digest in found.items())
+
+    def _know(self, slices: dict[str, SliceRecord], digests: dict[str, str]) -> None:
+        layout = {name: self._specs[self.ties.get(name, name)] for name in sorted(digests)}
+        self.contents = Contents(layout=layout, slices=slices, digests=digests)

@@ -1,0 +1,238 @@
+"""A store that is written into an object store, which has neither a lock nor a rename.
+
+    <version>/<attempt>-<file>    shards, under names that no index names yet; then READY
+    <version>/<index>             created, never replaced: from here on it is a version; then LATEST
+    .publisher                    which publisher began last
+
+The newest publisher takes a store over: it says so in `.publisher` before it looks for leftovers,
+and every publisher reads that before an index and again before LATEST. So of two at once the older
+one stops, and what has an index when LATEST comes to name it is not swept. Listings may lag:
+nothing is believed unfinished until its index was asked for by name.
+"""
+
+import re
+import secrets
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError
+from harvester.contracts.ids import WeightVersion, checked_name
+from weightsync.adapter import FULL_SHARD_FILE
+from weightsync.layout.names import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    LATEST_FILE,
+    READY_FILE,
+    Kind,
+    VersionRef,
+    named_ref,
+)
+from weightsync.publish.agreement import Shard, Written
+from weightsync.publish.object_draft import ObjectDraft
+from weightsync.reading.store import Store
+from weightsync.transport.objects import Objects
+from weightsync.transport.patience import RetryLimits
+
+OWNER_FILE = ".publisher"
+_OURS = re.compile(r"[0-9a-f]{8}-rank-\d{5,}-\d{5,}\.safetensors\Z", re.ASCII)
+_ATTEMPT = re.compile(r"[0-9a-f]{8}\Z", re.ASCII)
+_AT_ONCE = 8
+_SWEEPING = RetryLimits(give_up_s=5.0, attempts_max=3)
+"""Leftovers may wait for the next sweep."""
+
+
+class WritableObjects:
+    """`spool_dir`: where a delta waits for its upload, this machine's directory for such files
+    where none is given."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        streams: int = 4,
+        retries: RetryLimits | None = None,
+        spool_dir: Path | None = None,
+    ) -> None:
+        self._url = url
+        self._objects = Objects(url, retries=retries)
+        self._streams = streams
+        self._spool_dir = spool_dir or Path(tempfile.gettempdir())
+        self.ranks_dir: Path | None = None
+
+    def reader(self) -> Store:
+        return Store(self._url)
+
+    def writer(self) -> "ObjectWriter":
+        return ObjectWriter(self._objects, Objects(self._url, retries=_SWEEPING), self.reader())
+
+    def draft(self, begun: str) -> ObjectDraft:
+        ref, attempt = _parts(begun)
+        prefix = f"{ref.directory}/{attempt}-"
+        return ObjectDraft(self._objects, prefix, streams=self._streams, spool_dir=self._spool_dir)
+
+
+class ObjectWriter:
+    """`sweeping` are the same objects, asked with less patience."""
+
+    def __init__(self, objects: Objects, sweeping: Objects, store: Store) -> None:
+        self._objects = objects
+        self._sweeping = sweeping
+        self.store = store
+        self._owner = secrets.token_hex(16).encode()
+        self._left: dict[str, list[str]] = {}
+        """What was begun and not finished, with the objects made of it beside its shards."""
+        objects.put(OWNER_FILE, self._owner)
+        self._sweep_strangers()
+
+    def close(self) -> None:
+        """Nothing is held: the next publisher takes the store over."""
+
+    def refs(self) -> frozenset[VersionRef]:
+        return frozenset(_by_version(self._objects.sizes()))
+
+    def newest(self) -> WeightVersion:
+        numbers = [ref.version for ref in self.refs()]
+        with suppress(Corrupt):
+            numbers.append(self.store.latest() or WeightVersion(0))
+        newest = max(numbers, default=WeightVersion(0))
+        while self._is_there(f"{_weight(newest + 1).directory}/{INDEX_FILE}"):
+            newest = WeightVersion(newest + 1)
+        return newest
+
+    def begin(self, ref: VersionRef) -> str:
+        self.sweep()
+        begun = f"{ref.directory}~{secrets.token_hex(4)}"
+        self._left[begun] = []
+        return begun
+
+    def place(self, begun: str, written: Sequence[Written], *, alone: str) -> dict[str, str]:
+        ref, attempt = _parts(begun)
+        shards = [shard for part in written for shard in part.shards]
+        names = {
+            shard.file: f"{attempt}-{checked_name(shard.file, what='shard')}" for shard in shards
+        }
+
+        def check(shard: Shard) -> None:
+            path = f"{ref.directory}/{names[shard.file]}"
+            try:
+                if self._objects.size_bytes(path) == shard.record.bytes:
+                    return
+            except FileNotFoundError:
+                pass
+            raise Corrupt(f"{self._objects}/{path} is not as long as its rank wrote it")
+
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="weight-check") as pool:
+            list(pool.map(check, shards))
+        if alone and len(names) == 1:
+            (file,) = names
+            self._rename(begun, f"{ref.directory}/{names[file]}", f"{ref.directory}/{alone}")
+            names[file] = alone
+        return names
+
+    def finish(self, begun: str, ref: VersionRef, small: Mapping[str, bytes]) -> None:
+        self._check_owner(self._objects)
+        files = {READY_FILE: b"", **small}
+        files[INDEX_FILE] = files.pop(INDEX_FILE)
+        for file, data in files.items():
+            path = f"{ref.directory}/{file}"
+            self._left[begun].append(path)
+            try:
+                self._objects.create(path, data)
+            except FileExistsError as error:
+                self._left[begun].remove(path)
+                raise self._taken_over(f"{path} is there already") from error
+        del self._left[begun]
+
+    def point_latest(self, version: WeightVersion) -> None:
+        self._check_owner(self._objects)
+        self._objects.put(LATEST_FILE, f"{_weight(version).directory}\n".encode())
+
+    def remove(self, ref: VersionRef) -> None:
+        # Without its index it is gone for readers; killed here, the next publisher goes on.
+        self._objects.remove([f"{ref.directory}/{INDEX_FILE}"])
+        self._objects.remove(self._objects.sizes(ref.directory))
+
+    def sizes(self) -> dict[VersionRef, int]:
+        begun = {_parts(name)[0] for name in self._left}
+        found = _by_version(self._objects.sizes())
+        return {ref: sum(files.values()) for ref, files in found.items() if ref not in begun}
+
+    def sweep(self) -> None:
+        """What cannot be deleted now waits for the next time."""
+        for begun in tuple(self._left):
+            try:
+                self._sweep_attempt(begun)
+            except RoseMuxError:
+                return
+            del self._left[begun]
+
+    def _sweep_attempt(self, begun: str) -> None:
+        ref, attempt = _parts(begun)
+        if self._left[begun]:
+            self._check_owner(self._sweeping)
+            self._sweeping.remove(self._left[begun])
+        found = self._sweeping.sizes(ref.directory)
+        self._sweeping.remove(p for p in found if p.rpartition("/")[2].startswith(f"{attempt}-"))
+
+    def _sweep_strangers(self) -> None:
+        """Deletes what an earlier publisher began, was it killed or is it about to notice us."""
+        for ref, files in _by_version(self._objects.sizes()).items():
+            if INDEX_FILE in files or self._is_there(f"{ref.directory}/{INDEX_FILE}"):
+                continue
+            ours = {READY_FILE, CONFIG_FILE, FULL_SHARD_FILE}
+            doomed = [file for file in files if file in ours or _OURS.match(file)]
+            self._objects.remove(f"{ref.directory}/{file}" for file in doomed)
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            self._objects.size_bytes(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _rename(self, begun: str, path: str, to: str) -> None:
+        """Of the one file of an adapter, which is small."""
+        self._check_owner(self._objects)
+        self._left[begun].append(to)
+        self._objects.copy(path, to)
+        self._objects.remove([path])
+
+    def _check_owner(self, objects: Objects) -> None:
+        try:
+            found = objects.read(OWNER_FILE, 0, len(self._owner))
+        except FileNotFoundError:
+            found = b""
+        if found != self._owner:
+            raise self._taken_over(f"its {OWNER_FILE} is another's")
+
+    def _taken_over(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"{self._objects} has another publisher, {what}: only the newest one may publish; stop "
+            "one of them, or give it a store of its own"
+        )
+
+
+def _weight(version: int) -> VersionRef:
+    return VersionRef(Kind.WEIGHT, WeightVersion(version))
+
+
+def _by_version(sizes: Mapping[str, int]) -> dict[VersionRef, dict[str, int]]:
+    """Files of each version by name."""
+    found: dict[VersionRef, dict[str, int]] = {}
+    for path, size in sizes.items():
+        directory, _, file = path.partition("/")
+        ref = named_ref(directory)
+        if ref is not None and file:
+            found.setdefault(ref, {})[file] = size
+    return found
+
+
+def _parts(begun: str) -> tuple[VersionRef, str]:
+    directory, _, attempt = begun.partition("~")
+    ref = named_ref(directory)
+    if ref is None or not _ATTEMPT.match(attempt):
+        raise PeerProtocolError(f"{begun!r} is nothing that a version is begun as")
+    return ref, attempt

@@ -1,0 +1,96 @@
+"""Who publishes together: one process alone, or the ranks of a trainer, which agree through files.
+
+Each publish is one conversation in the `.ranks` directory of the store, which every rank must reach
+anyway. Decides nothing about versions.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import RoseMuxError
+from weightsync.publish.conversation import First, Other, said
+from weightsync.publish.words import WordFiles
+
+RANKS_DIRECTORY = ".ranks"
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+class Conversation(Protocol):
+    def gather(self, word: _T) -> list[_T]:
+        """On rank 0 what every rank said, in order of ranks; on the others nothing."""
+        ...
+
+    def tell(self, word: _T | None, kind: type[_T]) -> _T:
+        """What rank 0 said; the other ranks pass None."""
+        ...
+
+
+class Ranks(Protocol):
+    rank: int
+
+    def conversation(self, step: int) -> AbstractContextManager[Conversation]:
+        """An error inside reaches every rank."""
+        ...
+
+
+class Alone:
+    """One rank, which holds everything."""
+
+    rank = 0
+
+    @contextmanager
+    def conversation(self, step: int) -> Iterator[Conversation]:  # noqa: ARG002 - one rank
+        yield _Monologue()
+
+
+class _Monologue:
+    def gather(self, word: _T) -> list[_T]:
+        return [word]
+
+    def tell(self, word: _T | None, kind: type[_T]) -> _T:  # noqa: ARG002 - nothing is read
+        return said(word)
+
+
+class RanksByFiles:
+    """`timeout_s`: how long rank 0 waits for the slowest; the others wait twice that for rank 0."""
+
+    def __init__(
+        self,
+        store_dir: Path,
+        *,
+        rank: int,
+        ranks: int,
+        timeout_s: float,
+        clock: Clock | None = None,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.rank = rank
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._words = WordFiles(store_dir / RANKS_DIRECTORY, clock or MonotonicClock(), pause)
+        if rank == 0:
+            self._words.clear()
+
+    @contextmanager
+    def conversation(self, step: int) -> Iterator[Conversation]:
+        talk = self._side(step)
+        try:
+            yield talk
+        except Exception as error:
+            cause = None
+            with suppress(RoseMuxError):
+                cause = talk.fail(error)
+            if cause is not None:
+                raise cause from error
+            raise
+
+    def _side(self, step: int) -> First | Other:
+        if self.rank == 0:
+            return First(self._words, step, ranks=self._ranks, timeout_s=self._timeout_s)
+        return Other(self._words, step, rank=self.rank, timeout_s=self._timeout_s)

@@ -1,0 +1,148 @@
+"""One rank's share of a version: its tensors taken, compared with its copy, encoded and written.
+
+Tensors are taken one after another, so many as fit a bound of bytes at a time; the pool compares
+and encodes while finished ones are written. The copy moves only after the store has the version.
+Knows nothing of other ranks.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+
+from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.ids import WeightVersion, checked_name
+from weightsync.elements.bits import Bits, bytes_of
+from weightsync.encoding.codec import Encoding, encode, encode_as
+from weightsync.layout.shard import ShardTensor
+from weightsync.publish.agreement import Holding, Offer, Order, Outcome, Written, holding_of
+from weightsync.publish.comparison import Compared, Comparison
+from weightsync.publish.delta_shards import ShardFiles
+from weightsync.publish.intake import Intake, Piece
+from weightsync.publish.last_published import LastPublished
+from weightsync.publish.store_writer import Draft
+from weightsync.reading.store import Kind, VersionRef
+
+
+class Share:
+    """`in_flight_bytes`: tensors that are compared at a time, at least one per thread."""
+
+    def __init__(
+        self,
+        copy: LastPublished,
+        *,
+        rank: int,
+        encoding: Encoding,
+        pool: Executor,
+        threads: int,
+        in_flight_bytes: int,
+        shard_bytes: int,
+    ) -> None:
+        self._copy = copy
+        self._rank = rank
+        self._encoding = encoding
+        self._pool = pool
+        self._threads = threads
+        self._in_flight_bytes = in_flight_bytes
+        self._shard_bytes = shard_bytes
+        self._has_told = False
+
+    def offer(self, intake: Intake) -> Offer:
+        """What a delta of `intake` could build on."""
+        if self._copy.version is None or not self._copy.fits(intake):
+            return Offer(0, "")
+        told = None if self._has_told else holding_of(self._copy.contents)
+        return Offer(self._copy.version, self._copy.state_hash, told)
+
+    def take(self, intake: Intake) -> Holding:
+        """Everything into the copy, for a full version."""
+        self._copy.fill(intake, self._pool)
+        return holding_of(self._copy.contents)
+
+    def write_full(self, draft: Draft) -> Written:
+        """The copy as a full checkpoint."""
+        contents = self._copy.contents
+        tensors = {
+            entry: ShardTensor(spec, bytes_of(self._copy.bits(entry)).data)
+            for entry, spec in contents.layout.items()
+        }
+        return Written(self._files(draft).write_full(tensors, contents.digests), {})
+
+    def write_anchor(self, draft: Draft) -> Written:
+        """The copy again, once it is proved: nothing else tells a wrong one before it is needed."""
+        if not self._copy.is_true(self._pool):
+            self._copy.forget()
+            raise Corrupt("the publisher's copy is not what it published; a full version follows")
+        return self.write_full(draft)
+
+    def write_delta(self, draft: Draft, intake: Intake) -> Written:
+        """What differs from the copy; raises ConfigError where an iterable has other entries."""
+        files = self._files(draft)
+        digests: dict[str, str] = {}
+        expected = set(self._copy.contents.layout) - set(self._copy.ties)
+        for found in self._compared(intake, expected):
+            if found.encoded is None:
+                continue
+            for name in self._copy.names_of(found.entry):
+                digests[name] = found.encoded.digest
+                files.add(name, found.encoded)
+        if expected:
+            raise self._other_layout(f"{min(expected)} is missing")
+        return Written(files.finish(), digests)
+
+    def hold(self, order: Order, outcome: Outcome, written: Written, draft: Draft) -> None:
+        """Moves the copy to what is published now."""
+        version = WeightVersion(order.version)
+        if order.base:
+            directory = VersionRef(Kind.WEIGHT, version).directory
+            names = {
+                shard.file: checked_name(outcome.shards[shard.file], what="shard")
+                for shard in written.shards
+            }
+            encodings = {
+                e: encoding for shard in written.shards for e, encoding in shard.encodings.items()
+            }
+            shards = (draft.written(file, f"{directory}/{name}") for file, name in names.items())
+            self._copy.advance(shards, encodings, self._pool)
+        self._copy.hold(version, outcome.state_hash, written.digests)
+        self._has_told = True
+
+    def _files(self, draft: Draft) -> ShardFiles:
+        return ShardFiles(draft, rank=self._rank, limit_bytes=self._shard_bytes)
+
+    def _compared(self, intake: Intake, expected: set[str]) -> Iterator[Compared]:
+        """In the order of the intake; takes what comes out of `expected`."""
+        comparison = Comparison(
+            self._compare, self._pool, threads=self._threads, in_flight_bytes=self._in_flight_bytes
+        )
+        for piece in intake:
+            if piece.entry in self._copy.skipped:
+                continue
+            # The whole of a state dict was looked at when it was offered.
+            if not intake.is_lasting:
+                self._check(piece)
+            if piece.entry not in expected:
+                raise ConfigError(f"{piece.entry} is given twice")
+            expected.discard(piece.entry)
+            yield from comparison.make_room(piece.spec.size_bytes)
+            comparison.add(piece.entry, piece.bits(own=not intake.is_lasting))
+        yield from comparison.finish()
+
+    def _compare(self, entry: str, new: Bits) -> Compared:
+        old = self._copy.bits(entry)
+        if self._encoding is Encoding.ROSEMUX:
+            encoded = encode(old, new)
+        else:
+            encoded = encode_as(self._encoding, old, new)
+        return Compared(entry, encoded)
+
+    def _check(self, piece: Piece) -> None:
+        contents = self._copy.contents
+        expected = (contents.layout.get(piece.entry), contents.slices.get(piece.entry))
+        if expected != (piece.spec, piece.record):
+            raise self._other_layout(f"{piece.entry} is new or has another dtype or shape")
+
+    def _other_layout(self, what: str) -> ConfigError:
+        version = self._copy.version
+        self._copy.forget()
+        return ConfigError(
+            f"{what} since version {version}: publish all of it again, as a full version"
+        )

@@ -1,0 +1,250 @@
+"""Rank 0's part of a publish: version numbers, the one manifest, LATEST, anchors, pruning, quota.
+
+It is the only one that gives a version its name, so a publish that anybody leaves early has changed
+nothing. Takes what ranks wrote by their reports; never looks into a shard.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Unsupported
+from harvester.contracts.ids import WeightVersion
+from weightsync.adapter import FULL_SHARD_FILE, Adapter
+from weightsync.elements.state_hash import ALGORITHM, combined
+from weightsync.encoding.codec import Encoding
+from weightsync.layout.manifest import (
+    BLOCK_FORMAT,
+    INDEX_FILE,
+    MAX_INDEX_BYTES,
+    Block,
+    Manifest,
+    encoded_manifest,
+    without_chunks,
+)
+from weightsync.layout.names import CONFIG_FILE
+from weightsync.publish.agreement import (
+    Anchored,
+    Holding,
+    Offer,
+    Order,
+    Outcome,
+    Settled,
+    Written,
+    changed_digests,
+    common_version,
+    odd_encodings,
+    settled,
+    told_contents,
+)
+from weightsync.publish.last_published import Contents
+from weightsync.publish.retention import making_room, superseded
+from weightsync.publish.store_writer import StoreWriter
+from weightsync.reading.store import Kind, VersionRef
+
+
+class VersionWriter:
+    """`writer` has the store to itself."""
+
+    def __init__(
+        self,
+        writer: StoreWriter,
+        *,
+        anchor_every: int,
+        keep_versions: int,
+        max_bytes: int | None,
+        encoding: Encoding,
+        adapter: Adapter | None,
+    ) -> None:
+        self._writer = writer
+        self._anchor_every = anchor_every
+        self._keep_versions = keep_versions
+        self._max_bytes = max_bytes
+        self._encoding = encoding
+        self._config = adapter.config_bytes() if adapter else b""
+        self._adapter = adapter.record() if adapter else None
+        # An orphan newer than LATEST keeps its number: numbers are never used twice.
+        self._newest = writer.newest()
+        self._full_versions = set(writer.store.full_versions(writer.refs()))
+        self._known: Contents | None = None
+        """All ranks' entries as they are in LATEST."""
+        self._next = Contents()
+        """All ranks' entries as they will be."""
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def order(self, offers: Sequence[Offer]) -> Order:
+        """Decides what is written, and makes a place for it."""
+        base = common_version(offers)
+        if base != self._latest():
+            base = None
+        if base is not None and self._known is None:
+            self._known = told_contents(offers)
+        version = WeightVersion(self._newest + 1)
+        begun = self._writer.begin(VersionRef(Kind.WEIGHT, version))
+        if base is None or self._known is None:
+            return Order(version, 0, begun)
+        self._next = self._known
+        return Order(version, base, begun)
+
+    def settle(self, holdings: Sequence[Holding]) -> Settled:
+        """What a full version holds; raises ConfigError where that is not one model."""
+        self._next, skipped = settled(holdings)
+        return skipped
+
+    def _latest(self) -> WeightVersion | None:
+        """None also where LATEST is torn: the version that comes mends it."""
+        try:
+            return self._writer.store.latest()
+        except Corrupt:
+            return None
+
+    def commit(self, order: Order, written: Sequence[Written]) -> Outcome:
+        """Makes the version appear and LATEST name it."""
+        version = WeightVersion(order.version)
+        self._next = Contents(
+            layout=self._next.layout,
+            slices=self._next.slices,
+            digests=self._next.digests | changed_digests(written),
+        )
+        state_hash = combined(self._next.digests, self._next.layout)
+        names, small = self._complete(order.directory, version, order.base, written, state_hash)
+        size = _size_bytes(written, small)
+        anchor_due = bool(order.base) and self._anchor_is_due(version)
+        self._make_room(size, anchor_due=anchor_due)
+        # From here on something may bear this number, whatever fails.
+        self._newest = version
+        self._writer.finish(order.directory, VersionRef(Kind.WEIGHT, version), small)
+        if not order.base:
+            self._full_versions.add(version)
+        self._writer.point_latest(version)
+        self._known = self._next
+        return Outcome(
+            state_hash=state_hash,
+            bytes_sent=size,
+            bytes_dense=self._bytes_dense(),
+            shards=names,
+            anchor_directory=self._anchor_place(version) if anchor_due else "",
+        )
+
+    def commit_anchor(self, order: Order, outcome: Outcome, written: Sequence[Written]) -> Anchored:
+        """The version that was just published, as a full checkpoint beside it, if that works."""
+        version, begun = WeightVersion(order.version), outcome.anchor_directory
+        try:
+            if any(part.failed for part in written):
+                raise Exhausted("a rank could not write its part of the anchor")
+            _, small = self._complete(begun, version, 0, written, outcome.state_hash)
+            self._writer.finish(begun, VersionRef(Kind.ANCHOR, version), small)
+        except RoseMuxError:
+            self._writer.sweep()
+            return Anchored(0)
+        self._full_versions.add(version)
+        return Anchored(_size_bytes(written, small))
+
+    def sweep(self) -> None:
+        """Deletes what was begun and not finished."""
+        self._writer.sweep()
+
+    def prune(self) -> None:
+        """Deletes what is older than `keep_versions` and needed by nothing newer."""
+        doomed = superseded(
+            self._writer.refs(),
+            full_versions=self._full_versions,
+            latest=self._newest,
+            keep_versions=self._keep_versions,
+        )
+        self._remove(doomed)
+
+    def _complete(
+        self,
+        begun: str,
+        version: WeightVersion,
+        base: int,
+        written: Sequence[Written],
+        state_hash: str,
+    ) -> tuple[dict[str, str], dict[str, bytes]]:
+        """The name that each written file has now, and the small files that are still to come."""
+        alone = FULL_SHARD_FILE if self._adapter and not base else ""
+        names = self._writer.place(begun, written, alone=alone)
+        manifest = self._manifest(version, base, written, names, state_hash)
+        index = encoded_manifest(manifest)
+        if len(index) > MAX_INDEX_BYTES:
+            # Whoever needs a part of it only then takes all of it.
+            index = encoded_manifest(without_chunks(manifest))
+        if len(index) > MAX_INDEX_BYTES:
+            raise Unsupported(
+                f"an index of {len(index)} bytes: {len(self._next.layout)} entries are too many; "
+                "publish from fewer ranks"
+            )
+        config = {CONFIG_FILE: self._config} if self._adapter else {}
+        return names, {**config, INDEX_FILE: index}
+
+    def _manifest(
+        self,
+        version: WeightVersion,
+        base: int,
+        written: Sequence[Written],
+        names: dict[str, str],
+        state_hash: str,
+    ) -> Manifest:
+        shards = [shard for part in written for shard in part.shards]
+        return Manifest(
+            version=version,
+            base_version=WeightVersion(base) if base else None,
+            delta_encoding=self._encoding if base else None,
+            checksum_format=ALGORITHM,
+            weight_map={entry: names[shard.file] for shard in shards for entry in shard.encodings},
+            block=Block(
+                format=BLOCK_FORMAT,
+                state_hash=state_hash,
+                bytes_dense=self._bytes_dense(),
+                files={names[shard.file]: shard.record for shard in shards},
+                encodings=odd_encodings(written, self._encoding) if base else {},
+                slices={} if base else self._next.slices,
+                adapter=self._adapter,
+            ),
+        )
+
+    def _make_room(self, needed: int, *, anchor_due: bool) -> None:
+        """Deletes older chains where the quota asks for it; raises Exhausted, deleting nothing."""
+        if self._max_bytes is None:
+            return
+        needed += self._bytes_dense() if anchor_due else 0
+        sizes = self._writer.sizes()
+        doomed = making_room(
+            sizes,
+            full_versions=self._full_versions,
+            latest=self._writer.store.latest() or WeightVersion(0),
+            needed_bytes=needed,
+            max_bytes=self._max_bytes,
+        )
+        if doomed is None:
+            raise Exhausted(
+                f"{needed} bytes more are needed in {self._writer.store}, where "
+                f"{sum(sizes.values())} of "
+                f"max_bytes={self._max_bytes} are in use and the newest chain has to stay"
+            )
+        self._remove(doomed)
+
+    def _remove(self, doomed: Sequence[VersionRef]) -> None:
+        for ref in doomed:
+            self._writer.remove(ref)
+            self._full_versions.discard(ref.version)
+
+    def _anchor_is_due(self, version: WeightVersion) -> bool:
+        return version - max(self._full_versions, default=0) >= self._anchor_every
+
+    def _anchor_place(self, version: WeightVersion) -> str:
+        try:
+            return self._writer.begin(VersionRef(Kind.ANCHOR, version))
+        except RoseMuxError:
+            # The version is out; the anchor stays due.
+            return ""
+
+    def _bytes_dense(self) -> int:
+        return sum(spec.size_bytes for spec in self._next.layout.values())
+
+
+def _size_bytes(written: Sequence[Written], small: Mapping[str, bytes]) -> int:
+    """Of a version: its shards and the files beside them."""
+    shards = sum(shard.record.bytes for part in written for shard in part.shards)
+    return shards + sum(len(data) for data in small.values())

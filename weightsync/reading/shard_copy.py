@@ -1,0 +1,134 @@
+"""A receiver's own copy of a shard: all of it, or chunks that it needs, believed once checked.
+
+What is wrong with bytes that came may have been a copy on the way, so they are asked for once more
+before the shard is refused. Decides nothing about which bytes are needed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+
+from harvester.contracts.errors import Corrupt
+from weightsync.elements.bits import Bytes
+from weightsync.layout.chunk_digests import chunk_count, chunk_digest, digest_at
+from weightsync.layout.manifest import FileRecord
+from weightsync.layout.shard import ShardHeader, header_length, parsed_header
+from weightsync.reading.spool import Place
+from weightsync.transport.ranges import Span
+from weightsync.transport.source import StoreSource, each_span
+
+_READS = 2
+_LENGTH = Span(0, 8)
+
+
+class ShardCopy:
+    """The bytes of `path` in `place`. `piece_bytes`: what one read may take of memory."""
+
+    def __init__(
+        self,
+        source: StoreSource,
+        path: str,
+        size_bytes: int,
+        record: FileRecord | None,
+        place: Place,
+        *,
+        piece_bytes: int,
+    ) -> None:
+        self._source = source
+        self._path = path
+        self._size_bytes = size_bytes
+        self._record = record
+        self._chunk_bytes = record.chunk_bytes if record else 0
+        self.place = place
+        self._piece_bytes = piece_bytes
+        self._is_whole = False
+        self._here: set[int] = set()
+        self.bytes_read = 0
+        """How many of its bytes were asked for."""
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a part of it can be believed without the rest."""
+        return self._chunk_bytes > 0
+
+    def fetch(self) -> None:
+        """All of it, against the digest of the whole; raises Corrupt."""
+        whole = Span(0, self._size_bytes)
+        for _ in range(_READS):
+            self.bytes_read += self._size_bytes
+            self._read(whole.pieces(self._piece_bytes), self._read_unchecked)
+            if self._record is None or self.place.digest(whole) == self._record.xxh3_128:
+                self._is_whole = True
+                return
+            self._source.doubt(self._path)
+        raise Corrupt(f"{self._source}/{self._path}: its digest is not the published one")
+
+    def header(self) -> ShardHeader:
+        """What it holds and where; raises Corrupt."""
+        size = self._size_bytes
+        self.fetch_parts([Span(0, min(size, _LENGTH.stop))])
+        length = header_length(self.place.read(Span(0, min(size, _LENGTH.stop))).tobytes())
+        raw = Span(_LENGTH.stop, _LENGTH.stop + length)
+        if raw.stop > size:
+            raise Corrupt(f"{self._source}/{self._path}: a header of {length} bytes in {size}")
+        self.fetch_parts([raw])
+        return parsed_header(self.place.read(raw).tobytes(), file_bytes=size)
+
+    def fetch_parts(self, spans: Iterable[Span]) -> None:
+        """The chunks that these lie in, each against its digest; raises Corrupt.
+
+        Nothing where all of it was fetched, as it has to be where they have none.
+        """
+        if self._is_whole:
+            return
+        chunk = self._chunk_bytes
+        needed = {
+            at
+            for span in spans
+            for at in range(span.start // chunk, chunk_count(span.stop, chunk))
+            if span.size_bytes
+        }
+        missing = [
+            Span(chunk * run.start, min(chunk * run.stop, self._size_bytes))
+            for run in _runs(needed - self._here)
+        ]
+        whole_chunks = max(chunk, self._piece_bytes // chunk * chunk)
+        pieces = (piece for span in missing for piece in span.pieces(whole_chunks))
+        self._read(pieces, self._read_checked)
+        self._here |= needed
+        self.bytes_read += sum(span.size_bytes for span in missing)
+
+    def _read(self, spans: Iterable[Span], read: Callable[[Span], None]) -> None:
+        try:
+            each_span(self._source, spans, read)
+        except FileNotFoundError as error:
+            raise Corrupt(f"{self._source}/{self._path} is missing") from error
+
+    def _read_unchecked(self, span: Span) -> None:
+        into = self.place.buffer(span)
+        self._source.read_range(self._path, span.start, into.data)
+        self.place.write(span.start, into)
+
+    def _read_checked(self, span: Span) -> None:
+        into = self.place.buffer(span)
+        for _ in range(_READS):
+            self._source.read_range(self._path, span.start, into.data)
+            if self._is_published(span, into):
+                self.place.write(span.start, into)
+                return
+            self._source.doubt(self._path)
+        raise Corrupt(f"{self._source}/{self._path}: the digest of a part is not the published one")
+
+    def _is_published(self, span: Span, data: Bytes) -> bool:
+        """Whether every chunk of the span is; it begins with one."""
+        chunk, digests = self._chunk_bytes, self._record.chunks if self._record else ""
+        return all(
+            chunk_digest(data[at : at + chunk]) == digest_at(digests, (span.start + at) // chunk)
+            for at in range(0, span.size_bytes, chunk)
+        )
+
+
+def _runs(numbers: Iterable[int]) -> Iterator[range]:
+    """Ascending numbers as runs without a gap."""
+    for _, group in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        yield range(run[0], run[-1] + 1)

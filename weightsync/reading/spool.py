@@ -1,0 +1,168 @@
+"""Where the bytes of a staging wait: in memory while they are few, else in a file without a name.
+
+The file is the receiver's own. Nobody can change it between the pass that checks and the pass that
+applies, and it is gone with the process, however that ends. Never judges what it holds.
+"""
+
+import os
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from harvester.contracts.errors import ConfigError
+from weightsync.elements.bits import Bytes
+from weightsync.elements.state_hash import file_digest, new_digest
+from weightsync.layout.durable import refusals
+from weightsync.reading.memory_room import MemoryRoom
+from weightsync.transport.ranges import Span
+
+DIRECTORY_VARIABLE = "TMPDIR"
+_DISK = Path("/var/tmp")
+"""Where there is no word of the user's: /tmp is memory on many machines."""
+_PIECE_BYTES = 1 << 20
+
+
+class Place(Protocol):
+    """The bytes of one file, or the part of them that was fetched; others read as anything."""
+
+    def read(self, span: Span) -> Bytes:
+        """The bytes there: in memory the place's own, else fresh ones."""
+        ...
+
+    def read_into(self, start: int, into: Bytes) -> None: ...
+
+    def buffer(self, span: Span) -> Bytes:
+        """Memory to bring these bytes in, for `write`."""
+        ...
+
+    def write(self, start: int, data: Bytes) -> None: ...
+
+    def digest(self, span: Span) -> str:
+        """xxh3-128, in little memory."""
+        ...
+
+    @property
+    def kept_bytes(self) -> int:
+        """What it takes of the room."""
+        ...
+
+
+class Spool:
+    """Places in `room` and, behind it, in one file under `directory`."""
+
+    def __init__(self, room: MemoryRoom, directory: Path | None = None) -> None:
+        self._room = room
+        self._directory = directory
+        self._file: _NamelessFile | None = None
+
+    def place(self, size_bytes: int) -> Place:
+        """Room for a file; raises Exhausted where the disk is full."""
+        if self._room.keep(size_bytes):
+            return MemoryPlace(size_bytes)
+        if self._file is None:
+            self._file = _NamelessFile(self._directory or default_directory())
+        return self._file.place(size_bytes)
+
+
+def default_directory() -> Path:
+    """Raises ConfigError where this process may write nowhere."""
+    given = os.environ.get(DIRECTORY_VARIABLE)
+    if not given and os.access(_DISK, os.W_OK | os.X_OK):
+        return _DISK
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"no directory for what does not fit into memory: set {DIRECTORY_VARIABLE}"
+        ) from error
+
+
+class MemoryPlace:
+    def __init__(self, size_bytes: int) -> None:
+        self._data = np.empty(size_bytes, dtype=np.uint8)
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._data.size
+
+    def read(self, span: Span) -> Bytes:
+        return self._data[span.start : span.stop]
+
+    def read_into(self, start: int, into: Bytes) -> None:
+        np.copyto(into, self._data[start : start + into.size])
+
+    def buffer(self, span: Span) -> Bytes:
+        return self.read(span)
+
+    def write(self, start: int, data: Bytes) -> None:
+        there = self._data[start : start + data.size]
+        if not np.may_share_memory(there, data):
+            np.copyto(there, data)
+
+    def digest(self, span: Span) -> str:
+        return file_digest(self.read(span))
+
+
+class _FilePlace:
+    def __init__(self, file: "_NamelessFile", base: int) -> None:
+        self._file = file
+        self._base = base
+
+    @property
+    def kept_bytes(self) -> int:
+        return 0
+
+    def read(self, span: Span) -> Bytes:
+        data = np.empty(span.size_bytes, dtype=np.uint8)
+        self.read_into(span.start, data)
+        return data
+
+    def read_into(self, start: int, into: Bytes) -> None:
+        self._file.read_into(self._base + start, into.data)
+
+    def buffer(self, span: Span) -> Bytes:
+        return np.empty(span.size_bytes, dtype=np.uint8)
+
+    def write(self, start: int, data: Bytes) -> None:
+        self._file.write(self._base + start, data.data)
+
+    def digest(self, span: Span) -> str:
+        whole = new_digest()
+        for piece in span.pieces(_PIECE_BYTES):
+            whole.update(self.read(piece).data)
+        return str(whole.hexdigest())
+
+
+class _NamelessFile:
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._size_bytes = 0
+        with refusals(directory), tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            self._handle = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._handle)
+
+    def place(self, size_bytes: int) -> _FilePlace:
+        base = self._size_bytes
+        self._size_bytes += size_bytes
+        with refusals(self._directory):
+            # A hole reads as zeros, so that what was never fetched is never out of bounds.
+            os.ftruncate(self._handle, self._size_bytes)
+        return _FilePlace(self, base)
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        at = 0
+        with refusals(self._directory):
+            while at < len(into):
+                got = os.preadv(self._handle, [into[at:]], start + at)
+                if got == 0:
+                    raise OSError(f"{self._directory} lost what was written there")
+                at += got
+
+    def write(self, start: int, data: memoryview) -> None:
+        at = 0
+        with refusals(self._directory):
+            while at < len(data):
+                at += os.pwrite(self._handle, data[at:], start + at)

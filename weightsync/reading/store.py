@@ -1,0 +1,213 @@
+"""A store of weight versions, as readers see it, wherever its bytes are kept.
+
+    LATEST                     name of the newest version, replaced atomically
+    weight_v000007/            one version: a delta on its base, or a full checkpoint
+        model.safetensors.index.json   model-00001-of-00001.safetensors   READY
+    anchor_v000025/            the same state as weight_v000025, as a full checkpoint
+
+Readers believe a directory of ours only when READY is in it. Never writes anything.
+"""
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
+from harvester.contracts.ids import WeightVersion
+from weightsync.elements.bits import Layout, TensorSpec
+from weightsync.layout.manifest import Manifest, decoded_manifest
+from weightsync.layout.names import (
+    INDEX_FILE,
+    LATEST_FILE,
+    MAX_INDEX_BYTES,
+    READY_FILE,
+    Kind,
+    VersionRef,
+    named_ref,
+)
+from weightsync.layout.shard import header_length, parsed_header
+from weightsync.reading.shard_copy import ShardCopy
+from weightsync.reading.spool import Spool
+from weightsync.transport.location import source_at
+from weightsync.transport.source import StoreSource
+
+__all__ = ["LATEST_FILE", "READY_FILE", "Kind", "Store", "VersionRef"]
+
+MAX_SHARD_BYTES = 1 << 38
+"""Of one shard: nobody writes 256 GiB into one file."""
+_AT_ONCE = 8
+_PIECE_BYTES = 256 << 10
+"""Of the smallest read."""
+_HEAD_BYTES = 64 << 10
+"""What is read of a shard before its header's length is known: most headers fit."""
+
+
+class Store:
+    """Reads one store: a directory, a URL or a source. Raises ConfigError where there is none."""
+
+    def __init__(self, at: Path | str | StoreSource) -> None:
+        self._source = source_at(at) if isinstance(at, Path | str) else at
+
+    def __str__(self) -> str:
+        return str(self._source)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether each look at it is a round trip."""
+        return self._source.streams > 1
+
+    @property
+    def announces(self) -> bool:
+        """Whether `newer` is told of the next version, and need not look again and again."""
+        return self._source.announces
+
+    def close(self) -> None:
+        self._source.close()
+
+    def latest(self) -> WeightVersion | None:
+        """The newest published version; None before the first one."""
+        return self._named_latest(self._source.latest())
+
+    def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
+        """The newest version once it is not `than` any more; None where that takes too long."""
+        known = self._source.latest()
+        if self._named_latest(known) == than:
+            known = self._source.latest(known, wait_s=wait_s)
+        found = self._named_latest(known)
+        return None if found == than else found
+
+    def refs(self) -> frozenset[VersionRef]:
+        """Every directory that has a version's name, finished or not."""
+        try:
+            found = self._source.directories()
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"no weight store at {self}: publish a version there first"
+            ) from error
+        refs = (named_ref(name) for name in found)
+        return frozenset(ref for ref in refs if ref is not None)
+
+    def manifest(self, ref: VersionRef) -> Manifest:
+        """The index of one version; raises Stale where it is gone, Corrupt where it is broken."""
+        try:
+            raw = self._source.read_small(f"{ref.directory}/{INDEX_FILE}", MAX_INDEX_BYTES)
+        except FileNotFoundError as error:
+            raise Stale(f"{self}/{ref.directory} is gone or was never finished") from error
+        manifest = decoded_manifest(raw, expected=ref.version)
+        if manifest.block is not None and not self._is_ready(ref):
+            raise Corrupt(
+                f"{self}/{ref.directory} has no {READY_FILE}: its publisher did not finish it"
+            )
+        if ref.kind is Kind.ANCHOR and not manifest.is_full:
+            raise Corrupt(f"{self}/{ref.directory} is not a full checkpoint")
+        return manifest
+
+    def full_versions(self, refs: Iterable[VersionRef]) -> frozenset[WeightVersion]:
+        """Versions that need no other one; unreadable directories are left out."""
+
+        def is_full(ref: VersionRef) -> bool:
+            try:
+                return self.manifest(ref).is_full
+            except RoseMuxError:
+                return False
+
+        listed = list(refs)
+        with ThreadPoolExecutor(_AT_ONCE if self.is_remote else 1) as pool:
+            return frozenset(
+                ref.version
+                for ref, full in zip(listed, pool.map(is_full, listed), strict=True)
+                if full
+            )
+
+    def size_bytes(self, ref: VersionRef, manifest: Manifest) -> int:
+        """What a receiver reads to take this version."""
+        return sum(self._shard_bytes(ref, manifest, shard) for shard in manifest.shards)
+
+    def layout(self, ref: VersionRef, manifest: Manifest) -> Layout:
+        """Names and specs of a full version, from its shards' headers alone."""
+        merged: dict[str, TensorSpec] = {}
+        for shard in manifest.shards:
+            merged.update(self._shard_layout(ref, manifest, shard))
+        if set(merged) != set(manifest.weight_map):
+            raise Corrupt(f"{ref.directory}: shards and weight map name different tensors")
+        return merged
+
+    def small_file(self, ref: VersionRef, name: str, limit_bytes: int) -> bytes:
+        """Another file of a version; raises Corrupt where it is missing or over the limit."""
+        try:
+            return self._source.read_small(f"{ref.directory}/{name}", limit_bytes)
+        except FileNotFoundError as error:
+            raise Corrupt(f"{self}/{ref.directory}/{name} is missing") from error
+
+    def shard(
+        self, ref: VersionRef, manifest: Manifest, shard: str, spool: Spool, *, lent_bytes: int
+    ) -> ShardCopy:
+        """A copy of a shard, nothing of it fetched yet; raises Corrupt.
+
+        `lent_bytes`: what all reads of it may take of memory together.
+        """
+        size = self._checked_bytes(ref, manifest, shard)
+        record = manifest.block.files[shard] if manifest.block else None
+        source = self._source
+        piece_bytes = min(source.range_bytes, max(_PIECE_BYTES, lent_bytes // source.streams))
+        path = f"{ref.directory}/{shard}"
+        place = spool.place(size)
+        return ShardCopy(source, path, size, record, place, piece_bytes=piece_bytes)
+
+    def _named_latest(self, raw: bytes | None) -> WeightVersion | None:
+        if raw is None:
+            return None
+        ref = named_ref(raw.decode("ascii", errors="replace").strip())
+        if ref is None or ref.kind is not Kind.WEIGHT:
+            raise Corrupt(f"{self}/{LATEST_FILE} holds {raw!r}")
+        return ref.version
+
+    def _is_ready(self, ref: VersionRef) -> bool:
+        try:
+            self._source.size_bytes(f"{ref.directory}/{READY_FILE}")
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _shard_layout(self, ref: VersionRef, manifest: Manifest, shard: str) -> Layout:
+        path, size = f"{ref.directory}/{shard}", self._checked_bytes(ref, manifest, shard)
+        try:
+            head = self._read_head(path, min(size, _HEAD_BYTES))
+            needed = 8 + header_length(head[:8])
+            if needed > size:
+                raise Corrupt(f"{self}/{path}: a header of {needed} bytes in {size}")
+            if needed > len(head):
+                head = self._read_head(path, needed)
+            return parsed_header(head[8:needed], file_bytes=size).layout
+        except FileNotFoundError as error:
+            raise Corrupt(f"{self}/{path} is missing") from error
+        except Corrupt:
+            self._source.doubt(path)
+            raise
+
+    def _read_head(self, path: str, size_bytes: int) -> bytes:
+        head = bytearray(size_bytes)
+        self._source.read_range(path, 0, memoryview(head))
+        return bytes(head)
+
+    def _shard_bytes(self, ref: VersionRef, manifest: Manifest, shard: str) -> int:
+        if manifest.block is not None:
+            return manifest.block.files[shard].bytes
+        try:
+            return self._source.size_bytes(f"{ref.directory}/{shard}")
+        except FileNotFoundError as error:
+            raise Corrupt(f"{self}/{ref.directory}: shard missing: {shard}") from error
+
+    def _checked_bytes(self, ref: VersionRef, manifest: Manifest, shard: str) -> int:
+        """The size of a shard that is there as it was published."""
+        path, size = f"{ref.directory}/{shard}", self._shard_bytes(ref, manifest, shard)
+        try:
+            found = self._source.size_bytes(path)
+        except FileNotFoundError as error:
+            raise Corrupt(f"{self}/{path} is missing") from error
+        if found != size:
+            self._source.doubt(path)
+            raise Corrupt(f"{self}/{path}: {found} bytes where {size} were published")
+        if not 0 <= size <= MAX_SHARD_BYTES:
+            raise Corrupt(f"{self}/{path}: {size} bytes is over the limit of {MAX_SHARD_BYTES}")
+        return size

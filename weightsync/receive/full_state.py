@@ -1,0 +1,115 @@
+"""The state that a full checkpoint leads to, in the receiver's own copy: bits when they are asked.
+
+Reads what was staged and checked; never changes it.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.elements.bits import (
+    UNSIGNED_NUMPY,
+    Bits,
+    Layout,
+    TensorSpec,
+    bits_from_bytes,
+    bytes_of,
+)
+from weightsync.layout.slices import SliceRecord
+from weightsync.reading.spool import Place
+from weightsync.receive.held_parts import EntryPart, bounds, element_strides
+from weightsync.transport.ranges import Span
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """A dense entry, from byte `start` of a place on."""
+
+    place: Place
+    start: int
+    spec: TensorSpec
+
+    @property
+    def whole(self) -> Span:
+        return Span(self.start, self.start + self.spec.size_bytes)
+
+    def around(self, box: SliceRecord) -> Span:
+        """From the first to the last byte of a box of it."""
+        inner = bounds(box, self.spec.width_bytes)
+        return Span(self.start + inner.start, self.start + inner.stop)
+
+    def view(
+        self, data: npt.NDArray[np.uint8], box: SliceRecord
+    ) -> npt.NDArray[np.unsignedinteger]:
+        """The box in the bytes `around` it, sharing their memory."""
+        flat = data.view(UNSIGNED_NUMPY[self.spec.width_bytes])
+        strides = [n * self.spec.width_bytes for n in element_strides(self.spec.shape)]
+        return np.lib.stride_tricks.as_strided(flat, box.lengths, strides)
+
+
+class FullState(Mapping[str, Bits]):
+    """Tensors by name, as their holder has them. `parts`: of which entries each is made."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        parts: Mapping[str, Collection[EntryPart]],
+        entries: Mapping[str, StoredEntry],
+    ) -> None:
+        self._layout = layout
+        self._parts = parts
+        self._entries = entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layout)
+
+    def __len__(self) -> int:
+        return len(self._layout)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._layout
+
+    def __getitem__(self, name: str) -> Bits:
+        """In fresh memory, or in the copy's own: not to be changed."""
+        spec = self._layout[name]
+        alone = self._whole_entry(name)
+        if alone is not None:
+            return bits_from_bytes(alone.place.read(alone.whole), spec)
+        bits = np.empty(spec.elements, dtype=UNSIGNED_NUMPY[spec.width_bytes])
+        self.copy_into(name, bits)
+        return bits
+
+    def copy_into(self, name: str, bits: Bits) -> None:
+        """Overwrites a tensor of the same size."""
+        if bits.size != self._layout[name].elements:
+            raise ValueError(f"{name} has {self._layout[name].elements} elements, not {bits.size}")
+        alone = self._whole_entry(name)
+        if alone is not None:
+            alone.place.read_into(alone.start, bytes_of(bits))
+            return
+        for part in self._parts[name]:
+            entry = self._entries[part.entry]
+            around, box = entry.around(part.within), part.of.box(bits)
+            if around.size_bytes == box.nbytes and box.flags.c_contiguous:
+                entry.place.read_into(around.start, bytes_of(box.reshape(-1)))
+            else:
+                box[...] = entry.view(entry.place.read(around), part.within)
+
+    def only(self, names: Collection[str]) -> "FullState":
+        """The same state with fewer tensors."""
+        layout = {name: self._layout[name] for name in names}
+        return FullState(layout, self._parts, self._entries)
+
+    def held(self, layout: Layout, parts: Mapping[str, Collection[EntryPart]]) -> "FullState":
+        """The same state, for somebody who has less of it."""
+        return FullState(layout, parts, self._entries)
+
+    def _whole_entry(self, name: str) -> StoredEntry | None:
+        """The one entry that is all of a tensor as it is held."""
+        parts = self._parts[name]
+        first = next(iter(parts))
+        if len(parts) == 1 and first.within.is_whole and first.of.is_whole:
+            return self._entries[first.entry]
+        return None

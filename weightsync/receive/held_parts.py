@@ -1,0 +1,180 @@
+"""Where what a holder has of a checkpoint lies among the entries that a store has of it.
+
+An entry is a whole tensor or a slice that one of the trainer's ranks published; a holder has a box
+of a tensor, or all of it. Both are cut apart here and nowhere else. Never reads a byte.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+from harvester.contracts.errors import ConfigError
+from weightsync.elements.bits import Layout, TensorSpec
+from weightsync.encoding.delta import Delta
+from weightsync.layout.slices import CutDelta, SlicedDelta, SliceRecord, Slicing
+from weightsync.selection import Selection, whole_box
+from weightsync.transport.ranges import Span
+
+MIN_RUN_BYTES = 256 << 10
+"""Shorter runs are not worth a request of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPart:
+    """What is held of one entry."""
+
+    entry: str
+    within: SliceRecord
+    """As a box of the entry."""
+    of: SliceRecord
+    """As a box of what is held of the tensor."""
+
+    def placed(self, delta: Delta) -> Delta:
+        """The entry's delta, for what is held of the tensor."""
+        if not self.within.is_whole:
+            delta = CutDelta(self.within, delta)
+        return delta if self.of.is_whole else SlicedDelta(self.of, delta)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldParts:
+    """`boxes`: what is held of each tensor."""
+
+    whole: Layout
+    """The checkpoint's tensors."""
+    slicing: Slicing
+    boxes: Mapping[str, SliceRecord]
+    entries: Layout = field(default_factory=dict)
+    """Everything that the store has."""
+    parts: Mapping[str, EntryPart] = field(default_factory=dict)
+    """By entry, of which something is held."""
+
+    @property
+    def is_everything(self) -> bool:
+        return len(self.boxes) == len(self.whole) and not self.cut
+
+    @property
+    def cut(self) -> frozenset[str]:
+        """Tensors of which a part is held."""
+        return frozenset(name for name, box in self.boxes.items() if not box.is_whole)
+
+    def layout(self) -> dict[str, TensorSpec]:
+        """What is held, as tensors of its own."""
+        return {
+            name: TensorSpec(self.whole[name].dtype, box.lengths)
+            for name, box in self.boxes.items()
+        }
+
+    def by_tensor(self) -> dict[str, list[EntryPart]]:
+        found: dict[str, list[EntryPart]] = {name: [] for name in self.boxes}
+        for part in self.parts.values():
+            found[part.of.tensor].append(part)
+        return found
+
+    def uncut_slicing(self) -> Slicing:
+        """Which entries are slices of tensors that are held whole."""
+        cut = self.cut
+        return Slicing(
+            {
+                entry: record
+                for entry, record in self.slicing.records.items()
+                if record.tensor in self.boxes and record.tensor not in cut
+            }
+        )
+
+
+def everything(whole: Layout, slicing: Slicing) -> HeldParts:
+    return _cut_up(whole, slicing, {name: whole_box(name, spec) for name, spec in whole.items()})
+
+
+def held_parts(whole: Layout, slicing: Slicing, selection: Selection | None) -> HeldParts:
+    """Raises ConfigError where a selection asks for what is not there, or for nothing."""
+    if selection is None:
+        return everything(whole, slicing)
+    boxes = {}
+    for name, spec in whole.items():
+        box = selection.box(name, spec)
+        if box is None:
+            continue
+        if (box.tensor, box.shape) != (name, spec.shape) or not _is_inside(box):
+            raise ConfigError(f"{name} of shape {spec.shape} has no part {box}")
+        boxes[name] = box
+    if not boxes:
+        raise ConfigError("nothing of this checkpoint is selected")
+    return _cut_up(whole, slicing, boxes)
+
+
+def runs(box: SliceRecord, width_bytes: int) -> Iterator[Span]:
+    """The bytes of a box of a tensor, in order, with gaps that are not worth a request."""
+    strides = element_strides(box.shape)
+    cut = [d for d, size in enumerate(box.shape) if box.lengths[d] != size]
+    if not cut:
+        yield Span(0, prod(box.shape) * width_bytes)
+        return
+    inner = cut[-1]
+    run_bytes = box.lengths[inner] * strides[inner] * width_bytes
+    if run_bytes < MIN_RUN_BYTES:
+        yield bounds(box, width_bytes)
+        return
+    outer = (range(o, o + n) for o, n in zip(box.offsets[:inner], box.lengths[:inner], strict=True))
+    for place in product(*outer):
+        at = (*place, box.offsets[inner])
+        start = sum(i * stride for i, stride in zip(at, strides, strict=False)) * width_bytes
+        yield Span(start, start + run_bytes)
+
+
+def bounds(box: SliceRecord, width_bytes: int) -> Span:
+    """From the first to the last byte of a box of a tensor."""
+    if prod(box.lengths) == 0:
+        return Span(0, 0)
+    pairs = list(zip(box.offsets, box.lengths, element_strides(box.shape), strict=True))
+    first = sum(offset * stride for offset, _, stride in pairs)
+    last = sum((offset + length - 1) * stride for offset, length, stride in pairs)
+    return Span(first * width_bytes, (last + 1) * width_bytes)
+
+
+def element_strides(shape: tuple[int, ...]) -> list[int]:
+    """How many elements apart neighbours are, per dimension."""
+    return [prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+def _cut_up(whole: Layout, slicing: Slicing, boxes: Mapping[str, SliceRecord]) -> HeldParts:
+    entries = slicing.entries(whole)
+    parts: dict[str, EntryPart] = {}
+    for entry, spec in entries.items():
+        stored = slicing.records.get(entry) or whole_box(entry, spec)
+        box = boxes.get(stored.tensor)
+        part = None if box is None else _overlap(entry, stored, box)
+        if part is not None:
+            parts[entry] = part
+    return HeldParts(whole, slicing, boxes, entries, parts)
+
+
+def _overlap(entry: str, stored: SliceRecord, box: SliceRecord) -> EntryPart | None:
+    """Of an entry and a box of the same tensor; None where they have nothing in common."""
+    pairs = list(zip(stored.offsets, stored.lengths, box.offsets, box.lengths, strict=True))
+    starts = tuple(max(so, bo) for so, _, bo, _ in pairs)
+    stops = tuple(min(so + sn, bo + bn) for so, sn, bo, bn in pairs)
+    lengths = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+    is_empty = any(n <= 0 for n in lengths)
+    if is_empty and not (stored.is_whole and box.is_whole):
+        return None
+    return EntryPart(
+        entry,
+        SliceRecord(entry, stored.lengths, _less(starts, stored.offsets), lengths),
+        SliceRecord(box.tensor, box.lengths, _less(starts, box.offsets), lengths),
+    )
+
+
+def _less(places: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(place - offset for place, offset in zip(places, offsets, strict=True))
+
+
+def _is_inside(box: SliceRecord) -> bool:
+    if not len(box.offsets) == len(box.lengths) == len(box.shape):
+        return False
+    return all(
+        offset >= 0 and (length > 0 or length == size) and offset + length <= size
+        for offset, length, size in zip(box.offsets, box.lengths, box.shape, strict=True)
+    )

@@ -1,0 +1,155 @@
+"""A checkpoint directory with its record: what it holds for certain, looked at and written down.
+
+It claims a version only while the files are what the record says. Decides nothing about where
+weights come from; follower.py does.
+"""
+
+import fcntl
+from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
+from harvester.contracts.ids import WeightVersion
+from weightsync.checkpoint import Checkpoint, check_ours, sweep, write_checkpoint
+from weightsync.elements import state_hash
+from weightsync.elements.bits import Bits, Layout
+from weightsync.layout.apply_journal import (
+    Applying,
+    Digests,
+    Held,
+    Record,
+    read_record,
+    write_record,
+)
+from weightsync.layout.durable import storage_error
+
+_LOCK_FILE = ".rosemux-lock"
+
+
+class KeptDirectory:
+    """Owns one directory; a lock keeps a second owner out."""
+
+    def __init__(self, directory: Path, pool: Executor) -> None:
+        """Raises ConfigError where the directory has another owner or holds other weights."""
+        self.path = directory
+        self._pool = pool
+        self._lock = _locked(directory)
+        self.record: Record | None = None
+        self.checkpoint: Checkpoint | None = None
+        """The files; None where they are no whole checkpoint."""
+        self.digests: Digests = {}
+        """Of what is in the files."""
+        try:
+            self.examine()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        self._lock.close()
+
+    @property
+    def held(self) -> Held | None:
+        """What the directory is; None while it is no version."""
+        return self.record if isinstance(self.record, Held) else None
+
+    def examine(self) -> None:
+        """Reads and hashes everything; a record that the files do not bear out is taken back."""
+        sweep(self.path)
+        self.record, self.checkpoint, self.digests = None, None, {}
+        try:
+            record = read_record(self.path)
+            if record is None:
+                check_ours(self.path)
+                return
+        except Corrupt:
+            record = None
+        with suppress(Corrupt, Unsupported):
+            self.checkpoint = Checkpoint(self.path)
+            layout = self.checkpoint.layout()
+            self.digests = state_hash.digests_of(layout, layout, self.checkpoint.bits, self._pool)
+        if isinstance(record, Held) and record.contents_hash != self.contents_hash(self.digests):
+            record = _doubted(record)
+            write_record(self.path, record)
+        self.record = record
+
+    def begin(
+        self, version: WeightVersion, state_hash: str, contents_hash: str, after: Digests,
+        *, base: Held | None,
+    ) -> None:  # fmt: skip
+        """From here on the directory is no version. Raises Exhausted: then it still is the old."""
+        record = Applying(
+            version=version,
+            state_hash=state_hash,
+            contents_hash=contents_hash,
+            base_version=base.version if base else None,
+            base_state_hash=base.state_hash if base else None,
+            sequence=self._next_sequence(),
+            before=base.digests if base else {},
+            after=after,
+        )
+        write_record(self.path, record)
+        self.record = record
+
+    def replace_files(self, layout: Layout, read: Callable[[str], Bits]) -> Checkpoint:
+        """New files in the place of whatever was there."""
+        self.checkpoint = None
+        write_checkpoint(self.path, layout, read)
+        self.checkpoint = Checkpoint(self.path)
+        return self.checkpoint
+
+    def end(self, version: WeightVersion, state_hash: str, digests: Digests) -> Held:
+        """The files were verified to be this version; where that is known, nothing is written."""
+        held = self.held
+        if held is None or (held.version, held.digests) != (version, digests):
+            held = Held(
+                version=version,
+                state_hash=state_hash,
+                contents_hash=self.contents_hash(digests),
+                sequence=self._next_sequence(),
+                digests=digests,
+            )
+            write_record(self.path, held)
+        self.record, self.digests = held, digests
+        return held
+
+    def contents_hash(self, digests: Digests) -> str:
+        """Of names, dtypes, shapes and digests; of nothing where these are not the files' names."""
+        if self.checkpoint is None or digests.keys() != self.checkpoint.layout().keys():
+            return ""
+        return state_hash.combined(digests, self.checkpoint.layout())
+
+    def _next_sequence(self) -> int:
+        return 1 if self.record is None else self.record.sequence + 1
+
+
+def _doubted(held: Held) -> Applying:
+    """Files that changed by themselves are no version until they are that one again."""
+    return Applying(
+        version=held.version,
+        state_hash=held.state_hash,
+        contents_hash=held.contents_hash,
+        base_version=None,
+        base_state_hash=None,
+        sequence=held.sequence + 1,
+        before={},
+        after=held.digests,
+    )
+
+
+def _locked(directory: Path) -> IO[bytes]:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / _LOCK_FILE).open("wb")
+    except OSError as error:
+        raise storage_error(error, directory) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise ConfigError(f"another receiver keeps {directory} already") from error
+    return lock

@@ -1,0 +1,121 @@
+"""What a staging ends in: everything that an apply needs, and how its outcome is recognised."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+
+from harvester.contracts.errors import Corrupt
+from weightsync.elements import state_hash
+from weightsync.elements.bits import Bits, Layout
+from weightsync.encoding.delta import Delta
+from weightsync.layout.slices import CutDelta, SlicedDelta, Slicing
+from weightsync.reading.memory_room import MemoryRoom
+from weightsync.receive.full_state import FullState
+from weightsync.receive.held_parts import HeldParts, held_parts
+from weightsync.receive.plan import Plan
+from weightsync.receive.stored_delta import StoredDelta
+from weightsync.selection import Selection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """How a final state is recognised."""
+
+    state_hash: str | None
+    """None for a version of a foreign store."""
+    checksums: Mapping[str, tuple[str, str]]
+    """Algorithm and checksum per tensor that a foreign store changed; else empty."""
+    slicing: Slicing = field(default_factory=Slicing)
+    digests: Mapping[str, str] | None = None
+    """For a holder of parts: of each entry of what it holds; the state hash is of all entries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """Everything that an apply needs, at hand and checked."""
+
+    plan: Plan
+    layout: Layout
+    """What its holder has."""
+    full: FullState | None
+    """The final state where the plan starts from a full checkpoint, already verified."""
+    deltas: Mapping[str, tuple[Delta, ...]]
+    """Per tensor in the order to apply them; empty where `full` holds the final state."""
+    expected: Expected
+    bytes_read: int
+    parts: HeldParts
+    table: Mapping[str, str]
+    """Digest of every entry of the final state: published, or those of a full one that was read
+    whole."""
+    room: MemoryRoom
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        return tuple(sorted(self.deltas if self.full is None else self.full))
+
+    def narrowed(self, selection: Selection) -> "Staged":
+        """A full checkpoint that was staged whole, for a holder of parts."""
+        if self.full is None or not self.parts.is_everything:
+            raise ValueError("only what was staged whole, from a full checkpoint, can be narrowed")
+        parts = held_parts(self.parts.whole, self.parts.slicing, selection)
+        return replace(
+            self,
+            layout=parts.layout(),
+            full=self.full.held(parts.layout(), parts.by_tensor()),
+            parts=parts,
+            expected=expected_of_parts(self.expected.state_hash, parts, self.table),
+        )
+
+    def lent_bytes(self, name: str) -> int:
+        """About what it takes to write a tensor, beside the target."""
+        size = self.layout[name].size_bytes
+        if self.full is not None:
+            return size
+        return size + max((delta_bytes(delta) for delta in self.deltas[name]), default=0)
+
+
+def expected_of_parts(
+    state_hash: str | None, parts: HeldParts, table: Mapping[str, str]
+) -> Expected:
+    """Published digests of what is held whole; of tensors that are cut nobody published any."""
+    cut = parts.cut
+    digests = {
+        part.entry: table[part.entry] for part in parts.parts.values() if part.of.tensor not in cut
+    }
+    return Expected(
+        state_hash=state_hash, checksums={}, slicing=parts.uncut_slicing(), digests=digests
+    )
+
+
+def delta_bytes(delta: Delta) -> int:
+    """About what applying a delta takes of memory that is not kept."""
+    if isinstance(delta, StoredDelta):
+        return delta.lent_bytes
+    if isinstance(delta, CutDelta):
+        # The whole that the box is laid into; elements of eight bytes are rare.
+        return delta_bytes(delta.delta) + 4 * delta.delta.elements
+    return delta_bytes(delta.delta) if isinstance(delta, SlicedDelta) else 0
+
+
+def check_state(
+    expected: Expected, layout: Layout, read: Callable[[str], Bits], pool: Executor
+) -> str:
+    """The hash of the state behind `read`; raises Corrupt where it is not the expected one."""
+    digests = expected.slicing.digests(layout, read, pool)
+    if expected.digests is not None:
+        for entry, digest in digests.items():
+            if expected.digests.get(entry) != digest:
+                raise Corrupt(f"{entry}: what is held of it is not what was published")
+        return expected.state_hash or state_hash.combined(digests, layout)
+    found = state_hash.combined(digests, expected.slicing.entries(layout))
+    if expected.state_hash is not None and found != expected.state_hash:
+        raise Corrupt(f"state {found} where {expected.state_hash} was published")
+    for name, (algorithm, checksum) in expected.checksums.items():
+        check_foreign(name, algorithm, checksum, read(name))
+    return found
+
+
+def check_foreign(name: str, algorithm: str, checksum: str, bits: Bits) -> None:
+    """Against a tensor's checksum as another system published it; raises Corrupt."""
+    if state_hash.foreign_checksum(algorithm, bits) != checksum:
+        raise Corrupt(f"{name}: not the {algorithm} checksum that was published")

@@ -1,0 +1,286 @@
+"""From a plan to checked changes: reads shards, decodes, verifies. Touches no engine.
+
+Two passes. The first brings everything into the receiver's own copy (spool.py) and checks it there:
+what a full checkpoint leads to is brought to its final state and hashed. The second, when it is
+applied, reads known bits. Neither takes more memory than its room gives.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+
+from harvester.contracts.errors import Corrupt
+from weightsync.elements import state_hash
+from weightsync.elements.bits import bits_from_bytes
+from weightsync.encoding.codec import Encoding
+from weightsync.encoding.delta import Delta
+from weightsync.encoding.plain import plain_deltas
+from weightsync.layout.chunk_digests import MIN_CHUNK_BYTES
+from weightsync.layout.shard import ShardHeader
+from weightsync.reading.memory_room import MemoryRoom
+from weightsync.reading.shard_copy import ShardCopy
+from weightsync.reading.spool import Spool
+from weightsync.reading.store import Store
+from weightsync.receive.final_state import advance, entry_digests
+from weightsync.receive.full_state import FullState, StoredEntry
+from weightsync.receive.held_parts import EntryPart, HeldParts, everything, runs
+from weightsync.receive.plan import Plan, Step
+from weightsync.receive.staged import Expected, Staged, check_foreign, expected_of_parts
+from weightsync.receive.stored_delta import StoredDelta, decoded_bytes
+from weightsync.transport.ranges import Span
+
+_logger = logging.getLogger(__name__)
+
+_SMALL = 4 * MIN_CHUNK_BYTES
+"""A shard that is read whole without a word."""
+
+
+def stage(
+    store: Store,
+    plan: Plan,
+    parts: HeldParts,
+    pool: Executor,
+    *,
+    room: MemoryRoom,
+    spool: Spool,
+    known: Mapping[str, str],
+) -> Staged:
+    """Reads a plan; raises Corrupt or Stale.
+
+    `known`: for a holder of parts, the digest of every entry of the version that the plan builds
+    on.
+    """
+    staging = _Staging(store, plan, parts, pool, room, spool, known)
+    for step in plan.steps:
+        staging.take(step)
+    return staging.staged()
+
+
+class _Staging:
+    """One plan in the making. Everything of a foreign store is read: nothing tells its parts."""
+
+    def __init__(
+        self,
+        store: Store,
+        plan: Plan,
+        parts: HeldParts,
+        pool: Executor,
+        room: MemoryRoom,
+        spool: Spool,
+        known: Mapping[str, str],
+    ) -> None:
+        self._store = store
+        self._plan = plan
+        self._held = parts
+        self._is_ours = all(step.manifest.block is not None for step in plan.steps)
+        self._read = parts if self._is_ours else everything(parts.whole, parts.slicing)
+        self._pool = pool
+        self._room = room
+        self._spool = spool
+        self._table = dict(known)
+        self._checksums: dict[str, tuple[str, str]] = {}
+        self._stored: dict[str, StoredEntry] = {}
+        self._deltas: dict[str, list[Delta]] = {}
+        self._bytes_read = 0
+        self._whole_bytes = 0
+        """Of shards that were read whole."""
+
+    def take(self, step: Step) -> None:
+        """Reads one version; raises Corrupt."""
+        found: set[str] = set()
+        self._whole_bytes = 0
+        if step.manifest.is_full:
+            self._table.clear()
+        for shard in step.manifest.shards:
+            copy, header = self._fetched(step, shard)
+            found |= set(header.layout)
+            told = {n: c for n, c in header.metadata.items() if n in header.layout}
+            if step.manifest.block is None:
+                algorithm = step.manifest.checksum_format
+                self._checksums |= {name: (algorithm, checksum) for name, checksum in told.items()}
+            self._table |= told
+            if step.manifest.is_full:
+                self._take_dense(copy, header)
+            else:
+                self._take_changes(step, copy, header)
+            self._bytes_read += copy.bytes_read
+        if not self._held.is_everything and self._whole_bytes > len(step.manifest.shards) * _SMALL:
+            _logger.info("%s is read whole: nothing vouches for parts of it", step.ref.directory)
+        if found != set(step.manifest.weight_map):
+            raise Corrupt(f"{step.ref.directory}: shards and weight map name different tensors")
+
+    def staged(self) -> Staged:
+        """Checks the final state of a full checkpoint; raises Corrupt."""
+        if self._is_ours and not self._held.is_everything:
+            self._check_table()
+        full = self._verified() if self._plan.current is None else None
+        return Staged(
+            plan=self._plan,
+            layout=self._held.layout(),
+            full=full,
+            deltas=self._changes() if full is None else {},
+            expected=self._expected(),
+            bytes_read=self._bytes_read,
+            parts=self._held,
+            table=self._table,
+            room=self._room,
+        )
+
+    def _changes(self) -> dict[str, tuple[Delta, ...]]:
+        """By tensor, for what is held of it."""
+        changes: dict[str, tuple[Delta, ...]] = {}
+        for part in self._held.parts.values():
+            placed = tuple(part.placed(delta) for delta in self._deltas.get(part.entry, ()))
+            if placed:
+                changes[part.of.tensor] = (*changes.get(part.of.tensor, ()), *placed)
+        return changes
+
+    def _fetched(self, step: Step, shard: str) -> tuple[ShardCopy, ShardHeader]:
+        copy = self._store.shard(
+            step.ref, step.manifest, shard, self._spool, lent_bytes=self._room.lent_bytes
+        )
+        if self._read.is_everything or not copy.has_chunks:
+            copy.fetch()
+            self._whole_bytes += copy.bytes_read
+        header = copy.header()
+        if step.manifest.is_full:
+            self._check_specs(header)
+        wanted = (
+            span for part in self._parts_in(header) for span in self._spans(step, header, part)
+        )
+        copy.fetch_parts(wanted)
+        return copy, header
+
+    def _parts_in(self, header: ShardHeader) -> list[EntryPart]:
+        return [self._read.parts[name] for name in header.layout if name in self._read.parts]
+
+    def _check_specs(self, header: ShardHeader) -> None:
+        for part in self._parts_in(header):
+            found, known = header.layout[part.entry], self._read.entries[part.entry]
+            if found != known:
+                raise Corrupt(f"{part.entry} is {found}, and was {known} a moment ago")
+
+    def _spans(self, step: Step, header: ShardHeader, part: EntryPart) -> Iterator[Span]:
+        begin, end = header.offsets[part.entry]
+        if not step.manifest.is_full:
+            yield Span(begin, end)
+            return
+        for run in runs(part.within, header.layout[part.entry].width_bytes):
+            yield Span(begin + run.start, begin + run.stop)
+
+    def _take_dense(self, copy: ShardCopy, header: ShardHeader) -> None:
+        for part in self._parts_in(header):
+            self._stored[part.entry] = StoredEntry(
+                copy.place, header.offsets[part.entry][0], self._read.entries[part.entry]
+            )
+
+    def _take_changes(self, step: Step, copy: ShardCopy, header: ShardHeader) -> None:
+        """Decodes every change, so that a broken one is found now; keeps decoded what fits."""
+        where = step.ref.directory
+        unknown = sorted(set(header.layout) - set(self._read.entries))
+        if unknown:
+            raise Corrupt(f"{where} changes {unknown[0]!r}, which its base does not have")
+        parts = self._parts_in(header)
+        # On top of a full checkpoint they are applied once, and soon.
+        is_kept = self._plan.current is not None
+        lying = self._plain(step, copy, header, parts) if is_kept else {}
+        waiting = {
+            part.entry: StoredDelta(
+                place=copy.place,
+                span=Span(*header.offsets[part.entry]),
+                encoding=step.manifest.encoding_of(part.entry),
+                spec=self._read.entries[part.entry],
+                what=f"{where}, {part.entry}",
+            )
+            for part in parts
+            if part.entry not in lying
+        }
+        kept = lying | (self._decoded(waiting) if is_kept else {})
+        for part in parts:
+            delta = kept.get(part.entry) or waiting[part.entry]
+            self._deltas.setdefault(part.entry, []).append(delta)
+        if len(kept) == len(parts) and not lying:
+            self._room.give_back(copy.place.kept_bytes)
+
+    def _plain(
+        self, step: Step, copy: ShardCopy, header: ShardHeader, parts: Sequence[EntryPart]
+    ) -> dict[str, Delta]:
+        """Those that stay as they lie in memory, where they are most of what lies there."""
+        ours = [
+            part.entry
+            for part in parts
+            if step.manifest.encoding_of(part.entry) is Encoding.ROSEMUX
+        ]
+        if not ours or not copy.place.kept_bytes:
+            return {}
+        places = [header.offsets[entry] for entry in ours]
+        found = plain_deltas(
+            copy.place.read(Span(0, copy.place.kept_bytes)),
+            places,
+            [self._read.entries[entry] for entry in ours],
+        )
+        plain: dict[str, Delta] = {e: delta for e, delta in zip(ours, found, strict=True) if delta}
+        plain_bytes = sum(header.size_bytes(entry) for entry in plain)
+        all_bytes = sum(header.size_bytes(entry) for entry in header.layout)
+        return plain if 2 * plain_bytes >= all_bytes else {}
+
+    def _decoded(self, waiting: Mapping[str, StoredDelta]) -> dict[str, Delta]:
+        """Those that may stay in memory."""
+
+        def decoded(entry: str) -> Delta:
+            return waiting[entry].decoded(alone=True)
+
+        kept: dict[str, Delta] = {}
+        found = self._room.spread(
+            self._pool, decoded, list(waiting), lambda entry: waiting[entry].lent_bytes
+        )
+        for entry, delta in zip(waiting, found, strict=True):
+            # Parts of it may be the payload's own bytes.
+            size = waiting[entry].span.size_bytes + decoded_bytes(delta)
+            if self._room.keep(size):
+                kept[entry] = delta
+        return kept
+
+    def _verified(self) -> FullState:
+        """Brings every entry to its final state, and checks it."""
+        advance(self._stored, self._deltas, self._read.parts, self._pool, self._room)
+        digests = entry_digests(self._stored, self._read.parts, self._pool, self._room)
+        if self._read.is_everything:
+            self._check_everything(digests)
+            self._table = digests
+        elif any(self._table[entry] != digest for entry, digest in digests.items()):
+            raise Corrupt(f"version {self._plan.target}: a tensor is not what was published")
+        return FullState(self._held.layout(), self._held.by_tensor(), self._stored)
+
+    def _check_everything(self, digests: Mapping[str, str]) -> None:
+        published = self._published()
+        found = state_hash.combined(digests, self._read.entries)
+        if published is not None and found != published:
+            raise Corrupt(f"state {found} where {published} was published")
+        for name, (algorithm, checksum) in self._foreign_checksums().items():
+            stored = self._stored[name]
+            bits = bits_from_bytes(stored.place.read(stored.whole), stored.spec)
+            check_foreign(name, algorithm, checksum, bits)
+
+    def _check_table(self) -> None:
+        """The digests that the shards tell of all entries are those of the published state."""
+        published = self._published()
+        told = self._table.keys() == self._read.entries.keys()
+        if not told or state_hash.combined(self._table, self._read.entries) != published:
+            raise Corrupt(f"the digests of version {self._plan.target} do not lead to {published}")
+
+    def _expected(self) -> Expected:
+        if self._held.is_everything:
+            return Expected(
+                state_hash=self._published(),
+                checksums=self._foreign_checksums(),
+                slicing=self._held.slicing,
+            )
+        return expected_of_parts(self._published(), self._held, self._table)
+
+    def _published(self) -> str | None:
+        block = self._plan.manifest.block
+        return block.state_hash if block else None
+
+    def _foreign_checksums(self) -> dict[str, tuple[str, str]]:
+        return {} if self._plan.manifest.block else self._checksums

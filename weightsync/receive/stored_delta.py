@@ -1,0 +1,56 @@
+"""A change that waits as it was published and is decoded whenever it is applied.
+
+For what has no room in memory once decoded. Its bytes are the receiver's own copy and were checked.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from harvester.contracts.errors import Corrupt
+from weightsync.elements.bits import Bits, TensorSpec
+from weightsync.encoding.codec import Encoding, decode
+from weightsync.encoding.delta import Delta, checked_apply
+from weightsync.reading.spool import Place
+from weightsync.transport.ranges import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredDelta:
+    place: Place
+    span: Span
+    encoding: Encoding
+    spec: TensorSpec
+    what: str
+    """Version and tensor, for people."""
+
+    @property
+    def elements(self) -> int:
+        return self.spec.elements
+
+    @property
+    def lent_bytes(self) -> int:
+        """About what decoding and applying it takes beside the tensor."""
+        return self.span.size_bytes + self.spec.size_bytes
+
+    def decoded(self, *, alone: bool = False) -> Delta:
+        """The checked delta; with `alone` nothing of it keeps the place in memory.
+
+        Raises Corrupt.
+        """
+        payload = self.place.read(self.span)
+        if alone and self.place.kept_bytes:
+            payload = payload.copy()
+        try:
+            return decode(self.encoding, payload.data, self.spec)
+        except Corrupt as error:
+            raise Corrupt(f"{self.what}: {error}") from error
+
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
+        return checked_apply(self.decoded(), bits, hashed=hashed)
+
+
+def decoded_bytes(delta: Delta) -> int:
+    """What a decoded delta takes of memory."""
+    values = (getattr(delta, name) for name in getattr(delta, "__dataclass_fields__", ()))
+    return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
