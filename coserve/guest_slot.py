@@ -59,6 +59,9 @@ class EngineLoad:
     """The budget that was obeyed last; None is all that there is."""
     kv_tokens_short: int = 0
     """What requests held above it at that time."""
+    kv_tokens_retained: int = 0
+    prefix_tokens_used_total: int = 0
+    prefix_tokens_dropped_total: int = 0
     weight_version: str = ""
     processes: tuple[ProcessId, ...] = ()
 
@@ -81,6 +84,8 @@ class GuestSlot:
         self._epoch = 0
         self._abort_grace_s = _DEFAULT_GRACE_S
         self._budget_tokens: int | None = None
+        self.kv_retained_ratio = 0.0
+        """Of the last grant."""
         self._granted_ns = monotonic_ns()
         self._launched_total = self._finished_total = self._tokens_total = 0
         self._last_tokens, self._last_step_s, self._last_end_ns = 0, 0.0, 0
@@ -103,6 +108,7 @@ class GuestSlot:
                 self._abort_grace_s = grant.record.abort_grace_s
                 budget_tokens = grant.record.kv_budget_tokens or None
                 self._budget_tokens = 0 if grant.record.asleep else budget_tokens
+                self.kv_retained_ratio = grant.record.kv_retained_ratio
             launched = self._launched
             decision = decide(
                 grant,
@@ -208,6 +214,9 @@ class GuestSlot:
             kv_tokens=self.load.kv_tokens,
             kv_tokens_total=self.load.kv_tokens_total,
             kv_tokens_withheld=self.load.kv_tokens_withheld,
+            kv_tokens_retained=self.load.kv_tokens_retained,
+            prefix_tokens_used_total=self.load.prefix_tokens_used_total,
+            prefix_tokens_dropped_total=self.load.prefix_tokens_dropped_total,
             processes=self.load.processes,
             step_over_ratio=self.step_time.over_ratio,
             weight_version=self.load.weight_version,

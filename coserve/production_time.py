@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from coserve.calibration import CalibrationWindow
 from harvester.contracts.page import ProductionModel
 
 _WINDOW = 512
@@ -29,6 +30,10 @@ class ProductionTime:
     decodes: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     """(requests in the batch, seconds)"""
     samples: int = 0
+    model: ProductionModel = field(default_factory=ProductionModel)
+    """As last fitted; zeros until enough was seen."""
+    prefill_calibration: CalibrationWindow = field(default_factory=CalibrationWindow)
+    decode_calibration: CalibrationWindow = field(default_factory=CalibrationWindow)
 
     @property
     def learned(self) -> int:
@@ -37,23 +42,28 @@ class ProductionTime:
         return least if least < _MIN_SAMPLES else self.samples
 
     def observe_prefill(self, *, tokens: int, seconds: float) -> None:
+        predicted_s = self.model.prefill_s(tokens)
+        self.prefill_calibration.observe(predicted_s=predicted_s, step_s=seconds)
         self.prefills.append((tokens, seconds))
         self.samples += 1
 
     def observe_decode(self, *, requests: int, seconds: float) -> None:
+        predicted_s = self.model.decode_s(requests)
+        self.decode_calibration.observe(predicted_s=predicted_s, step_s=seconds)
         self.decodes.append((requests, seconds))
         self.samples += 1
 
     def fit(self) -> ProductionModel:
-        """The model as of now; zeros until enough was seen."""
+        """Renew the model."""
         prefill_base, prefill_slope = upper_line(list(self.prefills), self.quantile)
         decode_base, decode_slope = upper_line(list(self.decodes), self.quantile)
-        return ProductionModel(
+        self.model = ProductionModel(
             prefill_base_s=prefill_base,
             prefill_s_per_token=prefill_slope,
             decode_base_s=decode_base,
             decode_s_per_request=decode_slope,
         )
+        return self.model
 
 
 def upper_line(points: list[tuple[int, float]], quantile: float) -> tuple[float, float]:

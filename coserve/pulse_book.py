@@ -11,7 +11,7 @@ from itertools import islice
 from math import ceil
 
 from coserve.production_time import ProductionTime
-from harvester.contracts.page import ProductionModel, Pulse
+from harvester.contracts.page import Calibration, Pulse
 
 _RECENT = 32
 _PROMPTS = 512
@@ -98,7 +98,8 @@ class PulseBook:
     _itl: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _ttft_total: int = 0
     _itl_total: int = 0
-    _model: ProductionModel = field(default_factory=ProductionModel)
+    _calibrations: tuple[Calibration, Calibration] = (Calibration(), Calibration())
+    """Of prefills and of decodes."""
     _prompt_p99: int = 0
 
     def arrive(self, key: int, *, body_bytes: int, now_ns: int) -> None:
@@ -149,7 +150,12 @@ class PulseBook:
 
     def refit(self) -> None:
         """Renew the slow figures; about once a second is enough."""
-        self._model = self.times.fit()
+        self.times.fit()
+        times = self.times
+        self._calibrations = (
+            times.prefill_calibration.summary(),
+            times.decode_calibration.summary(),
+        )
         if self._prompts:
             ordered = sorted(self._prompts)
             self._prompt_p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
@@ -177,8 +183,10 @@ class PulseBook:
             itl_s_recent=tuple(self._itl),
             samples_total=self._ttft_total,
             itl_samples_total=self._itl_total,
-            model=self._model,
+            model=self.times.model,
             model_samples=self.times.learned,
+            prefill_calibration=self._calibrations[0],
+            decode_calibration=self._calibrations[1],
         )
 
     def _alone_since(self, begun_ns: int) -> bool:
@@ -209,7 +217,7 @@ class PulseBook:
             return
         if self.step_tokens and run.engine_steps > run.steps + ceil(run.tokens / self.step_tokens):
             return  # It waited for room, not for prefills.
-        seconds = (now_ns - begun_ns) * 1e-9 - run.decodes * self._model.decode_s_per_request
+        seconds = (now_ns - begun_ns) * 1e-9 - run.decodes * self.times.model.decode_s_per_request
         self.times.observe_prefill(
             tokens=round(run.tokens / run.steps), seconds=max(0.0, seconds / run.steps)
         )

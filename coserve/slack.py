@@ -68,10 +68,12 @@ def _phantom_slack_s(slo_s: float, alone_s: float, epsilon: float) -> float:
     """Of a request that might arrive this moment.
 
     One that production alone would serve too late has no SLO to lose, only its share epsilon:
-    otherwise an SLO at the P99, where many are set, would shut an idle machine for ever.
+    otherwise an SLO at the P99, where many are set, would shut an idle machine for ever. The share
+    is that of one just in time, since the request that comes is likely a shorter one: after a
+    single prompt of 16k tokens a twentieth of its time may be more than all of a short one's SLO.
     """
     if alone_s >= slo_s and epsilon != math.inf:
-        return epsilon * alone_s
+        return min(epsilon, 1.0) * slo_s
     return deadline_s(slo_s, alone_s, epsilon) - alone_s
 
 

@@ -87,10 +87,30 @@ _AGENT = (
         "Share of the guest's late steps that took longer than predicted; 0.1 is wanted.",
     ),
     _agent(
+        "production_step_over_ratio",
+        Kind.GAUGE,
+        "slot kind",
+        "Share of production's late prefills or decodes that took longer than predicted; 0.1 is "
+        "wanted.",
+    ),
+    _agent(
+        "production_step_quantile_ratio",
+        Kind.GAUGE,
+        "slot kind quantile",
+        "Production's late prefills or decodes over what was predicted; 1 is wanted at 0.9.",
+    ),
+    _agent(
         "guest_kv_tokens",
         Kind.GAUGE,
         "slot state",
-        "The guest's KV: held by requests, free, or withheld (returned to production).",
+        "The guest's KV: held by requests, retained for trajectories that are away at their tools, "
+        "free, or withheld (returned to production).",
+    ),
+    _agent(
+        "guest_prefix_tokens_total",
+        Kind.COUNTER,
+        "slot outcome",
+        "Prefix tokens kept for a trajectory away at its tools: used by it, or dropped before.",
     ),
     _agent(
         "kv_reclaims_total",

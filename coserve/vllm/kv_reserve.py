@@ -36,12 +36,17 @@ class KvReserve:
         return self._blocks * self._tokens_per_block
 
     @property
+    def blocks_usable(self) -> int:
+        """Not withheld."""
+        return self._blocks - len(self._withheld)
+
+    @property
     def tokens_withheld(self) -> int:
         return len(self._withheld) * self._tokens_per_block
 
     @property
     def tokens_held(self) -> int:
-        """By requests; cached prefixes are free."""
+        """By requests, and prefixes that are kept; those that are merely cached are free."""
         free = self._pool.get_num_free_blocks()
         return (self._blocks - free - len(self._withheld)) * self._tokens_per_block
 

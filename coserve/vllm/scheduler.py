@@ -18,11 +18,16 @@ from coserve.guest_slot import GuestSlot
 from coserve.vllm.environment import Role, slot_environment
 from coserve.vllm.kv_reserve import KvReserve
 from coserve.vllm.launch import WORKER_EXTENSION
+from coserve.vllm.prefix_keeper import PrefixKeeper
 from coserve.vllm.waker import Waker
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Unsupported
 from harvester.contracts.process import process_ids
 
 _log = logging.getLogger(__name__)
+
+_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+"""How a turn ends after which its trajectory may come back with another one."""
 
 
 class CoserveScheduler(AsyncScheduler):
@@ -46,6 +51,11 @@ class CoserveScheduler(AsyncScheduler):
             tokens_per_block=self.block_size,
             give_back=self._give_back if pages else None,
         )
+        manager = self.kv_cache_manager
+        # Layers that cache unlike (sliding windows, states) have prefixes of more than one kind.
+        self._retains = manager.enable_caching and manager.num_kv_cache_groups == 1
+        self._prefixes = PrefixKeeper(manager.block_pool, tokens_per_block=self.block_size)
+        self._clock = MonotonicClock()
 
     def attach(self, core: Any, wake: Any) -> None:
         """Called with the engine core once its loop is about to run."""
@@ -62,6 +72,7 @@ class CoserveScheduler(AsyncScheduler):
         # anyway.
         if current_platform.is_cpu() and request.sampling_params is not None:
             request.sampling_params.seed = None
+        self._prefixes.arrive(request, now=self._clock.now())
         super().add_request(request)
 
     def has_requests(self) -> bool:
@@ -92,7 +103,11 @@ class CoserveScheduler(AsyncScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.max_num_scheduled_tokens = self._granted_tokens
+        now = self._clock.now()
+        self._prefixes.make_room(self._blocks_of_step(), now=now)
         output = super().schedule(*args, **kwargs)
+        stepping = output.num_scheduled_tokens
+        self._prefixes.stepped(stepping, open_requests=self.requests, now=now)
         total = output.total_num_scheduled_tokens
         if total > 0:
             decodes = sum(1 for tokens in output.num_scheduled_tokens.values() if tokens == 1)
@@ -102,13 +117,20 @@ class CoserveScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
+        stepped = [self.requests.get(name) for name in scheduler_output.num_scheduled_tokens]
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        for request in stepped:
+            if request is not None and request.status in _BY_ITSELF:
+                self._prefixes.leave(
+                    request, most_blocks=self._most_retained(), now=self._clock.now()
+                )
         if scheduler_output.total_num_scheduled_tokens > 0:
             self._slot.finished()
             self._slot.publish()
         return outputs
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self._prefixes.drop_all()
         reset = super().reset_prefix_cache
         return self._kv.released(lambda: reset(*args, **kwargs))
 
@@ -124,11 +146,15 @@ class CoserveScheduler(AsyncScheduler):
         load.running, load.waiting = len(self.running), len(self.waiting)
         load.kv_tokens_total = self._kv.tokens_total
         load.kv_tokens_withheld = self._kv.tokens_withheld
-        load.kv_tokens = self._kv.tokens_held
+        load.kv_tokens_retained = self._prefixes.tokens
+        load.kv_tokens = self._kv.tokens_held - load.kv_tokens_retained
+        load.prefix_tokens_used_total = self._prefixes.tokens_used_total
+        load.prefix_tokens_dropped_total = self._prefixes.tokens_dropped_total
         load.weight_version = str(getattr(self._core, "_weight_version", ""))
 
     def _keep_within_budget(self) -> None:
-        """Obey a budget that changed: prefixes go first, then the youngest requests."""
+        """Obey a budget that changed: cached prefixes go first, then those that are kept, of least
+        worth first, then the youngest requests."""
         if self._slot.owes_memory():
             # By the pages of now: a grant may be back since the last decision.
             self._slot.decide()
@@ -136,8 +162,13 @@ class CoserveScheduler(AsyncScheduler):
             budget_tokens = self._slot.kv_budget_tokens()
             short_tokens = self._kv.keep_within(budget_tokens)
             if short_tokens:
+                short_blocks = short_tokens // self.block_size
+                self._prefixes.make_room(short_blocks, now=self._clock.now())
+                short_tokens = self._kv.keep_within(budget_tokens)
+            if short_tokens:
                 self._abort(self._youngest_holding(short_tokens))
                 short_tokens = self._kv.keep_within(budget_tokens)
+            self._prefixes.keep_within(self._most_retained(), now=self._clock.now())
             self._slot.load.kv_budget_tokens = budget_tokens
             self._slot.load.kv_tokens_short = short_tokens
             self._measure_load()
@@ -151,6 +182,21 @@ class CoserveScheduler(AsyncScheduler):
                 return
             room = self._kv.tokens_total - self._kv.tokens_withheld
             self._abort([r.request_id for r in self.waiting if r.num_tokens >= room])
+
+    def _most_retained(self) -> int:
+        if not self._retains:
+            return 0
+        return int(self._slot.kv_retained_ratio * self._kv.blocks_usable)
+
+    def _blocks_of_step(self) -> int:
+        """What the next step may take, so that no running request is preempted for a kept prefix.
+
+        A waiting request gives way to kept prefixes, unless nothing else could go on.
+        """
+        blocks: int = self._granted_tokens // self.block_size + len(self.running)
+        if self.requests and not self.running:
+            blocks += max(one.num_tokens for one in self.requests.values()) // self.block_size + 1
+        return blocks
 
     def _give_back(self, blocks: list[int], total: int) -> None:
         rpc = self._core.model_executor.collective_rpc

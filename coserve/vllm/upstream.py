@@ -3,13 +3,12 @@
 An adapter may import, override, call or read only what stands here. A row says which versions have
 the name in the stated form, in terms of the capability table; in all others it must be absent or
 different, so that neither table can drift from what upstream ships. The rows for `weightsync`
-stand in upstream_weights.py. Decides nothing at run time and imports neither vllm nor torch.
+stand in upstream_weights.py, those for HTTP in upstream_routes.py. Decides nothing at run time and
+imports neither vllm nor torch.
 """
 
-from collections.abc import Callable
-
-from coserve.vllm.capabilities import Capabilities
-from coserve.vllm.symbol import Symbol, Use, always, overrides, reads
+from coserve.vllm.symbol import Symbol, Use, overrides, reads
+from coserve.vllm.upstream_routes import ROUTES
 from coserve.vllm.upstream_weights import ADAPTERS, WEIGHTS
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -23,34 +22,6 @@ _STATS = "vllm.v1.metrics.stats"
 _LOGGERS = "vllm.v1.metrics.loggers"
 _WORKER = "vllm.v1.worker.gpu_worker"
 _SLEEP = "vllm.device_allocator.sleep_mode_backend"
-_RL_ROUTES = (
-    "vllm.entrypoints.serve.dev.rlhf.api_router",
-    "vllm.entrypoints.rl.online.api_router",
-)
-_TOKEN_ROUTES = (
-    "vllm.entrypoints.serve.disagg.api_router",
-    "vllm.entrypoints.scale_out.token_in_token_out.api_router",
-)
-
-
-def _rl_route(
-    path: str, method: str = "post", when: Callable[[Capabilities], bool] = always
-) -> list[Symbol]:
-    def is_in(module: str) -> Callable[[Capabilities], bool]:
-        return lambda table: table.rl_routes_module == module and when(table)
-
-    return [Symbol(Use.ROUTE, module, path, (method,), is_in(module)) for module in _RL_ROUTES]
-
-
-def _token_route(module: str) -> Symbol:
-    return Symbol(
-        Use.ROUTE,
-        module,
-        "/inference/v1/generate",
-        ("post",),
-        lambda table: table.token_routes_module == module,
-    )
-
 
 SCHEDULER: tuple[Symbol, ...] = (
     Symbol(Use.SUBCLASS, _ASYNC_SCHEDULER, "AsyncScheduler", ("Scheduler",)),
@@ -98,12 +69,19 @@ SCHEDULER: tuple[Symbol, ...] = (
         ("request", "timestamp", "drop_stale_output"),
         lambda table: table.preempt_drops_output,
     ),
-    *reads("vllm.v1.core.kv_cache_manager", "KVCacheManager.block_pool"),
+    *reads(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.block_pool",
+        "KVCacheManager.enable_caching",
+        "KVCacheManager.num_kv_cache_groups",
+    ),
     *reads(_POOL, "BlockPool.num_gpu_blocks"),
     *reads("vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_id"),
     Symbol(Use.CALL, _POOL, "BlockPool.get_num_free_blocks"),
     Symbol(Use.CALL, _POOL, "BlockPool.get_new_blocks", ("num_blocks",)),
     Symbol(Use.CALL, _POOL, "BlockPool.free_blocks", ("ordered_blocks",)),
+    Symbol(Use.CALL, _POOL, "BlockPool.get_cached_block", ("block_hash", "kv_cache_group_ids")),
+    Symbol(Use.CALL, _POOL, "BlockPool.touch", ("blocks",)),
     *reads(
         "vllm.v1.core.sched.output",
         "SchedulerOutput.total_num_scheduled_tokens",
@@ -121,8 +99,14 @@ SCHEDULER: tuple[Symbol, ...] = (
         "Request.arrival_time",
         "Request.num_computed_tokens",
         "Request.num_tokens",
+        "Request.block_hashes",
+        "Request.sampling_params",
+        "Request.status",
         "RequestStatus.FINISHED_ABORTED",
+        "RequestStatus.FINISHED_LENGTH_CAPPED",
+        "RequestStatus.FINISHED_STOPPED",
     ),
+    *reads("vllm.sampling_params", "SamplingParams.extra_args"),
     *reads("vllm.config.scheduler", "SchedulerConfig.scheduler_cls"),
 )
 """What the gated scheduler derives from, overrides and reads."""
@@ -234,47 +218,6 @@ PLUGINS: tuple[Symbol, ...] = (
     ),
 )
 """How our code gets into an engine: entry points and flags."""
-
-
-ROUTES: tuple[Symbol, ...] = (
-    *_rl_route("/pause"),
-    *_rl_route("/resume"),
-    *_rl_route("/is_paused", "get"),
-    *_rl_route("/init_weight_transfer_engine"),
-    *_rl_route("/start_weight_update"),
-    *_rl_route("/update_weights"),
-    *_rl_route("/finish_weight_update"),
-    *_rl_route("/abort_requests", when=lambda table: table.abort_route),
-    *_rl_route("/update_weight_version", when=lambda table: table.weight_version_api),
-    *_rl_route("/weight_info", "get", lambda table: table.weight_version_api),
-    Symbol(
-        Use.ROUTE,
-        _RL_ROUTES[1],
-        "/weight_checker",
-        ("post",),
-        lambda table: table.weight_checker,
-    ),
-    *map(_token_route, _TOKEN_ROUTES),
-    Symbol(
-        Use.READ,
-        "vllm.outputs",
-        "WeightVersionSpan",
-        when=lambda table: table.weight_version_spans,
-    ),
-    Symbol(Use.ROUTE, "vllm.entrypoints.serve.dev.rpc.api_router", "/collective_rpc", ("post",)),
-    Symbol(
-        Use.ROUTE, "vllm.entrypoints.serve.dev.cache.api_router", "/reset_prefix_cache", ("post",)
-    ),
-    Symbol(
-        Use.ROUTE,
-        "vllm.entrypoints.serve.dev.sleep.api_router",
-        "/release_kv_cache_memory",
-        ("post",),
-        lambda table: table.kv_memory_release,
-    ),
-    Symbol(Use.ROUTE, "vllm.entrypoints.serve.instrumentator.health", "/health", ("get",)),
-)
-"""What the gateway and the agent ask of an engine over HTTP."""
 
 TABLE: tuple[Symbol, ...] = (
     *SCHEDULER,

@@ -179,7 +179,8 @@ def giving_back() -> tuple[Lines | Stat, ...]:
         ),
         lines(
             "Guest KV",
-            "Tokens held by requests, free, and withheld: given back to production.",
+            "Tokens held by requests, retained for trajectories away at their tools, free, and "
+            "withheld: given back to production.",
             COUNT,
             (_latest("harvester_guest_kv_tokens", _SLOT, "slot, state"), "{{slot}} {{state}}"),
         ),
@@ -190,10 +191,28 @@ def giving_back() -> tuple[Lines | Stat, ...]:
             (_rate("harvester_kv_reclaims_total", "slot, outcome", _SLOT), "{{slot}} {{outcome}}"),
         ),
         lines(
+            "Retained prefixes",
+            "Tokens kept for a trajectory away at its tools: used by it, or dropped. Per second.",
+            PER_SECOND,
+            (
+                _rate("harvester_guest_prefix_tokens_total", "slot, outcome", _SLOT),
+                "{{slot}} {{outcome}}",
+            ),
+        ),
+        lines(
             "Guest steps longer than predicted",
             "A tenth is what the step-time model promises.",
             RATIO,
             (_latest("harvester_guest_step_over_ratio", _SLOT), "{{slot}}"),
+        ),
+        lines(
+            "Production's steps over what was predicted",
+            "Observed over predicted; 1 at the quantile 0.9 is what the step-time model promises.",
+            RATIO,
+            (
+                _latest("harvester_production_step_quantile_ratio", _SLOT, "slot, kind, quantile"),
+                "{{slot}} {{kind}} {{quantile}}",
+            ),
         ),
     )
 

@@ -4,10 +4,11 @@ What is not known yet is NaN, never 0 and never the last value.
 """
 
 import math
+from collections.abc import Callable
 
 from harvester.agent.metrics import AgentMetrics
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import Grant, Guest
+from harvester.contracts.page import Calibration, Grant, Guest, Pulse
 from harvester.contracts.wire.leases import EndReason, SlotState
 from harvester.policy.effects import Effect, WriteGrant
 from harvester.policy.leases import Lease
@@ -17,6 +18,8 @@ from harvester.policy.states import Condition, State
 
 _OTHER_TENANT = "other"
 _OUTCOMES = ("in_time", "missed")
+_PREFIX_OUTCOMES = ("used", "dropped")
+_KV_STATES = ("held", "retained", "withheld", "free")
 
 
 class SlotExposition:
@@ -108,6 +111,8 @@ class SlotExposition:
         metrics.reclaim.labels(slot)
         for outcome in _OUTCOMES:
             metrics.kv_reclaims.labels(slot, outcome)
+        for outcome in _PREFIX_OUTCOMES:
+            metrics.prefixes.labels(slot, outcome)
         for condition in Condition:
             metrics.evictions.labels(slot, condition.value)
         for reason in EndReason:
@@ -137,6 +142,11 @@ class SlotExposition:
             self._guest_tokens.inc(max(0, tokens))
             if aborted > 0:
                 metrics.evictions.labels(self._slot, policy.condition.value).inc(aborted)
+            for outcome, now, then in zip(
+                _PREFIX_OUTCOMES, _prefix_tokens(guest), _prefix_tokens(before), strict=True
+            ):
+                if now > then:
+                    metrics.prefixes.labels(self._slot, outcome).inc(now - then)
         self._guest = guest
         if self._closing_at_ns is not None and guest.steps_launched <= guest.steps_finished:
             late_ns = max(0, guest.last_step_end_ns - self._closing_at_ns)
@@ -145,15 +155,30 @@ class SlotExposition:
 
     def _set_guest(self) -> None:
         guest = self._last.guest.record if self._last is not None else None
-        known: dict[str, float] = dict.fromkeys(("held", "free", "withheld"), math.nan)
+        known: dict[str, float] = dict.fromkeys(_KV_STATES, math.nan)
         if guest is not None:
-            held, withheld = guest.kv_tokens, guest.kv_tokens_withheld
-            free = guest.kv_tokens_total - held - withheld
-            known = {"held": held, "free": free, "withheld": withheld}
+            taken = (guest.kv_tokens, guest.kv_tokens_retained, guest.kv_tokens_withheld)
+            free = guest.kv_tokens_total - sum(taken)
+            known = dict(zip(_KV_STATES, (*taken, free), strict=True))
         over = math.nan if guest is None else guest.step_over_ratio
         self._metrics.step_over.labels(self._slot).set(over)
+        self._set_calibration("prefill", lambda pulse: pulse.prefill_calibration)
+        self._set_calibration("decode", lambda pulse: pulse.decode_calibration)
         for state, tokens in known.items():
             self._metrics.kv.labels(self._slot, state).set(tokens)
+
+    def _set_calibration(self, kind: str, of: Callable[[Pulse], Calibration]) -> None:
+        """Of the pulse whose steps exceed their prediction most often."""
+        readings = self._last.pulses if self._last is not None else ()
+        found = [of(reading.record) for reading in readings if reading.record is not None]
+        known = [one for one in found if one.steps]
+        values = (math.nan,) * 4
+        if known:
+            worst = max(known, key=lambda one: one.over_ratio)
+            values = (worst.over_ratio, worst.p50_ratio, worst.p90_ratio, worst.p99_ratio)
+        self._metrics.production_over.labels(self._slot, kind).set(values[0])
+        for quantile, ratio in zip(("0.5", "0.9", "0.99"), values[1:], strict=True):
+            self._metrics.production_quantiles.labels(self._slot, kind, quantile).set(ratio)
 
     def _set_headroom(self, slo: str, slo_s: float) -> None:
         readings = self._last.pulses if self._last is not None else ()
@@ -163,3 +188,7 @@ class SlotExposition:
         )
         p90 = recent[min(len(recent) - 1, int(0.9 * len(recent)))] if recent else math.nan
         self._metrics.headroom.labels(self._slot, slo).set(1 - p90 / slo_s)
+
+
+def _prefix_tokens(guest: Guest) -> tuple[int, int]:
+    return guest.prefix_tokens_used_total, guest.prefix_tokens_dropped_total

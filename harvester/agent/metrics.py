@@ -53,8 +53,27 @@ class AgentMetrics:
         self.step_over = self._gauge(
             "guest_step_over_ratio", "Guest steps longer than predicted; 0.1 is wanted.", "slot"
         )
+        self.production_over = self._gauge(
+            "production_step_over_ratio",
+            "Production's steps longer than predicted; 0.1 is wanted.",
+            "slot",
+            "kind",
+        )
+        self.production_quantiles = self._gauge(
+            "production_step_quantile_ratio",
+            "Production's steps, observed over predicted; 1 is wanted at 0.9.",
+            "slot",
+            "kind",
+            "quantile",
+        )
         self.kv = self._gauge(
-            "guest_kv_tokens", "Of the guest's KV: held, free, withheld.", "slot", "state"
+            "guest_kv_tokens", "Of the guest's KV: held, retained, free, withheld.", "slot", "state"
+        )
+        self.prefixes = self._counter(
+            "guest_prefix_tokens",
+            "Kept for a trajectory away at its tools: used by it, or dropped.",
+            "slot",
+            "outcome",
         )
         self.kv_reclaims = self._counter(
             "kv_reclaims",

@@ -12,7 +12,7 @@ import yaml
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
-from harvester.contracts.page import PageDirectory, PageFault, PageReader, Pulse
+from harvester.contracts.page import PageDirectory, PageFault, PageReader, Pulse, Reading
 from harvester.policy.settings import SlotSettings
 
 _POLL_S = 0.2
@@ -35,7 +35,8 @@ def profile(
                 "traffic, or wait longer with --seconds"
             )
         time.sleep(_POLL_S)
-    text = yaml.safe_dump({"policy": {"profile": learned}}, sort_keys=False)
+    text = _calibrations(directory)
+    text += yaml.safe_dump({"policy": {"profile": learned}}, sort_keys=False)
     typer.echo(text, nl=False)
     if out is not None:
         try:
@@ -55,7 +56,7 @@ def _learned(directory: PageDirectory) -> dict[str, float] | None:
     most: dict[str, float] = {}
     for name in names:
         path = directory.path / name
-        reading = PageReader(path, Pulse, owners=frozenset({path.stat().st_uid})).read()
+        reading = _read(directory, name)
         if reading.record is None:
             if reading.fault is PageFault.FOREIGN:
                 raise ConfigError(f"{path} is no pulse")
@@ -66,3 +67,28 @@ def _learned(directory: PageDirectory) -> dict[str, float] | None:
         for field in model.__struct_fields__:
             most[field] = max(most.get(field, 0.0), getattr(model, field))
     return most
+
+
+def _calibrations(directory: PageDirectory) -> str:
+    """How the times held so far, as comments: observed over predicted, of each pulse."""
+    lines = (
+        "# Observed over predicted; the P90 is what is predicted, so that 1.00 is wanted there.\n"
+    )
+    for name in directory.pulse_names():
+        pulse = _read(directory, name).record
+        if pulse is None:
+            continue
+        kinds = {"prefills": pulse.prefill_calibration, "decodes": pulse.decode_calibration}
+        for kind, found in kinds.items():
+            said = "none compared yet"
+            if found.steps:
+                quantiles = (found.p50_ratio, found.p90_ratio, found.p99_ratio)
+                said = "P50 {:.2f}, P90 {:.2f}, P99 {:.2f}".format(*quantiles)
+                said += f" of {found.steps}, {found.over_ratio:.0%} longer"
+            lines += f"# {name} {kind}: {said}\n"
+    return lines
+
+
+def _read(directory: PageDirectory, name: str) -> Reading[Pulse]:
+    path = directory.path / name
+    return PageReader(path, Pulse, owners=frozenset({path.stat().st_uid})).read()

@@ -12,6 +12,7 @@ from rich.table import Table
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.page import (
+    Calibration,
     Grant,
     Guest,
     PageDirectory,
@@ -89,15 +90,26 @@ def _says(reading: Reading[Grant] | Reading[Guest] | Reading[Pulse]) -> str:
         case Guest() as guest:
             return (
                 f"{guest.gate} {guest.reason}, epoch {guest.epoch}, running {guest.running}, "
-                f"waiting {guest.waiting}, {guest.tokens_total} tokens"
+                f"waiting {guest.waiting}, {guest.tokens_total} tokens, "
+                f"{guest.kv_tokens_retained} retained, {guest.step_over_ratio:.0%} of steps longer "
+                "than predicted"
             )
         case Pulse() as pulse:
             return (
                 f"in flight {pulse.in_flight}, waiting {pulse.waiting}, KV "
-                f"{pulse.kv_usage_ratio:.0%}, model from {pulse.model_samples} steps"
+                f"{pulse.kv_usage_ratio:.0%}, model from {pulse.model_samples} steps, longer than "
+                f"it {_over(pulse.prefill_calibration, 'prefills')} and "
+                f"{_over(pulse.decode_calibration, 'decodes')}"
             )
         case _:
             return str(reading.fault)
+
+
+def _over(calibration: Calibration, what: str) -> str:
+    """Of a model of the P90 a tenth is what is wanted."""
+    if calibration.steps == 0:
+        return f"no {what} compared"
+    return f"{calibration.over_ratio:.0%} of {calibration.steps} {what}"
 
 
 def _offer_table(offers: SlotOffers) -> Table:

@@ -179,6 +179,9 @@ class SlotSettings:
     kv_deadline_s: float = 2.0
     """A guest that holds more than its budget for this long is ended. Longer than any step of it,
     and than a change of its weights."""
+    kv_retained_ratio: float = 0.25
+    """Most of the guest's KV that it keeps from other turns for trajectories that are away at their
+    tools; 0 keeps none. More saves prefills and leaves less for turns that run."""
     sleep_after_s: float = 60.0
     """Without a lease for this long the guest gives all its KV back; 0 never."""
     step_level: LevelSettings = field(default_factory=LevelSettings)
@@ -200,5 +203,6 @@ class SlotSettings:
         _check(0 <= self.blocking_ratio <= 1, "blocking_ratio must lie between 0 and 1")
         _check(0 < self.memory_high_ratio <= 1, "memory_high_ratio must lie between 0 and 1")
         _check(self.kv_deadline_s > 0, "kv_deadline_s must be above 0")
+        _check(0 <= self.kv_retained_ratio <= 1, "kv_retained_ratio must lie between 0 and 1")
         _check(self.sleep_after_s >= 0, "sleep_after_s may not be negative")
         _check(self.quarantine_losses > 0, "quarantine_losses must be above 0")

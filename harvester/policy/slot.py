@@ -320,4 +320,5 @@ class SlotPolicy:
             abort_grace_s=settings.abort_grace_s,
             law=settings.law,
             asleep=asleep,
+            kv_retained_ratio=settings.kv_retained_ratio,
         )

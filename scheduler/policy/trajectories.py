@@ -53,6 +53,8 @@ class Attempt:
     """What to ask an engine for, so that its output continues what is accepted."""
 
     number: int
+    job: JobId
+    trajectory: TrajectoryId
     engine: EngineId
     version: WeightVersion
     token_ids: tuple[int, ...]
@@ -119,6 +121,8 @@ class Turn:
         wanted = self.request.sampling_params
         self._open = Attempt(
             number=self.attempts,
+            job=self.job,
+            trajectory=self.trajectory,
             engine=engine,
             version=version,
             token_ids=self.request.token_ids + tuple(self.token_ids),

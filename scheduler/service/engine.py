@@ -9,10 +9,12 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import xxhash
 
 from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxError, Stale
 from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.wire.leases import EPOCH_HEADER
+from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
 from scheduler.policy.trajectories import Attempt
 from scheduler.service.stream import EngineChoice, EventStream
 
@@ -185,12 +187,17 @@ class EngineClient:
 def generate_body(
     attempt: Attempt, request_id: str, priority: int, model: str | None = None
 ) -> dict[str, Any]:
-    """The attempt as vLLM's generate route takes it; each attempt has an id of its own."""
+    """The attempt as vLLM's generate route takes it; each attempt has an id of its own.
+
+    The salt is part of every prefix's hash: KV of another job, version or adapter is never hit,
+    also where an engine failed to drop it.
+    """
     sampling = attempt.sampling_params
     named = {} if model is None else {"model": model}
     return named | {
         "request_id": f"{request_id}.{attempt.number}",
         "token_ids": attempt.token_ids,
+        "cache_salt": _salt(attempt, model),
         "stream": True,
         "priority": priority,
         "sampling_params": {
@@ -201,8 +208,15 @@ def generate_body(
             "stop_token_ids": sampling.stop_token_ids,
             "logprobs": 1,
             "detokenize": False,
+            "extra_args": {TRAJECTORY_ARGUMENT: f"{attempt.job}/{attempt.trajectory}"},
         },
     }
+
+
+def _salt(attempt: Attempt, model: str | None) -> str:
+    """A digest, because vLLM takes neither long names nor every separator."""
+    named = f"{attempt.job}/{attempt.version}/{model or ''}"
+    return xxhash.xxh3_128_hexdigest(named.encode())
 
 
 async def _message(response: aiohttp.ClientResponse) -> str:

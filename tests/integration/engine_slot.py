@@ -33,6 +33,7 @@ from harvester.contracts.page import (
 )
 from harvester.contracts.page.seal import SEQUENCE_OFFSET
 from harvester.contracts.wire.leases import EPOCH_HEADER
+from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
 from scheduler.demo.job.model import PolicyShape, write_checkpoint
 from scheduler.demo.prerequisites import free_ports
 from scheduler.demo.processes import Child, Processes
@@ -192,12 +193,18 @@ class EngineSlot:
         epoch: int | None = None,
         stream: bool = True,
         prompt: tuple[int, ...] = PROMPT,
+        trajectory: str | None = None,
+        salt: str | None = None,
     ) -> Turn:
         """A greedy request to the guest that runs to its last token."""
         turn = Turn()
-        sampling = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+        sampling: dict[str, Any] = {
+            "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True,
+            "extra_args": None if trajectory is None else {TRAJECTORY_ARGUMENT: trajectory},
+        }  # fmt: skip
         body = {
             "token_ids": prompt,
+            "cache_salt": salt,
             "stream": stream,
             "sampling_params": {**sampling, "logprobs": 1, "detokenize": False},
         }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coserve.guest_slot import GuestSlot
-from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import Unsupported
 from harvester.contracts.page import Grant, GrantMode, PageDirectory
 
@@ -52,6 +52,10 @@ class Scene:
         scheduler._core, scheduler._waker = self.core, self.waker
         scheduler._measure_load = lambda: None
         scheduler._kv = SimpleNamespace(tokens_withheld=0, keep_within=lambda _: 0)
+        scheduler._prefixes = SimpleNamespace(
+            make_room=lambda *_, **__: None, keep_within=lambda *_, **__: None
+        )
+        scheduler._retains, scheduler._clock = False, MonotonicClock()
         scheduler.waiting = []
         scheduler.requests = dict.fromkeys(("a", "b"))
         scheduler.running = []

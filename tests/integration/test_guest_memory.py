@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -102,3 +103,51 @@ async def test_the_budget_holds_after_every_prefix_was_dropped(slot: EngineSlot)
     await slot.drop_prefixes()
     await slot.begin(8).ended()
     assert slot.guest().kv_tokens_withheld == withheld
+
+
+async def computed_tokens(slot: EngineSlot, **request: Any) -> int:
+    """What the guest's steps took for one turn, prompt and output."""
+    before = slot.guest().tokens_total
+    turn = await slot.begin(16, **request).ended()
+    assert len(turn.tokens) == 16
+    return slot.guest().tokens_total - before
+
+
+async def prefix_then_flood(slot: EngineSlot, *, kv_retained_ratio: float) -> dict[str, Any]:
+    """A turn, then other turns of more KV than there is. Returns the trajectory's next turn."""
+    slot.agent.say(
+        GrantMode.UNGATED, kv_budget_tokens=2 * CONTEXT_TOKENS, kv_retained_ratio=kv_retained_ratio
+    )
+    await slot.guest_becomes(lambda guest: guest.kv_tokens_withheld, "the budget is obeyed")
+    rng = Random(monotonic_ns())
+    context = tuple(rng.choices(range(5, 21), k=1500))
+    assert await computed_tokens(slot, prompt=context, trajectory="t", salt="version-1") > 1500
+    for _ in range(8):
+        flood = tuple(rng.choices(range(5, 21), k=1900))
+        await computed_tokens(slot, prompt=flood, salt="version-1")
+    return {"prompt": context + context[:100], "trajectory": "t"}
+
+
+async def test_a_prefix_survives_a_flood_while_its_trajectory_s_tool_runs(
+    slot: EngineSlot,
+) -> None:
+    following = await prefix_then_flood(slot, kv_retained_ratio=0.25)
+    assert 1400 < slot.guest().kv_tokens_retained <= CONTEXT_TOKENS // 2
+    used = slot.guest().prefix_tokens_used_total
+    assert await computed_tokens(slot, **following, salt="version-1") < 300
+    assert slot.guest().prefix_tokens_used_total - used > 1400
+    # What another version made is no prefix of this one's, kept or not.
+    dropped = slot.guest().prefix_tokens_dropped_total
+    assert await computed_tokens(slot, **following, salt="version-2") > 1500
+    await slot.guest_becomes(lambda guest: guest.kv_tokens_retained > 1400, "its own is kept")
+    slot.agent.say(GrantMode.UNGATED, kv_budget_tokens=256, kv_retained_ratio=0.25)
+    await slot.guest_becomes(
+        lambda guest: guest.prefix_tokens_dropped_total - dropped > 2 * 1400, "both are dropped"
+    )
+    assert slot.guest().kv_tokens_retained == 0
+
+
+async def test_without_retention_the_flood_takes_the_prefix(slot: EngineSlot) -> None:
+    following = await prefix_then_flood(slot, kv_retained_ratio=0.0)
+    assert slot.guest().kv_tokens_retained == 0
+    assert await computed_tokens(slot, **following, salt="version-1") > 1500

@@ -3,6 +3,7 @@
 from harvester.contracts.page.directory import PageDirectory, PageName, pulse_page
 from harvester.contracts.page.file import PageReader, PageWriter, Reading
 from harvester.contracts.page.records import (
+    Calibration,
     Grant,
     GrantMode,
     Guest,
@@ -16,6 +17,7 @@ from harvester.contracts.page.seal import LAYOUT_VERSION, PAGE_BYTES, PageFault
 __all__ = [
     "LAYOUT_VERSION",
     "PAGE_BYTES",
+    "Calibration",
     "Grant",
     "GrantMode",
     "Guest",

@@ -32,6 +32,19 @@ class ProductionModel(msgspec.Struct, frozen=True, kw_only=True):
         return self.decode_base_s + self.decode_s_per_request * requests
 
 
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """The latest steps of one kind over what `ProductionModel` predicted for them, at its P90."""
+
+    steps: int = 0
+    """Compared; the rest says nothing while it is 0."""
+    over_ratio: float = 0.0
+    """Share that took longer; a tenth is what is wanted."""
+    p50_ratio: float = 0.0
+    p90_ratio: float = 0.0
+    """1 is what is wanted."""
+    p99_ratio: float = 0.0
+
+
 class Pulse(Record, frozen=True, kw_only=True):
     """One production engine as one of its API-server processes sees it. It beats while idle too."""
 
@@ -68,6 +81,8 @@ class Pulse(Record, frozen=True, kw_only=True):
     model: ProductionModel = ProductionModel()
     model_samples: int = 0
     """Steps behind `model`; below the agent's minimum the slot is still learning."""
+    prefill_calibration: Calibration = Calibration()
+    decode_calibration: Calibration = Calibration()
 
 
 class GrantMode(StrEnum):
@@ -118,6 +133,8 @@ class Grant(Record, frozen=True, kw_only=True):
     asleep: bool = False
     """Closed, and nobody will need the guest soon: it gives all its KV back. Its weights stay and
     go on following new versions."""
+    kv_retained_ratio: float = 0.25
+    """Most of the KV that the guest may use that it keeps for trajectories away at their tools."""
 
 
 class Guest(Record, frozen=True, kw_only=True):
@@ -150,3 +167,9 @@ class Guest(Record, frozen=True, kw_only=True):
     """The engine's, as the guest sees them."""
     step_over_ratio: float = 0.0
     """Share of late steps that took longer than predicted; a tenth is what is wanted."""
+    kv_tokens_retained: int = 0
+    """Prefixes kept for trajectories whose next turn has not come."""
+    prefix_tokens_used_total: int = 0
+    """Kept until the next turn came, and hit by it."""
+    prefix_tokens_dropped_total: int = 0
+    """Let go before it came, or of no use to it."""

@@ -14,6 +14,9 @@ from harvester.contracts.ids import EngineId, WeightVersion
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_OUTPUT_TOKENS = 1 << 17
 
+TRAJECTORY_ARGUMENT = "rosemux_trajectory"
+"""Among vLLM's `extra_args`: whose turn a request is, so that a guest knows who may come back."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int

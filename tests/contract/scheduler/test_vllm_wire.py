@@ -60,3 +60,5 @@ def test_vllm_takes_the_request_that_we_send(protocol) -> None:
     params = taken.sampling_params
     assert (params.max_tokens, params.temperature, params.seed) == (9, 0.5, 3)
     assert (params.logprobs, params.detokenize, params.stop_token_ids) == (1, False, [5])
+    assert taken.cache_salt == body["cache_salt"] != ""
+    assert params.extra_args == {"rosemux_trajectory": "job/t"}

@@ -53,6 +53,39 @@ def test_forgets_what_left_the_window() -> None:
     assert times.fit().decode_s(4) == pytest.approx(0.01)
 
 
+def test_each_step_is_compared_with_the_model_that_had_not_seen_it() -> None:
+    times = ProductionTime()
+    for _ in range(30):
+        times.observe_decode(requests=4, seconds=0.01)
+    assert times.decode_calibration.summary().steps == 0, "there was no model yet"
+    times.fit()
+    for step in range(100):
+        times.observe_decode(requests=4, seconds=0.02 if step % 10 == 0 else 0.005)
+    found = times.decode_calibration.summary()
+    assert (found.steps, found.over_ratio) == (100, pytest.approx(0.1))
+    assert (found.p50_ratio, found.p99_ratio) == (pytest.approx(0.5), pytest.approx(2.0))
+    assert times.prefill_calibration.summary().steps == 0
+
+
+def test_a_model_of_steady_steps_is_calibrated_for_both_kinds() -> None:
+    rng, times = random.Random(3), ProductionTime()
+    for second in range(20):
+        for _ in range(60):
+            tokens, requests = rng.randint(1, 400), rng.randint(1, 30)
+            noise = rng.lognormvariate(0, 0.2)
+            times.observe_prefill(tokens=tokens, seconds=(0.01 + 1e-4 * tokens) * noise)
+            times.observe_decode(requests=requests, seconds=(0.004 + 5e-4 * requests) * noise)
+        times.fit()
+        if second == 10:
+            early = times.prefill_calibration.summary().steps
+    assert early == 512, "and of a bounded number"
+    for window in (times.prefill_calibration, times.decode_calibration):
+        found = window.summary()
+        assert found.over_ratio == pytest.approx(0.1, abs=0.04)
+        assert found.p90_ratio == pytest.approx(1.0, abs=0.08)
+        assert found.p50_ratio < found.p90_ratio < found.p99_ratio
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 100_000), st.floats(0.0, 100.0)), min_size=0, max_size=100),
     st.floats(0.0, 1.0),

@@ -271,6 +271,20 @@ def test_learns_decodes_from_steps_without_a_prefill(production: Production) -> 
     assert production.pulse().model.decode_s(3) == pytest.approx(0.005)
 
 
+def test_the_pulse_says_how_well_its_model_held(production: Production) -> None:
+    for _ in range(30):
+        production.step(inter_token_s=(0.005,))
+    assert production.pulse().decode_calibration.steps == 0
+    production.book.refit()
+    for _ in range(10):
+        production.step(inter_token_s=(0.010,))
+    production.book.refit()
+    pulse = production.pulse()
+    assert (pulse.decode_calibration.steps, pulse.decode_calibration.over_ratio) == (10, 1.0)
+    assert pulse.decode_calibration.p90_ratio == pytest.approx(2.0)
+    assert pulse.prefill_calibration.steps == 0
+
+
 def test_what_ran_beside_a_guest_teaches_nothing(production: Production) -> None:
     times = production.book.times
     production.arrive(1)

@@ -41,6 +41,18 @@ def test_idle_production_leaves_the_slack_of_a_phantom_request(make_grant: MakeG
     assert slack(IDLE, make_grant(ttft_slo_s=0.020)) == pytest.approx(-0.004)
 
 
+def test_a_phantom_that_is_late_alone_spares_no_more_than_one_just_in_time(
+    make_grant: MakeGrant,
+) -> None:
+    long = make_grant(epsilon=0.05, phantom_prompt_tokens=16_384)
+    # Alone it takes 1.65 s of an SLO of 1 s, and a twentieth of a longer one is no more.
+    assert slack(IDLE, long) == pytest.approx(0.05 * 1.0)
+    longer = make_grant(epsilon=0.05, phantom_prompt_tokens=1_000_000)
+    assert slack(IDLE, longer) == pytest.approx(0.05 * 1.0)
+    lax = make_grant(epsilon=1e6, phantom_prompt_tokens=16_384)
+    assert slack(IDLE, lax) == pytest.approx(1.0), "nor more than the SLO"
+
+
 def test_without_a_model_only_an_infinite_epsilon_leaves_slack(make_grant: MakeGrant) -> None:
     unknown = ProductionModel()
     assert slack(IDLE, make_grant(production=unknown, epsilon=0.05)) == 0.0

@@ -19,6 +19,7 @@ from harvester.contracts.ids import WeightVersion
 from harvester.contracts.page import (
     LAYOUT_VERSION,
     PAGE_BYTES,
+    Calibration,
     Grant,
     GrantMode,
     Guest,
@@ -45,6 +46,7 @@ from weightsync.layout.slices import SliceRecord
 PAGE = "docs/protocol.md"
 STRUCTS: tuple[type[msgspec.Struct], ...] = (
     ProductionModel,
+    Calibration,
     Pulse,
     Grant,
     Guest,

@@ -7,7 +7,10 @@ import pytest
 
 from harvester.cli import main
 from harvester.cli.commands import COMMANDS
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.page import Calibration, Grant, GrantMode, Guest, PageDirectory, Pulse
 
+HOUR_NS = 3_600_000_000_000
 HEAVY = ("aiohttp", "numba", "numpy", "prometheus_client", "torch", "vllm", "yaml")
 
 
@@ -67,6 +70,24 @@ def test_checks_a_configuration_without_starting(
     assert "lease_ttl_s" in capsys.readouterr().err
     assert exit_code([*arguments, "--set", "lease_ttl_s=[1"]) == 2
     assert "--set lease_ttl_s=[1" in capsys.readouterr().err
+
+
+def test_status_says_how_well_predictions_held(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    pages = PageDirectory.create(tmp_path)
+    grants, pulses = pages.grant_writer(), pages.pulse_writer("production", 0)
+    guests, now_ns = pages.guest_writer(), monotonic_ns()
+    grants.write(Grant(epoch=1, mode=GrantMode.OPEN), now_ns=now_ns, ttl_ns=HOUR_NS)
+    compared = Calibration(steps=512, over_ratio=0.12)
+    pulses.write(Pulse(decode_calibration=compared), now_ns=now_ns, ttl_ns=HOUR_NS)
+    guest = Guest(step_over_ratio=0.09, kv_tokens_retained=4096)
+    guests.write(guest, now_ns=now_ns, ttl_ns=HOUR_NS)
+    assert exit_code(["status", "--pages", str(tmp_path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "longer than it no prefills compared and 12% of 512 decodes" in shown
+    assert "4096 retained, 9% of steps longer than predicted" in shown
 
 
 def test_status_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The agent without its sockets: pages, kill switch, journal and metrics."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, JobId, SlotId, TenantId
 from harvester.contracts.journal import Decided, Opened, read_journal
-from harvester.contracts.page import Grant, GrantMode, Guest, PageDirectory, PageFault, Pulse
+from harvester.contracts.page import (
+    Calibration,
+    Grant,
+    GrantMode,
+    Guest,
+    PageDirectory,
+    PageFault,
+    Pulse,
+)
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRequest
 from harvester.policy.effects import Effect
 from harvester.policy.slot import SlotPolicy
@@ -247,3 +256,41 @@ def test_a_directory_that_cannot_be_used_is_the_users_error(tmp_path: Path) -> N
     (tmp_path / "state").write_text("a file")
     with pytest.raises(ConfigError, match="state_dir"):
         Stage(tmp_path)
+
+
+def test_exports_what_is_retained_and_what_became_of_it(stage: Stage) -> None:
+    stage.production()
+    had = {"kv_tokens_total": 1000, "kv_tokens": 300, "kv_tokens_withheld": 500}
+    stage.guest(**had, kv_tokens_retained=128)
+    stage.beats(1)
+    stage.guest(**had, prefix_tokens_used_total=96, prefix_tokens_dropped_total=32)
+    stage.beats(1)
+
+    def kv(state: str) -> float | None:
+        return stage.metric("harvester_guest_kv_tokens", slot=SLOT, state=state)
+
+    def prefixes(outcome: str) -> float | None:
+        return stage.metric("harvester_guest_prefix_tokens_total", slot=SLOT, outcome=outcome)
+
+    assert (kv("held"), kv("retained"), kv("withheld"), kv("free")) == (300, 0, 500, 200)
+    assert (prefixes("used"), prefixes("dropped")) == (96, 32)
+
+
+def test_exports_how_production_s_steps_held_to_their_prediction(stage: Stage) -> None:
+    worse = Calibration(steps=64, over_ratio=0.3, p50_ratio=1.0, p90_ratio=1.25, p99_ratio=2.0)
+    better = Calibration(steps=512, over_ratio=0.1, p50_ratio=0.5, p90_ratio=1.0, p99_ratio=1.5)
+    for process, found in enumerate((better, worse)):
+        pulse = Pulse(model_samples=1000, prefill_calibration=found)
+        writer = stage.pages.pulse_writer("prod", process)
+        writer.write(pulse, now_ns=monotonic_ns(), ttl_ns=10**11)
+    stage.beats(1)
+
+    def quantile(kind: str, at: str) -> float | None:
+        name = "harvester_production_step_quantile_ratio"
+        return stage.metric(name, slot=SLOT, kind=kind, quantile=at)
+
+    over = stage.metric("harvester_production_step_over_ratio", slot=SLOT, kind="prefill")
+    assert (over, quantile("prefill", "0.9"), quantile("prefill", "0.99")) == (0.3, 1.25, 2.0)
+    unknown = quantile("decode", "0.9")
+    assert unknown is not None
+    assert math.isnan(unknown)

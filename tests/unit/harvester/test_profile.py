@@ -8,7 +8,7 @@ import yaml
 from harvester.cli import main
 from harvester.config import SlotConfig
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import PageDirectory, ProductionModel, Pulse
+from harvester.contracts.page import Calibration, PageDirectory, ProductionModel, Pulse
 
 HOUR_NS = 3_600_000_000_000
 ONE = ProductionModel(
@@ -17,11 +17,12 @@ ONE = ProductionModel(
 OTHER = ProductionModel(
     prefill_base_s=0.01, prefill_s_per_token=2e-4, decode_base_s=0.01, decode_s_per_request=5e-4
 )
+HELD = Calibration(steps=512, over_ratio=0.12, p50_ratio=0.8, p90_ratio=1.04, p99_ratio=1.5)
 
 
 def pulse(pages: Path, process: int, model: ProductionModel, *, samples: int = 1000) -> None:
     writer = PageDirectory.create(pages).pulse_writer("production", process)
-    record = Pulse(model=model, model_samples=samples)
+    record = Pulse(model=model, model_samples=samples, decode_calibration=HELD)
     writer.write(record, now_ns=monotonic_ns(), ttl_ns=HOUR_NS)
     writer.close()
 
@@ -43,6 +44,15 @@ def test_what_it_prints_and_writes_is_a_slot_s_policy_with_the_upper_times(
     given = SlotConfig(name="slot", **yaml.safe_load(printed)).policy.profile
     assert (given.prefill_base_s, given.prefill_s_per_token) == (0.02, 2e-4)
     assert (given.decode_base_s, given.decode_s_per_request) == (0.01, 1e-3)
+
+
+def test_says_how_well_the_times_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pulse(tmp_path, 0, ONE)
+    assert profiled(tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert "pulse.production.0 prefills: none compared yet" in printed
+    held = "pulse.production.0 decodes: P50 0.80, P90 1.04, P99 1.50 of 512, 12% longer"
+    assert held in printed
 
 
 def test_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
