@@ -94,9 +94,9 @@ _AGENT = (
         "wanted.",
     ),
     _agent(
-        "production_step_quantile_ratio",
+        "production_step_percentile_ratio",
         Kind.GAUGE,
-        "slot kind quantile",
+        "slot kind percentile",
         "Production's late prefills or decodes over what was predicted; 1 is wanted at 0.9.",
     ),
     _agent(

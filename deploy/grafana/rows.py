@@ -207,11 +207,13 @@ def giving_back() -> tuple[Lines | Stat, ...]:
         ),
         lines(
             "Production's steps over what was predicted",
-            "Observed over predicted; 1 at the quantile 0.9 is what the step-time model promises.",
+            "Observed over predicted; 1 at the P90 is what the step-time model promises.",
             RATIO,
             (
-                _latest("harvester_production_step_quantile_ratio", _SLOT, "slot, kind, quantile"),
-                "{{slot}} {{kind}} {{quantile}}",
+                _latest(
+                    "harvester_production_step_percentile_ratio", _SLOT, "slot, kind, percentile"
+                ),
+                "{{slot}} {{kind}} p{{percentile}}",
             ),
         ),
     )

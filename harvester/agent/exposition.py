@@ -177,8 +177,8 @@ class SlotExposition:
             worst = max(known, key=lambda one: one.over_ratio)
             values = (worst.over_ratio, worst.p50_ratio, worst.p90_ratio, worst.p99_ratio)
         self._metrics.production_over.labels(self._slot, kind).set(values[0])
-        for quantile, ratio in zip(("0.5", "0.9", "0.99"), values[1:], strict=True):
-            self._metrics.production_quantiles.labels(self._slot, kind, quantile).set(ratio)
+        for percentile, ratio in zip(("50", "90", "99"), values[1:], strict=True):
+            self._metrics.production_percentiles.labels(self._slot, kind, percentile).set(ratio)
 
     def _set_headroom(self, slo: str, slo_s: float) -> None:
         readings = self._last.pulses if self._last is not None else ()

@@ -59,12 +59,12 @@ class AgentMetrics:
             "slot",
             "kind",
         )
-        self.production_quantiles = self._gauge(
-            "production_step_quantile_ratio",
-            "Production's steps, observed over predicted; 1 is wanted at 0.9.",
+        self.production_percentiles = self._gauge(
+            "production_step_percentile_ratio",
+            "Production's steps, observed over predicted; 1 is wanted at P90.",
             "slot",
             "kind",
-            "quantile",
+            "percentile",
         )
         self.kv = self._gauge(
             "guest_kv_tokens", "Of the guest's KV: held, retained, free, withheld.", "slot", "state"

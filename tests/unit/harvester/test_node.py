@@ -285,12 +285,12 @@ def test_exports_how_production_s_steps_held_to_their_prediction(stage: Stage) -
         writer.write(pulse, now_ns=monotonic_ns(), ttl_ns=10**11)
     stage.beats(1)
 
-    def quantile(kind: str, at: str) -> float | None:
-        name = "harvester_production_step_quantile_ratio"
-        return stage.metric(name, slot=SLOT, kind=kind, quantile=at)
+    def ratio(kind: str, percentile: str) -> float | None:
+        name = "harvester_production_step_percentile_ratio"
+        return stage.metric(name, slot=SLOT, kind=kind, percentile=percentile)
 
     over = stage.metric("harvester_production_step_over_ratio", slot=SLOT, kind="prefill")
-    assert (over, quantile("prefill", "0.9"), quantile("prefill", "0.99")) == (0.3, 1.25, 2.0)
-    unknown = quantile("decode", "0.9")
+    assert (over, ratio("prefill", "90"), ratio("prefill", "99")) == (0.3, 1.25, 2.0)
+    unknown = ratio("decode", "90")
     assert unknown is not None
     assert math.isnan(unknown)
