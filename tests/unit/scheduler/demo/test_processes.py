@@ -30,6 +30,8 @@ import signal, sys
 from pathlib import Path
 from scheduler.demo.processes import Processes
 
+# A shell's background starts everything with Ctrl-C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with Processes(Path(sys.argv[1])) as started:
     child = started.start("engine", [sys.executable, "-c", sys.argv[2]], piped=True)
     child.output.readline()
