@@ -4,16 +4,19 @@ Arms do not know of each other, so they may be run ahead of being asked for, in 
 what each finds is the same as in one.
 """
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
 
 from harvester.contracts.clock import MonotonicClock
+from scheduler.demo.processes import end_with
 from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.workload import JOBS, Drift, w1
@@ -69,11 +72,23 @@ class Pieces:
         if self._workers == 1 or len(missing) < 2:
             return
         # Spawned, not forked: compiled code and its threads are not made to be forked.
-        with ProcessPoolExecutor(self._workers, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(
+            self._workers,
+            mp_context=get_context("spawn"),
+            initializer=_as_worker,
+            initargs=(os.getpid(),),
+        ) as pool:
             running = {pool.submit(one.run): one for one in missing}
-            for done in as_completed(running):
-                self._ahead[running[done].key] = done.result()
-                self.arm(running[done])
+            try:
+                for done in as_completed(running):
+                    self._ahead[running[done].key] = done.result()
+                    self.arm(running[done])
+            except BaseException:
+                # The pool would wait for every arm that is still to be run.
+                pool.shutdown(wait=False, cancel_futures=True)
+                for worker in active_children():
+                    worker.terminate()
+                raise
 
     def arm(self, wanted: ArmOfSeed) -> Piece:
         return self.kept(wanted.key, lambda: self._ahead.get(wanted.key) or wanted.run(), Piece)
@@ -96,6 +111,12 @@ class Pieces:
     def _is_kept(self, name: str) -> bool:
         path = self._path(name)
         return path is not None and path.is_file()
+
+
+def _as_worker(parent: int) -> None:
+    end_with(parent)
+    # Ctrl-C reaches the whole group; the parent ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def kept(results: Sequence[ArmResult], which: Literal["kept", "kept_profiled"] = "kept") -> float:

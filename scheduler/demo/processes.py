@@ -23,6 +23,7 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _TERM_S = 8.0
 _KILL_S = 5.0
 _TAIL_BYTES = 2000
@@ -173,14 +174,18 @@ def _each_thread(process: psutil.Process, action: Callable[[int], None]) -> None
         return
 
 
+def end_with(parent: int) -> None:
+    """Have the kernel end this process as soon as its parent, of that id, has ended."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _prepared(core: int | None, nice: int) -> Callable[[], None]:
     parent = os.getpid()
-    libc = ctypes.CDLL(None, use_errno=True)
 
     def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
+        end_with(parent)
         if core is not None:
             os.sched_setaffinity(0, {core})
         if nice:
