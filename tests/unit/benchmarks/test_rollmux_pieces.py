@@ -1,5 +1,6 @@
 """The RollMux benchmark's pieces: the same in several processes, and kept between runs."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ if __name__ == "__main__":
     print("started", flush=True)
     Pieces(None, workers=2).run_ahead(long)
 """
+ROOT = Path(__file__).parents[3]
 WAIT_S = 20.0
 
 
@@ -48,7 +50,10 @@ def test_workers_end_with_the_run_that_started_them(tmp_path: Path, number: sign
     program = tmp_path / "driver.py"
     program.write_text(DRIVER)
     with subprocess.Popen(
-        [sys.executable, program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     ) as driver:
         assert driver.stdout is not None
         driver.stdout.readline()
