@@ -1,6 +1,6 @@
 """Deltas hashed while they are written end on the published state, or say that they do not."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,12 +32,6 @@ class Model(torch.nn.Module):
 
     def holds(self, state: State) -> bool:
         return all(torch.equal(self.held[n].float(), tensor.float()) for n, tensor in state.items())
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as made:
-        yield made
 
 
 @pytest.fixture
