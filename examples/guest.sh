@@ -5,8 +5,9 @@
 # The idle class counts within one scheduling group only: start both engines in one session, or give
 # the guest's service or container an idle control group (systemd: CPUWeight=idle).
 # Same user as the agent. The weights come from the store; the model directory needs only its
-# configuration and tokenizer. On a CPU add --enforce-eager --dtype bfloat16 and TORCHDYNAMO_DISABLE=1:
-# vLLM otherwise compiles for 20 s of production's core at the first request for log-probabilities.
+# configuration and tokenizer. On a CPU add --enforce-eager --dtype bfloat16, TORCHDYNAMO_DISABLE=1 (vLLM
+# otherwise compiles for 20 s of production's core at the first request for log-probabilities) and
+# VLLM_ENABLE_V1_MULTIPROCESSING=0 OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind (else its worker spins).
 # Before vLLM 0.30 leave --enable-scale-out out. The development routes (VLLM_SERVER_DEV_MODE) must stay on loopback.
 set -euo pipefail
 

@@ -155,7 +155,8 @@ class Bench:
             done = await runner.run(arm, turn, windows[turn])
             self.told(
                 f"round {turn + 1} {arm}: production busy "
-                f"{done.production_busy_s / done.seconds:.0%}, guest "
+                f"{done.production_busy_s / done.seconds:.0%}, on its core "
+                f"{done.production_core_s / done.seconds:.0%}, guest "
                 f"{done.guest_tokens / done.seconds:,.0f} tokens/s"
             )
         result = figures(

@@ -36,6 +36,7 @@ def figures(
     )
     slo = choose_slo(alone.shared)
     busy = fmean(s.production_busy_s / s.seconds for s in slices if s.arm in ALONE)
+    used = fmean(s.production_core_s / s.seconds for s in slices if s.arm in ALONE)
     speeds = {arm: _speed(slices, arm) for arm in Arm}
     arms: dict[str, dict[str, Any]] = {}
     for arm in WITH_PRODUCTION:
@@ -52,7 +53,7 @@ def figures(
         }
     arms[Arm.ROLLOUTS] = {"rollout_tokens_per_s": speeds[Arm.ROLLOUTS]}
     base = serving_of(alone, ttft_slo_s=slo.ttft_s, itl_slo_s=slo.itl_s)
-    ideal = speeds[Arm.ROLLOUTS] * (1.0 - busy)
+    ideal = speeds[Arm.ROLLOUTS] * (1.0 - used)
     beside = {
         arm: latency_ratios(given[arm], alone, seed=facts.seed)
         | {
@@ -75,6 +76,7 @@ def figures(
         "slo_attainment_drop": ours["slo_attainment_drop"],
         "gate_only_slo_attainment_drop": gate["slo_attainment_drop"],
         "production_busy_share": busy,
+        "production_core_share": used,
         "residual_share": ours["residual_share"],
         "gate_only_residual_share": gate["residual_share"],
         "beside": beside,

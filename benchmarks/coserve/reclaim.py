@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 
+from benchmarks.coserve.core_time import core_s
 from coserve.isolation import NO_ISOLATION
 from harvester.contracts.clock import Clock, monotonic_ns
 from harvester.contracts.page import Grant, GrantMode, Guest, PageReader
@@ -91,17 +91,12 @@ async def closed_gate_core_share(slot: ServingSlot, clock: Clock) -> float:
     switch.write_text("hold")
     try:
         await asyncio.sleep(_GONE_S)
-        guest = slot.parts.running[GUEST].tree()
-        start_s, used_s = clock.now(), _cpu_s(guest)
+        guest = slot.parts.running[GUEST]
+        start_s, used_s = clock.now(), core_s(guest)
         await asyncio.sleep(_CLOSED_S)
-        return (_cpu_s(guest) - used_s) / (clock.now() - start_s)
+        return (core_s(guest) - used_s) / (clock.now() - start_s)
     finally:
         switch.unlink()
-
-
-def _cpu_s(processes: list[psutil.Process]) -> float:
-    times = [process.cpu_times() for process in processes]
-    return sum(time.user + time.system for time in times)
 
 
 def percentile(values: list[float], percent: float) -> float | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.coserve.arms import ALONE, SETTINGS, Arm, Setting
+from benchmarks.coserve.core_time import core_s
 from benchmarks.coserve.rollouts import Lease, Rollouts
 from coserve.isolation import NO_ISOLATION
 from harvester.contracts.clock import Clock
@@ -15,7 +16,7 @@ from harvester.contracts.page import Guest, Pulse
 from scheduler.demo.production import ProductionClient
 from scheduler.demo.records import ProductionRequest
 from scheduler.demo.slo import ServiceLevel, choose_slo
-from scheduler.demo.slot import ServingSlot
+from scheduler.demo.slot import PRODUCTION, ServingSlot
 from scheduler.demo.window import Window
 
 # Until the guest's steps are under way, and what the last arm left has gone.
@@ -34,6 +35,9 @@ class Slice:
     guest_tokens: int
     """Prefilled and generated."""
     production_busy_s: float
+    """By its steps."""
+    production_core_s: float
+    """Processor time of its engine and its front end."""
     decide_s_mean: float
 
 
@@ -98,6 +102,8 @@ class Runner:
 
     async def _measured(self, arm: Arm, turn: int, window: Window, *, serving: bool) -> Slice:
         start_s, guest, busy_s = self.clock.now(), self.guest(), self.pulse().busy_s_total
+        production = self.slot.parts.running[PRODUCTION]
+        used_s = core_s(production)
         stopped = asyncio.Event()
         arrivals = window.arrivals if serving else ()
         replay = asyncio.ensure_future(
@@ -107,6 +113,7 @@ class Runner:
             await asyncio.sleep(start_s + window.duration_s - self.clock.now())
             end_s, after = self.clock.now(), self.guest()
             busy_s = self.pulse().busy_s_total - busy_s
+            used_s = core_s(production) - used_s
             stopped.set()
             await replay
         finally:
@@ -119,5 +126,6 @@ class Runner:
             seconds=end_s - start_s,
             guest_tokens=after.tokens_total - guest.tokens_total,
             production_busy_s=busy_s,
+            production_core_s=used_s,
             decide_s_mean=after.decide_s_mean,
         )

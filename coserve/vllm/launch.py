@@ -133,6 +133,12 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 page tables as well, which neighbours push out of the shared cache. Not for guests: they give memory
 back in small pages, and the kernel would gather what is left into huge ones again."""
 
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""The worker lives in the engine core's process, as it does on a single GPU. On CPUs vLLM otherwise
+gives it one of its own, so that threads can be bound there, which we do not ask for; and a worker
+spins for a second after each step, in which it takes the core from whoever shares it. Engines of
+several ranks keep their workers."""
+
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """vLLM compiles its count of better tokens, asked for by every request with log-probabilities, at
 the first of them: 20 s of a core, in a guest of production's core."""
@@ -147,6 +153,7 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
+        **ONE_PROCESS,
         **STEADY_HEAP,
     }
 

@@ -16,10 +16,11 @@ from weightsync.elements.xxh3 import BLOCK_BYTES, Accumulators, absorb
 from weightsync.elements.zigzag import unzigzag, zigzag
 
 _LINE_BYTES = 64
-_BLOCK_BYTES = 16 << 10
-"""Changed, then hashed: what a core's nearest cache holds twice."""
-_AHEAD_BYTES = 32 << 10
-"""Memory is asked for so far before it is changed, evenly over all that is done meanwhile."""
+_BLOCK_BYTES = 2 << 10
+"""Changed, then hashed. So little that the memory behind it, which the processor fetches by itself
+while a block is hashed from its start to its end, is there when the next one is changed."""
+_AHEAD_BYTES = 4 << 10
+"""Memory is asked for so far ahead as well: no processor fetches across a page by itself."""
 _NONE = np.uint64(0)
 _ONE = np.uint64(1)
 _ESCAPE = np.uint64(255)
@@ -71,7 +72,6 @@ def _pass(data: Bytes, start: int, stop: int, sums: Accumulators, hashed: bool) 
 def _apply_small(bits: Bits, stop: int, cursor: Cursor, gaps: Bytes, signs: Bytes) -> Cursor:
     """Adds or subtracts one unit in the last place at each position before `stop`."""
     at, after, change = cursor
-    ahead = np.uint64(_AHEAD_BYTES // bits.itemsize)
     while at < np.uint64(gaps.size):
         gap = np.uint64(gaps[at])
         # An escape adds nothing where it leads to: no branch that depends on the data.
@@ -80,7 +80,6 @@ def _apply_small(bits: Bits, stop: int, cursor: Cursor, gaps: Bytes, signs: Byte
         if then > np.uint64(stop):
             break
         place = then - _ONE
-        prefetch(bits, np.int64(place + ahead))
         minus = (np.uint64(signs[change >> np.uint64(3)]) >> (change & np.uint64(7))) & _ONE
         bits[place] = np.uint64(bits[place]) + moves * (_ONE - (minus << _ONE))
         change += moves
