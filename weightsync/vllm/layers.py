@@ -24,6 +24,7 @@ _DERIVED_METHODS = frozenset(
 )
 """Each of them has been compared with a fresh engine, token for token."""
 _REFUSED_LAYERS = frozenset({"MLAAttention", "MultiHeadLatentAttentionWrapper"})
+_ADAPTED_EXPERTS = frozenset({"FusedMoEWithLoRA", "FusedMoE3DWithLoRA"})
 _REPACKED_CONVOLUTION = "_cpu_unpacked_conv_weight"
 _WRAPPED = "base_layer"
 """What vLLM calls the layer in a LoRA wrapper."""
@@ -31,6 +32,14 @@ _WRAPPED = "base_layer"
 
 def check_layers(model: torch.nn.Module) -> None:
     """Raises Unsupported naming the first layer whose derived form we cannot make again."""
+    for name, layer in model.named_modules():
+        if type(layer).__name__ in _ADAPTED_EXPERTS:
+            raise Unsupported(
+                f"backend rosemux: {name} are experts that take LoRA adapters; their method is "
+                "another one then, whose form of the weights has not been compared with a fresh "
+                "engine's. Name the layers that adapters train in --lora-target-modules, without "
+                "experts"
+            )
     for name, layer in own_layers(model):
         if not (_is_plain(layer) or _is_derived(layer)):
             method = type(getattr(layer, "quant_method", None)).__name__

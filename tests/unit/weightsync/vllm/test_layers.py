@@ -80,6 +80,17 @@ def test_a_layer_that_is_wrapped_for_lora_counts_once() -> None:
     assert [name for name, _ in own_layers(model)] == ["", "proj.base_layer", "attention"]
 
 
+class FusedMoEWithLoRA(LoRAWrapper):
+    """Named as vLLM's own, which gives the experts in it another method."""
+
+
+def test_experts_that_take_adapters_are_refused_with_the_setting_that_avoids_it() -> None:
+    model = _model(UnquantizedFusedMoEMethod())
+    model["proj"] = FusedMoEWithLoRA(model["proj"])
+    with pytest.raises(Unsupported, match=r"proj are experts .* --lora-target-modules"):
+        check_layers(model)
+
+
 def test_a_loader_sees_the_layers_without_their_wrappers() -> None:
     model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
     layer = model["blocks"][0]
