@@ -44,7 +44,8 @@ def test_what_is_refused_leaves_every_rank_on_what_it_held(seen: dict[str, Any])
     assert seen["after_refusals"] == seen["version_2"]
 
 
-def test_weights_that_somebody_else_changed_end_on_the_published_state(
-    seen: dict[str, Any],
-) -> None:
+def test_ranks_that_parted_meet_on_the_published_state(seen: dict[str, Any]) -> None:
+    """One had weights that somebody changed and failed alone, the other one took the version."""
+    assert "this rank has no store" in seen["half"]["error"]
+    assert seen["half"]["state_hash"] == seen["published"][3]
     assert seen["version_4"] == seen["fresh"]

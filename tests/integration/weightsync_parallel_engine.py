@@ -6,6 +6,7 @@ The first loads a checkpoint, the second follows a store to the same state.
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,27 @@ def _touch(worker: Any) -> None:
         next(iter(worker.model_runner.model.parameters())).data.view(torch.int16).flatten()[0] ^= 1
 
 
+def _fail_once(worker: Any) -> None:
+    """One rank cannot load the next version, the other one can."""
+    if worker.rank == 1:
+        weights = worker.weight_transfer_engine._weights
+        load = weights.load
+
+        def failing(_update_info: Any) -> None:
+            weights.load = load
+            raise RuntimeError("this rank has no store")
+
+        weights.load = failing
+
+
+def _go_on(engine: Any, **update_info: Any) -> None:
+    """As the gateway after a failure: a rank that took the version says that it is in an update."""
+    with suppress(RuntimeError):
+        engine.collective_rpc("start_weight_update")
+    engine.collective_rpc("update_weights", kwargs={"update_info": update_info})
+    engine.collective_rpc("finish_weight_update")
+
+
 def _reports(engine: Any) -> list[dict[str, Any]]:
     """Of each rank."""
     return list(engine.collective_rpc("rosemux_weights"))
@@ -81,7 +103,9 @@ def _followed(engine: Any, stores: Path, published: list[str]) -> dict[str, Any]
     shard.write_bytes(whole)
     seen["after_refusals"] = generated(engine)
     engine.collective_rpc(_touch)
-    update(engine, store="job", version=4, state_hash=published[3])
+    engine.collective_rpc(_fail_once)
+    seen["half"] = refused(engine, store="job", version=4)
+    _go_on(engine, store="job", version=4, state_hash=published[3])
     seen["reports_4"] = _reports(engine)
     seen["version_4"] = generated(engine)
     return seen

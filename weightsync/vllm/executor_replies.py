@@ -11,8 +11,8 @@ from typing import Any
 
 _ORIGINAL = "rosemux_original"
 _QUEUES = "response_mqs"
-_FIRST_OTHERS = 4
-"""Of its arguments only so many are the same for a call that one rank answers."""
+_FOR_ALL = 4
+"""How many of its arguments, in order, say nothing about who answers."""
 
 
 def install(backend: str) -> None:
@@ -33,7 +33,7 @@ def hear_all(executor_class: Any, backend: str) -> None:
         transfer = executor.vllm_config.weight_transfer_config
         if (
             one_answers
-            or len(given) > _FIRST_OTHERS
+            or len(given) > _FOR_ALL
             or transfer is None
             or transfer.backend != backend
         ):
