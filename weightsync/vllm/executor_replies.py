@@ -31,12 +31,7 @@ def hear_all(executor_class: Any, backend: str) -> None:
     def collective_rpc(executor: Any, *given: Any, **named: Any) -> Any:
         one_answers = named.get("unique_reply_rank") is not None or named.get("non_block")
         transfer = executor.vllm_config.weight_transfer_config
-        if (
-            one_answers
-            or len(given) > _FOR_ALL
-            or transfer is None
-            or transfer.backend != backend
-        ):
+        if one_answers or len(given) > _FOR_ALL or transfer is None or transfer.backend != backend:
             return original(executor, *given, **named)
         queues = getattr(executor, _QUEUES)
         heard = [_Heard(queue) for queue in queues]
