@@ -154,6 +154,7 @@ ADAPTERS: tuple[Symbol, ...] = (
     ),
     *reads(f"{_LORA}.worker_manager", "LRUCacheWorkerLoRAManager._adapter_manager"),
     *reads("vllm.config", "VllmConfig.lora_config"),
+    *reads("vllm.triton_utils", "HAS_TRITON"),
     *reads(
         f"{_LORA}.model_manager",
         "LoRAModelManager.model",
