@@ -11,6 +11,7 @@ _LINEAR = "vllm.model_executor.layers.linear"
 _PATCHES = "vllm.model_executor.model_loader.checkpoint_weight_patch"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _LORA = "vllm.lora"
+_EXECUTOR = "vllm.v1.executor.multiproc_executor"
 
 
 def _weight_engine(api: WeightEngineApi, methods: Mapping[str, tuple[str, ...]]) -> list[Symbol]:
@@ -126,13 +127,20 @@ WEIGHTS: tuple[Symbol, ...] = (
     ),
     Symbol(
         Use.CALL,
+        _EXECUTOR,
+        "MultiprocExecutor.collective_rpc",
+        ("method", "timeout", "args", "kwargs", "non_block", "unique_reply_rank"),
+    ),
+    *reads(_EXECUTOR, "MultiprocExecutor.response_mqs"),
+    Symbol(
+        Use.CALL,
         _PATCHES,
         "load_checkpoint_weight_patches",
         ("model", "patches"),
         lambda table: table.checkpoint_patches,
     ),
 )
-"""What the weight backend derives from, and what keeps or repacks a weight on a CPU."""
+"""What the weight backend derives from, what packs weights on a CPU, and how ranks answer."""
 
 ADAPTERS: tuple[Symbol, ...] = (
     *overrides(
@@ -146,7 +154,13 @@ ADAPTERS: tuple[Symbol, ...] = (
     ),
     *reads(f"{_LORA}.worker_manager", "LRUCacheWorkerLoRAManager._adapter_manager"),
     *reads("vllm.config", "VllmConfig.lora_config"),
-    *reads(f"{_LORA}.model_manager", "LoRAModelManager.model"),
+    *reads("vllm.triton_utils", "HAS_TRITON"),
+    *reads(
+        f"{_LORA}.model_manager",
+        "LoRAModelManager.model",
+        "LoRAModelManager.modules",
+        "LoRAModelManager.packed_modules",
+    ),
     *(
         Symbol(Use.CALL, f"{_LORA}.model_manager", f"LRUCacheLoRAModelManager.{name}", details)
         for name, details in (
@@ -156,7 +170,8 @@ ADAPTERS: tuple[Symbol, ...] = (
             ("list_adapters", ()),
         )
     ),
-    *reads(f"{_LORA}.lora_model", "LoRAModel.id"),
+    *reads(f"{_LORA}.lora_model", "LoRAModel.id", "LoRAModel.loras"),
+    *reads(f"{_LORA}.layers.fused_moe", "FusedMoEWithLoRA", "FusedMoE3DWithLoRA"),
     *reads(
         f"{_LORA}.request",
         "LoRARequest.lora_name",

@@ -1,6 +1,6 @@
-"""Every rank of a tensor-parallel engine follows a store, experts included.
+"""Whole engines of two ranks follow a store: ranks of tensors, of experts and of a pipeline.
 
-The engines run in one child process (see test_weightsync_vllm.py) with a worker process per rank.
+The engines run in one child process each (see test_weightsync_vllm.py) with a process per rank.
 """
 
 from typing import Any
@@ -12,22 +12,40 @@ from tests.integration.weightsync_child import run_child
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the child saw."""
+@pytest.fixture(scope="module", params=["tensors", "experts", "layers"])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the child saw with one way of sharing a model out."""
     pytest.importorskip("vllm")
     root = tmp_path_factory.mktemp("parallel")
-    return run_child("tests.integration.weightsync_parallel_engine", root)
+    return run_child("tests.integration.weightsync_parallel_engine", root, request.param)
 
 
 def test_ranks_that_followed_sample_as_ranks_that_loaded(seen: dict[str, Any]) -> None:
+    """Tokens and log-probabilities are equal bit for bit, after a full version and a delta."""
     assert seen["version_1"]["logprobs"] != seen["fresh"]["logprobs"]
     assert seen["version_2"] == seen["fresh"]
 
 
 def test_each_rank_tells_the_published_state(seen: dict[str, Any]) -> None:
-    for version, state_hash in enumerate(seen["published"], start=1):
+    for version in (1, 2, 4):
         reports = seen[f"reports_{version}"]
         assert len(reports) == 2
-        assert all(report["state_hash"] == state_hash for report in reports)
-        assert all(report["from_full"] == (version == 1) for report in reports)
+        for report in reports:
+            assert report["state_hash"] == seen["published"][version - 1]
+            assert report["in_place"]
+    assert all(report["from_full"] for report in seen["reports_1"])
+    assert not any(report["from_full"] for report in seen["reports_2"])
+
+
+def test_what_is_refused_leaves_every_rank_on_what_it_held(seen: dict[str, Any]) -> None:
+    for refusal in seen["refusals"]:
+        assert refusal["error"] != "none"
+        assert refusal["state_hash"] == seen["published"][1]
+    assert seen["after_refusals"] == seen["version_2"]
+
+
+def test_ranks_that_parted_meet_on_the_published_state(seen: dict[str, Any]) -> None:
+    """One had weights that somebody changed and failed alone, the other one took the version."""
+    assert "this rank has no store" in seen["half"]["error"]
+    assert seen["half"]["state_hash"] == seen["published"][3]
+    assert seen["version_4"] == seen["fresh"]

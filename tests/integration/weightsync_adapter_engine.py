@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,14 @@ _STEPS = {1: (1, 2), 2: (3,)}
 """Versions of the adapter, by the version of `job-a` that they are for."""
 
 
-def _adapter(step: int, rank: int = RANK) -> State:
+def adapter_state(
+    step: int, rank: int = RANK, shapes: Mapping[str, tuple[int, int]] = SHAPES
+) -> State:
     """In float32, as PEFT trains adapters; the engine computes in bfloat16."""
     generator = torch.Generator().manual_seed(7)
     state = {}
     for layer in range(2):
-        for module, (inputs, outputs) in SHAPES.items():
+        for module, (inputs, outputs) in shapes.items():
             name = f"base_model.model.model.layers.{layer}.{module}"
             down = torch.randn(rank, inputs, generator=generator)
             up = torch.randn(outputs, rank, generator=generator)
@@ -59,11 +62,11 @@ def _adapter(step: int, rank: int = RANK) -> State:
     return state
 
 
-def _saved(step: int, root: Path) -> str:
-    directory = root / f"peft-{step}"
+def saved_adapter(state: State, config: Mapping[str, Any], directory: Path) -> str:
+    """What PEFT's `save_pretrained` leaves."""
     directory.mkdir()
-    save_file(_adapter(step), directory / "adapter_model.safetensors")
-    (directory / "adapter_config.json").write_text(json.dumps(CONFIG))
+    save_file(state, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps(config))
     return str(directory)
 
 
@@ -81,10 +84,10 @@ def _publish(stores: Path, bases: list[State]) -> dict[str, list[str]]:
     done = []
     for base, steps in _STEPS.items():
         with Publisher(stores / STORE, adapter=on(base, CONFIG)) as publisher:
-            done += [publisher.publish(_adapter(step)).state_hash for step in steps]
+            done += [publisher.publish(adapter_state(step)).state_hash for step in steps]
     large = {**CONFIG, "r": 2 * MAX_RANK}
     with Publisher(stores / "large", adapter=on(2, large)) as publisher:
-        publisher.publish(_adapter(1, 2 * MAX_RANK))
+        publisher.publish(adapter_state(1, 2 * MAX_RANK))
     return {"bases": hashes, "adapters": done}
 
 
@@ -99,7 +102,8 @@ def _followed(engine: Any, root: Path, published: list[str]) -> dict[str, Any]:
     for version, state_hash in enumerate(published, start=1):
         known = {"store": STORE, "version": version, "state_hash": state_hash}
         seen[f"report_{version}"] = update(engine, **known, adapter=NAME)
-        stock = LoRARequest(f"stock-{version}", 10 + version, _saved(version, root))
+        path = saved_adapter(adapter_state(version), CONFIG, root / f"peft-{version}")
+        stock = LoRARequest(f"stock-{version}", 10 + version, path)
         seen[f"followed_{version}"] = generated(engine, policy)
         seen[f"stock_{version}"] = generated(engine, stock)
         seen[f"base_{version}"] = generated(engine)

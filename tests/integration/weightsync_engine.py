@@ -59,15 +59,8 @@ def saved(model: Qwen2ForCausalLM, state: State, path: Path) -> str:
 def new_engine(path: str, **more: Any) -> Any:
     from vllm import LLM
 
-    return LLM(
-        model=path,
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=128,
-        seed=0,
-        **more,
-    )
+    usual = {"enforce_eager": True, "dtype": "bfloat16", "max_model_len": 128, "seed": 0}
+    return LLM(model=path, skip_tokenizer_init=True, **(usual | more))
 
 
 def generated(engine: Any, adapter: Any = None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Changing a state in place, and the loops over all its elements.
 
-Compiled loops that hold no lock of Python's and check no lengths: codec.py does that before, so
+Compiled loops that hold no lock of Python's and check no lengths: decoders.py did before, so
 that an apply cannot fail half-way. What gap streams are: see scan.py.
 """
 

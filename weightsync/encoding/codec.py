@@ -3,7 +3,7 @@
 `dense` is the new tensor; `xor` and `overwrite` are byte for byte those of the shared Hugging Face
 index layout; `rosemux` writes changes by one unit in the last place as gap and sign, and all other
 changes as gap and difference, because 84 to 90 % of an Adam step's changes are one unit. `encode`
-takes the smallest. Decoders trust nothing: whatever does not fit the tensor raises Corrupt.
+takes the smallest; payloads are read back in decoders.py.
 
 rosemux payload: bytes format, layout, width; varint elements; then by layout
   sparse  varints small, far, gap bytes, far gap bytes; streams gaps, signs, far gaps, width planes
@@ -17,30 +17,22 @@ from enum import StrEnum
 
 import numpy as np
 
-from harvester.contracts.errors import Corrupt, Unsupported
+from harvester.contracts.errors import Unsupported
 from weightsync.elements import kernels, state_hash
-from weightsync.elements.bits import Bits, Bytes, TensorSpec, bits_from_bytes, bytes_of
-from weightsync.elements.scan import GAP_ESCAPE
-from weightsync.encoding.delta import (
-    Delta,
-    DenseDelta,
-    OverwriteDelta,
-    PlanesDelta,
-    SparseDelta,
-    XorDelta,
-    checked_apply,
+from weightsync.elements.bits import Bits, Bytes, TensorSpec, bytes_of
+from weightsync.encoding.decoders import (
+    decode_dense,
+    decode_overwrite,
+    decode_rosemux,
+    decode_xor,
+    rosemux_layout,
 )
+from weightsync.encoding.delta import Delta, checked_apply
 from weightsync.encoding.plain_payload import MAX_BYTES as PLAIN_BYTES
 from weightsync.encoding.plain_payload import OVERWRITE_BELOW_CHANGES, PlainPayload, plain_payload
-from weightsync.encoding.planes import apply_planes_payload, planes_payload
+from weightsync.encoding.planes import PLANES, apply_planes_payload, planes_payload
 from weightsync.encoding.sparse import FORMAT, SPARSE, SparseStreams, compared
-from weightsync.encoding.stream import (
-    pack_frame,
-    pack_stream,
-    read_stream,
-    unpack_frame,
-    unpack_stream,
-)
+from weightsync.encoding.stream import pack_frame, pack_stream, read_stream
 from weightsync.encoding.varint import PayloadReader, varint
 
 
@@ -60,9 +52,6 @@ class Encoded:
     digest: str
     """xxh3-128 of the new bits."""
 
-
-PLANES = 1
-"""The layout of a payload that holds a difference for every element."""
 
 PLANES_ABOVE_RATIO = 0.40
 """Below this share of changed elements neither `planes` nor `dense` can win: a zero difference
@@ -168,12 +157,28 @@ def encode_as(encoding: Encoding, old: Bits, new: Bits) -> Encoded | None:
 def decode(encoding: Encoding, payload: memoryview, spec: TensorSpec) -> Delta:
     """The checked delta for a tensor of `spec`; raises Corrupt."""
     readers: dict[Encoding, Callable[[memoryview, TensorSpec], Delta]] = {
-        Encoding.DENSE: _decode_dense,
-        Encoding.XOR: _decode_xor,
-        Encoding.OVERWRITE: _decode_overwrite,
-        Encoding.ROSEMUX: _decode_rosemux,
+        Encoding.DENSE: decode_dense,
+        Encoding.XOR: decode_xor,
+        Encoding.OVERWRITE: decode_overwrite,
+        Encoding.ROSEMUX: decode_rosemux,
     }
     return readers[encoding](payload, spec)
+
+
+def apply_own(encoding: Encoding, payload: memoryview, spec: TensorSpec, bits: Bits) -> None:
+    """Changes bits by a payload of our own making, with less memory than a delta of it would need.
+
+    Raises Corrupt, and then the bits are in doubt.
+    """
+    if encoding is Encoding.DENSE:
+        read_stream(payload, spec.size_bytes).read_into(bytes_of(bits))
+        return
+    if encoding is Encoding.ROSEMUX:
+        reader = PayloadReader(payload)
+        if rosemux_layout(reader, spec) == PLANES:
+            apply_planes_payload(reader, bits)
+            return
+    checked_apply(decode(encoding, payload, spec), bits)
 
 
 def warm_up() -> None:
@@ -224,91 +229,3 @@ def _encode_planes(old: Bits, new: Bits) -> bytes | memoryview:
 def _stream(raw: Bytes) -> bytes:
     packed = pack_stream(raw)
     return varint(len(packed)) + packed
-
-
-def _decode_dense(payload: memoryview, spec: TensorSpec) -> DenseDelta:
-    return DenseDelta(bits_from_bytes(unpack_stream(payload, spec.size_bytes), spec))
-
-
-def _decode_xor(payload: memoryview, spec: TensorSpec) -> XorDelta:
-    return XorDelta(bits_from_bytes(unpack_frame(payload, spec.size_bytes), spec))
-
-
-def _decode_overwrite(payload: memoryview, spec: TensorSpec) -> OverwriteDelta:
-    raw = unpack_frame(payload, 4 + 5 * spec.size_bytes)
-    if raw.size < 4:
-        raise Corrupt(f"overwrite: {raw.size} bytes hold no count")
-    count = int(raw[:4].view("<u4")[0])
-    if raw.size != 4 + 5 * count:
-        raise Corrupt(f"overwrite: {raw.size} bytes for {count} changes")
-    positions = raw[4 : 4 + 4 * count].view("<u4")
-    if count and int(positions.max()) >= spec.size_bytes:
-        raise Corrupt(f"overwrite: position {positions.max()} in {spec.size_bytes} bytes")
-    return OverwriteDelta(spec.elements, positions, raw[4 + 4 * count :])
-
-
-def apply_own(encoding: Encoding, payload: memoryview, spec: TensorSpec, bits: Bits) -> None:
-    """Changes bits by a payload of our own making, with less memory than a delta of it would need.
-
-    Raises Corrupt, and then the bits are in doubt.
-    """
-    if encoding is Encoding.DENSE:
-        read_stream(payload, spec.size_bytes).read_into(bytes_of(bits))
-        return
-    if encoding is Encoding.ROSEMUX:
-        reader = PayloadReader(payload)
-        if _rosemux_layout(reader, spec) == PLANES:
-            apply_planes_payload(reader, bits)
-            return
-    checked_apply(decode(encoding, payload, spec), bits)
-
-
-def _rosemux_layout(reader: PayloadReader, spec: TensorSpec) -> int:
-    version, layout, width = reader.take(3)
-    if version != FORMAT or layout not in {SPARSE, PLANES}:
-        raise Corrupt(f"rosemux: format {version}, layout {layout} are not known here")
-    elements = reader.number(at_most=spec.elements)
-    if width != spec.width_bytes or elements != spec.elements:
-        raise Corrupt(
-            f"rosemux: payload for {elements} elements of {width} bytes, tensor of "
-            f"{spec.elements} elements of {spec.width_bytes} bytes"
-        )
-    return layout
-
-
-def _decode_rosemux(payload: memoryview, spec: TensorSpec) -> Delta:
-    reader = PayloadReader(payload)
-    layout, elements, width = _rosemux_layout(reader, spec), spec.elements, spec.width_bytes
-    delta: Delta
-    if layout == PLANES:
-        delta = PlanesDelta(np.stack([_read(reader, elements) for _ in range(width)]))
-    else:
-        delta = _decode_sparse(reader, elements, width)
-    reader.finish()
-    return delta
-
-
-def _decode_sparse(reader: PayloadReader, elements: int, width: int) -> SparseDelta:
-    small = reader.number(at_most=elements)
-    far = reader.number(at_most=elements - small)
-    escapes = elements // GAP_ESCAPE
-    gap_bytes = reader.number(at_most=small + escapes)
-    far_gap_bytes = reader.number(at_most=far + escapes)
-    gaps = _read(reader, gap_bytes)
-    signs = _read(reader, (small + 7) // 8)
-    far_gaps = _read(reader, far_gap_bytes)
-    planes = np.empty((width, far), dtype=np.uint8)
-    for plane in planes:
-        plane[:] = _read(reader, far)
-    for what, stream, count in (("gaps", gaps, small), ("far gaps", far_gaps, far)):
-        changes, end = kernels.gaps_end(stream)
-        if changes != count or end > elements:
-            raise Corrupt(
-                f"rosemux {what}: {changes} changes up to {end}, expected {count} in {elements}"
-            )
-    return SparseDelta(elements, gaps, signs, far_gaps, planes)
-
-
-def _read(reader: PayloadReader, raw_length: int) -> Bytes:
-    packed = reader.take(reader.number(at_most=raw_length))
-    return unpack_stream(packed, raw_length)

@@ -1,6 +1,6 @@
 """Decoded changes of one tensor, validated, ready to be written in place.
 
-A delta never decides anything: codec.py has checked that it fits a tensor of `elements` elements,
+A delta never decides anything: decoders.py checked that it fits a tensor of `elements` elements,
 so that applying it to bits of that size neither fails nor writes out of range.
 """
 

@@ -17,6 +17,8 @@ from weightsync.encoding.large_payload import LargePayload
 from weightsync.encoding.stream import StreamPacker, pack_stream, read_stream
 from weightsync.encoding.varint import PayloadReader, varint
 
+PLANES = 1
+"""The layout of a payload that holds such streams."""
 RUN_ELEMENTS = 1 << 20
 _Rows: TypeAlias = npt.NDArray[np.uint8]
 _PREFIX_BYTES = 16

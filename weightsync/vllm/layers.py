@@ -24,6 +24,8 @@ _DERIVED_METHODS = frozenset(
 )
 """Each of them has been compared with a fresh engine, token for token."""
 _REFUSED_LAYERS = frozenset({"MLAAttention", "MultiHeadLatentAttentionWrapper"})
+_ADAPTED_EXPERTS = frozenset({"FusedMoEWithLoRA", "FusedMoE3DWithLoRA"})
+_TRITON_EXPERTS = "TritonExperts"
 _REPACKED_CONVOLUTION = "_cpu_unpacked_conv_weight"
 _WRAPPED = "base_layer"
 """What vLLM calls the layer in a LoRA wrapper."""
@@ -39,6 +41,27 @@ def check_layers(model: torch.nn.Module) -> None:
                 "of its weights that cannot be made again; supported are models without latent "
                 "attention, experts included, unquantised or quantised by the engine at load with "
                 "fp8_per_block or int8_per_channel_weight_only"
+            )
+
+
+def check_experts_beside_adapters(model: torch.nn.Module, *, has_triton: bool) -> None:
+    """For engines that take LoRA adapters; raises Unsupported for experts that cannot follow there.
+
+    `has_triton`: whether this vLLM has Triton's kernels.
+    """
+    for name, layer in model.named_modules():
+        if type(layer).__name__ in _ADAPTED_EXPERTS:
+            raise Unsupported(
+                f"backend rosemux: {name} are experts that take LoRA adapters; their method is "
+                "another one then, whose form of the weights has not been compared with a fresh "
+                "engine's. Name the layers that adapters train in --lora-target-modules, without "
+                "experts"
+            )
+        experts = getattr(getattr(layer, "quant_method", None), "experts_cls", None)
+        if not has_triton and getattr(experts, "__name__", "") == _TRITON_EXPERTS:
+            raise Unsupported(
+                f"backend rosemux: with --enable-lora this vLLM computes {name} by Triton's "
+                "kernels, which it does not have (no CPU build has): its first step would fail"
             )
 
 

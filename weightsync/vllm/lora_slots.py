@@ -8,6 +8,7 @@ update of weights. What vLLM makes of an adapter (scaled, packed, padded) is vLL
 
 from collections import defaultdict
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Unsupported
 from weightsync.vllm.adapter_names import adapter_name
+from weightsync.vllm.rank_parts import missing_layers
 
 _SLOTS = "rosemux_lora_slots"
 _ORIGINAL = "rosemux_original"
@@ -44,9 +46,11 @@ class LoraSlots:
 
         request = LoRARequest("rosemux-read", _PROBE_ID, str(directory))
         try:
-            return self._reader._load_adapter(request)
+            form = self._reader._load_adapter(request)
         except Exception as error:
             raise Unsupported(f"vLLM takes no such adapter: {error}") from error
+        self._check_places(form)
+        return form
 
     def check(self, form: Any) -> None:
         try:
@@ -70,6 +74,17 @@ class LoraSlots:
             raise ConfigError(f"no version of adapter {name} is in force: load one first")
         self._ids[name].add(number)
         return _numbered(self._forms[name], number)
+
+    def _check_places(self, form: Any) -> None:
+        """Raises Unsupported where vLLM would leave a part of the adapter out, and say nothing."""
+        places = {*self._manager.modules, *chain(*self._manager.packed_modules.values())}
+        elsewhere = missing_layers(self._manager.model)
+        for name in sorted(form.loras.keys() - places):
+            if not any(name == layer or name.startswith(f"{layer}.") for layer in elsewhere):
+                raise Unsupported(
+                    f"the adapter has weights for {name}, where this engine takes none: is it "
+                    "another model's, or do --lora-target-modules leave that layer out?"
+                )
 
     def _activate(self, form: Any, number: int) -> None:
         self._manager.remove_adapter(number)

@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import logging
 
+from weightsync.vllm import executor_replies
 from weightsync.vllm.adapter_names import register_resolver
 
 BACKEND = "rosemux"
@@ -41,6 +42,7 @@ def register() -> None:
         _logger.warning("this vLLM's weight engines have a shape of their own: %r is off", BACKEND)
         return
     WeightTransferEngineFactory.register_engine(BACKEND, *ENGINES[shape])
+    executor_replies.install(BACKEND)
     from vllm import envs
     from vllm.platforms import current_platform
 

@@ -20,12 +20,12 @@ _EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.")
 
 def is_partial(model: torch.nn.Module) -> bool:
     """Whether some of the model's layers or experts are on other ranks."""
-    return bool(_missing_layers(model) or any(True for _ in _expert_maps(model)))
+    return bool(missing_layers(model) or any(True for _ in _expert_maps(model)))
 
 
 def held_elsewhere(model: torch.nn.Module, names: Collection[str]) -> set[str]:
     """Those of a checkpoint's names whose layer or expert is on another rank."""
-    prefixes = tuple(f"{layer}." for layer in _missing_layers(model))
+    prefixes = tuple(f"{layer}." for layer in missing_layers(model))
     maps = dict(_expert_maps(model))
     found = set()
     for name in names:
@@ -42,7 +42,8 @@ def _own_name(model: Any, name: str) -> str:
     return str(renamed[0]) if renamed else name
 
 
-def _missing_layers(model: torch.nn.Module) -> list[str]:
+def missing_layers(model: torch.nn.Module) -> list[str]:
+    """Names of the layers that are on other ranks of a pipeline."""
     return [n for n, layer in model.named_modules() if type(layer).__name__ in _MISSING_LAYERS]
 
 

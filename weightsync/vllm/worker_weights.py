@@ -16,6 +16,7 @@ from weightsync.vllm import cpu_linear
 from weightsync.vllm.adapted_weights import AdaptedWeights
 from weightsync.vllm.adapter_stores import AdapterStores
 from weightsync.vllm.engine_weights import EngineWeights
+from weightsync.vllm.layers import check_experts_beside_adapters
 from weightsync.vllm.lora_slots import LoraSlots
 from weightsync.vllm.rank_parts import is_partial
 from weightsync.vllm.update_info import UpdateInfo
@@ -48,6 +49,9 @@ class WorkerWeights:
         self._device = device
         self._weights: EngineWeights | AdaptedWeights = base
         if vllm_config.lora_config is not None:
+            from vllm.triton_utils import HAS_TRITON
+
+            check_experts_beside_adapters(model, has_triton=HAS_TRITON)
             slots = LoraSlots(model, vllm_config, device)
             self._weights = AdaptedWeights(base, AdapterStores(root), slots)
 

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from harvester.contracts.errors import Unsupported
-from weightsync.vllm.layers import check_layers, derived_layers, own_layers, unwrapped
+from weightsync.vllm.layers import (
+    check_experts_beside_adapters,
+    check_layers,
+    derived_layers,
+    own_layers,
+    unwrapped,
+)
 
 
 class UnquantizedLinearMethod:
@@ -78,6 +84,30 @@ def test_a_layer_that_is_wrapped_for_lora_counts_once() -> None:
     check_layers(model)
     assert derived_layers(model) == [layer]
     assert [name for name, _ in own_layers(model)] == ["", "proj.base_layer", "attention"]
+
+
+class FusedMoEWithLoRA(LoRAWrapper):
+    """Named as vLLM's own, which gives the experts in it another method."""
+
+
+def test_experts_that_take_adapters_are_refused_with_the_setting_that_avoids_it() -> None:
+    model = _model(UnquantizedFusedMoEMethod())
+    model["proj"] = FusedMoEWithLoRA(model["proj"])
+    with pytest.raises(Unsupported, match=r"proj are experts .* --lora-target-modules"):
+        check_experts_beside_adapters(model, has_triton=True)
+
+
+class TritonExperts:
+    """Named as vLLM's own kernel."""
+
+
+def test_experts_beside_adapters_are_refused_where_their_kernel_is_missing() -> None:
+    method = UnquantizedFusedMoEMethod()
+    method.experts_cls = TritonExperts  # type: ignore[attr-defined]
+    check_experts_beside_adapters(_model(method), has_triton=True)
+    check_experts_beside_adapters(_model(UnquantizedLinearMethod()), has_triton=False)
+    with pytest.raises(Unsupported, match="computes proj by Triton's"):
+        check_experts_beside_adapters(_model(method), has_triton=False)
 
 
 def test_a_loader_sees_the_layers_without_their_wrappers() -> None:
