@@ -8,7 +8,7 @@ knows no vLLM.
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import thread_time_ns
 
@@ -20,6 +20,7 @@ from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.page import (
     Grant,
     Guest,
+    GuestMemory,
     PageDirectory,
     PageReader,
     Pulse,
@@ -64,6 +65,8 @@ class EngineLoad:
     prefix_tokens_dropped_total: int = 0
     weight_version: str = ""
     processes: tuple[ProcessId, ...] = ()
+    isolation: str = ""
+    memory: GuestMemory = field(default_factory=GuestMemory)
 
 
 class GuestSlot:
@@ -218,6 +221,8 @@ class GuestSlot:
             prefix_tokens_used_total=self.load.prefix_tokens_used_total,
             prefix_tokens_dropped_total=self.load.prefix_tokens_dropped_total,
             processes=self.load.processes,
+            isolation=self.load.isolation,
+            memory=self.load.memory,
             step_over_ratio=self.step_time.over_ratio,
             weight_version=self.load.weight_version,
             aborted_total=self._aborted,

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from harvester.contracts.bearer import is_loopback
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import NAME_PATTERN, checked_name
+from harvester.contracts.mps import DEFAULT_CONTROL
 from harvester.policy.settings import Mode, SlotSettings, more_careful
 from harvester.yaml_file import explained, parse_fields, parse_value, read_text
 
@@ -51,6 +52,26 @@ class HttpConfig(_Model):
         return self
 
 
+class MpsConfig(_Model):
+    """Consent to NVIDIA's Multi-Process Service: one daemon and server for production and guest.
+
+    It shares their fate: a fault of the guest ends production as well.
+    """
+
+    pipe_directory: Path
+    """The daemon's CUDA_MPS_PIPE_DIRECTORY, which production was started with too."""
+    control: str = Field(default=DEFAULT_CONTROL, min_length=1)
+    look_s: float = Field(default=5.0, ge=0.1, le=600)
+    """How often the daemon is asked for its clients."""
+
+    @field_validator("pipe_directory")
+    @classmethod
+    def _absolute(cls, path: Path) -> Path:
+        if not path.is_absolute():
+            raise ValueError("pipe_directory must be an absolute path")
+        return path
+
+
 class SlotConfig(_Model):
     """One production engine replica and the guest beside it."""
 
@@ -70,6 +91,8 @@ class SlotConfig(_Model):
     """Directory of the control group that production and guest share: its limit is their budget."""
     metrics_url: str | None = None
     """vLLM's /metrics. Consent level `metrics`: the slot is observed and never opened."""
+    mps: MpsConfig | None = None
+    """Consent level `mps`. Without it a guest that runs under MPS gets no grant."""
     policy: SlotSettings = SlotSettings()
 
     @field_validator("pulses")

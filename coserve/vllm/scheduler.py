@@ -18,6 +18,7 @@ from coserve.guest_slot import GuestSlot
 from coserve.vllm.environment import Role, slot_environment
 from coserve.vllm.kv_reserve import KvReserve
 from coserve.vllm.launch import WORKER_EXTENSION
+from coserve.vllm.memory_report import largest
 from coserve.vllm.prefix_keeper import PrefixKeeper
 from coserve.vllm.waker import Waker
 from harvester.contracts.clock import MonotonicClock
@@ -41,15 +42,16 @@ class CoserveScheduler(AsyncScheduler):
         self.max_num_scheduled_tokens: int
         self._token_limit = self.max_num_scheduled_tokens
         self._slot = GuestSlot(environment.directory, token_limit=self._token_limit)
+        self._slot.load.isolation = environment.isolation or ""
         self._core: Any = None
         self._waker: Waker | None = None
         self._granted_tokens = 0
         self.kv_cache_manager: Any
-        pages = self.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
+        self._extended = self.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
         self._kv = KvReserve(
             self.kv_cache_manager.block_pool,
             tokens_per_block=self.block_size,
-            give_back=self._give_back if pages else None,
+            give_back=self._give_back if self._extended and current_platform.is_cpu() else None,
         )
         manager = self.kv_cache_manager
         # Layers that cache unlike (sliding windows, states) have prefixes of more than one kind.
@@ -60,7 +62,7 @@ class CoserveScheduler(AsyncScheduler):
     def attach(self, core: Any, wake: Any) -> None:
         """Called with the engine core once its loop is about to run."""
         self._core = core
-        self._slot.load.processes = process_ids([os.getpid(), *self._worker_pids()])
+        self._ask_workers()
         self._measure_load()
         self._waker = Waker(self._slot, wake)
         self._waker.start()
@@ -204,10 +206,13 @@ class CoserveScheduler(AsyncScheduler):
         if returned == 0 and len(blocks) > total // 2:
             _log.warning("no KV memory is given back: this engine's cache has an unknown layout")
 
-    def _worker_pids(self) -> list[int]:
-        if self._kv.returns_pages:
-            return list(self._core.model_executor.collective_rpc("rosemux_pid"))
-        return []
+    def _ask_workers(self) -> None:
+        """Who they are and what they hold, where they can say."""
+        pids, rpc = [os.getpid()], self._core.model_executor.collective_rpc
+        if self._extended:
+            pids += rpc("rosemux_pid")
+            self._slot.load.memory = largest(rpc("rosemux_memory"))
+        self._slot.load.processes = process_ids(pids)
 
     def _abort(self, request_ids: list[str]) -> None:
         """End requests with the output that they have; their clients are told."""

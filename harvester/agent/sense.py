@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from harvester.agent.memory import SharedMemory
+from harvester.agent.mps import MpsWatch
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import Guest, PageDirectory, PageFault, PageName, PageReader, Pulse
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
@@ -47,9 +48,11 @@ class SlotSensor:
         pulses: tuple[str, ...],
         owners: frozenset[int],
         memory: SharedMemory | None = None,
+        mps: MpsWatch | None = None,
     ) -> None:
         """`pulses` are the pages that must be there; none means whichever are."""
         self._memory = memory
+        self._mps = mps
         self._directory = directory
         self._expected = pulses
         self._present: tuple[str, ...] = ()
@@ -73,6 +76,7 @@ class SlotSensor:
             lease=lease,
             kill_switch=kill_switch,
             memory=None if self._memory is None else self._memory.read(),
+            mps=None if self._mps is None else self._mps.read(),
         )
 
     def close(self) -> None:

@@ -23,6 +23,9 @@ from harvester.policy.sample import GuestReading, KillSwitch, MemoryReading, Slo
 from harvester.policy.settings import Mode, SlotSettings
 from harvester.policy.states import DANGERS, TRANSITIONS, Condition, State
 
+MPS = "mps"
+"""Of a guest's `isolation`."""
+
 _LEASE_FATE: dict[Condition, tuple[EndReason, str]] = {
     Condition.QUARANTINED: (EndReason.GUEST_LOST, ""),
     Condition.SILENT: (EndReason.PRODUCTION_LOST, "production_lost_s"),
@@ -59,6 +62,9 @@ class SlotMemory(msgspec.Struct, kw_only=True):
     reclaim: ReclaimState = msgspec.field(default_factory=ReclaimState)
     kv_tokens: int = 0
     """What the guest's engine has, as it said last."""
+    isolation: str = ""
+    floor_bytes: int = 0
+    """Of the guest, as it said last."""
     unleased_since_s: float | None = None
     proof_ttft: ProofState = msgspec.field(default_factory=ProofState)
     proof_itl: ProofState = msgspec.field(default_factory=ProofState)
@@ -110,6 +116,14 @@ class SlotPolicy:
     def idle_ratio(self) -> float | None:
         """Share of recent time in which production had nothing to step; None is unknown."""
         return self._watch.state.idle_ratio
+
+    @property
+    def guest_isolation(self) -> str:
+        return self._memory.isolation
+
+    @property
+    def guest_floor_bytes(self) -> int:
+        return self._memory.floor_bytes
 
     @property
     def accounted(self) -> tuple[float, float]:
@@ -170,6 +184,8 @@ class SlotPolicy:
             return
         self._memory.guest_seen_at_s = now
         self._memory.kv_tokens = guest.kv_tokens_total
+        self._memory.isolation = guest.isolation
+        self._memory.floor_bytes = guest.memory.floor_bytes
         stepping = guest.steps_launched > guest.steps_finished
         if stepping or guest.steps_finished != self._memory.guest_steps:
             self._memory.guest_active_at_s = now
@@ -215,6 +231,9 @@ class SlotPolicy:
             return Condition.KILLED, f"kill switch: {sample.kill_switch}"
         if memory.quarantine:
             return Condition.QUARANTINED, memory.quarantine
+        if sample.mps is not None and sample.mps.server_fault:
+            memory.quarantine = "MPS: the server that production and guest share has a fault"
+            return Condition.QUARANTINED, memory.quarantine
         if production.condition is not None:
             return production.condition, production.reason
         if overspent:
@@ -232,6 +251,8 @@ class SlotPolicy:
             seen_at_s = self._memory.guest_seen_at_s
             if seen_at_s is None or now - seen_at_s > self.settings.guest_away_s:
                 idle, reason = Condition.GUESTLESS, f"guest {sample.guest.fault or 'missing'}"
+            elif sample.mps is None and _under_mps(sample.guest.record):
+                idle, reason = Condition.GUESTLESS, "guest under MPS, to which no one has agreed"
             elif sample.lease.lease is None:
                 idle, reason = Condition.UNLEASED, "no lease"
         if idle is Condition.CLEAR and self._proof_ttft.withheld(now=now):
@@ -295,6 +316,13 @@ class SlotPolicy:
         # At least one: 0 would leave the guest everything.
         return max(1, int((min(most, has) if most and has else most or has) * self._kv_level.ratio))
 
+    def _blocking_ratio(self, sample: SlotSample) -> float:
+        """What is configured for MPS holds while both are seen on one server: CUDA starts a client
+        without a daemon silently, and then the two take turns on the GPU."""
+        if sample.mps is None or sample.mps.shared_by(self.reclaim.state.processes):
+            return self.settings.blocking_ratio
+        return 1.0
+
     def _grant(self, sample: SlotSample, production: ProductionView, now: float) -> Grant:
         settings, memory = self.settings, self._memory
         asleep = self._asleep(sample, now)
@@ -316,9 +344,13 @@ class SlotPolicy:
             phantom_prompt_tokens=settings.phantom_prompt_tokens
             or production.phantom_prompt_tokens,
             production=production.model,
-            blocking_ratio=settings.blocking_ratio,
+            blocking_ratio=self._blocking_ratio(sample),
             abort_grace_s=settings.abort_grace_s,
             law=settings.law,
             asleep=asleep,
             kv_retained_ratio=settings.kv_retained_ratio,
         )
+
+
+def _under_mps(guest: Guest | None) -> bool:
+    return guest is not None and guest.isolation == MPS

@@ -15,6 +15,7 @@ from harvester.policy.sample import (
     KillSwitch,
     LeaseView,
     MemoryReading,
+    MpsReading,
     PulseReading,
     SlotSample,
 )
@@ -38,6 +39,7 @@ class Scene:
     lease: LeaseView = field(default_factory=lambda: LeaseView(epoch=Epoch(1), lease=LeaseId("l1")))
     kill_switch: KillSwitch = KillSwitch.NONE
     memory: MemoryReading | None = None
+    mps: MpsReading | None = None
 
     def __post_init__(self) -> None:
         self.policy = SlotPolicy(self.settings)
@@ -54,6 +56,7 @@ class Scene:
             lease=self.lease,
             kill_switch=self.kill_switch,
             memory=self.memory,
+            mps=self.mps,
         )
 
     def beat(self) -> tuple[Effect, ...]:
