@@ -19,6 +19,9 @@ WORKER_EXTENSION = "coserve.vllm.kv_worker.KvPages"
 """Lets a guest give its KV memory back page by page. Without the flag it keeps what it took."""
 
 
+SEGMENT_VARIABLE = "KVCACHED_IPC_NAME"
+AUTOPATCH_VARIABLE = "KVCACHED_AUTOPATCH"
+
 GUEST_UTILIZATION = "0.01"
 """With a fixed size of KV, vLLM asks only whether so much of the whole GPU is free at the start:
 production has taken its nine tenths already."""
@@ -33,6 +36,9 @@ class GpuShare:
     """On each GPU."""
     devices: tuple[str, ...] = ()
     """UUIDs or numbers for CUDA_VISIBLE_DEVICES; none leaves what the process inherits."""
+    shared_kv: str = ""
+    """Consent level `memory`: the engine's segment, with which kvcached maps and unmaps its KV by
+    pages. "" keeps all of it."""
     eager: bool = False
     """Without CUDA graphs: slower steps, a lower floor."""
 
@@ -71,11 +77,13 @@ def stock(spec: EngineSpec) -> EngineCommand:
     return EngineCommand(_server(spec), _environment(spec) | HUGE_PAGES)
 
 
-def production(spec: EngineSpec, *, pages: Path) -> EngineCommand:
-    """A production engine at consent level `plugin`."""
+def production(spec: EngineSpec, *, pages: Path, shared_kv: str = "") -> EngineCommand:
+    """A production engine at consent level `plugin`, or `memory` where its KV has a segment."""
     bare = stock(spec)
     arguments = (*bare.arguments, "--middleware", "coserve.vllm.middleware.PulseMiddleware")
-    return EngineCommand(arguments, bare.environment | _slot(spec, Role.PRODUCTION, pages))
+    shared = shared_memory(shared_kv) if shared_kv else {}
+    slot = _slot(spec, Role.PRODUCTION, pages)
+    return EngineCommand(arguments, bare.environment | slot | shared)
 
 
 def guest(
@@ -207,10 +215,15 @@ def _cpu(spec: EngineSpec) -> dict[str, str]:
 
 def _gpu(share: GpuShare) -> dict[str, str]:
     # In the order of the bus, as nvidia-smi counts; CUDA's own default puts the fastest first.
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    if not share.devices:
-        return order
-    return order | {"CUDA_VISIBLE_DEVICES": ",".join(share.devices)}
+    environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    if share.devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.devices)
+    return environment | (shared_memory(share.shared_kv) if share.shared_kv else {})
+
+
+def shared_memory(segment: str) -> dict[str, str]:
+    """What consent level `memory` adds to an engine, production's too, beside the package."""
+    return {"ENABLE_KVCACHED": "true", AUTOPATCH_VARIABLE: "1", SEGMENT_VARIABLE: segment}
 
 
 def _slot(spec: EngineSpec, role: Role, pages: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import torch
 
 from harvester.contracts.page import GuestMemory
@@ -23,16 +24,18 @@ def report(worker: Any) -> GuestMemory:
     device = torch.device(worker.device)
     weights = _storages([*model.parameters(), *model.buffers()], device)
     kv = _storages(_tensors(runner.kv_caches), device)
-    parts = {"weights_bytes": sum(weights.values()), "kv_bytes": sum(kv.values())}
+    memory = GuestMemory(weights_bytes=sum(weights.values()), kv_bytes=sum(kv.values()))
     if device.type != "cuda":
-        return GuestMemory(**parts)
+        return memory
     reserved = torch.cuda.memory_reserved(device)
-    graphs = _graphs_bytes(torch.cuda.memory_snapshot(), device, {*weights, *kv})
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    graphs = _graphs_bytes(segments, device, {*weights, *kv})
     held = process_bytes(str(torch.cuda.get_device_properties(device).uuid), os.getpid())
-    return GuestMemory(
-        **parts,
+    known = memory.weights_bytes + memory.kv_bytes + graphs
+    return msgspec.structs.replace(
+        memory,
         graphs_bytes=graphs,
-        activations_bytes=max(0, reserved - sum(parts.values()) - graphs),
+        activations_bytes=max(0, reserved - known),
         other_bytes=0 if held is None else max(0, held - reserved),
         whole=held is not None,
     )

@@ -15,14 +15,17 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
 from coserve.guest_slot import GuestSlot
+from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.environment import Role, slot_environment
 from coserve.vllm.kv_reserve import KvReserve
-from coserve.vllm.launch import WORKER_EXTENSION
+from coserve.vllm.kv_shared import KvShared, check, is_shared
+from coserve.vllm.launch import AUTOPATCH_VARIABLE, SEGMENT_VARIABLE, WORKER_EXTENSION
 from coserve.vllm.memory_report import largest
 from coserve.vllm.prefix_keeper import PrefixKeeper
 from coserve.vllm.waker import Waker
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.process import process_ids
 
 _log = logging.getLogger(__name__)
@@ -48,16 +51,25 @@ class CoserveScheduler(AsyncScheduler):
         self._granted_tokens = 0
         self.kv_cache_manager: Any
         self._extended = self.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
-        self._kv = KvReserve(
-            self.kv_cache_manager.block_pool,
-            tokens_per_block=self.block_size,
-            give_back=self._give_back if self._extended and current_platform.is_cpu() else None,
-        )
+        self._kv = self._memory()
         manager = self.kv_cache_manager
         # Layers that cache unlike (sliding windows, states) have prefixes of more than one kind.
         self._retains = manager.enable_caching and manager.num_kv_cache_groups == 1
         self._prefixes = PrefixKeeper(manager.block_pool, tokens_per_block=self.block_size)
         self._clock = MonotonicClock()
+
+    def _memory(self) -> KvReserve | KvShared:
+        """The means by which a budget is kept, as the engine's pool allows."""
+        pool = self.kv_cache_manager.block_pool
+        if is_shared(pool):
+            check(capabilities(installed_vllm_version()))
+            name = os.environ.get(SEGMENT_VARIABLE)
+            segment = None if name is None else KvSegment(name)
+            return KvShared(pool, tokens_per_block=self.block_size, segment=segment)
+        if os.environ.get(AUTOPATCH_VARIABLE) == "1":
+            raise ConfigError(f"{AUTOPATCH_VARIABLE}=1, but kvcached is not in force in this vLLM")
+        give_back = self._give_back if self._extended and current_platform.is_cpu() else None
+        return KvReserve(pool, tokens_per_block=self.block_size, give_back=give_back)
 
     def attach(self, core: Any, wake: Any) -> None:
         """Called with the engine core once its loop is about to run."""

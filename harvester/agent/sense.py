@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from harvester.agent.kv_sharing import SharedKv
 from harvester.agent.memory import SharedMemory
 from harvester.agent.mps import MpsWatch
 from harvester.contracts.clock import monotonic_ns
@@ -47,7 +48,7 @@ class SlotSensor:
         *,
         pulses: tuple[str, ...],
         owners: frozenset[int],
-        memory: SharedMemory | None = None,
+        memory: SharedMemory | SharedKv | None = None,
         mps: MpsWatch | None = None,
     ) -> None:
         """`pulses` are the pages that must be there; none means whichever are."""
@@ -77,6 +78,7 @@ class SlotSensor:
             kill_switch=kill_switch,
             memory=None if self._memory is None else self._memory.read(),
             mps=None if self._mps is None else self._mps.read(),
+            guest_kv=self._memory.read_guest() if isinstance(self._memory, SharedKv) else None,
         )
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.guest_processes import GuestProcesses
+from harvester.agent.kv_sharing import SharedKv
 from harvester.agent.memory import SharedMemory
 from harvester.agent.mps import MpsWatch
 from harvester.agent.sense import SlotSensor
@@ -17,6 +18,7 @@ from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, SlotId
 from harvester.contracts.journal import JournalWriter, Opened, config_hash
+from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.mps import MpsControl
 from harvester.contracts.page import Grant, GrantMode, PageDirectory, PageName
 from harvester.contracts.wire.leases import EndReason, SlotOffer
@@ -52,7 +54,7 @@ class Slot:
         book.add_slot(self.name, epoch=epoch_left(directory))
         self._writer = directory.grant_writer()
         self._mps = _watch(slot.mps)
-        shared = None if slot.memory_group is None else SharedMemory(slot.memory_group)
+        shared = _shared(slot)
         self.sensor = SlotSensor(
             directory,
             pulses=slot.pulses,
@@ -161,6 +163,19 @@ class Slot:
             config_hash=config_hash(config),
             snapshot=self.policy.snapshot() if resumed else None,
         )
+
+
+def _shared(slot: SlotConfig) -> SharedMemory | SharedKv | None:
+    """What production and guest have in common, by consent."""
+    if slot.kvcached is not None:
+        owners = frozenset((os.getuid(), 0, *slot.trusted_uids))
+        shared = slot.kvcached
+        return SharedKv(
+            tuple(KvSegment(name, owners=owners) for name in shared.production),
+            KvSegment(shared.guest, owners=owners),
+            total_bytes=shared.total_bytes,
+        )
+    return None if slot.memory_group is None else SharedMemory(slot.memory_group)
 
 
 def _watch(mps: MpsConfig | None) -> MpsWatch | None:

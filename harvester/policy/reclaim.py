@@ -14,7 +14,7 @@ import msgspec
 from harvester.contracts.page.seal import PageFault
 from harvester.contracts.process import ProcessId
 from harvester.policy.effects import KillGuest, LiftGuest, SettleGuest
-from harvester.policy.sample import GuestReading
+from harvester.policy.sample import GuestReading, KvReading
 
 
 class ReclaimState(msgspec.Struct, kw_only=True):
@@ -36,9 +36,18 @@ class Reclaim:
         self.state = state or ReclaimState()
 
     def observe(
-        self, reading: GuestReading, *, budget_tokens: int | None, now: float
+        self,
+        reading: GuestReading,
+        *,
+        budget_tokens: int | None,
+        now: float,
+        shared: KvReading | None = None,
     ) -> tuple[LiftGuest | SettleGuest | KillGuest, ...]:
-        """`budget_tokens` is what this beat's grant leaves the guest; None is all that it has."""
+        """`budget_tokens` is what this beat's grant leaves the guest; None is all that it has.
+
+        Where KV is shared page by page, what is mapped counts too: a budget that is obeyed in the
+        guest's books has freed nothing while a page of it is still held.
+        """
         state, guest = self.state, reading.record
         if guest is not None:
             state.usable_tokens = guest.kv_tokens_total - guest.kv_tokens_withheld
@@ -46,7 +55,8 @@ class Reclaim:
         elif reading.fault is PageFault.MISSING:
             # Gone, with everything that it held.
             state.usable_tokens, state.processes = 0, ()
-        if budget_tokens is None or state.usable_tokens <= budget_tokens:
+        over_bytes = 0 if shared is None or not state.processes else shared.over_bytes
+        if budget_tokens is None or (state.usable_tokens <= budget_tokens and not over_bytes):
             return self._settled()
         if state.since_s is None:
             state.since_s = now
@@ -59,6 +69,8 @@ class Reclaim:
         state.missed += not state.killed
         state.killed = True
         held = f"held {state.usable_tokens} tokens of KV, {budget_tokens} allowed"
+        if over_bytes:
+            held = f"{held}, {over_bytes} bytes mapped above its limit"
         reason = f"{held} for {elapsed_s:.1f} s"
         return (KillGuest(processes=state.processes, reason=reason),)
 

@@ -50,6 +50,19 @@ class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):
         return self.used_bytes / self.limit_bytes if self.limit_bytes > 0 else 1.0
 
 
+class KvReading(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a guest that shares a GPU's pages with production: what it maps, beside its own limit."""
+
+    mapped_bytes: int = 0
+    limit_bytes: int = 0
+    fault: str = ""
+    """Why there is nothing to read."""
+
+    @property
+    def over_bytes(self) -> int:
+        return 0 if self.fault else max(0, self.mapped_bytes - self.limit_bytes)
+
+
 class MpsReading(msgspec.Struct, frozen=True, kw_only=True):
     """What the daemon of NVIDIA's Multi-Process Service said last."""
 
@@ -73,6 +86,8 @@ class SlotSample(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
     lease: LeaseView
     kill_switch: KillSwitch = KillSwitch.NONE
     memory: MemoryReading | None = None
-    """None where no group is shared."""
+    """None where no group and no KV is shared."""
     mps: MpsReading | None = None
     """None without an operator's consent to it."""
+    guest_kv: KvReading | None = None
+    """None where the guest's KV is its own."""

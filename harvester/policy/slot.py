@@ -164,7 +164,9 @@ class SlotPolicy:
         write = WriteGrant(grant=grant, ttl_s=self.settings.grant_ttl_s, reason=grant.reason)
         # A guest that falls asleep gives up what nobody waits for: it has all the time it needs.
         budget = grant.kv_budget_tokens or None if self.settings.mode is Mode.HARVEST else None
-        due = self.reclaim.observe(sample.guest, budget_tokens=budget, now=now)
+        due = self.reclaim.observe(
+            sample.guest, budget_tokens=budget, now=now, shared=sample.guest_kv
+        )
         return (write, *ending, *due)
 
     def _install(self, memory: SlotMemory) -> None:

@@ -198,7 +198,5 @@ class Guest(Record, frozen=True, kw_only=True):
     isolation: str = ""
     """The backend that it was started under, as `ROSEMUX_ISOLATION` says; "" is not said."""
     memory: GuestMemory = GuestMemory()
-    kv_bytes_per_token: float = 0.0
-    """Of memory that is shared page by page with production (kvcached); 0 is not shared."""
     weights_away: bool = False
     """Asleep with its weights in host memory: it holds no more than context and graphs."""

@@ -13,6 +13,7 @@ from harvester.policy.effects import Effect, EndLease, WriteGrant
 from harvester.policy.sample import (
     GuestReading,
     KillSwitch,
+    KvReading,
     LeaseView,
     MemoryReading,
     MpsReading,
@@ -40,6 +41,7 @@ class Scene:
     kill_switch: KillSwitch = KillSwitch.NONE
     memory: MemoryReading | None = None
     mps: MpsReading | None = None
+    guest_kv: KvReading | None = None
 
     def __post_init__(self) -> None:
         self.policy = SlotPolicy(self.settings)
@@ -57,6 +59,7 @@ class Scene:
             kill_switch=self.kill_switch,
             memory=self.memory,
             mps=self.mps,
+            guest_kv=self.guest_kv,
         )
 
     def beat(self) -> tuple[Effect, ...]:

@@ -121,6 +121,27 @@ def test_a_guest_is_told_what_it_is_isolated_by() -> None:
     assert "ROSEMUX_ISOLATION" not in said_nothing.environment
 
 
+def test_shared_memory_is_three_variables_in_either_engine_and_none_without_consent() -> None:
+    shared = {
+        "ENABLE_KVCACHED": "true",
+        "KVCACHED_AUTOPATCH": "1",
+        "KVCACHED_IPC_NAME": "slot0_kv",
+    }
+    share = GpuShare(kv_cache_bytes=1 << 30, shared_kv="slot0_kv")
+    sharing = (
+        production(spec(), pages=PAGES, shared_kv="slot0_kv"),
+        guest(spec(gpu=share), pages=PAGES, weights=WEIGHTS),
+    )
+    for command in sharing:
+        assert shared.items() <= command.environment.items()
+    keeping = (
+        production(spec(), pages=PAGES),
+        guest(spec(gpu=GPU), pages=PAGES, weights=WEIGHTS),
+    )
+    for command in keeping:
+        assert not shared.keys() & command.environment.keys()
+
+
 def test_an_operators_own_arguments_are_kept() -> None:
     extra = ("--seed", "7")
     command = production(spec(extra_arguments=extra), pages=PAGES)
