@@ -13,6 +13,7 @@ import torch
 
 from coserve.kv_pages import Plane, give_back, whole_pages
 from coserve.vllm.memory_report import report
+from coserve.vllm.residency import follow_updates
 
 
 class KvPages:
@@ -31,6 +32,10 @@ class KvPages:
         """Of `GuestMemory`, as what vLLM's own calls can carry."""
         said: dict[str, Any] = msgspec.to_builtins(report(self))
         return said
+
+    def rosemux_follow_updates(self) -> None:
+        """New versions come through while this worker sleeps."""
+        follow_updates(self)
 
     def _rosemux_planes(self, total: int) -> list[Plane]:
         planes = getattr(self, "_rosemux_known_planes", None)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coserve.isolation import Isolation
+from coserve.vllm import residency
 from coserve.vllm.capabilities import Capabilities
 from coserve.vllm.environment import ENGINE_VARIABLE, ISOLATION_VARIABLE, ROLE_VARIABLE, Role
 from harvester.contracts.errors import ConfigError
@@ -39,12 +40,16 @@ class GpuShare:
     shared_kv: str = ""
     """Consent level `memory`: the engine's segment, with which kvcached maps and unmaps its KV by
     pages. "" keeps all of it."""
+    sleeps: bool = False
+    """Asleep, weights go to host memory (vLLM's sleep mode); pinned, and as large as they are."""
     eager: bool = False
     """Without CUDA graphs: slower steps, a lower floor."""
 
     def __post_init__(self) -> None:
         if self.kv_cache_bytes <= 0:
             raise ConfigError("a guest's KV on a GPU must be above 0 bytes")
+        if self.sleeps and self.shared_kv:
+            raise ConfigError("sleep mode and kvcached do not go together: choose one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +138,7 @@ def _server(spec: EngineSpec) -> tuple[str, ...]:
         str(spec.port),
         "--dtype",
         "bfloat16",
-        *_memory(spec.gpu),
+        *_memory(spec),
         "--max-model-len",
         str(spec.max_model_len),
         "--max-num-seqs",
@@ -143,12 +148,17 @@ def _server(spec: EngineSpec) -> tuple[str, ...]:
     )
 
 
-def _memory(gpu: GpuShare | None) -> tuple[str, ...]:
+def _memory(spec: EngineSpec) -> tuple[str, ...]:
+    """Raises Unsupported where the weights of this vLLM could not follow versions asleep."""
+    gpu = spec.gpu
     if gpu is None:
         return ("--enforce-eager",)
+    if gpu.sleeps:
+        residency.check(spec.vllm)
     eager = ("--enforce-eager",) if gpu.eager else ()
     size = ("--kv-cache-memory-bytes", str(gpu.kv_cache_bytes))
-    return (*eager, *size, "--gpu-memory-utilization", GUEST_UTILIZATION)
+    sleeps = ("--enable-sleep-mode",) if gpu.sleeps else ()
+    return (*eager, *sleeps, *size, "--gpu-memory-utilization", GUEST_UTILIZATION)
 
 
 def _rollout(vllm: Capabilities) -> tuple[str, ...]:

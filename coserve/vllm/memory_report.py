@@ -12,16 +12,21 @@ from typing import Any
 import msgspec
 import torch
 
+from coserve.vllm.residency import is_suspended
 from harvester.contracts.page import GuestMemory
 
 _DEFAULT_POOL = (0, 0)
 
 
 def report(worker: Any) -> GuestMemory:
-    """Of one worker, after its engine has started."""
+    """Of one worker, after its engine has started, or asleep."""
+    device = torch.device(worker.device)
+    if is_suspended(worker):
+        # Storages keep their addresses, and nothing is behind them.
+        held = _held_bytes(device)
+        return GuestMemory(other_bytes=held or 0, whole=held is not None)
     runner = worker.model_runner
     model = runner.get_model()
-    device = torch.device(worker.device)
     weights = _storages([*model.parameters(), *model.buffers()], device)
     kv = _storages(_tensors(runner.kv_caches), device)
     memory = GuestMemory(weights_bytes=sum(weights.values()), kv_bytes=sum(kv.values()))
@@ -30,7 +35,7 @@ def report(worker: Any) -> GuestMemory:
     reserved = torch.cuda.memory_reserved(device)
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     graphs = _graphs_bytes(segments, device, {*weights, *kv})
-    held = process_bytes(str(torch.cuda.get_device_properties(device).uuid), os.getpid())
+    held = _held_bytes(device)
     known = memory.weights_bytes + memory.kv_bytes + graphs
     return msgspec.structs.replace(
         memory,
@@ -44,6 +49,10 @@ def report(worker: Any) -> GuestMemory:
 def largest(reports: Iterable[dict[str, Any]]) -> GuestMemory:
     """Of the accelerator on which most is held."""
     return max((GuestMemory(**one) for one in reports), key=lambda one: one.floor_bytes)
+
+
+def _held_bytes(device: torch.device) -> int | None:
+    return process_bytes(str(torch.cuda.get_device_properties(device).uuid), os.getpid())
 
 
 def process_bytes(uuid: str, pid: int) -> int | None:

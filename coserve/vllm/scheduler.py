@@ -22,6 +22,7 @@ from coserve.vllm.kv_shared import KvShared, check, is_shared
 from coserve.vllm.launch import AUTOPATCH_VARIABLE, SEGMENT_VARIABLE, WORKER_EXTENSION
 from coserve.vllm.memory_report import largest
 from coserve.vllm.prefix_keeper import PrefixKeeper
+from coserve.vllm.residency import Residency, residency
 from coserve.vllm.waker import Waker
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Unsupported
@@ -36,6 +37,8 @@ _BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPP
 
 class CoserveScheduler(AsyncScheduler):
     """One per guest engine core. `attach` is called once by the engine loop's thread."""
+
+    _residency: Residency | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -74,6 +77,13 @@ class CoserveScheduler(AsyncScheduler):
     def attach(self, core: Any, wake: Any) -> None:
         """Called with the engine core once its loop is about to run."""
         self._core = core
+        self._residency = residency(
+            self.vllm_config,
+            core.model_executor,
+            capabilities(installed_vllm_version()),
+            shared_kv=isinstance(self._kv, KvShared),
+        )
+        self._slot.load.sleeps = self._residency is not None
         self._ask_workers()
         self._measure_load()
         self._waker = Waker(self._slot, wake)
@@ -109,7 +119,8 @@ class CoserveScheduler(AsyncScheduler):
         decision = self._slot.decide()
         if self._slot.grace_over():
             self._abort(list(self.requests))
-        if not decision.open:
+        # A grant may have come since sleep was last followed: no step without weights.
+        if not decision.open or self._slot.load.weights_away:
             self._waker.arm()
             return False
         self._granted_tokens = decision.tokens
@@ -173,6 +184,7 @@ class CoserveScheduler(AsyncScheduler):
             # By the pages of now: a grant may be back since the last decision.
             self._slot.decide()
         if self._slot.owes_memory():
+            self._wake_weights()
             budget_tokens = self._slot.kv_budget_tokens()
             short_tokens = self._kv.keep_within(budget_tokens)
             if short_tokens:
@@ -185,6 +197,7 @@ class CoserveScheduler(AsyncScheduler):
             self._prefixes.keep_within(self._most_retained(), now=self._clock.now())
             self._slot.load.kv_budget_tokens = budget_tokens
             self._slot.load.kv_tokens_short = short_tokens
+            self._lay_weights_down()
             self._measure_load()
             self._slot.publish()
         if self._kv.tokens_withheld and self.waiting and not self.running:
@@ -196,6 +209,25 @@ class CoserveScheduler(AsyncScheduler):
                 return
             room = self._kv.tokens_total - self._kv.tokens_withheld
             self._abort([r.request_id for r in self.waiting if r.num_tokens >= room])
+
+    def _wake_weights(self) -> None:
+        """Before the first block is anybody's again."""
+        if self._residency is not None and self._residency.asleep and not self._slot.asleep:
+            self._residency.wake()
+            self._tell_residency(away=False)
+
+    def _lay_weights_down(self) -> None:
+        """Once no request, no step that was launched and no cached prefix is left."""
+        if self._residency is None or self._residency.asleep or not self._slot.asleep:
+            return
+        if self.requests or self._core.batch_queue or self._kv.blocks_usable:
+            return
+        self._residency.fall_asleep()
+        self._tell_residency(away=True)
+
+    def _tell_residency(self, *, away: bool) -> None:
+        self._slot.load.weights_away = away
+        self._ask_workers()
 
     def _most_retained(self) -> int:
         if not self._retains:

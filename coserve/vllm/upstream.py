@@ -21,6 +21,7 @@ _REQUEST = "vllm.v1.request"
 _STATS = "vllm.v1.metrics.stats"
 _LOGGERS = "vllm.v1.metrics.loggers"
 _WORKER = "vllm.v1.worker.gpu_worker"
+_EXECUTOR = "vllm.v1.executor.abstract"
 _SLEEP = "vllm.device_allocator.sleep_mode_backend"
 
 SCHEDULER: tuple[Symbol, ...] = (
@@ -146,7 +147,7 @@ ENGINE_LOOP: tuple[Symbol, ...] = (
         "Executor.collective_rpc",
         ("method", "timeout", "args", "kwargs"),
     ),
-    *overrides("vllm.v1.executor.abstract", "Executor", {"__init__": ("vllm_config",)}),
+    *overrides(_EXECUTOR, "Executor", {"__init__": ("vllm_config",)}),
     *reads("vllm.config", "ParallelConfig.worker_extension_cls", "ParallelConfig.world_size"),
     *reads("vllm.platforms.cuda", "CudaPlatformBase"),
     *reads("vllm.platforms.cuda", "NvmlCudaPlatform.get_device_uuid"),
@@ -211,6 +212,12 @@ PLUGINS: tuple[Symbol, ...] = (
         lambda table: table.endpoint_plugins,
     ),
     Symbol(Use.READ, _SLEEP, "SleepModeBackend", when=lambda table: table.sleep_backends),
+    Symbol(Use.CALL, _SLEEP, "SleepModeBackend.state", when=lambda table: table.sleep_backends),
+    Symbol(Use.CALL, _EXECUTOR, "Executor.sleep", ("level",)),
+    Symbol(Use.CALL, _EXECUTOR, "Executor.wake_up", ("tags",)),
+    *reads(_EXECUTOR, "Executor.is_sleeping"),
+    *overrides(_WORKER, "Worker", {"sleep": ("level",), "wake_up": ("tags",)}),
+    *reads("vllm.config", "ModelConfig.enable_sleep_mode"),
     *reads("vllm.v1.worker.cpu_worker", "CPUWorker"),
     Symbol(
         Use.READ,
@@ -230,6 +237,7 @@ PLUGINS: tuple[Symbol, ...] = (
             "--max-num-batched-tokens",
             "--kv-cache-memory-bytes",
             "--gpu-memory-utilization",
+            "--enable-sleep-mode",
         ),
     ),
 )

@@ -69,6 +69,12 @@ class AgentMetrics:
         self.kv = self._gauge(
             "guest_kv_tokens", "Of the guest's KV: held, retained, free, withheld.", "slot", "state"
         )
+        self.memory = self._gauge(
+            "guest_memory_bytes",
+            "Of the accelerator, by the guest's report: weights, graphs, activations, context, KV.",
+            "slot",
+            "part",
+        )
         self.prefixes = self._counter(
             "guest_prefix_tokens",
             "Kept for a trajectory away at its tools: used by it, or dropped.",

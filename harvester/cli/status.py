@@ -94,6 +94,7 @@ def _says(reading: Reading[Grant] | Reading[Guest] | Reading[Pulse]) -> str:
                 f"waiting {guest.waiting}, {guest.tokens_total} tokens, "
                 f"{guest.kv_tokens_retained} retained, {guest.step_over_ratio:.0%} of steps longer "
                 f"than predicted{_isolated(guest.isolation)}{_floor(guest.memory)}"
+                f"{'; asleep, weights in host memory' if guest.weights_away else ''}"
             )
         case Pulse() as pulse:
             return (

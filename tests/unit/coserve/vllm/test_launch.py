@@ -17,7 +17,7 @@ from coserve.vllm.launch import (
     guest,
     production,
 )
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, Unsupported
 
 MODEL, PAGES, WEIGHTS = Path("/models/tiny"), Path("/dev/shm/rosemux/s"), Path("/weights")
 
@@ -140,6 +140,17 @@ def test_shared_memory_is_three_variables_in_either_engine_and_none_without_cons
     )
     for command in keeping:
         assert not shared.keys() & command.environment.keys()
+
+
+def test_sleep_mode_is_for_versions_that_can_follow_weights_asleep() -> None:
+    sleeping = GpuShare(kv_cache_bytes=1 << 30, sleeps=True)
+    command = guest(spec(gpu=sleeping), pages=PAGES, weights=WEIGHTS)
+    assert "--enable-sleep-mode" in command.arguments
+    assert "--enable-sleep-mode" not in guest(spec(gpu=GPU), pages=PAGES, weights=WEIGHTS).arguments
+    with pytest.raises(Unsupported, match=r"0\.30\.0"):
+        guest(spec(gpu=sleeping, vllm=capabilities("0.30.0")), pages=PAGES, weights=WEIGHTS)
+    with pytest.raises(ConfigError, match="choose one"):
+        GpuShare(kv_cache_bytes=1, sleeps=True, shared_kv="kv")
 
 
 def test_an_operators_own_arguments_are_kept() -> None:
