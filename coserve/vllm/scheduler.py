@@ -69,8 +69,8 @@ class CoserveScheduler(AsyncScheduler):
             name = os.environ.get(SEGMENT_VARIABLE)
             segment = None if name is None else KvSegment(name)
             return KvShared(pool, tokens_per_block=self.block_size, segment=segment)
-        if os.environ.get(AUTOPATCH_VARIABLE) == "1":
-            raise ConfigError(f"{AUTOPATCH_VARIABLE}=1, but kvcached is not in force in this vLLM")
+        if os.environ.get(AUTOPATCH_VARIABLE, "").lower() in {"1", "true"}:
+            raise ConfigError(f"{AUTOPATCH_VARIABLE} is set, and kvcached is not in force here")
         give_back = self._give_back if self._extended and current_platform.is_cpu() else None
         return KvReserve(pool, tokens_per_block=self.block_size, give_back=give_back)
 

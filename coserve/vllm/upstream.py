@@ -149,7 +149,6 @@ ENGINE_LOOP: tuple[Symbol, ...] = (
     ),
     *overrides(_EXECUTOR, "Executor", {"__init__": ("vllm_config",)}),
     *reads("vllm.config", "ParallelConfig.worker_extension_cls", "ParallelConfig.world_size"),
-    *reads("vllm.platforms.cuda", "CudaPlatformBase"),
     *reads("vllm.platforms.cuda", "NvmlCudaPlatform.get_device_uuid"),
     *reads("vllm.platforms.interface", "Platform.is_cuda"),
     *reads("vllm.v1.worker.worker_base", "WorkerBase.device"),

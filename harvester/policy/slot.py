@@ -13,6 +13,7 @@ import msgspec
 
 from harvester.contracts.page.records import Grant, GrantMode, Guest
 from harvester.contracts.wire.leases import EndReason, SlotState
+from harvester.policy import gpu_sharing
 from harvester.policy.budget import BudgetState, ErrorBudget
 from harvester.policy.effects import Effect, EndLease, Quarantine, WriteGrant
 from harvester.policy.level import Level, LevelState, MissState, MissWindow
@@ -22,9 +23,6 @@ from harvester.policy.reclaim import Reclaim, ReclaimState
 from harvester.policy.sample import GuestReading, KillSwitch, MemoryReading, SlotSample
 from harvester.policy.settings import Mode, SlotSettings
 from harvester.policy.states import DANGERS, TRANSITIONS, Condition, State
-
-MPS = "mps"
-"""Of a guest's `isolation`."""
 
 _LEASE_FATE: dict[Condition, tuple[EndReason, str]] = {
     Condition.QUARANTINED: (EndReason.GUEST_LOST, ""),
@@ -231,10 +229,8 @@ class SlotPolicy:
             return Condition.KILLED, "mode off"
         if sample.kill_switch is not KillSwitch.NONE:
             return Condition.KILLED, f"kill switch: {sample.kill_switch}"
+        memory.quarantine = memory.quarantine or gpu_sharing.server_fault(sample.mps)
         if memory.quarantine:
-            return Condition.QUARANTINED, memory.quarantine
-        if sample.mps is not None and sample.mps.server_fault:
-            memory.quarantine = "MPS: the server that production and guest share has a fault"
             return Condition.QUARANTINED, memory.quarantine
         if production.condition is not None:
             return production.condition, production.reason
@@ -253,7 +249,7 @@ class SlotPolicy:
             seen_at_s = self._memory.guest_seen_at_s
             if seen_at_s is None or now - seen_at_s > self.settings.guest_away_s:
                 idle, reason = Condition.GUESTLESS, f"guest {sample.guest.fault or 'missing'}"
-            elif sample.mps is None and _under_mps(sample.guest.record):
+            elif gpu_sharing.lacks_consent(sample.mps, sample.guest.record):
                 idle, reason = Condition.GUESTLESS, "guest under MPS, to which no one has agreed"
             elif sample.lease.lease is None:
                 idle, reason = Condition.UNLEASED, "no lease"
@@ -318,13 +314,6 @@ class SlotPolicy:
         # At least one: 0 would leave the guest everything.
         return max(1, int((min(most, has) if most and has else most or has) * self._kv_level.ratio))
 
-    def _blocking_ratio(self, sample: SlotSample) -> float:
-        """What is configured for MPS holds while both are seen on one server: CUDA starts a client
-        without a daemon silently, and then the two take turns on the GPU."""
-        if sample.mps is None or sample.mps.shared_by(self.reclaim.state.processes):
-            return self.settings.blocking_ratio
-        return 1.0
-
     def _grant(self, sample: SlotSample, production: ProductionView, now: float) -> Grant:
         settings, memory = self.settings, self._memory
         asleep = self._asleep(sample, now)
@@ -346,13 +335,11 @@ class SlotPolicy:
             phantom_prompt_tokens=settings.phantom_prompt_tokens
             or production.phantom_prompt_tokens,
             production=production.model,
-            blocking_ratio=self._blocking_ratio(sample),
+            blocking_ratio=gpu_sharing.blocking_ratio(
+                settings.blocking_ratio, sample.mps, self.reclaim.state.processes
+            ),
             abort_grace_s=settings.abort_grace_s,
             law=settings.law,
             asleep=asleep,
             kv_retained_ratio=settings.kv_retained_ratio,
         )
-
-
-def _under_mps(guest: Guest | None) -> bool:
-    return guest is not None and guest.isolation == MPS

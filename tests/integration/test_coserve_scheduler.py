@@ -230,7 +230,7 @@ def sleeper(scene: Scene) -> Sleeper:
 
 def test_weights_go_once_everything_else_has_gone(scene: Scene, sleeper: Sleeper) -> None:
     assert sleeper.slept()
-    assert sleeper.log == ["0 blocks", "aborted", "0 blocks", "weights away"]
+    assert sleeper.log == ["0 blocks", "0 blocks", "aborted", "0 blocks", "weights away"]
     assert scene.scheduler._slot.load.weights_away
     assert sleeper.slept()
     assert sleeper.log.count("weights away") == 1
