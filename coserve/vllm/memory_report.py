@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from coserve.vllm.residency import is_suspended
+from coserve.vllm.residency import weights_away
 from harvester.contracts.page import GuestMemory
 
 _DEFAULT_POOL = (0, 0)
@@ -21,7 +21,7 @@ _DEFAULT_POOL = (0, 0)
 def report(worker: Any) -> GuestMemory:
     """Of one worker, after its engine has started, or asleep."""
     device = torch.device(worker.device)
-    if is_suspended(worker):
+    if weights_away(worker):
         # Storages keep their addresses, and nothing is behind them.
         held = _held_bytes(device)
         return GuestMemory(other_bytes=held or 0, whole=held is not None)

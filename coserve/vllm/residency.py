@@ -21,6 +21,8 @@ from harvester.contracts.errors import ConfigError, Unsupported
 _WEIGHTS = "weights"
 """vLLM's tag of them."""
 
+_AWAY = "_rosemux_weights_away"
+
 LEVEL = 1
 """Weights go to host memory; level 2 would drop them."""
 
@@ -28,11 +30,16 @@ _log = logging.getLogger(__name__)
 
 
 def check(vllm: Capabilities) -> None:
-    """Raises Unsupported where a part of a sleeping engine cannot be woken and put back alone."""
+    """Raises Unsupported where weights may not be woken and put back to sleep alone.
+
+    vLLM's allocator must pass over what sleeps already. In 0.24 it would unmap it once more; it was
+    read for 0.31 and later, whose table says that KV is released alone.
+    """
     if not vllm.kv_memory_release:
         raise Unsupported(
-            f"vLLM {vllm.version} cannot put weights back to sleep while its KV sleeps, so that no "
-            "version could be followed: use 0.31 or later, or leave --enable-sleep-mode out"
+            f"vLLM {vllm.version} was not checked to put weights back to sleep while its KV "
+            "sleeps, so that no version could be followed: use 0.31 or later, or leave "
+            "--enable-sleep-mode out"
         )
 
 
@@ -84,9 +91,8 @@ def follow_updates(worker: Any) -> None:
         setattr(worker, name, getattr(update, name))
 
 
-def is_suspended(worker: Any) -> bool:
-    backend = getattr(worker, "_sleep_mode_backend", None)
-    return backend is not None and backend.state() == "SUSPENDED"
+def weights_away(worker: Any) -> bool:
+    return bool(getattr(worker, _AWAY, False))
 
 
 class _Update:
@@ -99,7 +105,7 @@ class _Update:
         self._sleeps_again = False
 
     def start_weight_update(self, *args: Any, **kwargs: Any) -> Any:
-        if is_suspended(self._worker):
+        if weights_away(self._worker):
             # vLLM's executor goes on counting the weights as asleep, which is how this ends.
             self.wake_up([_WEIGHTS])
             self._sleeps_again = True
@@ -126,6 +132,8 @@ class _Update:
         return done
 
     def _tell_weights(self, *, away: bool) -> None:
+        # vLLM's own state says as much of a worker whose KV alone is released.
+        setattr(self._worker, _AWAY, away)
         engine = getattr(self._worker, "weight_transfer_engine", None)
         rest = getattr(engine, "rest", None)
         if rest is not None:

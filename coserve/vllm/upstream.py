@@ -211,7 +211,6 @@ PLUGINS: tuple[Symbol, ...] = (
         lambda table: table.endpoint_plugins,
     ),
     Symbol(Use.READ, _SLEEP, "SleepModeBackend", when=lambda table: table.sleep_backends),
-    Symbol(Use.CALL, _SLEEP, "SleepModeBackend.state", when=lambda table: table.sleep_backends),
     Symbol(Use.CALL, _EXECUTOR, "Executor.sleep", ("level",)),
     Symbol(Use.CALL, _EXECUTOR, "Executor.wake_up", ("tags",)),
     *reads(_EXECUTOR, "Executor.is_sleeping"),

@@ -85,6 +85,9 @@ class SlotExposition:
             if reading.name not in seen_ns:
                 metrics.signal_age.labels(slot, reading.name).set(math.inf)
         self._set_guest()
+        observed = policy.blocking.ratio
+        metrics.blocking.labels(slot, "configured").set(settings.blocking_ratio)
+        metrics.blocking.labels(slot, "observed").set(math.nan if observed is None else observed)
         idle = policy.idle_ratio
         metrics.idle.labels(slot).set(math.nan if idle is None else idle)
         metrics.objective.labels(slot).set(settings.budget.slo_target_ratio)

@@ -14,13 +14,14 @@ import msgspec
 from harvester.contracts.page.records import Grant, GrantMode, Guest
 from harvester.contracts.wire.leases import EndReason, SlotState
 from harvester.policy import gpu_sharing
+from harvester.policy.blocking import Blocking, BlockingState
 from harvester.policy.budget import BudgetState, ErrorBudget
 from harvester.policy.effects import Effect, EndLease, Quarantine, WriteGrant
 from harvester.policy.level import Level, LevelState, MissState, MissWindow
 from harvester.policy.production import ProductionView, ProductionWatch, WatchState
 from harvester.policy.proof import Impact, ProofSlices, ProofState
 from harvester.policy.reclaim import Reclaim, ReclaimState
-from harvester.policy.sample import GuestReading, KillSwitch, MemoryReading, SlotSample
+from harvester.policy.sample import GuestReading, KillSwitch, SlotSample
 from harvester.policy.settings import Mode, SlotSettings
 from harvester.policy.states import DANGERS, TRANSITIONS, Condition, State
 
@@ -64,6 +65,7 @@ class SlotMemory(msgspec.Struct, kw_only=True):
     floor_bytes: int = 0
     """Of the guest, as it said last."""
     unleased_since_s: float | None = None
+    blocking: BlockingState = msgspec.field(default_factory=BlockingState)
     proof_ttft: ProofState = msgspec.field(default_factory=ProofState)
     proof_itl: ProofState = msgspec.field(default_factory=ProofState)
 
@@ -87,6 +89,7 @@ class SlotPolicy:
         memory.step_level, memory.kv_level = self._step_level.state, self._kv_level.state
         memory.budget = self.budget.state
         memory.reclaim = self.reclaim.state
+        memory.blocking = self.blocking.state
         memory.proof_ttft, memory.proof_itl = self._proof_ttft.state, self._proof_itl.state
         snapshot: dict[str, Any] = msgspec.to_builtins(memory)
         return snapshot
@@ -147,7 +150,7 @@ class SlotPolicy:
     def observe(self, sample: SlotSample, *, now: float) -> tuple[Effect, ...]:
         production = self._watch.observe(sample.pulses, now=now)
         self._note_guest(sample.guest.record, now)
-        overspent = self._account(production, sample.memory, now)
+        overspent = self._account(production, sample, now)
         before = self._memory.condition
         condition, reason = self._condition(sample, production, overspent, now)
         if condition is not before or self._memory.since_s is None:
@@ -174,6 +177,7 @@ class SlotPolicy:
         self._step_level = Level(settings.step_level, memory.step_level)
         self._kv_level = Level(settings.kv_level, memory.kv_level)
         self._misses = MissWindow(settings.misses, memory.misses)
+        self.blocking = Blocking(memory.blocking)
         self.reclaim = Reclaim(settings.kv_deadline_s, memory.reclaim)
         self.budget = ErrorBudget(settings.budget, memory.budget)
         self._proof_ttft = ProofSlices(settings.proof, memory.proof_ttft)
@@ -191,11 +195,16 @@ class SlotPolicy:
             self._memory.guest_active_at_s = now
         self._memory.guest_steps = guest.steps_finished
 
-    def _account(
-        self, production: ProductionView, shared: MemoryReading | None, now: float
-    ) -> bool:
+    def _account(self, production: ProductionView, sample: SlotSample, now: float) -> bool:
         """Fold the beat's latencies into levels, budget and proof; True is an overspent budget."""
         settings, beside = self.settings, self._stepped_during
+        guest = sample.guest.record
+        if guest is not None:
+            self.blocking.observe(
+                [x for x in production.itl.seen_s if beside(x, now)],
+                alone_s=production.model.decode_s(production.decoding),
+                guest_step_s=guest.last_step_s,
+            )
         late_ttft = [x for x in production.ttft.seen_s if x > settings.ttft_slo_s]
         late_itl = [x for x in production.itl.seen_s if x > settings.itl_slo_s]
         ttft_misses = sum(beside(x, now) for x in late_ttft) * production.ttft.weight
@@ -206,6 +215,7 @@ class SlotPolicy:
             now=now,
         )
         self._step_level.observe(breached=breached, now=now)
+        shared = sample.memory
         full = shared is not None and shared.used_ratio >= settings.memory_high_ratio
         self._kv_level.observe(
             breached=full or production.kv_usage_ratio >= settings.kv_high_ratio, now=now

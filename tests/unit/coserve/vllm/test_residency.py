@@ -34,8 +34,6 @@ class Worker:
     def __init__(self) -> None:
         self.mapped = set(TAGS)
         self.weight_transfer_engine = WeightEngine()
-        self._sleep_mode_backend: Any = SimpleNamespace(state=lambda: self.said)
-        self.said = "RUNNING"
         self.device = "cpu"
         self.fails = False
 
@@ -43,11 +41,9 @@ class Worker:
         assert level == 1
         assert self.weight_transfer_engine.away, "what is staged reads the weights"
         self.mapped.clear()
-        self.said = "SUSPENDED"
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.mapped |= set(tags or TAGS)
-        self.said = "RUNNING"
 
     def start_weight_update(self) -> None:
         assert "weights" in self.mapped, "the context would be lost"
@@ -112,7 +108,7 @@ def test_without_sleep_mode_weights_stay_where_they_are(executor: PlayedExecutor
 def test_what_could_not_follow_versions_or_share_pages_is_refused(
     executor: PlayedExecutor,
 ) -> None:
-    with pytest.raises(Unsupported, match=r"vLLM 0\.30\.0 cannot .* 0\.31"):
+    with pytest.raises(Unsupported, match=r"vLLM 0\.30\.0 was not checked .* 0\.31"):
         residency(config(sleeps=True), executor, OLD, shared_kv=False)
     with pytest.raises(ConfigError, match="kvcached"):
         residency(config(sleeps=True), executor, NEW, shared_kv=True)
