@@ -63,10 +63,10 @@ def test_the_slot_counts_tokens_beside_a_stepping_guest_alone(make_scene: Any) -
         scene.guest = msgspec.structs.replace(
             scene.guest, steps_finished=scene.guest.steps_finished + 1
         )
-        scene.latencies(itl=(0.014,) * 8)
+        scene.latencies(itl=(0.0135,) * 8)
         scene.beat()
     found = scene.policy.blocking.ratio
-    assert found == pytest.approx(0.5, abs=0.05)
+    assert found == pytest.approx(0.5)
     restored = type(scene.policy)(scene.settings)
     restored.restore(scene.policy.snapshot())
     assert restored.blocking.ratio == found
