@@ -8,7 +8,7 @@ knows no vLLM.
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import thread_time_ns
 
@@ -20,6 +20,7 @@ from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.page import (
     Grant,
     Guest,
+    GuestMemory,
     PageDirectory,
     PageReader,
     Pulse,
@@ -64,6 +65,11 @@ class EngineLoad:
     prefix_tokens_dropped_total: int = 0
     weight_version: str = ""
     processes: tuple[ProcessId, ...] = ()
+    sleeps: bool = False
+    """Whether the weights go away when the slot falls asleep."""
+    weights_away: bool = False
+    isolation: str = ""
+    memory: GuestMemory = field(default_factory=GuestMemory)
 
 
 class GuestSlot:
@@ -84,6 +90,8 @@ class GuestSlot:
         self._epoch = 0
         self._abort_grace_s = _DEFAULT_GRACE_S
         self._budget_tokens: int | None = None
+        self.asleep = False
+        """By the last grant; without one nothing falls asleep or wakes up."""
         self.kv_retained_ratio = 0.0
         """Of the last grant."""
         self._granted_ns = monotonic_ns()
@@ -107,7 +115,8 @@ class GuestSlot:
                 self._epoch = grant.record.epoch
                 self._abort_grace_s = grant.record.abort_grace_s
                 budget_tokens = grant.record.kv_budget_tokens or None
-                self._budget_tokens = 0 if grant.record.asleep else budget_tokens
+                self.asleep = grant.record.asleep
+                self._budget_tokens = 0 if self.asleep else budget_tokens
                 self.kv_retained_ratio = grant.record.kv_retained_ratio
             launched = self._launched
             decision = decide(
@@ -145,8 +154,10 @@ class GuestSlot:
         return 0 if self.grace_over() else self._budget_tokens
 
     def owes_memory(self) -> bool:
-        """The loop has another budget to obey than the one that it knows."""
+        """The loop has another budget to obey than the one that it knows, or must sleep or wake."""
         load = self.load
+        if load.sleeps and load.weights_away != self.asleep:
+            return True
         return load.kv_tokens_short > 0 or load.kv_budget_tokens != self.kv_budget_tokens()
 
     def launched(self, *, decodes: int, prefill_tokens: int) -> None:
@@ -218,6 +229,9 @@ class GuestSlot:
             prefix_tokens_used_total=self.load.prefix_tokens_used_total,
             prefix_tokens_dropped_total=self.load.prefix_tokens_dropped_total,
             processes=self.load.processes,
+            isolation=self.load.isolation,
+            memory=self.load.memory,
+            weights_away=self.load.weights_away,
             step_over_ratio=self.step_time.over_ratio,
             weight_version=self.load.weight_version,
             aborted_total=self._aborted,

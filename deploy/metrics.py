@@ -100,6 +100,20 @@ _AGENT = (
         "Production's late prefills or decodes over what was predicted; 1 is wanted at 0.9.",
     ),
     _agent(
+        "blocking_ratio",
+        Kind.GAUGE,
+        "slot kind",
+        "Share of a running guest step that delays production: configured, and observed (P99 of "
+        "the tokens beside a stepping guest, in steps of 0.05).",
+    ),
+    _agent(
+        "guest_memory_bytes",
+        Kind.GAUGE,
+        "slot part",
+        "Of the accelerator, as the guest said when it had started: weights, graphs, activations, "
+        "context, kv. All but kv stay while it is closed.",
+    ),
+    _agent(
         "guest_kv_tokens",
         Kind.GAUGE,
         "slot state",

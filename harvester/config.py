@@ -6,6 +6,7 @@ the value came from the file, its line. This module decides nothing and opens no
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from harvester.contracts.bearer import is_loopback
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import NAME_PATTERN, checked_name
+from harvester.contracts.mps import DEFAULT_CONTROL
 from harvester.policy.settings import Mode, SlotSettings, more_careful
 from harvester.yaml_file import explained, parse_fields, parse_value, read_text
 
 ENVIRONMENT_PREFIX = "ROSEMUX_AGENT_"
 _NAME = Field(pattern=NAME_PATTERN)
+_SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 class _Model(BaseModel):
@@ -51,6 +54,48 @@ class HttpConfig(_Model):
         return self
 
 
+class MpsConfig(_Model):
+    """Consent to NVIDIA's Multi-Process Service: one daemon and server for production and guest.
+
+    It shares their fate: a fault of the guest ends production as well.
+    """
+
+    pipe_directory: Path
+    """The daemon's CUDA_MPS_PIPE_DIRECTORY, which production was started with too."""
+    control: str = Field(default=DEFAULT_CONTROL, min_length=1)
+    look_s: float = Field(default=5.0, ge=0.1, le=600)
+    """How often the daemon is asked for its clients."""
+
+    @field_validator("pipe_directory")
+    @classmethod
+    def _absolute(cls, path: Path) -> Path:
+        if not path.is_absolute():
+            raise ValueError("pipe_directory must be an absolute path")
+        return path
+
+
+class KvcachedConfig(_Model):
+    """Consent level `memory`: kvcached in production too, so that KV is shared page by page."""
+
+    production: tuple[str, ...] = Field(min_length=1, max_length=32)
+    """KVCACHED_IPC_NAME of each production engine on the slot."""
+    guest: str
+    """That of the guest."""
+    total_bytes: int = Field(gt=0)
+    """KV that all of them may map together on one GPU; what production needs besides stays out."""
+
+    @model_validator(mode="after")
+    def _segment_names(self) -> "KvcachedConfig":
+        names = (*self.production, self.guest)
+        for name in names:
+            # kvcached itself puts `-` in the place of every other character.
+            if not _SEGMENT.fullmatch(name):
+                raise ValueError(f"{name!r}: use 1 to 64 letters, digits, '_' and '-'")
+        if len(set(names)) != len(names):
+            raise ValueError("every engine needs a KVCACHED_IPC_NAME of its own")
+        return self
+
+
 class SlotConfig(_Model):
     """One production engine replica and the guest beside it."""
 
@@ -68,9 +113,19 @@ class SlotConfig(_Model):
     kv_tokens: int = Field(default=0, ge=0)
     memory_group: Path | None = None
     """Directory of the control group that production and guest share: its limit is their budget."""
+    kvcached: KvcachedConfig | None = None
+    """Consent level `memory` on a GPU; in the place of `memory_group`."""
     metrics_url: str | None = None
     """vLLM's /metrics. Consent level `metrics`: the slot is observed and never opened."""
+    mps: MpsConfig | None = None
+    """Consent level `mps`. Without it a guest that runs under MPS gets no grant."""
     policy: SlotSettings = SlotSettings()
+
+    @model_validator(mode="after")
+    def _one_kind_of_memory(self) -> "SlotConfig":
+        if self.kvcached is not None and self.memory_group is not None:
+            raise ValueError("memory_group is for CPU guests, kvcached for GPU guests: give one")
+        return self
 
     @field_validator("pulses")
     @classmethod

@@ -1,4 +1,5 @@
-"""How a stock vLLM process learns that it is part of a slot: three environment variables.
+"""How a stock vLLM process learns that it is part of a slot: three environment variables, and for a
+guest that says what it is isolated by, a fourth.
 
 Without them every hook of RoseMux in this process does nothing, so a vLLM that merely has RoseMux
 installed beside it behaves as stock.
@@ -11,11 +12,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from coserve.isolation import IsolationBackend
 from harvester.contracts.errors import ConfigError
+from harvester.contracts.mps import PIPE_VARIABLE
 from harvester.contracts.page.directory import DIRECTORY_VARIABLE, pulse_page
 
 ROLE_VARIABLE = "ROSEMUX_ROLE"
 ENGINE_VARIABLE = "ROSEMUX_ENGINE"
+ISOLATION_VARIABLE = "ROSEMUX_ISOLATION"
+"""A guest's `IsolationBackend`; unset is not said."""
 
 
 class Role(StrEnum):
@@ -28,6 +33,7 @@ class SlotEnvironment:
     role: Role
     engine: str
     directory: Path
+    isolation: IsolationBackend | None = None
 
     @property
     def process(self) -> int:
@@ -55,4 +61,19 @@ def slot_environment() -> SlotEnvironment | None:
         pulse_page(engine, 0)
     except ConfigError as error:
         raise ConfigError(f"{ENGINE_VARIABLE}: {error}") from error
-    return SlotEnvironment(Role(role), engine, Path(directory))
+    return SlotEnvironment(Role(role), engine, Path(directory), _isolation())
+
+
+def _isolation() -> IsolationBackend | None:
+    said = os.environ.get(ISOLATION_VARIABLE)
+    if not said:
+        return None
+    if said not in tuple(IsolationBackend):
+        raise ConfigError(f"{ISOLATION_VARIABLE}={said!r}: use {', '.join(IsolationBackend)}")
+    backend = IsolationBackend(said)
+    if backend is IsolationBackend.MPS and not os.environ.get(PIPE_VARIABLE):
+        raise ConfigError(
+            f"{ISOLATION_VARIABLE}=mps without {PIPE_VARIABLE}: name the daemon's pipe directory, "
+            "else CUDA starts without it and says nothing"
+        )
+    return backend

@@ -1,15 +1,19 @@
-"""The worker's half of a guest's page-wise memory; vLLM's `--worker-extension-cls`.
+"""The worker's half of a guest's memory; vLLM's `--worker-extension-cls`.
 
 The scheduler decides which blocks stay unused; the tensors are the worker's, in another process.
+Pages go back on a CPU alone; on a GPU the worker says what it holds.
 """
 
 import os
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from coserve.kv_pages import Plane, give_back, whole_pages
+from coserve.vllm.memory_report import report
+from coserve.vllm.residency import follow_updates
 
 
 class KvPages:
@@ -23,6 +27,15 @@ class KvPages:
 
     def rosemux_pid(self) -> int:
         return os.getpid()
+
+    def rosemux_memory(self) -> dict[str, Any]:
+        """Of `GuestMemory`, as what vLLM's own calls can carry."""
+        said: dict[str, Any] = msgspec.to_builtins(report(self))
+        return said
+
+    def rosemux_follow_updates(self) -> None:
+        """New versions come through while this worker sleeps."""
+        follow_updates(self)
 
     def _rosemux_planes(self, total: int) -> list[Plane]:
         planes = getattr(self, "_rosemux_known_planes", None)

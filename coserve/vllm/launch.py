@@ -8,13 +8,48 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from coserve.isolation import Isolation
+from coserve.vllm import residency
 from coserve.vllm.capabilities import Capabilities
-from coserve.vllm.environment import ENGINE_VARIABLE, ROLE_VARIABLE, Role
+from coserve.vllm.environment import ENGINE_VARIABLE, ISOLATION_VARIABLE, ROLE_VARIABLE, Role
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.page.directory import DIRECTORY_VARIABLE
 
 WEIGHT_ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
 WORKER_EXTENSION = "coserve.vllm.kv_worker.KvPages"
 """Lets a guest give its KV memory back page by page. Without the flag it keeps what it took."""
+
+
+SEGMENT_VARIABLE = "KVCACHED_IPC_NAME"
+AUTOPATCH_VARIABLE = "KVCACHED_AUTOPATCH"
+
+GUEST_UTILIZATION = "0.01"
+"""With a fixed size of KV, vLLM asks only whether so much of the whole GPU is free at the start:
+production has taken its nine tenths already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuShare:
+    """What a guest takes of its GPUs. Its KV is fixed: profiling would take what is free now, which
+    is production's."""
+
+    kv_cache_bytes: int
+    """On each GPU."""
+    devices: tuple[str, ...] = ()
+    """UUIDs or numbers for CUDA_VISIBLE_DEVICES; none leaves what the process inherits."""
+    shared_kv: str = ""
+    """Consent level `memory`: the engine's segment, with which kvcached maps and unmaps its KV by
+    pages. "" keeps all of it."""
+    sleeps: bool = False
+    """Asleep, weights go to host memory (vLLM's sleep mode); pinned, and as large as they are."""
+    eager: bool = False
+    """Without CUDA graphs: slower steps, a lower floor."""
+
+    def __post_init__(self) -> None:
+        if self.kv_cache_bytes <= 0:
+            raise ConfigError("a guest's KV on a GPU must be above 0 bytes")
+        if self.sleeps and self.shared_kv:
+            raise ConfigError("sleep mode and kvcached do not go together: choose one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +65,9 @@ class EngineSpec:
     core: int | None = None
     """CPU to pin to; None leaves it to the operating system."""
     kv_cache_gib: int = 1
+    """On a CPU."""
+    gpu: GpuShare | None = None
+    """None is a CPU engine."""
     extra_arguments: tuple[str, ...] = ()
 
 
@@ -44,15 +82,22 @@ def stock(spec: EngineSpec) -> EngineCommand:
     return EngineCommand(_server(spec), _environment(spec) | HUGE_PAGES)
 
 
-def production(spec: EngineSpec, *, pages: Path) -> EngineCommand:
-    """A production engine at consent level `plugin`."""
+def production(spec: EngineSpec, *, pages: Path, shared_kv: str = "") -> EngineCommand:
+    """A production engine at consent level `plugin`, or `memory` where its KV has a segment."""
     bare = stock(spec)
     arguments = (*bare.arguments, "--middleware", "coserve.vllm.middleware.PulseMiddleware")
-    return EngineCommand(arguments, bare.environment | _slot(spec, Role.PRODUCTION, pages))
+    shared = shared_memory(shared_kv) if shared_kv else {}
+    slot = _slot(spec, Role.PRODUCTION, pages)
+    return EngineCommand(arguments, bare.environment | slot | shared)
 
 
-def guest(spec: EngineSpec, *, pages: Path, weights: Path) -> EngineCommand:
-    """A rollout engine on a production slot, gated by the slot's pages."""
+def guest(
+    spec: EngineSpec, *, pages: Path, weights: Path, isolation: Isolation | None = None
+) -> EngineCommand:
+    """A rollout engine on a production slot, gated by the slot's pages.
+
+    `isolation` is told to the guest where it is a matter of how its processes start.
+    """
     arguments = (
         *_server(spec),
         *_rollout(spec.vllm),
@@ -64,13 +109,15 @@ def guest(spec: EngineSpec, *, pages: Path, weights: Path) -> EngineCommand:
         WORKER_EXTENSION,
     )
     slot = _slot(spec, Role.GUEST, pages)
-    return EngineCommand(arguments, _environment(spec) | NO_COMPILER | slot | _weights(weights))
+    under = {} if isolation is None else _isolation(isolation)
+    environment = _environment(spec) | _compiler(spec) | slot | _weights(weights) | under
+    return EngineCommand(arguments, environment)
 
 
 def dedicated(spec: EngineSpec, *, weights: Path) -> EngineCommand:
     """A rollout engine on accelerators of its own."""
     arguments = (*_server(spec), *_rollout(spec.vllm))
-    environment = _environment(spec) | HUGE_PAGES | NO_COMPILER
+    environment = _environment(spec) | HUGE_PAGES | _compiler(spec)
     return EngineCommand(arguments, environment | _weights(weights))
 
 
@@ -91,7 +138,7 @@ def _server(spec: EngineSpec) -> tuple[str, ...]:
         str(spec.port),
         "--dtype",
         "bfloat16",
-        "--enforce-eager",
+        *_memory(spec),
         "--max-model-len",
         str(spec.max_model_len),
         "--max-num-seqs",
@@ -99,6 +146,19 @@ def _server(spec: EngineSpec) -> tuple[str, ...]:
         "--disable-uvicorn-access-log",
         *spec.extra_arguments,
     )
+
+
+def _memory(spec: EngineSpec) -> tuple[str, ...]:
+    """Raises Unsupported where the weights of this vLLM could not follow versions asleep."""
+    gpu = spec.gpu
+    if gpu is None:
+        return ("--enforce-eager",)
+    if gpu.sleeps:
+        residency.check(spec.vllm)
+    eager = ("--enforce-eager",) if gpu.eager else ()
+    size = ("--kv-cache-memory-bytes", str(gpu.kv_cache_bytes))
+    sleeps = ("--enable-sleep-mode",) if gpu.sleeps else ()
+    return (*eager, *sleeps, *size, "--gpu-memory-utilization", GUEST_UTILIZATION)
 
 
 def _rollout(vllm: Capabilities) -> tuple[str, ...]:
@@ -145,12 +205,12 @@ the first of them: 20 s of a core, in a guest of production's core."""
 
 
 def _environment(spec: EngineSpec) -> dict[str, str]:
+    device = _cpu(spec) if spec.gpu is None else _gpu(spec.gpu)
     return {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        **device,
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         **ONE_PROCESS,
@@ -158,8 +218,37 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
     }
 
 
+def _compiler(spec: EngineSpec) -> dict[str, str]:
+    # On a GPU vLLM's own steps are compiled.
+    return NO_COMPILER if spec.gpu is None else {}
+
+
+def _cpu(spec: EngineSpec) -> dict[str, str]:
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+def _gpu(share: GpuShare) -> dict[str, str]:
+    # In the order of the bus, as nvidia-smi counts; CUDA's own default puts the fastest first.
+    environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    if share.devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.devices)
+    return environment | (shared_memory(share.shared_kv) if share.shared_kv else {})
+
+
+def shared_memory(segment: str) -> dict[str, str]:
+    """What consent level `memory` adds to an engine, production's too, beside the package."""
+    return {"ENABLE_KVCACHED": "true", AUTOPATCH_VARIABLE: "1", SEGMENT_VARIABLE: segment}
+
+
 def _slot(spec: EngineSpec, role: Role, pages: Path) -> dict[str, str]:
     return {ROLE_VARIABLE: role, ENGINE_VARIABLE: spec.name, DIRECTORY_VARIABLE: str(pages)}
+
+
+def _isolation(isolation: Isolation) -> dict[str, str]:
+    return {ISOLATION_VARIABLE: isolation.backend, **dict(isolation.environment)}
 
 
 def _weights(root: Path) -> dict[str, str]:

@@ -1,15 +1,17 @@
 """Entry point `vllm.general_plugins`: makes a stock engine a guest, in the guest's processes only.
 
-Two methods are wrapped, once. The engine loop, because the scheduler needs the input queue that it
-is woken through and stock vLLM does not hand it out. And the readers of vLLM's shared-memory
-queues, which spin for a second after each message.
+Three methods are wrapped, once. The engine loop, because the scheduler needs the input queue that
+it is woken through and stock vLLM does not hand it out. The readers of vLLM's shared-memory queues,
+which spin for a second after each message. And the start of the workers, which on a GPU waits
+until no other guest is starting there.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+from coserve.vllm import start_turn
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
-from coserve.vllm.environment import Role, slot_environment
+from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.clock import monotonic_ns
 
 # Long enough that steps in a row find each other without a notification, short beside the second
@@ -37,11 +39,13 @@ def register() -> None:
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.executor.abstract import Executor
 
     EngineCoreProc.run_busy_loop = _attached(
         EngineCoreProc.run_busy_loop, EngineCoreRequestType.WAKEUP
     )
     SpinCondition.wait = _sleeping(SpinCondition.wait)
+    Executor.__init__ = _in_turn(Executor.__init__, environment)
     _registered = True
 
 
@@ -61,6 +65,22 @@ def _attached(run_busy_loop: Callable[[Any], Any], wakeup: Any) -> Callable[[Any
         attach = getattr(self.scheduler, "attach", None)
         if attach is not None:
             attach(self, lambda: self.input_queue.put_nowait((wakeup, None)))
+        start_turn.end()
         return run_busy_loop(self)
 
     return attached_busy_loop
+
+
+def _in_turn(start: Callable[..., None], environment: SlotEnvironment) -> Callable[..., None]:
+    def start_in_turn(self: Any, vllm_config: Any) -> None:
+        from vllm.platforms import current_platform
+
+        workers = vllm_config.parallel_config.world_size
+        start_turn.begin(environment, current_platform, workers=workers)
+        try:
+            start(self, vllm_config)
+        except BaseException:
+            start_turn.end()
+            raise
+
+    return start_in_turn

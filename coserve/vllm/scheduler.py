@@ -15,13 +15,18 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
 from coserve.guest_slot import GuestSlot
+from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.environment import Role, slot_environment
 from coserve.vllm.kv_reserve import KvReserve
-from coserve.vllm.launch import WORKER_EXTENSION
+from coserve.vllm.kv_shared import KvShared, check, is_shared
+from coserve.vllm.launch import AUTOPATCH_VARIABLE, SEGMENT_VARIABLE, WORKER_EXTENSION
+from coserve.vllm.memory_report import largest
 from coserve.vllm.prefix_keeper import PrefixKeeper
+from coserve.vllm.residency import Residency, residency
 from coserve.vllm.waker import Waker
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.process import process_ids
 
 _log = logging.getLogger(__name__)
@@ -33,6 +38,8 @@ _BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPP
 class CoserveScheduler(AsyncScheduler):
     """One per guest engine core. `attach` is called once by the engine loop's thread."""
 
+    _residency: Residency | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         environment = slot_environment()
@@ -41,26 +48,43 @@ class CoserveScheduler(AsyncScheduler):
         self.max_num_scheduled_tokens: int
         self._token_limit = self.max_num_scheduled_tokens
         self._slot = GuestSlot(environment.directory, token_limit=self._token_limit)
+        self._slot.load.isolation = environment.isolation or ""
         self._core: Any = None
         self._waker: Waker | None = None
         self._granted_tokens = 0
         self.kv_cache_manager: Any
-        pages = self.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
-        self._kv = KvReserve(
-            self.kv_cache_manager.block_pool,
-            tokens_per_block=self.block_size,
-            give_back=self._give_back if pages else None,
-        )
+        self._extended = self.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
+        self._kv = self._memory()
         manager = self.kv_cache_manager
         # Layers that cache unlike (sliding windows, states) have prefixes of more than one kind.
         self._retains = manager.enable_caching and manager.num_kv_cache_groups == 1
         self._prefixes = PrefixKeeper(manager.block_pool, tokens_per_block=self.block_size)
         self._clock = MonotonicClock()
 
+    def _memory(self) -> KvReserve | KvShared:
+        """The means by which a budget is kept, as the engine's pool allows."""
+        pool = self.kv_cache_manager.block_pool
+        if is_shared(pool):
+            check(capabilities(installed_vllm_version()))
+            name = os.environ.get(SEGMENT_VARIABLE)
+            segment = None if name is None else KvSegment(name)
+            return KvShared(pool, tokens_per_block=self.block_size, segment=segment)
+        if os.environ.get(AUTOPATCH_VARIABLE, "").lower() in {"1", "true"}:
+            raise ConfigError(f"{AUTOPATCH_VARIABLE} is set, and kvcached is not in force here")
+        give_back = self._give_back if self._extended and current_platform.is_cpu() else None
+        return KvReserve(pool, tokens_per_block=self.block_size, give_back=give_back)
+
     def attach(self, core: Any, wake: Any) -> None:
         """Called with the engine core once its loop is about to run."""
         self._core = core
-        self._slot.load.processes = process_ids([os.getpid(), *self._worker_pids()])
+        self._residency = residency(
+            self.vllm_config,
+            core.model_executor,
+            capabilities(installed_vllm_version()),
+            shared_kv=isinstance(self._kv, KvShared),
+        )
+        self._slot.load.sleeps = self._residency is not None
+        self._ask_workers()
         self._measure_load()
         self._waker = Waker(self._slot, wake)
         self._waker.start()
@@ -95,7 +119,8 @@ class CoserveScheduler(AsyncScheduler):
         decision = self._slot.decide()
         if self._slot.grace_over():
             self._abort(list(self.requests))
-        if not decision.open:
+        # A grant may have come since sleep was last followed: no step without weights.
+        if not decision.open or self._slot.load.weights_away:
             self._waker.arm()
             return False
         self._granted_tokens = decision.tokens
@@ -159,6 +184,7 @@ class CoserveScheduler(AsyncScheduler):
             # By the pages of now: a grant may be back since the last decision.
             self._slot.decide()
         if self._slot.owes_memory():
+            self._wake_weights()
             budget_tokens = self._slot.kv_budget_tokens()
             short_tokens = self._kv.keep_within(budget_tokens)
             if short_tokens:
@@ -171,6 +197,7 @@ class CoserveScheduler(AsyncScheduler):
             self._prefixes.keep_within(self._most_retained(), now=self._clock.now())
             self._slot.load.kv_budget_tokens = budget_tokens
             self._slot.load.kv_tokens_short = short_tokens
+            self._lay_weights_down()
             self._measure_load()
             self._slot.publish()
         if self._kv.tokens_withheld and self.waiting and not self.running:
@@ -182,6 +209,25 @@ class CoserveScheduler(AsyncScheduler):
                 return
             room = self._kv.tokens_total - self._kv.tokens_withheld
             self._abort([r.request_id for r in self.waiting if r.num_tokens >= room])
+
+    def _wake_weights(self) -> None:
+        """Before the first block is anybody's again."""
+        if self._residency is not None and self._residency.asleep and not self._slot.asleep:
+            self._residency.wake()
+            self._tell_residency(away=False)
+
+    def _lay_weights_down(self) -> None:
+        """Once no request, no step that was launched and no cached prefix is left."""
+        if self._residency is None or self._residency.asleep or not self._slot.asleep:
+            return
+        if self.requests or self._core.batch_queue or self._kv.blocks_usable:
+            return
+        self._residency.fall_asleep()
+        self._tell_residency(away=True)
+
+    def _tell_residency(self, *, away: bool) -> None:
+        self._slot.load.weights_away = away
+        self._ask_workers()
 
     def _most_retained(self) -> int:
         if not self._retains:
@@ -204,10 +250,13 @@ class CoserveScheduler(AsyncScheduler):
         if returned == 0 and len(blocks) > total // 2:
             _log.warning("no KV memory is given back: this engine's cache has an unknown layout")
 
-    def _worker_pids(self) -> list[int]:
-        if self._kv.returns_pages:
-            return list(self._core.model_executor.collective_rpc("rosemux_pid"))
-        return []
+    def _ask_workers(self) -> None:
+        """Who they are and what they hold, where they can say."""
+        pids, rpc = [os.getpid()], self._core.model_executor.collective_rpc
+        if self._extended:
+            pids += rpc("rosemux_pid")
+            self._slot.load.memory = largest(rpc("rosemux_memory"))
+        self._slot.load.processes = process_ids(pids)
 
     def _abort(self, request_ids: list[str]) -> None:
         """End requests with the output that they have; their clients are told."""

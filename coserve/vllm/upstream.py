@@ -21,6 +21,7 @@ _REQUEST = "vllm.v1.request"
 _STATS = "vllm.v1.metrics.stats"
 _LOGGERS = "vllm.v1.metrics.loggers"
 _WORKER = "vllm.v1.worker.gpu_worker"
+_EXECUTOR = "vllm.v1.executor.abstract"
 _SLEEP = "vllm.device_allocator.sleep_mode_backend"
 
 SCHEDULER: tuple[Symbol, ...] = (
@@ -146,7 +147,20 @@ ENGINE_LOOP: tuple[Symbol, ...] = (
         "Executor.collective_rpc",
         ("method", "timeout", "args", "kwargs"),
     ),
-    *reads("vllm.config", "ParallelConfig.worker_extension_cls"),
+    *overrides(_EXECUTOR, "Executor", {"__init__": ("vllm_config",)}),
+    *reads("vllm.config", "ParallelConfig.worker_extension_cls", "ParallelConfig.world_size"),
+    *reads("vllm.platforms.cuda", "NvmlCudaPlatform.get_device_uuid"),
+    *reads("vllm.platforms.interface", "Platform.is_cuda"),
+    *reads("vllm.v1.worker.worker_base", "WorkerBase.device"),
+    *reads("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),
+    *reads(
+        "vllm.third_party.pynvml",
+        "nvmlInit",
+        "nvmlShutdown",
+        "nvmlDeviceGetHandleByUUID",
+        "nvmlDeviceGetComputeRunningProcesses",
+        "NVMLError",
+    ),
     *reads(_WORKER, "Worker.model_runner"),
     *reads("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.kv_caches"),
     Symbol(
@@ -197,6 +211,11 @@ PLUGINS: tuple[Symbol, ...] = (
         lambda table: table.endpoint_plugins,
     ),
     Symbol(Use.READ, _SLEEP, "SleepModeBackend", when=lambda table: table.sleep_backends),
+    Symbol(Use.CALL, _EXECUTOR, "Executor.sleep", ("level",)),
+    Symbol(Use.CALL, _EXECUTOR, "Executor.wake_up", ("tags",)),
+    *reads(_EXECUTOR, "Executor.is_sleeping"),
+    *overrides(_WORKER, "Worker", {"sleep": ("level",), "wake_up": ("tags",)}),
+    *reads("vllm.config", "ModelConfig.enable_sleep_mode"),
     *reads("vllm.v1.worker.cpu_worker", "CPUWorker"),
     Symbol(
         Use.READ,
@@ -214,6 +233,9 @@ PLUGINS: tuple[Symbol, ...] = (
             "--max-model-len",
             "--max-num-seqs",
             "--max-num-batched-tokens",
+            "--kv-cache-memory-bytes",
+            "--gpu-memory-utilization",
+            "--enable-sleep-mode",
         ),
     ),
 )

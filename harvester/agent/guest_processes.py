@@ -1,5 +1,8 @@
 """Acts on a guest's processes, which the guest itself names: lifts them, or ends them.
 
+Under MPS a guest is ended in two steps: the daemon ends its work on the GPU, and only then comes a
+signal. Lifting is for the idle class alone: a client of MPS keeps the share that it began with.
+
 A page is written by its guest, so a name in it is believed only for a process of the page's owner
 that began when the guest says: a number alone would be somebody else's in another pid namespace, or
 a moment later. Where the agent sees no such process (in another pod, say), nothing happens.
@@ -8,20 +11,24 @@ a moment later. Where the agent sees no such process (in another pod, say), noth
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
+from harvester.agent.mps import MpsWatch
 from harvester.contracts.process import ProcessId, start_ticks
 
 _log = logging.getLogger(__name__)
 
 
 class GuestProcesses:
-    def __init__(self, page: Path, *, memo: Path) -> None:
+    def __init__(self, page: Path, *, memo: Path, mps: MpsWatch | None = None) -> None:
         """`page` is the guest's page; its owner is the guest's user. `memo` names what is lifted,
         so that an agent that comes after this one can settle it."""
+        self._mps = mps
+        self._ending: threading.Thread | None = None
         self._page = page
         self._memo = memo
         self._lifted = _remembered(memo)
@@ -57,9 +64,34 @@ class GuestProcesses:
         self._remember()
 
     def kill(self, processes: Iterable[ProcessId]) -> bool:
-        """False where none could be."""
+        """False where none could be; under MPS it is under way, beside the beat, where True."""
+        own = self._own(processes)
+        if self._mps is None:
+            return self._signal(own)
+        if not own or (self._ending is not None and self._ending.is_alive()):
+            return False
+        self._ending = threading.Thread(target=self._end_under_mps, args=(self._mps, own))
+        self._ending.start()
+        return True
+
+    def close(self) -> None:
+        """Back into its class what is lifted, and no thread left behind."""
+        self.settle()
+        if self._ending is not None:
+            self._ending.join()
+
+    def _end_under_mps(self, mps: MpsWatch, own: list[ProcessId]) -> None:
+        if mps.terminate(process.pid for process in own):
+            self._signal(own)
+            return
+        # A signal in the middle of a kernel may take production's server with it.
+        _log.error(
+            "the guest lives on: MPS did not end its work on the GPU, and a signal is unsafe"
+        )
+
+    def _signal(self, own: list[ProcessId]) -> bool:
         killed = False
-        for process in self._own(processes):
+        for process in own:
             try:
                 # The descriptor stands for the process that is checked, whatever ends meanwhile.
                 descriptor = os.pidfd_open(process.pid)

@@ -69,6 +69,18 @@ class AgentMetrics:
         self.kv = self._gauge(
             "guest_kv_tokens", "Of the guest's KV: held, retained, free, withheld.", "slot", "state"
         )
+        self.blocking = self._gauge(
+            "blocking_ratio",
+            "Share of a guest step that production waits for: configured, and observed at P99.",
+            "slot",
+            "kind",
+        )
+        self.memory = self._gauge(
+            "guest_memory_bytes",
+            "Of the accelerator, by the guest's report: weights, graphs, activations, context, KV.",
+            "slot",
+            "part",
+        )
         self.prefixes = self._counter(
             "guest_prefix_tokens",
             "Kept for a trajectory away at its tools: used by it, or dropped.",

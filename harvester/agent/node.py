@@ -78,12 +78,12 @@ class Node:
         if changed:
             raise ConfigError(f"a restart is needed to change {', '.join(changed)}")
         pages = [
-            [(s.name, c.pages_of(s), s.pulses, s.memory_group) for s in c.slots]
+            [(s.name, c.pages_of(s), s.pulses, s.memory_group, s.kvcached, s.mps) for s in c.slots]
             for c in (self._config, config)
         ]
         if pages[0] != pages[1]:
             raise ConfigError(
-                "a restart is needed to change slots, or their pages, pulses and memory groups"
+                "a restart is needed to change slots, or their pages, pulses, memory and mps"
             )
         for slot, new in zip(self.slots, config.slots, strict=True):
             slot.reconfigure(new, config.settings_of(new))

@@ -3,7 +3,9 @@
 import os
 from pathlib import Path
 
+from harvester.agent.kv_sharing import SharedKv
 from harvester.agent.memory import SharedMemory
+from harvester.agent.mps import MpsWatch
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import Guest, PageDirectory, PageFault, PageName, PageReader, Pulse
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
@@ -46,10 +48,12 @@ class SlotSensor:
         *,
         pulses: tuple[str, ...],
         owners: frozenset[int],
-        memory: SharedMemory | None = None,
+        memory: SharedMemory | SharedKv | None = None,
+        mps: MpsWatch | None = None,
     ) -> None:
         """`pulses` are the pages that must be there; none means whichever are."""
         self._memory = memory
+        self._mps = mps
         self._directory = directory
         self._expected = pulses
         self._present: tuple[str, ...] = ()
@@ -73,6 +77,8 @@ class SlotSensor:
             lease=lease,
             kill_switch=kill_switch,
             memory=None if self._memory is None else self._memory.read(),
+            mps=None if self._mps is None else self._mps.read(),
+            guest_kv=self._memory.read_guest() if isinstance(self._memory, SharedKv) else None,
         )
 
     def close(self) -> None:

@@ -9,13 +9,17 @@ import msgspec
 
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.guest_processes import GuestProcesses
+from harvester.agent.kv_sharing import SharedKv
 from harvester.agent.memory import SharedMemory
+from harvester.agent.mps import MpsWatch
 from harvester.agent.sense import SlotSensor
-from harvester.config import AgentConfig, SlotConfig
+from harvester.config import AgentConfig, MpsConfig, SlotConfig
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, SlotId
 from harvester.contracts.journal import JournalWriter, Opened, config_hash
+from harvester.contracts.kv_segment import KvSegment
+from harvester.contracts.mps import MpsControl
 from harvester.contracts.page import Grant, GrantMode, PageDirectory, PageName
 from harvester.contracts.wire.leases import EndReason, SlotOffer
 from harvester.policy.effects import (
@@ -49,15 +53,19 @@ class Slot:
         self._lock = _lock(directory.path)
         book.add_slot(self.name, epoch=epoch_left(directory))
         self._writer = directory.grant_writer()
-        shared = None if slot.memory_group is None else SharedMemory(slot.memory_group)
+        self._mps = _watch(slot.mps)
+        shared = _shared(slot)
         self.sensor = SlotSensor(
             directory,
             pulses=slot.pulses,
             owners=frozenset(slot.trusted_uids),
             memory=shared,
+            mps=self._mps,
         )
         self._guest = GuestProcesses(
-            directory.path / PageName.GUEST, memo=config.state_dir / f"{slot.name}.lifted"
+            directory.path / PageName.GUEST,
+            memo=config.state_dir / f"{slot.name}.lifted",
+            mps=self._mps,
         )
         # What an earlier agent had lifted when it ended.
         self._guest.settle()
@@ -107,6 +115,8 @@ class Slot:
             kv_tokens=self.config.kv_tokens,
             idle_ratio=self.policy.idle_ratio,
             reason=reason,
+            isolation=self.policy.guest_isolation,
+            floor_bytes=self.policy.guest_floor_bytes,
         )
 
     def close(self, *, now: float) -> None:
@@ -118,7 +128,9 @@ class Slot:
         grant = Grant(epoch=epoch, mode=GrantMode.CLOSED, reason="agent stopped")
         self._writer.write(grant, now_ns=monotonic_ns(), ttl_ns=0)
         self._writer.close()
-        self._guest.settle()
+        self._guest.close()
+        if self._mps is not None:
+            self._mps.close()
         self.sensor.close()
         self._journal.close()
         os.close(self._lock)
@@ -151,6 +163,30 @@ class Slot:
             config_hash=config_hash(config),
             snapshot=self.policy.snapshot() if resumed else None,
         )
+
+
+def _shared(slot: SlotConfig) -> SharedMemory | SharedKv | None:
+    """What production and guest have in common, by consent."""
+    if slot.kvcached is not None:
+        owners = frozenset((os.getuid(), 0, *slot.trusted_uids))
+        shared = slot.kvcached
+        return SharedKv(
+            tuple(KvSegment(name, owners=owners) for name in shared.production),
+            KvSegment(shared.guest, owners=owners),
+            total_bytes=shared.total_bytes,
+        )
+    return None if slot.memory_group is None else SharedMemory(slot.memory_group)
+
+
+def _watch(mps: MpsConfig | None) -> MpsWatch | None:
+    """Started, where the operator has agreed to MPS."""
+    if mps is None:
+        return None
+    control = MpsControl(pipe_directory=mps.pipe_directory, executable=mps.control)
+    watch = MpsWatch(control, look_s=mps.look_s)
+    watch.start()
+    _log.warning("mps by consent: a fault of the guest ends production as well")
+    return watch
 
 
 def journal_path(config: AgentConfig, slot: SlotConfig) -> Path:

@@ -15,6 +15,7 @@ from harvester.contracts.page import (
     Calibration,
     Grant,
     Guest,
+    GuestMemory,
     PageDirectory,
     PageName,
     PageReader,
@@ -92,7 +93,8 @@ def _says(reading: Reading[Grant] | Reading[Guest] | Reading[Pulse]) -> str:
                 f"{guest.gate} {guest.reason}, epoch {guest.epoch}, running {guest.running}, "
                 f"waiting {guest.waiting}, {guest.tokens_total} tokens, "
                 f"{guest.kv_tokens_retained} retained, {guest.step_over_ratio:.0%} of steps longer "
-                "than predicted"
+                f"than predicted{_isolated(guest.isolation)}{_floor(guest.memory)}"
+                f"{'; asleep, weights in host memory' if guest.weights_away else ''}"
             )
         case Pulse() as pulse:
             return (
@@ -105,6 +107,31 @@ def _says(reading: Reading[Grant] | Reading[Guest] | Reading[Pulse]) -> str:
             return str(reading.fault)
 
 
+def _isolated(backend: str) -> str:
+    fate = {
+        "mps": " (shared fate: a fault of the guest ends production)",
+        "time-slicing": " (takes turns with production on the GPU)",
+    }
+    return f"; isolation {backend}{fate.get(backend, '')}" if backend else ""
+
+
+def _floor(memory: GuestMemory) -> str:
+    """What stays while the gate is closed."""
+    if memory.floor_bytes == 0:
+        return ""
+    bound = "" if memory.whole else "at least "
+    return (
+        f"; holds {bound}{_gib(memory.floor_bytes)} while closed (weights "
+        f"{_gib(memory.weights_bytes)}, graphs {_gib(memory.graphs_bytes)}, activations "
+        f"{_gib(memory.activations_bytes)}, context {_gib(memory.other_bytes)}) and "
+        f"{_gib(memory.kv_bytes)} of KV"
+    )
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 30):.2f} GiB"
+
+
 def _over(calibration: Calibration, what: str) -> str:
     """Of a model of the P90 a tenth is what is wanted."""
     if calibration.steps == 0:
@@ -114,13 +141,14 @@ def _over(calibration: Calibration, what: str) -> str:
 
 def _offer_table(offers: SlotOffers) -> Table:
     table = Table(
-        "slot", "state", "epoch", "idle", "model", "engine", "reason", title=f"Node {offers.node}"
-    )
+        "slot", "state", "epoch", "idle", "model", "engine", "isolation", "floor", "reason",
+        title=f"Node {offers.node}",
+    )  # fmt: skip
     for offer in offers.slots:
         idle = "unknown" if offer.idle_ratio is None else f"{offer.idle_ratio:.0%}"
         table.add_row(
             offer.slot, offer.state, str(offer.epoch), idle, offer.model, offer.engine_url,
-            offer.reason,
+            offer.isolation, _gib(offer.floor_bytes) if offer.floor_bytes else "", offer.reason,
         )  # fmt: skip
     return table
 

@@ -14,13 +14,15 @@ import msgspec
 from harvester.contracts.page.seal import PageFault
 from harvester.contracts.process import ProcessId
 from harvester.policy.effects import KillGuest, LiftGuest, SettleGuest
-from harvester.policy.sample import GuestReading
+from harvester.policy.sample import GuestReading, KvReading
 
 
 class ReclaimState(msgspec.Struct, kw_only=True):
     since_s: float | None = None
     """When the guest first held more than its budget; None while it does not."""
     killed: bool = False
+    kills: int = 0
+    """How often it was to be ended for what is due now."""
     in_time: int = 0
     missed: int = 0
     usable_tokens: int = 0
@@ -34,9 +36,18 @@ class Reclaim:
         self.state = state or ReclaimState()
 
     def observe(
-        self, reading: GuestReading, *, budget_tokens: int | None, now: float
+        self,
+        reading: GuestReading,
+        *,
+        budget_tokens: int | None,
+        now: float,
+        shared: KvReading | None = None,
     ) -> tuple[LiftGuest | SettleGuest | KillGuest, ...]:
-        """`budget_tokens` is what this beat's grant leaves the guest; None is all that it has."""
+        """`budget_tokens` is what this beat's grant leaves the guest; None is all that it has.
+
+        Where KV is shared page by page, what is mapped counts too: a budget that is obeyed in the
+        guest's books has freed nothing while a page of it is still held.
+        """
         state, guest = self.state, reading.record
         if guest is not None:
             state.usable_tokens = guest.kv_tokens_total - guest.kv_tokens_withheld
@@ -44,17 +55,22 @@ class Reclaim:
         elif reading.fault is PageFault.MISSING:
             # Gone, with everything that it held.
             state.usable_tokens, state.processes = 0, ()
-        if budget_tokens is None or state.usable_tokens <= budget_tokens:
+        over_bytes = 0 if shared is None or not state.processes else shared.over_bytes
+        if budget_tokens is None or (state.usable_tokens <= budget_tokens and not over_bytes):
             return self._settled()
         if state.since_s is None:
             state.since_s = now
             return (LiftGuest(processes=state.processes, reason="memory is due"),)
         elapsed_s = now - state.since_s
-        if state.killed or elapsed_s < self._deadline_s:
+        # Once more after each further deadline: what ends a guest may itself have failed.
+        if elapsed_s < self._deadline_s * (state.kills + 1):
             return ()
+        state.kills += 1
+        state.missed += not state.killed
         state.killed = True
-        state.missed += 1
         held = f"held {state.usable_tokens} tokens of KV, {budget_tokens} allowed"
+        if over_bytes:
+            held = f"{held}, {over_bytes} bytes mapped above its limit"
         reason = f"{held} for {elapsed_s:.1f} s"
         return (KillGuest(processes=state.processes, reason=reason),)
 
@@ -63,5 +79,5 @@ class Reclaim:
         if state.since_s is None:
             return ()
         state.in_time += not state.killed
-        state.since_s, state.killed = None, False
+        state.since_s, state.killed, state.kills = None, False, 0
         return (SettleGuest(reason="nothing is due"),)

@@ -7,6 +7,7 @@ import msgspec
 from harvester.contracts.ids import Epoch, LeaseId
 from harvester.contracts.page.records import Guest, Pulse
 from harvester.contracts.page.seal import PageFault
+from harvester.contracts.process import ProcessId
 
 
 class KillSwitch(StrEnum):
@@ -49,6 +50,35 @@ class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):
         return self.used_bytes / self.limit_bytes if self.limit_bytes > 0 else 1.0
 
 
+class KvReading(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a guest that shares a GPU's pages with production: what it maps, beside its own limit."""
+
+    mapped_bytes: int = 0
+    limit_bytes: int = 0
+    fault: str = ""
+    """Why there is nothing to read."""
+
+    @property
+    def over_bytes(self) -> int:
+        return 0 if self.fault else max(0, self.mapped_bytes - self.limit_bytes)
+
+
+class MpsReading(msgspec.Struct, frozen=True, kw_only=True):
+    """What the daemon of NVIDIA's Multi-Process Service said last."""
+
+    clients: tuple[tuple[int, ...], ...] = ()
+    """Process ids, server by server."""
+    server_fault: bool = False
+    """A server was taken by a fault of one of its clients."""
+    fault: str = ""
+    """Why there is nothing to read."""
+
+    def shared_by(self, guest: tuple[ProcessId, ...]) -> bool:
+        """Whether the guest runs on a server, and somebody else on the same one."""
+        pids = {process.pid for process in guest}
+        return any(pids & set(group) and set(group) - pids for group in self.clients)
+
+
 class SlotSample(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
     pulses: tuple[PulseReading, ...]
     """One for each expected name, in the order of names. None expected is itself a fault."""
@@ -56,4 +86,8 @@ class SlotSample(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
     lease: LeaseView
     kill_switch: KillSwitch = KillSwitch.NONE
     memory: MemoryReading | None = None
-    """None where no group is shared."""
+    """None where no group and no KV is shared."""
+    mps: MpsReading | None = None
+    """None without an operator's consent to it."""
+    guest_kv: KvReading | None = None
+    """None where the guest's KV is its own."""

@@ -13,13 +13,15 @@ import msgspec
 
 from harvester.contracts.page.records import Grant, GrantMode, Guest
 from harvester.contracts.wire.leases import EndReason, SlotState
+from harvester.policy import gpu_sharing
+from harvester.policy.blocking import Blocking, BlockingState
 from harvester.policy.budget import BudgetState, ErrorBudget
 from harvester.policy.effects import Effect, EndLease, Quarantine, WriteGrant
 from harvester.policy.level import Level, LevelState, MissState, MissWindow
 from harvester.policy.production import ProductionView, ProductionWatch, WatchState
 from harvester.policy.proof import Impact, ProofSlices, ProofState
 from harvester.policy.reclaim import Reclaim, ReclaimState
-from harvester.policy.sample import GuestReading, KillSwitch, MemoryReading, SlotSample
+from harvester.policy.sample import GuestReading, KillSwitch, SlotSample
 from harvester.policy.settings import Mode, SlotSettings
 from harvester.policy.states import DANGERS, TRANSITIONS, Condition, State
 
@@ -59,7 +61,11 @@ class SlotMemory(msgspec.Struct, kw_only=True):
     reclaim: ReclaimState = msgspec.field(default_factory=ReclaimState)
     kv_tokens: int = 0
     """What the guest's engine has, as it said last."""
+    isolation: str = ""
+    floor_bytes: int = 0
+    """Of the guest, as it said last."""
     unleased_since_s: float | None = None
+    blocking: BlockingState = msgspec.field(default_factory=BlockingState)
     proof_ttft: ProofState = msgspec.field(default_factory=ProofState)
     proof_itl: ProofState = msgspec.field(default_factory=ProofState)
 
@@ -83,6 +89,7 @@ class SlotPolicy:
         memory.step_level, memory.kv_level = self._step_level.state, self._kv_level.state
         memory.budget = self.budget.state
         memory.reclaim = self.reclaim.state
+        memory.blocking = self.blocking.state
         memory.proof_ttft, memory.proof_itl = self._proof_ttft.state, self._proof_itl.state
         snapshot: dict[str, Any] = msgspec.to_builtins(memory)
         return snapshot
@@ -112,6 +119,14 @@ class SlotPolicy:
         return self._watch.state.idle_ratio
 
     @property
+    def guest_isolation(self) -> str:
+        return self._memory.isolation
+
+    @property
+    def guest_floor_bytes(self) -> int:
+        return self._memory.floor_bytes
+
+    @property
     def accounted(self) -> tuple[float, float]:
         """Production requests, and those of them that missed the SLO beside a guest step."""
         return self._memory.requests_total, self._memory.misses_total
@@ -135,7 +150,7 @@ class SlotPolicy:
     def observe(self, sample: SlotSample, *, now: float) -> tuple[Effect, ...]:
         production = self._watch.observe(sample.pulses, now=now)
         self._note_guest(sample.guest.record, now)
-        overspent = self._account(production, sample.memory, now)
+        overspent = self._account(production, sample, now)
         before = self._memory.condition
         condition, reason = self._condition(sample, production, overspent, now)
         if condition is not before or self._memory.since_s is None:
@@ -150,7 +165,9 @@ class SlotPolicy:
         write = WriteGrant(grant=grant, ttl_s=self.settings.grant_ttl_s, reason=grant.reason)
         # A guest that falls asleep gives up what nobody waits for: it has all the time it needs.
         budget = grant.kv_budget_tokens or None if self.settings.mode is Mode.HARVEST else None
-        due = self.reclaim.observe(sample.guest, budget_tokens=budget, now=now)
+        due = self.reclaim.observe(
+            sample.guest, budget_tokens=budget, now=now, shared=sample.guest_kv
+        )
         return (write, *ending, *due)
 
     def _install(self, memory: SlotMemory) -> None:
@@ -160,6 +177,7 @@ class SlotPolicy:
         self._step_level = Level(settings.step_level, memory.step_level)
         self._kv_level = Level(settings.kv_level, memory.kv_level)
         self._misses = MissWindow(settings.misses, memory.misses)
+        self.blocking = Blocking(memory.blocking)
         self.reclaim = Reclaim(settings.kv_deadline_s, memory.reclaim)
         self.budget = ErrorBudget(settings.budget, memory.budget)
         self._proof_ttft = ProofSlices(settings.proof, memory.proof_ttft)
@@ -170,16 +188,23 @@ class SlotPolicy:
             return
         self._memory.guest_seen_at_s = now
         self._memory.kv_tokens = guest.kv_tokens_total
+        self._memory.isolation = guest.isolation
+        self._memory.floor_bytes = guest.memory.floor_bytes
         stepping = guest.steps_launched > guest.steps_finished
         if stepping or guest.steps_finished != self._memory.guest_steps:
             self._memory.guest_active_at_s = now
         self._memory.guest_steps = guest.steps_finished
 
-    def _account(
-        self, production: ProductionView, shared: MemoryReading | None, now: float
-    ) -> bool:
+    def _account(self, production: ProductionView, sample: SlotSample, now: float) -> bool:
         """Fold the beat's latencies into levels, budget and proof; True is an overspent budget."""
         settings, beside = self.settings, self._stepped_during
+        guest = sample.guest.record
+        if guest is not None:
+            self.blocking.observe(
+                [x for x in production.itl.seen_s if beside(x, now)],
+                alone_s=production.model.decode_s(production.decoding),
+                guest_step_s=guest.last_step_s,
+            )
         late_ttft = [x for x in production.ttft.seen_s if x > settings.ttft_slo_s]
         late_itl = [x for x in production.itl.seen_s if x > settings.itl_slo_s]
         ttft_misses = sum(beside(x, now) for x in late_ttft) * production.ttft.weight
@@ -190,6 +215,7 @@ class SlotPolicy:
             now=now,
         )
         self._step_level.observe(breached=breached, now=now)
+        shared = sample.memory
         full = shared is not None and shared.used_ratio >= settings.memory_high_ratio
         self._kv_level.observe(
             breached=full or production.kv_usage_ratio >= settings.kv_high_ratio, now=now
@@ -213,6 +239,7 @@ class SlotPolicy:
             return Condition.KILLED, "mode off"
         if sample.kill_switch is not KillSwitch.NONE:
             return Condition.KILLED, f"kill switch: {sample.kill_switch}"
+        memory.quarantine = memory.quarantine or gpu_sharing.server_fault(sample.mps)
         if memory.quarantine:
             return Condition.QUARANTINED, memory.quarantine
         if production.condition is not None:
@@ -232,6 +259,8 @@ class SlotPolicy:
             seen_at_s = self._memory.guest_seen_at_s
             if seen_at_s is None or now - seen_at_s > self.settings.guest_away_s:
                 idle, reason = Condition.GUESTLESS, f"guest {sample.guest.fault or 'missing'}"
+            elif gpu_sharing.lacks_consent(sample.mps, sample.guest.record):
+                idle, reason = Condition.GUESTLESS, "guest under MPS, to which no one has agreed"
             elif sample.lease.lease is None:
                 idle, reason = Condition.UNLEASED, "no lease"
         if idle is Condition.CLEAR and self._proof_ttft.withheld(now=now):
@@ -316,7 +345,9 @@ class SlotPolicy:
             phantom_prompt_tokens=settings.phantom_prompt_tokens
             or production.phantom_prompt_tokens,
             production=production.model,
-            blocking_ratio=settings.blocking_ratio,
+            blocking_ratio=gpu_sharing.blocking_ratio(
+                settings.blocking_ratio, sample.mps, self.reclaim.state.processes
+            ),
             abort_grace_s=settings.abort_grace_s,
             law=settings.law,
             asleep=asleep,

@@ -39,6 +39,22 @@ class Waker:
         self.armed += 1
 
 
+class Weights:
+    """Their residency, and in which order it changed beside the budget."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.asleep = False
+        self._log = log
+
+    def fall_asleep(self) -> None:
+        self.asleep = True
+        self._log.append("weights away")
+
+    def wake(self) -> None:
+        self.asleep = False
+        self._log.append("weights back")
+
+
 class Scene:
     """A scheduler with requests, whose upstream half is played by the test."""
 
@@ -68,8 +84,14 @@ class Scene:
         self.unflushed = True
         return list(request_ids)
 
-    def grant(self, *, mode: GrantMode = GrantMode.UNGATED, ttl_ns: int = HOUR_NS) -> None:
-        grant = Grant(epoch=1, mode=mode, abort_grace_s=0.0)
+    def grant(
+        self,
+        *,
+        mode: GrantMode = GrantMode.UNGATED,
+        ttl_ns: int = HOUR_NS,
+        asleep: bool = False,
+    ) -> None:
+        grant = Grant(epoch=1, mode=mode, abort_grace_s=0.0, asleep=asleep)
         self._grants.write(grant, now_ns=monotonic_ns(), ttl_ns=ttl_ns)
 
 
@@ -161,3 +183,94 @@ def test_a_guest_whose_grant_stays_away_does_not_spin(scene: Scene) -> None:
         assert wakes < 5
     waker.stop()
     waker.join(timeout=5.0)
+
+
+class Sleeper:
+    """A guest whose weights go to host memory, with a pool of four blocks of 16 tokens."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.log = scene, list[str]()
+        self.usable = 4
+        scheduler = scene.scheduler
+        self.weights = scheduler._residency = Weights(self.log)
+        scheduler._slot.load.sleeps = True
+        scheduler.block_size, scheduler._extended = 16, False
+        scheduler._ask_workers = lambda: None
+        scheduler._kv = SimpleNamespace(tokens_withheld=0, keep_within=self._keep)
+        scheduler.finish_requests = self._finish
+        scene.core.batch_queue = []
+
+    def _keep(self, budget: int | None) -> int:
+        self.usable = 4 if budget is None else 0
+        self.scene.scheduler._kv.blocks_usable = self.usable
+        self.log.append(f"{self.usable} blocks")
+        return 64 if self.scene.scheduler.requests and budget == 0 else 0
+
+    def _finish(self, request_ids: list[str], _status: Any) -> list[str]:
+        self.log.append("aborted")
+        self.scene.scheduler.requests.clear()
+        self.scene.scheduler.running.clear()
+        return list(request_ids)
+
+    def slept(self) -> bool:
+        self.scene.grant(mode=GrantMode.CLOSED, asleep=True)
+        self.scene.scheduler._slot.decide()
+        self.scene.scheduler.has_requests()
+        return self.weights.asleep
+
+
+@pytest.fixture
+def sleeper(scene: Scene) -> Sleeper:
+    scene.scheduler.running = [
+        SimpleNamespace(request_id="a", arrival_time=0.0, num_computed_tokens=64)
+    ]
+    scene.scheduler.has_requests()
+    return Sleeper(scene)
+
+
+def test_weights_go_once_everything_else_has_gone(scene: Scene, sleeper: Sleeper) -> None:
+    assert sleeper.slept()
+    assert sleeper.log == ["0 blocks", "0 blocks", "aborted", "0 blocks", "weights away"]
+    assert scene.scheduler._slot.load.weights_away
+    assert sleeper.slept()
+    assert sleeper.log.count("weights away") == 1
+
+
+def test_weights_wait_for_a_step_that_was_launched(scene: Scene, sleeper: Sleeper) -> None:
+    scene.core.batch_queue = ["a step"]
+    assert not sleeper.slept()
+    assert scene.scheduler._slot.owes_memory(), "the loop is woken again"
+    scene.core.batch_queue = []
+    assert sleeper.slept()
+    assert not scene.scheduler._slot.owes_memory()
+
+
+def test_weights_are_back_before_the_first_block_is(scene: Scene, sleeper: Sleeper) -> None:
+    sleeper.slept()
+    sleeper.log.clear()
+    scene.grant()
+    scene.scheduler._slot.decide()
+    scene.scheduler.has_requests()
+    assert sleeper.log == ["weights back", "4 blocks"]
+    assert not scene.scheduler._slot.load.weights_away
+
+
+def test_no_step_starts_without_weights(
+    scene: Scene, sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper.slept()
+    scene.scheduler.requests = {"b": None}
+    # A grant comes after sleep was followed and before the gate is asked.
+    monkeypatch.setattr(scene.scheduler, "_keep_within_budget", scene.grant)
+    assert not scene.scheduler.has_requests()
+    assert scene.waker.armed
+    monkeypatch.undo()
+
+
+def test_an_agent_that_is_gone_neither_wakes_nor_lays_down(scene: Scene, sleeper: Sleeper) -> None:
+    scene.scheduler._slot._abort_grace_s = 60.0
+    scene.grant(ttl_ns=0)
+    scene.scheduler._slot.decide()
+    scene.scheduler.has_requests()
+    assert not sleeper.weights.asleep
+    assert sleeper.log == []

@@ -95,6 +95,10 @@ class AdaptedWeights:
             )
         return self._load_adapter(checked_name(wanted.adapter, what="adapter"), wanted, record)
 
+    def rest(self) -> None:
+        self._base.rest()
+        self._stager.clear()
+
     def release(self) -> None:
         self._base.release()
 

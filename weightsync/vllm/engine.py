@@ -52,6 +52,10 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def stage(self, update_info: UpdateInfo) -> dict[str, str]:
         return self._weights.stage(update_info)
 
+    def rest(self, *, away: bool) -> None:
+        """Around the worker's sleep."""
+        self._weights.rest(away=away)
+
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """The base class waits for the accelerator here; a CPU has none to wait for."""
         self.receive_weights(self.parse_update_info(update_info))

@@ -138,6 +138,10 @@ class EngineWeights:
         self._loaded = (wanted.store, applied)
         return applied
 
+    def rest(self) -> None:
+        """Waits for what runs in the background and forgets what was staged."""
+        self._stager.clear()
+
     def release(self) -> None:
         """Gives back, in the background, what the last update no longer needs."""
         retired, self._retired, self._forms = self._retired, [], {}

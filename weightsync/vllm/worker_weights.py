@@ -47,6 +47,7 @@ class WorkerWeights:
             sliced=vllm_config.parallel_config.world_size > 1 or is_partial(model),
         )
         self._device = device
+        self._away = False
         self._weights: EngineWeights | AdaptedWeights = base
         if vllm_config.lora_config is not None:
             from vllm.triton_utils import HAS_TRITON
@@ -57,8 +58,17 @@ class WorkerWeights:
 
     def stage(self, update_info: UpdateInfo) -> dict[str, str]:
         """Prepares a version in the background; tells how far that is."""
+        if self._away:
+            return {"state": "failed", "message": "asleep: the update prepares by itself"}
         status = self._weights.stage(update_info.wanted())
         return {"state": status.state.value, "message": status.message}
+
+    def rest(self, *, away: bool) -> None:
+        """The weights are about to leave the device, or are there again. Nothing touches them
+        while they are away, and what was prepared from them in the background is dropped."""
+        self._away = away
+        if away:
+            self._weights.rest()
 
     def load(self, update_info: UpdateInfo) -> None:
         """Loads the version; raises where the engine does not hold exactly it afterwards."""

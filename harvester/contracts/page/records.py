@@ -137,6 +137,28 @@ class Grant(Record, frozen=True, kw_only=True):
     """Most of the KV that the guest may use that it keeps for trajectories away at their tools."""
 
 
+class GuestMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine holds on the accelerator where it holds most, as it said once it had started.
+
+    All but the KV cache is there while the gate is closed too: the floor.
+    """
+
+    weights_bytes: int = 0
+    graphs_bytes: int = 0
+    activations_bytes: int = 0
+    """Workspaces, and what the allocator keeps of the largest step."""
+    other_bytes: int = 0
+    """The driver's context, code, communicators: what the process holds beside its allocator."""
+    kv_bytes: int = 0
+    whole: bool = False
+    """False where the driver does not say what the process holds: then `other_bytes` is missing."""
+
+    @property
+    def floor_bytes(self) -> int:
+        parts = (self.weights_bytes, self.graphs_bytes, self.activations_bytes, self.other_bytes)
+        return sum(parts)
+
+
 class Guest(Record, frozen=True, kw_only=True):
     """What the guest does."""
 
@@ -173,3 +195,8 @@ class Guest(Record, frozen=True, kw_only=True):
     """Kept until the next turn came, and hit by it."""
     prefix_tokens_dropped_total: int = 0
     """Let go before it came, or of no use to it."""
+    isolation: str = ""
+    """The backend that it was started under, as `ROSEMUX_ISOLATION` says; "" is not said."""
+    memory: GuestMemory = GuestMemory()
+    weights_away: bool = False
+    """Asleep with its weights in host memory: it holds no more than context and graphs."""

@@ -42,6 +42,10 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     idle_ratio: float | None
     """Share of recent time in which production had nothing to step; None is unknown."""
     reason: str = ""
+    isolation: str = ""
+    """What the guest says that it is isolated by."""
+    floor_bytes: int = 0
+    """Accelerator memory that the guest holds while its gate is closed; 0 is not known."""
 
 
 class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):

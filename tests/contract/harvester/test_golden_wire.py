@@ -65,7 +65,8 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         ),
         (
             b'{"node":"n","slots":[{"slot":"s","node":"n","state":"offered","engine_url":"u",'
-            b'"model":"m","epoch":1,"concurrency":16,"kv_tokens":4096,"idle_ratio":null,"reason":""}]}'
+            b'"model":"m","epoch":1,"concurrency":16,"kv_tokens":4096,"idle_ratio":null,"reason":"",'
+            b'"isolation":"","floor_bytes":0}]}'
         ),
     ),
     (
@@ -83,7 +84,8 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         (
             b'{"type":"slot","pulses":[{"name":"pulse.p.0","record":null,"fault":"expired"}],'
             b'"guest":{"record":null,"fault":"missing"},'
-            b'"lease":{"epoch":3,"lease":"l","ending":false},"kill_switch":"hold","memory":null}'
+            b'"lease":{"epoch":3,"lease":"l","ending":false},"kill_switch":"hold","memory":null,'
+            b'"mps":null,"guest_kv":null}'
         ),
     ),
     (

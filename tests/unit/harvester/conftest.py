@@ -13,8 +13,10 @@ from harvester.policy.effects import Effect, EndLease, WriteGrant
 from harvester.policy.sample import (
     GuestReading,
     KillSwitch,
+    KvReading,
     LeaseView,
     MemoryReading,
+    MpsReading,
     PulseReading,
     SlotSample,
 )
@@ -38,6 +40,8 @@ class Scene:
     lease: LeaseView = field(default_factory=lambda: LeaseView(epoch=Epoch(1), lease=LeaseId("l1")))
     kill_switch: KillSwitch = KillSwitch.NONE
     memory: MemoryReading | None = None
+    mps: MpsReading | None = None
+    guest_kv: KvReading | None = None
 
     def __post_init__(self) -> None:
         self.policy = SlotPolicy(self.settings)
@@ -54,6 +58,8 @@ class Scene:
             lease=self.lease,
             kill_switch=self.kill_switch,
             memory=self.memory,
+            mps=self.mps,
+            guest_kv=self.guest_kv,
         )
 
     def beat(self) -> tuple[Effect, ...]:

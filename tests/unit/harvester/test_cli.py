@@ -3,12 +3,23 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from harvester.cli import main
 from harvester.cli.commands import COMMANDS
+from harvester.cli.status import _says
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import Calibration, Grant, GrantMode, Guest, PageDirectory, Pulse
+from harvester.contracts.page import (
+    Calibration,
+    Grant,
+    GrantMode,
+    Guest,
+    GuestMemory,
+    PageDirectory,
+    Pulse,
+    Reading,
+)
 
 HOUR_NS = 3_600_000_000_000
 HEAVY = ("aiohttp", "numba", "numpy", "prometheus_client", "torch", "vllm", "yaml")
@@ -88,6 +99,22 @@ def test_status_says_how_well_predictions_held(
     shown = " ".join(capsys.readouterr().out.split())
     assert "longer than it no prefills compared and 12% of 512 decodes" in shown
     assert "4096 retained, 9% of steps longer than predicted" in shown
+
+
+def test_status_says_what_a_guest_holds_while_closed_and_whose_fate_it_shares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gib = 1 << 30
+    memory = GuestMemory(weights_bytes=3 * gib, graphs_bytes=gib // 2, kv_bytes=8 * gib)
+    says = _says(Reading(Guest(isolation="mps", memory=memory), None, 0))
+    assert "isolation mps (shared fate: a fault of the guest ends production)" in says
+    assert "holds at least 3.50 GiB while closed (weights 3.00 GiB, graphs 0.50 GiB" in says
+    assert says.endswith("and 8.00 GiB of KV")
+    whole = msgspec.structs.replace(memory, other_bytes=gib, whole=True)
+    says = _says(Reading(Guest(isolation="time-slicing", memory=whole), None, 0))
+    assert "takes turns with production on the GPU" in says
+    assert "holds 4.50 GiB while closed" in says
+    assert "isolation" not in _says(Reading(Guest(), None, 0))
 
 
 def test_status_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

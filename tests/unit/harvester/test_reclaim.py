@@ -63,15 +63,32 @@ def test_a_guest_that_gives_back_in_time_is_settled_again(scene: Any) -> None:
     assert not of(SettleGuest, scene.beat()), "once"
 
 
-def test_what_is_kept_beyond_the_deadline_is_taken_once(scene: Any) -> None:
+def test_what_is_kept_beyond_the_deadline_is_taken(scene: Any) -> None:
     scene.memory = FULL
     scene.beat()
     scene.memory = ROOM
-    killed = [of(KillGuest, scene.beat()) for _ in range(40)]
+    killed = [of(KillGuest, scene.beat()) for _ in range(25)]
     (effect,) = [effect for effects in killed for effect in effects]
     assert effect.processes == PROCESSES
     assert "8192 tokens of KV, 4096 allowed" in effect.reason
     assert scene.policy.reclaim.state.missed == 1
+
+
+def test_a_guest_that_outlives_its_end_is_ended_again_and_counted_once(scene: Any) -> None:
+    scene.memory = FULL
+    scene.beat()
+    scene.memory = ROOM
+    beats = [bool(of(KillGuest, scene.beat())) for _ in range(70)]
+    deadline = round(scene.settings.kv_deadline_s / scene.settings.beat_s)
+    assert [beat + 1 for beat, killed in enumerate(beats) if killed] == [
+        deadline,
+        2 * deadline,
+        3 * deadline,
+    ]
+    assert scene.policy.reclaim.state.missed == 1
+    withhold(scene, KV_TOKENS // 2)
+    assert of(SettleGuest, scene.beat())
+    assert scene.policy.reclaim.state.in_time == 0
 
 
 def test_a_guest_too_starved_to_speak_is_lifted_and_ended_by_what_it_said_last(scene: Any) -> None:
@@ -79,7 +96,7 @@ def test_a_guest_too_starved_to_speak_is_lifted_and_ended_by_what_it_said_last(s
     scene.memory = FULL
     assert of(LiftGuest, scene.beat())[0].processes == PROCESSES
     scene.memory = ROOM
-    killed = [effect for _ in range(40) for effect in of(KillGuest, scene.beat())]
+    killed = [effect for _ in range(25) for effect in of(KillGuest, scene.beat())]
     assert [effect.processes for effect in killed] == [PROCESSES]
 
 

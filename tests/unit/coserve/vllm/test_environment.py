@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from coserve.isolation import IsolationBackend
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.errors import ConfigError
 
@@ -64,3 +65,23 @@ def test_the_process_index_is_vllms(
     environment = slot_environment()
     assert environment is not None
     assert environment.process == index
+
+
+def test_a_guest_says_what_it_is_isolated_by(
+    set_role: SetRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_role("guest", tmp_path)
+    monkeypatch.setenv("ROSEMUX_ISOLATION", "time-slicing")
+    found = slot_environment()
+    assert found is not None
+    assert found.isolation is IsolationBackend.TIME_SLICING
+    monkeypatch.setenv("ROSEMUX_ISOLATION", "green-contexts")
+    with pytest.raises(ConfigError, match="use idle, time-slicing, mps, none"):
+        slot_environment()
+    monkeypatch.setenv("ROSEMUX_ISOLATION", "mps")
+    with pytest.raises(ConfigError, match="CUDA_MPS_PIPE_DIRECTORY"):
+        slot_environment()
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/run/nvidia-mps")
+    found = slot_environment()
+    assert found is not None
+    assert found.isolation is IsolationBackend.MPS

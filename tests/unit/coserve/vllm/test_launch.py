@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 
+from coserve.isolation import TIME_SLICING, Isolation, IsolationBackend
 from coserve.vllm.capabilities import capabilities
 from coserve.vllm.launch import (
     HUGE_PAGES,
     EngineCommand,
     EngineSpec,
+    GpuShare,
     dedicated,
     guest,
     production,
 )
+from harvester.contracts.errors import ConfigError, Unsupported
 
 MODEL, PAGES, WEIGHTS = Path("/models/tiny"), Path("/dev/shm/rosemux/s"), Path("/weights")
 
@@ -85,6 +88,69 @@ def test_serves_on_loopback_only() -> None:
 def test_a_core_pins_the_engine() -> None:
     assert production(spec(core=1), pages=PAGES).arguments[:3] == ("taskset", "-c", "1")
     assert production(spec(), pages=PAGES).arguments[0] == sys.executable
+
+
+GPU = GpuShare(kv_cache_bytes=8 << 30, devices=("GPU-1", "GPU-2"))
+
+
+def test_a_guest_on_a_gpu_takes_a_fixed_kv_and_leaves_profiling_out() -> None:
+    command = guest(spec(gpu=GPU), pages=PAGES, weights=WEIGHTS)
+    assert flag(command, "--kv-cache-memory-bytes") == str(8 << 30)
+    # Production has nine tenths of the GPU: vLLM must not ask for more than is left.
+    assert float(flag(command, "--gpu-memory-utilization")) <= 0.05
+    assert "--enforce-eager" not in command.arguments
+    assert command.environment["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-2"
+    assert not {"VLLM_CPU_KVCACHE_SPACE", "TORCHDYNAMO_DISABLE"} & command.environment.keys()
+    eager = guest(spec(gpu=GpuShare(kv_cache_bytes=1, eager=True)), pages=PAGES, weights=WEIGHTS)
+    assert "--enforce-eager" in eager.arguments
+    assert "CUDA_VISIBLE_DEVICES" not in eager.environment
+    with pytest.raises(ConfigError, match="above 0"):
+        GpuShare(kv_cache_bytes=0)
+
+
+def test_a_guest_is_told_what_it_is_isolated_by() -> None:
+    mps = Isolation(
+        IsolationBackend.MPS, 1.0, fault_isolated=False, environment=(("CUDA_MPS_X", "1"),)
+    )
+    command = guest(spec(gpu=GPU), pages=PAGES, weights=WEIGHTS, isolation=mps)
+    assert command.environment["ROSEMUX_ISOLATION"] == "mps"
+    assert command.environment["CUDA_MPS_X"] == "1"
+    sliced = guest(spec(gpu=GPU), pages=PAGES, weights=WEIGHTS, isolation=TIME_SLICING)
+    assert sliced.environment["ROSEMUX_ISOLATION"] == "time-slicing"
+    said_nothing = guest(spec(), pages=PAGES, weights=WEIGHTS)
+    assert "ROSEMUX_ISOLATION" not in said_nothing.environment
+
+
+def test_shared_memory_is_three_variables_in_either_engine_and_none_without_consent() -> None:
+    shared = {
+        "ENABLE_KVCACHED": "true",
+        "KVCACHED_AUTOPATCH": "1",
+        "KVCACHED_IPC_NAME": "slot0_kv",
+    }
+    share = GpuShare(kv_cache_bytes=1 << 30, shared_kv="slot0_kv")
+    sharing = (
+        production(spec(), pages=PAGES, shared_kv="slot0_kv"),
+        guest(spec(gpu=share), pages=PAGES, weights=WEIGHTS),
+    )
+    for command in sharing:
+        assert shared.items() <= command.environment.items()
+    keeping = (
+        production(spec(), pages=PAGES),
+        guest(spec(gpu=GPU), pages=PAGES, weights=WEIGHTS),
+    )
+    for command in keeping:
+        assert not shared.keys() & command.environment.keys()
+
+
+def test_sleep_mode_is_for_versions_that_can_follow_weights_asleep() -> None:
+    sleeping = GpuShare(kv_cache_bytes=1 << 30, sleeps=True)
+    command = guest(spec(gpu=sleeping), pages=PAGES, weights=WEIGHTS)
+    assert "--enable-sleep-mode" in command.arguments
+    assert "--enable-sleep-mode" not in guest(spec(gpu=GPU), pages=PAGES, weights=WEIGHTS).arguments
+    with pytest.raises(Unsupported, match=r"0\.30\.0"):
+        guest(spec(gpu=sleeping, vllm=capabilities("0.30.0")), pages=PAGES, weights=WEIGHTS)
+    with pytest.raises(ConfigError, match="choose one"):
+        GpuShare(kv_cache_bytes=1, sleeps=True, shared_kv="kv")
 
 
 def test_an_operators_own_arguments_are_kept() -> None:

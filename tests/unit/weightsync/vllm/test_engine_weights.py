@@ -170,3 +170,14 @@ def test_a_rank_follows_with_the_rows_that_it_has(
     assert weights.load(wanted(8)).from_full
     assert rank.holds(states[7])
     weights.close()
+
+
+def test_before_the_weights_leave_what_was_staged_from_them_is_dropped(
+    weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
+) -> None:
+    weights.load(wanted(3))
+    assert staged(weights, 4) is StageState.READY
+    weights.rest()
+    assert weights.stage(wanted(4)).state is StageState.RUNNING, "it is prepared anew"
+    weights.load(wanted(4))
+    assert model.holds(states[3])

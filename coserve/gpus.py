@@ -1,0 +1,44 @@
+"""What the driver says about this machine's GPUs, through nvidia-smi. It sets nothing."""
+
+import subprocess
+from dataclasses import dataclass
+from enum import StrEnum
+
+from harvester.contracts.errors import Unsupported
+
+_TIMEOUT_S = 20.0
+_FIELDS = 2
+
+
+class ComputeMode(StrEnum):
+    DEFAULT = "Default"
+    EXCLUSIVE_PROCESS = "Exclusive_Process"
+    """One process alone may use the GPU: with MPS that is its server, for all of its clients."""
+    PROHIBITED = "Prohibited"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    uuid: str
+    compute_mode: ComputeMode
+
+
+def gpus(command: str = "nvidia-smi") -> tuple[Gpu, ...]:
+    """Of this machine, none where there is no driver. Raises Unsupported where it is broken."""
+    query = [command, "--query-gpu=uuid,compute_mode", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, timeout=_TIMEOUT_S, check=False)
+    except FileNotFoundError:
+        return ()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unsupported(f"{command} gives no answer: {error}") from error
+    if done.returncode != 0:
+        raise Unsupported(f"{command} ended with {done.returncode}: the GPU or its driver is ill")
+    return tuple(_gpu(line) for line in done.stdout.decode(errors="replace").splitlines() if line)
+
+
+def _gpu(line: str) -> Gpu:
+    words = [word.strip() for word in line.split(",")]
+    if len(words) != _FIELDS or words[1] not in tuple(ComputeMode):
+        raise Unsupported(f"nvidia-smi says {line!r}, not a GPU with its compute mode")
+    return Gpu(words[0], ComputeMode(words[1]))

@@ -1,0 +1,75 @@
+"""One engine at a time starts on a GPU.
+
+An engine sizes itself by what is free at its start and takes more, for a while, than it keeps. Two
+that start together each count the other's memory as free or as gone. A lock is a file that the
+kernel locks, so that it ends with its holder however that ends.
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.ids import checked_name
+
+_LOOK_S = 0.2
+
+
+class LaunchLock:
+    """Of all GPUs that one engine uses. `directory` is common to all guests of the machine."""
+
+    def __init__(self, directory: Path, gpus: Iterable[str], *, clock: Clock | None = None) -> None:
+        self._files = [
+            # In one order everywhere: two engines of several GPUs never wait for each other.
+            directory / f"{checked_name(gpu, what='GPU')}.launch"
+            for gpu in sorted(set(gpus))
+        ]
+        self._held: list[int] = []
+        self._clock = clock or MonotonicClock()
+
+    def acquire(self, *, timeout_s: float) -> None:
+        """Raises Exhausted, naming who is starting, and ConfigError where there can be no lock."""
+        until_s = self._clock.now() + timeout_s
+        try:
+            for file in self._files:
+                self._held.append(self._locked(file, until_s, timeout_s))
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Also for children that have inherited the files. Once more does nothing."""
+        while self._held:
+            held = self._held.pop()
+            fcntl.flock(held, fcntl.LOCK_UN)
+            os.close(held)
+
+    def _locked(self, file: Path, until_s: float, timeout_s: float) -> int:
+        try:
+            opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot lock a GPU's launches by {file}: {error.strerror}"
+            ) from error
+        try:
+            while True:
+                try:
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if self._clock.now() >= until_s:
+                        holder = os.pread(opened, 32, 0).decode(errors="replace").strip()
+                        raise Exhausted(
+                            f"process {holder or '?'} has been starting an engine on {file.stem} "
+                            f"for longer than {timeout_s:.0f} s"
+                        ) from None
+                    time.sleep(_LOOK_S)
+            os.ftruncate(opened, 0)
+            os.pwrite(opened, b"%d\n" % os.getpid(), 0)
+        except BaseException:
+            os.close(opened)
+            raise
+        return opened

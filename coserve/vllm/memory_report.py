@@ -1,0 +1,102 @@
+"""What a started engine's worker holds on its accelerator, in parts. It moves and frees nothing.
+
+Weights and KV are counted as storages. The rest of the allocator's memory is graphs, which have
+pools of their own, and activations; what the driver says that the process holds beyond that is
+context, code and communicators. A guest holds all of it, but the KV, while its gate is closed.
+"""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+
+from coserve.vllm.residency import weights_away
+from harvester.contracts.page import GuestMemory
+
+_DEFAULT_POOL = (0, 0)
+
+
+def report(worker: Any) -> GuestMemory:
+    """Of one worker, after its engine has started, or asleep."""
+    device = torch.device(worker.device)
+    if weights_away(worker):
+        # Storages keep their addresses, and nothing is behind them.
+        held = _held_bytes(device)
+        return GuestMemory(other_bytes=held or 0, whole=held is not None)
+    runner = worker.model_runner
+    model = runner.get_model()
+    weights = _storages([*model.parameters(), *model.buffers()], device)
+    kv = _storages(_tensors(runner.kv_caches), device)
+    memory = GuestMemory(weights_bytes=sum(weights.values()), kv_bytes=sum(kv.values()))
+    if device.type != "cuda":
+        return memory
+    reserved = torch.cuda.memory_reserved(device)
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    graphs = _graphs_bytes(segments, device, {*weights, *kv})
+    held = _held_bytes(device)
+    known = memory.weights_bytes + memory.kv_bytes + graphs
+    return msgspec.structs.replace(
+        memory,
+        graphs_bytes=graphs,
+        activations_bytes=max(0, reserved - known),
+        other_bytes=0 if held is None else max(0, held - reserved),
+        whole=held is not None,
+    )
+
+
+def largest(reports: Iterable[dict[str, Any]]) -> GuestMemory:
+    """Of the accelerator on which most is held."""
+    return max((GuestMemory(**one) for one in reports), key=lambda one: one.floor_bytes)
+
+
+def _held_bytes(device: torch.device) -> int | None:
+    return process_bytes(str(torch.cuda.get_device_properties(device).uuid), os.getpid())
+
+
+def process_bytes(uuid: str, pid: int) -> int | None:
+    """What the driver says that a process holds on a GPU. None where it does not know the process,
+    as in a pid namespace of its own."""
+    from vllm.third_party import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(_full(uuid))
+            running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
+    return next((one.usedGpuMemory for one in running if one.pid == pid), None)
+
+
+def _full(uuid: str) -> str:
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+def _tensors(caches: Any) -> list[torch.Tensor]:
+    """Some backends have several tensors for one layer."""
+    found: list[torch.Tensor] = []
+    for cache in caches:
+        found += [cache] if isinstance(cache, torch.Tensor) else _tensors(cache)
+    return found
+
+
+def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, int]:
+    """Bytes by address; layers share some."""
+    storages = [one.untyped_storage() for one in tensors if one.device.type == device.type]
+    return {one.data_ptr(): one.nbytes() for one in storages if one.nbytes()}
+
+
+def _graphs_bytes(segments: Iterable[dict[str, Any]], device: torch.device, known: set[int]) -> int:
+    """Of private pools that hold neither weights nor KV, which sleep mode has in pools too."""
+    total = 0
+    for segment in segments:
+        start, size = segment["address"], segment["total_size"]
+        private = tuple(segment.get("segment_pool_id", _DEFAULT_POOL)) != _DEFAULT_POOL
+        own = device.index is None or segment["device"] == device.index
+        if private and own and not any(start <= one < start + size for one in known):
+            total += size
+    return total

@@ -1,0 +1,118 @@
+"""The segment in shared memory in which a kvcached engine keeps its KV limit and what it uses.
+
+kvcached 0.1.6 documents it as three native 64-bit signed integers, one file in /dev/shm for each
+engine: the limit, the bytes of pages in use, and the bytes of pages mapped ahead of use. The engine
+writes the last two; whoever sets the limit writes the first, under an exclusive flock on the file.
+
+A segment of any other shape is another version's, and refused: a limit in the wrong place would be
+production's memory.
+"""
+
+import fcntl
+import os
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from harvester.contracts.errors import Exhausted, Unsupported
+from harvester.contracts.ids import checked_name
+
+KVCACHED_VERSION = "0.1.6"
+SEGMENTS = Path("/dev/shm")
+
+_LAYOUT = struct.Struct("=qqq")
+_LIMIT = struct.Struct("=q")
+_MOST_BYTES = 1 << 50
+
+
+@dataclass(frozen=True, slots=True)
+class KvUse:
+    """Of one engine, over all layers of one accelerator."""
+
+    limit_bytes: int
+    used_bytes: int
+    ahead_bytes: int
+    """Mapped so that the next page is there at once."""
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What nobody else can have."""
+        return self.used_bytes + self.ahead_bytes
+
+
+class KvSegment:
+    """`name` is the engine's KVCACHED_IPC_NAME. `owners` are the users whose segment is believed;
+    None is anybody's."""
+
+    def __init__(
+        self, name: str, *, owners: frozenset[int] | None = None, directory: Path = SEGMENTS
+    ) -> None:
+        self.path = directory / checked_name(name, what="KV segment")
+        self._owners = owners
+
+    def read(self) -> KvUse | None:
+        """None where the engine has not made it yet. Raises Unsupported for another layout.
+
+        It takes no lock: an engine that is stopped inside one must not hold up who reads.
+        """
+        try:
+            opened = self._opened(os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            return self._decoded(os.pread(opened, _LAYOUT.size, 0))
+        finally:
+            os.close(opened)
+
+    def limit(self, limit_bytes: int) -> None:
+        """Say so for all to see; kvcached looks at it every tenth of a second.
+
+        Raises Exhausted while somebody else holds the file, or there is none, and Unsupported.
+        """
+        if not 0 <= limit_bytes <= _MOST_BYTES:
+            raise ValueError(f"a KV limit of {limit_bytes} bytes")
+        try:
+            opened = self._opened(os.O_RDWR)
+        except FileNotFoundError as error:
+            raise Exhausted(f"{self.path} is not there yet") from error
+        try:
+            # kvcached reads, changes and writes all three: outside its lock a limit could get lost.
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._decoded(os.pread(opened, _LAYOUT.size, 0))
+            os.pwrite(opened, _LIMIT.pack(limit_bytes), 0)
+        except BlockingIOError as error:
+            raise Exhausted(f"{self.path} is locked") from error
+        finally:
+            os.close(opened)
+
+    def _opened(self, flags: int) -> int:
+        try:
+            opened = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise Unsupported(f"{self.path}: {error.strerror}") from error
+        try:
+            self._check(os.fstat(opened))
+        except Unsupported:
+            os.close(opened)
+            raise
+        return opened
+
+    def _check(self, found: os.stat_result) -> None:
+        if not stat.S_ISREG(found.st_mode) or found.st_size != _LAYOUT.size:
+            raise Unsupported(
+                f"{self.path} is not a segment of kvcached {KVCACHED_VERSION}: "
+                f"{found.st_size} bytes where {_LAYOUT.size} are known"
+            )
+        if self._owners is not None and found.st_uid not in self._owners:
+            raise Unsupported(f"{self.path} belongs to user {found.st_uid}, who is not trusted")
+
+    def _decoded(self, data: bytes) -> KvUse:
+        if len(data) != _LAYOUT.size:
+            raise Unsupported(f"{self.path} ended while it was read")
+        values = _LAYOUT.unpack(data)
+        if not all(0 <= value <= _MOST_BYTES for value in values):
+            raise Unsupported(f"{self.path} holds {values}: no sizes of a KV cache")
+        return KvUse(*values)

@@ -1,0 +1,55 @@
+"""How much of a guest step production was seen to wait for: for people to read, no decision.
+
+    share = (time between two tokens - what production alone would have taken) / guest's last step
+
+A token that met only the end of a guest step says little, so it is the largest shares that count:
+their P99. Even that is what was met, not what could be; what a backend promises is configured.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+_BUCKETS = 20
+_MINIMUM = 200
+"""Fewer tokens beside a stepping guest have no P99."""
+_REMEMBERED = 2000.0
+_QUANTILE = 0.99
+
+
+class BlockingState(msgspec.Struct, kw_only=True):
+    counts: list[float] = []
+    """Of shares, in buckets of a twentieth; older ones fade."""
+
+
+class Blocking:
+    def __init__(self, state: BlockingState | None = None) -> None:
+        self.state = state or BlockingState()
+        if len(self.state.counts) != _BUCKETS:
+            self.state.counts = [0.0] * _BUCKETS
+
+    def observe(self, itl_s: Iterable[float], *, alone_s: float, guest_step_s: float) -> None:
+        """Times between tokens of production beside a guest that steps."""
+        if guest_step_s <= 0.0 or alone_s <= 0.0:
+            return
+        counts = self.state.counts
+        for one_s in itl_s:
+            share = min(1.0, max(0.0, one_s - alone_s) / guest_step_s)
+            counts[min(_BUCKETS - 1, int(share * _BUCKETS))] += 1.0
+        total = sum(counts)
+        if total > _REMEMBERED:
+            self.state.counts = [count * _REMEMBERED / total for count in counts]
+
+    @property
+    def ratio(self) -> float | None:
+        """The upper edge of the bucket that holds the P99; None is not known yet."""
+        counts = self.state.counts
+        total = sum(counts)
+        if total < _MINIMUM:
+            return None
+        seen = 0.0
+        for bucket, count in enumerate(counts):
+            seen += count
+            if seen >= _QUANTILE * total:
+                return (bucket + 1) / _BUCKETS
+        return 1.0

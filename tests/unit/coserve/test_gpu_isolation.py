@@ -1,0 +1,97 @@
+"""What a GPU guest is isolated by: time-slicing by itself, MPS by an operator's consent alone."""
+
+from pathlib import Path
+
+import pytest
+
+from coserve.gpus import ComputeMode, Gpu, gpus
+from coserve.isolation import NO_ISOLATION, TIME_SLICING, IsolationBackend, choose
+from coserve.mps import MpsShare
+from harvester.contracts.errors import ConfigError, Unsupported
+from tests.mps_daemon import MpsDaemon
+
+SHARED = Gpu("GPU-1", ComputeMode.DEFAULT)
+EXCLUSIVE = Gpu("GPU-2", ComputeMode.EXCLUSIVE_PROCESS)
+CLOSED = Gpu("GPU-3", ComputeMode.PROHIBITED)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> MpsDaemon:
+    return MpsDaemon(tmp_path)
+
+
+def test_a_gpu_guest_is_time_sliced_unless_told_otherwise(daemon: MpsDaemon) -> None:
+    consent = MpsShare(daemon.control)
+    assert choose(gpus=[SHARED]) is TIME_SLICING
+    assert choose(gpus=[SHARED], mps=consent) is TIME_SLICING, "consent is no choice"
+    assert choose(IsolationBackend.TIME_SLICING, gpus=[SHARED]).blocking_ratio == 1.0
+    assert choose(IsolationBackend.NONE, gpus=[SHARED]) is NO_ISOLATION
+    assert daemon.commands() == []
+
+
+def test_a_backend_that_cannot_work_on_these_gpus_is_refused() -> None:
+    with pytest.raises(Unsupported, match="ranks threads on a core"):
+        choose(IsolationBackend.IDLE, gpus=[SHARED])
+    with pytest.raises(Unsupported, match=r"GPU-2 is in compute mode Exclusive_Process.*Default"):
+        choose(gpus=[SHARED, EXCLUSIVE])
+    with pytest.raises(Unsupported, match="needs an NVIDIA GPU"):
+        choose(IsolationBackend.TIME_SLICING)
+
+
+def test_mps_takes_consent_a_daemon_and_a_gpu_that_is_open(daemon: MpsDaemon) -> None:
+    consent = MpsShare(daemon.control)
+    with pytest.raises(ConfigError, match="consent"):
+        choose(IsolationBackend.MPS, gpus=[SHARED])
+    with pytest.raises(Unsupported, match="needs an NVIDIA GPU"):
+        choose(IsolationBackend.MPS, mps=consent)
+    with pytest.raises(Unsupported, match="GPU-3 is in compute mode Prohibited"):
+        choose(IsolationBackend.MPS, gpus=[CLOSED], mps=consent)
+    daemon.stop()
+    with pytest.raises(Unsupported, match="no MPS daemon"):
+        choose(IsolationBackend.MPS, gpus=[EXCLUSIVE], mps=consent)
+
+
+def test_under_mps_the_guest_starts_with_its_share_and_shared_fate_is_said(
+    daemon: MpsDaemon,
+) -> None:
+    consent = MpsShare(daemon.control, active_thread_percentage=12.5, blocking_ratio=0.5)
+    chosen = choose(IsolationBackend.MPS, gpus=[EXCLUSIVE], mps=consent)
+    assert dict(chosen.environment) == {
+        "CUDA_MPS_PIPE_DIRECTORY": str(daemon.pipes),
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "12.5",
+        "CUDA_MPS_CLIENT_PRIORITY": "1",
+    }
+    assert not chosen.fault_isolated
+    assert chosen.statement == (
+        "mps, blocking ratio 0.5, shared fate: a fault of the guest ends production"
+    )
+    assert TIME_SLICING.fault_isolated
+    assert TIME_SLICING.statement == "time-slicing, blocking ratio 1"
+    assert daemon.commands() == ["get_server_list"], "nothing of the daemon is changed"
+
+
+@pytest.mark.parametrize("percentage", [0, -1, 101])
+def test_a_share_that_is_none_is_a_user_s_error(percentage: float) -> None:
+    with pytest.raises(ConfigError, match="active_thread_percentage"):
+        MpsShare(active_thread_percentage=percentage)
+    with pytest.raises(ConfigError, match="blocking_ratio"):
+        MpsShare(blocking_ratio=1.5)
+
+
+def smi(folder: Path, script: str) -> str:
+    command = folder / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\n{script}\n")
+    command.chmod(0o755)
+    return str(command)
+
+
+def test_the_driver_names_gpus_and_their_modes(tmp_path: Path) -> None:
+    says = smi(tmp_path, "printf 'GPU-1, Default\\nGPU-2, Exclusive_Process\\n'")
+    assert gpus(says) == (SHARED, EXCLUSIVE)
+    assert gpus(str(tmp_path / "absent")) == ()
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo GPU-1, [Not Supported]", "echo ,,,"])
+def test_a_driver_that_is_ill_is_no_machine_without_gpus(tmp_path: Path, script: str) -> None:
+    with pytest.raises(Unsupported):
+        gpus(smi(tmp_path, script))

@@ -1,0 +1,188 @@
+"""A guest's weights while it sleeps, over vLLM's own executor and a worker that plays the GPU's."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.executor.abstract import Executor
+
+from coserve.vllm.capabilities import capabilities
+from coserve.vllm.memory_report import report
+from coserve.vllm.residency import Residency, check, follow_updates, residency
+from harvester.contracts.errors import ConfigError, Unsupported
+
+TAGS = ("weights", "kv_cache")
+NEW, OLD = capabilities("0.32.0"), capabilities("0.30.0")
+
+
+class WeightEngine:
+    def __init__(self) -> None:
+        self.away = False
+        self.version = 0
+
+    def rest(self, *, away: bool) -> None:
+        self.away = away
+
+
+class Worker:
+    """Memory by tag, as vLLM keeps it: what sleeps has an address and nothing behind it."""
+
+    def __init__(self) -> None:
+        self.mapped = set(TAGS)
+        self.weight_transfer_engine = WeightEngine()
+        self.device = "cpu"
+        self.fails = False
+
+    def sleep(self, level: int = 1) -> None:
+        assert level == 1
+        assert self.weight_transfer_engine.away, "what is staged reads the weights"
+        self.mapped.clear()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.mapped |= set(tags or TAGS)
+
+    def start_weight_update(self) -> None:
+        assert "weights" in self.mapped, "the context would be lost"
+
+    def update_weights(self, version: int) -> None:
+        assert "weights" in self.mapped
+        assert not self.weight_transfer_engine.away
+        if self.fails:
+            raise RuntimeError("state hash mismatch")
+        self.weight_transfer_engine.version = version
+
+    def finish_weight_update(self) -> None:
+        assert "weights" in self.mapped
+
+    def rosemux_follow_updates(self) -> None:
+        follow_updates(self)
+
+
+class PlayedExecutor(Executor):  # type: ignore[misc]
+    """vLLM's bookkeeping of who sleeps, over one worker here."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.sleeping_tags: set[str] = set()
+
+    def _init_executor(self) -> None: ...
+
+    def check_health(self) -> None: ...
+
+    def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None,
+                       **_: Any) -> list[Any]:  # fmt: skip
+        return [getattr(self.worker, method)(*args, **(kwargs or {}))]
+
+
+@pytest.fixture
+def executor() -> PlayedExecutor:
+    return PlayedExecutor(Worker())
+
+
+@pytest.fixture
+def asleep(executor: PlayedExecutor) -> Residency:
+    found = residency(config(sleeps=True), executor, NEW, shared_kv=False)
+    assert found is not None
+    found.fall_asleep()
+    return found
+
+
+def config(*, sleeps: bool) -> Any:
+    return SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
+
+
+def update(worker: Worker, version: int) -> None:
+    worker.start_weight_update()
+    worker.update_weights(version)
+    worker.finish_weight_update()
+
+
+def test_without_sleep_mode_weights_stay_where_they_are(executor: PlayedExecutor) -> None:
+    assert residency(config(sleeps=False), executor, OLD, shared_kv=True) is None
+
+
+def test_what_could_not_follow_versions_or_share_pages_is_refused(
+    executor: PlayedExecutor,
+) -> None:
+    with pytest.raises(Unsupported, match=r"vLLM 0\.30\.0 was not checked .* 0\.31"):
+        residency(config(sleeps=True), executor, OLD, shared_kv=False)
+    with pytest.raises(ConfigError, match="kvcached"):
+        residency(config(sleeps=True), executor, NEW, shared_kv=True)
+    check(capabilities("0.31.0"))
+
+
+def test_asleep_it_holds_nothing_and_awake_everything(
+    executor: PlayedExecutor, asleep: Residency
+) -> None:
+    assert asleep.asleep
+    assert executor.worker.mapped == set()
+    asleep.fall_asleep()
+    asleep.wake()
+    assert not asleep.asleep
+    assert executor.worker.mapped == set(TAGS)
+    asleep.wake()
+
+
+def test_a_version_comes_through_with_the_weights_alone_awake(
+    executor: PlayedExecutor, asleep: Residency
+) -> None:
+    worker = executor.worker
+    worker.start_weight_update()
+    assert worker.mapped == {"weights"}, "its KV is production's"
+    worker.update_weights(7)
+    worker.finish_weight_update()
+    assert worker.mapped == set()
+    assert worker.weight_transfer_engine.version == 7
+    assert asleep.asleep
+    update(worker, 8)
+    asleep.wake()
+    assert worker.mapped == set(TAGS)
+    update(worker, 9)
+    assert worker.mapped == set(TAGS), "awake it stays awake"
+
+
+def test_a_guest_that_is_woken_within_an_update_stays_awake(
+    executor: PlayedExecutor, asleep: Residency
+) -> None:
+    executor.worker.start_weight_update()
+    asleep.wake()
+    executor.worker.update_weights(7)
+    executor.worker.finish_weight_update()
+    assert executor.worker.mapped == set(TAGS)
+
+
+def test_after_a_failed_update_the_weights_wait_awake_for_the_next(
+    executor: PlayedExecutor, asleep: Residency
+) -> None:
+    worker = executor.worker
+    worker.fails = True
+    worker.start_weight_update()
+    with pytest.raises(RuntimeError):
+        worker.update_weights(7)
+    worker.fails = False
+    assert worker.mapped == {"weights"}
+    update(worker, 8)
+    assert worker.mapped == set()
+    assert asleep.asleep
+
+
+def test_asleep_only_the_context_is_reported(
+    executor: PlayedExecutor, asleep: Residency, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: Callable[[Any], int | None] = lambda _device: 900  # noqa: E731
+    monkeypatch.setattr("coserve.vllm.memory_report._held_bytes", held)
+    memory = report(executor.worker)
+    assert (memory.floor_bytes, memory.other_bytes, memory.whole) == (900, 900, True)
+    assert asleep.asleep
+
+
+def test_an_engine_that_stays_asleep_is_not_stepped(
+    executor: PlayedExecutor, asleep: Residency, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "wake_up", lambda _tags: None)
+    with pytest.raises(Unsupported, match="asleep"):
+        asleep.wake()

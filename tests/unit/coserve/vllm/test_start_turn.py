@@ -1,0 +1,104 @@
+"""A guest on a GPU starts in its turn, and keeps nobody waiting once it has started or failed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coserve.launch_lock import LaunchLock
+from coserve.vllm import start_turn
+from coserve.vllm.environment import Role, SlotEnvironment
+from coserve.vllm.plugin import _in_turn
+from harvester.contracts.errors import ConfigError, Exhausted
+
+BRIEF_S = 0.05
+
+
+class Gpus:
+    """What is asked of vLLM's platform."""
+
+    def __init__(self, *uuids: str) -> None:
+        self._uuids = uuids
+
+    def is_cuda(self) -> bool:
+        return bool(self._uuids)
+
+    def get_device_uuid(self, device_id: int) -> str:
+        return self._uuids[device_id]
+
+
+@pytest.fixture
+def slot(tmp_path: Path) -> Iterator[SlotEnvironment]:
+    (tmp_path / "slot0").mkdir()
+    yield SlotEnvironment(Role.GUEST, "guest", tmp_path / "slot0")
+    start_turn.end()
+
+
+def is_free(folder: Path, gpu: str) -> bool:
+    lock = LaunchLock(folder, [gpu])
+    try:
+        lock.acquire(timeout_s=BRIEF_S)
+    except Exhausted:
+        return False
+    lock.release()
+    return True
+
+
+def test_the_gpus_of_the_engine_are_taken_until_it_has_started(
+    slot: SlotEnvironment, tmp_path: Path
+) -> None:
+    start_turn.begin(slot, Gpus("GPU-a", "GPU-b", "GPU-c"), workers=2)
+    assert not is_free(tmp_path, "GPU-a")
+    assert not is_free(tmp_path, "GPU-b")
+    assert is_free(tmp_path, "GPU-c")
+    start_turn.end()
+    assert is_free(tmp_path, "GPU-a")
+
+
+def test_a_cpu_engine_waits_for_nobody(slot: SlotEnvironment, tmp_path: Path) -> None:
+    start_turn.begin(slot, Gpus(), workers=1)
+    assert list(tmp_path.glob("*.launch")) == []
+
+
+def test_an_operator_may_name_the_directory_and_the_patience(
+    slot: SlotEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "locks").mkdir()
+    monkeypatch.setenv(start_turn.LOCKS_VARIABLE, str(tmp_path / "locks"))
+    other = LaunchLock(tmp_path / "locks", ["GPU-a"])
+    other.acquire(timeout_s=BRIEF_S)
+    monkeypatch.setenv(start_turn.TIMEOUT_VARIABLE, "0.05")
+    with pytest.raises(Exhausted, match="GPU-a"):
+        start_turn.begin(slot, Gpus("GPU-a"), workers=1)
+    other.release()
+    start_turn.begin(slot, Gpus("GPU-a"), workers=1)
+    start_turn.end()
+    monkeypatch.setenv(start_turn.TIMEOUT_VARIABLE, "soon")
+    with pytest.raises(ConfigError, match="seconds above 0"):
+        start_turn.begin(slot, Gpus("GPU-a"), workers=1)
+
+
+def test_the_workers_start_in_the_turn_and_a_failed_start_ends_it(
+    slot: SlotEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platforms = pytest.importorskip("vllm.platforms")
+    monkeypatch.setattr(platforms, "current_platform", Gpus("GPU-a"), raising=False)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+    taken: list[bool] = []
+
+    def start(executor: Any, vllm_config: Any) -> None:
+        assert vllm_config is config
+        taken.append(not is_free(tmp_path, "GPU-a"))
+        if executor == "fails":
+            raise MemoryError
+
+    in_turn = _in_turn(start, slot)
+    in_turn("starts", config)
+    assert not is_free(tmp_path, "GPU-a"), "graphs and KV are still to come"
+    start_turn.end()
+    with pytest.raises(MemoryError):
+        in_turn("fails", config)
+    assert is_free(tmp_path, "GPU-a")
+    assert taken == [True, True]
