@@ -213,7 +213,6 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
         **device,
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
-        **ONE_PROCESS,
         **STEADY_HEAP,
     }
 
@@ -227,6 +226,7 @@ def _cpu(spec: EngineSpec) -> dict[str, str]:
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        **ONE_PROCESS,
     }
 
 
