@@ -290,15 +290,15 @@ def started_slot(root: Path) -> Iterator[EngineSlot]:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         try:
             for url, child in zip(urls, children.values(), strict=True):
-                _wait_for(url, child)
+                wait_for(url, child)
             yield EngineSlot(*urls, pages, weights, agent, children["guest"])
         finally:
             agent.stop()
 
 
-def _wait_for(url: str, child: Child) -> None:
+def wait_for(url: str, child: Child, *, within_s: float = _START_S) -> None:
     clock = MonotonicClock()
-    until_s = clock.now() + _START_S
+    until_s = clock.now() + within_s
     while not _answers(url):
         child.check()
         assert clock.now() < until_s, f"{child.name} does not start: {child.last_words()}"

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from coserve.gate import Decision, decide
-from coserve.pulse_book import EngineStep, PulseBook
+from coserve.engine_step import EngineStep
+from coserve.pulse_book import PulseBook
 from coserve.step_time import StepTimeModel
 from harvester.contracts.ids import Epoch, LeaseId
 from harvester.contracts.page import Grant, GrantMode, Guest, PageFault, Pulse, Reading
