@@ -130,9 +130,7 @@ class PulseBook:
             if not self._waiting:
                 self._run = None
 
-    def step(
-        self, step: EngineStep, *, now_ns: int, beside: Siblings | None = NO_SIBLINGS
-    ) -> None:
+    def step(self, step: EngineStep, *, now_ns: int, beside: Siblings | None = NO_SIBLINGS) -> None:
         """`beside` as in `arrive`."""
         going_on = step.first_tokens + len(step.inter_token_s) - len(step.finished_prompt_tokens)
         previous_ns = self._cores.step(

@@ -14,17 +14,19 @@ from typing import Any
 
 from benchmarks.coserve.activation import Activations
 from benchmarks.coserve.arms import RECLAIM, SETTINGS, Arm
+from benchmarks.coserve.closed_gate import closed_windows, share_figures
 from benchmarks.coserve.figures import Facts, figures
 from benchmarks.coserve.memory import Shrinks
 from benchmarks.coserve.reclaim import (
     after_loss,
-    closed_gate_core_share,
     percentile,
     watch_closings,
 )
+from benchmarks.coserve.restart import restart
 from benchmarks.coserve.rollouts import Lease, Rollouts
 from benchmarks.coserve.rounds import Runner
-from benchmarks.coserve.surge import Surges
+from benchmarks.coserve.surge import surges
+from benchmarks.coserve.unseen import CONTEXT_TOKENS, KV_ARGUMENTS, full_kv, long_prompts
 from benchmarks.reporting import report
 from benchmarks.rotation import rotated
 from harvester.contracts.clock import MonotonicClock
@@ -54,6 +56,8 @@ _CLOSINGS_S = 60.0
 _TRIALS = 30
 _ACTIVATIONS = 10
 _SURGES = 5
+_LONG_PROMPTS = 3
+_FULL_KV = 2
 # From the demo's requests to ever smaller ones, until there are enough of them in the time.
 _SCALES = (0.25, 0.18, 0.125, 0.09, 0.0625, 0.045, 0.03)
 
@@ -65,6 +69,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=160.0, help="measured, for each arm")
     parser.add_argument("--failsafe", type=int, default=10, help="kills and stops of the agent")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--only", choices=("unseen", "closed_gate"), nargs="+", help="without the rounds"
+    )
     given = parser.parse_args()
     report("coserve", lambda: measured(given), given.json)
 
@@ -78,7 +85,12 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     with run_directory(out, cache=out / "cache") as paths, Processes(paths.logs) as processes:
         parts = Parts(processes=processes, paths=paths, clock=MonotonicClock())
         production, guest, agent = free_ports(3)
-        slot = ServingSlot(parts, SlotPorts(production=production, guest=guest, agent=agent))
+        slot = ServingSlot(
+            parts,
+            SlotPorts(production=production, guest=guest, agent=agent),
+            production_context=CONTEXT_TOKENS,
+            production_arguments=KV_ARGUMENTS,
+        )
         return asyncio.run(Bench(slot, trace, given).run())
 
 
@@ -126,14 +138,16 @@ class Bench:
             self.rollouts = Rollouts(
                 session, url(self.slot.ports.guest), self.lease, self.given.seed
             )
-            result = await unless(self.slot.parts.one_dies(), self._rounds())
+            result = await unless(self.slot.parts.one_dies(), self._run())
+            if self.given.only:
+                return result
             return result | {"failsafe_ms": await self._failsafe()}
 
-    async def _rounds(self) -> dict[str, Any]:
+    async def _run(self) -> dict[str, Any]:
         await self.slot.agent_answers(self.told)
         started_s = self.clock.now()
         await self.slot.engines_answer(self.told)
-        cold_s = self.clock.now() - started_s
+        self.cold_s = self.clock.now() - started_s
         self.slot.bind()
         runner = Runner(
             slot=self.slot,
@@ -147,6 +161,15 @@ class Bench:
             requests=self.requests,
         )
         windows = await self._rehearsed(runner)
+        only = self.given.only
+        result = {} if only else await self._rounds(runner, windows)
+        if not only or "closed_gate" in only:
+            result |= await self._closed_gate()
+        if not only or "unseen" in only:
+            result["unseen"] = await self._unseen(runner, windows[-1])
+        return result
+
+    async def _rounds(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
         self.told(
             f"{self.rounds} rounds of {_SLICE_S:.0f} s, {mean_rate(windows):.1f} requests/s of "
             f"{self.scale:g} times the trace's tokens"
@@ -168,14 +191,27 @@ class Bench:
         arrivals = tuple(a for window in windows for a in window.arrivals)
         shrinks = Shrinks(runner, self._grant, self._guest, self.session)
         result["reclaim"] |= await shrinks.run(_TRIALS, arrivals)
-        result["activation"] = {"cold_s": cold_s} | await Activations(runner, self.session).run(
-            _ACTIVATIONS
-        )
-        result["surge"] = await Surges(runner).run(_SURGES, arrivals, rate=mean_rate(windows))
+        result["activation"] = {"cold_s": self.cold_s} | await Activations(
+            runner, self.session
+        ).run(_ACTIVATIONS)
+        result["surge"] = await surges(runner, _SURGES, arrivals, rate=mean_rate(windows))
+        return result
+
+    async def _closed_gate(self) -> dict[str, Any]:
+        self.told("the gate closed, with requests that wait")
         async with self.lease.holding(), self.rollouts.running():
             await asyncio.sleep(_PULSE_S)
-            result["closed_gate_core_share"] = await closed_gate_core_share(self.slot, self.clock)
-        return result
+            return share_figures(await closed_windows(self.slot, self.clock))
+
+    async def _unseen(self, runner: Runner, window: Window) -> dict[str, Any]:
+        self.told("loads that production has never shown")
+        found = {
+            "long_prompt": await long_prompts(runner, _LONG_PROMPTS, window),
+            "full_kv": await full_kv(runner, _FULL_KV, window),
+            "restart": await restart(runner, window, self._pulse.read_left),
+        }
+        self.told(f"{found}")
+        return found
 
     async def _rehearsed(self, runner: Runner) -> tuple[Window, ...]:
         """The windows of the rounds, once both engines have learned their steps."""

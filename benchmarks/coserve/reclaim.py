@@ -11,19 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 
-from coserve.isolation import NO_ISOLATION
 from harvester.contracts.clock import Clock, monotonic_ns
 from harvester.contracts.page import Grant, GrantMode, Guest, PageReader
-from scheduler.demo.slot import AGENT, GUEST, ServingSlot
+from scheduler.demo.slot import AGENT, ServingSlot
 
 _POLL_S = 0.001
 _AFTER_S = 0.1
 """A step that has not ended so long after the grant closed is taken for one that began later."""
 # Longer than the grant's time to live and any step of the benchmark's guest.
 _GONE_S = 1.5
-_CLOSED_S = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,30 +75,6 @@ async def after_loss(
     if last.steps_finished == steps:
         return None
     return (last.last_step_end_ns - lost_ns) * 1e-6
-
-
-async def closed_gate_core_share(slot: ServingSlot, clock: Clock) -> float:
-    """Share of a core that the guest takes with requests waiting and its gate closed.
-
-    Without any isolation backend. An operator holds the node meanwhile: grants are closed, leases
-    stay, and what comes waits.
-    """
-    slot.isolate(NO_ISOLATION)
-    switch = slot.pages.path.parent / "kill"
-    switch.write_text("hold")
-    try:
-        await asyncio.sleep(_GONE_S)
-        guest = slot.parts.running[GUEST].tree()
-        start_s, used_s = clock.now(), _cpu_s(guest)
-        await asyncio.sleep(_CLOSED_S)
-        return (_cpu_s(guest) - used_s) / (clock.now() - start_s)
-    finally:
-        switch.unlink()
-
-
-def _cpu_s(processes: list[psutil.Process]) -> float:
-    times = [process.cpu_times() for process in processes]
-    return sum(time.user + time.system for time in times)
 
 
 def percentile(values: list[float], percent: float) -> float | None:

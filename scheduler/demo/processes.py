@@ -134,6 +134,16 @@ class Processes:
         for child in self._children:
             child.check()
 
+    def kill(self, child: Child) -> None:
+        """All of its processes at once, as the kernel does when memory is out."""
+        tree = child.tree()
+        shared = _shared_memory_of(tree)
+        _kill(tree)
+        child.process.wait()
+        for path in shared:
+            path.unlink(missing_ok=True)
+        self._children.remove(child)
+
     def stop(self) -> None:
         """End all: ask, wait, then kill; remove what killed processes left in shared memory."""
         trees = [process for child in self._children for process in child.tree()]

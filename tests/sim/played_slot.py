@@ -9,8 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import ceil
 
-from coserve.gate import Decision, decide
 from coserve.engine_step import EngineStep
+from coserve.gate import Decision, decide
 from coserve.pulse_book import PulseBook
 from coserve.step_time import StepTimeModel
 from harvester.contracts.ids import Epoch, LeaseId

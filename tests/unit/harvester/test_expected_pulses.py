@@ -23,7 +23,11 @@ def test_an_api_server_that_never_showed_itself_is_missing() -> None:
 
 
 def test_a_page_of_an_api_server_that_the_engine_has_no_more_is_left_over() -> None:
-    present = (fresh("pulse.a.0", processes=1), silent("pulse.a.1"), fresh("pulse.b.0", processes=1))
+    present = (
+        fresh("pulse.a.0", processes=1),
+        silent("pulse.a.1"),
+        fresh("pulse.b.0", processes=1),
+    )
     assert [r.name for r in expected(present)] == ["pulse.a.0", "pulse.b.0"]
 
 

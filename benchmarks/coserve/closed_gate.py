@@ -1,0 +1,102 @@
+"""The core that a guest takes with requests waiting and its gate closed, without isolation.
+
+An operator holds the node meanwhile: grants are closed, leases stay, and what comes waits. Several
+windows, with work done in between, as one window is one state of the guest's threads. Read from the
+scheduler's own account of each thread, in nanoseconds: what `ps` says is rounded to hundredths of
+a second, which is as much as the answer.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from coserve.isolation import NO_ISOLATION
+from harvester.contracts.clock import Clock
+from scheduler.demo.slot import GUEST, ServingSlot
+
+_WINDOWS = 6
+_WINDOW_S = 15.0
+_SETTLE_S = 3.0
+"""Longer than a step, and than vLLM's second of spinning after one."""
+_OPEN_S = 3.0
+
+Account = Mapping[str, Mapping[int, int]]
+"""Nanoseconds on a core, by thread, by the name of its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    seconds: float
+    core_s: dict[str, float]
+    """By the name of the process."""
+
+    @property
+    def share(self) -> float:
+        return sum(self.core_s.values()) / self.seconds
+
+
+async def closed_windows(slot: ServingSlot, clock: Clock) -> list[Window]:
+    """The caller keeps rollouts running."""
+    slot.isolate(NO_ISOLATION)
+    switch = slot.pages.path.parent / "kill"
+    windows: list[Window] = []
+    for _ in range(_WINDOWS):
+        switch.write_text("hold")
+        try:
+            await asyncio.sleep(_SETTLE_S)
+            guest = slot.parts.running[GUEST].tree()
+            start_s, before = clock.now(), account(guest)
+            await asyncio.sleep(_WINDOW_S)
+            after = account(guest)
+            windows.append(Window(clock.now() - start_s, used(before, after)))
+        finally:
+            switch.unlink()
+        await asyncio.sleep(_OPEN_S)
+    return windows
+
+
+def used(before: Account, after: Account) -> dict[str, float]:
+    """Core seconds in between; a thread that began in between counts from nothing."""
+    return {
+        name: 1e-9
+        * sum(spent - before.get(name, {}).get(thread, 0) for thread, spent in threads.items())
+        for name, threads in after.items()
+    }
+
+
+def account(processes: Iterable[psutil.Process], proc: Path = Path("/proc")) -> Account:
+    found: dict[str, dict[int, int]] = {}
+    for process in processes:
+        try:
+            threads = found.setdefault(process.name(), {})
+            for task in (proc / str(process.pid) / "task").iterdir():
+                threads[int(task.name)] = int((task / "schedstat").read_text().split()[0])
+        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+            continue  # One that has ended takes no more.
+    return found
+
+
+def share_figures(windows: list[Window]) -> dict[str, Any]:
+    """The share of all windows together, each window's, and where it went."""
+    seconds = sum(window.seconds for window in windows)
+    shares = [window.share for window in windows]
+    names = sorted({name for window in windows for name in window.core_s})
+    return {
+        "closed_gate_core_share": sum(sum(w.core_s.values()) for w in windows) / seconds,
+        "closed_gate": {
+            "windows": len(windows),
+            "seconds": seconds,
+            "share_min": min(shares),
+            "share_median": median(shares),
+            "share_max": max(shares),
+            "by_process": {
+                name: sum(window.core_s.get(name, 0.0) for window in windows) / seconds
+                for name in names
+            },
+        },
+    }
