@@ -19,7 +19,7 @@ from coserve.isolation import NO_ISOLATION
 from harvester.contracts.clock import Clock
 from scheduler.demo.slot import GUEST, ServingSlot
 
-_WINDOWS = 6
+_WINDOWS = 5
 _WINDOW_S = 15.0
 _SETTLE_S = 3.0
 """Longer than a step, and than vLLM's second of spinning after one."""

@@ -144,7 +144,7 @@ def test_steps_within_the_ttl_are_no_fault_and_the_last_of_them_is_told() -> Non
 
 def test_a_step_after_the_ttl_is_seen() -> None:
     watch = GuestWatch(DIED_NS)
-    for later_ns, steps in ((1, 5), (PULSE_TTL_NS + 1, 6), (2 * PULSE_TTL_NS, 8)):
+    for later_ns, steps in ((1, 5), (2 * PULSE_TTL_NS, 6), (3 * PULSE_TTL_NS, 8)):
         watch.saw(guest(steps, end_ns=DIED_NS + later_ns), now_ns=DIED_NS + later_ns)
     assert watch.figures()["steps_after_ttl"] == 2
 
