@@ -27,25 +27,38 @@ class SideBySide:
     trials: int
     patience_s: float = 60.0
     """A request without its last token by then has failed."""
+    rehearsed: bool = False
+    """Once before, alone and not counted: what an engine does for the first time is no trial."""
     kv_usage_ratio: float = field(default=0.0)
     """Production's largest, of all trials."""
 
     async def run(self, name: str, arrivals: Sequence[Arrival]) -> Seen:
         seen: Seen = {Arm.ALONE: [], Arm.ROSEMUX: []}
+        if self.rehearsed:
+            await self._trial(Arm.ALONE, name, -1, arrivals, [])
         for turn in range(self.trials):
             for arm, requests in seen.items():
-                async with self.runner.arranged(SETTINGS[arm]):
-                    await asyncio.sleep(_BEFORE_S)
-                    watch = asyncio.ensure_future(self._watch())
-                    try:
-                        client = replace(
-                            self.runner.client, record=requests.append, timeout_s=self.patience_s
-                        )
-                        start_s = self.runner.clock.now()
-                        await client.replay(arrivals, arm=name, block=turn, start_s=start_s)
-                    finally:
-                        watch.cancel()
+                await self._trial(arm, name, turn, arrivals, requests)
         return seen
+
+    async def _trial(
+        self,
+        arm: Arm,
+        name: str,
+        turn: int,
+        arrivals: Sequence[Arrival],
+        requests: list[ProductionRequest],
+    ) -> None:
+        runner = self.runner
+        async with runner.arranged(SETTINGS[arm]):
+            await asyncio.sleep(_BEFORE_S)
+            watch = asyncio.ensure_future(self._watch())
+            try:
+                client = replace(runner.client, record=requests.append, timeout_s=self.patience_s)
+                start_s = runner.clock.now()
+                await client.replay(arrivals, arm=name, block=turn, start_s=start_s)
+            finally:
+                watch.cancel()
 
     async def _watch(self) -> None:
         while True:

@@ -29,7 +29,7 @@ _CROWD_WITHIN_S = 1.0
 _CROWD_OUTPUT_TOKENS = 192
 """More steps than all prompts of the crowd take, so that the first is there when the last comes."""
 _PATIENCE_S = 240.0
-"""A crowd is served for as long as it takes."""
+"""What is long is served for as long as it takes."""
 _INDEX = 1 << 40
 """Of requests that no trace has."""
 
@@ -65,7 +65,8 @@ def _amid(window: Window, unseen: list[Arrival]) -> list[Arrival]:
 
 async def long_prompts(runner: Runner, trials: int, window: Window) -> dict[str, Any]:
     """The ratios are those of the requests around it, and its own."""
-    seen = await SideBySide(runner, trials).run("long_prompt", long_prompt(window))
+    load = SideBySide(runner, trials, patience_s=_PATIENCE_S, rehearsed=True)
+    seen = await load.run("long_prompt", long_prompt(window))
     own = compared(seen, lambda request: request.trace_index >= _INDEX)
     found = compared(seen, lambda request: request.trace_index < _INDEX)
     return found | {"prompt_tokens": LONG_PROMPT_TOKENS, "own_ttft_ratio": own["ttft_p50_ratio"]}

@@ -130,6 +130,14 @@ async def test_alone_and_beside_rollouts_take_turns(monkeypatch: pytest.MonkeyPa
     assert load.kv_usage_ratio == 0.7
 
 
+async def test_a_rehearsal_is_alone_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "_BEFORE_S", 0.0)
+    fake = FakeRunner()
+    found = await SideBySide(cast(Runner, fake), 1, rehearsed=True).run("load", window().arrivals)
+    assert fake.rollouts == [False, False, True]
+    assert [len(requests) for requests in found.values()] == [20, 20]
+
+
 def guest(steps: int, *, end_ns: int = 0) -> Guest:
     return Guest(steps_launched=steps, last_step_end_ns=end_ns)
 
