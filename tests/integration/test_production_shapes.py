@@ -33,7 +33,7 @@ from scheduler.demo.prerequisites import free_ports
 from scheduler.demo.processes import Child, Processes
 from tests.integration.engine_slot import CONTEXT_TOKENS, SHAPE, until, wait_for
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 SERVE = Path(__file__).with_name("vllm_serve.py")
 PULSES = ("pulse.wide.0", "pulse.wide.1")

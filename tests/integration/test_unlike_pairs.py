@@ -31,7 +31,7 @@ from tests.integration.engine_slot import (
     until,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 RANKS = 2
 
