@@ -13,15 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.coserve.activation import Activations
-from benchmarks.coserve.arms import RECLAIM, SETTINGS, Arm
+from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.closed_gate import closed_windows, share_figures
 from benchmarks.coserve.figures import Facts, figures
 from benchmarks.coserve.memory import Shrinks
-from benchmarks.coserve.reclaim import (
-    after_loss,
-    percentile,
-    watch_closings,
-)
+from benchmarks.coserve.reclaim import after_loss, closings
 from benchmarks.coserve.restart import LeftPages, restart
 from benchmarks.coserve.rollouts import Lease, Rollouts
 from benchmarks.coserve.rounds import Runner
@@ -52,7 +48,6 @@ _SLICE_S = 20.0
 _FIRST_RATE = 3.0
 _REHEARSAL_S = 15.0
 _PULSE_S = 1.5
-_CLOSINGS_S = 60.0
 _TRIALS = 30
 _ACTIVATIONS = 10
 _SURGES = 5
@@ -186,7 +181,7 @@ class Bench:
             runner.slices,
             Facts(trace=self.trace.name, requests_per_s=mean_rate(windows), seed=self.given.seed),
         )
-        result["reclaim"] = await self._reclaim(runner, windows[-1])
+        result["reclaim"] = await closings(runner, windows[-1], self._grant)
         self.told("KV back, a sleeping guest to its first token, a surge")
         arrivals = tuple(a for window in windows for a in window.arrivals)
         shrinks = Shrinks(runner, self._grant, self._guest, self.session)
@@ -269,33 +264,6 @@ class Bench:
         )
         windows = windows_of(self.trace, count=count, duration_s=seconds, rate=rate or self.rate)
         return tuple(window.sized(tokens) for window in windows)
-
-    async def _reclaim(self, runner: Runner, window: Window) -> dict[str, Any]:
-        setting = SETTINGS[Arm.ROSEMUX]
-        runner.instruct(replace(setting, policy=RECLAIM))
-        async with self.lease.holding(), self.rollouts.running():
-            stopped = asyncio.Event()
-            replay = asyncio.ensure_future(
-                self.client.replay(
-                    window.endless(),
-                    arm="reclaim",
-                    block=-1,
-                    start_s=self.clock.now(),
-                    stopped=stopped,
-                )
-            )
-            found = await watch_closings(
-                self._grant, self.guest, seconds=_CLOSINGS_S, clock=self.clock
-            )
-            stopped.set()
-            await replay
-        await runner.quiet()
-        runner.instruct(setting)
-        return {
-            "closings": len(found),
-            "compute_p99_ms": percentile([1e3 * each.seconds for each in found], 99),
-            "compute_p99_steps": percentile([float(each.steps) for each in found], 99),
-        }
 
     async def _failsafe(self) -> dict[str, Any]:
         """The agent killed, and stopped; production stays idle, so that the guest always steps."""

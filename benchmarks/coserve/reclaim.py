@@ -8,19 +8,24 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from benchmarks.coserve.arms import RECLAIM, SETTINGS, Arm
+from benchmarks.coserve.rounds import Runner
 from harvester.contracts.clock import Clock, monotonic_ns
 from harvester.contracts.page import Grant, GrantMode, Guest, PageReader
 from scheduler.demo.slot import AGENT, ServingSlot
+from scheduler.demo.window import Window
 
 _POLL_S = 0.001
 _AFTER_S = 0.1
 """A step that has not ended so long after the grant closed is taken for one that began later."""
 # Longer than the grant's time to live and any step of the benchmark's guest.
 _GONE_S = 1.5
+_CLOSINGS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,30 @@ class Yielded:
     seconds: float
     """To the end of its last step; 0 where none was under way."""
     steps: int
+
+
+async def closings(runner: Runner, window: Window, grant: PageReader[Grant]) -> dict[str, Any]:
+    """Of grants that close every other half second, under production's load."""
+    setting = SETTINGS[Arm.ROSEMUX]
+    runner.instruct(replace(setting, policy=RECLAIM))
+    async with runner.lease.holding(), runner.rollouts.running():
+        stopped = asyncio.Event()
+        start_s = runner.clock.now()
+        replay = asyncio.ensure_future(
+            runner.client.replay(
+                window.endless(), arm="reclaim", block=-1, start_s=start_s, stopped=stopped
+            )
+        )
+        found = await watch_closings(grant, runner.guest, seconds=_CLOSINGS_S, clock=runner.clock)
+        stopped.set()
+        await replay
+    await runner.quiet()
+    runner.instruct(setting)
+    return {
+        "closings": len(found),
+        "compute_p99_ms": percentile([1e3 * each.seconds for each in found], 99),
+        "compute_p99_steps": percentile([float(each.steps) for each in found], 99),
+    }
 
 
 async def watch_closings(
