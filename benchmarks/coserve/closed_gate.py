@@ -26,14 +26,14 @@ _SETTLE_S = 3.0
 _OPEN_S = 3.0
 
 Account = Mapping[str, Mapping[int, int]]
-"""Nanoseconds on a core, by thread, by the name of its process."""
+"""Nanoseconds on a core, by thread, by the names of its process and itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
     seconds: float
     core_s: dict[str, float]
-    """By the name of the process."""
+    """By the names of process and thread."""
 
     @property
     def share(self) -> float:
@@ -73,9 +73,10 @@ def account(processes: Iterable[psutil.Process], proc: Path = Path("/proc")) -> 
     found: dict[str, dict[int, int]] = {}
     for process in processes:
         try:
-            threads = found.setdefault(process.name(), {})
             for task in (proc / str(process.pid) / "task").iterdir():
-                threads[int(task.name)] = int((task / "schedstat").read_text().split()[0])
+                spent_ns = int((task / "schedstat").read_text().split()[0])
+                name = f"{process.name()}: {(task / 'comm').read_text().strip()}"
+                found.setdefault(name, {})[int(task.name)] = spent_ns
         except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
             continue  # One that has ended takes no more.
     return found
@@ -94,7 +95,7 @@ def share_figures(windows: list[Window]) -> dict[str, Any]:
             "share_min": min(shares),
             "share_median": median(shares),
             "share_max": max(shares),
-            "by_process": {
+            "by_thread": {
                 name: sum(window.core_s.get(name, 0.0) for window in windows) / seconds
                 for name in names
             },

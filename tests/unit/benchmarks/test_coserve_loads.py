@@ -176,6 +176,7 @@ def threads(proc: Path, pid: int, spent_ns: dict[int, int]) -> None:
         task = proc / str(pid) / "task" / str(thread)
         task.mkdir(parents=True, exist_ok=True)
         (task / "schedstat").write_text(f"{spent} 17 3\n")
+        (task / "comm").write_text("loop\n" if thread >= 70 else "main\n")
 
 
 def test_the_core_share_is_of_every_thread_also_of_one_that_began_meanwhile(
@@ -188,9 +189,9 @@ def test_the_core_share_is_of_every_thread_also_of_one_that_began_meanwhile(
     threads(tmp_path, 7, {7: 1_100_000_000, 71: 100_000_000})
     after = account(cast(Any, processes), proc=tmp_path)
     assert used(before, after) == {
-        "worker": pytest.approx(0.2),
-        "core": 0.0,
-        "gone": 0.0,
+        "worker: main": pytest.approx(0.1),
+        "worker: loop": pytest.approx(0.1),
+        "core: main": 0.0,
     }
 
 
@@ -201,7 +202,7 @@ def test_the_share_is_that_of_all_windows_together() -> None:
     ]
     found = share_figures(windows)
     assert found["closed_gate_core_share"] == pytest.approx(0.02)
-    assert found["closed_gate"]["by_process"] == {
+    assert found["closed_gate"]["by_thread"] == {
         "core": pytest.approx(0.005),
         "worker": pytest.approx(0.015),
     }
