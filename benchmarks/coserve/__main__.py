@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,12 +203,12 @@ class Bench:
 
     async def _unseen(self, runner: Runner, window: Window) -> dict[str, Any]:
         pages = LeftPages(self._pulse.read_left, self._guest.read_left)
-        parts = {
+        parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
             "long_prompt": lambda: long_prompts(runner, _LONG_PROMPTS, window),
             "full_kv": lambda: full_kv(runner, _FULL_KV, window),
             "restart": lambda: restart(runner, window, pages),
         }
-        found = {}
+        found: dict[str, Any] = {}
         for name, measure in parts.items():
             self.told(f"a load that production has never shown: {name}")
             found[name] = await measure()
