@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from random import random
 
+from coserve.engine_terms import terms_of
 from coserve.laws import Admission, GuestLoad, rose_law, saturation_law, slack_law
 from coserve.slack import hung
 from coserve.step_time import StepTimeModel
@@ -77,18 +78,19 @@ def decide(
         return Decision(0, Closed.NO_PULSE, 0.0)
     present: list[Pulse] = []
     for reading in pulses:
-        pulse = reading.record
-        if pulse is None:
+        if reading.record is None:
             return Decision(0, Closed.PULSE_FAULT, 0.0, reading.fault)
-        if hung(pulse, record, now_ns=now_ns):
+        present.append(reading.record)
+    terms = terms_of(present, record)
+    for pulse, of_engine in zip(present, terms, strict=True):
+        if hung(pulse, of_engine, now_ns=now_ns):
             return Decision(0, Closed.HUNG, 0.0)
-        present.append(pulse)
     guest = GuestLoad(step_time, decodes, launched_s, cap)
     match record.law:
         case Law.SLACK:
-            admitted = slack_law(present, record, guest, now_ns=now_ns)
+            admitted = slack_law(present, record, guest, terms=terms, now_ns=now_ns)
         case Law.ROSE:
-            admitted = rose_law(present, record, guest, now_ns=now_ns)
+            admitted = rose_law(present, record, guest, terms=terms, now_ns=now_ns)
         case Law.SATURATION:
             admitted = saturation_law(present, guest, chance=chance())
     if admitted.tokens > 0:

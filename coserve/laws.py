@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from coserve.engine_terms import EngineTerms
 from coserve.slack import events_slack_s, slack_s
 from coserve.step_time import StepTimeModel
 from harvester.contracts.page import Grant, Pulse
@@ -49,8 +50,22 @@ class Admission:
     slack_s: float
 
 
-def slack_law(pulses: Sequence[Pulse], grant: Grant, guest: GuestLoad, *, now_ns: int) -> Admission:
-    slack = min((slack_s(pulse, grant, now_ns=now_ns) for pulse in pulses), default=-math.inf)
+def slack_law(
+    pulses: Sequence[Pulse],
+    grant: Grant,
+    guest: GuestLoad,
+    *,
+    terms: Sequence[EngineTerms],
+    now_ns: int,
+) -> Admission:
+    """`terms` has one entry for each pulse."""
+    slack = min(
+        (
+            slack_s(pulse, grant, of_engine, now_ns=now_ns)
+            for pulse, of_engine in zip(pulses, terms, strict=True)
+        ),
+        default=-math.inf,
+    )
     # An isolation backend lets production preempt a running step, so only the preemption and a
     # share of the step delay production; without one the whole step does.
     preemption_s = PREEMPTION_S if grant.blocking_ratio < 1.0 else 0.0
@@ -59,9 +74,20 @@ def slack_law(pulses: Sequence[Pulse], grant: Grant, guest: GuestLoad, *, now_ns
     return Admission(tokens, slack)
 
 
-def rose_law(pulses: Sequence[Pulse], grant: Grant, guest: GuestLoad, *, now_ns: int) -> Admission:
+def rose_law(
+    pulses: Sequence[Pulse],
+    grant: Grant,
+    guest: GuestLoad,
+    *,
+    terms: Sequence[EngineTerms],
+    now_ns: int,
+) -> Admission:
+    """`terms` has one entry for each pulse."""
     slack = min(
-        (events_slack_s(pulse, grant, epsilon=math.inf, now_ns=now_ns) for pulse in pulses),
+        (
+            events_slack_s(pulse, grant, of_engine, epsilon=math.inf, now_ns=now_ns)
+            for pulse, of_engine in zip(pulses, terms, strict=True)
+        ),
         default=-math.inf,
     )
     return Admission(min(guest.cap, ROSE_CHUNK_TOKENS) if slack > 0.0 else 0, slack)

@@ -3,6 +3,10 @@
 Fed by two read-only hooks of stock vLLM: the ASGI middleware says when a request arrives and ends,
 the statistics logger says what each engine step did. Neither names the other's requests, so first
 tokens are matched to arrivals in order. Touches no clock and no page.
+
+Other API servers of the engine have requests of their own in its steps, and with data parallelism
+there are several engine cores that step side by side. What then cannot be told apart teaches no
+step time; what is published is this process's own, whatever the others do.
 """
 
 from collections import deque
@@ -10,6 +14,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil
 
+from coserve.engine_cores import EngineCores
+from coserve.engine_step import NO_SIBLINGS, EngineStep, Siblings
 from coserve.production_time import ProductionTime
 from harvester.contracts.page import Calibration, Pulse
 
@@ -46,6 +52,9 @@ class _PrefillRun:
     arrival_ns: int
     begun_ns: int
     """When the first came to an idle engine, else when the step ended that ran; 0 until then."""
+    beside: Siblings | None
+    """When it began; None where that was unknown."""
+    from_idle: bool = False
     engine_steps: int = 0
     steps: int = 0
     """Those that gave first tokens."""
@@ -53,21 +62,8 @@ class _PrefillRun:
     decodes: int = 0
     """Requests that were decoding beside, summed over `steps`."""
     whole: bool = True
-    """False once a request went away before its first token: its share is unknown."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStep:
-    """One iteration as the statistics logger reports it."""
-
-    running: int | None
-    """None where this process got no scheduler statistics for the step."""
-    kv_usage_ratio: float | None
-    first_tokens: int
-    prompt_tokens: int
-    generation_tokens: int
-    inter_token_s: tuple[float, ...]
-    finished_prompt_tokens: tuple[int, ...]
+    """False once a request went away before its first token, or one of another process was there:
+    its share is unknown."""
 
 
 @dataclass(slots=True)
@@ -75,6 +71,8 @@ class PulseBook:
     step_tokens: int = 0
     """The engine's limit per step; 0 where it is not known."""
     times: ProductionTime = field(default_factory=ProductionTime)
+    processes: int = 0
+    """API servers of the engine; 0 where it is not known."""
     alone_since_ns: int | None = 0
     """Since when no guest may step beside this engine; None while one may. Only what began and
     ended in such a time teaches `times`."""
@@ -84,11 +82,11 @@ class PulseBook:
     _run: _PrefillRun | None = None
     _busy_since_ns: int = 0
     _busy_ns: int = 0
-    _last_step_ns: int = 0
+    _cores: EngineCores = field(default_factory=EngineCores)
+    _beside: Siblings | None = NO_SIBLINGS
+    """As of the last step."""
     _steps: int = 0
     _step_s: float = 0.0
-    _running: int = 0
-    _kv_usage_ratio: float = 0.0
     _prompt_tokens: int = 0
     _generation_tokens: int = 0
     _requests: int = 0
@@ -102,12 +100,20 @@ class PulseBook:
     """Of prefills and of decodes."""
     _prompt_p99: int = 0
 
-    def arrive(self, key: int, *, body_bytes: int, now_ns: int) -> None:
-        idle = not self._open
-        if idle:
+    def arrive(
+        self, key: int, *, body_bytes: int, now_ns: int, beside: Siblings | None = NO_SIBLINGS
+    ) -> None:
+        """`beside` is what the other API servers have by now; None where that is unknown."""
+        if not self._open:
             self._busy_since_ns = now_ns
         if self._run is None:
-            self._run = _PrefillRun(now_ns, begun_ns=now_ns if idle else 0)
+            idle = not self._open and beside is not None and beside.in_flight == 0
+            self._run = _PrefillRun(
+                now_ns,
+                begun_ns=now_ns if idle else 0,
+                beside=beside,
+                from_idle=idle,
+            )
         bound = max(1, int((body_bytes - _ENVELOPE_BYTES) / self._bytes_per_token))
         self._open.add(key)
         self._waiting[key] = _Waiting(now_ns, bound, body_bytes)
@@ -124,29 +130,36 @@ class PulseBook:
             if not self._waiting:
                 self._run = None
 
-    def step(self, step: EngineStep, *, now_ns: int) -> None:
-        previous_ns, self._last_step_ns = self._last_step_ns, now_ns
+    def step(self, step: EngineStep, *, now_ns: int, beside: Siblings | None = NO_SIBLINGS) -> None:
+        """`beside` as in `arrive`."""
+        going_on = step.first_tokens + len(step.inter_token_s) - len(step.finished_prompt_tokens)
+        previous_ns = self._cores.step(
+            step.rank,
+            running=step.running,
+            kv_usage_ratio=step.kv_usage_ratio,
+            ours=max(0, going_on) if step.ours else None,
+            now_ns=now_ns,
+        )
+        before, self._beside = self._beside, beside
         self._steps += 1
         if previous_ns and self._open and previous_ns > self._busy_since_ns:
             step_s = (now_ns - previous_ns) * 1e-9
             self._step_s += _STEP_WEIGHT * (step_s - self._step_s)
-        if step.running is not None:
-            self._running = step.running
-        if step.kv_usage_ratio is not None:
-            self._kv_usage_ratio = step.kv_usage_ratio
         self._prompt_tokens += step.prompt_tokens
         self._generation_tokens += step.generation_tokens
         self._prompts.extend(step.finished_prompt_tokens)
-        self._follow_run(step, now_ns)
+        self._follow_run(step, beside, now_ns)
         self._first_tokens(step, now_ns)
         if step.inter_token_s:
             self._itl.extend(step.inter_token_s[-_RECENT:])
             self._itl_total += len(step.inter_token_s)
             # While a request waits, a step without a first token may hold a piece of its prompt.
             prefilling = step.first_tokens or self._waiting
-            if not prefilling and self._alone_since(previous_ns):
+            others = self._decoding_beside(before, beside)
+            if not prefilling and others is not None and self._alone_since(previous_ns):
                 batch = sorted(step.inter_token_s)
-                self.times.observe_decode(requests=len(batch), seconds=batch[len(batch) // 2])
+                seconds = batch[len(batch) // 2]
+                self.times.observe_decode(requests=len(batch) + others, seconds=seconds)
 
     def refit(self) -> None:
         """Renew the slow figures; about once a second is enough."""
@@ -162,22 +175,23 @@ class PulseBook:
 
     def pulse(self, *, now_ns: int) -> Pulse:
         waiting = self._waiting.values()
+        decoding = len(self._open) - len(waiting)
         busy_ns = self._busy_ns + (now_ns - self._busy_since_ns if self._open else 0)
         return Pulse(
             in_flight=len(self._open),
             waiting=len(waiting),
-            running=self._running,
-            decoding=len(self._open) - len(waiting),
+            running=self._cores.running,
+            decoding=decoding,
             oldest_waiting_arrival_ns=next((r.arrival_ns for r in waiting), 0),
             largest_waiting_prompt_tokens=max((r.prompt_tokens_bound for r in waiting), default=0),
-            last_step_end_ns=self._last_step_ns,
+            last_step_end_ns=self._cores.last_step_ns(decoding=decoding, now_ns=now_ns),
             steps_total=self._steps,
             busy_s_total=busy_ns * 1e-9,
             step_s_mean=self._step_s,
             prompt_tokens_total=self._prompt_tokens,
             generation_tokens_total=self._generation_tokens,
             requests_total=self._requests,
-            kv_usage_ratio=self._kv_usage_ratio,
+            kv_usage_ratio=self._cores.kv_usage_ratio,
             prompt_tokens_p99=self._prompt_p99,
             ttft_s_recent=tuple(self._ttft),
             itl_s_recent=tuple(self._itl),
@@ -187,15 +201,28 @@ class PulseBook:
             model_samples=self.times.learned,
             prefill_calibration=self._calibrations[0],
             decode_calibration=self._calibrations[1],
+            processes=self.processes,
+            cores=self._cores.told(),
         )
 
     def _alone_since(self, begun_ns: int) -> bool:
         return self.alone_since_ns is not None and begun_ns >= self.alone_since_ns
 
-    def _follow_run(self, step: EngineStep, now_ns: int) -> None:
+    def _decoding_beside(self, before: Siblings | None, beside: Siblings | None) -> int | None:
+        """Requests of other processes in the step that just ended; None where it may have held
+        more of theirs than decodes."""
+        if before is None or beside is None or not _only_decoding(before, beside):
+            return None
+        if len(self._cores) > 1 and (before.in_flight or beside.in_flight):
+            return None  # On which core they decode is not known.
+        return beside.decoding
+
+    def _follow_run(self, step: EngineStep, beside: Siblings | None, now_ns: int) -> None:
         run = self._run
         if run is None:
             return
+        if not _only_decoding(run.beside, beside):
+            run.whole = False
         if run.begun_ns == 0 and not step.first_tokens:
             run.begun_ns = now_ns
             return
@@ -205,17 +232,22 @@ class PulseBook:
         run.steps += 1
         run.tokens += step.prompt_tokens
         run.decodes += len(self._open) - len(self._waiting)
+        run.decodes += 0 if beside is None else beside.decoding
         caught_up = step.first_tokens >= len(self._waiting)
         if caught_up or run.steps == _RUN_STEPS_MAX:
-            self._observe(run, now_ns)
-            self._run = None if caught_up else _PrefillRun(now_ns, begun_ns=now_ns)
+            self._observe(run, beside, now_ns)
+            self._run = None if caught_up else _PrefillRun(now_ns, begun_ns=now_ns, beside=beside)
 
-    def _observe(self, run: _PrefillRun, now_ns: int) -> None:
+    def _observe(self, run: _PrefillRun, beside: Siblings | None, now_ns: int) -> None:
         """Its steps served the running decodes too; what these took is left out."""
         begun_ns = run.begun_ns or run.arrival_ns
         if not (run.whole and self._alone_since(begun_ns)):
             return
-        if self.step_tokens and run.engine_steps > run.steps + ceil(run.tokens / self.step_tokens):
+        if len(self._cores) > 1 and not (run.from_idle and run.steps == 1):
+            return  # Cores that prefill side by side.
+        steps = run.steps + (ceil(run.tokens / self.step_tokens) if self.step_tokens else 0)
+        others = beside.steps_total - run.beside.steps_total if beside and run.beside else 0
+        if self.step_tokens and max(run.engine_steps, others) > steps:
             return  # It waited for room, not for prefills.
         seconds = (now_ns - begun_ns) * 1e-9 - run.decodes * self.times.model.decode_s_per_request
         self.times.observe_prefill(
@@ -235,3 +267,10 @@ class PulseBook:
             # The bound must not come out too small: follow smaller ratios fast, larger ones slowly.
             weight = 0.2 if ratio < self._bytes_per_token else 0.02
             self._bytes_per_token += weight * (ratio - self._bytes_per_token)
+
+
+def _only_decoding(before: Siblings | None, after: Siblings | None) -> bool:
+    """Whether the siblings had no prefill in between, as far as it is known."""
+    if before is None or after is None or before.waiting or after.waiting:
+        return False
+    return before.requests_total == after.requests_total

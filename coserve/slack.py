@@ -13,11 +13,13 @@ idle machine has a finite slack too.
 
 At consent level `plugin` single requests are not visible, so the law works on bounds: one last step
 for all decodes, and the oldest waiting arrival with the largest waiting prompt or with none at all.
-Both, because a long prompt leaves less of an SLO and a short one has the smaller share epsilon.
+Both, because a long prompt leaves less of an SLO and a short one has the smaller share epsilon; so
+with decodes that may be one batch or spread over data-parallel ranks.
 """
 
 import math
 
+from coserve.engine_terms import EngineTerms
 from harvester.contracts.page import Grant, Pulse
 
 # In flight and no step for this many predicted steps: the engine hangs, its slack is unknown.
@@ -33,34 +35,40 @@ def deadline_s(slo_s: float, alone_s: float, epsilon: float) -> float:
     return _lesser((1.0 + epsilon) * alone_s, slo_s)
 
 
-def slack_s(pulse: Pulse, grant: Grant, *, now_ns: int) -> float:
-    """Least slack in seconds over all events of one production engine; negative is a breach.
+def slack_s(pulse: Pulse, grant: Grant, terms: EngineTerms, *, now_ns: int) -> float:
+    """Least slack in seconds over all events that one pulse tells of; negative is a breach.
 
     What cannot be computed (a NaN in a model) is minus infinity: unknown is not idle.
     """
-    model, epsilon = grant.production, grant.epsilon
-    phantom_s = model.prefill_s(grant.phantom_prompt_tokens) + model.decode_base_s
+    model, epsilon = terms.model, grant.epsilon
+    phantom_s = model.prefill_s(terms.phantom_prompt_tokens) + model.decode_base_s
     phantom = _phantom_slack_s(grant.ttft_slo_s, phantom_s, epsilon)
-    return _lesser(phantom, events_slack_s(pulse, grant, epsilon=epsilon, now_ns=now_ns))
+    return _lesser(phantom, events_slack_s(pulse, grant, terms, epsilon=epsilon, now_ns=now_ns))
 
 
-def events_slack_s(pulse: Pulse, grant: Grant, *, epsilon: float, now_ns: int) -> float:
+def events_slack_s(
+    pulse: Pulse, grant: Grant, terms: EngineTerms, *, epsilon: float, now_ns: int
+) -> float:
     """Over the requests that are there, without the phantom; infinity where there is none."""
-    model, slack = grant.production, math.inf
+    model, slack = terms.model, math.inf
     if pulse.in_flight == 0:
         return slack
     if pulse.waiting > 0:
-        decode_s = model.decode_s(pulse.decoding)
+        decode_s = model.decode_s(terms.decoding)
         waited_s = max(0.0, (now_ns - pulse.oldest_waiting_arrival_ns) * 1e-9)
         for prompt_tokens in (0, pulse.largest_waiting_prompt_tokens):
             alone_s = model.prefill_s(prompt_tokens) + decode_s
             event = deadline_s(grant.ttft_slo_s, alone_s, epsilon) - waited_s - alone_s
             slack = _lesser(slack, event)
     if pulse.decoding > 0:
-        alone_s = model.decode_s(pulse.decoding)
         since_s = max(0.0, (now_ns - pulse.last_step_end_ns) * 1e-9)
+        alone_s = model.decode_s(terms.decoding)
         event = deadline_s(grant.itl_slo_s, alone_s, epsilon) - since_s - alone_s
         slack = _lesser(slack, event)
+        if terms.cores > 1:
+            alone_s = model.decode_s(-(-terms.decoding // terms.cores))
+            event = deadline_s(grant.itl_slo_s, alone_s, epsilon) - since_s - alone_s
+            slack = _lesser(slack, event)
     return slack
 
 
@@ -84,13 +92,13 @@ def _lesser(one_s: float, other_s: float) -> float:
     return other_s if other_s < one_s else -math.inf
 
 
-def hung(pulse: Pulse, grant: Grant, *, now_ns: int) -> bool:
+def hung(pulse: Pulse, terms: EngineTerms, *, now_ns: int) -> bool:
     """Requests in flight and no step for several predicted steps."""
     if pulse.in_flight == 0:
         return False
     last_ns = max(pulse.last_step_end_ns, pulse.oldest_waiting_arrival_ns)
     if last_ns == 0:
         return False
-    expected_s = grant.production.prefill_s(pulse.largest_waiting_prompt_tokens)
-    expected_s += grant.production.decode_s(pulse.decoding)
+    expected_s = terms.model.prefill_s(pulse.largest_waiting_prompt_tokens)
+    expected_s += terms.model.decode_s(terms.decoding)
     return (now_ns - last_ns) * 1e-9 > max(HUNG_FLOOR_S, HUNG_STEPS * expected_s)

@@ -103,7 +103,8 @@ class SlotConfig(_Model):
     pages: Path | None = None
     """Page directory; by default the slot's name under `page_root`."""
     pulses: tuple[str, ...] = Field(default=(), max_length=32)
-    """Pulse files that must be fresh; by default whichever are present, and at least one."""
+    """Pulse files that must be fresh; by default whichever are present, at least one, and one for
+    each API server that an engine says it has."""
     trusted_uids: tuple[int, ...] = ()
     """Users whose pages are believed besides the agent's own and root."""
     engine_url: str = ""

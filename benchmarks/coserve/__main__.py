@@ -8,23 +8,22 @@ import argparse
 import asyncio
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.coserve.activation import Activations
-from benchmarks.coserve.arms import RECLAIM, SETTINGS, Arm
+from benchmarks.coserve.arms import SETTINGS, Arm
+from benchmarks.coserve.closed_gate import closed_windows, share_figures
 from benchmarks.coserve.figures import Facts, figures
 from benchmarks.coserve.memory import Shrinks
-from benchmarks.coserve.reclaim import (
-    after_loss,
-    closed_gate_core_share,
-    percentile,
-    watch_closings,
-)
+from benchmarks.coserve.reclaim import after_loss, closings
+from benchmarks.coserve.restart import LeftPages, restart
 from benchmarks.coserve.rollouts import Lease, Rollouts
 from benchmarks.coserve.rounds import Runner
-from benchmarks.coserve.surge import Surges
+from benchmarks.coserve.surge import surges
+from benchmarks.coserve.unseen import CONTEXT_TOKENS, KV_ARGUMENTS, full_kv, long_prompts
 from benchmarks.reporting import report
 from benchmarks.rotation import rotated
 from harvester.contracts.clock import MonotonicClock
@@ -50,10 +49,11 @@ _SLICE_S = 20.0
 _FIRST_RATE = 3.0
 _REHEARSAL_S = 15.0
 _PULSE_S = 1.5
-_CLOSINGS_S = 60.0
 _TRIALS = 30
 _ACTIVATIONS = 10
 _SURGES = 5
+_LONG_PROMPTS = 3
+_FULL_KV = 1
 # From the demo's requests to ever smaller ones, until there are enough of them in the time.
 _SCALES = (0.25, 0.18, 0.125, 0.09, 0.0625, 0.045, 0.03)
 
@@ -65,6 +65,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=160.0, help="measured, for each arm")
     parser.add_argument("--failsafe", type=int, default=10, help="kills and stops of the agent")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--only", choices=("unseen", "closed_gate"), nargs="+", help="without the rounds"
+    )
     given = parser.parse_args()
     report("coserve", lambda: measured(given), given.json)
 
@@ -78,7 +81,12 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     with run_directory(out, cache=out / "cache") as paths, Processes(paths.logs) as processes:
         parts = Parts(processes=processes, paths=paths, clock=MonotonicClock())
         production, guest, agent = free_ports(3)
-        slot = ServingSlot(parts, SlotPorts(production=production, guest=guest, agent=agent))
+        slot = ServingSlot(
+            parts,
+            SlotPorts(production=production, guest=guest, agent=agent),
+            production_context=CONTEXT_TOKENS,
+            production_arguments=KV_ARGUMENTS,
+        )
         return asyncio.run(Bench(slot, trace, given).run())
 
 
@@ -126,14 +134,16 @@ class Bench:
             self.rollouts = Rollouts(
                 session, url(self.slot.ports.guest), self.lease, self.given.seed
             )
-            result = await unless(self.slot.parts.one_dies(), self._rounds())
+            result = await unless(self.slot.parts.one_dies(), self._run())
+            if self.given.only:
+                return result
             return result | {"failsafe_ms": await self._failsafe()}
 
-    async def _rounds(self) -> dict[str, Any]:
+    async def _run(self) -> dict[str, Any]:
         await self.slot.agent_answers(self.told)
         started_s = self.clock.now()
         await self.slot.engines_answer(self.told)
-        cold_s = self.clock.now() - started_s
+        self.cold_s = self.clock.now() - started_s
         self.slot.bind()
         runner = Runner(
             slot=self.slot,
@@ -147,6 +157,15 @@ class Bench:
             requests=self.requests,
         )
         windows = await self._rehearsed(runner)
+        only = self.given.only
+        result = {} if only else await self._rounds(runner, windows)
+        if not only or "closed_gate" in only:
+            result |= await self._closed_gate()
+        if not only or "unseen" in only:
+            result["unseen"] = await self._unseen(runner, windows[-1])
+        return result
+
+    async def _rounds(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
         self.told(
             f"{self.rounds} rounds of {_SLICE_S:.0f} s, {mean_rate(windows):.1f} requests/s of "
             f"{self.scale:g} times the trace's tokens"
@@ -164,19 +183,38 @@ class Bench:
             runner.slices,
             Facts(trace=self.trace.name, requests_per_s=mean_rate(windows), seed=self.given.seed),
         )
-        result["reclaim"] = await self._reclaim(runner, windows[-1])
+        result["reclaim"] = await closings(runner, windows[-1], self._grant)
         self.told("KV back, a sleeping guest to its first token, a surge")
         arrivals = tuple(a for window in windows for a in window.arrivals)
         shrinks = Shrinks(runner, self._grant, self._guest, self.session)
         result["reclaim"] |= await shrinks.run(_TRIALS, arrivals)
-        result["activation"] = {"cold_s": cold_s} | await Activations(runner, self.session).run(
-            _ACTIVATIONS
-        )
-        result["surge"] = await Surges(runner).run(_SURGES, arrivals, rate=mean_rate(windows))
+        result["activation"] = {"cold_s": self.cold_s} | await Activations(
+            runner, self.session
+        ).run(_ACTIVATIONS)
+        result["surge"] = await surges(runner, _SURGES, arrivals, rate=mean_rate(windows))
+        return result
+
+    async def _closed_gate(self) -> dict[str, Any]:
+        self.told("the gate closed, with requests that wait")
         async with self.lease.holding(), self.rollouts.running():
             await asyncio.sleep(_PULSE_S)
-            result["closed_gate_core_share"] = await closed_gate_core_share(self.slot, self.clock)
-        return result
+            found = share_figures(await closed_windows(self.slot, self.clock))
+        self.told(f"{found}")
+        return found
+
+    async def _unseen(self, runner: Runner, window: Window) -> dict[str, Any]:
+        pages = LeftPages(self._pulse.read_left, self._guest.read_left)
+        parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
+            "long_prompt": lambda: long_prompts(runner, _LONG_PROMPTS, window),
+            "full_kv": lambda: full_kv(runner, _FULL_KV, window),
+            "restart": lambda: restart(runner, window, pages),
+        }
+        found: dict[str, Any] = {}
+        for name, measure in parts.items():
+            self.told(f"a load that production has never shown: {name}")
+            found[name] = await measure()
+            self.told(f"{found[name]}")
+        return found
 
     async def _rehearsed(self, runner: Runner) -> tuple[Window, ...]:
         """The windows of the rounds, once both engines have learned their steps."""
@@ -228,33 +266,6 @@ class Bench:
         )
         windows = windows_of(self.trace, count=count, duration_s=seconds, rate=rate or self.rate)
         return tuple(window.sized(tokens) for window in windows)
-
-    async def _reclaim(self, runner: Runner, window: Window) -> dict[str, Any]:
-        setting = SETTINGS[Arm.ROSEMUX]
-        runner.instruct(replace(setting, policy=RECLAIM))
-        async with self.lease.holding(), self.rollouts.running():
-            stopped = asyncio.Event()
-            replay = asyncio.ensure_future(
-                self.client.replay(
-                    window.endless(),
-                    arm="reclaim",
-                    block=-1,
-                    start_s=self.clock.now(),
-                    stopped=stopped,
-                )
-            )
-            found = await watch_closings(
-                self._grant, self.guest, seconds=_CLOSINGS_S, clock=self.clock
-            )
-            stopped.set()
-            await replay
-        await runner.quiet()
-        runner.instruct(setting)
-        return {
-            "closings": len(found),
-            "compute_p99_ms": percentile([1e3 * each.seconds for each in found], 99),
-            "compute_p99_steps": percentile([float(each.steps) for each in found], 99),
-        }
 
     async def _failsafe(self) -> dict[str, Any]:
         """The agent killed, and stopped; production stays idle, so that the guest always steps."""

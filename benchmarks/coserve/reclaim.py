@@ -8,22 +8,24 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from benchmarks.coserve.core_time import core_s
-from coserve.isolation import NO_ISOLATION
+from benchmarks.coserve.arms import RECLAIM, SETTINGS, Arm
+from benchmarks.coserve.rounds import Runner
 from harvester.contracts.clock import Clock, monotonic_ns
 from harvester.contracts.page import Grant, GrantMode, Guest, PageReader
-from scheduler.demo.slot import AGENT, GUEST, ServingSlot
+from scheduler.demo.slot import AGENT, ServingSlot
+from scheduler.demo.window import Window
 
 _POLL_S = 0.001
 _AFTER_S = 0.1
 """A step that has not ended so long after the grant closed is taken for one that began later."""
 # Longer than the grant's time to live and any step of the benchmark's guest.
 _GONE_S = 1.5
-_CLOSED_S = 6.0
+_CLOSINGS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,30 @@ class Yielded:
     seconds: float
     """To the end of its last step; 0 where none was under way."""
     steps: int
+
+
+async def closings(runner: Runner, window: Window, grant: PageReader[Grant]) -> dict[str, Any]:
+    """Of grants that close every other half second, under production's load."""
+    setting = SETTINGS[Arm.ROSEMUX]
+    runner.instruct(replace(setting, policy=RECLAIM))
+    async with runner.lease.holding(), runner.rollouts.running():
+        stopped = asyncio.Event()
+        start_s = runner.clock.now()
+        replay = asyncio.ensure_future(
+            runner.client.replay(
+                window.endless(), arm="reclaim", block=-1, start_s=start_s, stopped=stopped
+            )
+        )
+        found = await watch_closings(grant, runner.guest, seconds=_CLOSINGS_S, clock=runner.clock)
+        stopped.set()
+        await replay
+    await runner.quiet()
+    runner.instruct(setting)
+    return {
+        "closings": len(found),
+        "compute_p99_ms": percentile([1e3 * each.seconds for each in found], 99),
+        "compute_p99_steps": percentile([float(each.steps) for each in found], 99),
+    }
 
 
 async def watch_closings(
@@ -78,25 +104,6 @@ async def after_loss(
     if last.steps_finished == steps:
         return None
     return (last.last_step_end_ns - lost_ns) * 1e-6
-
-
-async def closed_gate_core_share(slot: ServingSlot, clock: Clock) -> float:
-    """Share of a core that the guest takes with requests waiting and its gate closed.
-
-    Without any isolation backend. An operator holds the node meanwhile: grants are closed, leases
-    stay, and what comes waits.
-    """
-    slot.isolate(NO_ISOLATION)
-    switch = slot.pages.path.parent / "kill"
-    switch.write_text("hold")
-    try:
-        await asyncio.sleep(_GONE_S)
-        guest = slot.parts.running[GUEST]
-        start_s, used_s = clock.now(), core_s(guest)
-        await asyncio.sleep(_CLOSED_S)
-        return (core_s(guest) - used_s) / (clock.now() - start_s)
-    finally:
-        switch.unlink()
 
 
 def percentile(values: list[float], percent: float) -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.coserve.arms import ALONE, SETTINGS, Arm, Setting
-from benchmarks.coserve.core_time import core_s
+from benchmarks.coserve.core_time import account, used
 from benchmarks.coserve.rollouts import Lease, Rollouts
 from coserve.isolation import NO_ISOLATION
 from harvester.contracts.clock import Clock
@@ -102,8 +102,8 @@ class Runner:
 
     async def _measured(self, arm: Arm, turn: int, window: Window, *, serving: bool) -> Slice:
         start_s, guest, busy_s = self.clock.now(), self.guest(), self.pulse().busy_s_total
-        production = self.slot.parts.running[PRODUCTION]
-        used_s = core_s(production)
+        production = self.slot.parts.running[PRODUCTION].tree()
+        ran = account(production)
         stopped = asyncio.Event()
         arrivals = window.arrivals if serving else ()
         replay = asyncio.ensure_future(
@@ -113,7 +113,7 @@ class Runner:
             await asyncio.sleep(start_s + window.duration_s - self.clock.now())
             end_s, after = self.clock.now(), self.guest()
             busy_s = self.pulse().busy_s_total - busy_s
-            used_s = core_s(production) - used_s
+            core_s = sum(used(ran, account(production)).values())
             stopped.set()
             await replay
         finally:
@@ -126,6 +126,6 @@ class Runner:
             seconds=end_s - start_s,
             guest_tokens=after.tokens_total - guest.tokens_total,
             production_busy_s=busy_s,
-            production_core_s=used_s,
+            production_core_s=core_s,
             decide_s_mean=after.decide_s_mean,
         )

@@ -3,21 +3,31 @@
 The middleware and the statistics logger of one process feed one book. The page is written on every
 event and by a timer of its own, because an idle engine emits nothing and silence must not look like
 idleness. The slot's grant is watched too: production's step times are learned while it is closed.
-Read-only for production: no request is touched, and no error in here reaches one. After an error
-the pulse falls silent for good, which closes every gate.
+So are the pulses of the engine's other API servers, while there is something to learn: their
+requests are in the same steps. Read-only for production: no request is touched, and no error in
+here reaches one. After an error the pulse falls silent for good, which closes every gate.
 """
 
 import itertools
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from coserve.pulse_book import EngineStep, PulseBook
+from coserve.engine_step import NO_SIBLINGS, EngineStep, Siblings
+from coserve.pulse_book import PulseBook
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.bell import Word
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.page import PageDirectory, PageFault, PageWriter, Pulse
+from harvester.contracts.page import (
+    PageDirectory,
+    PageFault,
+    PageReader,
+    PageWriter,
+    Pulse,
+    pulse_page,
+)
 
 BEAT_S = 0.1
 PULSE_TTL_NS = 500_000_000
@@ -26,12 +36,30 @@ _REFIT_BEATS = 10
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """What one of an engine's API servers is told of the engine and of itself."""
+
+    step_tokens: int = 0
+    """The engine's own limit; 0 is not known."""
+    processes: int = 0
+    """API servers of the engine; 0 is not known."""
+    process: int | None = None
+    """Which of them this is; None leaves it to the process's name."""
+
+
 class PulseReporter:
     """Thread-safe: the event loop reports, the timer beats."""
 
-    def __init__(self, environment: SlotEnvironment) -> None:
+    def __init__(
+        self,
+        environment: SlotEnvironment,
+        shape: Callable[[], EngineShape] = EngineShape,
+    ) -> None:
+        """`shape` reads upstream's configuration; its errors stay in here."""
         self._directory = PageDirectory(environment.directory)
         self._engine, self._process = environment.engine, environment.process
+        self._siblings: tuple[PageReader[Pulse], ...] = ()
         self._page: PageWriter[Pulse] | None = None
         self._why_no_page = ""
         self._book = PulseBook()
@@ -41,28 +69,21 @@ class PulseReporter:
         self._keys = itertools.count(1)
         self._silent = False
         self._beats = 0
+        self.report(lambda _: self._take(shape()))
         self._find_page()
         threading.Thread(target=self._run, name="rosemux-pulse", daemon=True).start()
-
-    def limit(self, read: Callable[[], int]) -> None:
-        """`read` gives the engine's own limit of tokens per step."""
-
-        def take(_: int) -> None:
-            self._book.step_tokens = read()
-
-        self.report(take)
 
     def arrive(self, *, body_bytes: int) -> int:
         """A request came in; the key is for `finish`."""
         key = next(self._keys)
-        self.report(lambda now_ns: self._book.arrive(key, body_bytes=body_bytes, now_ns=now_ns))
+        self.report(lambda now_ns: self._arrive(key, body_bytes, now_ns))
         return key
 
     def finish(self, key: int) -> None:
         self.report(lambda now_ns: self._book.finish(key, now_ns=now_ns))
 
     def step(self, read: Callable[[], EngineStep]) -> None:
-        """`read` makes the step of upstream's objects; its errors stay in here, as in `limit`."""
+        """`read` makes the step of upstream's objects; its errors stay in here."""
         self.report(lambda now_ns: self._step(read(), now_ns))
 
     def report(self, change: Callable[[int], None]) -> None:
@@ -89,7 +110,38 @@ class PulseReporter:
     def _step(self, step: EngineStep, now_ns: int) -> None:
         if self._grant.peek() != self._grant_seen:
             self._look_at_grant(now_ns)
-        self._book.step(step, now_ns=now_ns)
+        self._book.step(step, now_ns=now_ns, beside=self._beside(now_ns))
+
+    def _arrive(self, key: int, body_bytes: int, now_ns: int) -> None:
+        beside = self._beside(now_ns)
+        self._book.arrive(key, body_bytes=body_bytes, now_ns=now_ns, beside=beside)
+
+    def _take(self, shape: EngineShape) -> None:
+        self._book.step_tokens, self._book.processes = shape.step_tokens, shape.processes
+        if shape.process is not None:
+            self._process = shape.process
+        others = [place for place in range(shape.processes) if place != self._process]
+        self._siblings = tuple(
+            self._directory.pulse_reader(pulse_page(self._engine, place)) for place in others
+        )
+
+    def _beside(self, now_ns: int) -> Siblings | None:
+        """What the other API servers have; None where one is silent, or nothing can be learned."""
+        if not self._siblings:
+            return NO_SIBLINGS
+        if self._book.alone_since_ns is None:
+            return None
+        pulses = [page.read(now_ns=now_ns).record for page in self._siblings]
+        present = [pulse for pulse in pulses if pulse is not None]
+        if len(present) < len(pulses):
+            return None
+        return Siblings(
+            in_flight=sum([pulse.in_flight for pulse in present]),
+            waiting=sum([pulse.waiting for pulse in present]),
+            decoding=sum([pulse.decoding for pulse in present]),
+            requests_total=sum([pulse.requests_total for pulse in present]),
+            steps_total=sum([pulse.steps_total for pulse in present]),
+        )
 
     def _look_at_grant(self, now_ns: int) -> None:
         """A grant that is no more closes the guest's gate; one that only we cannot read may not."""
@@ -129,13 +181,19 @@ _reporter: PulseReporter | None = None
 _reporter_lock = threading.Lock()
 
 
-def process_reporter() -> PulseReporter | None:
-    """The one reporter of this process; None outside a production engine of a slot."""
+def process_reporter(
+    shape: Callable[[], EngineShape] = EngineShape,
+) -> PulseReporter | None:
+    """The one reporter of this process, of the `shape` that the first caller knows.
+
+    vLLM makes its statistics loggers, which know it, before its middleware. None outside a
+    production engine of a slot.
+    """
     global _reporter
     with _reporter_lock:
         if _reporter is None:
             environment = slot_environment()
             if environment is None or environment.role is not Role.PRODUCTION:
                 return None
-            _reporter = PulseReporter(environment)
+            _reporter = PulseReporter(environment, shape)
         return _reporter

@@ -4,17 +4,16 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from coserve.pulse_book import EngineStep
-from coserve.vllm.pulse import process_reporter
+from coserve.engine_step import EngineStep
+from coserve.vllm.pulse import EngineShape, process_reporter
 
 
 class PulseStatLogger(StatLoggerBase):
-    """Does nothing in a vLLM that belongs to no slot."""
+    """One per engine core. Does nothing in a vLLM that belongs to no slot."""
 
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:  # noqa: ARG002
-        self._reporter = process_reporter()
-        if self._reporter is not None:
-            self._reporter.limit(lambda: vllm_config.scheduler_config.max_num_batched_tokens)
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self._rank = engine_index
+        self._reporter = process_reporter(lambda: _shape(vllm_config))
 
     def record(
         self,
@@ -25,13 +24,26 @@ class PulseStatLogger(StatLoggerBase):
     ) -> None:
         if self._reporter is None or (scheduler_stats is None and iteration_stats is None):
             return
-        self._reporter.step(lambda: _engine_step(scheduler_stats, iteration_stats))
+        self._reporter.step(lambda: _engine_step(scheduler_stats, iteration_stats, self._rank))
 
     def log_engine_initialized(self) -> None:
         pass
 
 
-def _engine_step(scheduler_stats: Any, iteration_stats: Any) -> EngineStep:
+def _shape(vllm_config: Any) -> EngineShape:
+    parallel = vllm_config.parallel_config
+    count, index = parallel._api_process_count, max(0, parallel._api_process_rank)
+    alone = parallel.data_parallel_external_lb
+    return EngineShape(
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        # Behind a balancer of the operator's each rank is a server of its own, and how many of
+        # them share this directory is not for one of them to know.
+        processes=0 if alone else count,
+        process=parallel.data_parallel_rank * count + index if alone else index,
+    )
+
+
+def _engine_step(scheduler_stats: Any, iteration_stats: Any, rank: int) -> EngineStep:
     if iteration_stats is None:
         first_tokens, prompt_tokens, generation_tokens = 0, 0, 0
         inter_token_s: tuple[float, ...] = ()
@@ -50,4 +62,6 @@ def _engine_step(scheduler_stats: Any, iteration_stats: Any) -> EngineStep:
         generation_tokens=generation_tokens,
         inter_token_s=inter_token_s,
         finished_prompt_tokens=finished,
+        rank=rank,
+        ours=iteration_stats is not None,
     )

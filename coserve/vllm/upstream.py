@@ -187,6 +187,13 @@ STATISTICS: tuple[Symbol, ...] = (
         },
     ),
     *reads("vllm.config", "VllmConfig.scheduler_config", "SchedulerConfig.max_num_batched_tokens"),
+    *reads(
+        "vllm.config",
+        "ParallelConfig._api_process_count",
+        "ParallelConfig._api_process_rank",
+        "ParallelConfig.data_parallel_external_lb",
+        "ParallelConfig.data_parallel_rank",
+    ),
     *reads(_STATS, "SchedulerStats.num_running_reqs", "SchedulerStats.num_waiting_reqs"),
     *reads(_STATS, "SchedulerStats.kv_cache_usage", "FinishedRequestStats.num_prompt_tokens"),
     *reads(

@@ -8,12 +8,8 @@ from harvester.agent.memory import SharedMemory
 from harvester.agent.mps import MpsWatch
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import Guest, PageDirectory, PageFault, PageName, PageReader, Pulse
+from harvester.policy.expected_pulses import FOREIGN_PULSE, MAX_PULSES, expected
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
-
-MAX_PULSES = 32
-"""Their names fit into the grant page."""
-FOREIGN_PULSE = "pulse.foreign.0"
-"""Stands for pulse files that are too many to be believed."""
 
 _SWITCH_BYTES = 64
 _RELIST_BEATS = 5
@@ -51,7 +47,8 @@ class SlotSensor:
         memory: SharedMemory | SharedKv | None = None,
         mps: MpsWatch | None = None,
     ) -> None:
-        """`pulses` are the pages that must be there; none means whichever are."""
+        """`pulses` are the pages that must be there; none means whichever are, and those that
+        these name."""
         self._memory = memory
         self._mps = mps
         self._directory = directory
@@ -70,9 +67,12 @@ class SlotSensor:
         guest = self._guest.read(now_ns=now_ns)
         if guest.record is not None:
             self.seen_ns[PageName.GUEST] = guest.stamp_ns
-        names = self._expected or self._names()
+        if self._expected:
+            pulses = self._pulses_of(self._expected, now_ns)
+        else:
+            pulses = expected(self._pulses_of(self._names(), now_ns))
         return SlotSample(
-            pulses=self._pulses_of(names, now_ns),
+            pulses=pulses,
             guest=GuestReading(record=guest.record, fault=guest.fault),
             lease=lease,
             kill_switch=kill_switch,

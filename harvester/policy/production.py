@@ -4,11 +4,13 @@ Missing data is danger, never idleness: a pulse that is absent, counters that we
 requests without steps are conditions of their own. Nothing here decides what the guest may do.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 
 import msgspec
 
-from harvester.contracts.page.records import ProductionModel, Pulse
+from harvester.contracts.page import EngineCore, ProductionModel, Pulse, engine_of
 from harvester.policy.sample import PulseReading
 from harvester.policy.settings import SlotSettings
 from harvester.policy.states import Condition
@@ -39,6 +41,8 @@ class ProductionView:
     phantom_prompt_tokens: int = 0
     ttft: Latencies = field(default_factory=Latencies)
     itl: Latencies = field(default_factory=Latencies)
+    own_models: bool = False
+    """Engines that are unlike: each is judged by what its own pulses have learned."""
     decoding: int = 0
     kv_usage_ratio: float = 0.0
 
@@ -81,8 +85,9 @@ class ProductionWatch:
             phantom_prompt_tokens=max((p.prompt_tokens_p99 for p in pulses.values()), default=0),
             ttft=ttft,
             itl=itl,
+            own_models=self._own_models(pulses),
             decoding=sum(p.decoding for p in pulses.values()),
-            kv_usage_ratio=max((p.kv_usage_ratio for p in pulses.values()), default=0.0),
+            kv_usage_ratio=kv_usage_ratio(pulses),
         )
 
     def _condition(
@@ -105,7 +110,11 @@ class ProductionWatch:
         given = self._settings.profile
         if given.given and _learned(pulses) < self._settings.model_samples_min:
             return ProductionModel(**asdict(given))
-        return _upper(tuple(pulses.values()))
+        return _upper(pulses.values())
+
+    def _own_models(self, pulses: dict[str, Pulse]) -> bool:
+        engines = {engine_of(name) for name in pulses}
+        return len(engines) > 1 and _learned(pulses) >= self._settings.model_samples_min
 
     def _restarted(self, pulses: dict[str, Pulse], now: float) -> str:
         state = self.state
@@ -113,7 +122,7 @@ class ProductionWatch:
             if name in state.pulses and _went_backwards(state.pulses[name], pulse):
                 state.restarted_at_s = now
                 state.idle_ratio = None
-                state.progress_at_s.pop(_engine_of(name), None)
+                state.progress_at_s.pop(engine_of(name), None)
                 return f"{name}: counters went backwards"
         since = state.restarted_at_s
         if since is not None and now - since < self._settings.cooldown_s:
@@ -160,7 +169,7 @@ class ProductionWatch:
     def _hung(self, pulses: dict[str, Pulse], now: float) -> str:
         engines: dict[str, list[tuple[str, Pulse]]] = {}
         for name, pulse in sorted(pulses.items()):
-            engines.setdefault(_engine_of(name), []).append((name, pulse))
+            engines.setdefault(engine_of(name), []).append((name, pulse))
         verdict = ""
         for engine, members in engines.items():
             idle = all(pulse.in_flight == 0 for _, pulse in members)
@@ -211,27 +220,29 @@ def _went_backwards(before: PulseMemory, pulse: Pulse) -> bool:
     )
 
 
-def _engine_of(pulse_name: str) -> str:
-    """`pulse.<engine>.<process>`: the processes of one engine share its steps."""
-    parts = pulse_name.split(".")
-    return parts[1] if len(parts) == 3 else pulse_name
+def kv_usage_ratio(pulses: Mapping[str, Pulse]) -> float:
+    """Of the fullest engine core. With several API servers what each says of a core may be old:
+    the newest word on it counts."""
+    newest: dict[tuple[str, int], EngineCore] = {}
+    fullest = 0.0
+    for name, pulse in sorted(pulses.items()):
+        if not pulse.cores:
+            fullest = max(fullest, pulse.kv_usage_ratio)
+        for core in pulse.cores:
+            place = engine_of(name), core.rank
+            if place not in newest or newest[place].told_ns < core.told_ns:
+                newest[place] = core
+    return max(fullest, *(core.kv_usage_ratio for core in newest.values()), 0.0)
 
 
 def _learned(pulses: dict[str, Pulse]) -> int:
     """Steps behind the model of the engine that is known least."""
     engines: dict[str, int] = {}
     for name, pulse in pulses.items():
-        engine = _engine_of(name)
+        engine = engine_of(name)
         engines[engine] = max(engines.get(engine, 0), pulse.model_samples)
     return min(engines.values(), default=0)
 
 
-def _upper(pulses: tuple[Pulse, ...]) -> ProductionModel:
-    """The larger of every coefficient: an upper bound of all models, as none is negative."""
-    models = [pulse.model for pulse in pulses]
-    return ProductionModel(
-        prefill_base_s=max((m.prefill_base_s for m in models), default=0.0),
-        prefill_s_per_token=max((m.prefill_s_per_token for m in models), default=0.0),
-        decode_base_s=max((m.decode_base_s for m in models), default=0.0),
-        decode_s_per_request=max((m.decode_s_per_request for m in models), default=0.0),
-    )
+def _upper(pulses: Iterable[Pulse]) -> ProductionModel:
+    return reduce(ProductionModel.upper, (pulse.model for pulse in pulses), ProductionModel())

@@ -343,8 +343,9 @@ class SlotPolicy:
             itl_slo_s=settings.itl_slo_s,
             epsilon=settings.epsilon,
             phantom_prompt_tokens=settings.phantom_prompt_tokens
-            or production.phantom_prompt_tokens,
+            or (0 if production.own_models else production.phantom_prompt_tokens),
             production=production.model,
+            own_models=production.own_models,
             blocking_ratio=gpu_sharing.blocking_ratio(
                 settings.blocking_ratio, sample.mps, self.reclaim.state.processes
             ),

@@ -56,6 +56,13 @@ class Child:
             return []  # A stranger's: the kernel gives a number anew once its group is empty.
         return [process for process in psutil.process_iter() if _group_of(process.pid) == group]
 
+    def close(self) -> None:
+        """Once it is to end: wait for that, and close what the caller had of it."""
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
     def last_words(self) -> str:
         try:
             return self.log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
@@ -134,6 +141,16 @@ class Processes:
         for child in self._children:
             child.check()
 
+    def kill(self, child: Child) -> None:
+        """All of its processes at once, as the kernel does when memory is out."""
+        tree = child.tree()
+        shared = _shared_memory_of(tree)
+        _kill(tree)
+        child.close()
+        for path in shared:
+            path.unlink(missing_ok=True)
+        self._children.remove(child)
+
     def stop(self) -> None:
         """End all: ask, wait, then kill; remove what killed processes left in shared memory."""
         trees = [process for child in self._children for process in child.tree()]
@@ -146,10 +163,7 @@ class Processes:
         _, alive = psutil.wait_procs(trees, timeout=_TERM_S)
         _kill(alive)
         for child in self._children:
-            child.process.wait()
-            for pipe in (child.process.stdin, child.process.stdout):
-                if pipe is not None:
-                    pipe.close()
+            child.close()
         self._children.clear()
         for path in shared:
             path.unlink(missing_ok=True)

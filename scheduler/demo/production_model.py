@@ -26,7 +26,7 @@ _SHAPE = {
 }
 
 
-def write_production_checkpoint(directory: Path) -> None:
+def write_production_checkpoint(directory: Path, *, context_tokens: int = 4096) -> None:
     """Configuration and tokenizer; the engine is started with `--load-format dummy`."""
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is in the way")
@@ -36,7 +36,7 @@ def write_production_checkpoint(directory: Path) -> None:
         "model_type": "qwen2",
         "vocab_size": VOCABULARY_SIZE,
         **_SHAPE,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": max(4096, context_tokens),
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},

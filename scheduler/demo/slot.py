@@ -62,6 +62,10 @@ class ServingSlot:
     concurrency: int = ROLLOUT_CONCURRENCY
     """The guest's batch."""
     places: int = ROLLOUT_PLACES
+    production_context: int = PRODUCTION_MAX_LEN
+    """Tokens of production's longest request."""
+    production_arguments: tuple[str, ...] = ()
+    """Of vLLM, besides the demo's."""
     pages: PageDirectory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,28 +78,12 @@ class ServingSlot:
     def start_engines(self) -> None:
         """Nothing is waited for."""
         paths = self.parts.paths
-        write_production_checkpoint(paths.run / "models" / PRODUCTION)
+        write_production_checkpoint(
+            paths.run / "models" / PRODUCTION, context_tokens=self.production_context
+        )
         write_checkpoint(self.policy_model, self.shape)
         paths.weights.mkdir(parents=True, exist_ok=True)
-        self.parts.engine(
-            PRODUCTION,
-            launch.production(
-                EngineSpec(
-                    name=PRODUCTION,
-                    model=paths.run / "models" / PRODUCTION,
-                    port=self.ports.production,
-                    max_model_len=PRODUCTION_MAX_LEN,
-                    max_num_seqs=32,
-                    vllm=self.vllm,
-                    extra_arguments=(
-                        *("--load-format", "dummy"),
-                        *("--max-num-batched-tokens", str(STEP_TOKENS)),
-                        *_histogram_buckets(self.vllm),
-                    ),
-                ),
-                pages=self.pages.path,
-            ),
-        )
+        self.start_production()
         self.parts.engine(
             GUEST,
             launch.guest(
@@ -104,6 +92,35 @@ class ServingSlot:
                 weights=paths.weights,
             ),
         )
+
+    def start_production(self) -> None:
+        """Also anew, after its end."""
+        paths = self.parts.paths
+        self.parts.engine(
+            PRODUCTION,
+            launch.production(
+                EngineSpec(
+                    name=PRODUCTION,
+                    model=paths.run / "models" / PRODUCTION,
+                    port=self.ports.production,
+                    max_model_len=self.production_context,
+                    max_num_seqs=32,
+                    vllm=self.vllm,
+                    extra_arguments=(
+                        *("--load-format", "dummy"),
+                        *("--max-num-batched-tokens", str(STEP_TOKENS)),
+                        *_histogram_buckets(self.vllm),
+                        *self.production_arguments,
+                    ),
+                ),
+                pages=self.pages.path,
+            ),
+        )
+
+    async def production_answers(self, told: Callable[[str], None]) -> None:
+        """After a start of its own: on the slot's core from its first answer on."""
+        await self.parts.answers(PRODUCTION, url(self.ports.production), told)
+        pin(self.parts.running[PRODUCTION], self.core)
 
     def rollout_engine(self, name: str, port: int) -> EngineSpec:
         return EngineSpec(

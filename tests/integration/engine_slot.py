@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,12 +249,19 @@ async def until(
 
 
 @contextmanager
-def started_slot(root: Path) -> Iterator[EngineSlot]:
-    """Both engines up, the guest ungated."""
+def started_slot(
+    root: Path,
+    *,
+    production_model: Callable[[Path], None] = partial(write_checkpoint, shape=SHAPE),
+    guest_arguments: tuple[str, ...] = (),
+    start_s: float = _START_S,
+) -> Iterator[EngineSlot]:
+    """Both engines up, the guest ungated. `production_model` writes what production serves."""
     vllm = capabilities(installed_vllm_version())
-    model, weights, sockets = root / "model", root / "weights", root / "s"
+    weights, sockets = root / "weights", root / "s"
     pages = PageDirectory.create(root / "pages")
-    write_checkpoint(model, SHAPE)
+    production_model(root / PRODUCTION)
+    write_checkpoint(root / "guest", SHAPE)
     weights.mkdir()
     sockets.mkdir()
     ports = free_ports(2)
@@ -261,7 +269,7 @@ def started_slot(root: Path) -> Iterator[EngineSlot]:
     def spec(name: str, port: int, *extra: str) -> EngineSpec:
         return EngineSpec(
             name=name,
-            model=model,
+            model=root / name,
             port=port,
             max_model_len=CONTEXT_TOKENS,
             max_num_seqs=8,
@@ -275,7 +283,9 @@ def started_slot(root: Path) -> Iterator[EngineSlot]:
         PRODUCTION: launch.production(
             spec(PRODUCTION, ports[0], "--load-format", "dummy", *routes), pages=pages.path
         ),
-        "guest": launch.guest(spec("guest", ports[1]), pages=pages.path, weights=weights),
+        "guest": launch.guest(
+            spec("guest", ports[1], *guest_arguments), pages=pages.path, weights=weights
+        ),
     }
     with Processes(root / "logs") as processes:
         children = {
@@ -290,15 +300,15 @@ def started_slot(root: Path) -> Iterator[EngineSlot]:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         try:
             for url, child in zip(urls, children.values(), strict=True):
-                _wait_for(url, child)
+                wait_for(url, child, within_s=start_s)
             yield EngineSlot(*urls, pages, weights, agent, children["guest"])
         finally:
             agent.stop()
 
 
-def _wait_for(url: str, child: Child) -> None:
+def wait_for(url: str, child: Child, *, within_s: float = _START_S) -> None:
     clock = MonotonicClock()
-    until_s = clock.now() + _START_S
+    until_s = clock.now() + within_s
     while not _answers(url):
         child.check()
         assert clock.now() < until_s, f"{child.name} does not start: {child.last_words()}"

@@ -9,8 +9,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import ceil
 
+from coserve.engine_step import EngineStep
 from coserve.gate import Decision, decide
-from coserve.pulse_book import EngineStep, PulseBook
+from coserve.pulse_book import PulseBook
 from coserve.step_time import StepTimeModel
 from harvester.contracts.ids import Epoch, LeaseId
 from harvester.contracts.page import Grant, GrantMode, Guest, PageFault, Pulse, Reading

@@ -1,9 +1,10 @@
 """The page directory: what agent, production engines and guest of one slot tell each other."""
 
-from harvester.contracts.page.directory import PageDirectory, PageName, pulse_page
+from harvester.contracts.page.directory import PageDirectory, PageName, engine_of, pulse_page
 from harvester.contracts.page.file import PageReader, PageWriter, Reading
 from harvester.contracts.page.records import (
     Calibration,
+    EngineCore,
     Grant,
     GrantMode,
     Guest,
@@ -19,6 +20,7 @@ __all__ = [
     "LAYOUT_VERSION",
     "PAGE_BYTES",
     "Calibration",
+    "EngineCore",
     "Grant",
     "GrantMode",
     "Guest",
@@ -33,5 +35,6 @@ __all__ = [
     "Pulse",
     "Reading",
     "Record",
+    "engine_of",
     "pulse_page",
 ]

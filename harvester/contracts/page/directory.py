@@ -42,6 +42,12 @@ def pulse_page(engine: str, process: int) -> str:
     return name
 
 
+def engine_of(name: str) -> str:
+    """The engine of a pulse's file name; the name itself where it is none."""
+    parts = name.split(".")
+    return parts[1] if len(parts) == 3 else name
+
+
 @dataclass(frozen=True, slots=True)
 class PageDirectory:
     path: Path

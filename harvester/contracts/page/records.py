@@ -31,6 +31,15 @@ class ProductionModel(msgspec.Struct, frozen=True, kw_only=True):
     def decode_s(self, requests: int) -> float:
         return self.decode_base_s + self.decode_s_per_request * requests
 
+    def upper(self, other: "ProductionModel") -> "ProductionModel":
+        """The larger of every coefficient: an upper bound of both, as none is negative."""
+        return ProductionModel(
+            prefill_base_s=max(self.prefill_base_s, other.prefill_base_s),
+            prefill_s_per_token=max(self.prefill_s_per_token, other.prefill_s_per_token),
+            decode_base_s=max(self.decode_base_s, other.decode_base_s),
+            decode_s_per_request=max(self.decode_s_per_request, other.decode_s_per_request),
+        )
+
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """The latest steps of one kind over what `ProductionModel` predicted for them, at its P90."""
@@ -43,6 +52,15 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     p90_ratio: float = 0.0
     """1 is what is wanted."""
     p99_ratio: float = 0.0
+
+
+class EngineCore(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine core (data-parallel rank) as an API-server process heard of it last."""
+
+    rank: int = 0
+    told_ns: int = 0
+    """When: with several API servers each step's statistics go to one of them alone."""
+    kv_usage_ratio: float = 0.0
 
 
 class Pulse(Record, frozen=True, kw_only=True):
@@ -83,6 +101,10 @@ class Pulse(Record, frozen=True, kw_only=True):
     """Steps behind `model`; below the agent's minimum the slot is still learning."""
     prefill_calibration: Calibration = Calibration()
     decode_calibration: Calibration = Calibration()
+    processes: int = 0
+    """API servers of this engine, each with a pulse of its own; 0 is not known."""
+    cores: tuple[EngineCore, ...] = ()
+    """The engine's, as far as heard of; at most 16, the fullest."""
 
 
 class GrantMode(StrEnum):
@@ -135,6 +157,9 @@ class Grant(Record, frozen=True, kw_only=True):
     go on following new versions."""
     kv_retained_ratio: float = 0.25
     """Most of the KV that the guest may use that it keeps for trajectories away at their tools."""
+    own_models: bool = False
+    """Each engine's deadlines come from what its own pulses have learned, not from `production`:
+    engines of one slot may be unlike. A phantom of 0 tokens is each engine's own P99 prompt."""
 
 
 class GuestMemory(msgspec.Struct, frozen=True, kw_only=True):

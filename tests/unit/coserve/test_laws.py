@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.engine_terms import terms_of
 from coserve.gate import Closed, decide
 from coserve.laws import (
     ROSE_CHUNK_TOKENS,
+    Admission,
     GuestLoad,
     rose_law,
     saturation_law,
@@ -31,6 +33,14 @@ def guest(decodes: int = 0, cap: int = 2048) -> GuestLoad:
     return GuestLoad(STEP_TIME, decodes, 0.0, cap)
 
 
+def rose(pulses: list[Pulse], grant: Grant, load: GuestLoad) -> Admission:
+    return rose_law(pulses, grant, load, terms=terms_of(pulses, grant), now_ns=NOW_NS)
+
+
+def slack(pulses: list[Pulse], grant: Grant, load: GuestLoad) -> Admission:
+    return slack_law(pulses, grant, load, terms=terms_of(pulses, grant), now_ns=NOW_NS)
+
+
 def decoding(since_s: float) -> Pulse:
     return Pulse(in_flight=1, decoding=1, last_step_end_ns=NOW_NS - round(since_s * 1e9))
 
@@ -40,21 +50,21 @@ def test_rose_admits_a_chunk_while_every_slack_to_the_slo_is_positive(
 ) -> None:
     grant = make_grant(itl_slo_s=0.05, production=MODEL)
     # The next token may come 50 ms after the last and takes 10.
-    assert rose_law([decoding(0.039)], grant, guest(), now_ns=NOW_NS).tokens == ROSE_CHUNK_TOKENS
-    assert rose_law([decoding(0.041)], grant, guest(), now_ns=NOW_NS).tokens == 0
+    assert rose([decoding(0.039)], grant, guest()).tokens == ROSE_CHUNK_TOKENS
+    assert rose([decoding(0.041)], grant, guest()).tokens == 0
     both = [decoding(0.0), decoding(0.041)]
-    assert rose_law(both, grant, guest(), now_ns=NOW_NS).tokens == 0
+    assert rose(both, grant, guest()).tokens == 0
 
 
 def test_rose_lets_production_be_as_late_as_its_slo_where_we_do_not(make_grant: MakeGrant) -> None:
     grant = make_grant(itl_slo_s=0.05, epsilon=0.05, production=MODEL)
-    assert slack_law([decoding(0.001)], grant, guest(), now_ns=NOW_NS).tokens == 0
-    assert rose_law([decoding(0.001)], grant, guest(), now_ns=NOW_NS).tokens > 0
+    assert slack([decoding(0.001)], grant, guest()).tokens == 0
+    assert rose([decoding(0.001)], grant, guest()).tokens > 0
 
 
 def test_rose_knows_no_phantom(make_grant: MakeGrant) -> None:
     grant = make_grant(ttft_slo_s=0.02, phantom_prompt_tokens=10_000, production=MODEL)
-    admitted = rose_law([Pulse()], grant, guest(cap=100), now_ns=NOW_NS)
+    admitted = rose([Pulse()], grant, guest(cap=100))
     assert (admitted.tokens, admitted.slack_s) == (100, math.inf)
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from coserve.pulse_book import EngineStep, PulseBook
+from coserve.engine_step import NO_SIBLINGS, EngineStep, Siblings
+from coserve.pulse_book import PulseBook
 from harvester.contracts.page import Pulse
 
 START_NS = 1_000_000_000_000
@@ -27,7 +28,7 @@ class Production:
     def finish(self, key: int) -> None:
         self.book.finish(key, now_ns=self.now_ns)
 
-    def step(self, **fields: Any) -> None:
+    def step(self, beside: Siblings | None = NO_SIBLINGS, **fields: Any) -> None:
         defaults: dict[str, Any] = {
             "running": None,
             "kv_usage_ratio": None,
@@ -37,7 +38,8 @@ class Production:
             "inter_token_s": (),
             "finished_prompt_tokens": (),
         }
-        self.book.step(EngineStep(**(defaults | fields)), now_ns=self.now_ns)
+        step = EngineStep(**(defaults | fields))
+        self.book.step(step, now_ns=self.now_ns, beside=beside)
 
     def pulse(self) -> Pulse:
         return self.book.pulse(now_ns=self.now_ns)
@@ -321,3 +323,71 @@ def test_publishes_no_model_before_there_are_enough_samples(production: Producti
         production.step(inter_token_s=(0.005,))
     production.book.refit()
     assert production.pulse().model.decode_s(1) == 0.0
+
+
+def test_a_prefill_beside_one_of_another_api_server_teaches_nothing(
+    production: Production,
+) -> None:
+    book = production.book
+    book.arrive(1, body_bytes=300, now_ns=production.now_ns, beside=Siblings())
+    production.after(0.05).step(
+        beside=Siblings(in_flight=1, decoding=1, requests_total=1), first_tokens=1, prompt_tokens=50
+    )
+    assert not book.times.prefills, "the other's prompt may have been in the step"
+    production.after(0.01).finish(1)
+    quiet = Siblings(in_flight=1, decoding=1, requests_total=1)
+    book.arrive(2, body_bytes=300, now_ns=production.now_ns, beside=quiet)
+    production.after(0.05).step(beside=quiet, first_tokens=1, prompt_tokens=50)
+    assert list(book.times.prefills) == [(50, pytest.approx(0.05))]
+
+
+def test_a_prompt_that_waits_for_room_that_others_hold_teaches_nothing(
+    production: Production,
+) -> None:
+    book = production.book
+    book.step_tokens = 512
+    before = Siblings(in_flight=1, decoding=1, requests_total=1, steps_total=100)
+    book.arrive(1, body_bytes=300, now_ns=production.now_ns, beside=before)
+    later = Siblings(in_flight=1, decoding=1, requests_total=1, steps_total=160)
+    production.after(3.0).step(beside=later, first_tokens=1, prompt_tokens=50)
+    assert not book.times.prefills
+
+
+def test_decodes_of_other_api_servers_are_in_the_batch(production: Production) -> None:
+    book = production.book
+    for beside in (None, Siblings(in_flight=4, waiting=1, decoding=3, requests_total=4)):
+        production.step(beside=beside, inter_token_s=(0.01, 0.01))
+        production.step(beside=beside, inter_token_s=(0.01, 0.01))
+    assert not book.times.decodes, "what they have is not known, or may be a prefill"
+    for _ in range(2):
+        decoding = Siblings(in_flight=3, decoding=3, requests_total=4)
+        production.after(0.01).step(beside=decoding, inter_token_s=(0.01, 0.01))
+    assert list(book.times.decodes) == [(5, 0.01)]
+
+
+def test_engine_cores_that_step_side_by_side_teach_only_what_was_one_cores(
+    production: Production,
+) -> None:
+    times = production.book.times
+    production.step(rank=0, inter_token_s=(0.01,))
+    production.after(0.002).step(rank=1, inter_token_s=(0.02,))
+    production.after(0.002).step(rank=0, inter_token_s=(0.012, 0.012))
+    assert list(times.decodes)[-1] == (2, 0.012)
+    production.arrive(1)
+    production.arrive(2)
+    production.after(0.05).step(rank=0, first_tokens=1, prompt_tokens=50)
+    production.after(0.01).step(rank=1, first_tokens=1, prompt_tokens=50)
+    assert not times.prefills, "they prefilled at once"
+    production.finish(1)
+    production.finish(2)
+    production.after(1.0).arrive(3)
+    production.after(0.05).step(rank=1, first_tokens=1, prompt_tokens=50)
+    assert list(times.prefills) == [(50, pytest.approx(0.05))]
+
+
+def test_a_pulse_tells_how_old_its_word_on_each_core_is(production: Production) -> None:
+    production.step(rank=1, running=2, kv_usage_ratio=0.5)
+    told_ns = production.now_ns
+    production.after(1.0).step(rank=1, inter_token_s=(0.01,))
+    (core,) = production.pulse().cores
+    assert (core.rank, core.told_ns, core.kv_usage_ratio) == (1, told_ns, 0.5)

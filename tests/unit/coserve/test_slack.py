@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.engine_terms import terms_of
 from coserve.slack import deadline_s, hung, slack_s
 from harvester.contracts.page import Grant, GrantMode, ProductionModel, Pulse
 
@@ -24,7 +25,11 @@ def ago_ns(seconds: float) -> int:
 
 
 def slack(pulse: Pulse, grant: Grant) -> float:
-    return slack_s(pulse, grant, now_ns=NOW_NS)
+    return slack_s(pulse, grant, *terms_of([pulse], grant), now_ns=NOW_NS)
+
+
+def is_hung(pulse: Pulse, grant: Grant, *, now_ns: int = NOW_NS) -> bool:
+    return hung(pulse, *terms_of([pulse], grant), now_ns=now_ns)
 
 
 def test_the_deadline_is_the_smaller_of_slo_and_stretched_time_alone() -> None:
@@ -158,7 +163,7 @@ def test_a_grant_with_a_number_that_is_none_leaves_no_slack(
         phantom_prompt_tokens=1,
         production=ProductionModel(**dict(zip(names, values, strict=False))),
     )
-    found = slack_s(pulse, grant, now_ns=NOW_NS)
+    found = slack(pulse, grant)
     assert not math.isnan(found)
     # Where nothing decodes its SLO says nothing.
     if pulse.decoding or nan_at != 5:
@@ -183,13 +188,14 @@ def test_slack_only_shrinks_as_time_passes(waited_s: float, more_s: float, token
         largest_waiting_prompt_tokens=tokens,
     )
     later_ns = NOW_NS + round(more_s * 1e9)
-    assert slack_s(pulse, grant, now_ns=later_ns) <= slack_s(pulse, grant, now_ns=NOW_NS)
+    terms = terms_of([pulse], grant)[0]
+    assert slack_s(pulse, grant, terms, now_ns=later_ns) <= slack(pulse, grant)
 
 
 def test_hangs_after_five_seconds_without_a_step(make_grant: MakeGrant) -> None:
     grant = make_grant()
-    assert not hung(Pulse(in_flight=1, last_step_end_ns=ago_ns(4.9)), grant, now_ns=NOW_NS)
-    assert hung(Pulse(in_flight=1, last_step_end_ns=ago_ns(5.1)), grant, now_ns=NOW_NS)
+    assert not is_hung(Pulse(in_flight=1, last_step_end_ns=ago_ns(4.9)), grant, now_ns=NOW_NS)
+    assert is_hung(Pulse(in_flight=1, last_step_end_ns=ago_ns(5.1)), grant, now_ns=NOW_NS)
 
 
 def test_long_steps_may_take_longer_before_they_are_called_hung(make_grant: MakeGrant) -> None:
@@ -200,8 +206,8 @@ def test_long_steps_may_take_longer_before_they_are_called_hung(make_grant: Make
         largest_waiting_prompt_tokens=10_000,
     )
     # 20 * (10 ms + 1 s + 4 ms) = 20.28 s
-    assert not hung(pulse, make_grant(), now_ns=NOW_NS)
-    assert hung(pulse, make_grant(), now_ns=NOW_NS + 300_000_000)
+    assert not is_hung(pulse, make_grant(), now_ns=NOW_NS)
+    assert is_hung(pulse, make_grant(), now_ns=NOW_NS + 300_000_000)
 
 
 def test_an_arrival_after_an_idle_hour_is_no_hang(make_grant: MakeGrant) -> None:
@@ -211,8 +217,8 @@ def test_an_arrival_after_an_idle_hour_is_no_hang(make_grant: MakeGrant) -> None
         oldest_waiting_arrival_ns=ago_ns(0.1),
         last_step_end_ns=ago_ns(900.0),
     )
-    assert not hung(pulse, make_grant(), now_ns=NOW_NS)
+    assert not is_hung(pulse, make_grant(), now_ns=NOW_NS)
 
 
 def test_idle_production_never_hangs(make_grant: MakeGrant) -> None:
-    assert not hung(Pulse(last_step_end_ns=ago_ns(900.0)), make_grant(), now_ns=NOW_NS)
+    assert not is_hung(Pulse(last_step_end_ns=ago_ns(900.0)), make_grant(), now_ns=NOW_NS)

@@ -20,6 +20,7 @@ from harvester.contracts.page import (
     LAYOUT_VERSION,
     PAGE_BYTES,
     Calibration,
+    EngineCore,
     Grant,
     GrantMode,
     Guest,
@@ -48,6 +49,7 @@ PAGE = "docs/protocol.md"
 STRUCTS: tuple[type[msgspec.Struct], ...] = (
     ProductionModel,
     Calibration,
+    EngineCore,
     Pulse,
     Grant,
     Guest,

@@ -294,3 +294,21 @@ def test_exports_how_production_s_steps_held_to_their_prediction(stage: Stage) -
     unknown = ratio("decode", "90")
     assert unknown is not None
     assert math.isnan(unknown)
+
+
+def test_an_api_server_that_its_siblings_miss_closes_the_slot_until_it_shows_itself(
+    stage: Stage,
+) -> None:
+    def beats_of(process: int) -> None:
+        pulse = Pulse(model_samples=1000, processes=2)
+        writer = stage.pages.pulse_writer("prod", process)
+        writer.write(pulse, now_ns=monotonic_ns(), ttl_ns=10**11)
+
+    stage.harvest()
+    beats_of(0)
+    stage.beats()
+    assert (stage.grant().mode, stage.grant().reason) == ("closed", "pulse.prod.1 missing")
+    assert stage.grant().pulses == ("pulse.prod.0", "pulse.prod.1")
+    beats_of(1)
+    stage.beats()
+    assert "missing" not in stage.grant().reason

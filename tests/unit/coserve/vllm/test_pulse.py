@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from coserve.pulse_book import EngineStep
+from coserve.engine_step import EngineStep
 from coserve.vllm import pulse
 from coserve.vllm.environment import Role, SlotEnvironment
-from coserve.vllm.pulse import PulseReporter, process_reporter
+from coserve.vllm.pulse import EngineShape, PulseReporter, process_reporter
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (
     Grant,
@@ -150,3 +150,51 @@ def test_there_is_no_reporter_elsewhere(
     assert process_reporter() is None
     monkeypatch.delenv("ROSEMUX_ROLE")
     assert process_reporter() is None
+
+
+def shaped(path: Path, process: int) -> PulseReporter:
+    shape = EngineShape(step_tokens=512, processes=2, process=process)
+    return PulseReporter(SlotEnvironment(Role.PRODUCTION, "prod", path), lambda: shape)
+
+
+def test_each_api_server_writes_its_own_page_and_says_how_many_there_are(tmp_path: Path) -> None:
+    shaped(tmp_path, 0).arrive(body_bytes=500)
+    shaped(tmp_path, 1)
+    assert within_beats(
+        lambda: PageDirectory(tmp_path).pulse_names() == ("pulse.prod.0", "pulse.prod.1")
+    )
+    record = reading(tmp_path).record
+    assert record is not None
+    assert (record.in_flight, record.processes) == (1, 2)
+
+
+def test_learns_nothing_while_another_api_server_prefills_or_is_silent(tmp_path: Path) -> None:
+    reporter = shaped(tmp_path, 0)
+
+    def learns() -> bool:
+        before = len(reporter._book.times.prefills)
+        key = reporter.arrive(body_bytes=500)
+        reporter.step(lambda: STEP)
+        reporter.finish(key)
+        return len(reporter._book.times.prefills) > before
+
+    assert not learns(), "the other has not begun"
+    other = shaped(tmp_path, 1)
+    key = other.arrive(body_bytes=500)
+    assert not learns(), "the other has a prompt in the same steps"
+    other.step(lambda: STEP)
+    assert learns(), "the other decodes"
+    other.finish(key)
+    assert learns()
+
+
+def test_a_shape_that_cannot_be_read_silences_the_pulse_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def of_another_vllm() -> EngineShape:
+        raise AttributeError("_api_process_count")
+
+    reporter = PulseReporter(SlotEnvironment(Role.PRODUCTION, "prod", tmp_path), of_another_vllm)
+    assert "_api_process_count" in caplog.text
+    reporter.finish(reporter.arrive(body_bytes=500))
+    assert reading(tmp_path).record is None

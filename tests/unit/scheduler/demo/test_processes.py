@@ -232,3 +232,18 @@ def test_pinning_and_niceness_reach_the_whole_tree(tmp_path: Path) -> None:
         for pid in (child.process.pid, grandchild):
             assert os.sched_getaffinity(pid) == {core}
             assert os.getpriority(os.PRIO_PROCESS, pid) == 5
+
+
+def test_one_can_be_killed_with_all_that_it_started_and_is_missed_by_nobody(
+    tmp_path: Path,
+) -> None:
+    with Processes(tmp_path) as started:
+        parent = started.start("parent", python(PARENT), piped=True)
+        grandchild = int(said(parent))
+        other = started.start("other", python(SLEEPER), piped=True)
+        assert said(other) == "up"
+        started.kill(parent)
+        assert parent.process.poll() is not None
+        assert is_gone(grandchild)
+        started.check()
+        assert other.process.poll() is None

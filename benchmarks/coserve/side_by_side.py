@@ -1,0 +1,85 @@
+"""One load of production's, alone and beside rollouts, in turn: what its users see of the guest."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from benchmarks.coserve.arms import SETTINGS, Arm
+from benchmarks.coserve.reclaim import percentile
+from benchmarks.coserve.rounds import Runner
+from scheduler.demo.records import ProductionRequest
+from scheduler.demo.serving_figures import ratio
+from scheduler.demo.trace import Arrival
+
+_BEFORE_S = 3.0
+_LOOK_S = 0.05
+PERCENTS = (50, 99)
+
+Seen = dict[Arm, list[ProductionRequest]]
+
+
+@dataclass(slots=True)
+class SideBySide:
+    """`trials` of each kind."""
+
+    runner: Runner
+    trials: int
+    patience_s: float = 60.0
+    """A request without its last token by then has failed."""
+    rehearsed: bool = False
+    """Once before, alone and not counted: what an engine does for the first time is no trial."""
+    kv_usage_ratio: float = field(default=0.0)
+    """Production's largest, of all trials."""
+
+    async def run(self, name: str, arrivals: Sequence[Arrival]) -> Seen:
+        seen: Seen = {Arm.ALONE: [], Arm.ROSEMUX: []}
+        if self.rehearsed:
+            await self._trial(Arm.ALONE, name, -1, arrivals, [])
+        for turn in range(self.trials):
+            for arm, requests in seen.items():
+                await self._trial(arm, name, turn, arrivals, requests)
+        return seen
+
+    async def _trial(
+        self,
+        arm: Arm,
+        name: str,
+        turn: int,
+        arrivals: Sequence[Arrival],
+        requests: list[ProductionRequest],
+    ) -> None:
+        runner = self.runner
+        async with runner.arranged(SETTINGS[arm]):
+            await asyncio.sleep(_BEFORE_S)
+            watch = asyncio.ensure_future(self._watch())
+            try:
+                client = replace(runner.client, record=requests.append, timeout_s=self.patience_s)
+                start_s = runner.clock.now()
+                await client.replay(arrivals, arm=name, block=turn, start_s=start_s)
+            finally:
+                watch.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            self.kv_usage_ratio = max(self.kv_usage_ratio, self.runner.pulse().kv_usage_ratio)
+            await asyncio.sleep(_LOOK_S)
+
+
+def compared(
+    seen: Seen, of: Callable[[ProductionRequest], bool] = lambda _: True
+) -> dict[str, Any]:
+    """Requests of both arms, those that failed, and TTFT over alone of those that `of` takes."""
+    ttft = {
+        arm: [r.ttft_s for r in requests if r.ttft_s is not None and of(r)]
+        for arm, requests in seen.items()
+    }
+    return {
+        "requests": sum(len(requests) for requests in seen.values()),
+        "failed": sum(r.failed for requests in seen.values() for r in requests),
+    } | {
+        f"ttft_p{percent}_ratio": ratio(
+            percentile(ttft[Arm.ROSEMUX], percent), percentile(ttft[Arm.ALONE], percent)
+        )
+        for percent in PERCENTS
+    }

@@ -1,0 +1,89 @@
+"""The engine cores behind one API-server process: one, or one per data-parallel rank.
+
+Each steps by itself, and each step's scheduler statistics reach one API server only. So what a
+process knows of a core may be old, and is stamped.
+"""
+
+from dataclasses import dataclass, field
+
+from harvester.contracts.page import EngineCore
+
+# A page is 4 KiB.
+_TOLD_CORES = 16
+_SILENT_NS = 1_000_000_000
+
+
+@dataclass(slots=True)
+class _Core:
+    last_step_ns: int = 0
+    ours: int = 0
+    """This process's requests that decode on it, as of its last step with one of them."""
+    running: int = 0
+    kv_usage_ratio: float = 0.0
+    told_ns: int = 0
+
+
+@dataclass(slots=True)
+class EngineCores:
+    _cores: dict[int, _Core] = field(default_factory=dict)
+    """By data-parallel rank, as they are heard of."""
+
+    def __len__(self) -> int:
+        return len(self._cores)
+
+    def step(
+        self,
+        rank: int,
+        *,
+        running: int | None,
+        kv_usage_ratio: float | None,
+        ours: int | None,
+        now_ns: int,
+    ) -> int:
+        """One step of a core; returns when its last one ended, 0 where there was none.
+
+        `running` and `kv_usage_ratio` are None where the statistics went to another process,
+        `ours` where the step held none of this process's requests.
+        """
+        core = self._cores.setdefault(rank, _Core())
+        previous_ns, core.last_step_ns = core.last_step_ns, now_ns
+        if ours is not None:
+            core.ours = ours
+        if running is not None:
+            core.running, core.told_ns = running, now_ns
+        if kv_usage_ratio is not None:
+            core.kv_usage_ratio, core.told_ns = kv_usage_ratio, now_ns
+        return previous_ns
+
+    def last_step_ns(self, *, decoding: int, now_ns: int) -> int:
+        """Of the core whose requests have waited longest for their next token.
+
+        Requests that went away unfinished are still among those of their core until it steps again:
+        what is more than `decoding` is taken off cores that have been silent for long.
+        """
+        cores = self._cores.values()
+        if len(self._cores) > 1 and decoding > 0:
+            gone = sum(core.ours for core in cores) - decoding
+            for core in sorted(cores, key=lambda core: core.last_step_ns):
+                silent = now_ns - core.last_step_ns > _SILENT_NS
+                if core.ours > (max(0, gone) if silent else 0):
+                    return core.last_step_ns
+                gone -= core.ours
+        return max((core.last_step_ns for core in cores), default=0)
+
+    @property
+    def running(self) -> int:
+        return sum(core.running for core in self._cores.values())
+
+    @property
+    def kv_usage_ratio(self) -> float:
+        return max((core.kv_usage_ratio for core in self._cores.values()), default=0.0)
+
+    def told(self) -> tuple[EngineCore, ...]:
+        cores = [
+            EngineCore(rank=rank, told_ns=core.told_ns, kv_usage_ratio=core.kv_usage_ratio)
+            for rank, core in self._cores.items()
+        ]
+        if len(cores) > _TOLD_CORES:
+            cores.sort(key=lambda core: core.kv_usage_ratio, reverse=True)
+        return tuple(cores[:_TOLD_CORES])

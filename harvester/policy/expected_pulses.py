@@ -1,0 +1,39 @@
+"""Which pulses must be there, where no configuration lists them: those that are, and their word.
+
+Each pulse says how many API servers its engine has. One of them that never showed itself is missing
+and not idle; one left by an engine that had more of them is no engine's.
+"""
+
+from harvester.contracts.page import PageFault, engine_of, pulse_page
+from harvester.policy.sample import PulseReading
+
+MAX_PULSES = 32
+"""Their names fit into the grant page."""
+FOREIGN_PULSE = "pulse.foreign.0"
+"""Stands for pulses that are too many to be believed."""
+
+_GONE = frozenset((PageFault.EXPIRED, PageFault.MISSING))
+
+
+def expected(present: tuple[PulseReading, ...]) -> tuple[PulseReading, ...]:
+    """`present` less what was left over, with those that are missing, in the order of names."""
+    processes: dict[str, int] = {}
+    for reading in present:
+        if reading.record is not None:
+            engine = engine_of(reading.name)
+            processes[engine] = max(processes.get(engine, 0), reading.record.processes)
+    if sum(processes.values()) > MAX_PULSES:
+        return (PulseReading(name=FOREIGN_PULSE, fault=PageFault.FOREIGN),)
+    named = {
+        pulse_page(engine, place) for engine, count in processes.items() for place in range(count)
+    }
+    kept = {
+        reading.name: reading
+        for reading in present
+        if reading.name in named
+        or reading.fault not in _GONE
+        or not processes.get(engine_of(reading.name))
+    }
+    for name in named - kept.keys():
+        kept[name] = PulseReading(name=name, fault=PageFault.MISSING)
+    return tuple(kept[name] for name in sorted(kept))

@@ -1,0 +1,231 @@
+"""One production engine of two API servers and two data-parallel ranks: a pulse for each server.
+
+The guest is played down to its engine: its side of the slot reads the real pulses. Each server
+knows its own requests only, and hears of a rank now and then.
+"""
+
+import asyncio
+import math
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from coserve.gate import Closed
+from coserve.guest_slot import GuestSlot
+from coserve.vllm import launch
+from coserve.vllm.capabilities import capabilities, installed_vllm_version
+from coserve.vllm.launch import EngineSpec
+from harvester.agent.sense import SlotSensor
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.ids import Epoch
+from harvester.contracts.page import Grant, GrantMode, PageDirectory, PageFault, Pulse
+from harvester.policy.production import kv_usage_ratio
+from harvester.policy.sample import KillSwitch, LeaseView
+from scheduler.demo.job.model import write_checkpoint
+from scheduler.demo.prerequisites import free_ports
+from scheduler.demo.processes import Child, Processes
+from tests.integration.engine_slot import CONTEXT_TOKENS, SHAPE, until, wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+SERVE = Path(__file__).with_name("vllm_serve.py")
+PULSES = ("pulse.wide.0", "pulse.wide.1")
+START_S = 500.0
+HOUR_NS = 3_600_000_000_000
+
+
+@dataclass
+class WideProduction:
+    url: str
+    pages: PageDirectory
+    child: Child
+
+    def __post_init__(self) -> None:
+        self._readers = {name: self.pages.pulse_reader(name) for name in PULSES}
+
+    def pulses(self) -> dict[str, Pulse]:
+        """Each as it is left, however old."""
+        left = {name: reader.read_left().record for name, reader in self._readers.items()}
+        return {name: record or Pulse() for name, record in left.items()}
+
+    def total(self, field: str) -> int:
+        return sum(getattr(pulse, field) for pulse in self.pulses().values())
+
+    def decoding(self) -> set[str]:
+        return {name for name, pulse in self.pulses().items() if pulse.decoding}
+
+    def ranks(self) -> set[int]:
+        return {core.rank for pulse in self.pulses().values() for core in pulse.cores}
+
+    async def complete(self, max_tokens: int) -> int:
+        """On a connection of its own, so that another server may take it."""
+        body = {
+            "model": "wide",
+            "prompt": [5, 6, 7, 8],
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{self.url}/v1/completions", json=body) as response,
+        ):
+            assert response.status == 200, await response.text()
+            return int((await response.json())["usage"]["completion_tokens"])
+
+    async def burst(self, requests: int, max_tokens: int) -> None:
+        done = await asyncio.gather(*[self.complete(max_tokens) for _ in range(requests)])
+        assert done == [max_tokens] * requests
+
+    def server(self, index: int) -> psutil.Process:
+        """By vLLM's own title of the process."""
+        title = f"APIServer_{index}"
+        (found,) = [p for p in self.child.tree() if title in " ".join(p.cmdline())]
+        return found
+
+
+@contextmanager
+def started(root: Path) -> Iterator[WideProduction]:
+    pages = PageDirectory.create(root / "pages")
+    write_checkpoint(root / "model", SHAPE)
+    (root / "s").mkdir()
+    (port,) = free_ports(1)
+    spec = EngineSpec(
+        name="wide",
+        model=root / "model",
+        port=port,
+        max_model_len=CONTEXT_TOKENS,
+        max_num_seqs=8,
+        vllm=capabilities(installed_vllm_version()),
+        extra_arguments=("--load-format", "dummy", "--data-parallel-size", "2"),
+    )
+    command = launch.production(spec, pages=pages.path)
+    arguments = list(command.arguments)
+    module = arguments.index("-m")
+    arguments[module : module + 2] = [str(SERVE)]
+    arguments += ["--api-server-count", "2"]
+    environment = {**command.environment, "VLLM_RPC_BASE_PATH": str(root / "s")}
+    with Processes(root / "logs") as processes:
+        child = processes.start("wide", arguments, environment=environment)
+        url = f"http://127.0.0.1:{port}"
+        wait_for(url, child, within_s=START_S)
+        yield WideProduction(url, pages, child)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WideProduction]:
+    pytest.importorskip("vllm")
+    with started(tmp_path_factory.mktemp("wide")) as production:
+        yield production
+
+
+@pytest.fixture
+async def guest(wide: WideProduction) -> AsyncIterator[GuestSlot]:
+    slot = GuestSlot(wide.pages.path, token_limit=512)
+    yield slot
+    slot.close()
+
+
+def grant(wide: WideProduction, pulses: tuple[str, ...]) -> None:
+    """No slack at all while production decodes; ten seconds of it while production is idle."""
+    record = Grant(
+        epoch=1,
+        mode=GrantMode.OPEN,
+        pulses=pulses,
+        ttft_slo_s=10.0,
+        itl_slo_s=0.0,
+        epsilon=math.inf,
+    )
+    wide.pages.grant_writer().write(record, now_ns=monotonic_ns(), ttl_ns=HOUR_NS)
+
+
+def expected(wide: WideProduction) -> tuple[str, ...]:
+    """What an agent without a list finds that must be there."""
+    sensor = SlotSensor(wide.pages, pulses=(), owners=frozenset())
+    try:
+        sample = sensor.sample(lease=LeaseView(epoch=Epoch(1)), kill_switch=KillSwitch.NONE)
+    finally:
+        sensor.close()
+    return tuple(reading.name for reading in sample.pulses)
+
+
+async def closed_by_one(wide: WideProduction, guest: GuestSlot) -> set[str]:
+    """The one server that decodes, once the gate was seen closed for it."""
+    busy: set[str] = set()
+
+    def seen() -> bool:
+        nonlocal busy
+        busy = wide.decoding()
+        closed = guest.decide().reason is Closed.NO_SLACK
+        return closed and len(busy) == 1 and wide.decoding() == busy
+
+    await until(seen, "one server alone closes the gate", seen=wide.pulses)
+    return busy
+
+
+async def test_each_api_server_has_a_pulse_and_every_request_is_in_one_of_them(
+    wide: WideProduction,
+) -> None:
+    assert expected(wide) == PULSES
+    sent = wide.total("requests_total")
+    burst = asyncio.create_task(wide.burst(8, 1500))
+    await until(lambda: wide.total("in_flight") == 8, "all are in flight", seen=wide.pulses)
+    await until(lambda: wide.total("decoding") == 8, "all decode", seen=wide.pulses)
+    await burst
+    await until(lambda: wide.total("in_flight") == 0, "none is in flight", seen=wide.pulses)
+    assert wide.total("requests_total") == sent + 8
+    assert wide.total("samples_total") == sent + 8
+
+
+async def test_both_servers_and_both_ranks_are_heard_and_an_idle_engine_holds_no_kv(
+    wide: WideProduction,
+) -> None:
+    for _ in range(10):
+        await wide.burst(8, 50)
+        served = [pulse.requests_total for pulse in wide.pulses().values()]
+        if all(served) and wide.ranks() == {0, 1}:
+            break
+    assert all(served)
+    assert wide.ranks() == {0, 1}
+    await until(
+        lambda: kv_usage_ratio(wide.pulses()) == 0.0, "the newest word is none", seen=wide.pulses
+    )
+
+
+async def test_the_gate_needs_every_servers_pulse_and_obeys_each_of_them(
+    wide: WideProduction, guest: GuestSlot
+) -> None:
+    grant(wide, PULSES)
+    await until(lambda: guest.decide().open, "an idle production leaves slack")
+    busy: set[str] = set()
+    for _ in range(8):
+        # The second comes while one server is taken, and goes on alone.
+        first = asyncio.create_task(wide.complete(1500))
+        busy |= await closed_by_one(wide, guest)
+        second = asyncio.create_task(wide.complete(3000))
+        await first
+        busy |= await closed_by_one(wide, guest)
+        await second
+        if len(busy) == 2:
+            break
+    assert busy == set(PULSES), "each of them closed it while the other was idle"
+    await until(lambda: guest.decide().open, "and open again")
+    stopped = wide.server(1)
+    stopped.suspend()
+    try:
+        await until(lambda: guest.decide().reason is Closed.PULSE_FAULT, "one server is silent")
+        assert guest.last.fault is PageFault.EXPIRED
+        grant(wide, PULSES[:1])
+        assert guest.decide().open, "a grant names which must be there"
+        grant(wide, PULSES)
+        assert not guest.decide().open
+    finally:
+        os.kill(stopped.pid, signal.SIGCONT)
+    await until(lambda: guest.decide().open, "it beats again")
