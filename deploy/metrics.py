@@ -246,6 +246,25 @@ _PHASES = (
     ),
     _phase("wait_seconds", Kind.HISTOGRAM, "phase", "From a place in the line to the permit."),
     _phase("hold_seconds", Kind.HISTOGRAM, "phase", "From a permit to its end."),
+    _phase("plan_jobs", Kind.GAUGE, "stage", "Submitted jobs, by how they stand."),
+    _phase(
+        "plan_nodes", Kind.GAUGE, "pool state", "Nodes, by use; missing: failed, not replaced yet."
+    ),
+    _phase("plan_groups", Kind.GAUGE, "", "Groups of jobs that share nodes."),
+    _phase("plan_price_per_hour", Kind.GAUGE, "", "Dollars an hour for the nodes in use."),
+    _phase(
+        "plan_worst_slowdown_ratio",
+        Kind.GAUGE,
+        "",
+        "Largest slow-down of a placed job, over its SLO.",
+    ),
+    _phase(
+        "plan_least_credit_seconds",
+        Kind.GAUGE,
+        "",
+        "Smallest delay that a placed job can still absorb.",
+    ),
+    _phase("plan_decisions_total", Kind.COUNTER, "decision", "What the planner has asked for."),
 )
 
 _VLLM = (

@@ -8,6 +8,7 @@ between the agent, the production engine and the guest.
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Protocol
 
 
@@ -47,3 +48,11 @@ def monotonic_ns() -> int:
 def wall_time_utc() -> str:
     """ISO 8601 wall time for people; nothing is ever decided by it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def monotonic_origin() -> str:
+    """Names what `now` counts from: times of another origin do not compare. Empty if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

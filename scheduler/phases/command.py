@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from scheduler.phases.wire import JobStatus
+    from scheduler.phases.wire import Reply
 
 phases = typer.Typer(add_completion=False, no_args_is_help=True)
 _Socket = Annotated[Path, typer.Option(help="The control's Unix socket.")]
@@ -26,6 +24,10 @@ def serve(
     socket: _Socket,
     state: Annotated[
         Path | None, typer.Option(help="SQLite file; without it a restart forgets.")
+    ] = None,
+    nodes: Annotated[
+        Path | None,
+        typer.Option(help="YAML file of machines: with it the control plans which job is where."),
     ] = None,
     journal: Annotated[
         Path | None, typer.Option(help="Directory for the journal of decisions.")
@@ -56,7 +58,72 @@ def serve(
         config = msgspec.convert(settings, PermitsConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from error
-    asyncio.run(served(socket, config, state=state, journal=journal, metrics_port=metrics_port))
+    cluster = None
+    if nodes is not None:
+        from scheduler.phases.nodes_file import read_nodes
+
+        cluster = read_nodes(nodes)
+    asyncio.run(
+        served(
+            socket,
+            config,
+            state=state,
+            journal=journal,
+            metrics_port=metrics_port,
+            cluster=cluster,
+        )
+    )
+
+
+@phases.command()
+def submit(
+    jobs: Annotated[Path, typer.Argument(help="YAML file of jobs, as for rosemux plan.")],
+    socket: _Socket,
+) -> None:
+    """Ask a control that plans for places; a job that is known hears where it is."""
+    from scheduler.phases.jobs import read_submissions
+    from scheduler.phases.socket_control import SocketControl
+    from scheduler.phases.wire import Refused
+
+    transport, refused = SocketControl(socket), False
+    for given in read_submissions(jobs):
+        reply = transport.call("submit", given)
+        refused |= isinstance(reply, Refused)
+        typer.echo(f"{given.job}: {_answer(reply)}")
+    if refused:
+        raise typer.Exit(1)
+
+
+@phases.command()
+def forget(
+    job: Annotated[str, typer.Argument(help="The job's name.")],
+    socket: _Socket,
+) -> None:
+    """Give up a job's place for good; its phase, if one runs, loses its permit."""
+    from harvester.contracts.ids import JobId
+    from scheduler.phases.socket_control import SocketControl
+    from scheduler.phases.wire import Forget
+
+    SocketControl(socket).call("forget", Forget(job=JobId(job)))
+
+
+@phases.command()
+def node(
+    name: Annotated[str, typer.Argument(help="The node's name in the file of nodes.")],
+    socket: _Socket,
+    failed: Annotated[
+        bool, typer.Option("--failed/--back", help="It has failed, or is there again.")
+    ],
+) -> None:
+    """Tell a control that plans of a node that has failed or is there again."""
+    from harvester.contracts.errors import ConfigError
+    from harvester.contracts.ids import NodeId
+    from scheduler.phases.socket_control import SocketControl
+    from scheduler.phases.wire import NodeReport, Refused
+
+    reply = SocketControl(socket).call("node", NodeReport(node=NodeId(name), failed=failed))
+    if isinstance(reply, Refused):
+        raise ConfigError(reply.reason)
 
 
 @phases.command()
@@ -75,21 +142,20 @@ def status(
 
         typer.echo(msgspec.json.encode(jobs).decode())
     else:
-        Console().print(_table(jobs))
+        from scheduler.phases.printed import printed
+
+        Console().print(printed(jobs))
 
 
-def _table(jobs: "tuple[JobStatus, ...]") -> "Table":
-    from rich.table import Table
+def _answer(reply: "Reply") -> str:
+    from scheduler.phases.wire import Placed, Queued, Refused
 
-    table = Table("job", "phase", "stage", "holds", "waits for", "complete", "failures")
-    for job in jobs:
-        table.add_row(
-            job.job,
-            "" if job.kind is None else job.kind,
-            f"{job.stage}, warned" if job.warned else job.stage,
-            " ".join(job.nodes),
-            " ".join(job.awaits),
-            f"{job.complete_ratio:.0%}" if job.nodes else "",
-            str(job.failures or ""),
-        )
-    return table
+    match reply:
+        case Placed():
+            nodes = f"{' '.join(reply.rollout_nodes)} | {' '.join(reply.training_nodes)}"
+            return f"{reply.group} on {nodes}: {reply.reason}"
+        case Queued():
+            return f"waits behind {reply.ahead}: {reply.reason}"
+        case Refused():
+            return f"refused: {reply.reason}"
+    return str(reply)

@@ -21,6 +21,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 
+import msgspec
+
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from scheduler.phases.permit import Permit
@@ -32,17 +34,23 @@ from scheduler.phases.wire import (
     Forget,
     Granted,
     Leave,
+    Left,
+    Move,
+    Placed,
     Refused,
+    Reply,
     Transport,
     Waiting,
     Withdraw,
 )
+from scheduler.policy.cluster.submission import Submission
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.terms import JobTerms
 
 Resume = Callable[[bool], None]
 """Told whether the start is cold: the first of this kind in this process."""
 Release = Callable[[], None]
+OnMove = Callable[[Move], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,22 +77,30 @@ class PhaseControl:
     def __init__(
         self,
         transport: Transport,
-        terms: JobTerms,
+        terms: JobTerms | Submission,
         *,
         clock: Clock | None = None,
         timeout_s: float = float("inf"),
+        on_move: OnMove = lambda _move: None,
     ) -> None:
-        """`timeout_s` bounds the wait for a permit and for a control that is not there.
+        """`terms` name the job's nodes; a control that plans takes a `Submission` and names them.
 
-        Raises ConfigError where the terms are refused, Exhausted where nobody answers in time.
+        `timeout_s` bounds the wait for a place, for a permit and for a control that is not there.
+        `on_move` is called between two iterations: it frees what the job holds on its old nodes.
+
+        Raises ConfigError where the job is refused, Exhausted where nobody answers in time.
         """
         self.job = terms.job
         self.starts: list[Start] = []
+        self.placement: Placed | None = None
+        """Where a planning control has placed the job; a move's nodes once it was told."""
         self._transport = transport
         self._terms = terms
         self._clock = clock or MonotonicClock()
         self._timeout_s = timeout_s
         self._holder = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._on_move = on_move
+        self._loading_s = 0.0
         self._residents: dict[PhaseKind, _Resident] = {}
         self._entered: set[PhaseKind] = set()
         self._open: PhaseKind | None = None
@@ -131,6 +147,7 @@ class PhaseControl:
                 raise
         self._entered.add(kind)
         resumed_s = self._clock.now()
+        self._loading_s = resumed_s - granted_s
         self.starts.append(
             Start(
                 kind=kind,
@@ -144,12 +161,14 @@ class PhaseControl:
     def end(self, permit: Permit, *, failed: str = "") -> None:
         """Raises Stale where the permit ended before its phase did."""
         resident = self._residents.get(permit.kind)
+        ended_s = self._clock.now()
         try:
             if resident is not None:
                 resident.on_release()
         except BaseException as error:
             self._leave(permit, failed=failed or f"could not be released: {error!r}")
             raise
+        self._loading_s += self._clock.now() - ended_s
         self._leave(permit, failed=failed)
         if not failed:
             permit.check()
@@ -163,15 +182,23 @@ class PhaseControl:
         pauses = Pauses(self._clock, timeout_s=self._timeout_s)
         while True:
             try:
-                reply = self._transport.call("place", self._terms)
+                reply = self._said_terms()
             except Exhausted as error:
                 pauses.pause(error)
                 continue
             if isinstance(reply, Admitted):
                 return
+            if isinstance(reply, Placed):
+                self.placement = reply
+                return
             if isinstance(reply, Refused) and reply.retry_after_s is None:
                 raise ConfigError(f"job {self.job}: {reply.reason}")
             pauses.pause(Exhausted(f"job {self.job}: {reply}"))
+
+    def _said_terms(self) -> Reply:
+        if isinstance(self._terms, Submission):
+            return self._transport.call("submit", self._terms)
+        return self._transport.call("place", self._terms)
 
     def _awaited(self, kind: PhaseKind) -> Granted:
         pauses = Pauses(self._clock, timeout_s=self._timeout_s)
@@ -199,15 +226,29 @@ class PhaseControl:
         """Until the control has heard it; one that is away hears it when it is back."""
         permit.end()
         self._open = None
-        leave = Leave(job=self.job, epoch=permit.epoch, failed=failed[:500])
+        leave = Leave(
+            job=self.job, epoch=permit.epoch, failed=failed[:500], loading_s=self._loading_s
+        )
         if not failed:
-            self._say(leave, timeout_s=self._timeout_s)
+            self._told(self._say(leave, timeout_s=self._timeout_s))
             return
         # Who has failed says so while its lease lasts: after that the control knows by itself.
         with suppress(Exhausted, Stale, PeerProtocolError):
             self._say(leave, timeout_s=min(self._timeout_s, permit.lease_s))
 
-    def _say(self, leave: Leave, *, timeout_s: float) -> None:
+    def _told(self, left: Reply) -> None:
+        move = left.move if isinstance(left, Left) else None
+        if move is None or self.placement is None:
+            return
+        self.placement = msgspec.structs.replace(
+            self.placement,
+            rollout_nodes=move.rollout_nodes,
+            training_nodes=move.training_nodes,
+            reason=move.reason,
+        )
+        self._on_move(move)
+
+    def _say(self, leave: Leave, *, timeout_s: float) -> Reply:
         pauses = Pauses(self._clock, timeout_s=timeout_s)
         while True:
             try:
@@ -217,7 +258,7 @@ class PhaseControl:
                 continue
             if isinstance(reply, Ended):
                 raise Stale(f"phase of job {self.job}: {reply.reason}")
-            return
+            return reply
 
 
 class Phase(ContextDecorator):

@@ -8,11 +8,12 @@ this one desk.
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import Exhausted
+from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.phases.metrics import PhaseMetrics
 from scheduler.phases.state import PermitState
@@ -30,8 +31,10 @@ from scheduler.phases.wire import (
     Leave,
     LeaveReply,
     Left,
+    NodeReport,
     Orders,
     PlaceReply,
+    PlanStatus,
     Refused,
     Reply,
     Round,
@@ -39,6 +42,7 @@ from scheduler.phases.wire import (
     Waiting,
     Withdraw,
 )
+from scheduler.policy.cluster.submission import Submission
 from scheduler.policy.phases.events import (
     ControlResumed,
     EndReason,
@@ -67,7 +71,7 @@ _RETRY_S = 0.5
 
 
 class PermitDesk:
-    """Raises ConfigError where its state file is another version's."""
+    """Raises ConfigError where its state file is another version's, or of a control that plans."""
 
     def __init__(
         self,
@@ -83,7 +87,7 @@ class PermitDesk:
         self._policy = PermitPolicy(config)
         self._metrics = PhaseMetrics()
         self._state = PermitState(state)
-        snapshot = self._state.snapshot()
+        snapshot = self._translated(self._state.snapshot())
         if snapshot is not None:
             self._policy.restore(snapshot)
             self._metrics.resume(self._policy)
@@ -123,6 +127,8 @@ class PermitDesk:
                 return Left()
             case Round():
                 return self.give_round(message)
+            case Submission() | NodeReport():
+                return Refused(reason="this control does not plan: it was started without nodes")
 
     def place(self, terms: JobTerms) -> PlaceReply:
         known = self._policy.standing(terms.job)
@@ -200,6 +206,15 @@ class PermitDesk:
             with suppress(Exhausted):
                 self._observe(TimePassed())
 
+    def plan_of(self, job: JobId) -> PlanStatus | None:  # noqa: ARG002 - a planning desk's to say
+        """How a job stands in the plan; None where there is none."""
+        return None
+
+    @property
+    def jobs(self) -> tuple[JobId, ...]:
+        """Everybody who is known."""
+        return self._policy.jobs
+
     def metrics(self) -> bytes:
         """As Prometheus reads them."""
         return self._metrics.render(self._policy, now=self._clock.now())
@@ -222,18 +237,40 @@ class PermitDesk:
         )
 
     def _observe(self, event: PermitEvent) -> tuple[PermitEffect, ...]:
-        now = self._clock.now()
+        effects = self._decide(event, now=self._clock.now())
+        self._keep()
+        return effects
+
+    def _decide(self, event: PermitEvent, *, now: float) -> tuple[PermitEffect, ...]:
+        """Kept nowhere yet."""
         effects = self._policy.observe(event, now=now)
         self._metrics.decided(effects, self._policy, now=now)
         self._log.decided(now=now, sample=event, effects=effects)
-        changed: set[JobId] = {each.job for each in effects if not isinstance(each, Refuse)}
-        self._unsaved |= changed
-        if self._unsaved:
-            standings = {job: self._policy.standing(job) for job in sorted(self._unsaved)}
-            self._state.keep(self._policy.counters, standings)
-            self._unsaved.clear()
-            self.on_change()
+        self._unsaved |= {each.job for each in effects if not isinstance(each, Refuse)}
         return effects
+
+    def _keep(self) -> None:
+        """Raises Exhausted: nothing that was decided may be answered then."""
+        plan = self._plan_records()
+        if self._unsaved or plan:
+            standings = {job: self._policy.standing(job) for job in sorted(self._unsaved)}
+            self._state.keep(self._policy.counters, standings, plan)
+            self._unsaved.clear()
+            self._plan_kept()
+            self.on_change()
+
+    def _translated(self, snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What was kept, in the times of this clock."""
+        if self._state.plan():
+            raise ConfigError("the state file holds a plan: start the control with its nodes")
+        return snapshot
+
+    def _plan_records(self) -> dict[str, bytes | None]:
+        """What a planning desk has to keep with the same decision."""
+        return {}
+
+    def _plan_kept(self) -> None:
+        pass
 
 
 def _refusal(effects: tuple[PermitEffect, ...]) -> str:

@@ -5,9 +5,11 @@ from pathlib import Path
 from types import TracebackType
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from scheduler.phases.desk import TICK_S, PermitDesk
+from scheduler.phases.desk import TICK_S
+from scheduler.phases.opening import compile_for, opened
 from scheduler.phases.status import statuses
 from scheduler.phases.wire import WAIT_MAX_S, Call, Enter, JobStatus, Reply, Waiting, checked
+from scheduler.policy.cluster.config import ClusterConfig
 from scheduler.policy.phases.terms import PermitsConfig
 
 
@@ -21,10 +23,13 @@ class EmbeddedControl:
         clock: Clock | None = None,
         state: Path | None = None,
         journal: Path | None = None,
+        cluster: ClusterConfig | None = None,
     ) -> None:
+        """With a `cluster` it plans."""
         self._clock = clock or MonotonicClock()
-        self._desk = PermitDesk(
-            config or PermitsConfig(), self._clock, state=state, journal=journal
+        compile_for(cluster)
+        self._desk = opened(
+            config or PermitsConfig(), self._clock, state=state, journal=journal, cluster=cluster
         )
         self._changed = threading.Condition()
         self._desk.on_change = self._changed.notify_all

@@ -18,6 +18,7 @@ from prometheus_client import (
 )
 
 from harvester.contracts.ids import JobId, NodeId
+from scheduler.phases.plan_metrics import PlanMetrics
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.events import (
     EndPermit,
@@ -74,6 +75,7 @@ class PhaseMetrics:
         )
         self._wait_s = self._histogram("wait_seconds", "From a place in the line to the permit.")
         self._hold_s = self._histogram("hold_seconds", "From a permit to its end.")
+        self.plan = PlanMetrics(self.registry)
         self._last_job: dict[NodeId, JobId] = {}
         self._processes: dict[JobId, tuple[str, set[PhaseKind]]] = {}
         for kind in PhaseKind:

@@ -15,11 +15,12 @@ import msgspec
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
-from scheduler.phases.desk import PermitDesk
 from scheduler.phases.front import Front
+from scheduler.phases.opening import compile_for, opened
 from scheduler.phases.service import exposition
 from scheduler.phases.status import statuses
 from scheduler.phases.wire import Absent, Call, Enter, JobStatus, Reply, decoded_reply
+from scheduler.policy.cluster.config import ClusterConfig
 from scheduler.policy.phases.terms import PermitsConfig
 
 _LOG = logging.getLogger(__name__)
@@ -38,13 +39,17 @@ class ControlActor:
         state: str | None,
         journal: str | None,
         metrics_port: int | None,
+        cluster: dict[str, Any] | None = None,
     ) -> None:
         clock = MonotonicClock()
-        self._desk = PermitDesk(
+        planned = None if cluster is None else msgspec.convert(cluster, ClusterConfig)
+        compile_for(planned)
+        self._desk = opened(
             msgspec.convert(config, PermitsConfig),
             clock,
             state=None if state is None else Path(state),
             journal=None if journal is None else Path(journal),
+            cluster=planned,
         )
         self._front = Front(self._desk, clock)
         self._ticking: asyncio.Task[None] | None = None
@@ -86,10 +91,12 @@ def started(
     state: Path | None = None,
     journal: Path | None = None,
     metrics_port: int | None = None,
+    cluster: ClusterConfig | None = None,
     name: str = ACTOR,
 ) -> "RayControl":
     """The control of this Ray cluster, started now if nobody has; Ray must be initialised.
 
+    With a `cluster`, of which `scheduler.phases.nodes_file` reads one from a file, it plans.
     `metrics_port` is a loopback port of the node that the actor is on, for a Prometheus there.
     """
     import ray
@@ -110,6 +117,7 @@ def started(
             None if state is None else str(state.absolute()),
             None if journal is None else str(journal.absolute()),
             metrics_port,
+            None if cluster is None else msgspec.to_builtins(cluster),
         )
     )
     return RayControl(handle)

@@ -1,6 +1,7 @@
 """The phase control as a process of its own, on a Unix socket that only its user may open.
 
-rosemux phases serve --socket FILE --state FILE [--journal DIRECTORY] [--metrics-port PORT]
+rosemux phases serve --socket FILE --state FILE [--nodes FILE] [--journal DIRECTORY]
+                     [--metrics-port PORT]
 """
 
 import asyncio
@@ -18,7 +19,9 @@ from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from scheduler.phases.desk import PermitDesk
 from scheduler.phases.front import Front
+from scheduler.phases.opening import compile_for, opened
 from scheduler.phases.status import statuses
+from scheduler.policy.cluster.config import ClusterConfig
 from scheduler.policy.phases.terms import PermitsConfig
 
 MAX_BODY_BYTES = 1 << 20
@@ -127,12 +130,14 @@ async def serve(
     state: Path | None,
     journal: Path | None,
     metrics_port: int | None = None,
+    cluster: ClusterConfig | None = None,
     clock: Clock | None = None,
 ) -> None:
     """Until SIGTERM or SIGINT. Raises ConfigError where it cannot start."""
     clock = clock or MonotonicClock()
+    compile_for(cluster)
     listening = listening_socket(path)
-    desk = PermitDesk(config, clock, state=state, journal=journal)
+    desk = opened(config, clock, state=state, journal=journal, cluster=cluster)
     front = Front(desk, clock)
     runner = web.AppRunner(
         application(front),

@@ -1,4 +1,4 @@
-"""Durable facts of the phase control in SQLite: how each job stands, and the numbers used so far.
+"""Durable facts of the phase control in SQLite: how each job stands, numbers used, and the plan.
 
 Written before an answer leaves, one row for each job that a decision changed. Synchronous to the
 disk: on Ray a holder may outlive the machine that the control ran on, and its epoch must not be
@@ -8,7 +8,7 @@ given again. Locked for as long as it is open: two controls on one file would gi
 import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -16,12 +16,14 @@ from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import JobId
 from scheduler.policy.phases.standing import Standing
 
+_NOTHING: Final[dict[str, bytes | None]] = {}
 _SCHEMA_VERSION = 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS counters (
     one INTEGER PRIMARY KEY CHECK (one = 1), epoch INTEGER NOT NULL, ticket INTEGER NOT NULL
 ) STRICT;
 CREATE TABLE IF NOT EXISTS jobs (job TEXT PRIMARY KEY, standing BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS plan (name TEXT PRIMARY KEY, record BLOB NOT NULL) STRICT;
 """
 
 
@@ -59,17 +61,31 @@ class PermitState:
         jobs = [msgspec.json.decode(standing) for (standing,) in rows]
         return {"epoch": counters[0], "ticket": counters[1], "jobs": jobs}
 
-    def keep(self, counters: tuple[int, int], standings: Mapping[JobId, Standing | None]) -> None:
-        """All or nothing. None removes the job. Raises Exhausted where the disk takes nothing."""
+    def plan(self) -> dict[str, bytes]:
+        """What a planning control kept beside the permits, by name."""
+        return dict(self._db.execute("SELECT name, record FROM plan ORDER BY name"))
+
+    def keep(
+        self,
+        counters: tuple[int, int],
+        standings: Mapping[JobId, Standing | None],
+        plan: Mapping[str, bytes | None] = _NOTHING,
+    ) -> None:
+        """All or nothing. None removes. Raises Exhausted where the disk takes nothing."""
         try:
-            self._write(counters, standings)
+            self._write(counters, standings, plan)
         except sqlite3.Error as error:
             raise Exhausted(f"the state file cannot be written: {error}") from error
 
     def close(self) -> None:
         self._db.close()
 
-    def _write(self, counters: tuple[int, int], standings: Mapping[JobId, Standing | None]) -> None:
+    def _write(
+        self,
+        counters: tuple[int, int],
+        standings: Mapping[JobId, Standing | None],
+        plan: Mapping[str, bytes | None],
+    ) -> None:
         with self._db:
             self._db.execute("BEGIN")
             self._db.execute("INSERT OR REPLACE INTO counters VALUES (1, ?, ?)", counters)
@@ -79,3 +95,8 @@ class PermitState:
                     continue
                 body = msgspec.json.encode(standing)
                 self._db.execute("INSERT OR REPLACE INTO jobs VALUES (?, ?)", (job, body))
+            for name, record in plan.items():
+                if record is None:
+                    self._db.execute("DELETE FROM plan WHERE name = ?", (name,))
+                    continue
+                self._db.execute("INSERT OR REPLACE INTO plan VALUES (?, ?)", (name, record))

@@ -1,24 +1,42 @@
 """Who holds what and who waits, for people and dashboards."""
 
+from harvester.contracts.ids import JobId
 from scheduler.phases.desk import PermitDesk
 from scheduler.phases.wire import JobStatus
+from scheduler.policy.phases.standing import NO_EPOCH, Stage
 
 
 def statuses(desk: PermitDesk) -> tuple[JobStatus, ...]:
-    standings = (desk.policy.standing(job) for job in desk.policy.jobs)
-    return tuple(
-        JobStatus(
-            job=each.job,
-            stage=each.stage,
-            kind=each.kind,
-            epoch=each.epoch,
-            nodes=each.nodes,
-            awaits=each.awaits,
-            complete_ratio=each.complete_ratio,
-            tokens=each.tokens,
-            warned=each.warned_s is not None,
-            failures=each.failures,
+    return tuple(_status(desk, job) for job in desk.jobs)
+
+
+def _status(desk: PermitDesk, job: JobId) -> JobStatus:
+    standing, plan = desk.policy.standing(job), desk.plan_of(job)
+    if standing is None:
+        # Submitted, and without a place or on its way to one.
+        return JobStatus(
+            job=job,
+            stage=Stage.APART,
+            kind=None,
+            epoch=NO_EPOCH,
+            nodes=(),
+            awaits=(),
+            complete_ratio=0.0,
+            tokens=0,
+            warned=False,
+            failures=0,
+            plan=plan,
         )
-        for each in standings
-        if each is not None
+    return JobStatus(
+        job=job,
+        stage=standing.stage,
+        kind=standing.kind,
+        epoch=standing.epoch,
+        nodes=standing.nodes,
+        awaits=standing.awaits,
+        complete_ratio=standing.complete_ratio,
+        tokens=standing.tokens,
+        warned=standing.warned_s is not None,
+        failures=standing.failures,
+        plan=plan,
     )

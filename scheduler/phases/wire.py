@@ -7,6 +7,8 @@
     leave    Leave    -> Left | Ended
     forget   Forget   -> Left
     round    Round    -> Kept | Refused                   by a planner, not by a job
+    submit   Submission -> Placed | Queued | Refused      where the control plans: instead of place
+    node     NodeReport -> Kept | Refused                 by an operator or a health check
 
 The same records travel in one process, over a Unix socket and through a Ray actor; on the latter
 two as JSON bytes. Durations are each side's own monotonic seconds. The epoch fences: what comes
@@ -19,6 +21,8 @@ import msgspec
 
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId, NodeId, checked_name
+from scheduler.policy.cluster.stays import StayStage
+from scheduler.policy.cluster.submission import Submission
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.standing import Stage
 from scheduler.policy.phases.terms import JobTerms
@@ -56,6 +60,8 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     job: JobId
     epoch: Epoch
     failed: str = ""
+    loading_s: float = 0.0
+    """Of the phase, spent on loading and offloading; no part of what it would take alone."""
 
 
 class Forget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,12 +116,34 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     reason: str
 
 
-class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
-    pass
+class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left", omit_defaults=True):
+    move: "Move | None" = None
+    """The iteration is over, and the job goes on elsewhere."""
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
     """The round is in force."""
+
+
+class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a submitted job is and how it fares."""
+
+    stage: StayStage
+    group: str
+    rollout_nodes: tuple[NodeId, ...]
+    training_nodes: tuple[NodeId, ...]
+    moves_to: tuple[NodeId, ...]
+    """At its iteration's end, or when there is room."""
+    reason: str
+    slo: float
+    slowdown: float | None
+    """Time since its placement over what its phases and its first load would have taken alone."""
+    credit_s: float | None
+    """Delay that it can still absorb; below 0 its promise would be broken if it ended now."""
+    iterations: int
+    moves: int
+    waits_s: float
+    """For a place."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,15 +159,50 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     warned: bool
     failures: int
+    plan: "PlanStatus | None" = None
+    """Where the control plans."""
+
+
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A node has failed, or is there again."""
+
+    node: NodeId
+    failed: bool
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the job goes on. When it asks for its next phase, its old nodes are free of it."""
+
+    rollout_nodes: tuple[NodeId, ...]
+    training_nodes: tuple[NodeId, ...]
+    reason: str
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True, tag="placed"):
+    group: str
+    rollout_nodes: tuple[NodeId, ...]
+    """Empty while a failed one has no replacement; the same of the others."""
+    training_nodes: tuple[NodeId, ...]
+    reason: str
+    lease_s: float
+
+
+class Queued(msgspec.Struct, frozen=True, kw_only=True, tag="queued"):
+    """Known, and without a place for now: it gets one by itself; ask again to hear of it."""
+
+    reason: str
+    ahead: int
+    """Jobs that wait longer."""
 
 
 EnterReply = Granted | Waiting | Refused
 BeatReply = Orders | Ended
 LeaveReply = Left | Ended
 PlaceReply = Admitted | Refused
+SubmitReply = Placed | Queued | Refused
 RoundReply = Kept | Refused
-Call = JobTerms | Enter | Withdraw | Beat | Leave | Forget | Round
-Reply = Admitted | Granted | Waiting | Refused | Orders | Ended | Left | Kept
+Call = JobTerms | Enter | Withdraw | Beat | Leave | Forget | Round | Submission | NodeReport
+Reply = Admitted | Granted | Waiting | Refused | Orders | Ended | Left | Kept | Placed | Queued
 
 CallKind = (
     type[JobTerms]
@@ -149,6 +212,8 @@ CallKind = (
     | type[Leave]
     | type[Forget]
     | type[Round]
+    | type[Submission]
+    | type[NodeReport]
 )
 CALLS: dict[str, CallKind] = {
     "place": JobTerms,
@@ -158,6 +223,8 @@ CALLS: dict[str, CallKind] = {
     "leave": Leave,
     "forget": Forget,
     "round": Round,
+    "submit": Submission,
+    "node": NodeReport,
 }
 _REPLY: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
@@ -185,8 +252,13 @@ def decoded_call(name: str, body: bytes) -> Call:
 
 def checked(call: Call) -> Call:
     """The same, with every name a name. Raises PeerProtocolError otherwise."""
+    if isinstance(call, NodeReport):
+        checked_name(call.node, what="node")
+        return call
     for job in call.turns if isinstance(call, Round) else (call.job,):
         checked_name(job, what="job")
+    if isinstance(call, Submission):
+        checked_name(call.tenant, what="tenant")
     if isinstance(call, Enter | Withdraw):
         checked_name(call.holder, what="holder")
     if isinstance(call, JobTerms):

@@ -20,6 +20,8 @@ from scheduler.phases.permit import Permit
 from scheduler.phases.wire import Absent
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.terms import JobTerms, PermitsConfig, PhaseTerms
+from tests.unit.scheduler.cluster.submitted import cluster as planned_nodes
+from tests.unit.scheduler.cluster.submitted import submission
 
 pytestmark = [
     pytest.mark.ray,
@@ -105,6 +107,32 @@ def test_a_control_on_ray_exports_the_same_metrics_and_lives_without_their_port(
         assert b'scheduler_phase_jobs{stage="apart"} 1.0' in reply.read()
     for control in controls:
         ray.kill(control.handle)
+
+
+def test_a_control_on_ray_plans_and_knows_its_jobs_after_it_was_killed(
+    cluster: None, tmp_path: Path
+) -> None:
+    control = on_ray.started(
+        CONFIG,
+        state=tmp_path / "plan.sqlite",
+        cluster=planned_nodes("r0", "t0", warm_start_s=0.1),
+        name="plans",
+    )
+    phases = {
+        name: PhaseControl(control, submission(name, slo=3.0), timeout_s=ANSWER_S) for name in "ab"
+    }
+    for one in phases.values():
+        assert one.placement is not None
+        assert one.placement.training_nodes == ("t0",)
+    for name in "ab":
+        with phases[name].phase("rollout") as permit:
+            assert permit.nodes == ("r0",)
+    ray.kill(control.handle, no_restart=False)
+    with phases["a"].phase("training") as permit:
+        assert permit.nodes == ("t0",)
+    found = {one.job: one.plan for one in control.jobs()}
+    assert {name: plan.iterations for name, plan in found.items() if plan} == {"a": 1, "b": 0}
+    ray.kill(control.handle)
 
 
 def _free_port() -> int:

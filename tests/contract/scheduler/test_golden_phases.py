@@ -19,7 +19,11 @@ from scheduler.phases.wire import (
     Kept,
     Leave,
     Left,
+    Move,
+    NodeReport,
     Orders,
+    Placed,
+    Queued,
     Refused,
     Reply,
     Round,
@@ -28,6 +32,7 @@ from scheduler.phases.wire import (
     decoded_call,
     decoded_reply,
 )
+from scheduler.policy.cluster.submission import DeclaredPhase, Submission
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.standing import Stage
 from scheduler.policy.phases.terms import JobTerms, PhaseTerms
@@ -56,13 +61,32 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
         Beat(job=JOB, epoch=Epoch(2), complete_ratio=0.5, tokens=7, narrowed=True),
         b'{"job":"j","epoch":2,"complete_ratio":0.5,"tokens":7,"narrowed":true}',
     ),
-    ("leave", Leave(job=JOB, epoch=Epoch(2)), b'{"job":"j","epoch":2,"failed":""}'),
+    (
+        "leave",
+        Leave(job=JOB, epoch=Epoch(2)),
+        b'{"job":"j","epoch":2,"failed":"","loading_s":0.0}',
+    ),
     ("forget", Forget(job=JOB), b'{"job":"j"}'),
     (
         "round",
         Round(turns=(JOB, JobId("k"), JOB), patience_s=1.5),
         b'{"turns":["j","k","j"],"patience_s":1.5}',
     ),
+    (
+        "submit",
+        Submission(
+            job=JOB,
+            phases=(DeclaredPhase(kind=PhaseKind.ROLLOUT, max_s=9.0),),
+            slo=1.5,
+            host_bytes=7,
+        ),
+        (
+            b'{"job":"j","phases":[{"kind":"rollout","max_s":9.0,"nodes":1,"mean_s":null,'
+            b'"cv":0.1,"seen":40,"least_nodes":0,"tail_ratio":1.0,"tail_nodes":1}],"slo":1.5,'
+            b'"host_bytes":7,"tenant":"default"}'
+        ),
+    ),
+    ("node", NodeReport(node=NODES[0], failed=True), b'{"node":"n","failed":true}'),
 ]
 GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
     (Admitted(lease_s=10.0), b'{"type":"admitted","lease_s":10.0}'),
@@ -84,6 +108,18 @@ GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
     ),
     (Ended(reason="why"), b'{"type":"ended","reason":"why"}'),
     (Left(), b'{"type":"left"}'),
+    (
+        Left(move=Move(rollout_nodes=NODES, training_nodes=(), reason="why")),
+        (b'{"type":"left","move":{"rollout_nodes":["n"],"training_nodes":[],"reason":"why"}}'),
+    ),
+    (
+        Placed(group="g", rollout_nodes=NODES, training_nodes=(), reason="why", lease_s=10.0),
+        (
+            b'{"type":"placed","group":"g","rollout_nodes":["n"],"training_nodes":[],'
+            b'"reason":"why","lease_s":10.0}'
+        ),
+    ),
+    (Queued(reason="why", ahead=1), b'{"type":"queued","reason":"why","ahead":1}'),
     (Kept(), b'{"type":"kept"}'),
 ]
 
@@ -116,6 +152,9 @@ def test_every_call_has_its_golden_bytes() -> None:
         ("beat", b'{"job":"j"}'),
         ("round", b'{"turns":["j","../k"]}'),
         ("beat", b"not json"),
+        ("submit", b'{"job":"../up","phases":[],"slo":1.0,"host_bytes":0}'),
+        ("submit", b'{"job":"j","phases":[],"slo":1.0,"host_bytes":0,"tenant":"a/b"}'),
+        ("node", b'{"node":"/dev/null","failed":true}'),
     ],
 )
 def test_what_is_no_call_is_refused(name: str, body: bytes) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from deploy.metrics import METRICS, Exporter
+from scheduler.phases.nodes_file import ClusterSettings
 from scheduler.phases.permit import Permit
 from scheduler.phases.wire import CALLS
 from scheduler.policy.phases.standing import TRANSITIONS
@@ -28,6 +29,15 @@ def test_the_settings_and_their_defaults_are_the_policy_s(table_after: TableAfte
     assert {row[0]: float(row[1]) for row in rows} == msgspec.to_builtins(PermitsConfig())
 
 
+def test_the_settings_of_a_file_of_nodes_are_those_that_are_read(table_after: TableAfter) -> None:
+    rows = table_after(PAGE, "| `nodes.yaml` | default |")
+    assert {row[0]: float(row[1]) for row in rows} == {
+        name: field.default
+        for name, field in ClusterSettings.model_fields.items()
+        if not field.is_required()
+    }
+
+
 def test_the_calls_and_what_they_say_are_those_of_the_wire(table_after: TableAfter) -> None:
     rows = table_after(PAGE, "| call | says | answers |")
     assert {row[0]: tuple(row[1].split(", ")) for row in rows} == {
@@ -38,7 +48,7 @@ def test_the_calls_and_what_they_say_are_those_of_the_wire(table_after: TableAft
 def test_the_metrics_are_those_of_the_exporter_with_their_labels(table_after: TableAfter) -> None:
     rows = table_after(PAGE, "| `scheduler_phase_…` | labels |")
     documented = {
-        f"scheduler_phase_{name}": set(row[1].split(", "))
+        f"scheduler_phase_{name}": set(filter(None, row[1].split(", ")))
         for row in rows
         for name in row[0].split(", ")
     }

@@ -1,0 +1,73 @@
+"""An RL job whose phases sleep: what a control that plans does with two of them.
+
+    rosemux phases serve --socket /tmp/toy/phases.sock --state /tmp/toy/phases.sqlite \
+        --nodes examples/nodes.yaml &
+    python examples/toy_job.py /tmp/toy/phases.sock math &
+    python examples/toy_job.py /tmp/toy/phases.sock code &
+    rosemux phases status --socket /tmp/toy/phases.sock
+
+Alone an iteration takes 3 s. Both jobs have the same two nodes: while one trains, the other rolls
+out, and neither may be slowed more than 1.9 times.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from harvester.contracts.ids import JobId
+from scheduler.phases.control import PhaseControl
+from scheduler.phases.socket_control import SocketControl
+from scheduler.phases.wire import Move
+from scheduler.policy.cluster.submission import DeclaredPhase, Submission
+from scheduler.policy.model import PhaseKind
+
+GB = 10**9
+
+
+def submission(job: str, *, rollout_s: float, training_s: float) -> Submission:
+    """What the job declares; `max_s` is a phase with every response at its token limit."""
+    return Submission(
+        job=JobId(job),
+        slo=1.9,
+        host_bytes=400 * GB,
+        phases=(
+            DeclaredPhase(kind=PhaseKind.ROLLOUT, max_s=1.5 * rollout_s),
+            DeclaredPhase(kind=PhaseKind.TRAINING, max_s=1.5 * training_s),
+        ),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("socket", type=Path)
+    parser.add_argument("job")
+    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--rollout-s", type=float, default=2.0)
+    parser.add_argument("--training-s", type=float, default=1.0)
+    given = parser.parse_args()
+
+    def moved(move: Move) -> None:
+        """Between two iterations: free what is on the old nodes; the next permit is on the new."""
+        say(f"moves to {' '.join(move.rollout_nodes)} | {' '.join(move.training_nodes)}")
+
+    def say(words: str) -> None:
+        print(f"{given.job}: {words}", flush=True)
+
+    asked = submission(given.job, rollout_s=given.rollout_s, training_s=given.training_s)
+    phases = PhaseControl(SocketControl(given.socket), asked, on_move=moved)
+    place = phases.placement
+    assert place is not None
+    nodes = f"{' '.join(place.rollout_nodes)} | {' '.join(place.training_nodes)}"
+    say(f"{place.group} on {nodes}: {place.reason}")
+    for iteration in range(1, given.iterations + 1):
+        with phases.phase("rollout") as permit:
+            say(f"iteration {iteration} rolls out on {' '.join(permit.nodes)}")
+            time.sleep(given.rollout_s)
+        with phases.phase("training") as permit:
+            say(f"iteration {iteration} trains on {' '.join(permit.nodes)}")
+            time.sleep(given.training_s)
+    phases.forget()
+
+
+if __name__ == "__main__":
+    main()

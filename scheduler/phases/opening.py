@@ -1,0 +1,37 @@
+"""Which desk a control has: one that is told every job's nodes, or one that plans them."""
+
+from pathlib import Path
+
+from harvester.contracts.clock import Clock
+from scheduler.phases.desk import PermitDesk
+from scheduler.policy.cluster.config import ClusterConfig
+from scheduler.policy.phases.terms import PermitsConfig
+
+
+def opened(
+    config: PermitsConfig,
+    clock: Clock,
+    *,
+    state: Path | None,
+    journal: Path | None,
+    cluster: ClusterConfig | None,
+) -> PermitDesk:
+    """Raises ConfigError where the state file is not one of such a control."""
+    if cluster is None:
+        return PermitDesk(config, clock, state=state, journal=journal)
+    # Whoever does not plan needs no compiler.
+    from scheduler.phases.planning import PlanningDesk
+
+    return PlanningDesk(config, cluster, clock, state=state, journal=journal)
+
+
+def compile_for(cluster: ClusterConfig | None) -> None:
+    """A planner's forecasts, before anybody is listened to: tens of seconds on a new machine.
+
+    Who connects to a control that is there and does not answer gives its permit up in the end;
+    who finds none goes on.
+    """
+    if cluster is not None:
+        from scheduler.policy.cluster.rehearsal import rehearse
+
+        rehearse(cluster)

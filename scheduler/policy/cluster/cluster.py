@@ -1,0 +1,375 @@
+"""Which job is on which nodes: the group planner's answers turned into terms of run permits.
+
+Jobs are submitted, wait for a place, and get one; observed phases teach the planner. What it asks
+for takes effect where it costs no phase: a job is told at its iteration's end that it moves, and
+has left its old nodes when it asks for its next one. Host memory is given once. A node that failed
+is replaced by a free one; only a phase that ran on it ends. Reads how jobs stand with their
+permits; says events of the permit policy. Asks nobody and reads no clock.
+"""
+
+from collections import Counter
+from enum import StrEnum
+from typing import Protocol
+
+from harvester.contracts.errors import Exhausted
+from harvester.contracts.ids import GroupId, JobId, NodeId
+from scheduler.policy.cluster.config import ClusterConfig
+from scheduler.policy.cluster.events import (
+    ClusterEffect,
+    ClusterEvent,
+    ClusterResumed,
+    JobGone,
+    JobSubmitted,
+    NodeBack,
+    NodeLost,
+    PhaseAsked,
+    PhaseBegan,
+    PhaseDone,
+    PhaseLost,
+    PlanReviewed,
+)
+from scheduler.policy.cluster.fleet import Fleet
+from scheduler.policy.cluster.residency import Residency, kept_nodes
+from scheduler.policy.cluster.rounds import Round, RoundBook, leader, led_by
+from scheduler.policy.cluster.stays import Stay, StayStage
+from scheduler.policy.cluster.submission import KINDS, Submission, nodes_of, submission_fault
+from scheduler.policy.cluster.supply import SuppliedPlanner
+from scheduler.policy.groups.events import (
+    AddNode,
+    GroupEffect,
+    JobEnded,
+    JobMoved,
+    MoveJob,
+    NodeFailed,
+    PhaseEnded,
+    PlaceJob,
+    ReleaseNode,
+    RestartJob,
+)
+from scheduler.policy.model import Placement, Pool
+from scheduler.policy.phases.events import JobLeft, JobPlaced, RoundGiven
+from scheduler.policy.phases.standing import NO_EPOCH, Stage, Standing
+from scheduler.policy.phases.terms import JobTerms
+
+_QUEUE_TRIES = 16
+"""Waiting jobs that are looked at when something has changed."""
+
+
+class Decision(StrEnum):
+    """What the planner has asked for; counted."""
+
+    PLACED = "placed"
+    MOVED = "moved"
+    RESTARTED = "restarted"
+    """Because a node failed."""
+
+
+class Permits(Protocol):
+    def standing(self, job: JobId) -> Standing | None: ...
+
+
+class ClusterPolicy:
+    def __init__(self, config: ClusterConfig, permits: Permits) -> None:
+        self.config = config
+        self.planner = SuppliedPlanner(config)
+        self.fleet = Fleet(config.pools)
+        self.stays: dict[JobId, Stay] = {}
+        """Everybody who was submitted, in the order of arrival."""
+        self.rounds = RoundBook(self.planner.packer, config.rules)
+        self.residency = Residency(config.types)
+        self.arrivals = 0
+        self.decisions: Counter[Decision] = Counter()
+        """Since this process began."""
+        self.unsaved: set[JobId] = set()
+        """Whose record has changed since the shell has cleared this."""
+        self.layout_changed = False
+        """The same of who is where."""
+        self._permits = permits
+        self._effects: list[ClusterEffect] = []
+        self._removed: set[JobId] = set()
+        """Taken from their permits in the present decision."""
+        self._touched: set[JobId] = set()
+        self._groups: set[GroupId] = set()
+        """Whose round may have changed."""
+
+    def refusal(self, given: Submission) -> str:
+        """Why the job will never be placed so; empty if it may be."""
+        known = self.stays.get(given.job)
+        if known is not None and known.submission != given:
+            return "the job is known with another declaration: it must be forgotten first"
+        fault = submission_fault(given)
+        for pool, phase in zip((Pool.ROLLOUT, Pool.TRAINING), given.phases, strict=False):
+            there, host_bytes = self.fleet.count(pool), self.config.types[pool].host_bytes
+            if not fault and phase.nodes > there:
+                fault = f"{phase.kind}: wants {phase.nodes} nodes, there are {there}"
+            if not fault and given.host_bytes > host_bytes:
+                fault = f"{given.host_bytes} bytes do not fit on a {pool} node of {host_bytes}"
+        return fault
+
+    def observe(self, event: ClusterEvent, *, now: float) -> tuple[ClusterEffect, ...]:
+        self._effects, self._removed = [], set()
+        match event:
+            case JobSubmitted(submission=given):
+                self._submit(given, now)
+            case PhaseAsked(job=job, kind=kind):
+                self._asked(job, kind is KINDS[0], now)
+            case PhaseBegan(job=job) if job in self.stays and not self.stays[job].started:
+                self.stays[job].started = True
+                self.unsaved.add(job)
+            case PhaseDone() if event.job in self.planner.facts:
+                self._learn(event, now)
+            case PhaseLost(job=job) if job in self.planner.facts:
+                self.planner.facts[job].lose_iteration()
+                self.unsaved.add(job)
+            case JobGone(job=job) if job in self.stays:
+                self._end(job, now)
+            case NodeLost(node=node) if self.fleet.has_up(node):
+                self._lose(node, now)
+            case NodeBack(node=node) if node in self.fleet.failed:
+                self.fleet.failed.discard(node)
+                self.layout_changed = True
+                self._let_in(now)
+            case PlanReviewed():
+                self._apply(self.planner.review(self._supply(), now=now), now)
+                self._let_in(now)
+            case ClusterResumed():
+                self._resume(now)
+            case _:
+                return ()
+        self._settle()
+        return tuple(sorted(self._effects, key=self._rank))
+
+    def machines(self, placement: Placement | None) -> tuple[tuple[NodeId, ...], ...]:
+        """Rollout and training nodes by their own names; none of a pool where one is missing."""
+        if placement is None:
+            return (), ()
+        named = self.fleet.named
+        return named(placement.rollout_nodes), named(placement.training_nodes)
+
+    def wanted_terms(self, stay: Stay) -> JobTerms | None:
+        """What its permits shall be for now."""
+        rollout, training = self.machines(stay.at)
+        return stay.submission.terms(rollout, training)
+
+    def _submit(self, given: Submission, now: float) -> None:
+        stay = self.stays.get(given.job)
+        if stay is None:
+            self.arrivals += 1
+            stay = Stay(submission=given, number=self.arrivals, submitted_s=now)
+            self.stays[given.job] = stay
+            self.unsaved.add(given.job)
+            self._admit(now)
+        elif stay.stage is StayStage.MOVING and self._is_apart(stay):
+            # A process that begins anew is told with the answer where it begins.
+            self._leave_old(stay, now)
+
+    def _asked(self, job: JobId, begins: bool, now: float) -> None:
+        stay = self.stays.get(job)
+        standing = self._permits.standing(job)
+        if standing is not None and standing.holding:
+            return
+        if stay is not None and begins and stay.told and stay.stage is StayStage.MOVING:
+            self._leave_old(stay, now)
+
+    def _learn(self, event: PhaseDone, now: float) -> None:
+        stay, facts = self.stays[event.job], self.planner.facts[event.job]
+        ended = PhaseEnded(job=event.job, phase=event.kind, solo_s=event.solo_s)
+        self._apply(self.planner.observe(ended, now=now), now)
+        facts.belief()
+        if event.kind is KINDS[-1]:
+            stay.iterations += 1
+            stay.told = stay.to is not None and all(self.machines(stay.to))
+        self.unsaved.add(event.job)
+        if stay.group is not None:
+            self._groups.add(stay.group)
+
+    def _end(self, job: JobId, now: float) -> None:
+        stay = self.stays.pop(job)
+        self.unsaved.add(job)
+        self.layout_changed = True
+        if stay.stage is StayStage.QUEUED:
+            return
+        self.residency.hold(stay, ())
+        self._remove(job)
+        if stay.group is not None:
+            self._groups.add(stay.group)
+        self._apply(self.planner.observe(JobEnded(job=job), now=now), now)
+        self._let_in(now)
+
+    def _lose(self, node: NodeId, now: float) -> None:
+        name = self.fleet.fail(node)
+        self.layout_changed = True
+        if name is not None:
+            why = f"node {node} failed; it is replaced"
+            self._apply(self.planner.observe(NodeFailed(node=name), now=now), now, why=why)
+        for job in self.stays:
+            standing = self._permits.standing(job)
+            if standing is not None and standing.holding and node in standing.nodes:
+                self._remove(job)
+                self._touched.add(job)
+        self._let_in(now)
+
+    def _resume(self, now: float) -> None:
+        for stay in self.stays.values():
+            self._touched.add(stay.job)
+            standing = self._permits.standing(stay.job)
+            if stay.group is not None and standing is not None and standing.turns:
+                given = Round(standing.turns, standing.turn_patience_s)
+                self.rounds.given[stay.group] = given
+        self._let_in(now)
+
+    def _apply(self, effects: tuple[GroupEffect, ...], now: float, *, why: str = "") -> None:
+        """`why` is said instead of the planner's reason, which names nodes as it does."""
+        for effect in effects:
+            self.layout_changed = True
+            match effect:
+                case AddNode(node=node):
+                    self.fleet.bind(node.node, node.pool)
+                case ReleaseNode(node=name):
+                    self.fleet.release(name)
+                case PlaceJob(group=group, placement=placement, reason=reason):
+                    self.decisions[Decision.PLACED] += 1
+                    stay = self.stays[placement.job]
+                    stay.placed_s, stay.reason = now, reason
+                    self._direct(stay, group, placement)
+                    self._enter_if_room(stay)
+                case MoveJob(group=group, placement=placement, reason=reason):
+                    self.decisions[Decision.MOVED] += 1
+                    self._move(self.stays[placement.job], group, placement, why or reason, now)
+                case RestartJob(group=group, placement=placement, reason=reason):
+                    self.decisions[Decision.RESTARTED] += 1
+                    self._restart(self.stays[placement.job], group, placement, why or reason)
+
+    def _direct(self, stay: Stay, group: GroupId, placement: Placement) -> None:
+        stay.to, stay.to_group, stay.told = placement, group, False
+        self.unsaved.add(stay.job)
+        self._groups |= {group} if stay.group is None else {group, stay.group}
+
+    def _move(
+        self, stay: Stay, group: GroupId, placement: Placement, reason: str, now: float
+    ) -> None:
+        stay.reason = reason
+        self._direct(stay, group, placement)
+        if not stay.started or stay.at is None:
+            # Nothing of it is on the nodes that it would have to leave.
+            self._leave_old(stay, now)
+
+    def _restart(self, stay: Stay, group: GroupId, placement: Placement, reason: str) -> None:
+        """A phase on nodes that the job keeps runs to its end; any other is over now."""
+        stay.reason = reason
+        self._direct(stay, group, placement)
+        self.residency.hold(stay, kept_nodes(stay, placement))
+        standing = self._permits.standing(stay.job)
+        if standing is not None and standing.holding:
+            own = {node for nodes in self.machines(placement) for node in nodes}
+            if not own.issuperset(standing.nodes):
+                self._remove(stay.job)
+        stay.at = None
+        self._touched.add(stay.job)
+        self._enter_if_room(stay)
+
+    def _leave_old(self, stay: Stay, now: float) -> None:
+        stay.at = None
+        self.residency.hold(stay, ())
+        self._touched.add(stay.job)
+        self.unsaved.add(stay.job)
+        self.layout_changed = True
+        if stay.group is not None:
+            self._groups.add(stay.group)
+        self._apply(self.planner.observe(JobMoved(job=stay.job), now=now), now)
+        self._let_in(now)
+
+    def _enter_if_room(self, stay: Stay) -> None:
+        assert stay.to is not None
+        if not self.residency.has_room(stay, stay.to):
+            return
+        stay.moves += stay.started
+        self.residency.hold(stay, nodes_of(stay.to))
+        stay.arrive()
+        self._touched.add(stay.job)
+        self.unsaved.add(stay.job)
+
+    def _let_in(self, now: float) -> None:
+        """Machines, then memory for who is between two places, then places for who waits."""
+        for name in self.fleet.bind_awaited():
+            self.layout_changed = True
+            self._touched |= {job for job, stay in self.stays.items() if _is_on(stay, name)}
+        for stay in self.stays.values():
+            if stay.stage is StayStage.BETWEEN and all(self.machines(stay.to)):
+                self._enter_if_room(stay)
+        self._admit(now)
+
+    def _admit(self, now: float) -> None:
+        """First come, first served; who comes later may pass where no free node is taken."""
+        supply = self._supply()
+        waiting = [one for one in self.stays.values() if one.stage is StayStage.QUEUED]
+        for stay in waiting[:_QUEUE_TRIES]:
+            try:
+                effects = self.planner.admit(stay.submission, supply, now=now)
+            except Exhausted as error:
+                supply = Counter()
+                if stay.reason != str(error):
+                    stay.reason = str(error)
+                    self.unsaved.add(stay.job)
+                continue
+            self._apply(effects, now)
+            supply = self._supply() if supply else supply
+
+    def _supply(self) -> Counter[Pool]:
+        return Counter({pool: self.fleet.spare(pool) for pool in self.config.pools})
+
+    def _remove(self, job: JobId) -> None:
+        if self._permits.standing(job) is not None and job not in self._removed:
+            self._removed.add(job)
+            self._effects.append(JobLeft(job=job))
+
+    def _is_apart(self, stay: Stay) -> bool:
+        standing = self._permits.standing(stay.job)
+        return standing is None or standing.stage is Stage.APART or standing.epoch == NO_EPOCH
+
+    def _rank(self, effect: ClusterEffect) -> int:
+        """New terms before anybody leaves: who waits for a freed node must not be on a lost one."""
+        match effect:
+            case JobPlaced(terms=terms):
+                return 2 if terms.job in self._removed else 0
+            case JobLeft():
+                return 1
+        return 3
+
+    def _settle(self) -> None:
+        """Terms and rounds as they shall be now, where they may have changed."""
+        for job in sorted(self._touched):
+            stay, standing = self.stays.get(job), self._permits.standing(job)
+            if stay is None:
+                continue
+            wanted = self.wanted_terms(stay)
+            there = None if standing is None or job in self._removed else standing.terms
+            if wanted is None:
+                self._remove(job)
+            elif wanted != there:
+                self._effects.append(JobPlaced(terms=wanted))
+            if stay.group is not None:
+                self._groups.add(stay.group)
+        for group in sorted(self._groups):
+            self._turn(group)
+        self._touched, self._groups = set(), set()
+
+    def _turn(self, group: GroupId) -> None:
+        cell = self.planner.book.cells.get(group)
+        if cell is None:
+            self.rounds.forget(group)
+            return
+        members = [
+            placement
+            for job, placement in cell.pinned.items()
+            if self.stays[job].at == placement and self.wanted_terms(self.stays[job]) is not None
+        ]
+        found = self.rounds.changed(cell, members)
+        if found is not None:
+            standings = [self._permits.standing(one.job) for one in members]
+            turns = led_by(leader([one for one in standings if one is not None]), found.turns)
+            self._effects.append(RoundGiven(turns=turns, patience_s=found.patience_s))
+
+
+def _is_on(stay: Stay, name: NodeId) -> bool:
+    return stay.at is not None and name in nodes_of(stay.at)

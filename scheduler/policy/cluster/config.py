@@ -1,0 +1,62 @@
+"""Which nodes a planning control has, and what it assumes of starts and moves."""
+
+import msgspec
+
+from harvester.contracts.ids import NodeId
+from scheduler.policy.groups.book import NodeType
+from scheduler.policy.groups.judge import OUR_RULES, Distributional
+from scheduler.policy.groups.planner import PlannerConfig
+from scheduler.policy.groups.relocation import MovePrices
+from scheduler.policy.groups.slo import ChanceConstraint
+from scheduler.policy.groups.stages import Rules
+from scheduler.policy.model import Pool
+
+
+class PoolNodes(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes of one pool; all are of one type."""
+
+    type: NodeType
+    names: tuple[NodeId, ...]
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    rollout: PoolNodes
+    training: PoolNodes
+    risk: float = 0.25
+    """Accepted probability that a forecast slow-down exceeds its SLO."""
+    cold_start_s: float = 135.0
+    """A job's first load from storage; alone it would take that too."""
+    warm_start_s: float = 5.0
+    """A phase's start after another job's, from host memory."""
+    move_s: float = 300.0
+    """What a job loses by a move to other nodes."""
+    review_s: float = 60.0
+    """Between two looks at promises and savings."""
+    gone_s: float = 900.0
+    """A placed job of which nothing was heard for so long has left."""
+
+    @property
+    def pools(self) -> dict[Pool, PoolNodes]:
+        return {Pool.ROLLOUT: self.rollout, Pool.TRAINING: self.training}
+
+    @property
+    def types(self) -> dict[Pool, NodeType]:
+        return {pool: nodes.type for pool, nodes in self.pools.items()}
+
+    @property
+    def rules(self) -> Rules:
+        """Permits neither move tails within a node nor load ahead, so forecasts do not either."""
+        return OUR_RULES._replace(migrate=False, prewarm=False, warm_s=self.warm_start_s)
+
+    @property
+    def judge(self) -> Distributional:
+        return Distributional(rules=self.rules, constraint=ChanceConstraint(risk=self.risk))
+
+    @property
+    def planner(self) -> PlannerConfig:
+        return PlannerConfig(
+            cold_start_s=self.cold_start_s,
+            prices=MovePrices(move_s=self.move_s),
+            curve=(),
+            accelerators=self.rollout.type.accelerators,
+        )

@@ -1,0 +1,75 @@
+"""What the cluster policy hears. What it says are events of the permit policy."""
+
+import msgspec
+
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.policy.cluster.submission import Submission
+from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.events import JobLeft, JobPlaced, RoundGiven
+
+
+class JobSubmitted(msgspec.Struct, frozen=True, kw_only=True, tag="job_submitted"):
+    """Also of a known job, whose process begins anew."""
+
+    submission: Submission
+
+
+class PhaseAsked(msgspec.Struct, frozen=True, kw_only=True, tag="phase_asked"):
+    """A worker asks for a permit. Who was told to move has left its old nodes when it does."""
+
+    job: JobId
+    kind: PhaseKind
+
+
+class PhaseBegan(msgspec.Struct, frozen=True, kw_only=True, tag="phase_began"):
+    job: JobId
+
+
+class PhaseDone(msgspec.Struct, frozen=True, kw_only=True, tag="phase_done"):
+    job: JobId
+    kind: PhaseKind
+    solo_s: float
+    """What it would have taken alone: without waiting and loading."""
+
+
+class PhaseLost(msgspec.Struct, frozen=True, kw_only=True, tag="phase_lost"):
+    """A permit ended and its phase is not done: the job goes back to its last checkpoint."""
+
+    job: JobId
+
+
+class JobGone(msgspec.Struct, frozen=True, kw_only=True, tag="job_gone"):
+    """It is done, was given up, or no process of it was heard for long."""
+
+    job: JobId
+
+
+class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag="node_lost"):
+    node: NodeId
+
+
+class NodeBack(msgspec.Struct, frozen=True, kw_only=True, tag="node_back"):
+    node: NodeId
+
+
+class PlanReviewed(msgspec.Struct, frozen=True, kw_only=True, tag="plan_reviewed"):
+    """Time to look for promises in danger, nodes to spare and room for who waits."""
+
+
+class ClusterResumed(msgspec.Struct, frozen=True, kw_only=True, tag="cluster_resumed"):
+    """After a restart: permits are brought to what the plan says, where they differ."""
+
+
+ClusterEvent = (
+    JobSubmitted
+    | PhaseAsked
+    | PhaseBegan
+    | PhaseDone
+    | PhaseLost
+    | JobGone
+    | NodeLost
+    | NodeBack
+    | PlanReviewed
+    | ClusterResumed
+)
+ClusterEffect = JobPlaced | JobLeft | RoundGiven

@@ -1,0 +1,55 @@
+"""A submitted job in a process of its own.
+
+`python -m tests.integration.planned_job SOCKET JOB SLO`
+
+stdin    a kind of phase, to enter it; an empty line, to end it; `forget`
+stdout   what happened, a line each
+"""
+
+import sys
+from pathlib import Path
+
+from harvester.contracts.errors import RoseMuxError
+from harvester.contracts.ids import JobId
+from scheduler.phases.control import PhaseControl
+from scheduler.phases.socket_control import SocketControl
+from scheduler.phases.wire import Move
+from scheduler.policy.cluster.submission import KINDS, DeclaredPhase, Submission
+
+
+def main() -> None:
+    path, job, slo = sys.argv[1:]
+    asked = Submission(
+        job=JobId(job),
+        slo=float(slo),
+        host_bytes=400,
+        phases=tuple(DeclaredPhase(kind=kind, max_s=600.0) for kind in KINDS),
+    )
+    phases = PhaseControl(SocketControl(Path(path), answer_s=2.0), asked, on_move=told)
+    place = phases.placement
+    assert place is not None
+    say(f"placed {' '.join((*place.rollout_nodes, *place.training_nodes))}")
+    for line in sys.stdin:
+        if line.strip() == "forget":
+            phases.forget()
+            say("forgotten")
+            continue
+        try:
+            with phases.phase(line.strip()) as permit:
+                say(f"granted {' '.join(permit.nodes)}")
+                sys.stdin.readline()
+            say("ended")
+        except RoseMuxError as error:
+            say(f"{type(error).__name__}: {error}")
+
+
+def told(move: Move) -> None:
+    say(f"moves {' '.join((*move.rollout_nodes, *move.training_nodes))}")
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Nodes, submissions and a planning desk for tests; durations of jobs are in seconds."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from harvester.contracts.clock import VirtualClock
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.phases.planning import PlanningDesk
+from scheduler.phases.wire import Enter, EnterReply, Granted, Leave, LeaveReply
+from scheduler.policy.cluster.cluster import ClusterPolicy
+from scheduler.policy.cluster.config import ClusterConfig, PoolNodes
+from scheduler.policy.cluster.submission import DeclaredPhase, Submission
+from scheduler.policy.groups.book import NodeType
+from scheduler.policy.groups.events import (
+    AddNode,
+    GroupEffect,
+    GroupEvent,
+    MoveJob,
+    ReviewDue,
+)
+from scheduler.policy.groups.planner import GroupPlanner
+from scheduler.policy.groups.relocation import Move
+from scheduler.policy.model import PhaseKind, Pool
+from scheduler.policy.phases.terms import PermitsConfig
+
+ROLLOUT, TRAINING = PhaseKind.ROLLOUT, PhaseKind.TRAINING
+PERMITS = PermitsConfig(lease_s=10.0, patience_s=0.5)
+HOST_BYTES = 2000
+
+
+def nodes(words: str, *, type_: str, price: float, host: int = HOST_BYTES) -> PoolNodes:
+    kind = NodeType(type=type_, accelerators=8, price_per_hour=price, host_bytes=host)
+    return PoolNodes(type=kind, names=tuple(map(NodeId, words.split())))
+
+
+def cluster(rollout: str = "r0 r1 r2", training: str = "t0 t1 t2", **more: Any) -> ClusterConfig:
+    settings = {"warm_start_s": 0.5, "review_s": 60.0, **more}
+    return ClusterConfig(
+        rollout=nodes(rollout, type_="h20", price=15.0),
+        training=nodes(training, type_="h800", price=42.0),
+        **settings,
+    )
+
+
+def submission(
+    job: str,
+    rollout_s: float = 40.0,
+    training_s: float = 15.0,
+    *,
+    slo: float = 1.6,
+    host: int = 400,
+    rollout_nodes: int = 1,
+    measured: bool = False,
+) -> Submission:
+    """Means are 0.8 and 0.7 of the declared maxima; `measured`: they are known beforehand."""
+    sides = ((ROLLOUT, rollout_s, 0.8, rollout_nodes), (TRAINING, training_s, 0.7, 1))
+    return Submission(
+        job=JobId(job),
+        slo=slo,
+        host_bytes=host,
+        phases=tuple(
+            DeclaredPhase(
+                kind=kind, max_s=mean_s / ratio, nodes=count, mean_s=mean_s if measured else None
+            )
+            for kind, mean_s, ratio, count in sides
+        ),
+    )
+
+
+def names(words: str) -> tuple[NodeId, ...]:
+    return tuple(map(NodeId, words.split()))
+
+
+class Control:
+    """A planning desk in virtual time, spoken to as jobs do."""
+
+    def __init__(
+        self,
+        config: ClusterConfig | None = None,
+        *,
+        clock: VirtualClock | None = None,
+        state: Path | None = None,
+    ) -> None:
+        self.clock = clock or VirtualClock()
+        self.config = config or cluster()
+        self.state = state
+        self.desk = PlanningDesk(PERMITS, self.config, self.clock, state=state)
+
+    def restarted(self, config: ClusterConfig | None = None) -> "Control":
+        self.desk.close()
+        return Control(config or self.config, clock=self.clock, state=self.state)
+
+    def submit(self, *given: Submission) -> list[Any]:
+        return [self.desk.call(each) for each in given]
+
+    def enter(self, job: str, kind: PhaseKind = ROLLOUT) -> EnterReply:
+        reply = self.desk.call(Enter(job=JobId(job), kind=kind, holder=f"{job}.1"))
+        assert not isinstance(reply, str)
+        return reply  # type: ignore[return-value]
+
+    def runs(self, job: str, kind: PhaseKind = ROLLOUT) -> tuple[NodeId, ...]:
+        """The nodes of a permit that is there at once."""
+        reply = self.enter(job, kind)
+        assert isinstance(reply, Granted), reply
+        return reply.nodes
+
+    def leave(self, job: str, *, failed: str = "", loading_s: float = 0.0) -> LeaveReply:
+        standing = self.desk.policy.standing(JobId(job))
+        assert standing is not None
+        leave = Leave(job=JobId(job), epoch=standing.epoch, failed=failed, loading_s=loading_s)
+        return self.desk.call(leave)  # type: ignore[return-value]
+
+    def phase(self, job: str, kind: PhaseKind, seconds: float) -> LeaveReply:
+        """One phase from its beginning to its end."""
+        self.runs(job, kind)
+        self.pass_time(seconds, beats=(job,))
+        return self.leave(job)
+
+    def iteration(self, job: str, rollout_s: float = 40.0, training_s: float = 15.0) -> LeaveReply:
+        self.phase(job, ROLLOUT, rollout_s)
+        return self.phase(job, TRAINING, training_s)
+
+    def pass_time(self, seconds: float, *, beats: Iterable[str] = ()) -> None:
+        from scheduler.phases.wire import Beat
+
+        until_s = self.clock.now_s + seconds
+        while self.clock.now_s < until_s:
+            self.clock.now_s = min(until_s, self.clock.now_s + 4.0)
+            for job in beats:
+                standing = self.desk.policy.standing(JobId(job))
+                if standing is not None and standing.holding:
+                    self.desk.call(Beat(job=JobId(job), epoch=standing.epoch))
+            self.desk.tick()
+
+    def at(self, job: str) -> tuple[tuple[NodeId, ...], ...]:
+        """Rollout and training nodes."""
+        return self.desk.cluster.machines(self.desk.cluster.stays[JobId(job)].at)
+
+
+def ask_to_move(policy: ClusterPolicy, job: str) -> None:
+    """The planner's next review asks the job to go elsewhere, as if a promise were in danger."""
+    planner, name = policy.planner, JobId(job)
+
+    def wanted() -> list[Move]:
+        if name not in planner.book.home or planner.facts[name].moving:
+            return []
+        home = planner.book.cells[planner.book.home[name]]
+        return planner.relocation.relocate((name,), without=(home,)) or []
+
+    _reviewed_as(policy, wanted)
+
+
+def swap_reported(policy: ClusterPolicy, moves: list[Move]) -> None:
+    """The planner's next review asks for these moves, which are in its book."""
+    _reviewed_as(policy, lambda: moves)
+
+
+def _reviewed_as(policy: ClusterPolicy, wanted: Callable[[], list[Move]]) -> None:
+    planner = policy.planner
+
+    def observe(event: GroupEvent, *, now: float) -> tuple[GroupEffect, ...]:
+        if not isinstance(event, ReviewDue):
+            return GroupPlanner.observe(planner, event, now=now)
+        del planner.observe  # type: ignore[method-assign]
+        planner.packer.now_s = now
+        effects: list[GroupEffect] = []
+        for move in wanted():
+            planner.facts[move.job].moving = True
+            group = move.opening.cell.group
+            effects += [AddNode(node=node, group=group) for node in move.up]
+            placement = move.opening.placement
+            effects.append(MoveJob(group=group, placement=placement, reason="a test"))
+        return tuple(effects)
+
+    planner.observe = observe  # type: ignore[method-assign]
+
+
+def resident_bytes(policy: ClusterPolicy) -> dict[NodeId, int]:
+    """By the planner's names of nodes: what is there."""
+    found: dict[NodeId, int] = {}
+    for stay in policy.stays.values():
+        for node in stay.held:
+            found[node] = found.get(node, 0) + stay.submission.host_bytes
+    return found
+
+
+POOLS = (Pool.ROLLOUT, Pool.TRAINING)

@@ -1,0 +1,190 @@
+"""What holds of a control that plans, whatever jobs, nodes and time do, and over restarts."""
+
+import tempfile
+from pathlib import Path
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harvester.contracts.ids import Epoch, JobId, NodeId
+from scheduler.phases.wire import (
+    Beat,
+    Enter,
+    Forget,
+    Granted,
+    Leave,
+    NodeReport,
+    Placed,
+    Queued,
+    Refused,
+)
+from scheduler.policy.cluster.stays import StayStage
+from scheduler.policy.cluster.submission import nodes_of
+from tests.unit.scheduler.cluster.submitted import (
+    HOST_BYTES,
+    POOLS,
+    ROLLOUT,
+    TRAINING,
+    Control,
+    ask_to_move,
+    cluster,
+    resident_bytes,
+    submission,
+)
+
+JOBS = tuple(f"j{at}" for at in range(5))
+NODES = ("r0", "r1", "r2", "t0", "t1")
+
+
+class World:
+    """Jobs that do anything, with a control; who is on which node by the answers alone."""
+
+    def __init__(self, chance: Random, state: Path) -> None:
+        config = cluster("r0 r1 r2", "t0 t1", review_s=30.0, gone_s=200.0)
+        self.chance = chance
+        self.control = Control(config, state=state)
+        self.given = {
+            name: submission(
+                name,
+                chance.uniform(20, 60),
+                chance.uniform(5, 40),
+                slo=chance.uniform(1.0, 3.0),
+                host=chance.randint(100, 1200),
+                rollout_nodes=chance.randint(1, 2),
+                measured=chance.random() < 0.5,
+            )
+            for name in JOBS
+        }
+
+    def step(self) -> None:
+        chance, name = self.chance, self.chance.choice(JOBS)
+        job, desk = JobId(name), self.control.desk
+        standing = desk.policy.standing(job)
+        epoch = Epoch(0) if standing is None else standing.epoch
+        match chance.choice("seeellbbfntmmmwwwwR"):
+            case "s":
+                assert isinstance(desk.call(self.given[name]), Placed | Queued | Refused)
+            case "e":
+                kind = chance.choice((ROLLOUT, TRAINING))
+                desk.call(Enter(job=job, kind=kind, holder=f"{name}.1"))
+            case "l":
+                failed = "broke" if chance.random() < 0.1 else ""
+                desk.call(Leave(job=job, epoch=epoch, failed=failed, loading_s=chance.random()))
+            case "b":
+                desk.call(Beat(job=job, epoch=epoch))
+            case "f" if chance.random() < 0.3:
+                desk.call(Forget(job=job))
+            case "n" if chance.random() < 0.5:
+                node = NodeId(chance.choice(NODES))
+                desk.call(NodeReport(node=node, failed=chance.random() < 0.4))
+            case "m" if job in desk.cluster.stays:
+                ask_to_move(desk.cluster, name)
+                self.control.clock.now_s += 31.0
+                desk.tick()
+            case "w":
+                self.iterates(name)
+            case "R" if chance.random() < 0.5:
+                self.control = self.control.restarted()
+            case _:
+                self.control.clock.now_s += chance.choice((0.5, 3.0, 11.0, 31.0))
+                desk.tick()
+
+    def iterates(self, name: str) -> None:
+        """As a job does that is in nobody's way; what it may not do, it leaves."""
+        for kind in (ROLLOUT, TRAINING):
+            entered = self.control.enter(name, kind)
+            self.check()
+            if isinstance(entered, Granted):
+                self.control.clock.now_s += 2.0
+                self.control.leave(name)
+
+    def check(self) -> None:
+        policy, permits = self.control.desk.cluster, self.control.desk.policy
+        machines = list(policy.fleet.machines.values())
+        assert len(machines) == len(set(machines))
+        assert not set(machines) & policy.fleet.failed
+        for held in resident_bytes(policy).values():
+            assert held <= HOST_BYTES
+        on: dict[NodeId, str] = {}
+        for job in permits.jobs:
+            standing, stay = permits.standing(job), policy.stays.get(job)
+            assert standing is not None
+            assert stay is not None
+            assert standing.terms == policy.wanted_terms(stay)
+            for node in standing.nodes:
+                assert node not in policy.fleet.failed
+                assert on.setdefault(node, job) == job
+            if standing.holding:
+                # It runs where its state is.
+                assert stay.at is not None
+                assert set(standing.nodes) <= {
+                    policy.fleet.machines.get(name) for name in nodes_of(stay.at)
+                }
+        for pool in POOLS:
+            counts = policy.fleet.counts(pool)
+            assert counts["used"] + counts["free"] + counts["failed"] == policy.fleet.count(pool)
+        groups = [cell.as_group() for cell in policy.planner.book.cells.values()]
+        owned = [node for one in groups for node in (*one.rollout_nodes, *one.training_nodes)]
+        assert len(owned) == len(set(owned))
+        assert set(owned) == {*policy.fleet.machines, *policy.fleet.awaited}
+
+    def drained(self) -> None:
+        for name in JOBS:
+            self.control.desk.call(Forget(job=JobId(name)))
+        policy = self.control.desk.cluster
+        assert not policy.stays
+        assert not policy.planner.book.cells
+        assert not policy.fleet.machines
+        assert not resident_bytes(policy)
+        assert not self.control.desk.policy.jobs
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(20, 150))
+def test_no_permit_is_held_twice_no_memory_is_exceeded_and_permits_follow_the_plan(
+    chance: Random, steps: int
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        world = World(chance, Path(directory) / "state.sqlite")
+        for _ in range(steps):
+            world.step()
+            world.check()
+        world.drained()
+        world.control.desk.close()
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_everybody_is_served_when_all_nodes_are_back_and_others_leave(chance: Random) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        world = World(chance, Path(directory) / "state.sqlite")
+        for _ in range(60):
+            world.step()
+        for node in NODES:
+            world.control.desk.call(NodeReport(node=NodeId(node), failed=False))
+        for name in JOBS:
+            world.control.submit(world.given[name])
+        served: set[str] = set()
+        for _ in range(60):
+            for name in JOBS:
+                _one_phase(world.control, name, served)
+            world.control.clock.now_s += 3.0
+            world.control.desk.tick()
+            for name in served:
+                world.control.desk.call(Forget(job=JobId(name)))
+        stays = world.control.desk.cluster.stays
+        assert served == set(JOBS), {name: stays[JobId(name)].stage for name in stays}
+        assert all(stay.stage is not StayStage.BETWEEN for stay in stays.values())
+        world.control.desk.close()
+
+
+def _one_phase(control: Control, name: str, served: set[str]) -> None:
+    job = JobId(name)
+    if name in served or job not in control.desk.cluster.stays:
+        return
+    standing = control.desk.policy.standing(job)
+    if standing is not None and standing.holding:
+        served.add(name)
+        return
+    control.desk.call(Enter(job=job, kind=ROLLOUT, holder=f"{name}.1"))

@@ -1,0 +1,451 @@
+"""A control that plans: places, moves at an iteration's end, failed nodes, restarts."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.ids import Epoch, JobId, NodeId
+from scheduler.phases.desk import PermitDesk
+from scheduler.phases.state import PermitState
+from scheduler.phases.wire import (
+    Beat,
+    Ended,
+    Forget,
+    Granted,
+    Kept,
+    Leave,
+    Left,
+    NodeReport,
+    Orders,
+    Placed,
+    Queued,
+    Refused,
+    Round,
+    Waiting,
+)
+from scheduler.policy.cluster.stays import StayStage
+from scheduler.policy.groups.packing import OpeningKind
+from tests.unit.scheduler.cluster.submitted import (
+    PERMITS,
+    ROLLOUT,
+    TRAINING,
+    Control,
+    ask_to_move,
+    cluster,
+    names,
+    submission,
+    swap_reported,
+)
+from tests.unit.scheduler.phases.said import terms
+
+
+def _failed(node: str, *, failed: bool = True) -> NodeReport:
+    return NodeReport(node=NodeId(node), failed=failed)
+
+
+def test_a_submitted_job_hears_its_group_its_nodes_and_why() -> None:
+    (placed,) = Control().submit(submission("a"))
+    assert isinstance(placed, Placed)
+    assert (placed.rollout_nodes, placed.training_nodes) == (names("r0"), names("t0"))
+    assert placed.reason == "new isolated group, +57.00 $/h"
+
+
+def test_jobs_that_suit_each_other_share_nodes_and_take_turns_in_the_planner_s_round() -> None:
+    control = Control()
+    first, second = control.submit(submission("a"), submission("b"))
+    assert first.group == second.group
+    assert first.training_nodes == second.training_nodes
+    standing = control.desk.policy.standing(JobId("a"))
+    assert standing is not None
+    assert set(standing.turns) == {"a", "b"}
+    assert standing.turn_patience_s > 0
+
+
+def test_a_phase_runs_on_the_planned_nodes_and_the_other_waits() -> None:
+    control = Control(cluster("r0", "t0"))
+    control.submit(submission("a", slo=3.0), submission("b", slo=3.0))
+    assert control.runs("a") == names("r0")
+    assert isinstance(control.enter("b"), Waiting)
+    control.pass_time(8.0, beats="a")
+    assert control.leave("a") == Left()
+    assert control.runs("b") == names("r0")
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_round_that_is_searched_again_makes_nobody_wait_for_who_is_behind(first: str) -> None:
+    other = "b" if first == "a" else "a"
+    control = Control(cluster("r0", "t0"))
+    control.submit(submission("a", 480.0, 420.0, slo=3.0), submission("b", 480.0, 420.0, slo=3.0))
+    control.runs(first)
+    control.enter(other)
+    # Far from what was declared: what is believed of the job changes, and with it the round.
+    control.pass_time(8.0, beats=first)
+    control.leave(first)
+    assert control.runs(other) == names("r0")
+    assert control.runs(first, TRAINING) == names("t0")
+
+
+def test_without_a_place_a_job_is_queued_and_placed_when_another_leaves() -> None:
+    control = Control(cluster("r0", "t0"))
+    first, second = control.submit(submission("a", slo=1.0), submission("b", slo=1.0))
+    assert isinstance(second, Queued)
+    assert "1 h20 of which 0 are free" in second.reason
+    refused = control.enter("b")
+    assert isinstance(refused, Refused)
+    assert refused.retry_after_s is not None
+    control.desk.call(Forget(job=JobId("a")))
+    assert isinstance(first, Placed)
+    assert control.runs("b") == names("r0")
+    assert isinstance(control.submit(submission("b", slo=1.0))[0], Placed)
+
+
+def test_who_came_first_gets_the_free_node_first_and_others_may_share_meanwhile() -> None:
+    control = Control(cluster("r0 r1", "t0 t1"))
+    control.submit(submission("a", slo=3.0))
+    wide, narrow, third = control.submit(
+        submission("wide", slo=1.0, rollout_nodes=2),
+        submission("narrow", slo=1.0),
+        submission("shares", slo=3.0),
+    )
+    assert isinstance(wide, Queued)
+    # A node is free for it, but not while another waits longer for nodes.
+    assert isinstance(narrow, Queued)
+    assert narrow.ahead == 1
+    assert isinstance(third, Placed)
+    control.desk.call(Forget(job=JobId("a")))
+    control.desk.call(Forget(job=JobId("shares")))
+    assert control.runs("wide") == names("r0 r1")
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (submission("a", host=3000), "do not fit"),
+        (submission("a", rollout_nodes=4), "wants 4 nodes, there are 3"),
+        (submission("a", slo=0.5), "slo is"),
+        (submission("a", slo=float("nan")), "slo is"),
+        (submission("a", rollout_s=-1.0), "max_s"),
+    ],
+)
+def test_what_can_never_be_placed_is_refused_for_good(given, why: str) -> None:
+    (refused,) = Control().submit(given)
+    assert isinstance(refused, Refused)
+    assert why in refused.reason
+    assert refused.retry_after_s is None
+
+
+def test_a_job_is_known_with_one_declaration_until_it_is_forgotten() -> None:
+    control = Control()
+    control.submit(submission("a"))
+    (refused,) = control.submit(submission("a", slo=1.9))
+    assert "must be forgotten first" in refused.reason
+    control.desk.call(Forget(job=JobId("a")))
+    assert isinstance(control.submit(submission("a", slo=1.9))[0], Placed)
+
+
+def test_nobody_is_placed_by_hand_and_nobody_is_given_another_round() -> None:
+    control = Control()
+    control.submit(submission("a"))
+    for refused in (
+        control.desk.call(terms("x")),
+        control.desk.call(Round(turns=(JobId("a"),), patience_s=1.0)),
+    ):
+        assert isinstance(refused, Refused)
+        assert "plans" in refused.reason
+
+
+def test_the_planner_learns_what_phases_took_without_their_loading() -> None:
+    control = Control()
+    control.submit(submission("a"))
+    control.runs("a")
+    control.pass_time(40.0, beats="a")
+    control.leave("a", loading_s=8.0)
+    facts = control.desk.cluster.planner.facts[JobId("a")]
+    assert facts.rollout.seen_s == pytest.approx(32.0)
+    assert facts.rollout.count == 1
+    control.phase("a", TRAINING, 16.0)
+    assert facts.training.seen_s == pytest.approx(16.0)
+    assert control.desk.cluster.stays[JobId("a")].iterations == 1
+
+
+def test_a_leave_that_is_said_twice_is_learned_once() -> None:
+    control = Control()
+    control.submit(submission("a"))
+    control.runs("a")
+    control.pass_time(40.0, beats="a")
+    leave = Leave(job=JobId("a"), epoch=Epoch(1))
+    assert control.desk.call(leave) == control.desk.call(leave) == Left()
+    assert control.desk.cluster.planner.facts[JobId("a")].rollout.count == 1
+
+
+def test_a_failed_phase_teaches_nothing_and_loses_its_iteration_s_credit() -> None:
+    control = Control()
+    control.submit(submission("a"))
+    facts = control.desk.cluster.planner.facts[JobId("a")]
+    before_s = facts.account.solo_s
+    control.phase("a", ROLLOUT, 40.0)
+    control.runs("a", TRAINING)
+    control.leave("a", failed="broke")
+    assert (facts.training.count, facts.account.solo_s) == (0, before_s)
+
+
+def test_a_move_is_told_at_the_iteration_s_end_and_made_when_the_next_one_begins() -> None:
+    control = Control()
+    control.submit(submission("a"), submission("b"))
+    for _ in range(2):
+        control.iteration("a")
+    old = control.at("b")
+    control.runs("b")
+    ask_to_move(control.desk.cluster, "b")
+    control.pass_time(60.0, beats="b")
+    assert control.desk.cluster.stays[JobId("b")].stage is StayStage.MOVING
+    # In the middle of an iteration nothing is said and nothing changes.
+    assert control.leave("b") == Left()
+    assert control.at("b") == old
+    left = control.phase("b", TRAINING, 15.0)
+    assert isinstance(left, Left)
+    assert left.move is not None
+    told = (left.move.rollout_nodes, left.move.training_nodes)
+    assert told != old
+    # Its state is on its old nodes until it asks again.
+    assert control.at("b") == old
+    assert control.runs("b") == left.move.rollout_nodes
+    assert control.at("b") == told
+    assert control.desk.cluster.stays[JobId("b")].moves == 1
+    assert not control.desk.cluster.planner.book.is_leaving(JobId("b"))
+
+
+def test_a_lost_answer_tells_the_move_again_also_after_a_restart(tmp_path: Path) -> None:
+    control = Control(state=tmp_path / "state.sqlite")
+    control.submit(submission("a"), submission("b"))
+    control.runs("b")
+    ask_to_move(control.desk.cluster, "b")
+    control.pass_time(60.0, beats="b")
+    control.leave("b")
+    left = control.phase("b", TRAINING, 15.0)
+    assert isinstance(left, Left)
+    assert left.move is not None
+    control = control.restarted()
+    epoch = control.desk.policy.standing(JobId("b")).epoch  # type: ignore[union-attr]
+    assert control.desk.call(Leave(job=JobId("b"), epoch=epoch)) == left
+    assert control.runs("b") == left.move.rollout_nodes
+
+
+def test_a_new_process_of_a_job_that_shall_move_begins_on_the_new_nodes() -> None:
+    control = Control()
+    control.submit(submission("a"), submission("b"))
+    control.runs("b")
+    ask_to_move(control.desk.cluster, "b")
+    control.pass_time(60.0, beats="b")
+    old = control.at("b")
+    control.leave("b", failed="crashed")
+    (placed,) = control.submit(submission("b"))
+    assert (placed.rollout_nodes, placed.training_nodes) == control.at("b") != old
+
+
+def test_a_move_for_which_no_nodes_are_free_is_taken_back_and_changes_nothing() -> None:
+    control = Control(cluster("r0", "t0"))
+    control.submit(submission("a", slo=3.0), submission("b", slo=3.0))
+    control.runs("b")
+    price = control.desk.cluster.planner.book.committed_per_hour
+    ask_to_move(control.desk.cluster, "b")
+    control.pass_time(60.0, beats="b")
+    assert control.desk.cluster.stays[JobId("b")].stage is StayStage.PLACED
+    assert control.desk.cluster.planner.book.committed_per_hour == price
+    assert not control.desk.cluster.planner.facts[JobId("b")].moving
+    control.leave("b")
+    assert control.phase("b", TRAINING, 15.0) == Left()
+
+
+def test_who_moves_gets_its_permit_when_its_new_nodes_have_room() -> None:
+    control = Control(cluster("r0 r1", "t0 t1"))
+    control.submit(submission("a", slo=1.0, host=1500), submission("b", slo=1.0, host=1500))
+    policy = control.desk.cluster
+    for job in "ab":
+        control.runs(job)
+    planner = policy.planner
+    home = {job: planner.book.cells[planner.book.home[JobId(job)]] for job in "ab"}
+    places = {job: home[job].pinned[JobId(job)] for job in "ab"}
+    # They swap nodes: whoever leaves first waits for the other.
+    moves = planner.relocation.move_all(
+        [
+            (home[other], msgspec.structs.replace(places[other], job=JobId(job)))
+            for job, other in ("ab", "ba")
+        ],
+        kind=OpeningKind.DIRECT,
+    )
+    assert len(moves) == 2
+    swap_reported(policy, moves)
+    control.pass_time(60.0, beats="ab")
+    for job in "ab":
+        control.leave(job)
+        left = control.phase(job, TRAINING, 15.0)
+        assert isinstance(left, Left)
+        assert left.move is not None
+    refused = control.enter("a")
+    assert isinstance(refused, Refused)
+    assert "room" in refused.reason
+    assert control.runs("b") == names("r0")
+    assert control.runs("a") == names("r1")
+
+
+def test_a_failed_node_is_replaced_and_only_phases_on_it_end() -> None:
+    control = Control()
+    control.submit(submission("a"), submission("b"))
+    assert control.at("a")[1] == control.at("b")[1] == names("t0")
+    control.iteration("a")
+    control.phase("b", ROLLOUT, 40.0)
+    control.runs("b", TRAINING)
+    control.runs("a", ROLLOUT)
+    assert control.desk.call(_failed("t0")) == Kept()
+    for job in "ab":
+        assert control.at(job)[1] == names("t1")
+    beat = Beat(job=JobId("b"), epoch=Epoch(4))
+    assert isinstance(control.desk.call(beat), Ended)
+    a = control.desk.policy.standing(JobId("a"))
+    assert a is not None
+    assert isinstance(control.desk.call(Beat(job=JobId("a"), epoch=a.epoch)), Orders)
+    control.leave("a")
+    assert control.runs("a", TRAINING) == names("t1")
+
+
+def test_without_a_spare_node_the_phase_waits_until_one_is_back() -> None:
+    control = Control(cluster("r0", "t0"))
+    control.submit(submission("a"))
+    control.runs("a", ROLLOUT)
+    control.desk.call(_failed("t0"))
+    control.leave("a")
+    refused = control.enter("a", TRAINING)
+    assert isinstance(refused, Refused)
+    assert refused.retry_after_s is not None
+    assert "t0 failed" in refused.reason
+    control.desk.call(_failed("t0", failed=False))
+    assert control.runs("a", TRAINING) == names("t0")
+
+
+def test_a_free_node_that_failed_is_given_to_nobody() -> None:
+    control = Control(cluster("r0 r1", "t0 t1"))
+    control.desk.call(_failed("r0"))
+    assert isinstance(control.desk.call(_failed("elsewhere")), Refused)
+    control.submit(submission("a"))
+    assert control.runs("a") == names("r1")
+
+
+def test_a_placed_job_of_which_nothing_is_heard_gives_its_nodes_back() -> None:
+    control = Control(cluster("r0", "t0", gone_s=300.0))
+    control.submit(submission("a", slo=1.0), submission("b", slo=1.0))
+    control.runs("a")
+    control.pass_time(240.0, beats="a")
+    assert control.at("a")
+    control.pass_time(420.0)
+    assert JobId("a") not in control.desk.cluster.stays
+    assert control.at("b") == (names("r0"), names("t0"))
+
+
+def test_a_restart_in_the_middle_of_a_phase_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    control = Control(state=tmp_path / "state.sqlite")
+    control.submit(submission("a"), submission("b"))
+    control.iteration("a")
+    control.runs("a")
+    control.pass_time(20.0, beats="a")
+    where = {job: control.at(job) for job in "ab"}
+    before = control.desk.cluster.planner.facts[JobId("a")]
+    control = control.restarted()
+    assert {job: control.at(job) for job in "ab"} == where
+    control.pass_time(20.0, beats="a")
+    assert control.leave("a") == Left()
+    after = control.desk.cluster.planner.facts[JobId("a")]
+    assert after.rollout.count == before.rollout.count + 1
+    assert after.rollout.seen_s == pytest.approx(40.0, rel=0.01)
+    assert after.account.solo_s == pytest.approx(before.account.solo_s + 40.0)
+    standing = control.desk.policy.standing(JobId("b"))
+    assert standing is not None
+    assert set(standing.turns) == {"a", "b"}
+
+
+def test_a_restart_on_a_machine_that_was_booted_anew_goes_on_where_time_stood_still(
+    tmp_path: Path, monkeypatch
+) -> None:
+    control = Control(state=tmp_path / "state.sqlite")
+    control.clock.now_s = 5000.0
+    control.submit(submission("a"))
+    control.iteration("a")
+    credit_s = control.desk.cluster.planner.facts[JobId("a")].account.credit_s(5055.0)
+    control.clock.now_s = 7.0
+    control = control.restarted()
+    facts = control.desk.cluster.planner.facts[JobId("a")]
+    assert facts.account.credit_s(7.0) == pytest.approx(credit_s)
+    assert isinstance(control.enter("a"), Granted)
+
+
+def test_nodes_that_the_file_does_not_have_any_more_are_replaced_at_the_start(
+    tmp_path: Path,
+) -> None:
+    control = Control(state=tmp_path / "state.sqlite")
+    control.submit(submission("a"))
+    control = control.restarted(cluster("r7 r8", "t0"))
+    assert control.at("a") == (names("r7"), names("t0"))
+    assert control.runs("a") == names("r7")
+
+
+def test_a_state_file_is_of_a_control_that_plans_or_of_one_that_does_not(tmp_path: Path) -> None:
+    control = Control(state=tmp_path / "plans.sqlite")
+    control.submit(submission("a"))
+    control.desk.close()
+    with pytest.raises(ConfigError, match="plan"):
+        PermitDesk(PERMITS, control.clock, state=tmp_path / "plans.sqlite")
+    desk = PermitDesk(PERMITS, control.clock, state=tmp_path / "by-hand.sqlite")
+    desk.place(terms("a"))
+    assert isinstance(desk.call(submission("b")), Refused)
+    desk.close()
+    with pytest.raises(ConfigError, match="by hand"):
+        Control(state=tmp_path / "by-hand.sqlite")
+
+
+def test_what_the_disk_did_not_take_is_answered_by_nobody(tmp_path: Path, monkeypatch) -> None:
+    control = Control(state=tmp_path / "state.sqlite")
+    control.submit(submission("a"))
+    control.runs("a")
+    control.pass_time(40.0, beats="a")
+    full = Exhausted("disk full")
+
+    def refuse(*_: object) -> None:
+        raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PermitState, "keep", refuse)
+        for _ in range(2):
+            with pytest.raises(Exhausted):
+                control.leave("a")
+            control.desk.tick()
+    assert control.leave("a") == Left()
+    control = control.restarted()
+    assert control.desk.cluster.planner.facts[JobId("a")].rollout.count == 1
+
+
+def test_the_status_says_group_nodes_slow_down_and_credit() -> None:
+    from scheduler.phases.status import statuses
+
+    control = Control(cluster("r0", "t0"))
+    control.submit(submission("a", slo=1.0), submission("b", slo=1.0))
+    control.iteration("a")
+    first, second = (status.plan for status in statuses(control.desk))
+    assert first is not None
+    assert second is not None
+    assert (first.stage, first.iterations) == (StayStage.PLACED, 1)
+    assert first.slowdown is not None
+    assert first.slowdown < 1.0
+    assert (second.stage, second.slowdown) == (StayStage.QUEUED, None)
+    assert second.reason
+
+
+def test_its_metrics_say_how_many_wait_for_a_place_and_which_nodes_are_free() -> None:
+    control = Control(cluster("r0", "t0 t1"))
+    control.submit(submission("a", slo=1.0), submission("b", slo=1.0))
+    said = control.desk.metrics().decode()
+    assert 'scheduler_phase_plan_jobs{stage="queued"} 1.0' in said
+    assert 'scheduler_phase_plan_nodes{pool="training",state="free"} 1.0' in said
+    assert 'scheduler_phase_plan_decisions_total{decision="placed"} 1.0' in said
+    assert "scheduler_phase_plan_price_per_hour 57.0" in said
