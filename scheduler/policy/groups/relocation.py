@@ -5,7 +5,7 @@ moving job is resident at both ends, so a move that memory cannot carry is never
 whose credit pays for the move is moved.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -48,10 +48,11 @@ class Relocation:
         Already applied to the book; empty where nothing can or need be done.
         """
         movable = [job for job in cell.pinned if self.affords_move(job, now=now)]
-        for count in (1, 2):
+        fewest = [combinations(movable, count) for count in (1, 2)]
+        for wanted in (*fewest, self._besides(cell, movable)):
             best: tuple[float, tuple[JobId, ...]] | None = None
-            for jobs in combinations(movable, count):
-                if count == len(cell.pinned):
+            for jobs in wanted:
+                if len(jobs) == len(cell.pinned):
                     continue
                 rest = [
                     self._packer.occupant(cell, cell.pinned[job], slo_of=self._packer.owed_slo)
@@ -71,6 +72,21 @@ class Relocation:
             if best is not None:
                 return self.relocate(best[1], without=(cell,)) or []
         return []
+
+    def _besides(self, cell: Cell, movable: Sequence[JobId]) -> Iterator[tuple[JobId, ...]]:
+        """All whom a job that may share no node shares one with, if there are more than two."""
+        for placement in cell.pinned.values():
+            if self._packer.owed_slo(self._facts(placement.job)) >= 1.0:
+                continue
+            nodes = {*placement.rollout_nodes, *placement.training_nodes}
+            beside = tuple(
+                other.job
+                for other in cell.pinned.values()
+                if other.job != placement.job
+                and nodes & {*other.rollout_nodes, *other.training_nodes}
+            )
+            if len(beside) > 2 and set(beside) <= set(movable):
+                yield beside
 
     def relocate(
         self,
