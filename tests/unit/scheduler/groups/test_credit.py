@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harvester.contracts.ids import JobId
+from scheduler.policy.groups.book import Cell
 from scheduler.policy.groups.events import JobArrived, MoveJob, PhaseEnded, ReviewDue
 from scheduler.policy.groups.forecast import Roster
 from scheduler.policy.groups.judge import Distributional, WorstCase
@@ -154,25 +155,45 @@ def test_everybody_leaves_a_job_that_a_surprise_would_make_late() -> None:
     """
     late = planned_job("late", 300, 100, slo=1.001, host=200)
     others = [planned_job(f"other-{at}", 100, 20, slo=2.0, host=200) for at in range(3)]
+    planner, cell = _together([late, *others])
+    for job in others:
+        _settle(planner, job, credit_s=DAY_S, now=DAY_S)
+    _settle(planner, late, credit_s=-HOUR_S, now=DAY_S)
+    assert sorted(_moved(planner)) == [job.job for job in others]
+    assert list(cell.pinned) == [late.job]
+
+
+@pytest.mark.parametrize(("credit_s", "goes"), [(-400.0, True), (-1000.0, False)])
+def test_of_two_who_cannot_pay_for_a_move_the_one_goes_that_regains_it(
+    credit_s: float, *, goes: bool
+) -> None:
+    """In six hours a slack of 0.06 regains 1296 s, one of 0.02 432 s; a move needs 700 s."""
+    slower, tighter = (planned_job(f"job-{slo}", 280, 120, slo=slo) for slo in (1.06, 1.02))
+    planner, _ = _together([slower, tighter])
+    for job in (slower, tighter):
+        _settle(planner, job, credit_s=credit_s, now=DAY_S)
+    assert _moved(planner) == ([slower.job] if goes else [])
+
+
+def _together(jobs: list[Job]) -> tuple[GroupPlanner, Cell]:
+    """All on the first one's nodes, whatever forecasts say, and well known."""
     planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
-    planner.observe(JobArrived(job=late), now=0.0)
+    planner.observe(JobArrived(job=jobs[0]), now=0.0)
     (cell,) = planner.book.cells.values()
     (home,) = cell.pinned.values()
-    for job in others:
+    for job in jobs[1:]:
         planner.observe(JobArrived(job=job), now=0.0)
         planner.book.unpin(job.job, job.host_bytes_per_node)
         planner.book.pin(replace(home, job=job.job), cell, job.host_bytes_per_node)
         planner.packer.refresh(cell)
-    for job in (late, *others):
+    for job in jobs:
         _learn(planner, job)
-        _settle(planner, job, credit_s=-HOUR_S if job is late else DAY_S, now=DAY_S)
-    moved = [
-        effect.placement.job
-        for effect in planner.observe(ReviewDue(), now=DAY_S)
-        if isinstance(effect, MoveJob)
-    ]
-    assert sorted(moved) == [job.job for job in others]
-    assert list(cell.pinned) == [late.job]
+    return planner, cell
+
+
+def _moved(planner: GroupPlanner) -> list[JobId]:
+    effects = planner.observe(ReviewDue(), now=DAY_S)
+    return [effect.placement.job for effect in effects if isinstance(effect, MoveJob)]
 
 
 def test_alone_on_its_nodes_a_job_keeps_whatever_it_is_owed() -> None:
