@@ -58,8 +58,9 @@ class Relocation:
 
     def _restore(self, cell: Cell, movable: Sequence[JobId]) -> list[Move]:
         fewest = [combinations(movable, count) for count in (1, 2)]
-        all_beside = (self._besides(cell, one) for one in cell.pinned)
-        many = (jobs for jobs in all_beside if len(jobs) > 2 and set(jobs) <= set(movable))
+        # A list: what is tried and taken back changes the cell meanwhile.
+        all_beside = [self._besides(cell, one) for one in cell.pinned]
+        many = [jobs for jobs in all_beside if len(jobs) > 2 and set(jobs) <= set(movable)]
         for wanted in (*fewest, many):
             best: tuple[float, tuple[JobId, ...]] | None = None
             for jobs in wanted:

@@ -148,14 +148,15 @@ def test_the_paper_s_planner_knows_no_credit() -> None:
     assert planner.packer.owed_slo(planner.facts[TIGHT.job]) == TIGHT.slowdown_slo
 
 
-def test_everybody_leaves_a_job_that_a_surprise_would_make_late() -> None:
+@pytest.mark.parametrize("place", range(4))
+def test_everybody_leaves_a_job_that_a_surprise_would_make_late(place: int) -> None:
     """Three others, none of whom the job could bear; each of them may leave only with the others.
 
     The forecast of the four is as good as it was.
     """
     late = planned_job("late", 300, 100, slo=1.001, host=200)
     others = [planned_job(f"other-{at}", 100, 20, slo=2.0, host=200) for at in range(3)]
-    planner, cell = _together([late, *others])
+    planner, cell = _together([*others[:place], late, *others[place:]])
     for job in others:
         _settle(planner, job, credit_s=DAY_S, now=DAY_S)
     _settle(planner, late, credit_s=-HOUR_S, now=DAY_S)
