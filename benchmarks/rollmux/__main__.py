@@ -14,6 +14,7 @@ from benchmarks.rollmux.determinism import deterministic
 from benchmarks.rollmux.disturbed import drift_figures, failure_figures
 from benchmarks.rollmux.figures import quality_figures, single_workload
 from benchmarks.rollmux.harvest import harvest_figures
+from benchmarks.rollmux.harvest_bound import INSTANCES, bound_figures
 from benchmarks.rollmux.optimum import optimum_figures
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.errors import ConfigError
@@ -28,6 +29,7 @@ PARTS = (
     "optimum",
     "failures",
     "harvest",
+    "harvest_bound",
     "decisions",
     "determinism",
 )
@@ -126,6 +128,8 @@ def _result(given: argparse.Namespace) -> dict[str, object]:
         result["failures"] = failure_figures(seeds, pieces, mtbf_h=given.mtbf_h)
     if "harvest" in parts:
         result |= _harvested(given, seeds, pieces)
+    if "harvest_bound" in parts:
+        result |= bound_figures(1 if given.quick else INSTANCES, pieces)
     if "decisions" in parts:
         result |= decision_times(quick=given.quick)
     if "determinism" in parts:

@@ -43,7 +43,7 @@ def compared(instance: int) -> Compared:
     jobs = [drawn[int(at)] for at in rng.choice(len(drawn), count, replace=False)]
     planner = _settled(jobs)
     known = [
-        KnownJob(job=one.job, truth=_truth(one), tail=planner.facts[one.job.job].tail)
+        KnownJob(job=one.job, truth=truth(one), tail=planner.facts[one.job.job].tail)
         for one in jobs
     ]
     return Compared(
@@ -53,7 +53,7 @@ def compared(instance: int) -> Compared:
     )
 
 
-def _truth(one: SimulatedJob) -> Belief:
+def truth(one: SimulatedJob) -> Belief:
     rollout_s, training_s = one.job.phases[0].max_s * 0.8, one.job.phases[1].max_s * 0.7
     return Belief(rollout_s, 0.0, PHASE_CV, training_s, 0.0, PHASE_CV)
 

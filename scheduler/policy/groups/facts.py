@@ -28,6 +28,8 @@ class JobFacts:
     """When it last began to move."""
     open_s: float = 0.0
     """Solo seconds of the present iteration that have ended; lost with the iteration."""
+    seen_s: float = 0.0
+    """When its last phase ended, or its cold start."""
     version: int = 0
     """Names the belief in force, over all jobs; verdicts about a version stay true."""
     _belief: Belief | None = None
@@ -41,6 +43,7 @@ class JobFacts:
             training=PhaseEstimate(training.max_s),
             account=SloAccount(slo=job.slowdown_slo, began_s=now, solo_s=cold_start_s),
             tail=tail,
+            seen_s=now + cold_start_s,
         )
 
     @property
@@ -80,7 +83,13 @@ class JobFacts:
         self.version = next(_versions)
 
     def slo_ahead(self, now: float) -> float:
-        return self.account.slo_ahead(now, iteration_s=self.belief().iteration_s)
+        belief = self.belief()
+        phase_s = belief.training_s if self.open_s else belief.rollout_s
+        return self.account.slo_ahead(
+            now,
+            iteration_s=belief.iteration_s,
+            under_way_s=min(max(0.0, now - self.seen_s), phase_s),
+        )
 
     def _outdated(self, belief: Belief) -> bool:
         if self.training.count in _RENEWED_AT:

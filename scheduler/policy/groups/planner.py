@@ -77,7 +77,7 @@ class GroupPlanner:
         self.packer.now_s = now
         match event:
             case PhaseEnded(job=job, phase=phase, solo_s=solo_s):
-                return self._learn(job, phase, solo_s)
+                return self._learn(job, phase, solo_s, now=now)
             case JobArrived(job=job):
                 return self._place(job, now=now)
             case JobEnded(job=job):
@@ -89,10 +89,13 @@ class GroupPlanner:
             case ReviewDue():
                 return self._review(now=now)
 
-    def _learn(self, job: JobId, phase: Any, solo_s: float) -> tuple[GroupEffect, ...]:
+    def _learn(
+        self, job: JobId, phase: Any, solo_s: float, *, now: float
+    ) -> tuple[GroupEffect, ...]:
         facts = self.facts[job]
         young = not facts.mature
         facts.observe(phase, solo_s)
+        facts.seen_s = now
         self._changed |= young and facts.mature
         return ()
 

@@ -105,12 +105,15 @@ class Regroup:
         return list(best[1]), best[2]
 
     def _searchable(self, cell: Cell) -> bool:
-        """Whether all its jobs are well known, none is on its way, and any of them fit a group."""
+        """Whether all its jobs are well known and may share nodes, none is on its way, and any of
+        them fit a group.
+        """
         widest = NODES_MAX // self._packer.limits.group_jobs
         return bool(cell.pinned) and all(
             facts.mature
             and not facts.moving
             and facts.rollout_nodes + facts.training_nodes <= widest
+            and self._packer.owed_slo(facts) >= 1.0
             for facts in (self._packer.facts[job] for job in cell.pinned)
         )
 

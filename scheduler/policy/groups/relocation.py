@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from harvester.contracts.ids import JobId
+from harvester.contracts.ids import JobId, NodeId
 from scheduler.policy.groups.book import Cell, GroupBook
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.forecast import Roster
 from scheduler.policy.groups.packing import Opening, OpeningKind, Packer
+from scheduler.policy.groups.slo import SPEND_OVER_S
 from scheduler.policy.model import Node, Placement, Pool
 
 
@@ -47,11 +48,23 @@ class Relocation:
 
         Already applied to the book; empty where nothing can or need be done.
         """
-        movable = [job for job in cell.pinned if self.affords_move(job, now=now)]
-        for count in (1, 2):
+        moves = self._restore(cell, [job for job in cell.pinned if self.affords_move(job, now=now)])
+        crowded = any(self._besides(cell, one) for one in cell.pinned)
+        if not moves and crowded:
+            # Nobody can pay, and staying together costs them more.
+            may = [job for job in cell.pinned if self.regains_move(job, now=now)]
+            moves = self._restore(cell, may)
+        return moves
+
+    def _restore(self, cell: Cell, movable: Sequence[JobId]) -> list[Move]:
+        fewest = [combinations(movable, count) for count in (1, 2)]
+        # A list: what is tried and taken back changes the cell meanwhile.
+        all_beside = [self._besides(cell, one) for one in cell.pinned]
+        many = [jobs for jobs in all_beside if len(jobs) > 2 and set(jobs) <= set(movable)]
+        for wanted in (*fewest, many):
             best: tuple[float, tuple[JobId, ...]] | None = None
-            for jobs in combinations(movable, count):
-                if count == len(cell.pinned):
+            for jobs in wanted:
+                if len(jobs) == len(cell.pinned):
                     continue
                 rest = [
                     self._packer.occupant(cell, cell.pinned[job], slo_of=self._packer.owed_slo)
@@ -71,6 +84,17 @@ class Relocation:
             if best is not None:
                 return self.relocate(best[1], without=(cell,)) or []
         return []
+
+    def _besides(self, cell: Cell, job: JobId) -> tuple[JobId, ...]:
+        """With whom the job shares nodes although it may share none."""
+        if self._packer.owed_slo(self._facts(job)) >= 1.0:
+            return ()
+        nodes = _nodes(cell.pinned[job])
+        return tuple(
+            other
+            for other, placement in cell.pinned.items()
+            if other != job and nodes & _nodes(placement)
+        )
 
     def relocate(
         self,
@@ -116,6 +140,18 @@ class Relocation:
             return False
         need_s = self._prices.move_s + facts.belief().iteration_s
         return facts.account.credit_s(now) >= need_s
+
+    def regains_move(self, job: JobId, *, now: float) -> bool:
+        """Whether the job affords a move, or would alone by the time that it is to be expected
+        to last: as long again as it has, and six hours at most.
+        """
+        facts = self._facts(job)
+        if facts.moving:
+            return False
+        account = facts.account
+        lasts_s = min(now - account.began_s, SPEND_OVER_S)
+        need_s = self._prices.move_s + facts.belief().iteration_s
+        return account.credit_s(now) + (account.slo - 1.0) * lasts_s >= need_s
 
     def may_spare(self, job: JobId, *, now: float) -> bool:
         facts = self._facts(job)
@@ -171,3 +207,7 @@ class Relocation:
             if job not in self._book.home:
                 self._book.stay(job, self._bytes(job))
                 self._packer.refresh(home)
+
+
+def _nodes(placement: Placement) -> set[NodeId]:
+    return {*placement.rollout_nodes, *placement.training_nodes}

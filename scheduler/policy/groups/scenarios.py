@@ -137,6 +137,17 @@ def least_bound(seen: Records, scenarios: int, quantile: float) -> float:
 
 
 @compiled
+def _shares(jobs: Records, k: int) -> bool:
+    """Whether another job is on one of job k's nodes."""
+    for j in range(jobs.size):
+        rollout = jobs["rollout_nodes"][j] & jobs["rollout_nodes"][k]
+        training = jobs["training_nodes"][j] & jobs["training_nodes"][k]
+        if j != k and (rollout or training):
+            return True
+    return False
+
+
+@compiled
 def keeps(
     template: Records,
     nodes: Records,
@@ -151,12 +162,17 @@ def keeps(
     """Whether every job's bound is within its SLO; stops at whatever settles it.
 
     `glance` is a short run of the means, warm-up and cycles, and by how much it may miss an SLO.
+    Who has an SLO below 1 may share no node, and keeps it then.
     """
     count = template.size
+    slos = np.maximum(template["slo"], 1.0)
+    for k in range(count):
+        if template["slo"][k] < 1.0 and _shares(template, k):
+            return False
     found = np.zeros((scenarios, count))
     _live(template, nodes, beliefs, 0.0, 0, glance[0], glance[1], rules, log, found[0])
     for k in range(count):
-        if found[0, k] > template["slo"][k] + glance[2]:
+        if found[0, k] > slos[k] + glance[2]:
             return False
     doubt = 0.0 if scenarios == 1 else 1.0
     for at in range(scenarios):
@@ -164,7 +180,7 @@ def keeps(
         for k in range(count):
             if quantile >= 0.0 and at + 1 < scenarios:
                 least = least_bound(found[: at + 1, k], scenarios, quantile)
-                if least > template["slo"][k] + _SURELY:
+                if least > slos[k] + _SURELY:
                     return False
     bound = upper_bound(found, quantile)
-    return bool((bound <= template["slo"] + ROUNDING).all())
+    return bool((bound <= slos + ROUNDING).all())

@@ -5,7 +5,9 @@ quantile of their spread does not exceed the SLO. The risk is one forecast's, no
 life: asked again it errs again the same way, for as long as the group stays as it is. So what a
 forecast has to keep over the time ahead follows the job's credit, up and down: who has more than
 its reserve may spend it, who has less is owed the rest, and what was forecast wrongly is found out
-while the credit still pays for an answer.
+while the credit still pays for an answer. What a forecast of a few iterations cannot show, a turn
+that others run over by a little or a switch that comes too late, has to be paid for by credit that
+is there or soon will be; who has none of it lives on nodes of its own.
 """
 
 from dataclasses import dataclass
@@ -21,6 +23,13 @@ RESERVE_ITERATIONS: Final = 1.5
 """Credit kept, in iterations: what a move costs beside the iteration that it waits for."""
 RESERVE_OF_EARNED: Final = 0.5
 """Most of it, of what the job would have alone: a young job cannot have kept anything yet."""
+SURPRISE_ITERATIONS: Final = 0.2
+"""What company may cost a job unforeseen between two reviews, in iterations: two turns of somebody
+that are two deviations longer than their mean, and the switches after them."""
+REGAIN_ITERATIONS: Final = 3.0
+"""Alone for so long, about the time between two reviews, a job has to regain what that cost."""
+NOBODY_BESIDE: Final = 0.0
+"""Slow-down ahead of a job that may share no node: no company leaves it that much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +61,22 @@ class SloAccount:
         """Delay that the job can still absorb, if it ended now."""
         return self.slo * self.solo_s - (now - self.began_s)
 
-    def slo_ahead(self, now: float, *, iteration_s: float) -> float:
-        """Slow-down over the time ahead that brings the credit to its reserve; at least 1."""
+    def needs_own_nodes(self, now: float, *, iteration_s: float, under_way_s: float) -> bool:
+        """Whether a surprise would cost more than the job has and would soon regain alone.
+
+        `under_way_s` of the time that passed may be work that has not ended, and is no delay.
+        """
+        settled_s = self.credit_s(now) + under_way_s
+        regained = (self.slo - 1.0) * REGAIN_ITERATIONS
+        return settled_s < (SURPRISE_ITERATIONS - regained) * iteration_s
+
+    def slo_ahead(self, now: float, *, iteration_s: float, under_way_s: float = 0.0) -> float:
+        """Slow-down over the time ahead that brings the credit to its reserve; at least 1.
+
+        NOBODY_BESIDE where that is on nodes of its own only.
+        """
+        if self.needs_own_nodes(now, iteration_s=iteration_s, under_way_s=under_way_s):
+            return NOBODY_BESIDE
         earned_s = (self.slo - 1.0) * self.solo_s
         reserve_s = min(RESERVE_ITERATIONS * iteration_s, RESERVE_OF_EARNED * earned_s)
         spare_s = self.credit_s(now) - reserve_s

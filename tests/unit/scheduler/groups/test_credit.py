@@ -3,13 +3,15 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from harvester.contracts.ids import JobId
+from scheduler.policy.groups.book import Cell
 from scheduler.policy.groups.events import JobArrived, MoveJob, PhaseEnded, ReviewDue
 from scheduler.policy.groups.forecast import Roster
 from scheduler.policy.groups.judge import Distributional, WorstCase
 from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
-from scheduler.policy.groups.slo import RESERVE_ITERATIONS, SloAccount
+from scheduler.policy.groups.slo import NOBODY_BESIDE, RESERVE_ITERATIONS, SloAccount
 from scheduler.policy.model import Job
 from tests.unit.scheduler.groups.planned_jobs import TYPES, planned_job
 
@@ -43,7 +45,25 @@ def test_what_is_owed_follows_the_credit_and_is_never_faster_than_alone(
         _with_credit(each_s, slo=slo).slo_ahead(0.0, iteration_s=ITERATION_S)
         for each_s in (credit_s, credit_s + more_s)
     )
-    assert 1.0 <= less <= more
+    assert less <= more
+    assert all(each == NOBODY_BESIDE or each >= 1.0 for each in (less, more))
+
+
+@pytest.mark.parametrize(("slo", "alone"), [(1.001, True), (1.5, False)])
+def test_who_cannot_pay_for_a_surprise_is_owed_its_own_nodes_unless_it_soon_could(
+    slo: float, alone: bool
+) -> None:
+    account = _with_credit(0.0, slo=slo)
+    owed = account.slo_ahead(0.0, iteration_s=ITERATION_S)
+    assert (owed == NOBODY_BESIDE) is alone
+
+
+def test_work_under_way_is_no_delay() -> None:
+    account = _with_credit(200.0, slo=1.001)
+    later_s = 300.0
+    assert account.slo_ahead(later_s, iteration_s=ITERATION_S) == NOBODY_BESIDE
+    owed = account.slo_ahead(later_s, iteration_s=ITERATION_S, under_way_s=later_s)
+    assert owed >= 1.0
 
 
 def _beside_each_other() -> GroupPlanner:
@@ -126,3 +146,60 @@ def test_the_paper_s_planner_knows_no_credit() -> None:
     _settle(planner, TIGHT, credit_s=-DAY_S, now=DAY_S)
     planner.packer.now_s = DAY_S
     assert planner.packer.owed_slo(planner.facts[TIGHT.job]) == TIGHT.slowdown_slo
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_everybody_leaves_a_job_that_a_surprise_would_make_late(place: int) -> None:
+    """Three others, none of whom the job could bear; each of them may leave only with the others.
+
+    The forecast of the four is as good as it was.
+    """
+    late = planned_job("late", 300, 100, slo=1.001, host=200)
+    others = [planned_job(f"other-{at}", 100, 20, slo=2.0, host=200) for at in range(3)]
+    planner, cell = _together([*others[:place], late, *others[place:]])
+    for job in others:
+        _settle(planner, job, credit_s=DAY_S, now=DAY_S)
+    _settle(planner, late, credit_s=-HOUR_S, now=DAY_S)
+    assert sorted(_moved(planner)) == [job.job for job in others]
+    assert list(cell.pinned) == [late.job]
+
+
+@pytest.mark.parametrize(("credit_s", "goes"), [(-400.0, True), (-1000.0, False)])
+def test_of_two_who_cannot_pay_for_a_move_the_one_goes_that_regains_it(
+    credit_s: float, *, goes: bool
+) -> None:
+    """In six hours a slack of 0.06 regains 1296 s, one of 0.02 432 s; a move needs 700 s."""
+    slower, tighter = (planned_job(f"job-{slo}", 280, 120, slo=slo) for slo in (1.06, 1.02))
+    planner, _ = _together([slower, tighter])
+    for job in (slower, tighter):
+        _settle(planner, job, credit_s=credit_s, now=DAY_S)
+    assert _moved(planner) == ([slower.job] if goes else [])
+
+
+def _together(jobs: list[Job]) -> tuple[GroupPlanner, Cell]:
+    """All on the first one's nodes, whatever forecasts say, and well known."""
+    planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
+    planner.observe(JobArrived(job=jobs[0]), now=0.0)
+    (cell,) = planner.book.cells.values()
+    (home,) = cell.pinned.values()
+    for job in jobs[1:]:
+        planner.observe(JobArrived(job=job), now=0.0)
+        planner.book.unpin(job.job, job.host_bytes_per_node)
+        planner.book.pin(replace(home, job=job.job), cell, job.host_bytes_per_node)
+        planner.packer.refresh(cell)
+    for job in jobs:
+        _learn(planner, job)
+    return planner, cell
+
+
+def _moved(planner: GroupPlanner) -> list[JobId]:
+    effects = planner.observe(ReviewDue(), now=DAY_S)
+    return [effect.placement.job for effect in effects if isinstance(effect, MoveJob)]
+
+
+def test_alone_on_its_nodes_a_job_keeps_whatever_it_is_owed() -> None:
+    planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
+    planner.observe(JobArrived(job=TIGHT), now=0.0)
+    (cell,) = planner.book.cells.values()
+    occupants = planner.packer.occupants(cell, slo_of=lambda _: NOBODY_BESIDE)
+    assert planner.packer.judge.admits(Roster.of(occupants))

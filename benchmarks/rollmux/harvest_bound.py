@@ -1,0 +1,175 @@
+"""What leases could be worth to an ideal planner: the cheapest mix of groups with and without.
+
+Six jobs, their true means, no variation, moves free and as often as wanted: a linear program over
+all groups of up to four of them says how long each group should last so that every job gets its
+hour of solo work within its SLO at the least price. No planner with these groups and this order of
+phases does it for less. Steady headroom, no price for leases.
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import combinations
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from scipy.optimize import linprog
+
+from benchmarks.rollmux.optimum import truth
+from benchmarks.rollmux.pieces import Pieces
+from scheduler.policy.groups.compiled import Records
+from scheduler.policy.groups.execution import advance
+from scheduler.policy.groups.forecast import Occupant, Roster
+from scheduler.policy.groups.judge import OUR_RULES
+from scheduler.policy.groups.leased_execution import advance_leased
+from scheduler.policy.groups.leases import POOL
+from scheduler.policy.groups.regrouping import CheapestHosting, Guest
+from scheduler.policy.groups.stages import EVENT, empty_nodes, empty_permits
+from scheduler.policy.groups.tail import Completion, TailShape, best_shape
+from scheduler.policy.model import Pool
+from scheduler.sim.rollmux.harvest import SLOTS_RATIO, W1_TERMS
+from scheduler.sim.rollmux.workload import (
+    H20_PER_HOUR,
+    H800_PER_HOUR,
+    NODE_TYPES,
+    SimulatedJob,
+    w1,
+)
+
+HEADROOMS: Final = (0.35, 0.5, 0.75, 1.0)
+INSTANCES: Final = 10
+JOBS: Final = 6
+GROUP_JOBS: Final = 4
+TAIL: Final = best_shape((Completion(0.5, 0.8),), accelerators=8)
+_WARM_UP, _CYCLES = 4.0, 24.0
+"""Of the longest job alone."""
+_RECORD_S = 3600
+_NO_LOG = np.zeros(0, dtype=EVENT)
+_NEVER = np.zeros(0)
+
+
+class Mix(msgspec.Struct, frozen=True, kw_only=True):
+    """Dollars of the cheapest mix, every job an hour of solo work."""
+
+    without: float
+    leased: tuple[float, ...]
+    """At each of HEADROOMS."""
+
+
+def busy_bound(headroom: float, jobs: Sequence[SimulatedJob], *, tail: TailShape = TAIL) -> float:
+    """Cost without leases over cost with them if no node were ever idle, by prices alone.
+
+    Slots then take their share of every bulk that runs at home.
+    """
+    rollout, training, bulk = 0.0, 0.0, 0.0
+    for one in jobs:
+        rollout_s, training_s = one.means_s
+        iteration_s = rollout_s + training_s
+        rollout += rollout_s / iteration_s * tail.node_ratio
+        bulk += rollout_s / iteration_s * tail.bulk_ratio
+        training += training_s / iteration_s
+    spared = bulk * (1.0 - 1.0 / (1.0 + SLOTS_RATIO * headroom))
+    without = rollout * H20_PER_HOUR + training * H800_PER_HOUR
+    return without / (without - spared * H20_PER_HOUR)
+
+
+def cheapest_mix(jobs: Sequence[SimulatedJob], *, headroom: float = 0.0) -> float:
+    """Dollars for an hour of solo work of every job, in whatever groups and order of groups."""
+    roster = Roster.of(
+        [
+            Occupant(0, 0, one.job.slowdown_slo, truth(one), TAIL.bulk_ratio, TAIL.share)
+            for one in jobs
+        ]
+    )
+    prices: list[float] = []
+    columns: list[Records] = []
+    for price, members, rollout, training in _hostings(jobs):
+        prices.append(price)
+        column = np.zeros(2 * len(jobs))
+        speeds = _speeds(roster.hosted(members, rollout, training), headroom)
+        for place, speed in zip(members, speeds, strict=True):
+            column[place], column[len(jobs) + place] = -speed, 1.0
+        columns.append(column)
+    slos = np.array([one.job.slowdown_slo for one in jobs])
+    limits = np.concatenate([-np.ones(len(jobs)), slos])
+    found = linprog(prices, A_ub=np.stack(columns, axis=1), b_ub=limits, method="highs")
+    if not found.success:
+        raise AssertionError(f"every job can be alone: {found.message}")
+    return float(found.fun)
+
+
+def _hostings(
+    jobs: Sequence[SimulatedJob],
+) -> Iterator[tuple[float, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """Price an hour, members and their nodes of every group that host memory allows."""
+    search = CheapestHosting(NODE_TYPES, GROUP_JOBS)
+    guests = [Guest(at, one.job.host_bytes_per_node, 0.0, 0.0) for at, one in enumerate(jobs)]
+    fits = [search.fitting(guests, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
+    for size in range(1, GROUP_JOBS + 1):
+        for members in combinations(range(len(jobs)), size):
+            for price, rollout, training in search.priced(
+                guests, members, (0.0, float("inf")), fits
+            ):
+                yield price, members, rollout, training
+
+
+def _speeds(roster: Roster, headroom: float) -> Records:
+    """Solo seconds that every job gets done in a second."""
+    jobs = roster.jobs.copy()
+    jobs["offset"], jobs["length"] = np.arange(jobs.size), 1
+    lengths_s = np.ascontiguousarray(roster.beliefs[:, :, 0])
+    longest_s = float(lengths_s.sum(axis=1).max())
+    settled_s, until_s = _WARM_UP * longest_s, (_WARM_UP + _CYCLES) * longest_s
+    nodes, permits = empty_nodes(), empty_permits()
+    pool = np.zeros(1, dtype=POOL)
+    pool["slots_per_node"], pool["offset_s"] = SLOTS_RATIO * W1_TERMS.accelerators, _RECORD_S
+    given_s = headroom * np.arange(_RECORD_S + 1.0)
+
+    def run(from_s: float, to_s: float) -> None:
+        state = (jobs, nodes, permits, lengths_s, OUR_RULES)
+        if headroom:
+            advance_leased(*state, pool, given_s, _NEVER, W1_TERMS, from_s, to_s, _NO_LOG)
+        else:
+            advance(*state, from_s, to_s, _NO_LOG)
+
+    run(0.0, settled_s)
+    before_s = jobs["solo_s"] + jobs["worked_s"]
+    # As in forecasts, credit counts from when the group has settled.
+    jobs["began_s"] = settled_s - jobs["slo"] * jobs["solo_s"]
+    run(settled_s, until_s)
+    return np.asarray((jobs["solo_s"] + jobs["worked_s"] - before_s) / (until_s - settled_s))
+
+
+def drawn(instance: int) -> list[SimulatedJob]:
+    rng = np.random.Generator(np.random.PCG64([11, instance]))
+    jobs = w1(20_000 + instance, jobs=40)
+    return [jobs[int(at)] for at in rng.choice(len(jobs), JOBS, replace=False)]
+
+
+def mix_of(instance: int) -> Mix:
+    jobs = drawn(instance)
+    return Mix(
+        without=cheapest_mix(jobs),
+        leased=tuple(cheapest_mix(jobs, headroom=headroom) for headroom in HEADROOMS),
+    )
+
+
+def bound_figures(instances: int, pieces: Pieces) -> dict[str, Any]:
+    """Cost without leases over cost with them, free, by headroom."""
+    mixes = [pieces.kept(f"bound-{at}", partial(mix_of, at), Mix) for at in range(instances)]
+    workload = w1(0)
+    return {
+        "harvest_bound": {
+            "instances": instances,
+            "headroom": list(HEADROOMS),
+            "busy": [busy_bound(headroom, workload) for headroom in HEADROOMS],
+            "mix": [
+                statistics.mean(one.without / one.leased[at] for one in mixes)
+                for at in range(len(HEADROOMS))
+            ],
+            "mix_max": [
+                max(one.without / one.leased[at] for one in mixes) for at in range(len(HEADROOMS))
+            ],
+        }
+    }
