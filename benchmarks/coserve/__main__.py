@@ -44,6 +44,7 @@ from scheduler.demo.trace import Trace, read_trace
 from scheduler.demo.window import TokenScale, Window, mean_rate, windows_of
 from scheduler.service.leases import AgentClient
 
+PARTS = ("rounds", "reclaim", "closed_gate", "unseen", "failsafe")
 REQUESTS_MIN = 1000
 _SLICE_S = 20.0
 _FIRST_RATE = 3.0
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--failsafe", type=int, default=10, help="kills and stops of the agent")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--only", choices=("unseen", "closed_gate"), nargs="+", help="without the rounds"
+        "--only", choices=PARTS, nargs="+", default=PARTS, help="these parts of the run"
     )
     given = parser.parse_args()
     report("coserve", lambda: measured(given), given.json)
@@ -135,9 +136,9 @@ class Bench:
                 session, url(self.slot.ports.guest), self.lease, self.given.seed
             )
             result = await unless(self.slot.parts.one_dies(), self._run())
-            if self.given.only:
-                return result
-            return result | {"failsafe_ms": await self._failsafe()}
+            if "failsafe" in self.given.only:
+                result["failsafe_ms"] = await self._failsafe()
+            return result
 
     async def _run(self) -> dict[str, Any]:
         await self.slot.agent_answers(self.told)
@@ -157,12 +158,16 @@ class Bench:
             requests=self.requests,
         )
         windows = await self._rehearsed(runner)
-        only = self.given.only
-        result = {} if only else await self._rounds(runner, windows)
-        if not only or "closed_gate" in only:
-            result |= await self._closed_gate()
-        if not only or "unseen" in only:
-            result["unseen"] = await self._unseen(runner, windows[-1])
+        parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
+            "rounds": lambda: self._rounds(runner, windows),
+            "reclaim": lambda: self._reclaim(runner, windows),
+            "closed_gate": self._closed_gate,
+            "unseen": lambda: self._unseen(runner, windows[-1]),
+        }
+        result: dict[str, Any] = {}
+        for name, measure in parts.items():
+            if name in self.given.only:
+                result |= await measure()
         return result
 
     async def _rounds(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
@@ -178,21 +183,25 @@ class Bench:
                 f"{done.production_core_s / done.seconds:.0%}, guest "
                 f"{done.guest_tokens / done.seconds:,.0f} tokens/s"
             )
-        result = figures(
+        return figures(
             self.requests,
             runner.slices,
             Facts(trace=self.trace.name, requests_per_s=mean_rate(windows), seed=self.given.seed),
         )
-        result["reclaim"] = await closings(runner, windows[-1], self._grant)
+
+    async def _reclaim(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
+        self.told("the grant closed under load")
+        reclaim = await closings(runner, windows[-1], self._grant)
         self.told("KV back, a sleeping guest to its first token, a surge")
         arrivals = tuple(a for window in windows for a in window.arrivals)
         shrinks = Shrinks(runner, self._grant, self._guest, self.session)
-        result["reclaim"] |= await shrinks.run(_TRIALS, arrivals)
-        result["activation"] = {"cold_s": self.cold_s} | await Activations(
-            runner, self.session
-        ).run(_ACTIVATIONS)
-        result["surge"] = await surges(runner, _SURGES, arrivals, rate=mean_rate(windows))
-        return result
+        reclaim |= await shrinks.run(_TRIALS, arrivals)
+        activations = await Activations(runner, self.session).run(_ACTIVATIONS)
+        return {
+            "reclaim": reclaim,
+            "activation": {"cold_s": self.cold_s} | activations,
+            "surge": await surges(runner, _SURGES, arrivals, rate=mean_rate(windows)),
+        }
 
     async def _closed_gate(self) -> dict[str, Any]:
         self.told("the gate closed, with requests that wait")
@@ -214,7 +223,7 @@ class Bench:
             self.told(f"a load that production has never shown: {name}")
             found[name] = await measure()
             self.told(f"{found[name]}")
-        return found
+        return {"unseen": found}
 
     async def _rehearsed(self, runner: Runner) -> tuple[Window, ...]:
         """The windows of the rounds, once both engines have learned their steps."""
