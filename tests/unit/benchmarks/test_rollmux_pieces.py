@@ -25,7 +25,7 @@ if __name__ == "__main__":
     Pieces(None, workers=2).run_ahead(long)
 """
 ROOT = Path(__file__).parents[3]
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def test_arms_that_ran_side_by_side_found_what_they_find_one_after_another(tmp_path: Path) -> None:
