@@ -236,6 +236,23 @@ class EngineSlot:
             reader.close()
 
 
+async def completed(url: str, model: str, max_tokens: int) -> int:
+    """A plain request of a production client, on a connection of its own; its number of tokens."""
+    body = {
+        "model": model,
+        "prompt": [5, 6, 7, 8],
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", json=body) as response,
+    ):
+        assert response.status == 200, await response.text()
+        return int((await response.json())["usage"]["completion_tokens"])
+
+
 async def until(
     holds: Callable[[], object], what: str, *, seen: Callable[[], object] = lambda: ""
 ) -> None:

@@ -23,6 +23,7 @@ from scheduler.phases.command import status as phases_status
 from scheduler.phases.service import listening_socket
 from scheduler.phases.socket_control import SocketControl
 from scheduler.phases.wire import Absent, Beat, Ended
+from tests.integration.line_children import LineChild, LineChildren
 
 LEASE_S = 2.0
 
@@ -32,7 +33,7 @@ class Machine:
     """One control and its jobs."""
 
     directory: Path
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    children: LineChildren = field(default_factory=LineChildren)
 
     @property
     def socket(self) -> Path:
@@ -40,8 +41,8 @@ class Machine:
 
     def control(self, *arguments: str, module: bool = True) -> subprocess.Popen[str]:
         command = ("scheduler.phases",) if module else ("harvester.cli", "phases", "serve")
-        process = self._start(
-            *(*command, "--socket", str(self.socket)),
+        process = self.children.start(
+            *("-m", *command, "--socket", str(self.socket)),
             *("--state", str(self.directory / "state.sqlite")),
             *("--lease-s", str(LEASE_S), "--patience-s", "0.05"),
             *arguments,
@@ -58,46 +59,16 @@ class Machine:
         raise AssertionError("the control did not answer")
 
     def job(self, name: str) -> "Job":
-        return Job(self._start("tests.integration.phase_job", str(self.socket), name))
-
-    def _start(self, module: str, *arguments: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.started.append(process)
-        return process
-
-    def stop(self) -> None:
-        for process in self.started:
-            process.kill()
-            process.communicate()
+        module = "tests.integration.phase_job"
+        return Job(self.children.start("-m", module, str(self.socket), name))
 
 
-@dataclass
-class Job:
-    process: subprocess.Popen[str]
-
+class Job(LineChild):
     def enter(self, kind: str) -> None:
-        self._say(kind)
+        self.says(kind)
 
     def end(self) -> None:
-        self._say("")
-
-    def hears(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def _say(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
+        self.says("")
 
 
 @pytest.fixture
@@ -111,7 +82,7 @@ def free_port() -> int:
 def machine(tmp_path: Path) -> Iterator[Machine]:
     machine = Machine(tmp_path)
     yield machine
-    machine.stop()
+    machine.children.stop()
 
 
 def test_a_holder_that_is_killed_loses_its_permit_and_the_other_job_goes_on(

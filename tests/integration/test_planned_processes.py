@@ -1,7 +1,6 @@
 """A control that plans, and jobs, as real processes: killed, restarted, on nodes that fail."""
 
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from scheduler.phases.command import forget, node, submit
 from scheduler.phases.command import status as phases_status
 from scheduler.phases.socket_control import SocketControl
 from scheduler.phases.wire import JobStatus, PlanStatus
+from tests.integration.line_children import LineChild, LineChildren
 
 REPOSITORY = Path(__file__).parents[2]
 NODES = """
@@ -31,19 +31,7 @@ jobs:
 """
 
 
-@dataclass
-class Job:
-    process: subprocess.Popen[str]
-
-    def says(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def hears(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
+class Job(LineChild):
     def runs(self, kind: str) -> str:
         """Enters and ends one phase; what was granted."""
         self.says(kind)
@@ -56,7 +44,7 @@ class Job:
 @dataclass
 class Machine:
     directory: Path
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    children: LineChildren = field(default_factory=LineChildren)
 
     @property
     def socket(self) -> Path:
@@ -66,7 +54,7 @@ class Machine:
         """`more` is what its file of nodes says beside the nodes."""
         nodes = self.directory / "nodes.yaml"
         nodes.write_text(NODES + more)
-        process = self._start(
+        process = self.children.start(
             *("-m", "scheduler.phases", "--socket", str(self.socket)),
             *("--state", str(self.directory / "state.sqlite"), "--nodes", str(nodes)),
             *("--lease-s", "3.0"),
@@ -83,7 +71,7 @@ class Machine:
 
     def job(self, name: str, *, slo: float = 3.0) -> Job:
         module = "tests.integration.planned_job"
-        return Job(self._start("-m", module, str(self.socket), name, str(slo)))
+        return Job(self.children.start("-m", module, str(self.socket), name, str(slo)))
 
     def plan(self, name: str) -> PlanStatus | None:
         jobs: tuple[JobStatus, ...] = SocketControl(self.socket).jobs()
@@ -96,27 +84,12 @@ class Machine:
             assert clock.now() < until_s, "it did not come to be"
             threading.Event().wait(0.05)
 
-    def _start(self, *arguments: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.started.append(process)
-        return process
-
-    def stop(self) -> None:
-        for process in self.started:
-            process.kill()
-            process.communicate()
-
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
     machine = Machine(tmp_path)
     yield machine
-    machine.stop()
+    machine.children.stop()
 
 
 def test_two_processes_share_the_planned_nodes_over_a_killed_control(machine: Machine) -> None:
@@ -205,14 +178,14 @@ def test_jobs_of_a_file_are_submitted_shown_and_forgotten(
 def test_the_toy_jobs_of_the_examples_share_two_nodes(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     try:
-        machine._start(
+        machine.children.start(
             *("-m", "scheduler.phases", "--socket", str(machine.socket)),
             *("--nodes", str(REPOSITORY / "examples/nodes.yaml")),
         )
         machine.until(machine.answers)
         options = ("--iterations", "2", "--rollout-s", "0.4", "--training-s", "0.2")
         toys = [
-            machine._start(
+            machine.children.start(
                 str(REPOSITORY / "examples/toy_job.py"), str(machine.socket), name, *options
             )
             for name in ("math", "code")
@@ -222,4 +195,4 @@ def test_the_toy_jobs_of_the_examples_share_two_nodes(tmp_path: Path) -> None:
         assert all("iteration 2 trains on train-0" in one for one in said)
         assert SocketControl(machine.socket).jobs() == ()
     finally:
-        machine.stop()
+        machine.children.stop()

@@ -3,30 +3,16 @@
 import asyncio
 import math
 
-import aiohttp
 import pytest
 
 from harvester.contracts.page import GrantMode, PageReader, Pulse
-from tests.integration.engine_slot import PRODUCTION, PRODUCTION_PULSE, EngineSlot, until
+from tests.integration.engine_slot import PRODUCTION, PRODUCTION_PULSE, EngineSlot, completed, until
 
 pytestmark = pytest.mark.engine
 
 
 async def complete(slot: EngineSlot, max_tokens: int) -> int:
-    """A plain request of a production client; its number of tokens."""
-    body = {
-        "model": PRODUCTION,
-        "prompt": [5, 6, 7, 8],
-        "max_tokens": max_tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-    }
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{slot.production_url}/v1/completions", json=body) as response,
-    ):
-        assert response.status == 200, await response.text()
-        return int((await response.json())["usage"]["completion_tokens"])
+    return await completed(slot.production_url, PRODUCTION, max_tokens)
 
 
 async def fresh_stamp_ns(reader: PageReader[Pulse], *, after_ns: int = 0) -> int:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
 import psutil
 import pytest
 
@@ -31,7 +30,7 @@ from harvester.policy.sample import KillSwitch, LeaseView
 from scheduler.demo.job.model import write_checkpoint
 from scheduler.demo.prerequisites import free_ports
 from scheduler.demo.processes import Child, Processes
-from tests.integration.engine_slot import CONTEXT_TOKENS, SHAPE, until, wait_for
+from tests.integration.engine_slot import CONTEXT_TOKENS, SHAPE, completed, until, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -66,19 +65,7 @@ class WideProduction:
 
     async def complete(self, max_tokens: int) -> int:
         """On a connection of its own, so that another server may take it."""
-        body = {
-            "model": "wide",
-            "prompt": [5, 6, 7, 8],
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-        }
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{self.url}/v1/completions", json=body) as response,
-        ):
-            assert response.status == 200, await response.text()
-            return int((await response.json())["usage"]["completion_tokens"])
+        return await completed(self.url, "wide", max_tokens)
 
     async def burst(self, requests: int, max_tokens: int) -> None:
         done = await asyncio.gather(*[self.complete(max_tokens) for _ in range(requests)])
