@@ -64,10 +64,14 @@ def parse_fields(text: str, path: Path | None) -> dict[str, Any]:
 
 def explained(error: ValidationError, text: str, path: Path | None) -> str:
     """Every mistake with its field and, where it came from the file, its line."""
-    return "; ".join(
-        named(problem["loc"], problem["msg"], text, path)
-        for problem in error.errors(include_url=False, include_context=False)
-    )
+    mistakes = []
+    for problem in error.errors(include_url=False, include_context=False):
+        mistake = named(problem["loc"], problem["msg"], text, path)
+        # What is missing at the top has no line; it belongs into the file all the same.
+        if problem["type"] == "missing" and path is not None and len(problem["loc"]) == 1:
+            mistake = f"{path}: {mistake}"
+        mistakes.append(mistake)
+    return "; ".join(mistakes)
 
 
 def named(where: Where, message: str, text: str, path: Path | None) -> str:
