@@ -78,8 +78,8 @@ class Pieces:
             initializer=_as_worker,
             initargs=(os.getpid(),),
         ) as pool:
-            running = {pool.submit(one.run): one for one in missing}
             try:
+                running = {pool.submit(one.run): one for one in missing}
                 for done in as_completed(running):
                     self._ahead[running[done].key] = done.result()
                     self.arm(running[done])
