@@ -60,8 +60,8 @@ NO_ISOLATION = Isolation(IsolationBackend.NONE, blocking_ratio=1.0)
 # that meets a guest step gets half of the GPU until one of them is done: it is late by at most the
 # rest of that step, and never by more than its own time.
 #
-# CUDA joins whatever MPS daemon answers in its default directory and says nothing: a guest for which
-# nobody has agreed to MPS is sent to look where there is none.
+# CUDA joins whatever MPS daemon answers in its default directory and says nothing: a guest without
+# anybody's consent to that is sent to look where there is none.
 TIME_SLICING = Isolation(
     IsolationBackend.TIME_SLICING,
     blocking_ratio=1.0,

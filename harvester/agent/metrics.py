@@ -88,7 +88,7 @@ class AgentMetrics:
             "guest_weights_away", "1 while its weights sleep in host memory.", "slot"
         )
         self.mps = self._gauge(
-            "mps", "1 for what the MPS daemon says; all 0 without consent.", "slot", "state"
+            "mps_state", "1 for what the MPS daemon says; all 0 without consent.", "slot", "state"
         )
         self.shared_memory = self._gauge(
             "shared_memory_bytes",
