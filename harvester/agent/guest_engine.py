@@ -23,7 +23,7 @@ from harvester.contracts.kv_segment import KvSegment
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
-_LOOKS = 100
+_LOOKS, _LOOKS_A_KILL = 100, 20
 _STOP_S = 30.0
 """vLLM gives its workers five seconds, and a worker may be in a step."""
 
@@ -95,7 +95,8 @@ class GuestEngine:
     def _stop(self, child: asyncio.subprocess.Process, *, insisted: bool) -> float | None:
         """How long to wait for it; None where it was not signalled."""
         if insisted or self._may_signal(child.pid):
-            child.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                child.terminate()
             return self._stop_s
         _log.error(
             "the guest lives on: MPS did not end its work on the GPU, and a signal is unsafe while "
@@ -105,10 +106,12 @@ class GuestEngine:
 
     async def _sweep(self, group: int) -> None:
         """End what its main process left: nobody else would."""
-        for _ in range(_LOOKS):
+        for look in range(_LOOKS):
             if not _members(group):
                 break
-            self._kill(group)
+            # A daemon that is gone is not asked all the time.
+            if look % _LOOKS_A_KILL == 0:
+                self._kill(group)
             await asyncio.sleep(_LOOK_S)
         left = _members(group)
         if left:

@@ -20,7 +20,7 @@ from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.guest_plan import Answer, GuestPlan, GuestWishes, answers, plan
 from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.mps import MpsWatch
-from harvester.config import AgentConfig, GuestConfig, SlotConfig, load_agent_config
+from harvester.config import AgentConfig, GuestConfig, MpsConfig, SlotConfig, load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.mps import PIPE_VARIABLE, MpsControl
@@ -95,7 +95,7 @@ def _wishes(slot: SlotConfig, wanted: GuestConfig) -> GuestWishes:
     share = None
     if slot.mps is not None:
         share = MpsShare(
-            MpsControl(slot.mps.pipe_directory, slot.mps.control, slot.mps.timeout_s),
+            _daemon(slot.mps),
             active_thread_percentage=wanted.active_thread_percentage,
             blocking_ratio=slot.policy.blocking_ratio,
         )
@@ -159,6 +159,10 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path) -> list[str]:
             "shared fate: a fault of the guest ends production. Never kill -9 the guest; stop it "
             "with SIGTERM to this process"
         )
+        if not _clients(slot.mps):
+            notes.append(
+                "nobody is a client of this daemon: was production started with its pipe directory?"
+            )
     names = () if slot.kvcached is None else slot.kvcached.production
     for variables in [production | launch.shared_memory(name) for name in names] or [production]:
         if variables:
@@ -171,6 +175,15 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path) -> list[str]:
         )
     notes.append("nothing is set on the host: it ends with the guest's processes")
     return notes
+
+
+def _clients(mps: MpsConfig) -> int:
+    daemon = _daemon(mps)
+    return sum(len(daemon.clients(server)) for server in daemon.servers())
+
+
+def _daemon(mps: MpsConfig) -> MpsControl:
+    return MpsControl(mps.pipe_directory, mps.control, mps.timeout_s)
 
 
 def _check_place(wanted: GuestConfig, pages: Path) -> None:
