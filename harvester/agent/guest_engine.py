@@ -54,10 +54,10 @@ class GuestEngine:
     async def run(self) -> int:
         """Its exit status, 0 where it was asked to stop. Raises ConfigError where it cannot start.
 
-        SIGTERM and SIGINT ask it to stop.
+        SIGTERM, SIGINT and a terminal that is closed (SIGHUP) ask it to stop.
         """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self.ask_to_stop)
         try:
             child = await asyncio.create_subprocess_exec(

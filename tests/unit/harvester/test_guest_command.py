@@ -205,8 +205,13 @@ def test_what_an_operator_has_to_repair_is_one_line(
     assert (code, complaint in shown) == (2, True), shown
 
 
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGHUP])
 def test_starts_the_engine_and_leaves_nothing(
-    tmp_path: Path, write: Write, driver: Callable[[str], None], daemon: MpsDaemon
+    asked: signal.Signals,
+    tmp_path: Path,
+    write: Write,
+    driver: Callable[[str], None],
+    daemon: MpsDaemon,
 ) -> None:
     driver("GPU-1, Default\\n")
     agreed = f"^mps: {{pipe_directory: {daemon.pipes}, timeout_s: 30}}"
@@ -228,7 +233,7 @@ def test_starts_the_engine_and_leaves_nothing(
             time.sleep(0.05)
         started = json.loads((tmp_path / "started.json").read_text())
         daemon.serve({70: [7, started["pid"]]})
-        command.send_signal(signal.SIGTERM)
+        command.send_signal(asked)
         assert command.wait(120) == 0
     finally:
         command.kill()
