@@ -23,6 +23,7 @@ from pathlib import Path
 from coserve.gpus import ComputeMode, Gpu
 from coserve.mps import MpsShare
 from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.mps import NO_DAEMON, PIPE_VARIABLE
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -54,11 +55,14 @@ class Isolation:
 # A waking normal task preempts the idle class at once, whatever step it is in. What is left is the
 # switch and caches that the step has filled: together well under a millisecond.
 IDLE_CLASS = Isolation(IsolationBackend.IDLE, blocking_ratio=0.02)
-NO_ISOLATION = Isolation(IsolationBackend.NONE, blocking_ratio=1.0)
+# CUDA joins whatever MPS daemon answers in its default directory and says nothing: a guest without
+# anybody's consent to that is sent to look where there is none.
+_NO_MPS = ((PIPE_VARIABLE, str(NO_DAEMON)),)
+NO_ISOLATION = Isolation(IsolationBackend.NONE, blocking_ratio=1.0, environment=_NO_MPS)
 # Two contexts with work share the GPU about evenly, in slices of milliseconds. A step of production
 # that meets a guest step gets half of the GPU until one of them is done: it is late by at most the
 # rest of that step, and never by more than its own time.
-TIME_SLICING = Isolation(IsolationBackend.TIME_SLICING, blocking_ratio=1.0)
+TIME_SLICING = Isolation(IsolationBackend.TIME_SLICING, blocking_ratio=1.0, environment=_NO_MPS)
 
 
 def choose(

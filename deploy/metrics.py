@@ -103,8 +103,35 @@ _AGENT = (
         "blocking_ratio",
         Kind.GAUGE,
         "slot kind",
-        "Share of a running guest step that delays production: configured, and observed (P99 of "
-        "the tokens beside a stepping guest, in steps of 0.05).",
+        "Share of a running guest step that delays production: configured, in_force (1 under MPS "
+        "while both are not seen on one server), and observed (P99 of the tokens beside a stepping "
+        "guest, in steps of 0.05).",
+    ),
+    _agent(
+        "guest_isolation",
+        Kind.GAUGE,
+        "slot backend",
+        "1 for what the guest says that bounds its steps: idle, time-slicing, mps, none.",
+    ),
+    _agent(
+        "mps_state",
+        Kind.GAUGE,
+        "slot state",
+        "1 for what the MPS daemon says: guest and production together on one server, apart, a "
+        "fault of a server, or silent. All 0 without consent.",
+    ),
+    _agent(
+        "shared_memory_bytes",
+        Kind.GAUGE,
+        "slot part",
+        "Of the control group, or of the KV by pages, that guest and production share: used, "
+        "limit, guest and guest_limit (KV alone); NaN is unknown or not shared.",
+    ),
+    _agent(
+        "guest_weights_away",
+        Kind.GAUGE,
+        "slot",
+        "1 while the guest's weights sleep in host memory.",
     ),
     _agent(
         "guest_memory_bytes",
@@ -263,6 +290,25 @@ _PHASES = (
         Kind.GAUGE,
         "",
         "Smallest delay that a placed job can still absorb.",
+    ),
+    _phase("plan_promises", Kind.GAUGE, "state", "Placed jobs: kept, within their SLO, or owed."),
+    _phase(
+        "plan_promises_ended_total",
+        Kind.COUNTER,
+        "promise",
+        "Jobs that ended after an iteration: kept or broken.",
+    ),
+    _phase(
+        "plan_longest_wait_seconds",
+        Kind.GAUGE,
+        "",
+        "How long the first of those without a place has waited.",
+    ),
+    _phase(
+        "plan_decision_seconds",
+        Kind.HISTOGRAM,
+        "",
+        "What the planner took for an event, in which nobody is answered.",
     ),
     _phase("plan_decisions_total", Kind.COUNTER, "decision", "What the planner has asked for."),
 )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -65,6 +65,8 @@ class MpsConfig(_Model):
     control: str = Field(default=DEFAULT_CONTROL, min_length=1)
     look_s: float = Field(default=5.0, ge=0.1, le=600)
     """How often the daemon is asked for its clients."""
+    timeout_s: float = Field(default=2.0, gt=0, le=60)
+    """A daemon that says nothing for so long is not there."""
 
     @field_validator("pipe_directory")
     @classmethod
@@ -96,6 +98,31 @@ class KvcachedConfig(_Model):
         return self
 
 
+class GuestConfig(_Model):
+    """What `rosemux guest` starts on the slot. The agent reads none of it."""
+
+    model: Path
+    """Directory of its configuration and tokenizer; weights come from the store."""
+    weights: Path
+    """Directory of the weight stores."""
+    context_tokens: int = Field(gt=0)
+    """Longest turn, prompt and answer."""
+    kv_cache_bytes: int = Field(gt=0)
+    """On each GPU, or, on a CPU, in whole GiB. Never what profiling would find free."""
+    gpus: tuple[str, ...] = Field(default=(), max_length=64)
+    """UUIDs of the slot's GPUs; may be left out where the machine has one or none."""
+    isolation: Literal["idle", "time-slicing", "mps", "none"] | None = None
+    """By default the best that needs no consent. `mps` needs the slot's `mps` as well."""
+    active_thread_percentage: float = Field(default=100.0, gt=0, le=100)
+    """Under MPS: most of a GPU's multiprocessors that the guest may use."""
+    sleeps: bool = False
+    """Asleep, the weights leave the GPU for pinned host memory, of which they need their size."""
+    eager: bool = False
+    """Without CUDA graphs: slower steps, less memory."""
+    arguments: tuple[str, ...] = Field(default=(), max_length=256)
+    """More flags of vLLM, after ours."""
+
+
 class SlotConfig(_Model):
     """One production engine replica and the guest beside it."""
 
@@ -120,6 +147,8 @@ class SlotConfig(_Model):
     """vLLM's /metrics. Consent level `metrics`: the slot is observed and never opened."""
     mps: MpsConfig | None = None
     """Consent level `mps`. Without it a guest that runs under MPS gets no grant."""
+    guest: GuestConfig | None = None
+    """For `rosemux guest`; a guest may also be started by other means."""
     policy: SlotSettings = SlotSettings()
 
     @model_validator(mode="after")

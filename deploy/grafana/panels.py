@@ -22,6 +22,7 @@ from grafana_foundation_sdk.models.dashboard import (
 
 DATASOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 SECONDS, RATIO, BYTES, COUNT, PER_SECOND = "s", "percentunit", "bytes", "short", "cps"
+DOLLARS = "currencyUSD"
 
 Query = tuple[str, str]
 """An expression and the legend of its series."""

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable
 
 from harvester.agent.metrics import AgentMetrics
+from harvester.agent.sharing_exposition import SharingExposition
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import Calibration, Grant, Guest, GuestMemory, Pulse
+from harvester.contracts.page import Calibration, Grant, Guest, Pulse
 from harvester.contracts.wire.leases import EndReason, SlotState
 from harvester.policy.effects import Effect, WriteGrant
 from harvester.policy.leases import Lease
@@ -19,7 +20,6 @@ from harvester.policy.states import Condition, State
 _OTHER_TENANT = "other"
 _OUTCOMES = ("in_time", "missed")
 _PREFIX_OUTCOMES = ("used", "dropped")
-_MEMORY_PARTS = ("weights", "graphs", "activations", "context", "kv")
 _KV_STATES = ("held", "retained", "withheld", "free")
 
 
@@ -30,6 +30,7 @@ class SlotExposition:
         self._metrics = metrics
         self._tenants = tenants
         self._last: SlotSample | None = None
+        self._sharing = SharingExposition(slot, metrics)
         # A child looked up by its labels costs as much as everything else that is done per beat.
         self._requests = metrics.requests.labels(slot)
         self._misses = metrics.misses.labels(slot)
@@ -85,9 +86,7 @@ class SlotExposition:
             if reading.name not in seen_ns:
                 metrics.signal_age.labels(slot, reading.name).set(math.inf)
         self._set_guest()
-        observed = policy.blocking.ratio
-        metrics.blocking.labels(slot, "configured").set(settings.blocking_ratio)
-        metrics.blocking.labels(slot, "observed").set(math.nan if observed is None else observed)
+        self._sharing.refresh(self._last, policy)
         idle = policy.idle_ratio
         metrics.idle.labels(slot).set(math.nan if idle is None else idle)
         metrics.objective.labels(slot).set(settings.budget.slo_target_ratio)
@@ -126,6 +125,7 @@ class SlotExposition:
 
     def _note_grant(self, grant: Grant, policy: SlotPolicy) -> None:
         metrics, is_open = self._metrics, grant.mode.admits
+        self._sharing.granted(grant)
         decision = "open" if is_open else "closed"
         metrics.decisions.labels(self._slot, decision, policy.condition.value).inc()
         self._step_tokens.set(grant.step_tokens_cap if is_open else 0)
@@ -164,8 +164,6 @@ class SlotExposition:
             taken = (guest.kv_tokens, guest.kv_tokens_retained, guest.kv_tokens_withheld)
             free = guest.kv_tokens_total - sum(taken)
             known = dict(zip(_KV_STATES, (*taken, free), strict=True))
-        for part, size in zip(_MEMORY_PARTS, _memory_bytes(guest), strict=True):
-            self._metrics.memory.labels(self._slot, part).set(size)
         over = math.nan if guest is None else guest.step_over_ratio
         self._metrics.step_over.labels(self._slot).set(over)
         self._set_calibration("prefill", lambda pulse: pulse.prefill_calibration)
@@ -198,17 +196,3 @@ class SlotExposition:
 
 def _prefix_tokens(guest: Guest) -> tuple[int, int]:
     return guest.prefix_tokens_used_total, guest.prefix_tokens_dropped_total
-
-
-def _memory_bytes(guest: Guest | None) -> tuple[float, ...]:
-    """In the order of the parts; a guest without a report has said nothing."""
-    if guest is None or guest.memory == GuestMemory():
-        return (math.nan,) * len(_MEMORY_PARTS)
-    memory = guest.memory
-    return (
-        memory.weights_bytes,
-        memory.graphs_bytes,
-        memory.activations_bytes,
-        memory.other_bytes,
-        memory.kv_bytes,
-    )

@@ -71,13 +71,28 @@ class AgentMetrics:
         )
         self.blocking = self._gauge(
             "blocking_ratio",
-            "Share of a guest step that production waits for: configured, and observed at P99.",
+            "Share of a guest step that production waits for: configured, in force, observed P99.",
             "slot",
             "kind",
         )
         self.memory = self._gauge(
             "guest_memory_bytes",
             "Of the accelerator, by the guest's report: weights, graphs, activations, context, KV.",
+            "slot",
+            "part",
+        )
+        self.isolation = self._gauge(
+            "guest_isolation", "1 for what the guest says that bounds its steps.", "slot", "backend"
+        )
+        self.weights_away = self._gauge(
+            "guest_weights_away", "1 while its weights sleep in host memory.", "slot"
+        )
+        self.mps = self._gauge(
+            "mps_state", "1 for what the MPS daemon says; all 0 without consent.", "slot", "state"
+        )
+        self.shared_memory = self._gauge(
+            "shared_memory_bytes",
+            "Of what guest and production share: used, limit, the guest's part and its limit.",
             "slot",
             "part",
         )

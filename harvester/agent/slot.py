@@ -182,7 +182,7 @@ def _watch(mps: MpsConfig | None) -> MpsWatch | None:
     """Started, where the operator has agreed to MPS."""
     if mps is None:
         return None
-    control = MpsControl(pipe_directory=mps.pipe_directory, executable=mps.control)
+    control = MpsControl(mps.pipe_directory, mps.control, mps.timeout_s)
     watch = MpsWatch(control, look_s=mps.look_s)
     watch.start()
     _log.warning("mps by consent: a fault of the guest ends production as well")

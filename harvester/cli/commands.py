@@ -23,6 +23,10 @@ COMMANDS: dict[str, LazyCommand] = {
         target="harvester.cli.agent:agent",
         summary="Run the node agent: watch production, grant its idle part, take it back.",
     ),
+    "guest": LazyCommand(
+        target="harvester.cli.guest:guest",
+        summary="Start a slot's guest, or say how it would be isolated and what it would hold.",
+    ),
     "gateway": LazyCommand(
         target="scheduler.service.command:gateway",
         summary="Run the rollout gateway with its scheduler.",

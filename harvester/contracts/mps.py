@@ -23,6 +23,8 @@ PRIORITY_VARIABLE = "CUDA_MPS_CLIENT_PRIORITY"
 
 DEFAULT_CONTROL = "nvidia-cuda-mps-control"
 DEFAULT_PIPE_DIRECTORY = Path("/tmp/nvidia-mps")
+NO_DAEMON = Path("/nonexistent")
+"""Where no daemon answers, so that CUDA runs a process without MPS."""
 
 _MAX_REPLY_BYTES = 1 << 16
 _MAX_NUMBERS = 4096

@@ -5,13 +5,15 @@ Brought up to date at a scrape. Labels are stage, pool, state and decision: neve
 
 from collections import Counter as Tally
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from scheduler.policy.cluster.cluster import ClusterPolicy, Decision
+from scheduler.policy.cluster.cluster import ClusterPolicy, Decision, Promise
 from scheduler.policy.cluster.stays import StayStage
 from scheduler.policy.model import Pool
 
 _STATES = ("used", "free", "failed", "missing")
+_KEPT, _OWED = "kept", "owed"
+_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class PlanMetrics:
@@ -28,6 +30,12 @@ class PlanMetrics:
         self._slowdown = gauge(
             "worst_slowdown_ratio", "Largest slow-down of a placed job, over its SLO."
         )
+        self._promises = gauge(
+            "promises", "Placed jobs within their SLO, and beyond it.", ("state",)
+        )
+        self._longest = gauge(
+            "longest_wait_seconds", "How long the first of those without a place has waited."
+        )
         self._credit = gauge(
             "least_credit_seconds", "Smallest delay that a placed job can still absorb."
         )
@@ -37,9 +45,24 @@ class PlanMetrics:
             ("decision",),
             registry=registry,
         )
+        self._ended = Counter(
+            "scheduler_phase_plan_promises_ended_total",
+            "Jobs that ended after an iteration, by whether their SLO was kept.",
+            ("promise",),
+            registry=registry,
+        )
+        self.decision_s = Histogram(
+            "scheduler_phase_plan_decision_seconds",
+            "What the planner took for an event, in which nobody is answered.",
+            registry=registry,
+            buckets=_BUCKETS_S,
+        )
         for decision in Decision:
             self._decisions.labels(decision)
+        for promise in Promise:
+            self._ended.labels(promise)
         self._counted: Tally[Decision] = Tally()
+        self._counted_ended: Tally[Promise] = Tally()
 
     def show(self, cluster: ClusterPolicy, *, now: float) -> None:
         stages = Tally(stay.stage for stay in cluster.stays.values())
@@ -52,10 +75,20 @@ class PlanMetrics:
         book = cluster.planner.book
         self._groups.set(sum(bool(cell.pinned) for cell in book.cells.values()))
         self._price.set(book.price_per_hour())
-        accounts = [facts.account for facts in cluster.planner.facts.values()]
-        ratios = [(now - one.began_s) / max(one.solo_s, 1e-3) / one.slo for one in accounts]
-        self._slowdown.set(max(ratios, default=0.0))
-        self._credit.set(min((one.credit_s(now) for one in accounts), default=0.0))
+        facts = cluster.planner.facts.values()
+        credits_s = [one.settled_credit_s(now) for one in facts]
+        owed = sum(credit_s < 0 for credit_s in credits_s)
+        self._slowdown.set(
+            max((one.settled_slowdown(now) / one.account.slo for one in facts), default=0.0)
+        )
+        self._credit.set(min(credits_s, default=0.0))
+        self._promises.labels(_KEPT).set(len(credits_s) - owed)
+        self._promises.labels(_OWED).set(owed)
+        queued = [one for one in cluster.stays.values() if one.stage is StayStage.QUEUED]
+        self._longest.set(max((now - one.submitted_s for one in queued), default=0.0))
         for decision, count in cluster.decisions.items():
             self._decisions.labels(decision).inc(count - self._counted[decision])
             self._counted[decision] = count
+        for promise, count in cluster.promises.items():
+            self._ended.labels(promise).inc(count - self._counted_ended[promise])
+            self._counted_ended[promise] = count

@@ -255,7 +255,9 @@ class PlanningDesk(PermitDesk):
     def _plan(self, event: ClusterEvent) -> None:
         assert self._cluster is not None
         now = self._clock.now()
-        for following in self._cluster.observe(event, now=now):
+        effects = self._cluster.observe(event, now=now)
+        self._metrics.plan.decision_s.observe(self._clock.now() - now)
+        for following in effects:
             self._follow(self._decide(following, now=now))
 
     def _follow(self, effects: tuple[PermitEffect, ...]) -> None:

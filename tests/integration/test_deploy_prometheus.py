@@ -40,6 +40,7 @@ EXPORTERS = {
     "vllm-rollout": Exporter.VLLM,
 }
 LABEL_VALUES = {
+    "backend": ("idle", "time-slicing", "mps", "none"),
     "bound": ("low", "mean", "high"),
     "decision": ("open", "closed"),
     "engine": ("0",),
@@ -52,6 +53,7 @@ LABEL_VALUES = {
     "slo": ("ttft", "itl"),
     "source": ("pulse.prod.0", "guest"),
     "start": ("cold", "warm"),
+    "state": ("kept", "owed", "used", "missing", "held", "free", "together", "apart"),
 }
 BUCKETS = ("0.01", "0.05", "0.25", "1.0", "+Inf")
 

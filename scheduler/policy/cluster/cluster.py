@@ -64,6 +64,13 @@ class Decision(StrEnum):
     """Because a node failed."""
 
 
+class Promise(StrEnum):
+    """To a job that has ended, by its last phase that did; counted."""
+
+    KEPT = "kept"
+    BROKEN = "broken"
+
+
 class Permits(Protocol):
     def standing(self, job: JobId) -> Standing | None: ...
 
@@ -79,7 +86,8 @@ class ClusterPolicy:
         self.residency = Residency(config.types)
         self.arrivals = 0
         self.decisions: Counter[Decision] = Counter()
-        """Since this process began."""
+        self.promises: Counter[Promise] = Counter()
+        """Both since this process began."""
         self.unsaved: set[JobId] = set()
         """Whose record has changed since the shell has cleared this."""
         self.layout_changed = False
@@ -193,6 +201,11 @@ class ClusterPolicy:
         self._remove(job)
         if stay.group is not None:
             self._groups.add(stay.group)
+        facts = self.planner.facts[job]
+        if stay.iterations:
+            # Who falls silent is given up much later; that is no delay of ours.
+            kept = facts.account.credit_s(facts.seen_s) >= 0
+            self.promises[Promise.KEPT if kept else Promise.BROKEN] += 1
         self._apply(self.planner.observe(JobEnded(job=job), now=now), now)
         self._let_in(now)
 

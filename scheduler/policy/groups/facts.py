@@ -13,6 +13,7 @@ _RENEWED_AT: Final = (1, 2, 4, 8, 16, 32)
 """Observations after which a belief is renewed because its doubt has shrunk."""
 _STEP_RATIO: Final = 0.03
 """A mean that moved this far renews the belief; less is not worth forecasting everything again."""
+_LEAST_S: Final = 1e-3
 _versions = count(1)
 
 
@@ -83,13 +84,23 @@ class JobFacts:
         self.version = next(_versions)
 
     def slo_ahead(self, now: float) -> float:
+        return self.account.slo_ahead(
+            now, iteration_s=self.belief().iteration_s, under_way_s=self._under_way_s(now)
+        )
+
+    def settled_credit_s(self, now: float) -> float:
+        """Below 0 its promise is broken for now, even if its present phase ends as expected."""
+        return self.account.credit_s(now) + self._under_way_s(now)
+
+    def settled_slowdown(self, now: float) -> float:
+        """Above the SLO exactly where that credit is below 0."""
+        passed_s = now - self.account.began_s - self._under_way_s(now)
+        return max(0.0, passed_s) / max(self.account.solo_s, _LEAST_S)
+
+    def _under_way_s(self, now: float) -> float:
         belief = self.belief()
         phase_s = belief.training_s if self.open_s else belief.rollout_s
-        return self.account.slo_ahead(
-            now,
-            iteration_s=belief.iteration_s,
-            under_way_s=min(max(0.0, now - self.seen_s), phase_s),
-        )
+        return min(max(0.0, now - self.seen_s), phase_s)
 
     def _outdated(self, belief: Belief) -> bool:
         if self.training.count in _RENEWED_AT:

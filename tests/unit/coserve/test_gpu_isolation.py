@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from coserve.gpus import ComputeMode, Gpu, gpus
-from coserve.isolation import NO_ISOLATION, TIME_SLICING, IsolationBackend, choose
+from coserve.isolation import NO_ISOLATION, TIME_SLICING, Isolation, IsolationBackend, choose
 from coserve.mps import MpsShare
 from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.mps import DEFAULT_PIPE_DIRECTORY, PIPE_VARIABLE
 from tests.mps_daemon import MpsDaemon
 
 SHARED = Gpu("GPU-1", ComputeMode.DEFAULT)
@@ -27,6 +28,15 @@ def test_a_gpu_guest_is_time_sliced_unless_told_otherwise(daemon: MpsDaemon) -> 
     assert choose(IsolationBackend.TIME_SLICING, gpus=[SHARED]).blocking_ratio == 1.0
     assert choose(IsolationBackend.NONE, gpus=[SHARED]) is NO_ISOLATION
     assert daemon.commands() == []
+
+
+@pytest.mark.parametrize("without_mps", [TIME_SLICING, NO_ISOLATION])
+def test_a_guest_without_consent_looks_for_a_daemon_where_there_is_none(
+    without_mps: Isolation,
+) -> None:
+    looked = Path(dict(without_mps.environment)[PIPE_VARIABLE])
+    assert looked != DEFAULT_PIPE_DIRECTORY
+    assert not looked.exists(), "CUDA would join it without a word"
 
 
 def test_a_backend_that_cannot_work_on_these_gpus_is_refused() -> None:

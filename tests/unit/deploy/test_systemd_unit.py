@@ -100,3 +100,30 @@ def test_the_unit_and_the_settings_mean_the_same_directories() -> None:
     assert f"StateDirectory={config.state_dir.name}\n" in unit
     for slot in config.slots:
         assert f"d {config.pages_of(slot)} 1777" in directories
+
+
+GUEST_UNIT = DEPLOY / "systemd" / "rosemux-guest@.service"
+
+
+@needs_systemd
+@pytest.mark.parametrize("drop_in", [None, "guest-mps.conf"])
+def test_systemd_understands_the_guest_s_unit(drop_in: str | None, tmp_path: Path) -> None:
+    unit = tmp_path / GUEST_UNIT.name
+    unit.write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", GUEST_UNIT.read_text()))
+    if drop_in is not None:
+        (tmp_path / f"{GUEST_UNIT.name}.d").mkdir()
+        shutil.copy(DEPLOY / "systemd" / drop_in, tmp_path / f"{GUEST_UNIT.name}.d")
+
+    result = analyze("verify", "--man=no", str(unit))
+
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_guest_and_agent_are_one_user_of_one_file() -> None:
+    def said(unit: Path, key: str) -> list[str]:
+        return re.findall(rf"(?m)^{key}=(.*)$", unit.read_text())
+
+    for key in ("User", "Group", "EnvironmentFile"):
+        assert said(GUEST_UNIT, key) == said(UNIT, key)
+    (agent,), (guest,) = said(UNIT, "ExecStart"), said(GUEST_UNIT, "ExecStart")
+    assert re.findall(r"--config \S+", agent) == re.findall(r"--config \S+", guest)

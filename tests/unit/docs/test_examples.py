@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import json
+import re
 import shlex
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,23 @@ def test_the_agent_s_configuration_loads_and_begins_with_observing(repository: P
 
     assert config.mode is Mode.OBSERVE
     assert IDLE_CLASS.blocking_ratio <= config.slots[0].policy.blocking_ratio < 1
+
+
+@pytest.mark.parametrize("name", ["examples/agent.yaml", "deploy/systemd/agent.yaml"])
+def test_the_guest_s_settings_are_there_and_what_is_commented_out_loads(
+    name: str, repository: Path, tmp_path: Path
+) -> None:
+    text = (repository / name).read_text()
+    plain = load_agent_config(repository / name, environment={}).slots[0]
+    assert plain.guest is not None
+    assert (plain.mps, plain.kvcached, plain.guest.isolation) == (None, None, None)
+    said = tmp_path / "agent.yaml"
+    said.write_text(
+        re.sub(r"(?m)^( *)# (mps|gpus|isolation|active_th\w+|sleeps): ", r"\1\2: ", text)
+    )
+    guest = load_agent_config(said, environment={}).slots[0].guest
+    assert guest is not None
+    assert guest.isolation == (None if text == said.read_text() else "mps")
 
 
 def test_the_gateway_s_configuration_loads_and_meets_the_agent_s(repository: Path) -> None:

@@ -449,3 +449,57 @@ def test_its_metrics_say_how_many_wait_for_a_place_and_which_nodes_are_free() ->
     assert 'scheduler_phase_plan_nodes{pool="training",state="free"} 1.0' in said
     assert 'scheduler_phase_plan_decisions_total{decision="placed"} 1.0' in said
     assert "scheduler_phase_plan_price_per_hour 57.0" in said
+
+
+def test_its_metrics_say_whose_promise_is_kept_and_count_those_that_have_ended() -> None:
+    control = Control()
+    control.submit(submission("a"))
+
+    def value(name: str, **labels: str) -> float | None:
+        control.desk.metrics()
+        registry = control.desk._metrics.registry
+        return registry.get_sample_value(f"scheduler_phase_plan_{name}", labels)
+
+    control.runs("a", ROLLOUT)
+    control.pass_time(30.0, beats=("a",))
+    assert value("promises", state="kept") == 1.0, "a phase that runs is no delay"
+    slowdown, credit_s = value("worst_slowdown_ratio"), value("least_credit_seconds")
+    assert slowdown is not None
+    assert slowdown < 1.0
+    assert credit_s is not None
+    assert credit_s >= 0.0
+    control.leave("a")
+    control.phase("a", TRAINING, 15.0)
+    control.pass_time(600.0)
+    assert value("promises", state="kept") == 0.0
+    assert value("promises", state="owed") == 1.0, "between its phases it was let to wait"
+    slowdown, credit_s = value("worst_slowdown_ratio"), value("least_credit_seconds")
+    assert slowdown is not None
+    assert slowdown > 1.0
+    assert credit_s is not None
+    assert credit_s < 0.0
+    control.desk.call(Forget(job=JobId("a")))
+    assert value("promises", state="owed") == 0.0
+    assert value("promises_ended_total", promise="kept") == 1.0, "by its last phase"
+    assert value("promises_ended_total", promise="broken") == 0.0
+    decisions = value("decision_seconds_count")
+    assert decisions is not None
+    assert decisions > 0
+
+
+def test_a_promise_that_was_broken_when_the_last_phase_ended_stays_broken() -> None:
+    control = Control()
+    control.submit(submission("a"))
+    control.iteration("a")
+    control.pass_time(600.0)
+    control.iteration("a")
+    control.desk.call(Forget(job=JobId("a")))
+    said = control.desk.metrics().decode()
+    assert 'scheduler_phase_plan_promises_ended_total{promise="broken"} 1.0' in said
+
+
+def test_its_metrics_say_how_long_somebody_has_waited_for_a_place() -> None:
+    control = Control(cluster("r0", "t0"))
+    control.submit(submission("a", slo=1.0), submission("b", slo=1.0))
+    control.pass_time(60.0)
+    assert "scheduler_phase_plan_longest_wait_seconds 60.0" in control.desk.metrics().decode()

@@ -1,0 +1,183 @@
+"""How a guest will be isolated and where its memory goes, of what machine and vLLM can do.
+
+Two questions, asked of every choice there is: can it be here, and why (not)? The answers are for an
+operator to read before anything starts. What needs consent is never chosen without it, and what was
+asked for and cannot be is refused: nothing else is taken in its place.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from coserve import isolation as backends
+from coserve.gpus import Gpu
+from coserve.isolation import Isolation, IsolationBackend
+from coserve.mps import MpsShare
+from coserve.vllm import kv_shared, residency
+from coserve.vllm.capabilities import Capabilities
+from coserve.vllm.launch import GpuShare
+from harvester.contracts.errors import ConfigError, Unsupported
+
+_GIB = 1 << 30
+
+
+class Memory(StrEnum):
+    """Where the guest's KV is while production needs the place."""
+
+    STATIC = "static"
+    """Where it was: a fixed size that production was left room beside."""
+    PAGES = "pages"
+    """CPU: given back to the system page by page."""
+    SHARED = "shared"
+    """GPU: kvcached in both engines maps and unmaps pages of one budget."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuestWishes:
+    """What an operator has agreed to and asked for."""
+
+    kv_cache_bytes: int
+    gpus: tuple[Gpu, ...] = ()
+    """Those of the slot; none is a guest on a CPU."""
+    isolation: IsolationBackend | None = None
+    """None is the best that needs no consent."""
+    mps: MpsShare | None = None
+    """Consent to it."""
+    shared_kv: str = ""
+    """Consent to share KV with production: the guest's segment."""
+    sleeps: bool = False
+    eager: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of one choice: whether it can be here, whether it is taken, and why."""
+
+    question: str
+    choice: str
+    possible: bool
+    taken: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GuestPlan:
+    isolation: Isolation
+    memory: Memory
+    gpu: GpuShare | None
+    """None is a CPU engine."""
+    kv_cache_gib: int
+    """Of a CPU engine."""
+
+
+def plan(wishes: GuestWishes, vllm: Capabilities) -> GuestPlan:
+    """Raises Unsupported or ConfigError where what was asked for cannot be."""
+    memory = _memory(wishes)
+    _check_memory(memory, wishes, vllm)
+    if wishes.sleeps:
+        _check_sleep(wishes, vllm)
+    chosen = backends.choose(wishes.isolation, gpus=wishes.gpus, mps=wishes.mps)
+    if not wishes.gpus:
+        return GuestPlan(chosen, memory, None, wishes.kv_cache_bytes // _GIB)
+    share = GpuShare(
+        kv_cache_bytes=wishes.kv_cache_bytes,
+        devices=tuple(gpu.uuid for gpu in wishes.gpus),
+        shared_kv=wishes.shared_kv,
+        sleeps=wishes.sleeps,
+        eager=wishes.eager,
+    )
+    return GuestPlan(chosen, memory, share, 0)
+
+
+def answers(wishes: GuestWishes, vllm: Capabilities) -> tuple[Answer, ...]:
+    """Of every choice, also where `plan` refuses."""
+    return (*_isolations(wishes), *_memories(wishes, vllm), _sleep(wishes, vllm))
+
+
+def _isolations(wishes: GuestWishes) -> Iterator[Answer]:
+    by_itself = IsolationBackend.TIME_SLICING if wishes.gpus else IsolationBackend.IDLE
+    wanted = wishes.isolation or by_itself
+    for backend in IsolationBackend:
+        try:
+            found = backends.choose(backend, gpus=wishes.gpus, mps=wishes.mps)
+        except (ConfigError, Unsupported) as error:
+            yield Answer("isolation", backend, False, False, str(error))
+        else:
+            why = f"{found.statement}; {_EFFECT[backend]}"
+            yield Answer("isolation", backend, True, backend is wanted, why)
+
+
+_EFFECT = {
+    IsolationBackend.IDLE: "production's threads preempt the guest's at once",
+    IsolationBackend.TIME_SLICING: "CUDA's own turns on the GPU; a fault stays with who caused it",
+    IsolationBackend.MPS: "both run at once; by your consent, and only while one server has both",
+    IsolationBackend.NONE: "the whole of a running step may delay production",
+}
+
+
+def _memories(wishes: GuestWishes, vllm: Capabilities) -> Iterator[Answer]:
+    taken = _memory(wishes)
+    for memory in Memory:
+        try:
+            _check_memory(memory, wishes, vllm)
+        except (ConfigError, Unsupported) as error:
+            yield Answer("memory", memory, False, False, str(error))
+        else:
+            yield Answer("memory", memory, True, memory is taken, _held(memory, wishes))
+
+
+def _sleep(wishes: GuestWishes, vllm: Capabilities) -> Answer:
+    try:
+        _check_sleep(wishes, vllm)
+    except (ConfigError, Unsupported) as error:
+        return Answer("asleep", "weights leave", False, False, str(error))
+    why = "to pinned host memory of their size, where they follow new versions"
+    if not wishes.sleeps:
+        why += "; ask for it with guest.sleeps, else they stay on the GPU"
+    return Answer("asleep", "weights leave", True, wishes.sleeps, why)
+
+
+def _memory(wishes: GuestWishes) -> Memory:
+    if wishes.shared_kv:
+        return Memory.SHARED
+    return Memory.STATIC if wishes.gpus else Memory.PAGES
+
+
+def _held(memory: Memory, wishes: GuestWishes) -> str:
+    size = f"{wishes.kv_cache_bytes / _GIB:.2f} GiB of KV"
+    match memory:
+        case Memory.STATIC:
+            return f"{size} on each GPU stays taken; production must leave room for it"
+        case Memory.PAGES:
+            return f"at most {size}; a budget is kept by giving pages back"
+        case Memory.SHARED:
+            return f"at most {size} on each GPU, by pages, as segment {wishes.shared_kv}"
+
+
+def _check_memory(memory: Memory, wishes: GuestWishes, vllm: Capabilities) -> None:
+    match memory:
+        case Memory.STATIC if not wishes.gpus:
+            raise Unsupported("on a CPU the KV's pages are given back")
+        case Memory.PAGES if wishes.gpus:
+            raise Unsupported("vLLM's KV on a GPU cannot be given back in part")
+        case Memory.PAGES if wishes.kv_cache_bytes < _GIB:
+            raise ConfigError("kv_cache_bytes: on a CPU vLLM takes whole GiB, at least one")
+        case Memory.SHARED if not wishes.gpus:
+            raise Unsupported("kvcached needs an NVIDIA GPU")
+        case Memory.SHARED if not wishes.shared_kv:
+            raise ConfigError(
+                "shared memory takes an operator's consent: kvcached replaces production's KV "
+                "allocation as well. Name both engines' segments to give it"
+            )
+        case Memory.SHARED:
+            kv_shared.check(vllm)
+        case _:
+            pass
+
+
+def _check_sleep(wishes: GuestWishes, vllm: Capabilities) -> None:
+    if not wishes.gpus:
+        raise Unsupported("on a CPU there is no other memory for the weights to go to")
+    if wishes.shared_kv:
+        raise ConfigError("sleep mode and kvcached do not go together: choose one")
+    residency.check(vllm)

@@ -1,0 +1,50 @@
+"""The row of guests on GPUs: what bounds their steps, and what they hold."""
+
+from grafana_foundation_sdk.builders.timeseries import Panel as Lines
+
+from deploy.grafana.panels import BYTES, COUNT, RATIO, lines
+from deploy.grafana.queries import SLOT, latest
+
+
+def gpu_guests() -> tuple[Lines, ...]:
+    """Is it what the operator agreed to?"""
+    return (
+        lines(
+            "Isolation of the guest",
+            "1 for what each guest says that bounds its steps.",
+            COUNT,
+            (latest("harvester_guest_isolation", SLOT, "slot, backend"), "{{slot}} {{backend}}"),
+        ),
+        lines(
+            "MPS",
+            "By consent only. Apart: the two take turns, whatever was configured. Fault: also "
+            "production must start anew.",
+            COUNT,
+            (latest("harvester_mps_state", SLOT, "slot, state"), "{{slot}} {{state}}"),
+        ),
+        lines(
+            "Share of a guest step that production waits for",
+            "Configured, in force, and observed at the P99.",
+            RATIO,
+            (latest("harvester_blocking_ratio", SLOT, "slot, kind"), "{{slot}} {{kind}}"),
+        ),
+        lines(
+            "What the guest holds of the accelerator",
+            "All but kv stays while its gate is closed.",
+            BYTES,
+            (latest("harvester_guest_memory_bytes", SLOT, "slot, part"), "{{slot}} {{part}}"),
+        ),
+        lines(
+            "Memory shared with production",
+            "Of the control group, or of the KV by pages: at nine tenths of the limit the guest's "
+            "budget is halved.",
+            BYTES,
+            (latest("harvester_shared_memory_bytes", SLOT, "slot, part"), "{{slot}} {{part}}"),
+        ),
+        lines(
+            "Weights asleep",
+            "1 while the guest's weights are in host memory.",
+            COUNT,
+            (latest("harvester_guest_weights_away", SLOT), "{{slot}}"),
+        ),
+    )

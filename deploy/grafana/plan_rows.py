@@ -1,0 +1,72 @@
+"""The row of a phase control that plans: who has a place, whose promise is short, what it costs."""
+
+from grafana_foundation_sdk.builders.timeseries import Panel as Lines
+
+from deploy.grafana.panels import COUNT, DOLLARS, PER_SECOND, RATIO, SECONDS, lines
+from deploy.grafana.queries import latest, quantiles, rate
+
+_PLAN = "scheduler_phase_plan"
+
+
+def plan() -> tuple[Lines, ...]:
+    """Do jobs get what they were promised, and what does that cost?"""
+    return (
+        lines(
+            "Jobs in the plan",
+            "Queued: without a place. Moving: at its iteration's end. Between: no room yet.",
+            COUNT,
+            (latest(f"{_PLAN}_jobs", by="stage", fold="sum"), "{{stage}}"),
+        ),
+        lines(
+            "Promises",
+            "Placed jobs within their SLO and beyond it; ended: since the control began.",
+            COUNT,
+            (latest(f"{_PLAN}_promises", by="state", fold="sum"), "{{state}}"),
+            (
+                latest(f"{_PLAN}_promises_ended_total", by="promise", fold="sum"),
+                "ended, {{promise}}",
+            ),
+        ),
+        lines(
+            "Nodes in the plan",
+            "Missing: failed, and no free node to replace it.",
+            COUNT,
+            (latest(f"{_PLAN}_nodes", by="pool, state", fold="sum"), "{{pool}} {{state}}"),
+        ),
+        lines(
+            "Least credit",
+            "Smallest delay that a placed job can still absorb; below 0 its promise is broken.",
+            SECONDS,
+            (latest(f"{_PLAN}_least_credit_seconds", by="instance", fold="min"), "{{instance}}"),
+        ),
+        lines(
+            "Worst slow-down over its SLO",
+            "Above 1 a promise is broken.",
+            RATIO,
+            (latest(f"{_PLAN}_worst_slowdown_ratio", by="instance"), "{{instance}}"),
+        ),
+        lines(
+            "Longest wait for a place",
+            "Of submitted jobs that no node could take yet.",
+            SECONDS,
+            (latest(f"{_PLAN}_longest_wait_seconds", by="instance"), "{{instance}}"),
+        ),
+        lines(
+            "Nodes' cost",
+            "Dollars an hour for the nodes in use.",
+            DOLLARS,
+            (latest(f"{_PLAN}_price_per_hour", by="instance"), "{{instance}}"),
+        ),
+        lines(
+            "Placed, moved, restarted",
+            "Per second. Restarted: because a node failed.",
+            PER_SECOND,
+            (rate(f"{_PLAN}_decisions_total", "decision"), "{{decision}}"),
+        ),
+        quantiles(
+            "Time of a decision",
+            "What the planner took for an event; nobody is answered meanwhile.",
+            f"{_PLAN}_decision_seconds",
+            "instance",
+        ),
+    )

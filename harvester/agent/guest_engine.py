@@ -1,0 +1,145 @@
+"""A guest engine that an operator started here: runs until it ends or is asked to, leaves nothing.
+
+Its processes are a group of their own, so that an interrupt at the terminal reaches this process
+first: under MPS a signal in the middle of a kernel may take production's server with it, so the
+daemon ends the guest's work on the GPU before anybody signals it. They stay in this session, since
+the idle class counts within one. Nothing on the host was set, so what is left to undo is the
+processes and, where KV is shared, their segment: of a dead guest it would count as memory in use.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Mapping, Sequence
+
+import psutil
+
+from harvester.agent.mps import MpsWatch
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.kv_segment import KvSegment
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 0.1
+_LOOKS, _LOOKS_A_KILL = 100, 20
+_STOP_S = 30.0
+"""vLLM gives its workers five seconds, and a worker may be in a step."""
+
+
+class GuestEngine:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        mps: MpsWatch | None = None,
+        segment: KvSegment | None = None,
+        stop_s: float = _STOP_S,
+    ) -> None:
+        """`environment` is added to this process's; `mps` is the daemon that the guest runs
+        under, not started."""
+        self._arguments = list(arguments)
+        self._environment = dict(environment)
+        self._mps = mps
+        self._segment = segment
+        self._stop_s = stop_s
+        self._asked = asyncio.Event()
+
+    def ask_to_stop(self) -> None:
+        """Once more: it is obeyed whatever the MPS daemon says."""
+        self._asked.set()
+
+    async def run(self) -> int:
+        """Its exit status, 0 where it was asked to stop. Raises ConfigError where it cannot start.
+
+        SIGTERM, SIGINT and a terminal that is closed (SIGHUP) ask it to stop.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, self.ask_to_stop)
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *self._arguments, env=os.environ | self._environment, process_group=0
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot start {self._arguments[0]}: {error.strerror}") from error
+        times_asked = await self._until_it_ends(child)
+        await self._sweep(child.pid)
+        status = child.returncode or 0
+        return 0 if times_asked else status if status >= 0 else 128 - status
+
+    async def _until_it_ends(self, child: asyncio.subprocess.Process) -> int:
+        """How often it was asked to stop."""
+        asked, times_asked, patience_s = self._asked, 0, None
+        ended = asyncio.create_task(child.wait())
+        while not ended.done():
+            waiting = asyncio.create_task(asked.wait())
+            await asyncio.wait(
+                (ended, waiting), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            waiting.cancel()
+            if ended.done():
+                break
+            if asked.is_set():
+                asked.clear()
+                times_asked += 1
+                patience_s = self._stop(child, insisted=times_asked > 1)
+            elif patience_s is not None:
+                _log.error("the guest did not stop within %.0f s and is killed", self._stop_s)
+                patience_s = None
+                self._kill(child.pid)
+        return times_asked
+
+    def _stop(self, child: asyncio.subprocess.Process, *, insisted: bool) -> float | None:
+        """How long to wait for it; None where it was not signalled."""
+        if insisted or self._may_signal(child.pid):
+            with contextlib.suppress(ProcessLookupError):
+                child.terminate()
+            return self._stop_s
+        _log.error(
+            "the guest lives on: MPS did not end its work on the GPU, and a signal is unsafe while "
+            "a step runs. Close the slot (`hold` in the agent's kill switch file) and ask again"
+        )
+        return None
+
+    async def _sweep(self, group: int) -> None:
+        """End what its main process left: nobody else would."""
+        for look in range(_LOOKS):
+            if not _members(group):
+                break
+            # A daemon that is gone is not asked all the time.
+            if look % _LOOKS_A_KILL == 0:
+                self._kill(group)
+            await asyncio.sleep(_LOOK_S)
+        left = _members(group)
+        if left:
+            _log.error("processes of the guest live on: %s", ", ".join(map(str, left)))
+        elif self._segment is not None:
+            self._segment.path.unlink(missing_ok=True)
+
+    def _kill(self, group: int) -> None:
+        if self._may_signal(group):
+            for pid in _members(group):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _may_signal(self, group: int) -> bool:
+        return self._mps is None or self._mps.terminate(_members(group))
+
+
+def _members(group: int) -> list[int]:
+    """Of a process group, those that still run."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["status"])
+        if process.info["status"] != psutil.STATUS_ZOMBIE and _group(process.pid) == group
+    ]
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None

@@ -1,0 +1,225 @@
+"""`rosemux guest`: the guest of one slot, as the agent's file describes it."""
+
+import asyncio
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from coserve.gpus import Gpu, gpus
+from coserve.isolation import IsolationBackend, apply_to_process
+from coserve.mps import MpsShare
+from coserve.vllm import launch
+from coserve.vllm.capabilities import capabilities, installed_vllm_version
+from coserve.vllm.guest_plan import Answer, GuestPlan, GuestWishes, answers, plan
+from harvester.agent.guest_engine import GuestEngine
+from harvester.agent.mps import MpsWatch
+from harvester.config import AgentConfig, GuestConfig, MpsConfig, SlotConfig, load_agent_config
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.kv_segment import KvSegment
+from harvester.contracts.mps import PIPE_VARIABLE, MpsControl
+
+_NAME = "guest"
+
+
+def guest(
+    config: Annotated[Path, typer.Option(help="The agent's YAML file.")],
+    slot: Annotated[str | None, typer.Option(help="Which slot; the only one by default.")] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say what would be chosen, why, and the command; stop."),
+    ] = False,
+) -> None:
+    """Start a slot's guest as this machine, this vLLM and your consent allow; say why."""
+    agent = load_agent_config(config)
+    chosen = _slot(agent, slot)
+    wanted, pages = _guest(chosen), agent.pages_of(chosen)
+    vllm = capabilities(installed_vllm_version())
+    wishes = _wishes(chosen, wanted)
+    console = Console()
+    console.print(_table(answers(wishes, vllm), title=f"Slot {chosen.name}, vLLM {vllm.version}"))
+    planned = plan(wishes, vllm)
+    spec = launch.EngineSpec(
+        name=_NAME,
+        model=wanted.model,
+        port=_port(chosen),
+        max_model_len=wanted.context_tokens,
+        max_num_seqs=chosen.concurrency,
+        vllm=vllm,
+        kv_cache_gib=planned.kv_cache_gib,
+        gpu=planned.gpu,
+        extra_arguments=(*_ranks(wishes.gpus), *wanted.arguments),
+    )
+    command = launch.guest(spec, pages=pages, weights=wanted.weights, isolation=planned.isolation)
+    for note in _notes(chosen, planned, pages):
+        console.print(f"- {note}", soft_wrap=True, highlight=False)
+    if dry_run:
+        _print_command(command, planned)
+        return
+    _check_place(wanted, pages)
+    apply_to_process(planned.isolation)
+    engine = GuestEngine(
+        command.arguments,
+        command.environment,
+        mps=_watch(wishes.mps, planned),
+        segment=KvSegment(wishes.shared_kv) if wishes.shared_kv else None,
+    )
+    raise typer.Exit(asyncio.run(engine.run()))
+
+
+def _slot(agent: AgentConfig, name: str | None) -> SlotConfig:
+    names = [slot.name for slot in agent.slots]
+    if name is None and len(names) > 1:
+        raise ConfigError(f"--slot: choose one of {', '.join(names)}")
+    if name is not None and name not in names:
+        raise ConfigError(f"--slot {name}: the file has {', '.join(names)}")
+    return next(slot for slot in agent.slots if name in {None, slot.name})
+
+
+def _guest(slot: SlotConfig) -> GuestConfig:
+    if slot.guest is None:
+        raise ConfigError(
+            f"slot {slot.name} says nothing of its guest: add `guest: {{model: ..., weights: ..., "
+            "context_tokens: ..., kv_cache_bytes: ...}`"
+        )
+    return slot.guest
+
+
+def _wishes(slot: SlotConfig, wanted: GuestConfig) -> GuestWishes:
+    share = None
+    if slot.mps is not None:
+        share = MpsShare(
+            _daemon(slot.mps),
+            active_thread_percentage=wanted.active_thread_percentage,
+            blocking_ratio=slot.policy.blocking_ratio,
+        )
+    return GuestWishes(
+        kv_cache_bytes=wanted.kv_cache_bytes,
+        gpus=_gpus(wanted.gpus),
+        isolation=None if wanted.isolation is None else IsolationBackend(wanted.isolation),
+        mps=share,
+        shared_kv="" if slot.kvcached is None else slot.kvcached.guest,
+        sleeps=wanted.sleeps,
+        eager=wanted.eager,
+    )
+
+
+def _gpus(named: Sequence[str]) -> tuple[Gpu, ...]:
+    """Those that are named; of several nobody is guessed."""
+    there = {gpu.uuid: gpu for gpu in gpus()}
+    absent = sorted(set(named) - there.keys())
+    if absent:
+        raise ConfigError(
+            f"gpus: {', '.join(absent)} not here; nvidia-smi knows {', '.join(there) or 'none'} "
+            "(slices of MIG are not supported)"
+        )
+    if not named and len(there) > 1:
+        raise ConfigError(f"gpus: name those of the slot, of {', '.join(there)}")
+    return tuple(there[name] for name in named or there)
+
+
+def _ranks(used: Sequence[Gpu]) -> tuple[str, ...]:
+    """Before the operator's own flags, which win."""
+    return ("--tensor-parallel-size", str(len(used))) if len(used) > 1 else ()
+
+
+def _port(slot: SlotConfig) -> int:
+    try:
+        port = urlsplit(slot.engine_url).port
+    except ValueError:
+        port = None
+    if port is None:
+        raise ConfigError(
+            f"slot {slot.name}: engine_url needs a port, such as http://127.0.0.1:8001"
+        )
+    return port
+
+
+def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path) -> list[str]:
+    """What an operator has to know besides, and what production needs for it."""
+    notes = []
+    configured, promised = slot.policy.blocking_ratio, planned.isolation.blocking_ratio
+    if configured < promised:
+        notes.append(
+            f"blocking_ratio {configured:g} is yours: {planned.isolation.backend} promises "
+            f"{promised:g}. Leave it only where you have measured it"
+        )
+    if slot.mps is not None and planned.isolation.fault_isolated:
+        notes.append("mps is agreed to and not asked for: guest.isolation: mps would use it")
+    production = {}
+    if not planned.isolation.fault_isolated and slot.mps is not None:
+        production[PIPE_VARIABLE] = str(slot.mps.pipe_directory)
+        notes.append(
+            "shared fate: a fault of the guest ends production. Never kill -9 the guest; stop it "
+            "with SIGTERM to this process"
+        )
+        if not _clients(slot.mps):
+            notes.append(
+                "nobody is a client of this daemon: was production started with its pipe directory?"
+            )
+    names = () if slot.kvcached is None else slot.kvcached.production
+    for variables in [production | launch.shared_memory(name) for name in names] or [production]:
+        if variables:
+            said = " ".join(f"{name}={value}" for name, value in variables.items())
+            notes.append(f"production needs, with one restart: {said}")
+    if planned.gpu is not None:
+        notes.append(
+            f"guests start one at a time on a GPU, by locks in {pages.parent}; do not restart "
+            "production meanwhile. Nothing of this has run on a GPU"
+        )
+    notes.append("nothing is set on the host: it ends with the guest's processes")
+    return notes
+
+
+def _clients(mps: MpsConfig) -> int:
+    daemon = _daemon(mps)
+    return sum(len(daemon.clients(server)) for server in daemon.servers())
+
+
+def _daemon(mps: MpsConfig) -> MpsControl:
+    return MpsControl(mps.pipe_directory, mps.control, mps.timeout_s)
+
+
+def _check_place(wanted: GuestConfig, pages: Path) -> None:
+    """Before minutes go into a start that would come to nothing."""
+    for name, path in (("model", wanted.model), ("weights", wanted.weights)):
+        if not path.is_dir():
+            raise ConfigError(f"guest.{name}: {path} is no directory")
+    try:
+        owner = pages.stat().st_uid
+    except OSError as error:
+        raise ConfigError(f"no pages at {pages}: start `rosemux agent` first") from error
+    if owner not in {0, os.getuid()}:
+        raise ConfigError(
+            f"{pages} belongs to user {owner} and you are {os.getuid()}: a guest believes its own "
+            "user's pages and root's alone"
+        )
+
+
+def _watch(share: MpsShare | None, planned: GuestPlan) -> MpsWatch | None:
+    """Of the daemon that the guest runs under; asked at the end only."""
+    if share is None or planned.isolation.fault_isolated:
+        return None
+    return MpsWatch(share.control, look_s=1.0)
+
+
+def _table(said: Sequence[Answer], *, title: str) -> Table:
+    table = Table("", "choice", "", "why", title=title, title_justify="left")
+    for answer in said:
+        mark = "taken" if answer.taken else "possible" if answer.possible else "not here"
+        table.add_row(answer.question, answer.choice, mark, answer.why)
+    return table
+
+
+def _print_command(command: launch.EngineCommand, planned: GuestPlan) -> None:
+    """To copy: into a shell, a unit or a pod."""
+    idle = planned.isolation.backend is IsolationBackend.IDLE
+    for name, value in sorted(command.environment.items()):
+        typer.echo(f"{name}={shlex.quote(value)} \\")
+    typer.echo(("chrt --idle 0 " if idle else "") + shlex.join(command.arguments))

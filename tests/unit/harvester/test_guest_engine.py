@@ -1,0 +1,137 @@
+"""A guest that an operator started: how it ends, and what is left of it."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harvester.agent.guest_engine import GuestEngine
+from harvester.agent.mps import MpsWatch
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.kv_segment import KvSegment
+from tests.mps_daemon import MpsDaemon
+
+PRODUCTION_PID = 7
+# An engine with a worker. Each writes its process id; the worker outlives its engine, if it may.
+ENGINE = """
+import os, subprocess, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+(folder / "new").write_text(f"{os.getpid()} {worker.pid}")
+(folder / "new").rename(folder / "pids")
+time.sleep(float(sys.argv[2]))
+sys.exit(3)
+"""
+# One that does not listen.
+DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + ENGINE
+
+
+def engine(
+    folder: Path, seconds: float = 300.0, *, text: str = ENGINE, **more: object
+) -> GuestEngine:
+    arguments = [sys.executable, "-c", text, str(folder), str(seconds)]
+    return GuestEngine(arguments, {}, **more)  # type: ignore[arg-type]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - other processes
+        await asyncio.sleep(0.01)
+
+
+async def started(folder: Path) -> list[int]:
+    await until((folder / "pids").exists)
+    return [int(pid) for pid in (folder / "pids").read_text().split()]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> MpsDaemon:
+    (tmp_path / "pipes").mkdir()
+    return MpsDaemon(tmp_path / "pipes")
+
+
+@pytest.fixture
+def watch(daemon: MpsDaemon) -> MpsWatch:
+    return MpsWatch(daemon.control, look_s=60.0)
+
+
+async def test_its_end_is_the_engine_s_and_no_worker_is_left(tmp_path: Path) -> None:
+    assert await engine(tmp_path, 0.0).run() == 3
+    pids = await started(tmp_path)
+    assert [pid for pid in pids if runs(pid)] == []
+
+
+async def test_asked_to_stop_it_ends_well_with_all_its_processes(tmp_path: Path) -> None:
+    guest = engine(tmp_path)
+    running = asyncio.create_task(guest.run())
+    pids = await started(tmp_path)
+    assert all(os.getpgid(pid) == pids[0] != os.getpgid(0) for pid in pids)
+    assert os.getsid(pids[0]) == os.getsid(0), "the idle class counts within one session"
+    guest.ask_to_stop()
+    assert await running == 0
+    assert [pid for pid in pids if runs(pid)] == []
+
+
+async def test_an_engine_that_does_not_listen_is_killed(tmp_path: Path) -> None:
+    guest = engine(tmp_path, text=DEAF, stop_s=0.2)
+    running = asyncio.create_task(guest.run())
+    pids = await started(tmp_path)
+    guest.ask_to_stop()
+    assert await running == 0
+    assert [pid for pid in pids if runs(pid)] == []
+
+
+async def test_its_shared_segment_goes_with_it(tmp_path: Path) -> None:
+    segment = KvSegment("guest_kv", directory=tmp_path)
+    segment.path.write_bytes(bytes(24))
+    await engine(tmp_path, 0.0, segment=segment).run()
+    assert not segment.path.exists(), "of a dead guest it would count as memory in use"
+
+
+async def test_under_mps_the_daemon_ends_its_work_before_anybody_signals_it(
+    tmp_path: Path, daemon: MpsDaemon, watch: MpsWatch
+) -> None:
+    guest = engine(tmp_path, mps=watch)
+    running = asyncio.create_task(guest.run())
+    pids = await started(tmp_path)
+    daemon.serve({70: [PRODUCTION_PID, *pids]})
+    guest.ask_to_stop()
+    assert await running == 0
+    assert [pid for pid in pids if runs(pid)] == []
+    ended = [command for command in daemon.commands() if "terminate" in command]
+    assert sorted(ended[:2]) == sorted(f"terminate_client 70 {pid}" for pid in pids)
+
+
+async def test_under_mps_a_guest_whose_work_goes_on_is_not_signalled_until_asked_again(
+    tmp_path: Path,
+    daemon: MpsDaemon,
+    watch: MpsWatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    guest = engine(tmp_path, mps=watch)
+    running = asyncio.create_task(guest.run())
+    pids = await started(tmp_path)
+    daemon.serve({70: [PRODUCTION_PID, *pids]}, refuses=True)
+    guest.ask_to_stop()
+    await until(lambda: "the guest lives on" in caplog.text)
+    assert all(runs(pid) for pid in pids)
+    daemon.serve({70: [PRODUCTION_PID]})
+    guest.ask_to_stop()
+    assert await running == 0
+    assert [pid for pid in pids if runs(pid)] == []
+
+
+async def test_what_cannot_be_started_is_named() -> None:
+    with pytest.raises(ConfigError, match="/nonexistent/vllm"):
+        await GuestEngine(["/nonexistent/vllm"], {}).run()
