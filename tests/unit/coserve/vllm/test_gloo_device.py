@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -74,11 +74,18 @@ def test_such_groups_do_what_gloo_does_and_end_alone(alone: None) -> None:
         assert objects == [{"rank": 0}]
 
 
+def failing_start() -> None:
+    with gloo_device.shared(ranks=1):
+        raise MemoryError
+
+
 def test_groups_made_after_the_start_are_torch_s_own() -> None:
     stock = c10d.ProcessGroupGloo
-    with pytest.raises(MemoryError), gloo_device.shared(ranks=1):
+    with gloo_device.shared(ranks=1):
         assert c10d.ProcessGroupGloo is not stock
-        raise MemoryError
+    assert c10d.ProcessGroupGloo is stock
+    with pytest.raises(MemoryError):
+        failing_start()
     assert c10d.ProcessGroupGloo is stock
 
 
@@ -91,7 +98,7 @@ def test_an_engine_of_several_ranks_is_left_alone() -> None:
 class Recorded:
     """Torch's class of some other version: what it was asked to make."""
 
-    made: list[tuple[Any, ...]] = []
+    made: ClassVar[list[tuple[Any, ...]]] = []
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.made.append((*arguments, *named))
