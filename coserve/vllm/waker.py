@@ -20,8 +20,8 @@ from coserve.guest_slot import GuestSlot
 from harvester.contracts.bell import PrivateBell, Word, sleep_until_rung
 from harvester.contracts.clock import monotonic_ns
 
-# A grant comes this often. Without one in so long the pages are read for what no writer tells of: one
-# that expired, was deleted and made anew, a grace that is over.
+# A grant comes this often. Without one in so long the pages are read for what no writer tells of:
+# one that expired, was deleted and made anew, a grace that is over.
 BEAT_S = 0.1
 # Busy production writes hundreds of pulses in a second; an opening waits no longer than this.
 _PAUSE_NS = 1_000_000
