@@ -23,15 +23,16 @@ def shared(*, ranks: int) -> Iterator[None]:
         return
     from torch.distributed import distributed_c10d
 
-    stock = getattr(distributed_c10d, "ProcessGroupGloo", None)
+    groups: Any = distributed_c10d
+    stock = getattr(groups, "ProcessGroupGloo", None)
     if stock is None:
         yield  # Torch without gloo.
         return
-    distributed_c10d.ProcessGroupGloo = _OneDevice(stock)
+    groups.ProcessGroupGloo = _OneDevice(stock)
     try:
         yield
     finally:
-        distributed_c10d.ProcessGroupGloo = stock
+        groups.ProcessGroupGloo = stock
 
 
 class _OneDevice:
