@@ -88,7 +88,7 @@ def _phantom_slack_s(slo_s: float, alone_s: float, epsilon: float) -> float:
     if epsilon == math.inf:
         return slo_s - alone_s
     share = min(epsilon, _UNKEPT_SHARE_MAX)
-    room_s = share / (1.0 + share) * slo_s
+    room_s = share * slo_s / max(1.0 + share, 1.0)  # An epsilon below 0 shuts.
     if alone_s > slo_s - room_s:
         return room_s
     return deadline_s(slo_s, alone_s, epsilon) - alone_s
