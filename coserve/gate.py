@@ -29,6 +29,9 @@ class Closed(StrEnum):
     NO_SLACK = "no_slack"
 
 
+_BY_GRANT = (Closed.NO_GRANT, Closed.GRANT_FAULT, Closed.GRANT_CLOSED)
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     tokens: int
@@ -42,6 +45,11 @@ class Decision:
     @property
     def open(self) -> bool:
         return self.tokens > 0
+
+    @property
+    def closed_by_grant(self) -> bool:
+        """Whatever production does, only another grant can open it."""
+        return self.reason in _BY_GRANT
 
 
 def decide(

@@ -142,6 +142,11 @@ class GuestSlot:
             words = [self._grant_page.peek(), *[page.peek() for page in pages]]
             return tuple([word for word in words if word is not None])
 
+    @property
+    def closed_by_grant(self) -> bool:
+        """As of the last decision no pulse can open the gate."""
+        return self.last.closed_by_grant
+
     def grace_over(self) -> bool:
         """At the last decision the grant had been gone for longer than its grace."""
         if self._grant.record is not None:

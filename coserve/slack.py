@@ -26,6 +26,9 @@ from harvester.contracts.page import Grant, Pulse
 HUNG_STEPS = 20
 # A step that is merely slow is no hang.
 HUNG_FLOOR_S = 5.0
+# However large epsilon is: so much of its time may a prompt lose that is too long for its SLO, and
+# so near to the SLO must it come to count as such.
+_UNKEPT_SHARE_MAX = 0.25
 
 
 def deadline_s(slo_s: float, alone_s: float, epsilon: float) -> float:
@@ -75,13 +78,19 @@ def events_slack_s(
 def _phantom_slack_s(slo_s: float, alone_s: float, epsilon: float) -> float:
     """Of a request that might arrive this moment.
 
-    One that production alone would serve too late has no SLO to lose, only its share epsilon:
-    otherwise an SLO at the P99, where many are set, would shut an idle machine for ever. The share
-    is that of one just in time, since the request that comes is likely a shorter one: after a
-    single prompt of 16k tokens a twentieth of its time may be more than all of a short one's SLO.
+    Of the prompts up to the P99 the longest is meant whose SLO bears its share epsilon. One that
+    production alone would serve too late, or hardly in time, has no SLO that could be kept:
+    counted, an SLO at the P99, where many are set, would shut an idle machine for ever, and a
+    shorter phantom leave less slack than a longer one. Its own share is not taken either, since the
+    request that comes is likely shorter: after a single prompt of 16k tokens a twentieth of its
+    time may be more than all of a short one's SLO.
     """
-    if alone_s >= slo_s and epsilon != math.inf:
-        return min(epsilon, 1.0) * slo_s
+    if epsilon == math.inf:
+        return slo_s - alone_s
+    share = min(epsilon, _UNKEPT_SHARE_MAX)
+    room_s = share * slo_s / max(1.0 + share, 1.0)  # An epsilon below 0 shuts.
+    if alone_s > slo_s - room_s:
+        return room_s
     return deadline_s(slo_s, alone_s, epsilon) - alone_s
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.coserve.activation import Activations
 from benchmarks.coserve.arms import SETTINGS, Arm
-from benchmarks.coserve.closed_gate import closed_windows, share_figures
+from benchmarks.coserve.closed_gate import closed_gate
 from benchmarks.coserve.figures import Facts, figures
 from benchmarks.coserve.memory import Shrinks
 from benchmarks.coserve.reclaim import after_loss, closings
@@ -161,7 +161,7 @@ class Bench:
         parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
             "rounds": lambda: self._rounds(runner, windows),
             "reclaim": lambda: self._reclaim(runner, windows),
-            "closed_gate": self._closed_gate,
+            "closed_gate": lambda: self._closed_gate(runner),
             "unseen": lambda: self._unseen(runner, windows[-1]),
         }
         result: dict[str, Any] = {}
@@ -203,11 +203,9 @@ class Bench:
             "surge": await surges(runner, _SURGES, arrivals, rate=mean_rate(windows)),
         }
 
-    async def _closed_gate(self) -> dict[str, Any]:
+    async def _closed_gate(self, runner: Runner) -> dict[str, Any]:
         self.told("the gate closed, with requests that wait")
-        async with self.lease.holding(), self.rollouts.running():
-            await asyncio.sleep(_PULSE_S)
-            found = share_figures(await closed_windows(self.slot, self.clock))
+        found = await closed_gate(runner, self._grant)
         self.told(f"{found}")
         return found
 

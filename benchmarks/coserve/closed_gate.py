@@ -1,7 +1,8 @@
 """The core that a guest takes with requests waiting and its gate closed, without isolation.
 
 An operator holds the node meanwhile: grants are closed, leases stay, and what comes waits. Several
-windows, with work done in between, as one window is one state of the guest's threads.
+windows, with work done in between, as one window is one state of the guest's threads. Afterwards,
+how soon such a guest steps once it may.
 """
 
 import asyncio
@@ -9,9 +10,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.core_time import account, used
+from benchmarks.coserve.opening import opening_figures, openings
+from benchmarks.coserve.rounds import Runner
 from coserve.isolation import NO_ISOLATION
 from harvester.contracts.clock import Clock
+from harvester.contracts.page import Grant, PageReader
 from scheduler.demo.slot import GUEST, ServingSlot
 
 _WINDOWS = 5
@@ -19,6 +24,7 @@ _WINDOW_S = 15.0
 _SETTLE_S = 3.0
 """Longer than a step, and than vLLM's second of spinning after one."""
 _OPEN_S = 3.0
+_BEFORE_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,17 @@ class Window:
     @property
     def share(self) -> float:
         return sum(self.core_s.values()) / self.seconds
+
+
+async def closed_gate(runner: Runner, grant: PageReader[Grant]) -> dict[str, Any]:
+    """With rollouts that never end, and nothing else."""
+    async with runner.lease.holding(), runner.rollouts.running():
+        await asyncio.sleep(_BEFORE_S)
+        found = share_figures(await closed_windows(runner.slot, runner.clock))
+        found |= opening_figures(await openings(runner, grant))
+    await runner.quiet()
+    runner.instruct(SETTINGS[Arm.ROSEMUX])
+    return found
 
 
 async def closed_windows(slot: ServingSlot, clock: Clock) -> list[Window]:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.coserve.arms import ALONE, BESIDE, WITH_PRODUCTION, Arm
+from benchmarks.coserve.residual import residual_figures
 from benchmarks.coserve.rounds import Slice
 from benchmarks.latency_ratios import PARTS, latency_ratios
 from scheduler.demo.bootstrap import ratio_draws
 from scheduler.demo.records import ProductionRequest
-from scheduler.demo.serving_figures import ArmRequests, arms_of, ratio, serving_of
+from scheduler.demo.serving_figures import ArmRequests, arms_of, serving_of
 from scheduler.demo.slo import choose_slo
 
 _INCONCLUSIVE = 0.05
@@ -53,13 +54,10 @@ def figures(
         }
     arms[Arm.ROLLOUTS] = {"rollout_tokens_per_s": speeds[Arm.ROLLOUTS]}
     base = serving_of(alone, ttft_slo_s=slo.ttft_s, itl_slo_s=slo.itl_s)
-    ideal = speeds[Arm.ROLLOUTS] * (1.0 - used)
     beside = {
         arm: latency_ratios(given[arm], alone, seed=facts.seed)
-        | {
-            "slo_attainment_drop": _points(base.slo_attainment, arms[arm]["slo_attainment"]),
-            "residual_share": ratio(speeds[arm], ideal),
-        }
+        | {"slo_attainment_drop": _points(base.slo_attainment, arms[arm]["slo_attainment"])}
+        | residual_figures(slices, arm, seed=facts.seed)
         for arm in BESIDE
     }
     ours, gate = beside[Arm.ROSEMUX], beside[Arm.GATE_ONLY]
@@ -78,7 +76,9 @@ def figures(
         "production_busy_share": busy,
         "production_core_share": used,
         "residual_share": ours["residual_share"],
+        "residual_interval": ours["residual_interval"],
         "gate_only_residual_share": gate["residual_share"],
+        "gate_only_residual_interval": gate["residual_interval"],
         "beside": beside,
         "step_overhead_us": 1e6 * fmean(s.decide_s_mean for s in slices if s.arm is Arm.ROSEMUX),
         "inconclusive": inconclusive(ours["intervals"]),

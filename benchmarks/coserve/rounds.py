@@ -16,7 +16,7 @@ from harvester.contracts.page import Guest, Pulse
 from scheduler.demo.production import ProductionClient
 from scheduler.demo.records import ProductionRequest
 from scheduler.demo.slo import ServiceLevel, choose_slo
-from scheduler.demo.slot import PRODUCTION, ServingSlot
+from scheduler.demo.slot import GUEST, PRODUCTION, ServingSlot
 from scheduler.demo.window import Window
 
 # Until the guest's steps are under way, and what the last arm left has gone.
@@ -38,6 +38,7 @@ class Slice:
     """By its steps."""
     production_core_s: float
     """Processor time of its engine and its front end."""
+    guest_core_s: float
     decide_s_mean: float
 
 
@@ -102,8 +103,8 @@ class Runner:
 
     async def _measured(self, arm: Arm, turn: int, window: Window, *, serving: bool) -> Slice:
         start_s, guest, busy_s = self.clock.now(), self.guest(), self.pulse().busy_s_total
-        production = self.slot.parts.running[PRODUCTION].tree()
-        ran = account(production)
+        trees = [self.slot.parts.running[name].tree() for name in (PRODUCTION, GUEST)]
+        ran = [account(tree) for tree in trees]
         stopped = asyncio.Event()
         arrivals = window.arrivals if serving else ()
         replay = asyncio.ensure_future(
@@ -113,7 +114,10 @@ class Runner:
             await asyncio.sleep(start_s + window.duration_s - self.clock.now())
             end_s, after = self.clock.now(), self.guest()
             busy_s = self.pulse().busy_s_total - busy_s
-            core_s = sum(used(ran, account(production)).values())
+            production_s, guest_s = (
+                sum(used(before, account(tree)).values())
+                for before, tree in zip(ran, trees, strict=True)
+            )
             stopped.set()
             await replay
         finally:
@@ -126,6 +130,7 @@ class Runner:
             seconds=end_s - start_s,
             guest_tokens=after.tokens_total - guest.tokens_total,
             production_busy_s=busy_s,
-            production_core_s=core_s,
+            production_core_s=production_s,
+            guest_core_s=guest_s,
             decide_s_mean=after.decide_s_mean,
         )

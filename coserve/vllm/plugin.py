@@ -3,13 +3,13 @@
 Three methods are wrapped, once. The engine loop, because the scheduler needs the input queue that
 it is woken through and stock vLLM does not hand it out. The readers of vLLM's shared-memory queues,
 which spin for a second after each message. And the start of the workers, which on a GPU waits
-until no other guest is starting there.
+until no other guest is starting there, and in which a single rank's process groups share a device.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from coserve.vllm import start_turn
+from coserve.vllm import gloo_device, start_turn
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.clock import monotonic_ns
@@ -75,10 +75,12 @@ def _in_turn(start: Callable[..., None], environment: SlotEnvironment) -> Callab
     def start_in_turn(self: Any, vllm_config: Any) -> None:
         from vllm.platforms import current_platform
 
-        workers = vllm_config.parallel_config.world_size
+        parallel = vllm_config.parallel_config
+        workers = parallel.world_size
         start_turn.begin(environment, current_platform, workers=workers)
         try:
-            start(self, vllm_config)
+            with gloo_device.shared(ranks=workers * parallel.data_parallel_size):
+                start(self, vllm_config)
         except BaseException:
             start_turn.end()
             raise

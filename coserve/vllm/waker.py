@@ -1,9 +1,10 @@
 """Wakes a guest whose gate is closed, and gives back what it holds when nobody grants any more.
 
 While the gate is closed the engine loop sleeps in its input queue, so that a waiting guest costs
-nothing. This thread sleeps too, until a page of the slot is written; it evaluates the gate then and
-puts a wake-up into that queue. Slack only shrinks as time passes, so without a changed page only a
-probe can open a closed gate, and that one may wait.
+nothing. This thread sleeps too, until a page that can open the gate is written: the grant's where
+the grant has closed it, else any of the slot. It evaluates the gate then and puts a wake-up into
+that queue. Slack only shrinks as time passes, so without a changed page only a probe can open a
+closed gate, and that one may wait.
 
 It decides nothing that the engine loop would not decide again: the loop is woken when the gate
 opens, when it has to give memory back or may take it again, and once when the grace after a lost
@@ -19,11 +20,11 @@ from coserve.guest_slot import GuestSlot
 from harvester.contracts.bell import PrivateBell, Word, sleep_until_rung
 from harvester.contracts.clock import monotonic_ns
 
+# A grant comes this often. Without one in so long the pages are read for what no writer tells of:
+# one that expired, was deleted and made anew, a grace that is over.
 BEAT_S = 0.1
 # Busy production writes hundreds of pulses in a second; an opening waits no longer than this.
 _PAUSE_NS = 1_000_000
-# Finds what no writer tells of: a page deleted and made anew, one that expired.
-_FULL_READ_S = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -78,15 +79,17 @@ class Waker(threading.Thread):
     def _watch(self) -> None:
         """Until the loop must wake up."""
         while not self._stopped.is_set():
+            grant_only, looked_ns = self._slot.closed_by_grant, monotonic_ns()
             # Read before the decision: what is written meanwhile ends the sleep at once.
-            rung, written, looked_ns = self._bell.word(), self._slot.written(), monotonic_ns()
+            rung, written = self._bell.word(), self._slot.written(grant_only=grant_only)
             if self._must_wake():
                 # Cleared before the wake-up: a loop that finds the gate closed again arms again.
                 self._armed = False
                 self._wake()
                 return
             self._publish()
-            self._sleep((rung, *written), timeout_s=_FULL_READ_S)
+            if self._slot.closed_by_grant == grant_only:
+                self._sleep((rung, *written), timeout_s=BEAT_S, grant_only=grant_only)
             time.sleep(max(0, looked_ns + _PAUSE_NS - monotonic_ns()) * 1e-9)
 
     def _sleep(

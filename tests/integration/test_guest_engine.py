@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -185,6 +186,15 @@ async def test_a_closed_gate_with_a_waiting_request_costs_next_to_nothing(
     assert _cpu_s(tree) - before_s < 0.3 * 3.0
     slot.agent.say(GrantMode.UNGATED)
     assert len((await turn.ended()).tokens) == 4
+
+
+async def test_the_groups_of_its_one_rank_look_after_one_device(slot: EngineSlot) -> None:
+    names = [
+        (task / "comm").read_text().strip()
+        for process in slot.guest_child.tree()
+        for task in Path(f"/proc/{process.pid}/task").iterdir()
+    ]
+    assert names.count("gloo_tcp_loop") == 1
 
 
 def _cpu_s(processes: list[psutil.Process]) -> float:

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -6,6 +7,7 @@ import pytest
 
 from benchmarks.coserve.arms import ALONE, RECLAIM, SETTINGS, WITH_PRODUCTION, Arm
 from benchmarks.coserve.figures import Facts, figures, inconclusive
+from benchmarks.coserve.residual import residual_figures
 from benchmarks.coserve.rounds import Slice
 from benchmarks.rotation import rotated
 from harvester.config import SlotConfig
@@ -15,6 +17,7 @@ FACTS = Facts(trace="given", requests_per_s=2.0, seed=1)
 SECONDS = 20.0
 FRONT_END = 0.1
 """Of a core, beside the engine's steps."""
+GUEST_CORE = {Arm.ROLLOUTS: 1.0, Arm.ROSEMUX: 0.4, Arm.GATE_ONLY: 0.4}
 
 
 def requests_of(arm: Arm, *, slower: float = 1.0) -> list[ProductionRequest]:
@@ -45,6 +48,7 @@ def slices_of(speeds: dict[Arm, int], *, busy: float) -> list[Slice]:
             guest_tokens=round(speeds.get(arm, 0) * SECONDS),
             production_busy_s=busy * SECONDS,
             production_core_s=(busy + FRONT_END) * SECONDS,
+            guest_core_s=GUEST_CORE.get(arm, 0.0) * SECONDS,
             decide_s_mean=1e-5,
         )
         for arm in Arm
@@ -68,6 +72,43 @@ def test_the_residual_is_what_steps_and_front_end_leave() -> None:
     assert result["production_core_share"] == pytest.approx(0.6)
     assert result["residual_share"] == pytest.approx(0.95)
     assert result["gate_only_residual_share"] == pytest.approx(0.8)
+
+
+def test_a_guest_that_has_all_the_time_and_is_slow_in_it_is_told_from_one_that_waits() -> None:
+    gate = given()["beside"]["gate_only"]
+    assert (gate["time_share"], gate["pace_ratio"]) == pytest.approx((1.0, 0.8))
+    halved = [
+        replace(each, guest_core_s=each.guest_core_s / 2, guest_tokens=each.guest_tokens // 2)
+        if each.arm is Arm.GATE_ONLY
+        else each
+        for each in slices_of({Arm.ROLLOUTS: 1000, Arm.GATE_ONLY: 400}, busy=0.5)
+    ]
+    waits = residual_figures(halved, Arm.GATE_ONLY, seed=1)
+    assert (waits["time_share"], waits["pace_ratio"]) == pytest.approx((0.5, 1.0))
+    assert waits["residual_share"] == pytest.approx(0.5)
+
+
+def test_the_residual_share_has_the_spread_of_its_rounds() -> None:
+    speeds = {Arm.ROLLOUTS: 1000, Arm.ROSEMUX: 380}
+    alike = slices_of(speeds, busy=0.5)
+    low, high = residual_figures(alike, Arm.ROSEMUX, seed=1)["residual_interval"]
+    assert (low, high) == pytest.approx((0.95, 0.95))
+    drifting = [
+        replace(each, guest_tokens=each.guest_tokens * 2)
+        if each.arm is Arm.ROLLOUTS and each.round == 1
+        else each
+        for each in alike
+    ]
+    found = residual_figures(drifting, Arm.ROSEMUX, seed=1)
+    low, high = found["residual_interval"]
+    assert (low, high) == pytest.approx((0.475, 0.95))
+    assert low < found["residual_share"] < high
+
+
+def test_one_round_has_no_spread_and_no_rollouts_no_share() -> None:
+    one = [each for each in slices_of({}, busy=0.5) if each.round == 0]
+    none = residual_figures(one, Arm.ROSEMUX, seed=1)
+    assert none["residual_share"] is none["residual_interval"] is none["pace_ratio"] is None
 
 
 def test_what_is_as_fast_as_alone_has_ratios_of_one() -> None:

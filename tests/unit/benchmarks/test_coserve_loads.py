@@ -15,6 +15,7 @@ from benchmarks.coserve.arms import Arm, Setting
 from benchmarks.coserve.closed_gate import Window as ClosedWindow
 from benchmarks.coserve.closed_gate import share_figures
 from benchmarks.coserve.core_time import account, used
+from benchmarks.coserve.opening import opening_figures, watch_openings
 from benchmarks.coserve.restart import GuestWatch
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.side_by_side import SideBySide, compared
@@ -27,8 +28,8 @@ from benchmarks.coserve.unseen import (
     long_prompt,
 )
 from coserve.vllm.pulse import PULSE_TTL_NS
-from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.page import Guest, Pulse
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.page import Grant, GrantMode, Guest, PageReader, Pulse, Reading
 from scheduler.demo.records import ProductionRequest
 from scheduler.demo.trace import Arrival
 from scheduler.demo.window import Window
@@ -194,6 +195,51 @@ def test_the_core_share_is_of_every_thread_also_of_one_that_began_meanwhile(
         "worker: loop": pytest.approx(0.1),
         "core: main": 0.0,
     }
+
+
+@dataclass
+class PlayedPages:
+    """What both pages say at each look: the grant's stamp where it is open, and the guest's steps
+    of 4 ms, which end 10 ms after one another."""
+
+    looks: list[tuple[int | None, int]]
+    place: int = 0
+
+    def read(self) -> Reading[Grant]:
+        self.place += 1
+        stamp_ms = self.looks[self.place - 1][0]
+        mode = GrantMode.CLOSED if stamp_ms is None else GrantMode.OPEN
+        return Reading(Grant(epoch=1, mode=mode), None, (stamp_ms or 0) * 1_000_000)
+
+    def now(self) -> float:
+        """A second a look."""
+        return float(self.place)
+
+    def guest(self) -> Guest:
+        steps = self.looks[self.place - 1][1]
+        return Guest(steps_finished=steps, last_step_s=0.004, last_step_end_ns=steps * 10_000_000)
+
+
+@pytest.mark.parametrize(
+    ("looks", "found_ms"),
+    [
+        ([(None, 5), (None, 5), (55, 5), (55, 6), (55, 7), (None, 8)], [1.0]),
+        ([(None, 5), (55, 5), (55, 5), (156, 5), (156, 6)], [1.0]),
+        ([(None, 5), (55, 6), (None, 6), (None, 7), (75, 8)], [1.0, 1.0]),
+        ([(None, 5), (55, 5), (55, 7)], []),
+        ([(55, 5), (55, 6)], []),
+    ],
+    ids=["once", "renewed_grant", "twice", "first_step_missed", "open_from_the_start"],
+)
+async def test_an_opening_lasts_from_the_grant_s_stamp_to_the_first_step(
+    looks: list[tuple[int | None, int]], found_ms: list[float]
+) -> None:
+    pages = PlayedPages(looks)
+    found = await watch_openings(
+        cast(PageReader[Grant], pages), pages.guest, seconds=len(looks), clock=cast(Clock, pages)
+    )
+    assert [1e3 * each for each in found] == pytest.approx(found_ms)
+    assert opening_figures(found)["opening"]["openings"] == len(found_ms)
 
 
 def test_the_share_is_that_of_all_windows_together() -> None:

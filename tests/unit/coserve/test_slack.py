@@ -50,12 +50,63 @@ def test_a_phantom_that_is_late_alone_spares_no_more_than_one_just_in_time(
     make_grant: MakeGrant,
 ) -> None:
     long = make_grant(epsilon=0.05, phantom_prompt_tokens=16_384)
-    # Alone it takes 1.65 s of an SLO of 1 s, and a twentieth of a longer one is no more.
-    assert slack(IDLE, long) == pytest.approx(0.05 * 1.0)
+    # Alone it takes 1.65 s of an SLO of 1 s. One of 1 s / 1.05 is in time with a twentieth on top,
+    # and a twentieth of a longer one is no more.
+    assert slack(IDLE, long) == pytest.approx(0.05 / 1.05)
     longer = make_grant(epsilon=0.05, phantom_prompt_tokens=1_000_000)
-    assert slack(IDLE, longer) == pytest.approx(0.05 * 1.0)
+    assert slack(IDLE, longer) == pytest.approx(0.05 / 1.05)
     lax = make_grant(epsilon=1e6, phantom_prompt_tokens=16_384)
-    assert slack(IDLE, lax) == pytest.approx(1.0), "nor more than the SLO"
+    assert slack(IDLE, lax) == pytest.approx(0.25 / 1.25), "nor more than a fifth of the SLO"
+
+
+@pytest.mark.parametrize("slo_s", [0.0235, 0.0241, 0.0245, 0.026])
+def test_a_phantom_that_is_hardly_in_time_alone_does_not_shut_an_idle_machine(
+    make_grant: MakeGrant, slo_s: float
+) -> None:
+    # 24 ms alone; with a quarter on top it would be late in each of these.
+    grant = make_grant(epsilon=0.25, ttft_slo_s=slo_s)
+    assert slack(IDLE, grant) == pytest.approx(slo_s / 5)
+
+
+def test_a_request_that_is_there_keeps_its_slo_however_near(make_grant: MakeGrant) -> None:
+    arrived = Pulse(
+        in_flight=1,
+        waiting=1,
+        oldest_waiting_arrival_ns=NOW_NS,
+        largest_waiting_prompt_tokens=100,
+    )
+    grant = make_grant(epsilon=0.25, ttft_slo_s=0.0241)
+    assert slack(arrived, grant) == pytest.approx(0.0001, abs=1e-6)
+
+
+@given(
+    tokens=st.tuples(st.integers(0, 3000), st.integers(0, 3000)),
+    epsilon=st.floats(0.0, 0.25),
+    slo_s=st.floats(0.01, 1.0),
+)
+def test_a_shorter_phantom_never_leaves_more_than_a_longer_one(
+    tokens: tuple[int, int], epsilon: float, slo_s: float
+) -> None:
+    def of(prompt_tokens: int) -> float:
+        grant = Grant(
+            epoch=1,
+            mode=GrantMode.OPEN,
+            pulses=("pulse.prod.0",),
+            ttft_slo_s=slo_s,
+            epsilon=epsilon,
+            phantom_prompt_tokens=prompt_tokens,
+            production=ProductionModel(
+                prefill_base_s=0.010,
+                prefill_s_per_token=0.0001,
+                decode_base_s=0.004,
+                decode_s_per_request=0.0005,
+            ),
+        )
+        return slack(IDLE, grant)
+
+    shorter, longer = sorted(tokens)
+    assert 0.0 <= of(shorter) <= of(longer) + 1e-12
+    assert of(longer) <= epsilon * slo_s + 1e-12
 
 
 def test_without_a_model_only_an_infinite_epsilon_leaves_slack(make_grant: MakeGrant) -> None:

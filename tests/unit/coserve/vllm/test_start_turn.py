@@ -85,7 +85,7 @@ def test_the_workers_start_in_the_turn_and_a_failed_start_ends_it(
 ) -> None:
     platforms = pytest.importorskip("vllm.platforms")
     monkeypatch.setattr(platforms, "current_platform", Gpus("GPU-a"), raising=False)
-    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1))
     taken: list[bool] = []
 
     def start(executor: Any, vllm_config: Any) -> None:

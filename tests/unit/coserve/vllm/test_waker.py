@@ -1,17 +1,20 @@
 """The waker against a slot whose every answer the test sets."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from coserve.gate import Closed, Decision
+from coserve.vllm import waker
 from coserve.vllm.waker import Waker
 from harvester.contracts import bell
 from harvester.contracts.bell import PrivateBell, Word
 
 OPEN = Decision(8, None, 1.0)
 SHUT = Decision(0, Closed.NO_SLACK, 0.0)
+HELD = Decision(0, Closed.GRANT_CLOSED, 0.0)
 WAIT_S = 5.0
 
 
@@ -21,6 +24,7 @@ class FakeSlot:
     def __init__(self) -> None:
         self.decision = SHUT
         self.page = PrivateBell()
+        self.pulse = PrivateBell()
         self.over = self.owes = False
         self.error: Exception | None = None
         self.decisions = self.published = 0
@@ -35,8 +39,12 @@ class FakeSlot:
             raise error
         return self.decision
 
+    @property
+    def closed_by_grant(self) -> bool:
+        return self.decision.closed_by_grant
+
     def written(self, *, grant_only: bool = False) -> tuple[Word, ...]:
-        return (self.page.word(),)
+        return (self.page.word(),) if grant_only else (self.page.word(), self.pulse.word())
 
     def grace_over(self) -> bool:
         return self.over
@@ -119,6 +127,44 @@ def test_evaluates_the_gate_rarely_while_no_page_changes(scene: Scene) -> None:
     for _ in range(5):
         assert eventually(scene.slot.told)
     assert scene.slot.decisions - decisions < 20
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> Scene:
+    """It looks at nothing by itself, only when something is written."""
+    monkeypatch.setattr(waker, "BEAT_S", 60.0)
+    return scene
+
+
+def test_a_pulse_that_can_open_the_gate_is_looked_at(patient: Scene) -> None:
+    patient.arm_and_look()
+    patient.slot.decision = OPEN
+    patient.slot.pulse.ring()
+    assert eventually(patient.woken)
+
+
+def test_while_the_grant_closes_the_gate_only_the_grant_is_looked_at(patient: Scene) -> None:
+    patient.slot.decision = HELD
+    patient.arm_and_look()
+    decisions = patient.slot.decisions
+    for _ in range(50):
+        patient.slot.pulse.ring()
+        time.sleep(0.002)
+    assert patient.slot.decisions - decisions <= 2
+    patient.slot.decision = OPEN
+    patient.slot.page.ring()
+    assert eventually(patient.woken)
+
+
+def test_pulses_count_again_once_a_grant_has_opened(patient: Scene) -> None:
+    patient.slot.decision = HELD
+    patient.arm_and_look()
+    patient.slot.decision = SHUT
+    patient.slot.page.ring()
+    assert eventually(patient.slot.asked)
+    patient.slot.decision = OPEN
+    patient.slot.pulse.ring()
+    assert eventually(patient.woken)
 
 
 def test_wakes_once_when_the_grace_is_over_and_not_again_while_it_stays_so(scene: Scene) -> None:
