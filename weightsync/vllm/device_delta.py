@@ -12,9 +12,12 @@ import numpy.typing as npt
 import torch
 
 from weightsync.elements.bits import Bytes, bytes_of
+from weightsync.elements.grouped import CODE_ESCAPE, NEAREST_FAR
+from weightsync.elements.groups import GROUP, WORD_BYTES, Groups
 from weightsync.encoding.delta import (
     Delta,
     DenseDelta,
+    GroupedDelta,
     OverwriteDelta,
     PlanesDelta,
     SparseDelta,
@@ -73,13 +76,25 @@ def _overwrite(delta: OverwriteDelta, elements: torch.Tensor) -> None:
 def _sparse(delta: SparseDelta, elements: torch.Tensor) -> None:
     if delta.gaps.size:
         places = _places(_on(elements, delta.gaps))
-        bit = torch.arange(8, dtype=torch.uint8, device=elements.device)
-        flags = (_on(elements, delta.signs)[:, None] >> bit) & 1
-        minus = flags.view(-1)[: places.numel()].to(elements.dtype)
-        elements[places] += 1 - 2 * minus
+        _step(elements, places, _on(elements, delta.signs))
     if delta.far_gaps.size:
         places = _places(_on(elements, delta.far_gaps))
         elements[places] += _differences(elements, delta.far_planes)
+
+
+@_apply.register
+def _grouped(delta: GroupedDelta, elements: torch.Tensor) -> None:
+    if delta.small.changes:
+        _step(elements, _places_of(elements, delta.small), _on(elements, delta.signs))
+    if delta.far.changes:
+        planes = np.zeros((elements.element_size(), delta.far.changes), dtype=np.uint8)
+        is_wide = delta.codes == CODE_ESCAPE
+        planes[:, is_wide] = delta.wide.reshape(-1, elements.element_size()).T
+        codes = _on(elements, delta.codes).long() + NEAREST_FAR
+        near = _signed(codes).masked_fill(_on(elements, is_wide), 0)
+        wide = _differences(elements, planes)
+        places = _places_of(elements, delta.far)
+        elements[places] += near.to(elements.dtype) + wide
 
 
 @_apply.register
@@ -87,6 +102,34 @@ def _planes(delta: PlanesDelta, elements: torch.Tensor) -> None:
     for start in range(0, delta.elements, _PLANES_AT_ONCE):
         stop = min(delta.elements, start + _PLANES_AT_ONCE)
         elements[start:stop] += _differences(elements, delta.planes[:, start:stop])
+
+
+def _step(elements: torch.Tensor, places: torch.Tensor, signs: torch.Tensor) -> None:
+    """One unit more or less at each place, as its bit says."""
+    minus = _bits(signs)[: places.numel()].to(elements.dtype)
+    elements[places] += 1 - 2 * minus
+
+
+def _bits(data: torch.Tensor) -> torch.Tensor:
+    """Each bit of bytes, the lowest first."""
+    bit = torch.arange(8, dtype=torch.uint8, device=data.device)
+    return ((data[:, None] >> bit) & 1).view(-1)
+
+
+def _places_of(elements: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Positions of the changes whose gaps are in groups."""
+    ones = torch.nonzero(_bits(_on(elements, groups.highs))).view(-1)
+    low_bits = _on(elements, groups.low_bits).long()
+    starts = torch.cumsum(low_bits, 0) - low_bits
+    planes = _bits(_on(elements, groups.lows)).view(-1, 8 * WORD_BYTES)
+    lows = torch.zeros(low_bits.numel(), GROUP, dtype=torch.int64, device=elements.device)
+    for plane in range(int(groups.low_bits.max())):
+        there = torch.nonzero(low_bits > plane).view(-1)
+        lows[there] |= planes[starts[there] + plane].long() << plane
+    kept = low_bits.repeat_interleave(GROUP)[: groups.changes]
+    zeros = torch.diff(ones, prepend=ones.new_full((1,), -1)) - 1
+    gaps = (zeros << kept) + lows.view(-1)[: groups.changes]
+    return torch.cumsum(gaps + 1, 0) - 1
 
 
 def _places(gaps: torch.Tensor) -> torch.Tensor:
@@ -100,9 +143,14 @@ def _differences(elements: torch.Tensor, planes: npt.NDArray[np.uint8]) -> torch
     codes = torch.zeros(planes.shape[1], dtype=torch.int64, device=elements.device)
     for place, plane in enumerate(planes):
         codes |= _on(elements, plane).long() << (8 * place)
+    return _signed(codes).to(elements.dtype)
+
+
+def _signed(codes: torch.Tensor) -> torch.Tensor:
+    """Differences of zigzag codes."""
     # The shift of a negative 64-bit code would fill up with ones.
     halves = (codes >> 1) & torch.iinfo(torch.int64).max
-    return (halves ^ -(codes & 1)).to(elements.dtype)
+    return halves ^ -(codes & 1)
 
 
 def _on(elements: torch.Tensor, data: Bytes) -> torch.Tensor:
