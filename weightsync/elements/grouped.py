@@ -6,8 +6,8 @@ Compiled loops that hold no lock of Python's and check no lengths: encoding/grou
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.elements import xxh3
 from weightsync.elements.bits import Bits, Bytes
 from weightsync.elements.compiled import compiled, inlined
 from weightsync.elements.groups import (
@@ -15,10 +15,10 @@ from weightsync.elements.groups import (
     END,
     GROUP,
     WORD_BYTES,
-    Groups,
     Lows,
     Places,
     Walk,
+    low_bits_of,
     read_group,
 )
 from weightsync.elements.kernels import APPLIED_BYTES, pass_block
@@ -26,14 +26,24 @@ from weightsync.elements.lanes import word_at
 from weightsync.elements.xxh3 import Accumulators
 from weightsync.elements.zigzag import unzigzag
 
-CODE_ESCAPE = 255
 NEAREST_FAR = 3
 """The least zigzag difference of more than one unit either way."""
+INDEX_BYTES = 4
+"""Of the number of a far change whose difference is wide."""
 _NONE = np.uint64(0)
 _ONE = np.uint64(1)
 _WORD = np.uint64(64)
-_CODE_ESCAPE = np.uint64(CODE_ESCAPE)
 _NEAREST_FAR = np.uint64(NEAREST_FAR)
+
+
+class Gaps(NamedTuple):
+    """The gaps of so many changes, or their differences; see groups.py."""
+
+    changes: int
+    first: int
+    """Number of their first group in `low_bits`."""
+    lows: Bytes
+    highs: Bytes
 
 
 class _Small(NamedTuple):
@@ -50,33 +60,43 @@ class _Far(NamedTuple):
     """How far all other changes were made."""
 
     walk: Walk
+    codes: Walk
     next: np.uint64
-    code: np.uint64
-    """The next one in `codes`."""
-    wide: np.uint64
+    behind: np.uint64
+    """The code before the next one; codes lie as gaps do."""
+    number: np.uint64
+    """Of the next one among all far changes."""
+    entry: np.uint64
     """The next byte of `wide`."""
+    next_wide: np.uint64
+    """Number of the change that is for; END where there is none."""
 
 
 @compiled
 def apply_grouped(
     bits: Bits,
     data: Bytes,
-    small: Groups,
+    low_bits: Bytes,
+    small: Gaps,
     signs: Bytes,
-    far: Groups,
-    codes: Bytes,
+    far: Gaps,
+    codes: Gaps,
     wide: Bytes,
     sums: Accumulators,
     hashed: bool,
-) -> None:
-    """Makes all changes; `sums` takes `data`, which is `bits` as bytes, where `hashed`."""
-    changes, low_bits, lows, highs = small
-    far_changes, far_low_bits, far_lows, far_highs = far
+) -> tuple[np.uint64, np.uint64]:
+    """Makes all changes; the words of the xxh3-128 of `data`, which is `bits` as bytes, where
+    `hashed` and it has xxh3.MIN_BYTES."""
+    changes, _, lows, highs = small
+    far_changes, far_first, far_lows, far_highs = far
+    _, _, code_lows, code_highs = codes
     room = np.empty(GROUP, np.uint16)
     places, far_places = np.empty(GROUP + 1, np.uint64), np.empty(GROUP + 1, np.uint64)
+    far_codes = np.empty(GROUP + 1, np.uint64)
     places[0] = far_places[0] = END
     start_walk = Walk(0, _NONE, BEFORE_ALL, _NONE, _WORD, _NONE)
-    smalls, fars = _Small(start_walk, _NONE, _NONE), _Far(start_walk, _NONE, _NONE, _NONE)
+    smalls = _Small(start_walk, _NONE, _NONE)
+    fars = _Far(start_walk, start_walk, _NONE, _NONE, _NONE, _NONE, _next_wide(wide, _NONE))
     width = bits.itemsize
     for start in range(0, bits.size, APPLIED_BYTES // width):
         stop = min(bits.size, start + APPLIED_BYTES // width)
@@ -87,16 +107,23 @@ def apply_grouped(
             bits,
             np.uint64(stop),
             far_changes,
-            far_low_bits,
+            low_bits,
+            far_first,
             far_lows,
             far_highs,
-            codes,
+            code_lows,
+            code_highs,
             wide,
             fars,
             room,
             far_places,
+            far_codes,
         )
         pass_block(data, start * width, stop * width, sums, hashed)
+    if not hashed or data.size < xxh3.MIN_BYTES:
+        return _NONE, _NONE
+    taken = (data.size - 1) // xxh3.BLOCK_BYTES * xxh3.BLOCK_BYTES
+    return xxh3.finished(sums, data, taken)
 
 
 @inlined
@@ -121,12 +148,12 @@ def _apply_small(
             minus >>= _ONE
             change += _ONE
             place = places[change]
-        if place != END or walk.group == low_bits.size:
+        left = changes - GROUP * walk.group
+        if place != END or left <= 0:
             return _Small(walk, change, minus)
-        group = walk.group
-        minus = word_at(signs, np.uint64(WORD_BYTES * group))
-        count = min(GROUP, changes - GROUP * group)
-        walk = read_group(count, np.uint64(low_bits[group]), lows, highs, walk, room, places)
+        minus = word_at(signs, np.uint64(WORD_BYTES * walk.group))
+        kept = low_bits_of(low_bits, walk.group)
+        walk = read_group(min(GROUP, left), kept, lows, highs, walk, room, places)
         change = _NONE
 
 
@@ -136,55 +163,53 @@ def _apply_far(
     stop: np.uint64,
     changes: int,
     low_bits: Bytes,
+    first: int,
     lows: Bytes,
     highs: Bytes,
-    codes: Bytes,
+    code_lows: Bytes,
+    code_highs: Bytes,
     wide: Bytes,
     done: _Far,
     room: Lows,
     places: Places,
+    codes: Places,
 ) -> _Far:
     """Adds the zigzag difference at each position before `stop`."""
-    walk, change, code_at, wide_at = done
+    walk, code_walk, change, behind, number, entry, next_wide = done
     while True:
         place = places[change]
         while place < stop:
-            code = np.uint64(codes[code_at]) + _NEAREST_FAR
-            if code == _CODE_ESCAPE + _NEAREST_FAR:
-                code = _NONE
-                # The width, not a length: the compiler knows it and needs no loop.
-                for byte in range(bits.itemsize):
-                    code |= np.uint64(wide[wide_at]) << np.uint64(8 * byte)
-                    wide_at += _ONE
+            code = codes[change] - behind + _NEAREST_FAR
+            behind = codes[change] + _ONE
+            if number == next_wide:
+                code = _number(wide, entry + np.uint64(INDEX_BYTES), bits.itemsize)
+                entry += np.uint64(INDEX_BYTES + bits.itemsize)
+                next_wide = _next_wide(wide, entry)
             bits[place] = np.uint64(bits[place]) + unzigzag(code)
-            code_at += _ONE
+            number += _ONE
             change += _ONE
             place = places[change]
-        if place != END or walk.group == low_bits.size:
-            return _Far(walk, change, code_at, wide_at)
-        group = walk.group
-        count = min(GROUP, changes - GROUP * group)
-        walk = read_group(count, np.uint64(low_bits[group]), lows, highs, walk, room, places)
+        left = changes - GROUP * walk.group
+        if place != END or left <= 0:
+            return _Far(walk, code_walk, change, behind, number, entry, next_wide)
+        count, group = min(GROUP, left), first + walk.group
+        kept = low_bits_of(low_bits, group)
+        walk = read_group(count, kept, lows, highs, walk, room, places)
+        kept = low_bits_of(low_bits, group + (changes + GROUP - 1) // GROUP)
+        code_walk = read_group(count, kept, code_lows, code_highs, code_walk, room, codes)
         change = _NONE
 
 
 @compiled
-def write_codes(planes: npt.NDArray[np.uint8], codes: Bytes, wide: Bytes) -> int:
-    """Zigzag differences of far changes, one row per byte, as codes of one byte.
+def _next_wide(wide: Bytes, entry: np.uint64) -> np.uint64:
+    """Number of the far change that the entry from that byte on is for; END where there is none."""
+    return END if entry >= np.uint64(wide.size) else _number(wide, entry, INDEX_BYTES)
 
-    Returns how many bytes of `wide` it took, or -1 where there is no room for all.
-    """
-    for i in range(codes.size):
-        codes[i] = planes[0, i] - np.uint8(NEAREST_FAR)
-    for plane in range(1, planes.shape[0]):
-        for i in range(codes.size):
-            codes[i] = codes[i] if planes[plane, i] == 0 else np.uint8(CODE_ESCAPE)
-    wide_at = 0
-    for i in range(codes.size):
-        if codes[i] == CODE_ESCAPE:
-            if wide_at + planes.shape[0] > wide.size:
-                return -1
-            for plane in range(planes.shape[0]):
-                wide[wide_at] = planes[plane, i]
-                wide_at += 1
-    return wide_at
+
+@compiled
+def _number(data: Bytes, at: np.uint64, size: int) -> np.uint64:
+    """So many bytes from byte `at` on, least significant first."""
+    number = _NONE
+    for byte in range(size):
+        number |= np.uint64(data[at + np.uint64(byte)]) << np.uint64(8 * byte)
+    return number

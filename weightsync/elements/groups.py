@@ -28,7 +28,7 @@ from weightsync.elements.lanes import (
 
 GROUP = LANES
 WORD_BYTES = 8
-MAX_LOW_BITS = 16
+MAX_LOW_BITS = 15
 END = np.uint64(0xFFFFFFFFFFFFFFFF)
 """Behind the places of a group: a place that no tensor has."""
 _NONE = np.uint64(0)
@@ -43,18 +43,6 @@ _ESCAPE = np.uint8(255)
 
 Lows: TypeAlias = npt.NDArray[np.uint16]
 Places: TypeAlias = npt.NDArray[np.uint64]
-
-
-class Groups(NamedTuple):
-    """The gaps of so many changes."""
-
-    changes: int
-    low_bits: Bytes
-    """How many low bits each group has."""
-    lows: Bytes
-    """Their planes, group after group, the lowest bit first."""
-    highs: Bytes
-    """The run of zeros and ones, in whole words."""
 
 
 class Walk(NamedTuple):
@@ -78,7 +66,7 @@ def read_group(
 ) -> Walk:
     """Writes the positions of the next so many changes and END behind them.
 
-    `room` is for 64. Not a `Groups`: its arrays would be counted as in use, group by group.
+    `room` is for 64.
     """
     join_planes(lows, walk.low_byte, low_bits, room)
     word, byte, behind = walk.word, walk.high_byte, walk.after
@@ -108,36 +96,44 @@ def read_group(
 
 
 @compiled
-def groups_end(groups: Groups) -> int:
+def low_bits_of(low_bits: Bytes, group: int) -> np.uint64:
+    """How many low bits a group has; two groups share a byte."""
+    return np.uint64(low_bits[group >> 1] >> np.uint8(4 * (group & 1))) & np.uint64(MAX_LOW_BITS)
+
+
+@compiled
+def groups_end(changes: int, low_bits: Bytes, first: int, lows: Bytes, highs: Bytes) -> int:
     """The position behind the last change; -1 where there are more or fewer than are told.
 
-    `lows` has as many planes as `low_bits` says, none of it over MAX_LOW_BITS; what stands in
-    lanes behind the last change counts too.
+    `first` is the number of these gaps' first group among all in `low_bits`. What stands in lanes
+    behind the last change counts too.
     """
     end, begun = _NONE, _NONE
     low_byte, high_byte = _NONE, BEFORE_ALL
-    word, size = _NONE, np.uint64(groups.highs.size)
-    for group in range(groups.low_bits.size):
-        changes = np.uint64(min(GROUP, groups.changes - GROUP * group))
-        wanted, ones = changes, lane_count(word)
+    word, size = _NONE, np.uint64(highs.size)
+    for group in range((changes + GROUP - 1) // GROUP):
+        count = np.uint64(min(GROUP, changes - GROUP * group))
+        wanted, ones = count, lane_count(word)
         while ones < wanted:
             wanted -= ones
             high_byte += _WORD_STEP
             if high_byte == size:
                 return -1
-            word = word_at(groups.highs, high_byte)
+            word = word_at(highs, high_byte)
             ones = lane_count(word)
         for _ in range(np.int64(wanted) - 1):
             word &= word - _ONE
         bit = (high_byte << _THREE) + first_lane(word) + _ONE
         word &= word - _ONE
-        low_bits = np.uint64(groups.low_bits[group])
-        end += changes + ((bit - begun - changes) << low_bits)
+        kept = low_bits_of(low_bits, first + group)
+        if low_byte + kept * _WORD_STEP > np.uint64(lows.size):
+            return -1
+        end += count + ((bit - begun - count) << kept)
         begun = bit
-        for plane in range(groups.low_bits[group]):
-            end += lane_count(word_at(groups.lows, low_byte)) << np.uint64(plane)
+        for plane in range(np.int64(kept)):
+            end += lane_count(word_at(lows, low_byte)) << np.uint64(plane)
             low_byte += _WORD_STEP
-    if word != _NONE or high_byte + _WORD_STEP != size:
+    if word != _NONE or high_byte + _WORD_STEP != size or low_byte != np.uint64(lows.size):
         return -1
     return np.int64(end)
 
@@ -149,7 +145,7 @@ class Written(NamedTuple):
 
 @compiled
 def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs: Bytes) -> Written:
-    """Groups of the changes that a gap stream describes (see scan.py).
+    """Groups of the changes that a gap stream describes (see scan.py), `low_bits` one byte each.
 
     There is room for MAX_LOW_BITS planes a group, and `highs_room` bytes of `highs`.
     """
@@ -223,6 +219,7 @@ def _low_bits(total: np.uint64, count: np.uint64) -> np.uint64:
     return kept
 
 
+@compiled
 def highs_room(changes: int, elements: int) -> int:
     """Bytes that `highs` may take: above the low bits are at most three zeros a change in the mean,
     but for gaps that MAX_LOW_BITS are too few for."""

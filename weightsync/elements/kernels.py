@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.elements.bits import Bits, Bytes
-from weightsync.elements.compiled import compiled
+from weightsync.elements.compiled import compiled, inlined
 from weightsync.elements.lanes import prefetch
 from weightsync.elements.xxh3 import BLOCK_BYTES, Accumulators, absorb
 from weightsync.elements.zigzag import unzigzag, zigzag
@@ -58,7 +58,7 @@ def apply_sparse(
         pass_block(data, start * width, stop * width, sums, hashed)
 
 
-@compiled
+@inlined
 def pass_block(data: Bytes, start: int, stop: int, sums: Accumulators, hashed: bool) -> None:
     """Hashes `data` from `start` to `stop`, asking for what lies ahead between the steps."""
     for at in range(start, stop, BLOCK_BYTES):

@@ -67,7 +67,7 @@ def decode_rosemux(payload: memoryview, spec: TensorSpec) -> Delta:
     if layout == PLANES:
         delta = PlanesDelta(np.stack([_read(reader, elements) for _ in range(width)]))
     elif layout == GROUPS:
-        delta = decode_grouped(reader, elements, width)
+        return decode_grouped(payload.toreadonly(), reader.at, elements, width)
     else:
         delta = _decode_sparse(reader, elements, width)
     reader.finish()

@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from weightsync.elements import kernels, xxh3
 from weightsync.elements.bits import Bits, Bytes, bytes_of
-from weightsync.elements.grouped import apply_grouped
-from weightsync.elements.groups import Groups
 from weightsync.elements.state_hash import digest_from, digest_of
 
 
@@ -99,28 +97,6 @@ class SparseDelta:
         data, sums = bytes_of(bits), xxh3.started()
         kernels.apply_sparse(
             bits, data, self.gaps, self.signs, self.far_gaps, self.far_planes, sums, hashed
-        )
-        return digest_from(sums, data) if hashed else ""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedDelta:
-    """`SparseDelta` with its gaps in groups (groups.py), and differences of one byte each."""
-
-    elements: int
-    small: Groups
-    signs: Bytes
-    """A word for each group."""
-    far: Groups
-    codes: Bytes
-    """Zigzag differences, less NEAREST_FAR; CODE_ESCAPE where it is in `wide`."""
-    wide: Bytes
-    """Zigzag differences of the element's width."""
-
-    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
-        data, sums = bytes_of(bits), xxh3.started()
-        apply_grouped(
-            bits, data, self.small, self.signs, self.far, self.codes, self.wide, sums, hashed
         )
         return digest_from(sums, data) if hashed else ""
 

@@ -1,132 +1,295 @@
-"""The `groups` layout of a delta: what `sparse` says, made to be read while it is applied.
+"""The `groups` layout of a delta: what `sparse` says, to be read while it is applied.
 
-Gaps are entropy-coded by themselves (groups.py), so nothing is unpacked before the loop that changes
-a tensor but the few differences of more than one unit. Decides when that is worth it: where changes
-have a structure that a compressor finds, `sparse` stays much smaller.
+Gaps and differences are entropy-coded by ourselves (groups.py), so that a payload is checked in one
+compiled call and applied in another, from where it lies. Decides when that is worth it: where changes
+have a structure that a compressor finds, `sparse` stays smaller.
 
-Behind the elements of the tensor: varints small, far, words of highs, far ones, bytes of wide codes;
-streams low bits of both, signs (a word a group), codes; then as they are lows, highs, far lows, far
-highs, wide codes.
+Behind the elements of the tensor: varints small, far, wide, and in words the lows and highs of small
+gaps, far gaps and codes; then one after another the low bits of every group of these, four bits each,
+signs (a word for each group of small gaps), lows and highs of the three, and the wide differences
+(the number of the far change among them in four bytes, the zigzag difference). A code is a far
+change's zigzag difference less 3, 0 where it is wide.
 """
 
+from dataclasses import dataclass
+from typing import TypeAlias
+
 import numpy as np
+import numpy.typing as npt
 
 from harvester.contracts.errors import Corrupt
-from weightsync.elements import groups
-from weightsync.elements.bits import Bytes
-from weightsync.elements.grouped import CODE_ESCAPE, write_codes
-from weightsync.elements.groups import GROUP, MAX_LOW_BITS, WORD_BYTES, Groups
+from weightsync.elements import xxh3
+from weightsync.elements.bits import Bits, Bytes, bytes_of
+from weightsync.elements.compiled import compiled
+from weightsync.elements.grouped import INDEX_BYTES, NEAREST_FAR, Gaps, apply_grouped
+from weightsync.elements.groups import (
+    GROUP,
+    MAX_LOW_BITS,
+    WORD_BYTES,
+    groups_end,
+    highs_room,
+    write_groups,
+)
 from weightsync.elements.scan import GAP_ESCAPE
-from weightsync.encoding.delta import GroupedDelta
+from weightsync.elements.state_hash import digest_of
+from weightsync.elements.xxh3 import Accumulators
+from weightsync.encoding.numbers import number_at, put_number
 from weightsync.encoding.sparse import SparseStreams
-from weightsync.encoding.stream import pack_stream, unpack_stream
-from weightsync.encoding.varint import PayloadReader, varint
+from weightsync.encoding.stream import pack_stream
 
 GROUPS = 2
 """The layout of a payload that holds groups."""
 _LEAST_CHANGES = 1024
 """Fewer are unpacked in no time."""
 _WIDE_SHARE = 1 / 16
-"""Of the differences may take more than a byte; more are smaller in planes."""
+"""Of the far changes may be wide; more are smaller in planes."""
 _SAMPLE_BYTES = 8 << 10
 _WORTH_RATIO = 1.04
-"""How much larger gaps in groups may be than compressed ones."""
+"""How much larger gaps and signs in groups may be than compressed ones."""
+_MOST_NEAR = 254
+"""A code from here on is wide: smaller ones are gap streams without an escape."""
+
+Row: TypeAlias = npt.NDArray[np.int64]
+"""What a payload holds and where: the columns below."""
+_SMALL, _FAR, _WIDE, _LOW_BITS, _SIGNS, _LOWS, _HIGHS, _END = 0, 1, 2, 3, 4, 5, 8, 11
+_COLUMNS = 12
+_KINDS = 3
+"""Small gaps, far gaps and codes have three columns each of _LOWS and _HIGHS."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedDelta:
+    """Changes as they lie in a payload, checked."""
+
+    elements: int
+    payload: Bytes
+    row: Row
+
+    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
+        """See delta.py."""
+        data = bytes_of(bits)
+        high, low = _apply(bits, data, self.payload, self.row, xxh3.started(), hashed)
+        if not hashed:
+            return ""
+        return digest_of(bits) if data.size < xxh3.MIN_BYTES else f"{high:016x}{low:016x}"
+
+
+def decode_grouped(payload: memoryview, at: int, elements: int, width: int) -> GroupedDelta:
+    """A payload whose numbers begin at byte `at`; raises Corrupt."""
+    data = np.frombuffer(payload, dtype=np.uint8)
+    row = np.zeros(_COLUMNS, dtype=np.int64)
+    if not _read(data, at, elements, width, row):
+        raise Corrupt(f"rosemux groups: these {data.size} bytes change no {elements} elements")
+    return GroupedDelta(elements, data, row)
 
 
 def grouped_payload(head: bytes, elements: int, found: SparseStreams) -> bytes | None:
     """`head` and the changes in groups, or None where `sparse` is the better layout for them."""
-    if found.changed < _LEAST_CHANGES or not _is_worth_it(found.gaps, elements):
+    if found.changed < _LEAST_CHANGES or not _is_worth_it(found, elements):
         return None
-    codes = np.empty(found.far, dtype=np.uint8)
-    width = found.far_planes.shape[0]
-    wide = np.empty(width * int(found.far * _WIDE_SHARE), dtype=np.uint8)
-    wide_bytes = write_codes(found.far_planes, codes, wide)
-    if wide_bytes < 0:
-        return None
-    small = _grouped(found.gaps, found.small, elements)
-    far = _grouped(found.far_gaps, found.far, elements)
-    signs = np.zeros(WORD_BYTES * small.low_bits.size, dtype=np.uint8)
-    signs[: found.signs.size] = found.signs
-    numbers = (
+    payload = np.empty(len(head) + _room_bytes(found, elements), dtype=np.uint8)
+    payload[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+    size = _write(
+        found.gaps,
         found.small,
+        found.signs,
+        found.far_gaps,
         found.far,
-        small.highs.size // WORD_BYTES,
-        far.highs.size // WORD_BYTES,
-        wide_bytes,
+        found.far_planes,
+        elements,
+        int(found.far * _WIDE_SHARE),
+        payload,
+        len(head),
     )
-    low_bits = np.concatenate([small.low_bits, far.low_bits])
-    return b"".join(
-        [
-            head,
-            *map(varint, numbers),
-            *map(_stream, (low_bits, signs, codes)),
-            *(part.data for part in (small.lows, small.highs, far.lows, far.highs)),
-            wide[:wide_bytes].data,
-        ]
-    )
+    return payload[:size].tobytes() if size else None
 
 
-def decode_grouped(reader: PayloadReader, elements: int, width: int) -> GroupedDelta:
-    """What `head` was followed by; raises Corrupt."""
-    small_count = reader.number(at_most=elements)
-    far_count = reader.number(at_most=elements - small_count)
-    most_words = (elements + small_count + far_count) // 64 + 1
-    small_words, far_words = (reader.number(at_most=most_words) for _ in range(2))
-    wide_bytes = reader.number(at_most=width * far_count)
-    small_groups, far_groups = (-(-count // GROUP) for count in (small_count, far_count))
-    low_bits = _read(reader, small_groups + far_groups)
-    signs = _read(reader, WORD_BYTES * small_groups)
-    codes = _read(reader, far_count)
-    if low_bits.size and int(low_bits.max()) > MAX_LOW_BITS:
-        raise Corrupt(f"rosemux groups: {low_bits.max()} low bits, more than {MAX_LOW_BITS}")
-    small = _taken(reader, small_count, low_bits[:small_groups], small_words)
-    far = _taken(reader, far_count, low_bits[small_groups:], far_words)
-    wide = _bytes(reader, wide_bytes)
-    if width * np.count_nonzero(codes == CODE_ESCAPE) != wide_bytes:
-        raise Corrupt(f"rosemux groups: {wide_bytes} bytes are not the wide differences")
-    for what, gaps in (("changes", small), ("far changes", far)):
-        end = groups.groups_end(gaps)
-        if not 0 <= end <= elements:
-            raise Corrupt(f"rosemux groups: {what} up to {end} in {elements} elements")
-    return GroupedDelta(elements, small, signs, far, codes, wide)
+def _room_bytes(found: SparseStreams, elements: int) -> int:
+    groups = -(-found.small // GROUP) + 2 * -(-found.far // GROUP)
+    highs = 2 * highs_room(found.small, elements) + highs_room(found.far, elements)
+    wide = found.far * (INDEX_BYTES + found.far_planes.shape[0])
+    return 256 + groups * WORD_BYTES * (MAX_LOW_BITS + 2) + 2 * highs + wide
 
 
-def _is_worth_it(gaps: Bytes, elements: int) -> bool:
-    """Whether gaps from the middle of a stream are about as small in groups as compressed."""
-    start = max(0, gaps.size - _SAMPLE_BYTES) // 2
-    sample = gaps[start : start + _SAMPLE_BYTES]
-    changes = np.flatnonzero(sample != GAP_ESCAPE)
-    if changes.size == 0:
+def _is_worth_it(found: SparseStreams, elements: int) -> bool:
+    """Whether changes from the middle of a tensor are about as small in groups as compressed."""
+    gaps, signs = _middle(found.gaps, _SAMPLE_BYTES), _middle(found.signs, _SAMPLE_BYTES // 8)
+    made = _gap_bytes(gaps, elements)
+    packed = len(pack_stream(gaps))
+    if gaps.size < found.far_gaps.size:
+        gaps = _middle(found.far_gaps, _SAMPLE_BYTES)
+        made += _gap_bytes(gaps, elements)
+        packed += len(pack_stream(gaps))
+    return made + signs.size <= _WORTH_RATIO * (packed + len(pack_stream(signs)))
+
+
+def _middle(stream: Bytes, size: int) -> Bytes:
+    start = max(0, stream.size - size) // 2
+    return stream[start : start + size]
+
+
+@compiled
+def _gap_bytes(gaps: Bytes, elements: int) -> int:
+    """What a gap stream, whole changes of it, takes in groups."""
+    changes = 0
+    for i in range(gaps.size):
+        changes += gaps[i] != GAP_ESCAPE
+    groups = (changes + GROUP - 1) // GROUP
+    low_bits = np.empty(groups, np.uint8)
+    lows = np.empty(WORD_BYTES * MAX_LOW_BITS * groups, np.uint8)
+    highs = np.empty(highs_room(changes, elements), np.uint8)
+    made = write_groups(gaps, changes, low_bits, lows, highs)
+    return groups // 2 + made.low_bytes + made.high_bytes
+
+
+@compiled
+def _write(
+    gaps: Bytes,
+    small: int,
+    signs: Bytes,
+    far_gaps: Bytes,
+    far: int,
+    far_planes: npt.NDArray[np.uint8],
+    elements: int,
+    most_wide: int,
+    payload: Bytes,
+    at: int,
+) -> int:
+    """Everything behind the head; returns the byte behind it, 0 where too much is wide."""
+    small_groups, far_groups = (small + GROUP - 1) // GROUP, (far + GROUP - 1) // GROUP
+    low_bits = np.zeros(small_groups + 2 * far_groups + 1, np.uint8)
+    codes, wide = np.empty(far, np.uint8), np.empty(most_wide, np.int64)
+    wides = _write_codes(far_planes, codes, wide)
+    if wides < 0:
+        return 0
+    far_from, codes_from = small_groups, small_groups + far_groups
+    lows = np.empty(WORD_BYTES * MAX_LOW_BITS * low_bits.size, np.uint8)
+    far_lows = lows[WORD_BYTES * MAX_LOW_BITS * far_from :]
+    code_lows = lows[WORD_BYTES * MAX_LOW_BITS * codes_from :]
+    highs = np.empty(highs_room(small, elements), np.uint8)
+    far_highs = np.empty(highs_room(far, elements), np.uint8)
+    code_highs = np.empty(highs_room(far, elements), np.uint8)
+    made = write_groups(gaps, small, low_bits[:far_from], lows, highs)
+    far_made = write_groups(far_gaps, far, low_bits[far_from:codes_from], far_lows, far_highs)
+    code_made = write_groups(codes, far, low_bits[codes_from:-1], code_lows, code_highs)
+    at = put_number(payload, at, small)
+    at = put_number(payload, at, far)
+    at = put_number(payload, at, wides)
+    for sizes in (made, far_made, code_made):
+        at = put_number(payload, at, sizes.low_bytes // WORD_BYTES)
+        at = put_number(payload, at, sizes.high_bytes // WORD_BYTES)
+    for group in range(0, low_bits.size - 1, 2):
+        payload[at] = low_bits[group] | low_bits[group + 1] << 4
+        at += 1
+    padding = WORD_BYTES * small_groups - signs.size
+    at = _put(payload, _put(payload, at, signs), np.zeros(padding, np.uint8))
+    at = _put(payload, at, lows[: made.low_bytes])
+    at = _put(payload, at, highs[: made.high_bytes])
+    at = _put(payload, at, far_lows[: far_made.low_bytes])
+    at = _put(payload, at, far_highs[: far_made.high_bytes])
+    at = _put(payload, at, code_lows[: code_made.low_bytes])
+    at = _put(payload, at, code_highs[: code_made.high_bytes])
+    for entry in wide[:wides]:
+        for byte in range(INDEX_BYTES):
+            payload[at] = (entry >> (8 * byte)) & 255
+            at += 1
+        for plane in range(far_planes.shape[0]):
+            payload[at] = far_planes[plane, entry]
+            at += 1
+    return at
+
+
+@compiled
+def _write_codes(planes: npt.NDArray[np.uint8], codes: Bytes, wide: npt.NDArray[np.int64]) -> int:
+    """A code for every far change, and the numbers of the wide ones; returns how many these are,
+    or -1 where there is no room for all."""
+    near, is_wide = np.uint8(NEAREST_FAR), np.uint8(255)
+    for i in range(codes.size):
+        codes[i] = planes[0, i] - near
+    for plane in range(1, planes.shape[0]):
+        for i in range(codes.size):
+            codes[i] = codes[i] if planes[plane, i] == 0 else is_wide
+    wides = 0
+    for i in range(codes.size):
+        if codes[i] >= _MOST_NEAR:
+            if wides == wide.size:
+                return -1
+            codes[i] = 0
+            wide[wides] = i
+            wides += 1
+    return wides
+
+
+@compiled
+def _put(payload: Bytes, at: int, part: Bytes) -> int:
+    payload[at : at + part.size] = part
+    return at + part.size
+
+
+@compiled
+def _read(payload: Bytes, at: int, elements: int, width: int, row: Row) -> bool:
+    """Fills in the row; False where the payload is not right."""
+    small, at = number_at(payload, at, elements)
+    far, at = number_at(payload, at, elements - small)
+    wide, at = number_at(payload, at, far)
+    row[_SMALL], row[_FAR], row[_WIDE] = small, far, wide
+    sizes = np.zeros(2 * _KINDS, np.int64)
+    for number in range(sizes.size):
+        words, at = number_at(payload, at, payload.size // WORD_BYTES)
+        sizes[number] = WORD_BYTES * words
+    if at < 0:
         return False
-    sample = sample[: changes[-1] + 1]
-    made = _grouped(sample, changes.size, elements)
-    made_bytes = made.lows.size + made.highs.size
-    return made_bytes <= _WORTH_RATIO * len(pack_stream(sample))
+    small_groups, far_groups = (small + GROUP - 1) // GROUP, (far + GROUP - 1) // GROUP
+    row[_LOW_BITS] = at
+    row[_SIGNS] = at + (small_groups + 2 * far_groups + 1) // 2
+    at = row[_SIGNS] + WORD_BYTES * small_groups
+    for kind in range(_KINDS):
+        row[_LOWS + kind] = at
+        row[_HIGHS + kind] = at + sizes[2 * kind]
+        at = row[_HIGHS + kind] + sizes[2 * kind + 1]
+    row[_END] = at
+    if at + wide * (INDEX_BYTES + width) != payload.size:
+        return False
+    low_bits, gaps, far_gaps, codes = _parts(payload, row)
+    for kind in (gaps, far_gaps):
+        end = groups_end(kind.changes, low_bits, kind.first, kind.lows, kind.highs)
+        if end < 0 or end > elements:
+            return False
+    if groups_end(far, low_bits, codes.first, codes.lows, codes.highs) < 0:
+        return False
+    before = -1
+    for entry in range(row[_END], payload.size, INDEX_BYTES + width):
+        number = 0
+        for byte in range(INDEX_BYTES):
+            number |= np.int64(payload[entry + byte]) << (8 * byte)
+        if not before < number < far:
+            return False
+        before = number
+    return True
 
 
-def _grouped(gaps: Bytes, changes: int, elements: int) -> Groups:
-    count = -(-changes // GROUP)
-    low_bits = np.empty(count, dtype=np.uint8)
-    lows = np.empty(WORD_BYTES * MAX_LOW_BITS * count, dtype=np.uint8)
-    highs = np.empty(groups.highs_room(changes, elements), dtype=np.uint8)
-    low_bytes, high_bytes = groups.write_groups(gaps, changes, low_bits, lows, highs)
-    return Groups(changes, low_bits, lows[:low_bytes], highs[:high_bytes])
+@compiled
+def _parts(payload: Bytes, row: Row) -> tuple[Bytes, Gaps, Gaps, Gaps]:
+    """(low bits, small gaps, far gaps, codes)."""
+    small, far = row[_SMALL], row[_FAR]
+    far_from = (small + GROUP - 1) // GROUP
+    codes_from = far_from + (far + GROUP - 1) // GROUP
+    l0, l1, l2 = row[_LOWS], row[_LOWS + 1], row[_LOWS + 2]
+    h0, h1, h2 = row[_HIGHS], row[_HIGHS + 1], row[_HIGHS + 2]
+    return (
+        payload[row[_LOW_BITS] : row[_SIGNS]],
+        Gaps(small, 0, payload[l0:h0], payload[h0:l1]),
+        Gaps(far, far_from, payload[l1:h1], payload[h1:l2]),
+        Gaps(far, codes_from, payload[l2:h2], payload[h2 : row[_END]]),
+    )
 
 
-def _taken(reader: PayloadReader, changes: int, low_bits: Bytes, words: int) -> Groups:
-    lows = _bytes(reader, WORD_BYTES * int(low_bits.sum()))
-    return Groups(changes, low_bits, lows, _bytes(reader, WORD_BYTES * words))
-
-
-def _stream(raw: Bytes) -> bytes:
-    packed = pack_stream(raw)
-    return varint(len(packed)) + packed
-
-
-def _read(reader: PayloadReader, raw_length: int) -> Bytes:
-    packed = reader.take(reader.number(at_most=raw_length))
-    return unpack_stream(packed, raw_length)
-
-
-def _bytes(reader: PayloadReader, length: int) -> Bytes:
-    return np.frombuffer(reader.take(length), dtype=np.uint8)
+@compiled
+def _apply(
+    bits: Bits, data: Bytes, payload: Bytes, row: Row, sums: Accumulators, hashed: bool
+) -> tuple[np.uint64, np.uint64]:
+    low_bits, gaps, far_gaps, codes = _parts(payload, row)
+    signs, wide = payload[row[_SIGNS] : row[_LOWS]], payload[row[_END] :]
+    return apply_grouped(
+        bits, data, low_bits, gaps, signs, far_gaps, codes, wide, sums, hashed
+    )

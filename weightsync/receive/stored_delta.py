@@ -52,6 +52,5 @@ class StoredDelta:
 
 def decoded_bytes(delta: Delta) -> int:
     """What a decoded delta takes of memory."""
-    values = [getattr(delta, name) for name in getattr(delta, "__dataclass_fields__", ())]
-    parts = [part for value in values for part in (value if isinstance(value, tuple) else [value])]
-    return sum(part.nbytes for part in parts if isinstance(part, np.ndarray))
+    values = (getattr(delta, name) for name in getattr(delta, "__dataclass_fields__", ()))
+    return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
