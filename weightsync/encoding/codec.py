@@ -29,7 +29,7 @@ from weightsync.encoding.decoders import (
     rosemux_layout,
 )
 from weightsync.encoding.delta import Delta, checked_apply
-from weightsync.encoding.grouped import GROUPS, grouped_payload
+from weightsync.encoding.grouped import GROUPS, grouped_payload, is_worth_groups
 from weightsync.encoding.plain_payload import MAX_BYTES as PLAIN_BYTES
 from weightsync.encoding.plain_payload import OVERWRITE_BELOW_CHANGES, PlainPayload, plain_payload
 from weightsync.encoding.planes import PLANES, apply_planes_payload, planes_payload
@@ -191,7 +191,13 @@ def warm_up() -> None:
     kernels.share_changed(old, new, 1, 1)
     plain_payload(old, new)
     spec = TensorSpec("BF16", (2,))
-    for payload in (_encode_sparse(old, compared(old, new)), _encode_planes(old, new)):
+    streams = compared(old, new)
+    head = bytes((FORMAT, GROUPS, old.itemsize)) + varint(old.size)
+    for payload in (
+        _encode_streams(old, streams),
+        grouped_payload(head, old.size, streams),
+        _encode_planes(old, new),
+    ):
         checked_apply(decode(Encoding.ROSEMUX, memoryview(payload), spec), old.copy())
 
 
@@ -216,8 +222,11 @@ def encode_overwrite(old: Bits, new: Bits) -> bytes:
 
 
 def _encode_sparse(old: Bits, found: SparseStreams) -> bytes:
-    head = bytes((FORMAT, GROUPS, old.itemsize)) + varint(old.size)
-    return grouped_payload(head, old.size, found) or _encode_streams(old, found)
+    if is_worth_groups(found, old.size):
+        head = bytes((FORMAT, GROUPS, old.itemsize)) + varint(old.size)
+        if payload := grouped_payload(head, old.size, found):
+            return payload
+    return _encode_streams(old, found)
 
 
 def _encode_streams(old: Bits, found: SparseStreams) -> bytes:

@@ -12,7 +12,7 @@ change's zigzag difference less 3, 0 where it is wide.
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,8 @@ GROUPS = 2
 """The layout of a payload that holds groups."""
 _LEAST_CHANGES = 1024
 """Fewer are unpacked in no time."""
+_MOST_ELEMENTS = (1 << 32) - 1
+"""Wide differences name their change in four bytes."""
 _WIDE_SHARE = 1 / 16
 """Of the far changes may be wide; more are smaller in planes."""
 _SAMPLE_BYTES = 8 << 10
@@ -57,6 +59,19 @@ _KINDS = 3
 """Small gaps, far gaps and codes have three columns each of _LOWS and _HIGHS."""
 
 
+class OpenedGroups(NamedTuple):
+    low_bits: Bytes
+    """A byte for each group."""
+    small: Gaps
+    signs: Bytes
+    """The lowest bit first, 1 is minus."""
+    far: Gaps
+    codes: Gaps
+    wide_numbers: npt.NDArray[np.uint32]
+    wide_differences: npt.NDArray[np.uint8]
+    """Zigzag, a row of bytes each, the lowest first."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedDelta:
     """Changes as they lie in a payload, checked."""
@@ -71,7 +86,18 @@ class GroupedDelta:
         high, low = _apply(bits, data, self.payload, self.row, xxh3.started(), hashed)
         if not hashed:
             return ""
-        return digest_of(bits) if data.size < xxh3.MIN_BYTES else f"{high:016x}{low:016x}"
+        if data.size < xxh3.MIN_BYTES:
+            return digest_of(bits)
+        return f"{int(high):016x}{int(low):016x}"
+
+    def opened(self, width_bytes: int) -> "OpenedGroups":
+        """The same change of elements of so many bytes, for who has loops of its own."""
+        low_bits, small, far, codes = _parts(self.payload, self.row)
+        both = np.stack([low_bits & MAX_LOW_BITS, low_bits >> 4], axis=1).reshape(-1)
+        wide = self.payload[self.row[_END] :].reshape(-1, INDEX_BYTES + width_bytes)
+        signs = self.payload[self.row[_SIGNS] : self.row[_LOWS]]
+        numbers = np.ascontiguousarray(wide[:, :INDEX_BYTES]).view("<u4").reshape(-1)
+        return OpenedGroups(both, small, signs, far, codes, numbers, wide[:, INDEX_BYTES:])
 
 
 def decode_grouped(payload: memoryview, at: int, elements: int, width: int) -> GroupedDelta:
@@ -83,10 +109,8 @@ def decode_grouped(payload: memoryview, at: int, elements: int, width: int) -> G
     return GroupedDelta(elements, data, row)
 
 
-def grouped_payload(head: bytes, elements: int, found: SparseStreams) -> bytes | None:
-    """`head` and the changes in groups, or None where `sparse` is the better layout for them."""
-    if found.changed < _LEAST_CHANGES or not _is_worth_it(found, elements):
-        return None
+def grouped_payload(head: bytes, elements: int, found: SparseStreams) -> bytes:
+    """`head` and the changes in groups; empty where too many differences are wide."""
     payload = np.empty(len(head) + _room_bytes(found, elements), dtype=np.uint8)
     payload[: len(head)] = np.frombuffer(head, dtype=np.uint8)
     size = _write(
@@ -97,11 +121,11 @@ def grouped_payload(head: bytes, elements: int, found: SparseStreams) -> bytes |
         found.far,
         found.far_planes,
         elements,
-        int(found.far * _WIDE_SHARE),
+        max(1, int(found.far * _WIDE_SHARE)),
         payload,
         len(head),
     )
-    return payload[:size].tobytes() if size else None
+    return payload[:size].tobytes()
 
 
 def _room_bytes(found: SparseStreams, elements: int) -> int:
@@ -111,8 +135,10 @@ def _room_bytes(found: SparseStreams, elements: int) -> int:
     return 256 + groups * WORD_BYTES * (MAX_LOW_BITS + 2) + 2 * highs + wide
 
 
-def _is_worth_it(found: SparseStreams, elements: int) -> bool:
+def is_worth_groups(found: SparseStreams, elements: int) -> bool:
     """Whether changes from the middle of a tensor are about as small in groups as compressed."""
+    if found.changed < _LEAST_CHANGES or elements > _MOST_ELEMENTS:
+        return False
     gaps, signs = _middle(found.gaps, _SAMPLE_BYTES), _middle(found.signs, _SAMPLE_BYTES // 8)
     made = _gap_bytes(gaps, elements)
     packed = len(pack_stream(gaps))

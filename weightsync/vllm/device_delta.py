@@ -12,17 +12,17 @@ import numpy.typing as npt
 import torch
 
 from weightsync.elements.bits import Bytes, bytes_of
-from weightsync.elements.grouped import CODE_ESCAPE, NEAREST_FAR
-from weightsync.elements.groups import GROUP, WORD_BYTES, Groups
+from weightsync.elements.grouped import NEAREST_FAR, Gaps
+from weightsync.elements.groups import GROUP
 from weightsync.encoding.delta import (
     Delta,
     DenseDelta,
-    GroupedDelta,
     OverwriteDelta,
     PlanesDelta,
     SparseDelta,
     XorDelta,
 )
+from weightsync.encoding.grouped import GroupedDelta
 from weightsync.encoding.plain import PlainDelta
 from weightsync.receive.stored_delta import StoredDelta
 
@@ -84,17 +84,17 @@ def _sparse(delta: SparseDelta, elements: torch.Tensor) -> None:
 
 @_apply.register
 def _grouped(delta: GroupedDelta, elements: torch.Tensor) -> None:
-    if delta.small.changes:
-        _step(elements, _places_of(elements, delta.small), _on(elements, delta.signs))
-    if delta.far.changes:
-        planes = np.zeros((elements.element_size(), delta.far.changes), dtype=np.uint8)
-        is_wide = delta.codes == CODE_ESCAPE
-        planes[:, is_wide] = delta.wide.reshape(-1, elements.element_size()).T
-        codes = _on(elements, delta.codes).long() + NEAREST_FAR
-        near = _signed(codes).masked_fill(_on(elements, is_wide), 0)
-        wide = _differences(elements, planes)
-        places = _places_of(elements, delta.far)
-        elements[places] += near.to(elements.dtype) + wide
+    found = delta.opened(elements.element_size())
+    if found.small.changes:
+        gaps = _gaps_of(elements, found.small, found.low_bits)
+        _step(elements, torch.cumsum(gaps + 1, 0) - 1, _on(elements, found.signs))
+    if found.far.changes:
+        places = torch.cumsum(_gaps_of(elements, found.far, found.low_bits) + 1, 0) - 1
+        codes = _gaps_of(elements, found.codes, found.low_bits) + NEAREST_FAR
+        differences = _signed(codes).to(elements.dtype)
+        numbers = torch.from_numpy(found.wide_numbers.astype(np.int64)).to(elements.device)
+        differences[numbers] = _differences(elements, found.wide_differences.T)
+        elements[places] += differences
 
 
 @_apply.register
@@ -116,20 +116,20 @@ def _bits(data: torch.Tensor) -> torch.Tensor:
     return ((data[:, None] >> bit) & 1).view(-1)
 
 
-def _places_of(elements: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Positions of the changes whose gaps are in groups."""
-    ones = torch.nonzero(_bits(_on(elements, groups.highs))).view(-1)
-    low_bits = _on(elements, groups.low_bits).long()
-    starts = torch.cumsum(low_bits, 0) - low_bits
-    planes = _bits(_on(elements, groups.lows)).view(-1, 8 * WORD_BYTES)
-    lows = torch.zeros(low_bits.numel(), GROUP, dtype=torch.int64, device=elements.device)
-    for plane in range(int(groups.low_bits.max())):
-        there = torch.nonzero(low_bits > plane).view(-1)
+def _gaps_of(elements: torch.Tensor, gaps: Gaps, low_bits: Bytes) -> torch.Tensor:
+    """Gaps, or codes, that lie in groups; `low_bits` of all groups there are."""
+    ones = torch.nonzero(_bits(_on(elements, gaps.highs))).view(-1)
+    kept = low_bits[gaps.first :][: -(-gaps.changes // GROUP)]
+    planes_of = _on(elements, kept).long()
+    starts = torch.cumsum(planes_of, 0) - planes_of
+    planes = _bits(_on(elements, gaps.lows)).view(-1, GROUP)
+    lows = torch.zeros(kept.size, GROUP, dtype=torch.int64, device=elements.device)
+    for plane in range(int(kept.max())):
+        there = torch.nonzero(planes_of > plane).view(-1)
         lows[there] |= planes[starts[there] + plane].long() << plane
-    kept = low_bits.repeat_interleave(GROUP)[: groups.changes]
     zeros = torch.diff(ones, prepend=ones.new_full((1,), -1)) - 1
-    gaps = (zeros << kept) + lows.view(-1)[: groups.changes]
-    return torch.cumsum(gaps + 1, 0) - 1
+    shifts = planes_of.repeat_interleave(GROUP)[: gaps.changes]
+    return (zeros << shifts) + lows.view(-1)[: gaps.changes]
 
 
 def _places(gaps: torch.Tensor) -> torch.Tensor:
