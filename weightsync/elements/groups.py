@@ -62,7 +62,13 @@ class Walk(NamedTuple):
 
 @compiled
 def read_group(
-    changes: int, low_bits: np.uint64, lows: Bytes, highs: Bytes, walk: Walk, room: Lows, places: Places
+    changes: int,
+    low_bits: np.uint64,
+    lows: Bytes,
+    highs: Bytes,
+    walk: Walk,
+    room: Lows,
+    places: Places,
 ) -> Walk:
     """Writes the positions of the next so many changes and END behind them.
 
@@ -135,7 +141,7 @@ def groups_end(changes: int, low_bits: Bytes, first: int, lows: Bytes, highs: By
             low_byte += _WORD_STEP
     if word != _NONE or high_byte + _WORD_STEP != size or low_byte != np.uint64(lows.size):
         return -1
-    return np.int64(end)
+    return int(np.int64(end))
 
 
 class Written(NamedTuple):
@@ -174,7 +180,7 @@ def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs:
     if bit:
         put_word(highs, high_byte, word)
         high_byte += _WORD_STEP
-    return Written(np.int64(low_byte), np.int64(high_byte))
+    return Written(int(np.int64(low_byte)), int(np.int64(high_byte)))
 
 
 @compiled
@@ -183,12 +189,12 @@ def _take_gaps(
 ) -> tuple[np.uint64, np.uint64]:
     """The next `count` gaps from byte `at` on; returns (next byte, their sum)."""
     total = _NONE
-    if at + _WORD <= np.uint64(gaps.size) and count == GROUP:
-        if lanes_holding(gaps, at, _ESCAPE) == _NONE:
-            for i in range(GROUP):
-                group_gaps[i] = gaps[at + np.uint64(i)]
-                total += group_gaps[i]
-            return at + _WORD, total
+    whole = count == GROUP and at + _WORD <= np.uint64(gaps.size)
+    if whole and lanes_holding(gaps, at, _ESCAPE) == _NONE:
+        for i in range(GROUP):
+            group_gaps[i] = gaps[at + np.uint64(i)]
+            total += group_gaps[i]
+        return at + _WORD, total
     gap, found = _NONE, _NONE
     while found < np.uint64(count):
         byte = np.uint64(gaps[at])

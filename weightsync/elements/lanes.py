@@ -54,8 +54,8 @@ def lane_count(_typing: Any, _mask: Any) -> Any:
 
 
 @generated
-def lanes_holding(_typing: Any, data: Any, at: Any, value: Any) -> Any:
-    """Bit k is set where byte `at` + k of 64 is `value`."""
+def lanes_holding(_typing: Any, data: Any, _at: Any, _value: Any) -> Any:
+    """(data, at, value): bit k is set where byte `at` + k of 64 is `value`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = _lanes(context, builder, signature.args[0], args[0], args[1])
@@ -69,8 +69,8 @@ def lanes_holding(_typing: Any, data: Any, at: Any, value: Any) -> Any:
 
 
 @generated
-def word_at(_typing: Any, data: Any, at: Any) -> Any:
-    """The eight bytes from byte `at` on, least significant first."""
+def word_at(_typing: Any, data: Any, _at: Any) -> Any:
+    """(data, at): the eight bytes from byte `at` on, least significant first."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_word(context, builder, signature.args[0], args), align=1)
@@ -79,8 +79,8 @@ def word_at(_typing: Any, data: Any, at: Any) -> Any:
 
 
 @generated
-def put_word(_typing: Any, data: Any, at: Any, word: Any) -> Any:
-    """Writes eight bytes from byte `at` on, least significant first."""
+def put_word(_typing: Any, data: Any, _at: Any, _value: Any) -> Any:
+    """(data, at, value): writes eight bytes from byte `at` on, least significant first."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store(args[2], _word(context, builder, signature.args[0], args), align=1)
@@ -90,8 +90,8 @@ def put_word(_typing: Any, data: Any, at: Any, word: Any) -> Any:
 
 
 @generated
-def plane_of(_typing: Any, values: Any, plane: Any) -> Any:
-    """Bit `plane` of each of the first 64 values."""
+def plane_of(_typing: Any, _values: Any, _plane: Any) -> Any:
+    """(values, plane): bit `plane` of each of the first 64 values."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = _lanes(context, builder, signature.args[0], args[0], _MASK(0))
@@ -107,8 +107,8 @@ def plane_of(_typing: Any, values: Any, plane: Any) -> Any:
 
 
 @generated
-def join_planes(_typing: Any, data: Any, at: Any, planes: Any, values: Any) -> Any:
-    """Makes the first 64 values of so many planes, one word each from byte `at` on."""
+def join_planes(_typing: Any, data: Any, _at: Any, _planes: Any, _values: Any) -> Any:
+    """(data, at, planes, values): makes the first 64 values of so many planes, one word each from byte `at` on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vector, bits = (ir.VectorType(ir.IntType(n), LANES) for n in (16, 1))
@@ -118,9 +118,7 @@ def join_planes(_typing: Any, data: Any, at: Any, planes: Any, values: Any) -> A
             plane = builder.sub(builder.sub(args[2], loop.index), _MASK(1))
             at = builder.add(args[1], builder.shl(plane, _MASK(3)))
             address = _word(context, builder, signature.args[0], (args[0], at))
-            set_bits = builder.zext(
-                builder.bitcast(builder.load(address, align=1), bits), vector
-            )
+            set_bits = builder.zext(builder.bitcast(builder.load(address, align=1), bits), vector)
             held = builder.load(joined)
             builder.store(builder.add(builder.add(held, held), set_bits), joined)
         into = context.make_array(signature.args[3])(context, builder, args[3]).data

@@ -1,14 +1,14 @@
 """The `groups` layout of a delta: what `sparse` says, to be read while it is applied.
 
 Gaps and differences are entropy-coded by ourselves (groups.py), so that a payload is checked in one
-compiled call and applied in another, from where it lies. Decides when that is worth it: where changes
-have a structure that a compressor finds, `sparse` stays smaller.
+compiled call and applied in another, from where it lies. Decides when that is worth it: where
+changes have a structure that a compressor finds, `sparse` stays smaller.
 
-Behind the elements of the tensor: varints small, far, wide, and in words the lows and highs of small
-gaps, far gaps and codes; then one after another the low bits of every group of these, four bits each,
-signs (a word for each group of small gaps), lows and highs of the three, and the wide differences
-(the number of the far change among them in four bytes, the zigzag difference). A code is a far
-change's zigzag difference less 3, 0 where it is wide.
+Behind the elements of the tensor: varints small, far, wide, and in words the lows and highs of
+small gaps, far gaps and codes; then one after another the low bits of every group of these, four
+bits each, signs (a word for each group of small gaps), lows and highs of the three, and the wide
+differences (the number of the far change among them in four bytes, the zigzag difference). A code
+is a far change's zigzag difference less 3, 0 where it is wide.
 """
 
 from dataclasses import dataclass
@@ -121,7 +121,7 @@ def grouped_payload(head: bytes, elements: int, found: SparseStreams) -> bytes:
         found.far,
         found.far_planes,
         elements,
-        max(1, int(found.far * _WIDE_SHARE)),
+        _most_wide(found.far),
         payload,
         len(head),
     )
@@ -130,9 +130,13 @@ def grouped_payload(head: bytes, elements: int, found: SparseStreams) -> bytes:
 
 def _room_bytes(found: SparseStreams, elements: int) -> int:
     groups = -(-found.small // GROUP) + 2 * -(-found.far // GROUP)
-    highs = 2 * highs_room(found.small, elements) + highs_room(found.far, elements)
-    wide = found.far * (INDEX_BYTES + found.far_planes.shape[0])
-    return 256 + groups * WORD_BYTES * (MAX_LOW_BITS + 2) + 2 * highs + wide
+    highs = highs_room(found.small, elements) + 2 * highs_room(found.far, elements)
+    wide = _most_wide(found.far) * (INDEX_BYTES + int(found.far_planes.shape[0]))
+    return 256 + groups * WORD_BYTES * (MAX_LOW_BITS + 2) + highs + wide
+
+
+def _most_wide(far: int) -> int:
+    return max(1, int(far * _WIDE_SHARE))
 
 
 def is_worth_groups(found: SparseStreams, elements: int) -> bool:
@@ -277,8 +281,8 @@ def _read(payload: Bytes, at: int, elements: int, width: int, row: Row) -> bool:
     if at + wide * (INDEX_BYTES + width) != payload.size:
         return False
     low_bits, gaps, far_gaps, codes = _parts(payload, row)
-    for kind in (gaps, far_gaps):
-        end = groups_end(kind.changes, low_bits, kind.first, kind.lows, kind.highs)
+    for part in (gaps, far_gaps):
+        end = groups_end(part.changes, low_bits, part.first, part.lows, part.highs)
         if end < 0 or end > elements:
             return False
     if groups_end(far, low_bits, codes.first, codes.lows, codes.highs) < 0:
@@ -287,7 +291,7 @@ def _read(payload: Bytes, at: int, elements: int, width: int, row: Row) -> bool:
     for entry in range(row[_END], payload.size, INDEX_BYTES + width):
         number = 0
         for byte in range(INDEX_BYTES):
-            number |= np.int64(payload[entry + byte]) << (8 * byte)
+            number |= int(np.int64(payload[entry + byte])) << (8 * byte)
         if not before < number < far:
             return False
         before = number
@@ -316,6 +320,4 @@ def _apply(
 ) -> tuple[np.uint64, np.uint64]:
     low_bits, gaps, far_gaps, codes = _parts(payload, row)
     signs, wide = payload[row[_SIGNS] : row[_LOWS]], payload[row[_END] :]
-    return apply_grouped(
-        bits, data, low_bits, gaps, signs, far_gaps, codes, wide, sums, hashed
-    )
+    return apply_grouped(bits, data, low_bits, gaps, signs, far_gaps, codes, wide, sums, hashed)

@@ -1,4 +1,4 @@
-"""Varints in compiled loops: seven bits a byte, the lowest first. varint.py is the same in Python."""
+"""Varints in compiled loops: seven bits a byte, the lowest first. In Python: varint.py."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Changes in groups: exact whatever they are, found where they pay, and refused where they are not right."""
+"""Changes in groups: exact whatever they are, used where they pay, refused where they are wrong."""
 
 from contextlib import suppress
 
@@ -145,7 +145,7 @@ def test_payloads_of_before_are_read_as_before() -> None:
     new[5] += 1
     new[290] -= 1
     new[7] += 300
-    payload = bytes.fromhex("010002" "ac02" "02" "01" "03" "01" "03" "05ff1d" "01" "02" "01" "07" "01" "58" "01" "02")
+    payload = bytes.fromhex("010002ac02020103010305ff1d0102010701580102")
     assert codec._encode_streams(old, compared(old, new)) == payload
     decode(Encoding.ROSEMUX, memoryview(payload), _spec(old)).apply(old)
     assert (old == new).all()
