@@ -108,8 +108,8 @@ def plane_of(_typing: Any, _values: Any, _plane: Any) -> Any:
 
 @generated
 def join_planes(_typing: Any, data: Any, _at: Any, _planes: Any, _values: Any) -> Any:
-    """(data, at, planes, values): makes the first 64 values of so many planes, a word each from byte
-    `at` on."""
+    """(data, at, planes, values): makes the first 64 values of so many planes, one word each from
+    byte `at` on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vector, bits = (ir.VectorType(ir.IntType(n), LANES) for n in (16, 1))
