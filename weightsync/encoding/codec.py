@@ -29,7 +29,8 @@ from weightsync.encoding.decoders import (
     rosemux_layout,
 )
 from weightsync.encoding.delta import Delta, checked_apply
-from weightsync.encoding.grouped import GROUPS, grouped_payload, is_worth_groups
+from weightsync.encoding.grouped import GROUPS
+from weightsync.encoding.grouped_payload import grouped_payload, is_worth_groups
 from weightsync.encoding.plain_payload import MAX_BYTES as PLAIN_BYTES
 from weightsync.encoding.plain_payload import OVERWRITE_BELOW_CHANGES, PlainPayload, plain_payload
 from weightsync.encoding.planes import PLANES, apply_planes_payload, planes_payload
