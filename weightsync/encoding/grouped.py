@@ -1,8 +1,7 @@
 """The `groups` layout of a delta: what `sparse` says, to be read while it is applied.
 
 Gaps and differences are entropy-coded by ourselves (groups.py), so that a payload is checked in one
-compiled call and applied in another, from where it lies. Made in
-grouped_payload.py.
+compiled call and applied in another, from where it lies. Made in grouped_payload.py.
 
 Behind the elements of the tensor: varints small, far, wide, and in words the lows and highs of
 small gaps, far gaps and codes; then one after another the low bits of every group of these, four
