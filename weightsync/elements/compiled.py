@@ -15,6 +15,12 @@ def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return cast(Callable[_P, _R], numba.njit(cache=True, nogil=True)(function))
 
 
+def inlined(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A part of a loop: compiled into it, where a call with arrays would take longer than it."""
+    made = numba.njit(cache=True, nogil=True, forceinline=True)(function)
+    return cast(Callable[_P, _R], made)
+
+
 def generated(function: Callable[..., Any]) -> Any:
     """A few instructions that numba cannot say, given as LLVM's; for compiled code only."""
     return intrinsic(function)

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.elements.bits import Bits, Bytes
-from weightsync.elements.compiled import compiled
+from weightsync.elements.compiled import compiled, inlined
 from weightsync.elements.lanes import prefetch
 from weightsync.elements.xxh3 import BLOCK_BYTES, Accumulators, absorb
 from weightsync.elements.zigzag import unzigzag, zigzag
 
 _LINE_BYTES = 64
-_BLOCK_BYTES = 2 << 10
+APPLIED_BYTES = 2 << 10
 """Changed, then hashed. So little that the memory behind it, which the processor fetches by itself
 while a block is hashed from its start to its end, is there when the next one is changed."""
 _AHEAD_BYTES = 4 << 10
@@ -51,15 +51,15 @@ def apply_sparse(
     """Makes all changes; `sums` takes `data`, which is `bits` as bytes, where `hashed`."""
     small, far = Cursor(_NONE, _NONE, _NONE), Cursor(_NONE, _NONE, _NONE)
     width = bits.itemsize
-    for start in range(0, bits.size, _BLOCK_BYTES // width):
-        stop = min(bits.size, start + _BLOCK_BYTES // width)
+    for start in range(0, bits.size, APPLIED_BYTES // width):
+        stop = min(bits.size, start + APPLIED_BYTES // width)
         small = _apply_small(bits, stop, small, gaps, signs)
         far = _apply_far(bits, stop, far, far_gaps, far_planes)
-        _pass(data, start * width, stop * width, sums, hashed)
+        pass_block(data, start * width, stop * width, sums, hashed)
 
 
-@compiled
-def _pass(data: Bytes, start: int, stop: int, sums: Accumulators, hashed: bool) -> None:
+@inlined
+def pass_block(data: Bytes, start: int, stop: int, sums: Accumulators, hashed: bool) -> None:
     """Hashes `data` from `start` to `stop`, asking for what lies ahead between the steps."""
     for at in range(start, stop, BLOCK_BYTES):
         for line in range(at, at + BLOCK_BYTES, _LINE_BYTES):

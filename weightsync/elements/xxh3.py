@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from weightsync.elements.bits import Bytes
-from weightsync.elements.compiled import compiled, generated
+from weightsync.elements.compiled import compiled, generated, inlined
 
 Accumulators: TypeAlias = npt.NDArray[np.uint64]
 
@@ -67,31 +67,18 @@ def _accumulate(_typing: Any, sums: Any, data: Any, _at: Any, _stripes: Any, _ke
     """(sums, data, at, stripes, key): stripes of 64 bytes from byte `at`, keys from byte `key`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        secret = context.make_constant_array(builder, types.Array(types.uint8, 1, "C"), _SECRET)
-        keys = context.make_array(types.Array(types.uint8, 1, "C"))(context, builder, secret).data
-        arrays = [
-            context.make_array(kind)(context, builder, value).data
-            for kind, value in zip(signature.args[:2], args[:2], strict=True)
-        ]
-        total = builder.bitcast(arrays[0], _STRIPE.as_pointer())
+        keys = _secret(context, builder)
+        total = _all_of(context, builder, signature, args)
+        data = context.make_array(signature.args[1])(context, builder, args[1]).data
         held = cgutils.alloca_once_value(builder, builder.load(total, align=8))
-
-        def stripe(base: Any, offset: Any) -> Any:
-            address = builder.bitcast(builder.gep(base, [offset]), _STRIPE.as_pointer())
-            return builder.load(address, align=1)
-
-        def each(value: int) -> Any:
-            return ir.Constant(_STRIPE, [value] * 8)
-
         swap = ir.Constant(ir.VectorType(ir.IntType(32), 8), [1, 0, 3, 2, 5, 4, 7, 6])
         with cgutils.for_range(builder, args[3]) as loop:
             offset = builder.mul(loop.index, _WORD(_STRIPE_BYTES))
-            words = stripe(arrays[1], builder.add(args[2], offset))
-            keyed = builder.xor(
-                words, stripe(keys, builder.add(args[4], builder.mul(loop.index, _WORD(8))))
-            )
+            words = _stripe(builder, data, builder.add(args[2], offset))
+            key_at = builder.add(args[4], builder.mul(loop.index, _WORD(8)))
+            keyed = builder.xor(words, _stripe(builder, keys, key_at))
             product = builder.mul(
-                builder.and_(keyed, each(0xFFFFFFFF)), builder.lshr(keyed, each(32))
+                builder.and_(keyed, _each(0xFFFFFFFF)), builder.lshr(keyed, _each(32))
             )
             swapped = builder.shuffle_vector(words, words, swap)
             summed = builder.add(builder.load(held), builder.add(product, swapped))
@@ -100,6 +87,45 @@ def _accumulate(_typing: Any, sums: Any, data: Any, _at: Any, _stripes: Any, _ke
         return context.get_dummy_value()
 
     return types.void(sums, data, types.int64, types.int64, types.int64), generate
+
+
+@generated
+def _scramble(_typing: Any, sums: Any) -> Any:
+    """Mixes all accumulators, as after each block. Together: eight results written one by one are
+    not there yet when the next stripe asks for them as one."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        keys = _secret(context, builder)
+        total = _all_of(context, builder, signature, args)
+        held = builder.load(total, align=8)
+        mixed = builder.xor(held, builder.lshr(held, _each(47)))
+        mixed = builder.xor(mixed, _stripe(builder, keys, _WORD(_SCRAMBLE_AT)))
+        builder.store(builder.mul(mixed, _each(int(_PRIME32_1))), total, align=8)
+        return context.get_dummy_value()
+
+    return types.void(sums), generate
+
+
+def _secret(context: Any, builder: Any) -> Any:
+    """Address of the secret's first byte."""
+    kind = types.Array(types.uint8, 1, "C")
+    secret = context.make_constant_array(builder, kind, _SECRET)
+    return context.make_array(kind)(context, builder, secret).data
+
+
+def _all_of(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """Address of the accumulators, the first argument, as one vector."""
+    sums = context.make_array(signature.args[0])(context, builder, args[0]).data
+    return builder.bitcast(sums, _STRIPE.as_pointer())
+
+
+def _stripe(builder: Any, base: Any, offset: Any) -> Any:
+    address = builder.bitcast(builder.gep(base, [offset]), _STRIPE.as_pointer())
+    return builder.load(address, align=1)
+
+
+def _each(value: int) -> Any:
+    return ir.Constant(_STRIPE, [value] * 8)
 
 
 @generated
@@ -115,7 +141,7 @@ def _folded(_typing: Any, _left: Any, _right: Any) -> Any:
     return types.uint64(types.uint64, types.uint64), generate
 
 
-@compiled
+@inlined
 def absorb(sums: Accumulators, data: Bytes, start: int, stop: int) -> int:
     """Takes the whole blocks of `data` from byte `start` up to `stop`; returns where it stopped.
 
@@ -124,9 +150,7 @@ def absorb(sums: Accumulators, data: Bytes, start: int, stop: int) -> int:
     stop = min(stop, data.size - 1)
     while start + BLOCK_BYTES <= stop:
         _accumulate(sums, data, start, _STRIPES, 0)
-        for lane in range(8):
-            mixed = sums[lane] ^ (sums[lane] >> np.uint64(47)) ^ _key(_SCRAMBLE_AT + 8 * lane)
-            sums[lane] = mixed * _PRIME32_1
+        _scramble(sums)
         start += BLOCK_BYTES
     return start
 

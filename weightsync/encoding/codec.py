@@ -8,6 +8,7 @@ takes the smallest; payloads are read back in decoders.py.
 rosemux payload: bytes format, layout, width; varint elements; then by layout
   sparse  varints small, far, gap bytes, far gap bytes; streams gaps, signs, far gaps, width planes
   planes  width planes of zigzag differences of all elements
+  groups  as `sparse`, the gaps entropy-coded by ourselves (grouped.py)
 where a stream is varint packed length, bytes (see stream.py).
 """
 
@@ -28,6 +29,8 @@ from weightsync.encoding.decoders import (
     rosemux_layout,
 )
 from weightsync.encoding.delta import Delta, checked_apply
+from weightsync.encoding.grouped import GROUPS
+from weightsync.encoding.grouped_payload import grouped_payload, is_worth_groups
 from weightsync.encoding.plain_payload import MAX_BYTES as PLAIN_BYTES
 from weightsync.encoding.plain_payload import OVERWRITE_BELOW_CHANGES, PlainPayload, plain_payload
 from weightsync.encoding.planes import PLANES, apply_planes_payload, planes_payload
@@ -189,7 +192,13 @@ def warm_up() -> None:
     kernels.share_changed(old, new, 1, 1)
     plain_payload(old, new)
     spec = TensorSpec("BF16", (2,))
-    for payload in (_encode_sparse(old, compared(old, new)), _encode_planes(old, new)):
+    streams = compared(old, new)
+    head = bytes((FORMAT, GROUPS, old.itemsize)) + varint(old.size)
+    for payload in (
+        _encode_streams(old, streams),
+        grouped_payload(head, old.size, streams),
+        _encode_planes(old, new),
+    ):
         checked_apply(decode(Encoding.ROSEMUX, memoryview(payload), spec), old.copy())
 
 
@@ -214,6 +223,14 @@ def encode_overwrite(old: Bits, new: Bits) -> bytes:
 
 
 def _encode_sparse(old: Bits, found: SparseStreams) -> bytes:
+    if is_worth_groups(found, old.size):
+        head = bytes((FORMAT, GROUPS, old.itemsize)) + varint(old.size)
+        if payload := grouped_payload(head, old.size, found):
+            return payload
+    return _encode_streams(old, found)
+
+
+def _encode_streams(old: Bits, found: SparseStreams) -> bytes:
     numbers = (old.size, found.small, found.far, found.gaps.size, found.far_gaps.size)
     streams = (found.gaps, found.signs, found.far_gaps, *found.far_planes)
     return b"".join(

@@ -18,6 +18,7 @@ from weightsync.encoding.delta import (
     SparseDelta,
     XorDelta,
 )
+from weightsync.encoding.grouped import GROUPS, decode_grouped
 from weightsync.encoding.planes import PLANES
 from weightsync.encoding.sparse import FORMAT, SPARSE
 from weightsync.encoding.stream import unpack_frame, unpack_stream
@@ -47,7 +48,7 @@ def decode_overwrite(payload: memoryview, spec: TensorSpec) -> OverwriteDelta:
 
 def rosemux_layout(reader: PayloadReader, spec: TensorSpec) -> int:
     version, layout, width = reader.take(3)
-    if version != FORMAT or layout not in {SPARSE, PLANES}:
+    if version != FORMAT or layout not in {SPARSE, PLANES, GROUPS}:
         raise Corrupt(f"rosemux: format {version}, layout {layout} are not known here")
     elements = reader.number(at_most=spec.elements)
     if width != spec.width_bytes or elements != spec.elements:
@@ -59,11 +60,14 @@ def rosemux_layout(reader: PayloadReader, spec: TensorSpec) -> int:
 
 
 def decode_rosemux(payload: memoryview, spec: TensorSpec) -> Delta:
-    reader = PayloadReader(payload)
+    # Compiled loops tell arrays that may be written from others: one kind is enough.
+    reader = PayloadReader(payload.toreadonly())
     layout, elements, width = rosemux_layout(reader, spec), spec.elements, spec.width_bytes
     delta: Delta
     if layout == PLANES:
         delta = PlanesDelta(np.stack([_read(reader, elements) for _ in range(width)]))
+    elif layout == GROUPS:
+        return decode_grouped(payload.toreadonly(), reader.at, elements, width)
     else:
         delta = _decode_sparse(reader, elements, width)
     reader.finish()

@@ -20,6 +20,7 @@ from weightsync.elements.scan import GAP_ESCAPE
 from weightsync.elements.state_hash import digest_from
 from weightsync.elements.xxh3 import Accumulators
 from weightsync.encoding.delta import SparseDelta
+from weightsync.encoding.numbers import number_at
 from weightsync.encoding.sparse import FORMAT, SPARSE
 
 Row: TypeAlias = npt.NDArray[np.int64]
@@ -28,7 +29,6 @@ Row: TypeAlias = npt.NDArray[np.int64]
 _IS_PLAIN, _GAPS, _GAP_BYTES, _SIGNS, _SIGN_BYTES = range(5)
 _FAR_GAPS, _FAR_GAP_BYTES, _PLANES, _FAR, _PLANE_STEP = range(5, 10)
 _COLUMNS = 10
-_MAX_VARINT_BYTES = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +106,13 @@ def _read(payload: Bytes, elements: int, width: int, row: Row) -> bool:
     if payload.size < 3 or payload[0] != FORMAT or payload[1] != SPARSE or payload[2] != width:
         return False
     escapes = elements // GAP_ESCAPE
-    found, at = _number(payload, 3, elements)
+    found, at = number_at(payload, 3, elements)
     if found != elements:
         return False
-    small, at = _number(payload, at, elements)
-    far, at = _number(payload, at, elements - small)
-    row[_GAP_BYTES], at = _number(payload, at, small + escapes)
-    row[_FAR_GAP_BYTES], at = _number(payload, at, far + escapes)
+    small, at = number_at(payload, at, elements)
+    far, at = number_at(payload, at, elements - small)
+    row[_GAP_BYTES], at = number_at(payload, at, small + escapes)
+    row[_FAR_GAP_BYTES], at = number_at(payload, at, far + escapes)
     row[_SIGN_BYTES], row[_FAR] = (small + 7) // 8, far
     row[_GAPS], at = _stream(payload, at, row[_GAP_BYTES])
     row[_SIGNS], at = _stream(payload, at, row[_SIGN_BYTES])
@@ -139,23 +139,9 @@ def _lead_to(gaps: Bytes, changes: int, elements: int) -> bool:
 
 
 @compiled
-def _number(payload: Bytes, at: int, at_most: int) -> tuple[int, int]:
-    """(varint, byte behind it); (0, -1) where there is none that is small enough."""
-    value = 0
-    for nth in range(_MAX_VARINT_BYTES):
-        if at < 0 or at + nth >= payload.size:
-            break
-        byte = np.int64(payload[at + nth])
-        value |= int(byte & 0x7F) << (7 * nth)
-        if byte < 0x80:
-            return (value, at + nth + 1) if value <= at_most else (0, -1)
-    return 0, -1
-
-
-@compiled
 def _stream(payload: Bytes, at: int, size: int) -> tuple[int, int]:
     """(first byte, byte behind it) of a stream stored as it is; (0, -1) where there is none."""
-    packed, start = _number(payload, at, size)
+    packed, start = number_at(payload, at, size)
     if start < 0 or packed != size or start + size > payload.size:
         return 0, -1
     return start, start + size

@@ -15,6 +15,7 @@ from weightsync.elements.kernels import pack_signs
 from weightsync.elements.scan import Room, Scan, scan_elements
 from weightsync.elements.state_hash import digest_of
 from weightsync.elements.xxh3 import Accumulators
+from weightsync.encoding.numbers import put_number
 from weightsync.encoding.sparse import FORMAT, SPARSE, scratch
 from weightsync.encoding.stream import RAW_BELOW_BYTES
 
@@ -95,17 +96,17 @@ def _make(
 def _write_payload(elements: int, width: int, scan: Scan, room: Room, payload: Bytes) -> int:
     """Returns its length."""
     payload[0], payload[1], payload[2] = FORMAT, SPARSE, width
-    at = _write_number(payload, 3, elements)
+    at = put_number(payload, 3, elements)
     for number in (scan.small, scan.far, scan.gap_bytes, scan.far_gap_bytes):
-        at = _write_number(payload, at, number)
+        at = put_number(payload, at, number)
     at = _write_stream(payload, at, room.gaps[: scan.gap_bytes])
     sign_bytes = (scan.small + 7) // 8
-    at = _write_number(payload, at, sign_bytes)
+    at = put_number(payload, at, sign_bytes)
     payload[at : at + sign_bytes] = 0
     pack_signs(room.minus[: scan.small], payload[at : at + sign_bytes])
     at = _write_stream(payload, at + sign_bytes, room.far_gaps[: scan.far_gap_bytes])
     for plane in range(width):
-        at = _write_number(payload, at, scan.far)
+        at = put_number(payload, at, scan.far)
         for i in range(scan.far):
             payload[at + i] = room.far_planes[plane, i]
         at += scan.far
@@ -136,20 +137,9 @@ def _write_word(into: Bytes, at: int, value: int) -> None:
 
 
 @compiled
-def _write_number(payload: Bytes, at: int, value: int) -> int:
-    """A varint; returns the byte behind it."""
-    while value >= 0x80:
-        payload[at] = value & 0x7F | 0x80
-        value >>= 7
-        at += 1
-    payload[at] = value
-    return at + 1
-
-
-@compiled
 def _write_stream(payload: Bytes, at: int, raw: Bytes) -> int:
     """Its length and the bytes as they are; returns the byte behind them."""
-    at = _write_number(payload, at, raw.size)
+    at = put_number(payload, at, raw.size)
     for i in range(raw.size):
         payload[at + i] = raw[i]
     return at + raw.size

@@ -22,6 +22,11 @@ class PayloadReader:
         self._payload = payload
         self._at = 0
 
+    @property
+    def at(self) -> int:
+        """The next byte."""
+        return self._at
+
     def take(self, length: int) -> memoryview:
         end = self._at + length
         if end > len(self._payload):

@@ -1,0 +1,215 @@
+"""Changing a state in place by gaps in groups.
+
+Compiled loops that hold no lock of Python's and check no lengths: encoding/grouped.py did before.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from weightsync.elements import xxh3
+from weightsync.elements.bits import Bits, Bytes
+from weightsync.elements.compiled import compiled, inlined
+from weightsync.elements.groups import (
+    BEFORE_ALL,
+    END,
+    GROUP,
+    WORD_BYTES,
+    Lows,
+    Places,
+    Walk,
+    low_bits_of,
+    read_group,
+)
+from weightsync.elements.kernels import APPLIED_BYTES, pass_block
+from weightsync.elements.lanes import word_at
+from weightsync.elements.xxh3 import Accumulators
+from weightsync.elements.zigzag import unzigzag
+
+NEAREST_FAR = 3
+"""The least zigzag difference of more than one unit either way."""
+INDEX_BYTES = 4
+"""Of the number of a far change whose difference is wide."""
+_NONE = np.uint64(0)
+_ONE = np.uint64(1)
+_WORD = np.uint64(64)
+_NEAREST_FAR = np.uint64(NEAREST_FAR)
+
+
+class Gaps(NamedTuple):
+    """The gaps of so many changes, or their differences; see groups.py."""
+
+    changes: int
+    first: int
+    """Number of their first group in `low_bits`."""
+    lows: Bytes
+    highs: Bytes
+
+
+class _Small(NamedTuple):
+    """How far changes by one unit were made."""
+
+    walk: Walk
+    next: np.uint64
+    """Change of the group that was read last."""
+    signs: np.uint64
+    """From that change on, the lowest bit first; 1 is minus."""
+
+
+class _Far(NamedTuple):
+    """How far all other changes were made."""
+
+    walk: Walk
+    codes: Walk
+    next: np.uint64
+    behind: np.uint64
+    """The code before the next one; codes lie as gaps do."""
+    number: np.uint64
+    """Of the next one among all far changes."""
+    entry: np.uint64
+    """The next byte of `wide`."""
+    next_wide: np.uint64
+    """Number of the change that is for; END where there is none."""
+
+
+@compiled
+def apply_grouped(
+    bits: Bits,
+    data: Bytes,
+    low_bits: Bytes,
+    small: Gaps,
+    signs: Bytes,
+    far: Gaps,
+    codes: Gaps,
+    wide: Bytes,
+    sums: Accumulators,
+    hashed: bool,
+) -> tuple[np.uint64, np.uint64]:
+    """Makes all changes; the words of the xxh3-128 of `data`, which is `bits` as bytes, where
+    `hashed` and it has xxh3.MIN_BYTES."""
+    changes, _, lows, highs = small
+    far_changes, far_first, far_lows, far_highs = far
+    _, _, code_lows, code_highs = codes
+    room = np.empty(GROUP, np.uint16)
+    places, far_places = np.empty(GROUP + 1, np.uint64), np.empty(GROUP + 1, np.uint64)
+    far_codes = np.empty(GROUP + 1, np.uint64)
+    places[0] = far_places[0] = END
+    start_walk = Walk(0, _NONE, BEFORE_ALL, _NONE, _WORD, _NONE)
+    smalls = _Small(start_walk, _NONE, _NONE)
+    fars = _Far(start_walk, start_walk, _NONE, _NONE, _NONE, _NONE, _next_wide(wide, _NONE))
+    width = bits.itemsize
+    for start in range(0, bits.size, APPLIED_BYTES // width):
+        stop = min(bits.size, start + APPLIED_BYTES // width)
+        smalls = _apply_small(
+            bits, np.uint64(stop), changes, low_bits, lows, highs, signs, smalls, room, places
+        )
+        fars = _apply_far(
+            bits,
+            np.uint64(stop),
+            far_changes,
+            low_bits,
+            far_first,
+            far_lows,
+            far_highs,
+            code_lows,
+            code_highs,
+            wide,
+            fars,
+            room,
+            far_places,
+            far_codes,
+        )
+        pass_block(data, start * width, stop * width, sums, hashed)
+    if not hashed or data.size < xxh3.MIN_BYTES:
+        return _NONE, _NONE
+    taken = (data.size - 1) // xxh3.BLOCK_BYTES * xxh3.BLOCK_BYTES
+    return xxh3.finished(sums, data, taken)
+
+
+@inlined
+def _apply_small(
+    bits: Bits,
+    stop: np.uint64,
+    changes: int,
+    low_bits: Bytes,
+    lows: Bytes,
+    highs: Bytes,
+    signs: Bytes,
+    done: _Small,
+    room: Lows,
+    places: Places,
+) -> _Small:
+    """Adds or subtracts one unit in the last place at each position before `stop`."""
+    walk, change, minus = done
+    while True:
+        place = places[change]
+        while place < stop:
+            bits[place] = np.uint64(bits[place]) + _ONE - ((minus & _ONE) << _ONE)
+            minus >>= _ONE
+            change += _ONE
+            place = places[change]
+        left = changes - GROUP * walk.group
+        if place != END or left <= 0:
+            return _Small(walk, change, minus)
+        minus = word_at(signs, np.uint64(WORD_BYTES * walk.group))
+        kept = low_bits_of(low_bits, walk.group)
+        walk = read_group(min(GROUP, left), kept, lows, highs, walk, room, places)
+        change = _NONE
+
+
+@inlined
+def _apply_far(
+    bits: Bits,
+    stop: np.uint64,
+    changes: int,
+    low_bits: Bytes,
+    first: int,
+    lows: Bytes,
+    highs: Bytes,
+    code_lows: Bytes,
+    code_highs: Bytes,
+    wide: Bytes,
+    done: _Far,
+    room: Lows,
+    places: Places,
+    codes: Places,
+) -> _Far:
+    """Adds the zigzag difference at each position before `stop`."""
+    walk, code_walk, change, behind, number, entry, next_wide = done
+    while True:
+        place = places[change]
+        while place < stop:
+            code = codes[change] - behind + _NEAREST_FAR
+            behind = codes[change] + _ONE
+            if number == next_wide:
+                code = _number(wide, entry + np.uint64(INDEX_BYTES), bits.itemsize)
+                entry += np.uint64(INDEX_BYTES + bits.itemsize)
+                next_wide = _next_wide(wide, entry)
+            bits[place] = np.uint64(bits[place]) + unzigzag(code)
+            number += _ONE
+            change += _ONE
+            place = places[change]
+        left = changes - GROUP * walk.group
+        if place != END or left <= 0:
+            return _Far(walk, code_walk, change, behind, number, entry, next_wide)
+        count, group = min(GROUP, left), first + walk.group
+        kept = low_bits_of(low_bits, group)
+        walk = read_group(count, kept, lows, highs, walk, room, places)
+        kept = low_bits_of(low_bits, group + (changes + GROUP - 1) // GROUP)
+        code_walk = read_group(count, kept, code_lows, code_highs, code_walk, room, codes)
+        change = _NONE
+
+
+@compiled
+def _next_wide(wide: Bytes, entry: np.uint64) -> np.uint64:
+    """Number of the far change that the entry from that byte on is for; END where there is none."""
+    return END if entry >= np.uint64(wide.size) else _number(wide, entry, INDEX_BYTES)
+
+
+@compiled
+def _number(data: Bytes, at: np.uint64, size: int) -> np.uint64:
+    """So many bytes from byte `at` on, least significant first."""
+    number = _NONE
+    for byte in range(size):
+        number |= np.uint64(data[at + np.uint64(byte)]) << np.uint64(8 * byte)
+    return number

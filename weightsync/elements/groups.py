@@ -1,0 +1,233 @@
+"""Gaps between changes in groups of sixty-four: Golomb-Rice codes whose parts lie apart.
+
+Of each gap, the number of unchanged elements before a change, a group's low bits lie as planes, one
+word for each bit of all its gaps, and what is above them in one run of bits for all groups: so many
+zeros and a one. That is as small as a compressor's entropy coding where changes fall anywhere, and
+sixty-four gaps are read in a few vector instructions and a count of zeros each.
+
+Compiled loops that hold no lock of Python's. `groups_end` trusts nothing; the others check nothing.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.elements.bits import Bytes
+from weightsync.elements.compiled import compiled
+from weightsync.elements.lanes import (
+    LANES,
+    first_lane,
+    join_planes,
+    lane_count,
+    lanes_holding,
+    plane_of,
+    put_word,
+    word_at,
+)
+
+GROUP = LANES
+WORD_BYTES = 8
+MAX_LOW_BITS = 15
+END = np.uint64(0xFFFFFFFFFFFFFFFF)
+"""Behind the places of a group: a place that no tensor has."""
+_NONE = np.uint64(0)
+_ONE = np.uint64(1)
+_THREE = np.uint64(3)
+_WORD = np.uint64(64)
+_WORD_STEP = np.uint64(WORD_BYTES)
+BEFORE_ALL = END - np.uint64(WORD_BYTES - 1)
+"""The word before the first one: a walk goes on to the next one as soon as a word is empty."""
+_ESCAPE = np.uint8(255)
+
+
+Lows: TypeAlias = npt.NDArray[np.uint16]
+Places: TypeAlias = npt.NDArray[np.uint64]
+
+
+class Walk(NamedTuple):
+    """How far groups were read."""
+
+    group: int = 0
+    low_byte: np.uint64 = _NONE
+    high_byte: np.uint64 = BEFORE_ALL
+    """Of the word that is being read."""
+    word: np.uint64 = _NONE
+    """What is left of it."""
+    bit: np.uint64 = _WORD
+    """The next code's first bit in it."""
+    after: np.uint64 = _NONE
+    """The position behind the last change."""
+
+
+@compiled
+def read_group(
+    changes: int,
+    low_bits: np.uint64,
+    lows: Bytes,
+    highs: Bytes,
+    walk: Walk,
+    room: Lows,
+    places: Places,
+) -> Walk:
+    """Writes the positions of the next so many changes and END behind them.
+
+    `room` is for 64.
+    """
+    join_planes(lows, walk.low_byte, low_bits, room)
+    word, byte, behind = walk.word, walk.high_byte, walk.after
+    # Zeros before a one count, ones do not.
+    zeros = _NONE - walk.bit
+    lane = _NONE
+    for i in range(changes):
+        while word == _NONE:
+            byte += _WORD_STEP
+            word = word_at(highs, byte)
+            zeros += _WORD
+        lane = first_lane(word)
+        word &= word - _ONE
+        behind += np.uint64(room[i])
+        places[i] = behind + ((zeros + lane) << low_bits)
+        behind += _ONE
+        zeros -= _ONE
+    places[changes] = END
+    return Walk(
+        walk.group + 1,
+        walk.low_byte + low_bits * _WORD_STEP,
+        byte,
+        word,
+        lane + _ONE,
+        places[changes - 1] + _ONE,
+    )
+
+
+@compiled
+def low_bits_of(low_bits: Bytes, group: int) -> np.uint64:
+    """How many low bits a group has; two groups share a byte."""
+    return np.uint64(low_bits[group >> 1] >> np.uint8(4 * (group & 1))) & np.uint64(MAX_LOW_BITS)
+
+
+@compiled
+def groups_end(changes: int, low_bits: Bytes, first: int, lows: Bytes, highs: Bytes) -> int:
+    """The position behind the last change; -1 where there are more or fewer than are told.
+
+    `first` is the number of these gaps' first group among all in `low_bits`. What stands in lanes
+    behind the last change counts too.
+    """
+    end, begun = _NONE, _NONE
+    low_byte, high_byte = _NONE, BEFORE_ALL
+    word, size = _NONE, np.uint64(highs.size)
+    for group in range((changes + GROUP - 1) // GROUP):
+        count = np.uint64(min(GROUP, changes - GROUP * group))
+        wanted, ones = count, lane_count(word)
+        while ones < wanted:
+            wanted -= ones
+            high_byte += _WORD_STEP
+            if high_byte == size:
+                return -1
+            word = word_at(highs, high_byte)
+            ones = lane_count(word)
+        for _ in range(np.int64(wanted) - 1):
+            word &= word - _ONE
+        bit = (high_byte << _THREE) + first_lane(word) + _ONE
+        word &= word - _ONE
+        kept = low_bits_of(low_bits, first + group)
+        if low_byte + kept * _WORD_STEP > np.uint64(lows.size):
+            return -1
+        end += count + ((bit - begun - count) << kept)
+        begun = bit
+        for plane in range(np.int64(kept)):
+            end += lane_count(word_at(lows, low_byte)) << np.uint64(plane)
+            low_byte += _WORD_STEP
+    if word != _NONE or high_byte + _WORD_STEP != size or low_byte != np.uint64(lows.size):
+        return -1
+    return int(np.int64(end))
+
+
+class Written(NamedTuple):
+    low_bytes: int
+    high_bytes: int
+
+
+@compiled
+def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs: Bytes) -> Written:
+    """Groups of the changes that a gap stream describes (see scan.py), `low_bits` one byte each.
+
+    There is room for MAX_LOW_BITS planes a group, and `highs_room` bytes of `highs`.
+    """
+    group_gaps, group_lows = np.empty(GROUP, dtype=np.uint64), np.zeros(GROUP, dtype=np.uint16)
+    gap_byte = low_byte = high_byte = bit = word = _NONE
+    for group in range(low_bits.size):
+        count = min(GROUP, changes - GROUP * group)
+        gap_byte, total = _take_gaps(gaps, gap_byte, count, group_gaps)
+        kept = _low_bits(total, np.uint64(count))
+        low_bits[group] = kept
+        mask = (_ONE << kept) - _ONE
+        for i in range(GROUP):
+            group_lows[i] = group_gaps[i] & mask if i < count else _NONE
+        for plane in range(np.int64(kept)):
+            put_word(lows, low_byte, plane_of(group_lows, np.uint64(plane)))
+            low_byte += _WORD_STEP
+        for i in range(count):
+            bit += group_gaps[i] >> kept
+            while bit >= _WORD:
+                put_word(highs, high_byte, word)
+                high_byte += _WORD_STEP
+                word = _NONE
+                bit -= _WORD
+            word |= _ONE << bit
+            bit += _ONE
+    if bit:
+        put_word(highs, high_byte, word)
+        high_byte += _WORD_STEP
+    return Written(int(np.int64(low_byte)), int(np.int64(high_byte)))
+
+
+@compiled
+def _take_gaps(
+    gaps: Bytes, at: np.uint64, count: int, group_gaps: npt.NDArray[np.uint64]
+) -> tuple[np.uint64, np.uint64]:
+    """The next `count` gaps from byte `at` on; returns (next byte, their sum)."""
+    total = _NONE
+    whole = count == GROUP and at + _WORD <= np.uint64(gaps.size)
+    if whole and lanes_holding(gaps, at, _ESCAPE) == _NONE:
+        for i in range(GROUP):
+            group_gaps[i] = gaps[at + np.uint64(i)]
+            total += group_gaps[i]
+        return at + _WORD, total
+    gap, found = _NONE, _NONE
+    while found < np.uint64(count):
+        byte = np.uint64(gaps[at])
+        at += _ONE
+        gap += byte
+        group_gaps[found] = gap
+        # Without a branch: whether a gap is long is as good as random.
+        is_over = np.uint64(byte != np.uint64(_ESCAPE))
+        total += gap * is_over
+        gap *= _ONE - is_over
+        found += is_over
+    return at, total
+
+
+@compiled
+def _low_bits(total: np.uint64, count: np.uint64) -> np.uint64:
+    """How many low bits make so many gaps of that sum smallest, if all places are alike.
+
+    With k of them a gap takes k + 1 / (1 - x) bits, where x is the chance of 2 to the k unchanged
+    elements; with one more, k + 1 + 1 / (1 - x * x). That is less while x is over 0.618, which is
+    while 2 to the k is under 0.481 of the mean and a half.
+    """
+    limit = ((total + (count >> _ONE)) * np.uint64(493)) >> np.uint64(10)
+    kept, reach = _NONE, count
+    while reach < limit and kept < np.uint64(MAX_LOW_BITS):
+        reach += reach
+        kept += _ONE
+    return kept
+
+
+@compiled
+def highs_room(changes: int, elements: int) -> int:
+    """Bytes that `highs` may take: above the low bits are at most three zeros a change in the mean,
+    but for gaps that MAX_LOW_BITS are too few for."""
+    bits = 5 * changes + (elements >> MAX_LOW_BITS)
+    return WORD_BYTES * (bits // 64 + 2)
