@@ -59,6 +59,11 @@ class JobFacts:
         """Seen often enough that its own durations outweigh its declaration."""
         return self.training.count >= 4
 
+    @property
+    def drifts(self) -> bool:
+        """Whether the mean of one of its phases is known to move."""
+        return self.rollout.drift_s != 0.0 or self.training.drift_s != 0.0
+
     def observe(self, kind: PhaseKind, solo_s: float) -> None:
         (self.rollout if kind is PhaseKind.ROLLOUT else self.training).observe(solo_s)
         self.account.solo_s += solo_s
@@ -89,6 +94,7 @@ class JobFacts:
             now,
             iteration_s=belief.iteration_s,
             under_way_s=min(max(0.0, now - self.seen_s), phase_s),
+            drifts=self.drifts,
         )
 
     def _outdated(self, belief: Belief) -> bool:

@@ -1,5 +1,6 @@
 """Credit in planning: who has less than its reserve is owed the rest by those beside it."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -186,6 +187,27 @@ def test_of_three_who_are_behind_the_two_go_that_regain_most() -> None:
         _settle(planner, job, credit_s=-HOUR_S, now=DAY_S)
     assert sorted(_moved(planner)) == ["job-1.02", "job-1.03"]
     assert list(cell.pinned) == ["job-1.01"]
+
+
+@pytest.mark.parametrize(("end_ratio", "leaves"), [(1.0, False), (0.5, True)])
+def test_beside_a_job_that_drifts_nobody_stays_once_its_credit_is_half_an_iteration(
+    end_ratio: float, *, leaves: bool
+) -> None:
+    """A slack of 0.4 would regain in three iterations what a surprise costs; the forecast of the
+    two is good either way.
+    """
+    drifting, easy = (planned_job(f"job-{slo}", 300, 100, slo=slo) for slo in (1.4, 1.9))
+    planner, cell = _together([drifting, easy])
+    facts = planner.facts[drifting.job]
+    for ratio in np.linspace(1.0, end_ratio, 40).tolist():
+        for phase, seen in zip(drifting.phases, (0.8, 0.7), strict=True):
+            facts.observe(phase.kind, phase.max_s * seen * ratio)
+    assert facts.drifts is leaves
+    _settle(planner, easy, credit_s=DAY_S, now=DAY_S)
+    _settle(planner, drifting, credit_s=0.4 * facts.belief().iteration_s, now=DAY_S)
+    facts.seen_s = DAY_S
+    assert _moved(planner) == ([easy.job] if leaves else [])
+    assert drifting.job in cell.pinned
 
 
 def _together(jobs: list[Job]) -> tuple[GroupPlanner, Cell]:
