@@ -196,7 +196,10 @@ def test_beside_a_job_that_drifts_nobody_stays_once_its_credit_is_half_an_iterat
     """A slack of 0.4 would regain in three iterations what a surprise costs; the forecast of the
     two is good either way.
     """
-    drifting, easy = (planned_job(f"job-{slo}", 300, 100, slo=slo) for slo in (1.4, 1.9))
+    drifting, easy = (
+        planned_job("drifting", 300, 100, slo=1.4),
+        planned_job("easy", 60, 20, slo=1.9),
+    )
     planner, cell = _together([drifting, easy])
     facts = planner.facts[drifting.job]
     for ratio in np.linspace(1.0, end_ratio, 40).tolist():
