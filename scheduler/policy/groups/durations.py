@@ -21,7 +21,7 @@ PRIOR_CV: Final = 0.1
 PRIOR_WEIGHT: Final = 4.0
 """Observations that the prior coefficient of variation counts for."""
 DRIFT_SURE: Final = 4.0
-"""Standard deviations of a slope; of 400 jobs without drift none was ever taken for drifting."""
+"""Standard deviations of a slope; of 1,200 jobs without drift three were ever taken to drift."""
 DRIFT_AHEAD: Final = 4.0
 """Observations ahead that a drifting mean is believed at: the middle of what a forecast runs."""
 DRIFT_RATIO_MAX: Final = 2.0
