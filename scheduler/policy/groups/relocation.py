@@ -1,8 +1,8 @@
 """Moves: which jobs leave which group so that every promise holds again, or a node can be spared.
 
 Every search applies its moves to the book, compares, and takes them back unless it keeps them. A
-moving job is resident at both ends, so a move that memory cannot carry is never found. Only a job
-whose credit pays for the move is moved.
+moving job is resident at both ends, so a move that memory cannot carry is never found. A job whose
+credit does not pay for the move is moved only where who may share no node does, and nobody can pay.
 """
 
 from collections.abc import Sequence
