@@ -3,7 +3,9 @@
 Before anything ran only the declared maximum is known (every response at its token limit), so the
 mean is believed to lie somewhere between half of it and all of it. Every observed phase narrows
 that. Old observations fade, so that a drifting mean is followed; the fading also keeps the doubt
-from ever vanishing. The declared maximum bounds the belief of a young job only: what was seen wins.
+from ever vanishing. A faded mean is late by as many observations as it remembers, so a drift that
+chance does not explain is learned too, and the mean believed is the one soon to come. The declared
+maximum bounds the belief of a young job only: what was seen wins.
 """
 
 from dataclasses import dataclass
@@ -18,6 +20,12 @@ PRIOR_SPREAD_RATIO: Final = 0.145
 PRIOR_CV: Final = 0.1
 PRIOR_WEIGHT: Final = 4.0
 """Observations that the prior coefficient of variation counts for."""
+DRIFT_SURE: Final = 4.0
+"""Standard deviations of a slope; of 1,200 jobs without drift three were ever taken to drift."""
+DRIFT_AHEAD: Final = 4.0
+"""Observations ahead that a drifting mean is believed at: the middle of what a forecast runs."""
+DRIFT_RATIO_MAX: Final = 2.0
+"""Most that a drift takes the mean up or down from the faded one."""
 
 
 @dataclass(slots=True)
@@ -31,14 +39,24 @@ class PhaseEstimate:
     """Faded mean of what was observed."""
     spread_s2: float = 0.0
     count: int = 0
+    ago: float = 0.0
+    """Faded mean of how many observations ago they were."""
+    ago_spread: float = 0.0
+    """Faded sum of their squares around it, as `spread_s2` is of durations."""
+    ago_spread_s: float = 0.0
+    """The same of the products of both; positive where what is newer takes longer."""
 
     def observe(self, solo_s: float) -> None:
         """Adds one phase's duration, alone on its nodes, in seconds."""
         fading = 1.0 - 1.0 / self.memory
         self.weight = self.weight * fading + 1.0
+        step = self.ago + 1.0 if self.count else 0.0
+        self.ago = step - step / self.weight
+        self.ago_spread = self.ago_spread * fading + step * self.ago
         gap_s = solo_s - self.seen_s
         self.seen_s += gap_s / self.weight
         self.spread_s2 = self.spread_s2 * fading + gap_s * (solo_s - self.seen_s)
+        self.ago_spread_s = self.ago_spread_s * fading + step * (solo_s - self.seen_s)
         self.count += 1
 
     @property
@@ -46,8 +64,22 @@ class PhaseEstimate:
         """Of a single phase, around its mean."""
         if self.count == 0:
             return PRIOR_CV
-        seen_cv2 = self.spread_s2 / self.seen_s**2
-        return sqrt((seen_cv2 + PRIOR_WEIGHT * PRIOR_CV**2) / (self.weight + PRIOR_WEIGHT))
+        return sqrt(self._cv2(self.drift_s))
+
+    @property
+    def drift_s(self) -> float:
+        """By how much the mean moves with every observation; 0 where that may be chance."""
+        if self.ago_spread == 0.0:
+            return 0.0
+        slope_s = self.ago_spread_s / self.ago_spread
+        noise_s = DRIFT_SURE * self.seen_s
+        sure = slope_s**2 * self.ago_spread > noise_s**2 * self._cv2(slope_s)
+        return slope_s if sure else 0.0
+
+    def _cv2(self, drift_s: float) -> float:
+        """Squared, of a single phase around a mean that drifts so."""
+        seen_cv2 = max(0.0, self.spread_s2 - drift_s * self.ago_spread_s) / self.seen_s**2
+        return (seen_cv2 + PRIOR_WEIGHT * PRIOR_CV**2) / (self.weight + PRIOR_WEIGHT)
 
     @property
     def mean_s(self) -> float:
@@ -62,12 +94,22 @@ class PhaseEstimate:
         prior_s, prior_spread_s = PRIOR_MEAN_RATIO * self.max_s, PRIOR_SPREAD_RATIO * self.max_s
         if self.count == 0:
             return prior_s, prior_spread_s
+        if drift_s := self.drift_s:
+            return self._drifted(drift_s)
         precision = self.weight / (self.cv * self.seen_s) ** 2
         prior_precision = 1.0 / prior_spread_s**2 if self.count < self.memory else 0.0
         mean_s = (precision * self.seen_s + prior_precision * prior_s) / (
             precision + prior_precision
         )
         return mean_s, 1.0 / sqrt(precision + prior_precision)
+
+    def _drifted(self, drift_s: float) -> tuple[float, float]:
+        """The line through what was seen, a little beyond its end: its height, and its doubt."""
+        ahead = self.ago + DRIFT_AHEAD
+        line_s = self.seen_s + drift_s * ahead
+        least_s, most_s = self.seen_s / DRIFT_RATIO_MAX, self.seen_s * DRIFT_RATIO_MAX
+        doubt = sqrt(self._cv2(drift_s) * (1.0 / self.weight + ahead**2 / self.ago_spread))
+        return min(max(line_s, least_s), most_s), self.seen_s * doubt
 
 
 class Belief(NamedTuple):

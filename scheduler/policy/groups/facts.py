@@ -60,6 +60,11 @@ class JobFacts:
         """Seen often enough that its own durations outweigh its declaration."""
         return self.training.count >= 4
 
+    @property
+    def drifts(self) -> bool:
+        """Whether the mean of one of its phases is known to move."""
+        return self.rollout.drift_s != 0.0 or self.training.drift_s != 0.0
+
     def observe(self, kind: PhaseKind, solo_s: float) -> None:
         (self.rollout if kind is PhaseKind.ROLLOUT else self.training).observe(solo_s)
         self.account.solo_s += solo_s
@@ -85,7 +90,10 @@ class JobFacts:
 
     def slo_ahead(self, now: float) -> float:
         return self.account.slo_ahead(
-            now, iteration_s=self.belief().iteration_s, under_way_s=self._under_way_s(now)
+            now,
+            iteration_s=self.belief().iteration_s,
+            under_way_s=self._under_way_s(now),
+            drifts=self.drifts,
         )
 
     def settled_credit_s(self, now: float) -> float:

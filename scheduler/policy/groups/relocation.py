@@ -1,8 +1,8 @@
 """Moves: which jobs leave which group so that every promise holds again, or a node can be spared.
 
 Every search applies its moves to the book, compares, and takes them back unless it keeps them. A
-moving job is resident at both ends, so a move that memory cannot carry is never found. Only a job
-whose credit pays for the move is moved.
+moving job is resident at both ends, so a move that memory cannot carry is never found. A job whose
+credit does not pay for the move is moved only where who may share no node does, and nobody can pay.
 """
 
 from collections.abc import Sequence
@@ -50,10 +50,18 @@ class Relocation:
         """
         moves = self._restore(cell, [job for job in cell.pinned if self.affords_move(job, now=now)])
         crowded = any(self._besides(cell, one) for one in cell.pinned)
-        if not moves and crowded:
-            # Nobody can pay, and staying together costs them more.
-            may = [job for job in cell.pinned if self.regains_move(job, now=now)]
-            moves = self._restore(cell, may)
+        if moves or not crowded:
+            return moves
+        # Nobody can pay, and staying together costs them more: all go that soon regain it, and
+        # where they do not suffice the next, who gets nearest to it.
+        left_s = {job: self._left_of_move_s(job, now=now) for job in cell.pinned}
+        able = [job for job in cell.pinned if not self._facts(job).moving]
+        able.sort(key=lambda job: -left_s[job])
+        soon = sum(left_s[job] >= 0.0 for job in able)
+        for count in range(max(1, soon), len(able) + 1):
+            moves = self._restore(cell, able[:count])
+            if moves:
+                break
         return moves
 
     def _restore(self, cell: Cell, movable: Sequence[JobId]) -> list[Move]:
@@ -141,17 +149,16 @@ class Relocation:
         need_s = self._prices.move_s + facts.belief().iteration_s
         return facts.account.credit_s(now) >= need_s
 
-    def regains_move(self, job: JobId, *, now: float) -> bool:
-        """Whether the job affords a move, or would alone by the time that it is to be expected
-        to last: as long again as it has, and six hours at most.
+    def _left_of_move_s(self, job: JobId, *, now: float) -> float:
+        """What the job would have left of its credit, had it paid for a move and an iteration's
+        surprise, and lived alone for as long as it is to be expected to last: as long again as it
+        has, and six hours at most.
         """
         facts = self._facts(job)
-        if facts.moving:
-            return False
         account = facts.account
         lasts_s = min(now - account.began_s, SPEND_OVER_S)
         need_s = self._prices.move_s + facts.belief().iteration_s
-        return account.credit_s(now) + (account.slo - 1.0) * lasts_s >= need_s
+        return account.credit_s(now) + (account.slo - 1.0) * lasts_s - need_s
 
     def may_spare(self, job: JobId, *, now: float) -> bool:
         facts = self._facts(job)

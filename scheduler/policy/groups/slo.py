@@ -28,6 +28,9 @@ SURPRISE_ITERATIONS: Final = 0.2
 that are two deviations longer than their mean, and the switches after them."""
 REGAIN_ITERATIONS: Final = 3.0
 """Alone for so long, about the time between two reviews, a job has to regain what that cost."""
+DRIFT_SURPRISE_ITERATIONS: Final = 0.5
+"""The same of a job that drifts, which is not expected to regain anything: a forecast that errs
+for what moves errs again the same way, and the job may end before it has lived alone for long."""
 NOBODY_BESIDE: Final = 0.0
 """Slow-down ahead of a job that may share no node: no company leaves it that much."""
 
@@ -61,21 +64,29 @@ class SloAccount:
         """Delay that the job can still absorb, if it ended now."""
         return self.slo * self.solo_s - (now - self.began_s)
 
-    def needs_own_nodes(self, now: float, *, iteration_s: float, under_way_s: float) -> bool:
+    def needs_own_nodes(
+        self, now: float, *, iteration_s: float, under_way_s: float, drifts: bool
+    ) -> bool:
         """Whether a surprise would cost more than the job has and would soon regain alone.
 
         `under_way_s` of the time that passed may be work that has not ended, and is no delay.
         """
         settled_s = self.credit_s(now) + under_way_s
+        if drifts:
+            return settled_s < DRIFT_SURPRISE_ITERATIONS * iteration_s
         regained = (self.slo - 1.0) * REGAIN_ITERATIONS
         return settled_s < (SURPRISE_ITERATIONS - regained) * iteration_s
 
-    def slo_ahead(self, now: float, *, iteration_s: float, under_way_s: float = 0.0) -> float:
+    def slo_ahead(
+        self, now: float, *, iteration_s: float, under_way_s: float = 0.0, drifts: bool = False
+    ) -> float:
         """Slow-down over the time ahead that brings the credit to its reserve; at least 1.
 
         NOBODY_BESIDE where that is on nodes of its own only.
         """
-        if self.needs_own_nodes(now, iteration_s=iteration_s, under_way_s=under_way_s):
+        if self.needs_own_nodes(
+            now, iteration_s=iteration_s, under_way_s=under_way_s, drifts=drifts
+        ):
             return NOBODY_BESIDE
         earned_s = (self.slo - 1.0) * self.solo_s
         reserve_s = min(RESERVE_ITERATIONS * iteration_s, RESERVE_OF_EARNED * earned_s)

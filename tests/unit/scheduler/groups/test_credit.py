@@ -1,5 +1,6 @@
 """Credit in planning: who has less than its reserve is owed the rest by those beside it."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,16 +165,52 @@ def test_everybody_leaves_a_job_that_a_surprise_would_make_late(place: int) -> N
     assert list(cell.pinned) == [late.job]
 
 
-@pytest.mark.parametrize(("credit_s", "goes"), [(-400.0, True), (-1000.0, False)])
-def test_of_two_who_cannot_pay_for_a_move_the_one_goes_that_regains_it(
-    credit_s: float, *, goes: bool
+@pytest.mark.parametrize("credit_s", [-400.0, -1000.0])
+def test_of_two_who_cannot_pay_for_a_move_the_one_goes_that_regains_most_of_it(
+    credit_s: float,
 ) -> None:
-    """In six hours a slack of 0.06 regains 1296 s, one of 0.02 432 s; a move needs 700 s."""
-    slower, tighter = (planned_job(f"job-{slo}", 280, 120, slo=slo) for slo in (1.06, 1.02))
-    planner, _ = _together([slower, tighter])
+    """In six hours a slack of 0.06 regains 1296 s, one of 0.02 432 s; a move needs 700 s.
+
+    Behind by 1000 s neither regains it, and to stay costs both of them more.
+    """
+    tighter, slower = (planned_job(f"job-{slo}", 280, 120, slo=slo) for slo in (1.02, 1.06))
+    planner, _ = _together([tighter, slower])
     for job in (slower, tighter):
         _settle(planner, job, credit_s=credit_s, now=DAY_S)
-    assert _moved(planner) == ([slower.job] if goes else [])
+    assert _moved(planner) == [slower.job]
+
+
+def test_of_three_who_are_behind_the_two_go_that_regain_most() -> None:
+    tight = [planned_job(f"job-{slo}", 150, 60, slo=slo) for slo in (1.02, 1.01, 1.03)]
+    planner, cell = _together(tight)
+    for job in tight:
+        _settle(planner, job, credit_s=-HOUR_S, now=DAY_S)
+    assert sorted(_moved(planner)) == ["job-1.02", "job-1.03"]
+    assert list(cell.pinned) == ["job-1.01"]
+
+
+@pytest.mark.parametrize(("end_ratio", "leaves"), [(1.0, False), (0.5, True)])
+def test_beside_a_job_that_drifts_nobody_stays_once_its_credit_is_half_an_iteration(
+    end_ratio: float, *, leaves: bool
+) -> None:
+    """A slack of 0.4 would regain in three iterations what a surprise costs; the forecast of the
+    two is good either way.
+    """
+    drifting, easy = (
+        planned_job("drifting", 300, 100, slo=1.4),
+        planned_job("easy", 60, 20, slo=1.9),
+    )
+    planner, cell = _together([drifting, easy])
+    facts = planner.facts[drifting.job]
+    for ratio in np.linspace(1.0, end_ratio, 40).tolist():
+        for phase, seen in zip(drifting.phases, (0.8, 0.7), strict=True):
+            facts.observe(phase.kind, phase.max_s * seen * ratio)
+    assert facts.drifts is leaves
+    _settle(planner, easy, credit_s=DAY_S, now=DAY_S)
+    _settle(planner, drifting, credit_s=0.4 * facts.belief().iteration_s, now=DAY_S)
+    facts.seen_s = DAY_S
+    assert _moved(planner) == ([easy.job] if leaves else [])
+    assert drifting.job in cell.pinned
 
 
 def _together(jobs: list[Job]) -> tuple[GroupPlanner, Cell]:

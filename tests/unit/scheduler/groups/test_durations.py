@@ -1,5 +1,7 @@
 """Beliefs about phase durations: wide before anything ran, narrow after, following a drift."""
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,3 +40,34 @@ def test_variation_is_learned_from_the_observations() -> None:
     calm, wild = _seen(400.0, *[200.0] * 60), _seen(400.0, *[150.0, 250.0] * 30)
     assert calm.cv < 0.05
     assert 0.2 < wild.cv < 0.3
+
+
+@pytest.mark.parametrize("end_ratio", [0.5, 2.0])
+def test_a_steady_drift_is_followed_without_the_lag_of_a_faded_mean(end_ratio: float) -> None:
+    noise = 1.0 + 0.08 * np.random.Generator(np.random.PCG64(7)).standard_normal(150)
+    means_s = np.linspace(300.0, 300.0 * end_ratio, 150)
+    seen = _seen(400.0, *(means_s * noise).tolist())
+    assert seen.mean_s == pytest.approx(means_s[-1], rel=0.07)
+    assert abs(seen.seen_s / means_s[-1] - 1.0) > 0.1
+    assert seen.cv == pytest.approx(0.08, rel=0.3)
+
+
+def test_chance_is_hardly_ever_taken_for_a_drift() -> None:
+    rng = np.random.Generator(np.random.PCG64(7))
+    taken = 0
+    for _ in range(100):
+        seen = PhaseEstimate(400.0)
+        for solo_s in (300.0 * (1.0 + 0.08 * rng.standard_normal(200))).tolist():
+            seen.observe(solo_s)
+            taken += seen.drift_s != 0.0
+    assert taken < 20
+
+
+def test_a_drift_is_doubted_more_than_a_mean_and_never_takes_it_past_twice_or_half() -> None:
+    noise = np.array([0.95, 1.05] * 20)
+    steady = _seen(400.0, *(200.0 * noise).tolist())
+    rising = _seen(400.0, *(np.linspace(100.0, 300.0, 40) * noise).tolist())
+    falling = _seen(400.0, *[1000.0] * 40, *[1.0] * 40)
+    assert rising.drift_s > 0.0
+    assert rising.mean_spread_s > 1.5 * steady.mean_spread_s
+    assert falling.mean_s >= falling.seen_s / 2
