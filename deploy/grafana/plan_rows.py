@@ -10,6 +10,11 @@ _PLAN = "scheduler_phase_plan"
 
 def plan() -> tuple[Lines, ...]:
     """Do jobs get what they were promised, and what does that cost?"""
+    return (*_standing(), *_shortest(), *_deciding())
+
+
+def _standing() -> tuple[Lines, ...]:
+    """How jobs, their promises and the nodes stand."""
     return (
         lines(
             "Jobs in the plan",
@@ -33,6 +38,12 @@ def plan() -> tuple[Lines, ...]:
             COUNT,
             (latest(f"{_PLAN}_nodes", by="pool, state", fold="sum"), "{{pool}} {{state}}"),
         ),
+    )
+
+
+def _shortest() -> tuple[Lines, ...]:
+    """Who is worst off."""
+    return (
         lines(
             "Least credit",
             "Smallest delay that a placed job can still absorb; below 0 its promise is broken.",
@@ -51,6 +62,12 @@ def plan() -> tuple[Lines, ...]:
             SECONDS,
             (latest(f"{_PLAN}_longest_wait_seconds", by="instance"), "{{instance}}"),
         ),
+    )
+
+
+def _deciding() -> tuple[Lines, ...]:
+    """What the planner does, and what it costs."""
+    return (
         lines(
             "Nodes' cost",
             "Dollars an hour for the nodes in use.",

@@ -34,6 +34,9 @@ class AgentMetrics:
             "idle_ratio", "Share of recent time without a production step.", "slot"
         )
         self._describe_leases()
+        self._describe_steps()
+        self._describe_guest()
+        self._describe_sharing()
         self._describe_accounts()
 
     def _describe_leases(self) -> None:
@@ -49,7 +52,14 @@ class AgentMetrics:
             registry=self.registry,
             buckets=_RECLAIM_EDGES_S,
         )
+        self.kv_reclaims = self._counter(
+            "kv_reclaims",
+            "Shrinks of its budget that the guest owed memory for.",
+            "slot",
+            "outcome",
+        )
 
+    def _describe_steps(self) -> None:
         self.step_over = self._gauge(
             "guest_step_over_ratio", "Guest steps longer than predicted; 0.1 is wanted.", "slot"
         )
@@ -66,14 +76,22 @@ class AgentMetrics:
             "kind",
             "percentile",
         )
-        self.kv = self._gauge(
-            "guest_kv_tokens", "Of the guest's KV: held, retained, free, withheld.", "slot", "state"
-        )
         self.blocking = self._gauge(
             "blocking_ratio",
             "Share of a guest step that production waits for: configured, in force, observed P99.",
             "slot",
             "kind",
+        )
+
+    def _describe_guest(self) -> None:
+        self.kv = self._gauge(
+            "guest_kv_tokens", "Of the guest's KV: held, retained, free, withheld.", "slot", "state"
+        )
+        self.prefixes = self._counter(
+            "guest_prefix_tokens",
+            "Kept for a trajectory away at its tools: used by it, or dropped.",
+            "slot",
+            "outcome",
         )
         self.memory = self._gauge(
             "guest_memory_bytes",
@@ -81,11 +99,13 @@ class AgentMetrics:
             "slot",
             "part",
         )
-        self.isolation = self._gauge(
-            "guest_isolation", "1 for what the guest says that bounds its steps.", "slot", "backend"
-        )
         self.weights_away = self._gauge(
             "guest_weights_away", "1 while its weights sleep in host memory.", "slot"
+        )
+
+    def _describe_sharing(self) -> None:
+        self.isolation = self._gauge(
+            "guest_isolation", "1 for what the guest says that bounds its steps.", "slot", "backend"
         )
         self.mps = self._gauge(
             "mps_state", "1 for what the MPS daemon says; all 0 without consent.", "slot", "state"
@@ -95,18 +115,6 @@ class AgentMetrics:
             "Of what guest and production share: used, limit, the guest's part and its limit.",
             "slot",
             "part",
-        )
-        self.prefixes = self._counter(
-            "guest_prefix_tokens",
-            "Kept for a trajectory away at its tools: used by it, or dropped.",
-            "slot",
-            "outcome",
-        )
-        self.kv_reclaims = self._counter(
-            "kv_reclaims",
-            "Shrinks of its budget that the guest owed memory for.",
-            "slot",
-            "outcome",
         )
 
     def _describe_accounts(self) -> None:
