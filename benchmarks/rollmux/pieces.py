@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from harvester.contracts.clock import MonotonicClock
-from scheduler.demo.processes import end_with
+from harvester.contracts.parent import end_with
 from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.workload import JOBS, Drift, w1

@@ -3,8 +3,10 @@
 Its processes are a group of their own, so that an interrupt at the terminal reaches this process
 first: under MPS a signal in the middle of a kernel may take production's server with it, so the
 daemon ends the guest's work on the GPU before anybody signals it. They stay in this session, since
-the idle class counts within one. Nothing on the host was set, so what is left to undo is the
-processes and, where KV is shared, their segment: of a dead guest it would count as memory in use.
+the idle class counts within one. Should this process be killed, the kernel ends the engine, but
+under MPS, where a signal unasked is worse than a guest left over. Nothing on the host was set, so
+what is left to undo is the processes and, where KV is shared, their segment: of a dead guest it
+would count as memory in use.
 """
 
 import asyncio
@@ -13,12 +15,14 @@ import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import psutil
 
 from harvester.agent.mps import MpsWatch
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.kv_segment import KvSegment
+from harvester.contracts.parent import end_with
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +65,10 @@ class GuestEngine:
             loop.add_signal_handler(number, self.ask_to_stop)
         try:
             child = await asyncio.create_subprocess_exec(
-                *self._arguments, env=os.environ | self._environment, process_group=0
+                *self._arguments,
+                env=os.environ | self._environment,
+                process_group=0,
+                preexec_fn=None if self._mps else partial(end_with, os.getpid()),
             )
         except OSError as error:
             raise ConfigError(f"cannot start {self._arguments[0]}: {error.strerror}") from error

@@ -6,7 +6,6 @@ shared-memory files that they leave when they are killed. A child whose parent d
 told by the kernel.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -21,9 +20,8 @@ import psutil
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
+from harvester.contracts.parent import end_with
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _TERM_S = 8.0
 _KILL_S = 5.0
 _TAIL_BYTES = 2000
@@ -186,13 +184,6 @@ def _each_thread(process: psutil.Process, action: Callable[[int], None]) -> None
             action(thread.id)
     except (psutil.NoSuchProcess, ProcessLookupError):
         return
-
-
-def end_with(parent: int) -> None:
-    """Have the kernel end this process as soon as its parent, of that id, has ended."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _prepared(core: int | None, nice: int) -> Callable[[], None]:

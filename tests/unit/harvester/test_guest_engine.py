@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,12 @@ sys.exit(3)
 """
 # One that does not listen.
 DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + ENGINE
+
+KILLED = f"""
+import asyncio, sys
+from harvester.agent.guest_engine import GuestEngine
+asyncio.run(GuestEngine([sys.executable, "-c", {ENGINE!r}, sys.argv[1], "300"], {{}}).run())
+"""
 
 
 def engine(
@@ -90,6 +97,17 @@ async def test_an_engine_that_does_not_listen_is_killed(tmp_path: Path) -> None:
     guest.ask_to_stop()
     assert await running == 0
     assert [pid for pid in pids if runs(pid)] == []
+
+
+async def test_killed_itself_it_leaves_no_engine(tmp_path: Path) -> None:
+    operator = await asyncio.create_subprocess_exec(sys.executable, "-c", KILLED, str(tmp_path))
+    main, worker = await started(tmp_path)
+    try:
+        operator.kill()
+        await operator.wait()
+        await until(lambda: not runs(main))
+    finally:
+        os.kill(worker, signal.SIGKILL)  # vLLM's own end with their engine.
 
 
 async def test_its_shared_segment_goes_with_it(tmp_path: Path) -> None:
