@@ -2,16 +2,18 @@
 
 Chosen by capability, reported in the grant as `blocking_ratio` and undone on exit:
 
+    idle-group    Linux: the guest in a control group that is idle as a whole, preempted at once;
+                  production's threads are ranked as if it were not there
     idle          Linux: the guest's processes in the idle scheduling class, preempted at once
     time-slicing  CUDA's default: contexts take turns on the GPU; a fault stays with who caused it
     mps           CUDA, by consent only: both run at once, the guest on a share of the GPU and at
                   lower priority; without fault isolation, see coserve/mps.py
     none          nothing; the whole of a running step delays production
 
-The idle class ranks a process among those of its own scheduling group only. Groups share a core out
-by their own weights first: control groups with a cpu controller, and, where a process is in none,
-one group for each session (autogroup). A guest in the idle class in another group than production
-gets half of the core.
+The idle class ranks a process among those of its own scheduling group only, and groups share a core
+out by their own weights first: a guest in the idle class in another group than production gets half
+of the core. In the same group it is preempted, and what production's own threads are owed is off by
+up to a tick: they wait a millisecond for each other where they would not (decision 96).
 """
 
 import os
@@ -23,12 +25,15 @@ from pathlib import Path
 from coserve.gpus import ComputeMode, Gpu
 from coserve.mps import MpsShare
 from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.idle_groups import IdleGroups
 from harvester.contracts.mps import NO_DAEMON, PIPE_VARIABLE
+from harvester.contracts.scheduling_group import ranks_below, scheduling_group
 
-_CGROUPS = Path("/sys/fs/cgroup")
+_GROUPS = IdleGroups()
 
 
 class IsolationBackend(StrEnum):
+    IDLE_GROUP = "idle-group"
     IDLE = "idle"
     TIME_SLICING = "time-slicing"
     MPS = "mps"
@@ -54,6 +59,7 @@ class Isolation:
 
 # A waking normal task preempts the idle class at once, whatever step it is in. What is left is the
 # switch and caches that the step has filled: together well under a millisecond.
+IDLE_GROUP = Isolation(IsolationBackend.IDLE_GROUP, blocking_ratio=0.02)
 IDLE_CLASS = Isolation(IsolationBackend.IDLE, blocking_ratio=0.02)
 # CUDA joins whatever MPS daemon answers in its default directory and says nothing: a guest without
 # anybody's consent to that is sent to look where there is none.
@@ -84,21 +90,29 @@ def choose(
         return _time_slicing(wanted, gpus)
     if wanted is IsolationBackend.TIME_SLICING:
         raise Unsupported("time-slicing needs an NVIDIA GPU")
-    return _idle_class(wanted)
+    return _on_cpu(wanted)
 
 
-def _idle_class(wanted: IsolationBackend | None) -> Isolation:
-    if hasattr(os, "SCHED_IDLE"):
-        return IDLE_CLASS
+def _on_cpu(wanted: IsolationBackend | None) -> Isolation:
+    if not hasattr(os, "SCHED_IDLE"):
+        if wanted is not None:
+            raise Unsupported(f"{wanted} needs Linux; choose isolation 'none'")
+        return NO_ISOLATION
     if wanted is IsolationBackend.IDLE:
-        raise Unsupported("the idle scheduling class needs Linux; choose isolation 'none'")
-    return NO_ISOLATION
+        return IDLE_CLASS
+    try:
+        _GROUPS.check(os.getpid())
+    except Unsupported:
+        if wanted is IsolationBackend.IDLE_GROUP:
+            raise
+        return IDLE_CLASS
+    return IDLE_GROUP
 
 
 def _time_slicing(wanted: IsolationBackend | None, gpus: Sequence[Gpu]) -> Isolation:
-    if wanted is IsolationBackend.IDLE:
+    if wanted in {IsolationBackend.IDLE, IsolationBackend.IDLE_GROUP}:
         raise Unsupported(
-            "the idle class ranks threads on a core and no kernel on a GPU: leave isolation to "
+            f"{wanted} ranks threads on a core and no kernel on a GPU: leave isolation to "
             "time-slicing, or choose mps"
         )
     for gpu in gpus:
@@ -131,71 +145,49 @@ def _mps(gpus: Sequence[Gpu], share: MpsShare | None) -> Isolation:
     )
 
 
-def apply_to_process(isolation: Isolation, pid: int = 0) -> None:
-    """Put a process (0: this one) and every thread of it under the backend.
+def apply_to_process(isolation: Isolation, pid: int = 0, *, guest: int = 0) -> None:
+    """Put a process (0: this one) and every thread of it under the backend. Raises Unsupported.
 
+    `guest` is the first process of the guest that it is one of; 0 where it is that itself.
     Those of a GPU hold from a process's first call of CUDA: `Isolation.environment`, not this.
     Children and threads made later inherit it, so it is called before an engine starts its own.
     """
-    if isolation.backend is IsolationBackend.IDLE:
+    if isolation.backend is IsolationBackend.IDLE_GROUP:
+        pid = pid or os.getpid()
+        _GROUPS.enter(pid, guest=guest or pid)
+    elif isolation.backend is IsolationBackend.IDLE:
         for thread in _threads(pid):
             os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 
-def lift_from_process(pid: int) -> None:
-    """Back to the normal class, for a reclaim that must not wait behind production.
+def lift_from_process(pid: int = 0) -> None:
+    """Back among all others, for a reclaim that must not wait behind production, or at the end.
 
     Nothing lifts a process on a GPU: a client of MPS keeps the share that it started with.
     """
+    _GROUPS.leave(pid or os.getpid())
     for thread in _threads(pid):
         os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
 
 
+def clear() -> None:
+    """What isolating guests left on this machine; another's guests keep what they are in."""
+    _GROUPS.clear()
+
+
 def check_beside(isolation: Isolation, *, guest: int, production: int) -> None:
     """Raises Unsupported where the backend does nothing between these two processes."""
-    if isolation.backend is not IsolationBackend.IDLE:
+    if isolation.backend not in {IsolationBackend.IDLE, IsolationBackend.IDLE_GROUP}:
         return
     guest_group, production_group = scheduling_group(guest), scheduling_group(production)
-    if guest_group == production_group or _is_idle_group(guest_group):
+    in_class = isolation.backend is IsolationBackend.IDLE and guest_group == production_group
+    if in_class or ranks_below(guest_group, production_group):
         return
     raise Unsupported(
-        f"the idle class has no effect: the guest is in scheduling group {guest_group}, production "
-        f"in {production_group}; give the guest's control group cpu.idle=1 (systemd: "
-        "CPUWeight=idle), start both in one session, or set blocking_ratio to 1"
+        f"isolation {isolation.backend} has no effect: the guest is in scheduling group "
+        f"{guest_group}, production in {production_group}; give the guest's control group "
+        "cpu.idle=1 (systemd: CPUWeight=idle), or set blocking_ratio to 1"
     )
-
-
-def scheduling_group(pid: int, *, proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> str:
-    """Name of the group within which the kernel ranks a process, e.g. `/system.slice/a.service`."""
-    lines = (proc / str(pid) / "cgroup").read_text().splitlines()
-    paths = {names: path for _, names, path in (line.split(":", 2) for line in lines)}
-    own = next((path for names, path in paths.items() if "cpu" in names.split(",")), None)
-    if own is None:
-        own = _with_cpu_controller(paths.get("", "/"), cgroups)
-    if own != "/":
-        return own
-    enabled = proc / "sys/kernel/sched_autogroup_enabled"
-    if not enabled.exists() or enabled.read_text().strip() != "1":
-        return own
-    autogroup = proc / str(pid) / "autogroup"
-    # Empty for a process whose session never got a group of its own, such as init's.
-    words = autogroup.read_text().split() if autogroup.exists() else []
-    return words[0] if words else own
-
-
-def _with_cpu_controller(path: str, cgroups: Path) -> str:
-    """The nearest group upwards that the unified hierarchy gives a CPU weight of its own."""
-    while path != "/" and not (cgroups / path.lstrip("/") / "cpu.weight").exists():
-        path = str(Path(path).parent)
-    return path
-
-
-def _is_idle_group(group: str) -> bool:
-    for root in (_CGROUPS, _CGROUPS / "cpu", _CGROUPS / "cpu,cpuacct"):
-        file = root / group.lstrip("/") / "cpu.idle"
-        if group != "/" and file.exists():
-            return file.read_text().strip() == "1"
-    return False
 
 
 def _threads(pid: int) -> list[int]:

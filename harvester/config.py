@@ -111,7 +111,7 @@ class GuestConfig(_Model):
     """On each GPU, or, on a CPU, in whole GiB. Never what profiling would find free."""
     gpus: tuple[str, ...] = Field(default=(), max_length=64)
     """UUIDs of the slot's GPUs; may be left out where the machine has one or none."""
-    isolation: Literal["idle", "time-slicing", "mps", "none"] | None = None
+    isolation: Literal["idle-group", "idle", "time-slicing", "mps", "none"] | None = None
     """By default the best that needs no consent. `mps` needs the slot's `mps` as well."""
     active_thread_percentage: float = Field(default=100.0, gt=0, le=100)
     """Under MPS: most of a GPU's multiprocessors that the guest may use."""

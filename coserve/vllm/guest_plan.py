@@ -95,8 +95,7 @@ def answers(wishes: GuestWishes, vllm: Capabilities) -> tuple[Answer, ...]:
 
 
 def _isolations(wishes: GuestWishes) -> Iterator[Answer]:
-    by_itself = IsolationBackend.TIME_SLICING if wishes.gpus else IsolationBackend.IDLE
-    wanted = wishes.isolation or by_itself
+    wanted = wishes.isolation or backends.choose(gpus=wishes.gpus).backend
     for backend in IsolationBackend:
         try:
             found = backends.choose(backend, gpus=wishes.gpus, mps=wishes.mps)
@@ -108,6 +107,7 @@ def _isolations(wishes: GuestWishes) -> Iterator[Answer]:
 
 
 _EFFECT = {
+    IsolationBackend.IDLE_GROUP: "production's threads run as if the guest were not there",
     IsolationBackend.IDLE: "production's threads preempt the guest's at once",
     IsolationBackend.TIME_SLICING: "CUDA's own turns on the GPU; a fault stays with who caused it",
     IsolationBackend.MPS: "both run at once; by your consent, and only while one server has both",

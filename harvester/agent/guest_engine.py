@@ -4,9 +4,8 @@ Its processes are a group of their own, so that an interrupt at the terminal rea
 first: under MPS a signal in the middle of a kernel may take production's server with it, so the
 daemon ends the guest's work on the GPU before anybody signals it. They stay in this session, since
 the idle class counts within one. Should this process be killed, the kernel ends the engine, but
-under MPS, where a signal unasked is worse than a guest left over. Nothing on the host was set, so
-what is left to undo is the processes and, where KV is shared, their segment: of a dead guest it
-would count as memory in use.
+under MPS, where a signal unasked is worse than a guest left over. What is left to undo is the
+processes and, where KV is shared, their segment: of a dead guest it would count as memory in use.
 """
 
 import asyncio

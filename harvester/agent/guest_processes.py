@@ -1,7 +1,8 @@
 """Acts on a guest's processes, which the guest itself names: lifts them, or ends them.
 
 Under MPS a guest is ended in two steps: the daemon ends its work on the GPU, and only then comes a
-signal. Lifting is for the idle class alone: a client of MPS keeps the share that it began with.
+signal. Lifting is for the idle group and the idle class alone: a client of MPS keeps the share that
+it began with, and a control group that somebody else made idle is theirs to change.
 
 A page is written by its guest, so a name in it is believed only for a process of the page's owner
 that began when the guest says: a number alone would be somebody else's in another pid namespace, or
@@ -13,53 +14,72 @@ import os
 import signal
 import threading
 from collections.abc import Iterable
+from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
 from harvester.agent.mps import MpsWatch
+from harvester.contracts.errors import Unsupported
+from harvester.contracts.idle_groups import IdleGroups
 from harvester.contracts.process import ProcessId, start_ticks
+from harvester.contracts.scheduling_group import is_under_idle, scheduling_group
 
 _log = logging.getLogger(__name__)
 
 
+class _Place(StrEnum):
+    GROUP = "idle-group"
+    CLASS = "idle"
+
+
+class _Lifted(msgspec.Struct, frozen=True, kw_only=True):
+    process: ProcessId
+    out_of: _Place
+
+
 class GuestProcesses:
-    def __init__(self, page: Path, *, memo: Path, mps: MpsWatch | None = None) -> None:
+    def __init__(
+        self,
+        page: Path,
+        *,
+        memo: Path,
+        mps: MpsWatch | None = None,
+        groups: IdleGroups | None = None,
+    ) -> None:
         """`page` is the guest's page; its owner is the guest's user. `memo` names what is lifted,
         so that an agent that comes after this one can settle it."""
         self._mps = mps
+        self._groups = groups or IdleGroups()
         self._ending: threading.Thread | None = None
         self._page = page
         self._memo = memo
         self._lifted = _remembered(memo)
 
     def lift(self, processes: Iterable[ProcessId]) -> bool:
-        """Out of the idle class. False where any thread could not be."""
+        """Out of the idle group or the idle class. False where any thread could not be."""
         done = True
         for process in self._own(processes):
-            for thread in _threads(process.pid):
-                try:
-                    if os.sched_getscheduler(thread) != os.SCHED_IDLE:
-                        continue
-                    os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
-                except OSError as error:
-                    _log.warning("guest thread %s is not lifted: %s", thread, error.strerror)
-                    done = False
-                else:
-                    self._lifted.add(process)
+            try:
+                self._lift(process)
+            except OSError as error:
+                _log.warning("guest process %s is not lifted: %s", process.pid, error.strerror)
+                done = False
+            except Unsupported as error:
+                _log.warning("guest process %s is not lifted: %s", process.pid, error)
+                done = False
         self._remember()
         return done
 
     def settle(self) -> None:
         """Back into it, with the threads that they have made since."""
-        for process in self._lifted:
-            if start_ticks(process.pid) != process.start_ticks:
+        for lifted in self._lifted:
+            if start_ticks(lifted.process.pid) != lifted.process.start_ticks:
                 continue
-            for thread in _threads(process.pid):
-                try:
-                    os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
-                except OSError as error:
-                    _log.error("guest thread %s stays lifted: %s", thread, error.strerror)
+            try:
+                self._put_back(lifted)
+            except (OSError, Unsupported) as error:
+                _log.error("guest process %s stays lifted: %s", lifted.process.pid, error)
         self._lifted.clear()
         self._remember()
 
@@ -107,6 +127,25 @@ class GuestProcesses:
                 os.close(descriptor)
         return killed
 
+    def _lift(self, process: ProcessId) -> None:
+        if self._groups.lift(process.pid):
+            self._lifted.add(_Lifted(process=process, out_of=_Place.GROUP))
+            return
+        group = scheduling_group(process.pid)
+        if is_under_idle(group):
+            raise Unsupported(f"its control group {group} is its operator's, and idle")
+        for thread in _threads(process.pid):
+            if os.sched_getscheduler(thread) == os.SCHED_IDLE:
+                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+                self._lifted.add(_Lifted(process=process, out_of=_Place.CLASS))
+
+    def _put_back(self, lifted: "_Lifted") -> None:
+        if lifted.out_of is _Place.GROUP:
+            self._groups.settle(lifted.process.pid)
+            return
+        for thread in _threads(lifted.process.pid):
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+
     def _own(self, processes: Iterable[ProcessId]) -> list[ProcessId]:
         try:
             owner = self._page.lstat().st_uid
@@ -131,9 +170,9 @@ class GuestProcesses:
             _log.warning("%s: %s", self._memo, error.strerror)
 
 
-def _remembered(memo: Path) -> set[ProcessId]:
+def _remembered(memo: Path) -> set[_Lifted]:
     try:
-        return set(msgspec.json.decode(memo.read_bytes(), type=tuple[ProcessId, ...]))
+        return set(msgspec.json.decode(memo.read_bytes(), type=tuple[_Lifted, ...]))
     except (OSError, msgspec.DecodeError):
         return set()
 

@@ -10,7 +10,7 @@ from harvester.contracts.page import Grant, Guest, GuestMemory
 from harvester.policy.sample import MpsReading, SlotSample
 from harvester.policy.slot import SlotPolicy
 
-BACKENDS = ("idle", "time-slicing", "mps", "none")
+BACKENDS = ("idle-group", "idle", "time-slicing", "mps", "none")
 """Of a guest's `isolation`; one that says nothing is none of them."""
 _MPS_STATES = ("together", "apart", "fault", "silent")
 _MEMORY_PARTS = ("weights", "graphs", "activations", "context", "kv")

@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from coserve import isolation
 from coserve.gpus import Gpu, gpus
-from coserve.isolation import IsolationBackend, apply_to_process
+from coserve.isolation import IsolationBackend
 from coserve.mps import MpsShare
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
@@ -22,6 +23,7 @@ from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.mps import MpsWatch
 from harvester.config import AgentConfig, GuestConfig, MpsConfig, SlotConfig, load_agent_config
 from harvester.contracts.errors import ConfigError
+from harvester.contracts.idle_groups import IdleGroups
 from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.mps import PIPE_VARIABLE, MpsControl
 
@@ -63,14 +65,18 @@ def guest(
         _print_command(command, planned)
         return
     _check_place(wanted, pages)
-    apply_to_process(planned.isolation)
+    isolation.apply_to_process(planned.isolation)
     engine = GuestEngine(
         command.arguments,
         command.environment,
         mps=_watch(wishes.mps, planned),
         segment=KvSegment(wishes.shared_kv) if wishes.shared_kv else None,
     )
-    raise typer.Exit(asyncio.run(engine.run()))
+    try:
+        raise typer.Exit(asyncio.run(engine.run()))
+    finally:
+        isolation.lift_from_process()
+        isolation.clear()
 
 
 def _slot(agent: AgentConfig, name: str | None) -> SlotConfig:
@@ -173,7 +179,9 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path) -> list[str]:
             f"guests start one at a time on a GPU, by locks in {pages.parent}; do not restart "
             "production meanwhile. Nothing of this has run on a GPU"
         )
-    notes.append("nothing is set on the host: it ends with the guest's processes")
+    if planned.isolation.backend is IsolationBackend.IDLE_GROUP:
+        notes.append("an idle control group that we make goes with the last guest in it")
+    notes.append("nothing else is set on the host: it ends with the guest's processes")
     return notes
 
 
@@ -220,6 +228,9 @@ def _table(said: Sequence[Answer], *, title: str) -> Table:
 def _print_command(command: launch.EngineCommand, planned: GuestPlan) -> None:
     """To copy: into a shell, a unit or a pod."""
     idle = planned.isolation.backend is IsolationBackend.IDLE
+    if planned.isolation.backend is IsolationBackend.IDLE_GROUP:
+        for line in IdleGroups().commands():
+            typer.echo(line)
     for name, value in sorted(command.environment.items()):
         typer.echo(f"{name}={shlex.quote(value)} \\")
     typer.echo(("chrt --idle 0 " if idle else "") + shlex.join(command.arguments))

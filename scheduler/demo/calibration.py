@@ -19,6 +19,7 @@ from scheduler.demo.window import Window
 TARGET_BUSY_SHARE = 0.5
 _ITERATIONS = 24
 _SLOWEST, _FASTEST = 1 / 64, 64.0
+_QUICKEST, _LONGEST = 1 / 16, 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +60,28 @@ def busy_share(arrivals: Sequence[Arrival], model: ProductionModel, *, window_s:
 
 
 def measured_ratio(replays: Sequence[Replayed], model: ProductionModel) -> float:
-    """How much busier the engine was, over all replays, than is computed; 1 where nothing came."""
-    computed_s = sum(
-        busy_share(each.arrivals, model, window_s=each.seconds) * each.seconds for each in replays
-    )
-    measured_s = sum(each.busy_s for each in replays)
-    return measured_s / computed_s if computed_s > 0 and measured_s > 0 else 1.0
+    """How much longer steps are than the model says, for the engine to have been as busy as it was
+    over all replays; 1 where nothing came.
+
+    Of times and not of busy shares: those of a burst that keeps the engine busy to its end are one
+    whatever the steps take. Within 1/16 and 16.
+    """
+    measured_s = sum(each.busy_s for each in replays if each.arrivals)
+    if measured_s <= 0:
+        return 1.0
+    low, high = _QUICKEST, _LONGEST
+    for _ in range(_ITERATIONS):
+        middle = (low * high) ** 0.5
+        scaled = model.scaled(middle)
+        computed_s = sum(
+            busy_share(each.arrivals, scaled, window_s=each.seconds) * each.seconds
+            for each in replays
+        )
+        if computed_s < measured_s:
+            low = middle
+        else:
+            high = middle
+    return float((low * high) ** 0.5)
 
 
 def mean_busy_share(windows: Sequence[Window], model: ProductionModel) -> float:
@@ -83,12 +100,13 @@ def rate_for(
 ) -> float:
     """The replay rate at which the busy share of `windows(rate)` comes to `target`.
 
-    `measured_ratio` is what the short replays measured over what this computation says of them.
+    `measured_ratio` is how much longer the short replays' steps were than the model says.
     """
+    model = model.scaled(measured_ratio)
     slow, fast = _SLOWEST, _FASTEST
     for _ in range(_ITERATIONS):
         middle = (slow * fast) ** 0.5
-        if measured_ratio * mean_busy_share(windows(middle), model) < target:
+        if mean_busy_share(windows(middle), model) < target:
             slow = middle
         else:
             fast = middle

@@ -1,9 +1,9 @@
 """The demo's processes: started in groups of their own, watched, pinned, and all gone at the end.
 
 Whatever ends the demo (its own end, Ctrl-C, an error), `Processes` ends every process that it
-started with everything that these started, also what outlived its own parent, and removes the
-shared-memory files that they leave when they are killed. A child whose parent dies without that is
-told by the kernel.
+started with everything that these started, also what outlived its own parent, and removes what they
+leave when they are killed: shared-memory files, and the control group of isolated guests. A child
+whose parent dies without that is told by the kernel.
 """
 
 import os
@@ -18,6 +18,7 @@ from typing import IO
 
 import psutil
 
+from coserve import isolation
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.parent import end_with
@@ -165,6 +166,7 @@ class Processes:
         self._children.clear()
         for path in shared:
             path.unlink(missing_ok=True)
+        isolation.clear()
 
 
 def pin(child: Child, core: int) -> None:

@@ -155,9 +155,10 @@ class ServingSlot:
 
     def isolate(self, backend: Isolation) -> None:
         """Put every process of the guest under `backend`, whichever it was under."""
-        for process in self.parts.running[GUEST].tree():
+        guest = self.parts.running[GUEST]
+        for process in guest.tree():
             isolation.lift_from_process(process.pid)
-            isolation.apply_to_process(backend, process.pid)
+            isolation.apply_to_process(backend, process.pid, guest=guest.process.pid)
 
     def start_agent(self, policy: dict[str, Any]) -> None:
         self._write_agent_config(policy)

@@ -40,7 +40,7 @@ EXPORTERS = {
     "vllm-rollout": Exporter.VLLM,
 }
 LABEL_VALUES = {
-    "backend": ("idle", "time-slicing", "mps", "none"),
+    "backend": ("idle-group", "idle", "time-slicing", "mps", "none"),
     "bound": ("low", "mean", "high"),
     "decision": ("open", "closed"),
     "engine": ("0",),

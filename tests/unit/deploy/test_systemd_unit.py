@@ -105,18 +105,29 @@ def test_the_unit_and_the_settings_mean_the_same_directories() -> None:
 GUEST_UNIT = DEPLOY / "systemd" / "rosemux-guest@.service"
 
 
+GUEST_SLICE = DEPLOY / "systemd" / "rosemux.slice"
+
+
 @needs_systemd
 @pytest.mark.parametrize("drop_in", [None, "guest-mps.conf"])
 def test_systemd_understands_the_guest_s_unit(drop_in: str | None, tmp_path: Path) -> None:
     unit = tmp_path / GUEST_UNIT.name
+    shutil.copy(GUEST_SLICE, tmp_path)
     unit.write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", GUEST_UNIT.read_text()))
     if drop_in is not None:
         (tmp_path / f"{GUEST_UNIT.name}.d").mkdir()
         shutil.copy(DEPLOY / "systemd" / drop_in, tmp_path / f"{GUEST_UNIT.name}.d")
 
-    result = analyze("verify", "--man=no", str(unit))
+    result = analyze("verify", "--man=no", str(unit), str(tmp_path / GUEST_SLICE.name))
 
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_guests_rank_below_everything_on_the_machine() -> None:
+    # A name without a dash is a slice at the root, where every other group is.
+    assert "-" not in GUEST_SLICE.stem
+    assert "CPUWeight=idle\n" in GUEST_SLICE.read_text()
+    assert f"Slice={GUEST_SLICE.name}\n" in GUEST_UNIT.read_text()
 
 
 def test_guest_and_agent_are_one_user_of_one_file() -> None:

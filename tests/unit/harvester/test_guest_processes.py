@@ -8,10 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from harvester.agent import guest_processes
 from harvester.agent.guest_processes import GuestProcesses
+from harvester.contracts.errors import Unsupported
+from harvester.contracts.idle_groups import IdleGroups
 from harvester.contracts.process import ProcessId, process_ids, start_ticks
+from harvester.contracts.scheduling_group import is_idle, scheduling_group
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux only")
+
+
+def _idle_group() -> bool:
+    try:
+        IdleGroups().check(os.getpid())
+    except Unsupported:
+        return False
+    return True
+
+
 privileged = pytest.mark.skipif(os.geteuid() != 0, reason="needs capabilities")
 
 
@@ -48,6 +62,33 @@ def test_lifts_an_idle_guest_and_puts_it_back(
     assert guest.lift(named), "once more changes nothing"
     guest.settle()
     assert idle(child)
+
+
+@pytest.mark.skipif(not _idle_group(), reason="no idle control group can be made here")
+def test_lifts_a_guest_out_of_the_idle_group_and_an_agent_that_comes_after_puts_it_back(
+    child: "subprocess.Popen[bytes]",
+    named: tuple[ProcessId, ...],
+    guest: GuestProcesses,
+    tmp_path: Path,
+) -> None:
+    groups = IdleGroups()
+    groups.enter(child.pid, guest=child.pid)
+    own = scheduling_group(child.pid)
+    try:
+        assert guest.lift(named)
+        assert not is_idle(own)
+        GuestProcesses(tmp_path / "guest", memo=tmp_path / "lifted").settle()
+        assert is_idle(own)
+    finally:
+        groups.leave(child.pid)
+        groups.clear()
+
+
+def test_a_guest_in_an_operators_idle_group_is_not_said_to_be_lifted(
+    named: tuple[ProcessId, ...], guest: GuestProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guest_processes, "is_under_idle", lambda group: True)
+    assert not guest.lift(named)
 
 
 @privileged

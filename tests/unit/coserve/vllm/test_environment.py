@@ -76,7 +76,7 @@ def test_a_guest_says_what_it_is_isolated_by(
     assert found is not None
     assert found.isolation is IsolationBackend.TIME_SLICING
     monkeypatch.setenv("ROSEMUX_ISOLATION", "green-contexts")
-    with pytest.raises(ConfigError, match="use idle, time-slicing, mps, none"):
+    with pytest.raises(ConfigError, match="use idle-group, idle, time-slicing, mps, none"):
         slot_environment()
     monkeypatch.setenv("ROSEMUX_ISOLATION", "mps")
     with pytest.raises(ConfigError, match="CUDA_MPS_PIPE_DIRECTORY"):

@@ -93,14 +93,26 @@ def test_the_chosen_rate_hits_its_target(model: ProductionModel, target: float) 
     assert share_at(rate, model) == pytest.approx(target, abs=0.02)
 
 
+def replayed(model: ProductionModel, rate: float) -> Replayed:
+    """What an engine with such steps would measure."""
+    window = windows_at(rate)[0]
+    share = busy_share(window.arrivals, model, window_s=window.duration_s)
+    busy_s = share * window.duration_s
+    return Replayed(arrivals=window.arrivals, seconds=window.duration_s, busy_s=busy_s)
+
+
+@pytest.mark.parametrize("rate", [2.0, 30.0], ids=["quiet", "near saturation"])
+@pytest.mark.parametrize("ratio", [0.4, 1.0, 2.0])
+def test_the_measured_ratio_is_that_of_the_steps(ratio: float, rate: float) -> None:
+    model = MODELS["small"]
+    replay = replayed(model.scaled(ratio), rate)
+    assert measured_ratio([replay], model) == pytest.approx(ratio, rel=0.02)
+
+
 def test_the_measured_ratio_is_over_all_replays() -> None:
     model = MODELS["small"]
-    window = windows_at(2.0)[0]
-    seconds = window.duration_s
-    computed_s = busy_share(window.arrivals, model, window_s=seconds) * seconds
-    twice = Replayed(arrivals=window.arrivals, seconds=seconds, busy_s=2.0 * computed_s)
-    assert measured_ratio([twice], model) == pytest.approx(2.0)
-    assert measured_ratio([twice, replace(twice, busy_s=computed_s)], model) == pytest.approx(1.5)
+    replays = [replayed(model.scaled(ratio), 2.0) for ratio in (1.0, 2.0)]
+    assert 1.3 < measured_ratio(replays, model) < 1.7
 
 
 @pytest.mark.parametrize("busy_s", [0.0, 3.0])
@@ -109,7 +121,8 @@ def test_replays_in_which_nothing_came_say_nothing(busy_s: float) -> None:
     assert measured_ratio([quiet], MODELS["small"]) == 1.0
 
 
-def test_what_was_measured_corrects_what_is_computed() -> None:
+@pytest.mark.parametrize("ratio", [0.4, 1.25])
+def test_what_was_measured_corrects_what_is_computed(ratio: float) -> None:
     model = MODELS["small"]
-    rate = rate_for(windows_at, model, measured_ratio=1.25, target=0.5)
-    assert share_at(rate, model) == pytest.approx(0.4, abs=0.02)
+    rate = rate_for(windows_at, model, measured_ratio=ratio, target=0.5)
+    assert share_at(rate, model.scaled(ratio)) == pytest.approx(0.5, abs=0.02)

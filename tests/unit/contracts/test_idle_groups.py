@@ -1,0 +1,133 @@
+"""The control group that guests enter: real where this kernel lets us, and what others refuse."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harvester.contracts.errors import Unsupported
+from harvester.contracts.idle_groups import IdleGroups
+from harvester.contracts.scheduling_group import is_idle, ranks_below, scheduling_group
+
+
+def _possible() -> bool:
+    try:
+        IdleGroups().check(os.getpid())
+    except Unsupported:
+        return False
+    return scheduling_group(os.getpid()) != "/"
+
+
+here = pytest.mark.skipif(not _possible(), reason="no idle control group can be made here")
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process.pid
+
+
+@here
+def test_who_enters_ranks_below_all_others_until_it_leaves(sleeper: int) -> None:
+    groups, mine = IdleGroups(), scheduling_group(os.getpid())
+    before = scheduling_group(sleeper)
+    groups.enter(sleeper, guest=sleeper)
+    groups.enter(sleeper, guest=sleeper)
+    inside = scheduling_group(sleeper)
+    assert ranks_below(inside, mine)
+    groups.leave(sleeper)
+    groups.leave(sleeper)
+    assert scheduling_group(sleeper) == before
+
+
+@here
+def test_one_guest_is_lifted_and_settled_and_no_other(sleeper: int) -> None:
+    groups, mine = IdleGroups(), scheduling_group(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        for pid in (sleeper, other.pid):
+            groups.enter(pid, guest=pid)
+        ranks = [scheduling_group(pid) for pid in (sleeper, other.pid)]
+        assert groups.lift(sleeper)
+        assert [ranks_below(rank, mine) for rank in ranks] == [False, True]
+        assert groups.settle(sleeper)
+        assert [ranks_below(rank, mine) for rank in ranks] == [True, True]
+        for pid in (sleeper, other.pid):
+            groups.leave(pid)
+    groups.clear()
+    assert not groups.lift(sleeper), "it is in no group of ours any more"
+
+
+@here
+def test_processes_of_one_guest_share_a_group_which_goes_with_the_last(sleeper: int) -> None:
+    groups = IdleGroups()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as worker:
+        for pid in (sleeper, worker.pid):
+            groups.enter(pid, guest=sleeper)
+        folder = scheduling_group(sleeper)
+        assert scheduling_group(worker.pid) == folder
+        groups.leave(worker.pid)
+    groups.clear()
+    assert is_idle(folder), "somebody is in it"
+    groups.leave(sleeper)
+    groups.clear()
+    assert not is_idle(folder)
+
+
+@here
+def test_a_shell_that_runs_its_commands_is_in_it() -> None:
+    script = "\n".join((*IdleGroups().commands(), "cat /proc/self/cgroup"))
+    seen = subprocess.run(["sh", "-ec", script], capture_output=True, text=True, check=True).stdout
+    IdleGroups().clear()
+    assert "rosemux-guest-" in seen
+
+
+def _machine(folder: Path, *, own: str, controllers: str = "cpu memory") -> IdleGroups:
+    """A unified hierarchy, in which process 7 is in the group `own`."""
+    (folder / "proc/7").mkdir(parents=True)
+    (folder / "proc/7/cgroup").write_text(f"0::{own}\n")
+    cgroups = folder / "cgroup"
+    (cgroups / own.lstrip("/")).mkdir(parents=True)
+    (cgroups / "cgroup.subtree_control").write_text(controllers)
+    (cgroups / "cgroup.procs").touch()
+    if own != "/":
+        (cgroups / own.lstrip("/") / "cpu.weight").write_text("100\n")
+        (cgroups / own.lstrip("/") / "cpu.idle").write_text("0\n")
+    return IdleGroups(proc=folder / "proc", cgroups=cgroups)
+
+
+def test_a_service_keeps_the_group_it_was_given(tmp_path: Path) -> None:
+    group = _machine(tmp_path, own="/system.slice/guest.service")
+    with pytest.raises(Unsupported, match=r"/system.slice/guest.service .*CPUWeight=idle"):
+        group.enter(7, guest=7)
+
+
+@pytest.mark.parametrize("idle", ["guests.slice", "guests.slice/guest.service"])
+def test_a_service_in_an_idle_group_has_nothing_to_enter(idle: str, tmp_path: Path) -> None:
+    group = _machine(tmp_path, own="/guests.slice/guest.service")
+    (tmp_path / "cgroup" / idle / "cpu.idle").write_text("1\n")
+    group.enter(7, guest=7)
+    assert not list((tmp_path / "cgroup").glob("rosemux-guest-*"))
+
+
+def test_without_a_cpu_controller_there_is_no_such_group(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="no cpu controller"):
+        _machine(tmp_path, own="/", controllers="memory pids").check(7)
+
+
+def test_a_kernel_without_idle_groups_says_so_and_keeps_none(tmp_path: Path) -> None:
+    # Of a plain directory no file of the kernel comes.
+    group = _machine(tmp_path, own="/")
+    with pytest.raises(Unsupported, match=r"5\.15"):
+        group.enter(7, guest=7)
+    assert not list((tmp_path / "cgroup").glob("rosemux-guest-*"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_without_leave_to_write_the_refusal_says_what_it_takes(tmp_path: Path) -> None:
+    group = _machine(tmp_path, own="/")
+    (tmp_path / "cgroup/cgroup.procs").chmod(0o444)
+    with pytest.raises(Unsupported, match="takes root"):
+        group.check(7)
