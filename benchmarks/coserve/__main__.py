@@ -111,7 +111,7 @@ class Bench:
         print(f"{self.clock.now() - self.started_s:6.0f} s  {message}", file=sys.stderr, flush=True)
 
     def guest(self) -> Guest:
-        """As it said last: beside a burst that takes the whole core it writes nothing for seconds."""
+        """As it said last: a burst that takes the whole core leaves it no time to write."""
         said = self._guest.read().record or self._guest.read_left().record
         self._last = said or self._last
         return self._last
