@@ -58,6 +58,7 @@ class IdleGroups:
         self.check(pid)
         if self._is_given(pid):
             return
+        self.clear()  # Guests that were killed left theirs.
         group = self._writable_root() / f"{_PREFIX}{guest}"
         failure: OSError | None = None
         for _ in range(_TRIES):

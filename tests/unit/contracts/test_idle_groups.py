@@ -77,6 +77,20 @@ def test_processes_of_one_guest_share_a_group_which_goes_with_the_last(sleeper: 
 
 
 @here
+def test_what_a_killed_guest_left_goes_with_the_next_that_enters(sleeper: int) -> None:
+    groups = IdleGroups()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as killed:
+        groups.enter(killed.pid, guest=killed.pid)
+        left = scheduling_group(killed.pid)
+        killed.kill()
+    assert is_idle(left)
+    groups.enter(sleeper, guest=sleeper)
+    assert not is_idle(left)
+    groups.leave(sleeper)
+    groups.clear()
+
+
+@here
 def test_a_shell_that_runs_its_commands_is_in_it() -> None:
     script = "\n".join((*IdleGroups().commands(), "cat /proc/self/cgroup"))
     seen = subprocess.run(["sh", "-ec", script], capture_output=True, text=True, check=True).stdout
