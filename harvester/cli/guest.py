@@ -180,7 +180,7 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path) -> list[str]:
             "production meanwhile. Nothing of this has run on a GPU"
         )
     if planned.isolation.backend is IsolationBackend.IDLE_GROUP:
-        notes.append("an idle control group that we make goes with the last guest in it")
+        notes.append("an idle control group of its own is made and goes with the guest")
     notes.append("nothing else is set on the host: it ends with the guest's processes")
     return notes
 
