@@ -42,7 +42,7 @@ class ProductionModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """The latest steps of one kind over what `ProductionModel` predicted for them, at its P90."""
+    """The latest steps of one kind over what a model of the P90 had predicted for them."""
 
     steps: int = 0
     """Compared; the rest says nothing while it is 0."""
@@ -225,3 +225,8 @@ class Guest(Record, frozen=True, kw_only=True):
     memory: GuestMemory = GuestMemory()
     weights_away: bool = False
     """Asleep with its weights in host memory: it holds no more than context and graphs."""
+    step_calibration: Calibration = Calibration()
+    """Its steps while production was idle."""
+    beside_calibration: Calibration = Calibration()
+    """Those that production overlapped, over what they would have taken alone: 2 at the P50 is half
+    of the accelerator."""
