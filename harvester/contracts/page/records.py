@@ -10,6 +10,8 @@ import msgspec
 
 from harvester.contracts.process import ProcessId
 
+MOST_SHAPE_CHARACTERS = 120
+
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the page records; `KIND` stands in the page's head."""
@@ -105,6 +107,9 @@ class Pulse(Record, frozen=True, kw_only=True):
     """API servers of this engine, each with a pulse of its own; 0 is not known."""
     cores: tuple[EngineCore, ...] = ()
     """The engine's, as far as heard of; at most 16, the fullest."""
+    shape: str = ""
+    """Model, parallelism and accelerator, as the engine says: times learned on another shape are
+    not its times. "" is not known."""
 
 
 class GrantMode(StrEnum):
