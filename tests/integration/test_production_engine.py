@@ -39,6 +39,7 @@ async def test_an_idle_engine_beats(engine_slot: EngineSlot) -> None:
     pulse = engine_slot.pulse()
     assert (pulse.in_flight, pulse.waiting, pulse.decoding) == (0, 0, 0)
     assert pulse.steps_total == steps
+    assert pulse.shape.startswith("Qwen2ForCausalLM 2x128 bfloat16 tp1 pp1 on ")
 
 
 async def test_a_request_is_in_flight_from_its_arrival_to_its_last_byte(
