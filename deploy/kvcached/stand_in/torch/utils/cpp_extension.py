@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from setuptools import Extension
-from setuptools.command.build_ext import build_ext
+from setuptools import Extension  # type: ignore[import-untyped]
+from setuptools.command.build_ext import build_ext  # type: ignore[import-untyped]
 
 
 def include_paths(**_: Any) -> list[str]:
@@ -21,7 +21,7 @@ def CppExtension(name: str, *_: Any, **__: Any) -> Extension:  # noqa: N802 - to
 CUDAExtension = CppExtension
 
 
-class BuildExtension(build_ext):
+class BuildExtension(build_ext):  # type: ignore[misc]
     def run(self) -> None:
         pass
 
