@@ -3,7 +3,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON ?= python3.11
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench compat lock clean
+.PHONY: help setup demo test check bench compat kvcached lock clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -32,6 +32,10 @@ bench: setup ## one benchmark: make bench NAME=step_gate
 
 compat: setup ## every upstream symbol that we touch, in each supported vLLM's wheel
 	$(BIN)/python -m coserve.vllm.compat build/wheels --download $(ARGS)
+
+kvcached: setup ## the tests of shared KV over kvcached's own code, which needs no GPU for them
+	deploy/kvcached/install
+	PYTHONPATH=build/kvcached $(BIN)/pytest -q tests/contract/coserve/test_kv_shared.py $(ARGS)
 
 lock: setup ## write requirements.lock again: make lock ARGS=--upgrade moves the versions
 	deploy/lock/compile $(ARGS)

@@ -58,6 +58,7 @@ def decide(
     *,
     step_time: StepTimeModel,
     decodes: int,
+    context_tokens: int,
     launched_s: float,
     token_limit: int,
     may_probe: bool,
@@ -67,7 +68,8 @@ def decide(
     """The grant's law over all pulses of a slot.
 
     `launched_s` is the predicted time of guest steps that are launched and not finished,
-    `token_limit` the engine's own maximum per step, `decodes` its running decode requests.
+    `token_limit` the engine's own maximum per step, `decodes` its running decode requests and
+    `context_tokens` the KV that these hold.
     `may_probe` says that the last step is long enough ago: a prediction that is too long admits no
     step and so is never corrected, wherefore idle production is then asked for one token.
     """
@@ -93,7 +95,7 @@ def decide(
     for pulse, of_engine in zip(present, terms, strict=True):
         if hung(pulse, of_engine, now_ns=now_ns):
             return Decision(0, Closed.HUNG, 0.0)
-    guest = GuestLoad(step_time, decodes, launched_s, cap)
+    guest = GuestLoad(step_time, decodes, context_tokens, launched_s, cap)
     match record.law:
         case Law.SLACK:
             admitted = slack_law(present, record, guest, terms=terms, now_ns=now_ns)

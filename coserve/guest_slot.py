@@ -7,12 +7,12 @@ knows no vLLM.
 
 import logging
 import threading
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import thread_time_ns
 
 from coserve.gate import Closed, Decision, decide
+from coserve.guest_steps import GuestSteps, ProductionMoment
 from coserve.step_time import StepTimeModel
 from harvester.contracts.bell import Word
 from harvester.contracts.clock import monotonic_ns
@@ -32,19 +32,6 @@ _log = logging.getLogger(__name__)
 
 GUEST_PAGE_TTL_NS = 500_000_000
 _DEFAULT_GRACE_S = 10.0
-# A probe comes after so many times the last step's duration: it takes a hundredth of idle time.
-_PROBE_RATIO = 100.0
-_PROBE_MAX_S = 10.0
-
-
-@dataclass(slots=True)
-class _Launched:
-    decodes: int
-    prefill_tokens: int
-    predicted_s: float
-    start_ns: int
-    undisturbed: bool
-    pulse_requests: int
 
 
 @dataclass(slots=True)
@@ -82,11 +69,10 @@ class GuestSlot:
         self._pulse_names: tuple[str, ...] = ()
         self._pulse_pages: dict[str, PageReader[Pulse]] = {}
         self._token_limit = token_limit
-        self.step_time = StepTimeModel()
+        self.steps = GuestSteps()
         self.load = EngineLoad()
         self.last = Decision(0, Closed.NO_GRANT, 0.0)
         self._grant: Reading[Grant] = self._grant_page.read()
-        self._launched: deque[_Launched] = deque()
         self._epoch = 0
         self._abort_grace_s = _DEFAULT_GRACE_S
         self._budget_tokens: int | None = None
@@ -95,9 +81,6 @@ class GuestSlot:
         self.kv_retained_ratio = 0.0
         """Of the last grant."""
         self._granted_ns = monotonic_ns()
-        self._launched_total = self._finished_total = self._tokens_total = 0
-        self._last_tokens, self._last_step_s, self._last_end_ns = 0, 0.0, 0
-        self._probe_ns = 0
         self._closings = self._aborted = 0
         self._decide_s = 0.0
         self._closed = False
@@ -118,15 +101,15 @@ class GuestSlot:
                 self.asleep = grant.record.asleep
                 self._budget_tokens = 0 if self.asleep else budget_tokens
                 self.kv_retained_ratio = grant.record.kv_retained_ratio
-            launched = self._launched
             decision = decide(
                 grant,
                 pulses,
-                step_time=self.step_time,
+                step_time=self.steps.model,
                 decodes=self.load.running,
-                launched_s=sum([step.predicted_s for step in launched]) if launched else 0.0,
+                context_tokens=self.load.kv_tokens,
+                launched_s=self.steps.launched_s,
                 token_limit=self._token_limit,
-                may_probe=now_ns > self._probe_ns,
+                may_probe=now_ns > self.steps.probe_ns,
                 now_ns=now_ns,
             )
             if decision.tokens == 0 < self.last.tokens:
@@ -165,36 +148,26 @@ class GuestSlot:
             return True
         return load.kv_tokens_short > 0 or load.kv_budget_tokens != self.kv_budget_tokens()
 
+    @property
+    def step_time(self) -> StepTimeModel:
+        return self.steps.model
+
     def launched(self, *, decodes: int, prefill_tokens: int) -> None:
         with self._lock:
             now_ns = monotonic_ns()
-            idle, requests = self._production(now_ns)
-            predicted_s = self.step_time.predict_s(decodes=decodes, prefill_tokens=prefill_tokens)
-            self._launched.append(
-                _Launched(decodes, prefill_tokens, predicted_s, now_ns, idle, requests)
+            self.steps.launch(
+                decodes=decodes,
+                prefill_tokens=prefill_tokens,
+                context_tokens=self.load.kv_tokens,
+                production=self._production(now_ns),
+                now_ns=now_ns,
             )
-            self._launched_total += 1
 
     def finished(self) -> None:
         """The oldest launched step has ended."""
         with self._lock:
-            if self._launched:
-                self._account(self._launched.popleft(), monotonic_ns())
-
-    def _account(self, step: _Launched, now_ns: int) -> None:
-        # With steps queued behind one another a step begins when the one before it ends.
-        start_ns = max(step.start_ns, self._last_end_ns)
-        self._last_step_s = (now_ns - start_ns) * 1e-9
-        self._last_tokens = step.decodes + step.prefill_tokens
-        self._last_end_ns = now_ns
-        self._probe_ns = now_ns + int(min(_PROBE_MAX_S, _PROBE_RATIO * self._last_step_s) * 1e9)
-        self._finished_total += 1
-        self._tokens_total += self._last_tokens
-        idle, requests = self._production(now_ns)
-        if step.undisturbed and idle and requests == step.pulse_requests:
-            self.step_time.observe(
-                decodes=step.decodes, prefill_tokens=step.prefill_tokens, step_s=self._last_step_s
-            )
+            now_ns = monotonic_ns()
+            self.steps.finish(production=self._production(now_ns), now_ns=now_ns)
 
     def aborted(self, requests: int) -> None:
         self._aborted += requests
@@ -204,7 +177,9 @@ class GuestSlot:
         with self._lock:
             if not self._closed:
                 now_ns = monotonic_ns()
-                self._guest_page.write(self._record(), now_ns=now_ns, ttl_ns=GUEST_PAGE_TTL_NS)
+                self._guest_page.write(
+                    self._record(now_ns), now_ns=now_ns, ttl_ns=GUEST_PAGE_TTL_NS
+                )
 
     def close(self) -> None:
         """Give up the guest page; what is called afterwards does nothing to it."""
@@ -213,18 +188,19 @@ class GuestSlot:
                 self._closed = True
                 self._guest_page.close(unlink=True)
 
-    def _record(self) -> Guest:
-        decision = self.last
+    def _record(self, now_ns: int) -> Guest:
+        decision, steps = self.last, self.steps
+        alone, beside = steps.calibrations(now_ns=now_ns)
         return Guest(
             epoch=self._epoch,
             gate="open" if decision.open else "closed",
             reason=(decision.fault or decision.reason or ""),
-            steps_launched=self._launched_total,
-            steps_finished=self._finished_total,
-            tokens_total=self._tokens_total,
-            last_step_tokens=self._last_tokens,
-            last_step_s=self._last_step_s,
-            last_step_end_ns=self._last_end_ns,
+            steps_launched=steps.launched_total,
+            steps_finished=steps.finished_total,
+            tokens_total=steps.tokens_total,
+            last_step_tokens=steps.last_tokens,
+            last_step_s=steps.last_step_s,
+            last_step_end_ns=steps.last_end_ns,
             running=self.load.running,
             waiting=self.load.waiting,
             kv_tokens=self.load.kv_tokens,
@@ -237,7 +213,9 @@ class GuestSlot:
             isolation=self.load.isolation,
             memory=self.load.memory,
             weights_away=self.load.weights_away,
-            step_over_ratio=self.step_time.over_ratio,
+            step_over_ratio=steps.model.over_ratio,
+            step_calibration=alone,
+            beside_calibration=beside,
             weight_version=self.load.weight_version,
             aborted_total=self._aborted,
             closings_total=self._closings,
@@ -262,13 +240,12 @@ class GuestSlot:
             # Without its pulses the gate stays closed; the engine lives on for a better grant.
             _log.error("grant of %s: %s", self._directory.path, error)
 
-    def _production(self, now_ns: int) -> tuple[bool, int]:
-        """(all engines idle, requests ever)"""
+    def _production(self, now_ns: int) -> ProductionMoment | None:
         idle, requests = True, 0
         for page in self._pulse_pages.values():
             pulse = page.read(now_ns=now_ns).record
             if pulse is None:
-                return False, 0
+                return None
             idle = idle and pulse.in_flight == 0
             requests += pulse.requests_total
-        return idle, requests
+        return ProductionMoment(idle, requests)

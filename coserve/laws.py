@@ -37,6 +37,8 @@ class GuestLoad:
     step_time: StepTimeModel
     decodes: int
     """Its running decode requests."""
+    context_tokens: int
+    """KV that its running requests hold."""
     launched_s: float
     """Predicted time of its steps that are launched and not finished."""
     cap: int
@@ -70,7 +72,9 @@ def slack_law(
     # share of the step delay production; without one the whole step does.
     preemption_s = PREEMPTION_S if grant.blocking_ratio < 1.0 else 0.0
     budget_s = (slack - preemption_s) / max(grant.blocking_ratio, 1e-3) - guest.launched_s
-    tokens = guest.step_time.tokens_within_s(budget_s, decodes=guest.decodes, cap=guest.cap)
+    tokens = guest.step_time.tokens_within_s(
+        budget_s, decodes=guest.decodes, context_tokens=guest.context_tokens, cap=guest.cap
+    )
     return Admission(tokens, slack)
 
 

@@ -73,6 +73,8 @@ class PulseBook:
     times: ProductionTime = field(default_factory=ProductionTime)
     processes: int = 0
     """API servers of the engine; 0 where it is not known."""
+    shape: str = ""
+    """Whose step times these are."""
     alone_since_ns: int | None = 0
     """Since when no guest may step beside this engine; None while one may. Only what began and
     ended in such a time teaches `times`."""
@@ -203,6 +205,7 @@ class PulseBook:
             decode_calibration=self._calibrations[1],
             processes=self.processes,
             cores=self._cores.told(),
+            shape=self.shape,
         )
 
     def _alone_since(self, begun_ns: int) -> bool:

@@ -1,20 +1,22 @@
 """How long a guest step of so many tokens takes, learned from the guest's own steps.
 
-    T = base_s + decode_s * decodes + prefill_s * prefill_tokens,  times an upper-quantile factor
+    T = base_s + decode_s * decodes + prefill_s * prefill_tokens
+        + context_s * context_tokens / 1024,  times an upper-quantile factor
 
-Fitted by recursive least squares with forgetting and a floor under what is known (Kreisselmeier,
-1990), so that other hardware, another model or longer contexts are followed without a reset. Plain
-floats: the fit runs once per step and must cost microseconds. Touches no clock; observations come
-with their duration.
+`context_tokens` is the KV that running requests hold: what a step's attention reads. Fitted online,
+so that other hardware and another model are followed without a reset. Only steps that production
+left alone are learned from: what a step takes beside production is told (`beside`), and no part of
+the law, which counts how much of the accelerator a step takes and not how long that lasts. The fit
+runs once per step and must cost microseconds. Touches no clock; observations come with their
+duration.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-# A like step 200 steps ago weighs 1/e: a few seconds of a small model, a minute of a large one.
-_FORGETTING = 1.0 - 1.0 / 200.0
-# Added with every step, so that a direction that no step has for hours (no prefill, one batch size)
-# is never quite unknown: without it the fit runs away there.
-_LEAST_INFORMATION = 1e-3
+from coserve.calibration import CalibrationWindow
+from coserve.least_squares import LeastSquares
+
+CONTEXT_UNIT_TOKENS = 1024
 # One step can be slow for reasons that are no step's (a first call, a page fault); what it says
 # beyond this many predictions is left out, and steps that stay slow still say it again.
 _OUTLIER_RATIO = 4.0
@@ -31,24 +33,36 @@ class StepTimeModel:
     base_s: float = 0.02
     decode_s: float = 0.001
     prefill_s: float = 0.0005
+    context_s: float = 0.0
+    """For each 1024 tokens of context."""
     factor: float = 1.5
     """Ratio of the wanted quantile to the fitted mean."""
     samples: int = 0
     over_ratio: float = 0.1
     """Share of late steps that took longer than predicted: 1 - `quantile` if it is calibrated."""
-    _information: tuple[float, float, float, float, float, float] = (0.0,) * 6
-    """Upper triangle, by rows: what the steps of late told about base, decode and prefill."""
+    alone: CalibrationWindow = field(default_factory=CalibrationWindow)
+    beside: CalibrationWindow = field(default_factory=CalibrationWindow)
+    """Steps that production overlapped, over what they would have taken alone."""
+    _fit: LeastSquares = field(init=False, repr=False)
 
-    def predict_s(self, *, decodes: int, prefill_tokens: int) -> float:
+    def __post_init__(self) -> None:
+        self._fit = LeastSquares(self._coefficients, least=(0.0, _LEAST_S, _LEAST_S, 0.0))
+
+    def predict_s(self, *, decodes: int, prefill_tokens: int, context_tokens: int) -> float:
         mean = self.base_s + self.decode_s * decodes + self.prefill_s * prefill_tokens
+        mean += self.context_s * (context_tokens / CONTEXT_UNIT_TOKENS)
         return self.factor * mean
 
-    def tokens_within_s(self, budget_s: float, *, decodes: int, cap: int) -> int:
+    def tokens_within_s(
+        self, budget_s: float, *, decodes: int, context_tokens: int, cap: int
+    ) -> int:
         """Largest token count of a step that fits into `budget_s`, 0 to `cap`.
 
-        A scheduler runs its decodes first (one token each) and fills up with prefill.
+        A scheduler runs its decodes first (one token each) and fills up with prefill. Fewer decodes
+        than there are read less context, which is not counted on: whose they are is not known.
         """
         left_s = budget_s / self.factor - self.base_s
+        left_s -= self.context_s * (context_tokens / CONTEXT_UNIT_TOKENS)
         if not left_s > 0.0:
             return 0
         decodes_s = self.decode_s * decodes
@@ -58,43 +72,25 @@ class StepTimeModel:
             tokens = decodes + (left_s - decodes_s) / self.prefill_s
         return cap if tokens >= cap else int(tokens)
 
-    def observe(self, *, decodes: int, prefill_tokens: int, step_s: float) -> None:
+    def observe(
+        self, *, decodes: int, prefill_tokens: int, context_tokens: int, step_s: float
+    ) -> None:
         """Fold in one step that production did not disturb."""
-        x1, x2 = float(decodes), float(prefill_tokens)
-        mean = self.base_s + self.decode_s * x1 + self.prefill_s * x2
+        fit = self._fit
+        # Whoever sets a coefficient by hand is believed.
+        fit.coefficients[:] = self._coefficients
+        x = (1.0, float(decodes), float(prefill_tokens), context_tokens / CONTEXT_UNIT_TOKENS)
+        mean = fit.predict(x)
         self.over_ratio += _CALIBRATION_GAIN * ((step_s > self.factor * mean) - self.over_ratio)
         step_s = min(step_s, _OUTLIER_RATIO * self.factor * max(mean, _SHORTEST_STEP_S))
-        a, b, c, d, e, f = self._information
-        a = _FORGETTING * a + _LEAST_INFORMATION + 1.0
-        b = _FORGETTING * b + x1
-        c = _FORGETTING * c + x2
-        d = _FORGETTING * d + _LEAST_INFORMATION + x1 * x1
-        e = _FORGETTING * e + x1 * x2
-        f = _FORGETTING * f + _LEAST_INFORMATION + x2 * x2
-        self._information = (a, b, c, d, e, f)
-        # The inverse by its cofactors: cheaper than a solver, and exact enough for three unknowns.
-        to_base = (d * f - e * e, c * e - b * f, b * e - c * d)
-        to_decode = (to_base[1], a * f - c * c, b * c - a * e)
-        to_prefill = (to_base[2], to_decode[2], a * d - b * b)
-        gain = (step_s - mean) / (a * to_base[0] + b * to_base[1] + c * to_base[2])
-        self._shift(gain, to_base)
-        self._shift(gain * x1, to_decode)
-        self._shift(gain * x2, to_prefill)
-        # Raised along the inverse, so that the others make up for it: raising one coefficient
-        # alone would leave a fit that is off for every step.
-        self._shift(max(0.0, -self.base_s) / to_base[0], to_base)
-        self._shift(max(0.0, _LEAST_S - self.decode_s) / to_decode[1], to_decode)
-        self._shift(max(0.0, _LEAST_S - self.prefill_s) / to_prefill[2], to_prefill)
-        self.base_s = max(0.0, self.base_s)
-        self.decode_s = max(_LEAST_S, self.decode_s)
-        self.prefill_s = max(_LEAST_S, self.prefill_s)
+        fit.observe(x, step_s - mean)
+        self.base_s, self.decode_s, self.prefill_s, self.context_s = fit.coefficients
         self._follow_quantile(mean, step_s)
         self.samples += 1
 
-    def _shift(self, by: float, direction: tuple[float, float, float]) -> None:
-        self.base_s += by * direction[0]
-        self.decode_s += by * direction[1]
-        self.prefill_s += by * direction[2]
+    @property
+    def _coefficients(self) -> tuple[float, float, float, float]:
+        return self.base_s, self.decode_s, self.prefill_s, self.context_s
 
     def _follow_quantile(self, mean_s: float, step_s: float) -> None:
         # Stochastic quantile descent: up by q when the step took longer, down by 1 - q otherwise.

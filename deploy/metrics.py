@@ -87,6 +87,13 @@ _AGENT = (
         "Share of the guest's late steps that took longer than predicted; 0.1 is wanted.",
     ),
     _agent(
+        "guest_step_percentile_ratio",
+        Kind.GAUGE,
+        "slot kind percentile",
+        "The guest's late steps over what was predicted for them alone, while production was idle "
+        "(alone; 1 is wanted at 0.9) and where it overlapped them (beside).",
+    ),
+    _agent(
         "production_step_over_ratio",
         Kind.GAUGE,
         "slot kind",

@@ -6,6 +6,7 @@ in one run, with the same requests in each round. See README.md beside this file
 
 import argparse
 import asyncio
+import math
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -16,9 +17,10 @@ from typing import Any
 from benchmarks.coserve.activation import Activations
 from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.closed_gate import closed_gate
+from benchmarks.coserve.failsafe import FailSafe, TrialBook
 from benchmarks.coserve.figures import Facts, figures
 from benchmarks.coserve.memory import Shrinks
-from benchmarks.coserve.reclaim import after_loss, closings
+from benchmarks.coserve.reclaim import closings
 from benchmarks.coserve.restart import LeftPages, restart
 from benchmarks.coserve.rollouts import Lease, Rollouts
 from benchmarks.coserve.rounds import Runner
@@ -65,6 +67,12 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="else bursts of the project's own generator")
     parser.add_argument("--seconds", type=float, default=160.0, help="measured, for each arm")
     parser.add_argument("--failsafe", type=int, default=10, help="kills and stops of the agent")
+    parser.add_argument(
+        "--failsafe-file", type=Path, help="of their trials: those in it count, new ones are added"
+    )
+    parser.add_argument(
+        "--failsafe-minutes", type=float, default=math.inf, help="after which no trial begins"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--only", choices=PARTS, nargs="+", default=PARTS, help="these parts of the run"
@@ -98,6 +106,7 @@ class Bench:
         self.slot, self.trace, self.given = slot, trace, given
         self.clock = MonotonicClock()
         self.started_s = self.clock.now()
+        self.trials = TrialBook(given.failsafe, given.failsafe_file)
         self.requests: list[ProductionRequest] = []
         self.rate = _FIRST_RATE
         self.scale = _SCALES[0]
@@ -280,21 +289,16 @@ class Bench:
 
     async def _failsafe(self) -> dict[str, Any]:
         """The agent killed, and stopped; production stays idle, so that the guest always steps."""
-        found: dict[signal.Signals, list[float]] = {signal.SIGKILL: [], signal.SIGSTOP: []}
-        for number, taken in found.items():
-            for turn in range(self.given.failsafe):
-                async with self.lease.holding(), self.rollouts.running():
-                    await asyncio.sleep(_PULSE_S)
-                    taken += [ms for ms in [await after_loss(self.slot, self.guest, number)] if ms]
-                    if number is signal.SIGKILL:
-                        await self._new_agent()
-                if turn % 10 == 9:
-                    self.told(f"{number.name} {turn + 1} of {self.given.failsafe}")
-        return {
-            "kill_max": max(found[signal.SIGKILL], default=None),
-            "stop_max": max(found[signal.SIGSTOP], default=None),
-            "n": {number.name: len(taken) for number, taken in found.items()},
-        }
+        trials = FailSafe(
+            slot=self.slot,
+            guest=self.guest,
+            lease=self.lease,
+            rollouts=self.rollouts,
+            clock=self.clock,
+            new_agent=self._new_agent,
+            told=self.told,
+        )
+        return await trials.run(self.trials, within_s=60.0 * self.given.failsafe_minutes)
 
     async def _new_agent(self) -> None:
         self.slot.parts.running[AGENT].process.wait()

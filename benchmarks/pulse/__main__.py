@@ -1,8 +1,9 @@
 """What the pulse costs production: `python -m benchmarks.pulse --json PATH`.
 
 Two stock vLLM servers of one model on one core, one with the pulse and one without anything of
-ours, take turns: the same requests in each, then as many as eight clients get through. The third
-arm is the one without again. See README.md beside this file.
+ours, take turns: the same requests in each, then as many as eight clients get through. In one arm
+the agent scrapes the latter once a second; in the last one it is alone again. See README.md beside
+this file.
 """
 
 import argparse
@@ -10,11 +11,14 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pulse.figures import ARMS, Arm, Figures
+from benchmarks.pulse.probe import scraped
 from benchmarks.reporting import report
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
@@ -43,7 +47,14 @@ _BUSY = 0.5
 _SIZES = TokenScale(
     input_scale=0.0625, output_scale=0.0625, input_max=1024, output_min=2, output_max=128
 )
-_ENGINE = {Arm.STOCK: "stock", Arm.STOCK_AGAIN: "stock", Arm.PULSE: "pulse"}
+_ENGINE = {
+    Arm.STOCK: "stock",
+    Arm.STOCK_AGAIN: "stock",
+    Arm.METRICS: "stock",
+    Arm.PULSE: "pulse",
+}
+_SCRAPES_S = 2.0
+"""For the first scrape: the process that makes it has to start."""
 
 
 def main() -> None:
@@ -132,10 +143,22 @@ class Bench:
                 arm = ARMS[(place + turn) % len(ARMS)]
                 client = self.clients[_ENGINE[arm]]
                 await asyncio.sleep(_SETTLE_S)
-                await client.replay(window.arrivals, arm=arm, block=turn, start_s=self.clock.now())
-                done = await self._closed(_ENGINE[arm], window)
+                async with self._level(arm, client.url):
+                    await client.replay(
+                        window.arrivals, arm=arm, block=turn, start_s=self.clock.now()
+                    )
+                    done = await self._closed(_ENGINE[arm], window)
                 self.figures.closed[arm].append(done / _CLOSED_S)
             self._told(f"round {turn + 1} of {self.rounds}, {len(window.arrivals)} requests")
+
+    @asynccontextmanager
+    async def _level(self, arm: Arm, url: str) -> AsyncIterator[None]:
+        if arm is not Arm.METRICS:
+            yield
+            return
+        async with scraped(url, self.parts.paths.pages / "scraped"):
+            await asyncio.sleep(_SCRAPES_S)
+            yield
 
     async def _closed(self, name: str, window: Window) -> int:
         """Requests that eight clients get through in the time, one after another each."""

@@ -13,10 +13,12 @@ from scheduler.demo.serving_figures import arms_of, ratio
 class Arm(StrEnum):
     STOCK = "stock"
     PULSE = "pulse"
+    METRICS = "metrics"
     STOCK_AGAIN = "stock_again"
 
 
 ARMS = tuple(Arm)
+COMPARED = (Arm.PULSE, Arm.METRICS, Arm.STOCK_AGAIN)
 
 
 @dataclass(slots=True)
@@ -26,14 +28,14 @@ class Figures:
     """Requests per second of a closed loop, one value for each round."""
 
     def result(self, *, seed: int) -> dict[str, Any]:
-        """`pulse` and, as the noise floor, `stock_again`: each over `stock`."""
+        """The two levels and, as the noise floor, `stock_again`: each over `stock`."""
         given = arms_of(self.requests, ARMS)
         result: dict[str, Any] = {
             "requests": {arm: len(given[arm].shared) for arm in ARMS},
             "failed": sum(request.failed for request in self.requests),
         }
         below = given[Arm.STOCK].shared
-        for arm in (Arm.PULSE, Arm.STOCK_AGAIN):
+        for arm in COMPARED:
             ratios: dict[str, Any] = {}
             for name, of in (("ttft", ttft_of), ("itl", itl_of)):
                 above, under = of(given[arm].shared), of(below)

@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.reporting import report
 from coserve.guest_slot import GuestSlot
 from harvester.contracts.page import (
+    EngineCore,
     Grant,
     GrantMode,
     PageDirectory,
@@ -26,6 +27,7 @@ from harvester.contracts.page import (
 BLOCKS = 30
 DECISIONS = 500
 HOUR_NS = 3_600_000_000_000
+SAMPLES_S = tuple(0.01 + 1e-4 * place for place in range(32))
 MODEL = ProductionModel(prefill_base_s=0.02, prefill_s_per_token=1e-4, decode_base_s=0.01)
 
 
@@ -84,8 +86,19 @@ def block_us(slot: GuestSlot, before: Callable[[int], None]) -> float:
 
 
 def write_all(writers: list[PageWriter[Pulse]], turn: int) -> None:
+    """As full as those of a busy engine are."""
     now_ns = time.monotonic_ns()  # noqa: TID251
-    pulse = Pulse(in_flight=turn % 3, decoding=turn % 3, last_step_end_ns=now_ns, steps_total=turn)
+    pulse = Pulse(
+        in_flight=turn % 3,
+        decoding=turn % 3,
+        last_step_end_ns=now_ns,
+        steps_total=turn,
+        ttft_s_recent=SAMPLES_S,
+        itl_s_recent=SAMPLES_S,
+        model=MODEL,
+        cores=(EngineCore(told_ns=now_ns, kv_usage_ratio=0.5),),
+        shape="Qwen2ForCausalLM 48x5120 bfloat16 tp4 pp1 on NVIDIA H100 80GB HBM3",
+    )
     for writer in writers:
         writer.write(pulse, now_ns=now_ns, ttl_ns=HOUR_NS)
 

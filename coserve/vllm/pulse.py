@@ -46,6 +46,8 @@ class EngineShape:
     """API servers of the engine; 0 is not known."""
     process: int | None = None
     """Which of them this is; None leaves it to the process's name."""
+    shape: str = ""
+    """Model, parallelism and accelerator; "" is not known."""
 
 
 class PulseReporter:
@@ -118,6 +120,7 @@ class PulseReporter:
 
     def _take(self, shape: EngineShape) -> None:
         self._book.step_tokens, self._book.processes = shape.step_tokens, shape.processes
+        self._book.shape = shape.shape
         if shape.process is not None:
             self._process = shape.process
         others = [place for place in range(shape.processes) if place != self._process]

@@ -5,6 +5,7 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from coserve.engine_step import EngineStep
+from coserve.vllm.engine_shape import engine_shape
 from coserve.vllm.pulse import EngineShape, process_reporter
 
 
@@ -40,6 +41,7 @@ def _shape(vllm_config: Any) -> EngineShape:
         # them share this directory is not for one of them to know.
         processes=0 if alone else count,
         process=parallel.data_parallel_rank * count + index if alone else index,
+        shape=engine_shape(vllm_config),
     )
 
 

@@ -168,7 +168,7 @@ class CoserveScheduler(AsyncScheduler):
 
     def _measure_load(self) -> None:
         load = self._slot.load
-        load.running, load.waiting = len(self.running), len(self.waiting)
+        load.running, load.waiting = len(self.running), len(self._all_waiting())
         load.kv_tokens_total = self._kv.tokens_total
         load.kv_tokens_withheld = self._kv.tokens_withheld
         load.kv_tokens_retained = self._prefixes.tokens
@@ -200,7 +200,7 @@ class CoserveScheduler(AsyncScheduler):
             self._lay_weights_down()
             self._measure_load()
             self._slot.publish()
-        if self._kv.tokens_withheld and self.waiting and not self.running:
+        if self._kv.tokens_withheld and not self.running and self._all_waiting():
             # They would wait for ever; elsewhere they go on from what they have. Unless the budget
             # has just grown: a request may be here before the page was looked at.
             self._slot.decide()
@@ -208,7 +208,12 @@ class CoserveScheduler(AsyncScheduler):
                 self._keep_within_budget()
                 return
             room = self._kv.tokens_total - self._kv.tokens_withheld
-            self._abort([r.request_id for r in self.waiting if r.num_tokens >= room])
+            self._abort([r.request_id for r in self._all_waiting() if r.num_tokens >= room])
+
+    def _all_waiting(self) -> list[Any]:
+        """Up to 0.30 those that a step has passed over have a queue of their own, such as one that
+        was preempted while steps of it were in flight."""
+        return [*self.waiting, *getattr(self, "skipped_waiting", ())]
 
     def _wake_weights(self) -> None:
         """Before the first block is anybody's again."""

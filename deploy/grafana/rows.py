@@ -184,6 +184,16 @@ def giving_back() -> tuple[Lines | Stat, ...]:
             (latest("harvester_guest_step_over_ratio", SLOT), "{{slot}}"),
         ),
         lines(
+            "Guest steps over what was predicted",
+            "Observed over predicted for the guest alone. Alone 1 at the P90 is what the step-time "
+            "model promises; beside production 2 is half of the accelerator.",
+            RATIO,
+            (
+                latest("harvester_guest_step_percentile_ratio", SLOT, "slot, kind, percentile"),
+                "{{slot}} {{kind}} p{{percentile}}",
+            ),
+        ),
+        lines(
             "Production's steps over what was predicted",
             "Observed over predicted; 1 at the P90 is what the step-time model promises.",
             RATIO,

@@ -20,6 +20,7 @@ from harvester.policy.states import Condition, State
 _OTHER_TENANT = "other"
 _OUTCOMES = ("in_time", "missed")
 _PREFIX_OUTCOMES = ("used", "dropped")
+_PERCENTILES = ("50", "90", "99")
 _KV_STATES = ("held", "retained", "withheld", "free")
 
 
@@ -166,10 +167,19 @@ class SlotExposition:
             known = dict(zip(_KV_STATES, (*taken, free), strict=True))
         over = math.nan if guest is None else guest.step_over_ratio
         self._metrics.step_over.labels(self._slot).set(over)
+        unknown = Calibration()
+        self._set_percentiles("alone", guest.step_calibration if guest else unknown)
+        self._set_percentiles("beside", guest.beside_calibration if guest else unknown)
         self._set_calibration("prefill", lambda pulse: pulse.prefill_calibration)
         self._set_calibration("decode", lambda pulse: pulse.decode_calibration)
         for state, tokens in known.items():
             self._metrics.kv.labels(self._slot, state).set(tokens)
+
+    def _set_percentiles(self, kind: str, found: Calibration) -> None:
+        ratios = (found.p50_ratio, found.p90_ratio, found.p99_ratio)
+        for percentile, ratio in zip(_PERCENTILES, ratios, strict=True):
+            value = ratio if found.steps else math.nan
+            self._metrics.guest_percentiles.labels(self._slot, kind, percentile).set(value)
 
     def _set_calibration(self, kind: str, of: Callable[[Pulse], Calibration]) -> None:
         """Of the pulse whose steps exceed their prediction most often."""
@@ -181,7 +191,7 @@ class SlotExposition:
             worst = max(known, key=lambda one: one.over_ratio)
             values = (worst.over_ratio, worst.p50_ratio, worst.p90_ratio, worst.p99_ratio)
         self._metrics.production_over.labels(self._slot, kind).set(values[0])
-        for percentile, ratio in zip(("50", "90", "99"), values[1:], strict=True):
+        for percentile, ratio in zip(_PERCENTILES, values[1:], strict=True):
             self._metrics.production_percentiles.labels(self._slot, kind, percentile).set(ratio)
 
     def _set_headroom(self, slo: str, slo_s: float) -> None:

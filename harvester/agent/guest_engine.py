@@ -6,6 +6,7 @@ daemon ends the guest's work on the GPU before anybody signals it. They stay in 
 the idle class counts within one. Should this process be killed, the kernel ends the engine, but
 under MPS, where a signal unasked is worse than a guest left over. What is left to undo is the
 processes and, where KV is shared, their segment: of a dead guest it would count as memory in use.
+What stays of one that was killed the next guest removes (`guest_place`).
 """
 
 import asyncio
@@ -13,13 +14,13 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import psutil
 
 from harvester.agent.mps import MpsWatch
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, Unsupported
 from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.parent import end_with
 
@@ -39,14 +40,16 @@ class GuestEngine:
         *,
         mps: MpsWatch | None = None,
         segment: KvSegment | None = None,
+        inherits: Collection[int] = (),
         stop_s: float = _STOP_S,
     ) -> None:
         """`environment` is added to this process's; `mps` is the daemon that the guest runs
-        under, not started."""
+        under, not started; `inherits` are descriptors that its main process keeps open."""
         self._arguments = list(arguments)
         self._environment = dict(environment)
         self._mps = mps
         self._segment = segment
+        self._inherits = tuple(inherits)
         self._stop_s = stop_s
         self._asked = asyncio.Event()
 
@@ -67,6 +70,7 @@ class GuestEngine:
                 *self._arguments,
                 env=os.environ | self._environment,
                 process_group=0,
+                pass_fds=self._inherits,
                 preexec_fn=None if self._mps else partial(end_with, os.getpid()),
             )
         except OSError as error:
@@ -123,7 +127,10 @@ class GuestEngine:
         if left:
             _log.error("processes of the guest live on: %s", ", ".join(map(str, left)))
         elif self._segment is not None:
-            self._segment.path.unlink(missing_ok=True)
+            try:
+                self._segment.remove()
+            except Unsupported as error:
+                _log.error("the guest's segment is left: %s", error)
 
     def _kill(self, group: int) -> None:
         if self._may_signal(group):

@@ -63,6 +63,13 @@ class AgentMetrics:
         self.step_over = self._gauge(
             "guest_step_over_ratio", "Guest steps longer than predicted; 0.1 is wanted.", "slot"
         )
+        self.guest_percentiles = self._gauge(
+            "guest_step_percentile_ratio",
+            "The guest's steps over what was predicted for them alone; 1 is wanted at P90 alone.",
+            "slot",
+            "kind",
+            "percentile",
+        )
         self.production_over = self._gauge(
             "production_step_over_ratio",
             "Production's steps longer than predicted; 0.1 is wanted.",

@@ -20,12 +20,14 @@ from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.guest_plan import Answer, GuestPlan, GuestWishes, answers, plan
 from harvester.agent.guest_engine import GuestEngine
+from harvester.agent.guest_place import GuestPlace
 from harvester.agent.mps import MpsWatch
 from harvester.config import AgentConfig, GuestConfig, MpsConfig, SlotConfig, load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.idle_groups import IdleGroups
 from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.mps import PIPE_VARIABLE, MpsControl
+from harvester.contracts.page import PageDirectory
 
 _NAME = "guest"
 
@@ -65,12 +67,20 @@ def guest(
         _print_command(command, planned)
         return
     _check_place(wanted, pages)
+    segment = None
+    if wishes.shared_kv:
+        segment = KvSegment(wishes.shared_kv, owners=frozenset((os.getuid(),)))
+    place = GuestPlace(PageDirectory(pages))
+    place.take()
+    if segment is not None:
+        place.clear(segment)
     isolation.apply_to_process(planned.isolation)
     engine = GuestEngine(
         command.arguments,
         command.environment,
         mps=_watch(wishes.mps, planned),
-        segment=KvSegment(wishes.shared_kv) if wishes.shared_kv else None,
+        segment=segment,
+        inherits=(place.descriptor,),
     )
     try:
         raise typer.Exit(asyncio.run(engine.run()))

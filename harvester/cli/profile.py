@@ -16,6 +16,7 @@ from harvester.contracts.page import PageDirectory, PageFault, PageReader, Pulse
 from harvester.policy.settings import SlotSettings
 
 _POLL_S = 0.2
+_WIDTH = 160
 
 
 def profile(
@@ -36,7 +37,8 @@ def profile(
             )
         time.sleep(_POLL_S)
     text = _calibrations(directory)
-    text += yaml.safe_dump({"policy": {"profile": learned}}, sort_keys=False)
+    profiled = {**learned, "shapes": _shapes(directory)}
+    text += yaml.safe_dump({"policy": {"profile": profiled}}, sort_keys=False, width=_WIDTH)
     typer.echo(text, nl=False)
     if out is not None:
         try:
@@ -67,6 +69,12 @@ def _learned(directory: PageDirectory) -> dict[str, float] | None:
         for field in model.__struct_fields__:
             most[field] = max(most.get(field, 0.0), getattr(model, field))
     return most
+
+
+def _shapes(directory: PageDirectory) -> list[str]:
+    """Of the engines whose times these are, so that no other is believed to be like them."""
+    pulses = (_read(directory, name).record for name in directory.pulse_names())
+    return sorted({pulse.shape for pulse in pulses if pulse is not None and pulse.shape})
 
 
 def _calibrations(directory: PageDirectory) -> str:

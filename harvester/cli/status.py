@@ -93,7 +93,7 @@ def _says(reading: Reading[Grant] | Reading[Guest] | Reading[Pulse]) -> str:
                 f"{guest.gate} {guest.reason}, epoch {guest.epoch}, running {guest.running}, "
                 f"waiting {guest.waiting}, {guest.tokens_total} tokens, "
                 f"{guest.kv_tokens_retained} retained, {guest.step_over_ratio:.0%} of steps longer "
-                f"than predicted{_isolated(guest.isolation)}{_floor(guest.memory)}"
+                f"than predicted{_held(guest)}{_isolated(guest.isolation)}{_floor(guest.memory)}"
                 f"{'; asleep, weights in host memory' if guest.weights_away else ''}"
             )
         case Pulse() as pulse:
@@ -105,6 +105,17 @@ def _says(reading: Reading[Grant] | Reading[Guest] | Reading[Pulse]) -> str:
             )
         case _:
             return str(reading.fault)
+
+
+def _held(guest: Guest) -> str:
+    """How well the step times hold: observed over predicted."""
+    kinds = {"alone": guest.step_calibration, "beside production": guest.beside_calibration}
+    said = [
+        f"{found.p50_ratio:.2f} and {found.p90_ratio:.2f} times it {kind}"
+        for kind, found in kinds.items()
+        if found.steps
+    ]
+    return f" (P50 and P90: {', '.join(said)})" if said else ""
 
 
 def _isolated(backend: str) -> str:

@@ -86,6 +86,16 @@ class KvSegment:
         finally:
             os.close(opened)
 
+    def remove(self) -> bool:
+        """Of an engine that is gone. False where there is none. Raises Unsupported, and leaves what
+        is no such segment or a stranger's."""
+        try:
+            os.close(self._opened(os.O_RDONLY))
+        except FileNotFoundError:
+            return False
+        self.path.unlink(missing_ok=True)
+        return True
+
     def _opened(self, flags: int) -> int:
         try:
             opened = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

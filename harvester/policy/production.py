@@ -5,7 +5,7 @@ requests without steps are conditions of their own. Nothing here decides what th
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import reduce
 
 import msgspec
@@ -98,19 +98,30 @@ class ProductionWatch:
         if restarted:
             return Condition.RESTARTED, restarted
         learned = _learned(pulses)
-        if learned < self._settings.model_samples_min and not self._settings.profile.given:
-            return (
-                Condition.UNLEARNED,
-                f"model rests on {learned} of {self._settings.model_samples_min} steps",
-            )
+        if learned < self._settings.model_samples_min and not self._has_profile(pulses):
+            reason = f"model rests on {learned} of {self._settings.model_samples_min} steps"
+            if self._settings.profile.given:
+                reason = f"the profile is of another engine; {reason}"
+            return Condition.UNLEARNED, reason
         return (Condition.HUNG, hung) if hung else (None, "")
 
     def _model(self, pulses: dict[str, Pulse]) -> ProductionModel:
         """As learned, or as given until then."""
         given = self._settings.profile
-        if given.given and _learned(pulses) < self._settings.model_samples_min:
-            return ProductionModel(**asdict(given))
+        if self._has_profile(pulses) and _learned(pulses) < self._settings.model_samples_min:
+            return ProductionModel(
+                prefill_base_s=given.prefill_base_s,
+                prefill_s_per_token=given.prefill_s_per_token,
+                decode_base_s=given.decode_base_s,
+                decode_s_per_request=given.decode_s_per_request,
+            )
         return _upper(pulses.values())
+
+    def _has_profile(self, pulses: dict[str, Pulse]) -> bool:
+        """One that was learned on engines like these, as far as it is known."""
+        given = self._settings.profile
+        shapes = {pulse.shape for pulse in pulses.values() if pulse.shape}
+        return given.given and (not given.shapes or shapes <= set(given.shapes))
 
     def _own_models(self, pulses: dict[str, Pulse]) -> bool:
         engines = {engine_of(name) for name in pulses}

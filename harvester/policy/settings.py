@@ -111,23 +111,28 @@ class ProofSettings:
 class ProfileSettings:
     """Production's step times to start from, as `rosemux profile` prints them. All 0 is none."""
 
+    shapes: tuple[str, ...] = ()
+    """Of the engines that they were learned on; another one learns from nothing. Empty is any."""
     prefill_base_s: float = 0.0
     prefill_s_per_token: float = 0.0
     decode_base_s: float = 0.0
     decode_s_per_request: float = 0.0
 
     def __post_init__(self) -> None:
-        values = (
+        _check(all(0 <= value < 1e3 for value in self._times), "profile: times must be 0 to 1000 s")
+
+    @property
+    def given(self) -> bool:
+        return any(self._times)
+
+    @property
+    def _times(self) -> tuple[float, ...]:
+        return (
             self.prefill_base_s,
             self.prefill_s_per_token,
             self.decode_base_s,
             self.decode_s_per_request,
         )
-        _check(all(0 <= value < 1e3 for value in values), "profile: times must be 0 to 1000 s")
-
-    @property
-    def given(self) -> bool:
-        return self != ProfileSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

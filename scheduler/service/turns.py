@@ -207,6 +207,8 @@ class TurnRunner:
                     if on_tokens is not None:
                         on_tokens()
                 finish = choice.finish_reason or finish
-        if finish is None:
-            raise EngineLost("the stream ended without a finish reason")
-        return None if finish in ("abort", "error") else _FINISHED.get(finish, FinishReason.STOP)
+        # Up to 0.30 vLLM ends the stream of an aborted request without a word where no token is
+        # left to send with it.
+        if finish in (None, "abort", "error"):
+            return None
+        return _FINISHED.get(finish, FinishReason.STOP)

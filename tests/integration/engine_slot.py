@@ -151,6 +151,11 @@ class Turn:
     """The stream came to its end marker."""
     task: "asyncio.Task[None] | None" = None
 
+    @property
+    def aborted(self) -> bool:
+        """Up to 0.30 vLLM does not say so where no token is left to send with it."""
+        return self.whole and self.finish_reason in {"abort", None}
+
     async def ended(self) -> "Turn":
         assert self.task is not None
         async with asyncio.timeout(2 * WITHIN_S):

@@ -34,6 +34,8 @@ class FakeEngine:
         self.updating = False
         self.fail_updates = 0
         self.stalled = False
+        self.ends_after = 0
+        """Tokens after which the next stream ends whole and without a finish reason, once."""
         self.calls: list[str] = []
         self.open = 0
         self.most_open = 0
@@ -87,7 +89,10 @@ class FakeEngine:
         return web.json_response({"results": [{"state": "ready" if known else "running"}]})
 
     async def look(self, _request: web.Request) -> web.Response:
-        names = ("version", "calls", "open", "most_open", "aborted", "updated", "staged", "models")
+        names = (
+            "version", "calls", "open", "most_open", "aborted", "updated", "staged", "models",
+            "ends_after",
+        )  # fmt: skip
         return web.json_response({name: getattr(self, name) for name in names})
 
     async def set(self, request: web.Request) -> web.Response:
@@ -183,6 +188,9 @@ class FakeEngine:
                 finish = "length"
             await response.write(_chunk(request_id, token, finish))
             if finish:
+                break
+            if made == self.ends_after:
+                self.ends_after = 0
                 break
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()

@@ -155,6 +155,20 @@ def test_a_grant_that_is_back_before_the_loop_wakes_aborts_nothing(scene: Scene)
     assert scene.core.ended == []
 
 
+@pytest.mark.parametrize("queue", ["waiting", "skipped_waiting"])
+def test_a_turn_that_the_budget_cannot_hold_does_not_wait_for_ever(
+    scene: Scene, queue: str
+) -> None:
+    """Also where a step has passed it over: up to 0.30 it then waits in a queue of its own."""
+    scheduler = scene.scheduler
+    scheduler._kv = SimpleNamespace(tokens_withheld=900, tokens_total=1000, keep_within=lambda _: 0)
+    setattr(scheduler, queue, [SimpleNamespace(request_id="a", num_tokens=100)])
+    scheduler._slot.load.kv_budget_tokens = scheduler._slot.kv_budget_tokens()
+    assert scheduler.has_requests(), "the other turn goes on"
+    assert scene.core.ended == ["a"]
+    assert list(scheduler.requests) == ["b"]
+
+
 def test_a_guest_that_shuts_down_ends_its_requests_instead_of_stepping_ungated(
     scene: Scene,
 ) -> None:

@@ -76,6 +76,22 @@ async def test_an_engine_that_comes_back_serves_again(fake_engine, gateway) -> N
     assert (await waiting)[0] == 200
 
 
+async def test_a_stream_that_ends_whole_without_a_reason_was_aborted_and_its_engine_is_well(
+    fake_engine, gateway
+) -> None:
+    """As vLLM up to 0.30 does where the guest had to end a turn between two chunks."""
+    engine = fake_engine(step_s=0.01)
+    front = gateway(engine)
+    await front.until("/v1/status", serving(1))
+    await engine.post("/_fake", {"ends_after": 5})
+    turns = [generate(front, f"r{n}", 40) for n in range(3)]
+    replies = [reply for _, reply in await asyncio.gather(*turns)]
+    assert [tokens_of(reply) for reply in replies] == [expected_tokens(PROMPT, 40)] * 3
+    looked = await engine.get("/_fake")
+    assert looked["ends_after"] == 0, "one of them did end so"
+    assert looked["aborted"] == 0, "the others went on undisturbed"
+
+
 async def test_a_silent_engine_loses_its_turn_to_one_that_has_room(fake_engine, gateway) -> None:
     engines = [fake_engine(step_s=0.01), fake_engine(step_s=0.01)]
     front = gateway(*engines, timeouts={"stall_s": 0.5})

@@ -6,7 +6,14 @@ import math
 import pytest
 
 from harvester.contracts.page import GrantMode, PageReader, Pulse
-from tests.integration.engine_slot import PRODUCTION, PRODUCTION_PULSE, EngineSlot, completed, until
+from tests.integration.engine_slot import (
+    PLAYED_PULSE,
+    PRODUCTION,
+    PRODUCTION_PULSE,
+    EngineSlot,
+    completed,
+    until,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -32,6 +39,7 @@ async def test_an_idle_engine_beats(engine_slot: EngineSlot) -> None:
     pulse = engine_slot.pulse()
     assert (pulse.in_flight, pulse.waiting, pulse.decoding) == (0, 0, 0)
     assert pulse.steps_total == steps
+    assert pulse.shape.startswith("Qwen2ForCausalLM 2x128 bfloat16 tp1 pp1 on ")
 
 
 async def test_a_request_is_in_flight_from_its_arrival_to_its_last_byte(
@@ -86,4 +94,37 @@ async def test_a_guest_takes_no_step_while_production_has_no_slack(
     assert (turn.tokens, slot.guest().steps_launched) == ([], steps)
     quiet.set()
     await asyncio.gather(*clients)
+    assert len((await turn.ended()).tokens) == 40
+
+
+async def test_of_two_engines_on_a_slot_each_stops_the_guest_though_the_other_is_idle(
+    engine_slot: EngineSlot,
+) -> None:
+    """The second engine is a page that beats, idle."""
+    slot = engine_slot
+    slot.agent.raise_epoch()
+    slot.agent.say(
+        GrantMode.OPEN,
+        ttft_slo_s=10.0,
+        itl_slo_s=0.0,
+        epsilon=math.inf,
+        pulses=(PLAYED_PULSE, PRODUCTION_PULSE),
+    )
+    assert len((await slot.begin(4).ended()).tokens) == 4
+    busy = asyncio.create_task(complete(slot, 3000))
+    await until(lambda: slot.pulse().decoding == 1, "one engine decodes", seen=slot.pulse)
+    turn = slot.begin(40)
+    await slot.guest_becomes(
+        lambda guest: guest.waiting == 1 and guest.reason == "no_slack", "the guest waits"
+    )
+    assert await busy == 3000
+    assert len((await turn.ended()).tokens) == 40
+    slot.agent.stop_pulse()
+    try:
+        await slot.guest_becomes(lambda guest: guest.reason == "expired", "the other is missed")
+        turn = slot.begin(40)
+        await slot.guest_becomes(lambda guest: guest.waiting == 1, "the guest waits for it")
+        assert turn.tokens == []
+    finally:
+        slot.agent.restart_pulse()
     assert len((await turn.ended()).tokens) == 40

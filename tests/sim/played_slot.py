@@ -187,7 +187,7 @@ class PlayedSlot:
             return False
         decodes = min(_GUEST_DECODES, decision.tokens)
         taken_s = self._guest_time.predict_s(
-            decodes=decodes, prefill_tokens=decision.tokens - decodes
+            decodes=decodes, prefill_tokens=decision.tokens - decodes, context_tokens=0
         )
         self.guest_steps.append((self.now, self.now + taken_s))
         self.now += taken_s
@@ -199,6 +199,7 @@ class PlayedSlot:
             [self.pulse()],
             step_time=self._guest_time,
             decodes=_GUEST_DECODES,
+            context_tokens=0,
             launched_s=0.0,
             token_limit=self.settings.step_tokens_max,
             may_probe=False,

@@ -3,6 +3,7 @@
 from harvester.contracts.page.directory import PageDirectory, PageName, engine_of, pulse_page
 from harvester.contracts.page.file import PageReader, PageWriter, Reading
 from harvester.contracts.page.records import (
+    MOST_SHAPE_CHARACTERS,
     Calibration,
     EngineCore,
     Grant,
@@ -18,6 +19,7 @@ from harvester.contracts.page.seal import LAYOUT_VERSION, PAGE_BYTES, PageFault
 
 __all__ = [
     "LAYOUT_VERSION",
+    "MOST_SHAPE_CHARACTERS",
     "PAGE_BYTES",
     "Calibration",
     "EngineCore",

@@ -10,6 +10,8 @@ import msgspec
 
 from harvester.contracts.process import ProcessId
 
+MOST_SHAPE_CHARACTERS = 120
+
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the page records; `KIND` stands in the page's head."""
@@ -51,7 +53,7 @@ class ProductionModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """The latest steps of one kind over what `ProductionModel` predicted for them, at its P90."""
+    """The latest steps of one kind over what a model of the P90 had predicted for them."""
 
     steps: int = 0
     """Compared; the rest says nothing while it is 0."""
@@ -114,6 +116,9 @@ class Pulse(Record, frozen=True, kw_only=True):
     """API servers of this engine, each with a pulse of its own; 0 is not known."""
     cores: tuple[EngineCore, ...] = ()
     """The engine's, as far as heard of; at most 16, the fullest."""
+    shape: str = ""
+    """Model, parallelism and accelerator, as the engine says: times learned on another shape are
+    not its times. "" is not known."""
 
 
 class GrantMode(StrEnum):
@@ -234,3 +239,8 @@ class Guest(Record, frozen=True, kw_only=True):
     memory: GuestMemory = GuestMemory()
     weights_away: bool = False
     """Asleep with its weights in host memory: it holds no more than context and graphs."""
+    step_calibration: Calibration = Calibration()
+    """Its steps while production was idle."""
+    beside_calibration: Calibration = Calibration()
+    """Those that production overlapped, over what they would have taken alone: 2 at the P50 is half
+    of the accelerator."""

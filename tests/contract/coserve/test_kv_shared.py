@@ -1,7 +1,4 @@
-"""A guest's budget over kvcached's pool: its own Python code where it is installed, and a stand-in.
-
-pip download kvcached==0.1.6, unpack it, and put it and posix_ipc on PYTHONPATH
-"""
+"""A guest's budget over kvcached's pool: a stand-in, and under `make kvcached` its own Python."""
 
 import os
 import sys

@@ -31,7 +31,8 @@ def stream_models(protocol):
 
 def test_reads_a_chunk_as_vllm_writes_it(protocol) -> None:
     response_model, choice_model = stream_models(protocol)
-    entry = {"token_id": 7, "logprob": -0.25, "rank": 1}
+    # Before 0.32 a log-probability names its token by text alone.
+    entry = {"token_id": 7, "token": "token_id:7", "logprob": -0.25, "rank": 1}
     choice = choice_model(
         index=0,
         token_ids=[7],

@@ -24,7 +24,7 @@ def requests_of(arm: Arm, *, slower: float, failed: bool = False) -> list[Produc
 
 def test_what_the_pulse_costs_stands_beside_what_nothing_costs() -> None:
     figures = Figures()
-    for arm, slower in zip(ARMS, (1.0, 1.1, 0.99), strict=True):
+    for arm, slower in zip(ARMS, (1.0, 1.1, 1.02, 0.99), strict=True):
         figures.requests += requests_of(arm, slower=slower)
         figures.closed[arm] = [10.0 / slower, 20.0 / slower, 30.0 / slower]
     result = figures.result(seed=1)
@@ -36,6 +36,7 @@ def test_what_the_pulse_costs_stands_beside_what_nothing_costs() -> None:
         assert high >= 1.1 - 1e-9
         assert result["stock_again"][name]["ratio"] == pytest.approx(0.99)
     assert result["pulse"]["throughput"]["ratio"] == pytest.approx(1 / 1.1)
+    assert result["metrics"]["ttft_p50"]["ratio"] == pytest.approx(1.02)
     assert result["stock_again"]["throughput"]["range"] == pytest.approx((1 / 0.99, 1 / 0.99))
 
 

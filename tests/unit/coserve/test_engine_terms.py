@@ -19,7 +19,7 @@ SMALL = ProductionModel(
 LARGE = ProductionModel(
     prefill_base_s=0.1, prefill_s_per_token=0.0, decode_base_s=0.1, decode_s_per_request=0.01
 )
-GUEST = GuestLoad(StepTimeModel(), 0, 0.0, 512)
+GUEST = GuestLoad(StepTimeModel(), 0, 0, 0.0, 512)
 
 
 def pulse_of(model: ProductionModel, **fields: int) -> Pulse:

@@ -36,6 +36,7 @@ def decision(
     arguments: dict[str, Any] = {
         "step_time": STEP_TIME,
         "decodes": 0,
+        "context_tokens": 0,
         "launched_s": 0.0,
         "token_limit": 512,
         "may_probe": False,

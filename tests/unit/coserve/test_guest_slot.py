@@ -10,7 +10,7 @@ from coserve.gate import Closed
 from coserve.guest_slot import GuestSlot
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import GrantMode, PageFault, Pulse
-from tests.unit.coserve.conftest import Slot
+from tests.unit.coserve.conftest import HOUR_NS, Slot
 
 
 @pytest.fixture
@@ -260,3 +260,25 @@ def test_two_threads_may_decide_while_pages_come_and_go(slot: Slot, guest: Guest
     slot.grant()
     assert guest.decide().open
     assert slot.guest_fault() is None
+
+
+def test_the_page_says_how_steps_held_alone_and_beside_production(
+    slot: Slot, guest: GuestSlot
+) -> None:
+    guest.decide()
+    guest.launched(decodes=1, prefill_tokens=0)
+    guest.finished()
+    guest.launched(decodes=1, prefill_tokens=0)
+    slot.pulse(in_flight=1, decoding=1, requests_total=1)
+    guest.finished()
+    guest.publish()
+    page = slot.guest()
+    assert (page.step_calibration.steps, page.beside_calibration.steps) == (1, 1)
+
+
+def test_the_context_of_running_requests_counts(guest: GuestSlot) -> None:
+    guest.step_time.context_s = 1.0
+    guest.steps.probe_ns = monotonic_ns() + HOUR_NS
+    assert guest.decide().open
+    guest.load.kv_tokens = 16 * 1024
+    assert not guest.decide().open

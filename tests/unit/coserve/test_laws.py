@@ -30,7 +30,7 @@ STEP_TIME = StepTimeModel(base_s=0.002, decode_s=0.001, prefill_s=0.0001, factor
 
 
 def guest(decodes: int = 0, cap: int = 2048) -> GuestLoad:
-    return GuestLoad(STEP_TIME, decodes, 0.0, cap)
+    return GuestLoad(STEP_TIME, decodes, 0, 0.0, cap)
 
 
 def rose(pulses: list[Pulse], grant: Grant, load: GuestLoad) -> Admission:
@@ -107,6 +107,7 @@ def test_the_gate_obeys_the_law_of_the_grant(make_grant: MakeGrant, law: Law, op
         [Reading(decoding(0.001), None)],
         step_time=STEP_TIME,
         decodes=0,
+        context_tokens=0,
         launched_s=0.0,
         token_limit=256,
         may_probe=False,

@@ -17,6 +17,7 @@ models = st.builds(
     base_s=st.floats(0.0, 0.5),
     decode_s=st.floats(1e-6, 0.05),
     prefill_s=st.floats(1e-6, 0.05),
+    context_s=st.floats(0.0, 0.01),
     factor=st.floats(1.0, 4.0),
 )
 
@@ -36,11 +37,14 @@ def mixed_steps(
     for _ in range(count):
         decodes, prefill = rng.randint(1, 32), rng.choice((0, 0, 0, 128, 512))
         step_s = law(decodes, prefill) * rng.uniform(1 - noise, 1 + noise)
-        model.observe(decodes=decodes, prefill_tokens=prefill, step_s=step_s)
+        model.observe(decodes=decodes, prefill_tokens=prefill, context_tokens=0, step_s=step_s)
 
 
 def mean_s(model: StepTimeModel, decodes: int, prefill_tokens: int) -> float:
-    return model.predict_s(decodes=decodes, prefill_tokens=prefill_tokens) / model.factor
+    return (
+        model.predict_s(decodes=decodes, prefill_tokens=prefill_tokens, context_tokens=0)
+        / model.factor
+    )
 
 
 @pytest.mark.parametrize(("decodes", "prefill"), [(1, 0), (32, 0), (8, 512), (0, 1024)])
@@ -66,7 +70,7 @@ def test_hours_of_one_batch_size_neither_run_away_nor_make_it_deaf() -> None:
         decodes, prefill = rng.choice((1, 4, 8, 16, 32)), rng.choice((0, 0, 0, 256))
         for _ in range(2000):
             step_s = slow(decodes, prefill) * rng.uniform(0.9, 1.1)
-            model.observe(decodes=decodes, prefill_tokens=prefill, step_s=step_s)
+            model.observe(decodes=decodes, prefill_tokens=prefill, context_tokens=0, step_s=step_s)
         found = mean_s(model, decodes, prefill)
         assert found == pytest.approx(slow(decodes, prefill), rel=0.05), f"phase {phase}"
 
@@ -75,15 +79,65 @@ def test_keeps_what_it_knows_of_prefills_while_there_are_none() -> None:
     model = StepTimeModel()
     mixed_steps(model, slow, 1000)
     for _ in range(20_000):
-        model.observe(decodes=8, prefill_tokens=0, step_s=slow(8, 0))
+        model.observe(decodes=8, prefill_tokens=0, context_tokens=0, step_s=slow(8, 0))
     assert mean_s(model, 8, 512) == pytest.approx(slow(8, 512), rel=0.1)
+
+
+def attending(decodes: int, context_tokens: int) -> float:
+    """As where a step reads the KV of its requests: 32k of it take longer than all the rest."""
+    return 0.006 + 0.0001 * decodes + 0.0004 * context_tokens / 1024
+
+
+def attending_steps(model: StepTimeModel, count: int, *, seed: int = 5) -> None:
+    """Requests that grow, and come and go, so that the same batch has one context or another."""
+    rng = random.Random(seed)
+    contexts = [rng.randint(0, 4096) for _ in range(16)]
+    for _ in range(count):
+        contexts = [
+            length + 1 if rng.random() > 0.005 else rng.randint(0, 4096) for length in contexts
+        ]
+        if rng.random() < 0.01:
+            contexts = [rng.randint(0, 4096) for _ in range(rng.randint(1, 32))]
+        decodes, context = len(contexts), sum(contexts)
+        step_s = attending(decodes, context) * rng.uniform(0.95, 1.05)
+        model.observe(decodes=decodes, prefill_tokens=0, context_tokens=context, step_s=step_s)
+
+
+def test_a_request_of_long_context_is_foreseen_and_not_met_by_surprise() -> None:
+    model = StepTimeModel()
+    attending_steps(model, 2000)
+    for decodes, context in ((1, 1024), (8, 32_768), (16, 65_536)):
+        predicted_s = model.predict_s(decodes=decodes, prefill_tokens=0, context_tokens=context)
+        wanted_s = attending(decodes, context)
+        assert predicted_s / model.factor == pytest.approx(wanted_s, rel=0.1), (decodes, context)
+    short, long = (
+        model.tokens_within_s(0.03, decodes=8, context_tokens=tokens, cap=512)
+        for tokens in (0, 65_536)
+    )
+    assert short > 8
+    assert long == 0, "whatever it holds is read by its first token"
+
+
+def test_where_context_costs_nothing_it_is_learned_to_be_nothing() -> None:
+    model = StepTimeModel()
+    rng = random.Random(6)
+    for _ in range(3000):
+        decodes = rng.randint(1, 32)
+        model.observe(
+            decodes=decodes,
+            prefill_tokens=0,
+            context_tokens=decodes * rng.randint(100, 2000),
+            step_s=slow(decodes, 0) * rng.uniform(0.95, 1.05),
+        )
+    long_s = model.predict_s(decodes=8, prefill_tokens=0, context_tokens=16_384) / model.factor
+    assert long_s == pytest.approx(slow(8, 0), rel=0.1)
 
 
 @pytest.mark.parametrize("law", [lambda d, p: 0.0005 * d, lambda d, p: 1e-6 * d * d + 1e-6 * p])
 def test_stays_finite_and_positive_on_steps_that_its_law_fits_badly(law: Law) -> None:
     model = StepTimeModel()
     mixed_steps(model, law, 5000, noise=0.5)
-    assert min(model.base_s, model.decode_s, model.prefill_s) >= 0.0
+    assert min(model.base_s, model.decode_s, model.prefill_s, model.context_s) >= 0.0
     assert 0.2 < mean_s(model, 16, 0) / law(16, 0) < 5.0
 
 
@@ -95,8 +149,8 @@ def test_the_wanted_share_of_steps_is_within_the_prediction(quantile: float) -> 
     def step() -> bool:
         decodes, prefill = rng.randint(1, 32), rng.choice((0, 0, 0, 128, 512))
         step_s = slow(decodes, prefill) * rng.lognormvariate(0.0, 0.2)
-        predicted_s = model.predict_s(decodes=decodes, prefill_tokens=prefill)
-        model.observe(decodes=decodes, prefill_tokens=prefill, step_s=step_s)
+        predicted_s = model.predict_s(decodes=decodes, prefill_tokens=prefill, context_tokens=0)
+        model.observe(decodes=decodes, prefill_tokens=prefill, context_tokens=0, step_s=step_s)
         return step_s <= predicted_s
 
     for _ in range(2000):
@@ -109,32 +163,35 @@ def test_the_wanted_share_of_steps_is_within_the_prediction(quantile: float) -> 
 def test_one_slow_call_does_not_spoil_what_was_learned() -> None:
     model = StepTimeModel()
     mixed_steps(model, slow, 1000)
-    before_s = model.predict_s(decodes=8, prefill_tokens=0)
-    model.observe(decodes=8, prefill_tokens=0, step_s=5.0)
-    assert model.predict_s(decodes=8, prefill_tokens=0) < 1.2 * before_s
+    before_s = model.predict_s(decodes=8, prefill_tokens=0, context_tokens=0)
+    model.observe(decodes=8, prefill_tokens=0, context_tokens=0, step_s=5.0)
+    assert model.predict_s(decodes=8, prefill_tokens=0, context_tokens=0) < 1.2 * before_s
 
 
 def test_a_first_step_of_two_seconds_is_forgotten_within_a_few_steps() -> None:
     model = StepTimeModel()
-    model.observe(decodes=16, prefill_tokens=0, step_s=2.0)
+    model.observe(decodes=16, prefill_tokens=0, context_tokens=0, step_s=2.0)
     mixed_steps(model, slow, 50)
-    assert model.predict_s(decodes=8, prefill_tokens=0) < 3 * slow(8, 0)
+    assert model.predict_s(decodes=8, prefill_tokens=0, context_tokens=0) < 3 * slow(8, 0)
 
 
 @given(
     model=models,
     budget_s=st.floats(0.0, 5.0),
     decodes=st.integers(0, 256),
+    context=st.integers(0, 1 << 20),
     cap=st.integers(1, 8192),
 )
 def test_tokens_within_a_time_is_the_inverse_of_the_prediction(
-    model: StepTimeModel, budget_s: float, decodes: int, cap: int
+    model: StepTimeModel, budget_s: float, decodes: int, context: int, cap: int
 ) -> None:
     def predicted_s(tokens: int) -> float:
         running = min(decodes, tokens)
-        return model.predict_s(decodes=running, prefill_tokens=tokens - running)
+        return model.predict_s(
+            decodes=running, prefill_tokens=tokens - running, context_tokens=context
+        )
 
-    tokens = model.tokens_within_s(budget_s, decodes=decodes, cap=cap)
+    tokens = model.tokens_within_s(budget_s, decodes=decodes, context_tokens=context, cap=cap)
     assert 0 <= tokens <= cap
     rounding_s = 1e-9
     if tokens > 0:
@@ -145,11 +202,11 @@ def test_tokens_within_a_time_is_the_inverse_of_the_prediction(
 
 @pytest.mark.parametrize("budget_s", [-math.inf, -1.0, 0.0, math.nan])
 def test_no_time_or_an_unknown_one_admits_nothing(budget_s: float) -> None:
-    assert StepTimeModel().tokens_within_s(budget_s, decodes=4, cap=512) == 0
+    assert StepTimeModel().tokens_within_s(budget_s, decodes=4, context_tokens=0, cap=512) == 0
 
 
 def test_unlimited_time_admits_the_cap() -> None:
-    assert StepTimeModel().tokens_within_s(math.inf, decodes=4, cap=512) == 512
+    assert StepTimeModel().tokens_within_s(math.inf, decodes=4, context_tokens=0, cap=512) == 512
 
 
 def test_says_how_often_steps_took_longer_than_predicted() -> None:
@@ -157,5 +214,5 @@ def test_says_how_often_steps_took_longer_than_predicted() -> None:
     mixed_steps(model, slow, 3000, noise=0.2)
     assert 0.03 < model.over_ratio < 0.2, "the tenth that its quantile promises"
     for _ in range(50):
-        model.observe(decodes=8, prefill_tokens=0, step_s=10 * slow(8, 0))
+        model.observe(decodes=8, prefill_tokens=0, context_tokens=0, step_s=10 * slow(8, 0))
     assert model.over_ratio > 0.2, "a machine that became slow shows"

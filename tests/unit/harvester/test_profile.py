@@ -20,9 +20,12 @@ OTHER = ProductionModel(
 HELD = Calibration(steps=512, over_ratio=0.12, p50_ratio=0.8, p90_ratio=1.04, p99_ratio=1.5)
 
 
+SHAPE = "Qwen2ForCausalLM 48x5120 bfloat16 tp4 pp1 on NVIDIA H100 80GB HBM3"
+
+
 def pulse(pages: Path, process: int, model: ProductionModel, *, samples: int = 1000) -> None:
     writer = PageDirectory.create(pages).pulse_writer("production", process)
-    record = Pulse(model=model, model_samples=samples, decode_calibration=HELD)
+    record = Pulse(model=model, model_samples=samples, decode_calibration=HELD, shape=SHAPE)
     writer.write(record, now_ns=monotonic_ns(), ttl_ns=HOUR_NS)
     writer.close()
 
@@ -44,6 +47,7 @@ def test_what_it_prints_and_writes_is_a_slot_s_policy_with_the_upper_times(
     given = SlotConfig(name="slot", **yaml.safe_load(printed)).policy.profile
     assert (given.prefill_base_s, given.prefill_s_per_token) == (0.02, 2e-4)
     assert (given.decode_base_s, given.decode_s_per_request) == (0.01, 1e-3)
+    assert given.shapes == (SHAPE,)
 
 
 def test_says_how_well_the_times_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

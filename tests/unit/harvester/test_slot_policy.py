@@ -396,6 +396,20 @@ def test_a_profile_stands_in_until_production_has_shown_its_own_times(
     assert grant_in(scene.beat()).production == scene.pulse.model
 
 
+def test_a_profile_of_another_model_or_machine_is_not_believed(
+    make_scene: Any, grant_in: Any
+) -> None:
+    profile = ProfileSettings(decode_base_s=0.25, shapes=("small on A", "large on A"))
+    scene = make_scene(profile=profile)
+    scene.set_pulse(model_samples=3, shape="small on B")
+    assert grant_in(scene.beats_for(0.5)).mode == "closed"
+    assert scene.policy.reason.startswith("the profile is of another engine; model rests on 3")
+    scene.set_pulse(shape="small on A")
+    assert grant_in(scene.beats_for(5.0)).mode == "open"
+    scene.set_pulse(shape="")
+    assert grant_in(scene.beat()).mode == "open", "what is not known is not held against it"
+
+
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
 def test_a_profile_that_is_no_time_is_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="profile"):

@@ -1,0 +1,117 @@
+"""The agent killed and stopped, as often as is asked: in one run, or in several that go on.
+
+Each trial is a line in a file, so that a run that ends before all are done, whatever ended it, is
+gone on with by the next one. Kills and stops take turns. Production stays idle, so that the guest
+always has a step to yield; a trial that finds it standing says nothing and is made again.
+"""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.coserve.reclaim import after_loss
+from benchmarks.coserve.rollouts import Lease, Rollouts
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.page import Guest
+from scheduler.demo.slot import ServingSlot
+
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+_TRIES = 2
+"""For each trial that is wanted."""
+_TOLD_EVERY = 5
+_STEPPING_S = 1.5
+"""Of rollouts before the agent is lost."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One line."""
+
+    signal: str
+    ms: float | None
+    """From the agent's loss to the end of the guest's last step; None where the guest stood."""
+
+
+@dataclass(slots=True)
+class TrialBook:
+    """`wanted` of each signal; those in `file` count. Without one, of this run alone."""
+
+    wanted: int
+    file: Path | None = None
+    trials: list[Trial] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where the file holds something else."""
+        if self.file is None or not self.file.exists():
+            return
+        try:
+            self.trials = msgspec.json.Decoder(Trial).decode_lines(self.file.read_bytes())
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{self.file} holds no trials: {error}") from error
+
+    def add(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        if self.file is not None:
+            with self.file.open("ab") as lines:
+                lines.write(msgspec.json.encode(trial) + b"\n")
+
+    def next(self) -> signal.Signals | None:
+        """Of the signal with the fewest; None once there are enough of both, or no hope of them."""
+        open_ones = [
+            (len(self.measured(number)), number)
+            for number in SIGNALS
+            if len(self.measured(number)) < self.wanted
+            and sum(trial.signal == number.name for trial in self.trials) < _TRIES * self.wanted
+        ]
+        return min(open_ones, key=lambda one: one[0])[1] if open_ones else None
+
+    def measured(self, number: signal.Signals) -> list[float]:
+        return [
+            trial.ms
+            for trial in self.trials
+            if trial.signal == number.name and trial.ms is not None
+        ]
+
+    def figures(self) -> dict[str, Any]:
+        kills, stops = (self.measured(number) for number in SIGNALS)
+        return {
+            "kill_max": max(kills, default=None),
+            "stop_max": max(stops, default=None),
+            "n": {number.name: len(self.measured(number)) for number in SIGNALS},
+        }
+
+
+@dataclass(slots=True)
+class FailSafe:
+    slot: ServingSlot
+    guest: Callable[[], Guest]
+    lease: Lease
+    rollouts: Rollouts
+    clock: Clock
+    new_agent: Callable[[], Awaitable[None]]
+    """Called after a kill, once the guest was watched."""
+    told: Callable[[str], None]
+
+    async def run(self, book: TrialBook, *, within_s: float) -> dict[str, Any]:
+        """Until the book is full or the time is over."""
+        start_s, before = self.clock.now(), len(book.trials)
+        while (number := book.next()) and self.clock.now() - start_s < within_s:
+            book.add(Trial(signal=number.name, ms=await self._trial(number)))
+            made = len(book.trials) - before
+            if made % _TOLD_EVERY == 0:
+                each_s = (self.clock.now() - start_s) / made
+                self.told(f"{book.figures()}, {each_s:.1f} s each")
+        return book.figures()
+
+    async def _trial(self, number: signal.Signals) -> float | None:
+        async with self.lease.holding(), self.rollouts.running():
+            await asyncio.sleep(_STEPPING_S)
+            taken_ms = await after_loss(self.slot, self.guest, number)
+            if number is signal.SIGKILL:
+                await self.new_agent()
+        return taken_ms

@@ -1,0 +1,64 @@
+"""A linear law from one observation at a time, held against the solution of all at once."""
+
+import random
+
+import numpy as np
+import pytest
+
+from coserve.least_squares import LeastSquares
+
+LEAST = (0.0, 1e-9, 1e-9, 0.0)
+
+
+def observations(
+    count: int, law: tuple[float, ...], *, noise: float
+) -> list[tuple[list[float], float]]:
+    rng = random.Random(7)
+    found = []
+    for _ in range(count):
+        x = [
+            1.0,
+            float(rng.randint(1, 64)),
+            float(rng.choice((0, 0, 512, 2048))),
+            rng.uniform(0, 200),
+        ]
+        y = sum(each * value for each, value in zip(law, x, strict=True))
+        found.append((x, y + rng.gauss(0.0, noise)))
+    return found
+
+
+def fitted(seen: list[tuple[list[float], float]]) -> LeastSquares:
+    fit = LeastSquares((0.02, 0.001, 0.0005, 0.0), least=LEAST)
+    for x, y in seen:
+        fit.observe(x, y - fit.predict(x))
+    return fit
+
+
+def test_is_the_weighted_least_squares_solution() -> None:
+    seen = observations(3000, (0.006, 5e-4, 5e-5, 1e-4), noise=2e-4)
+    weights = np.sqrt((1 - 1 / 200) ** np.arange(len(seen))[::-1])
+    matrix = np.array([x for x, _ in seen]) * weights[:, None]
+    wanted, *_ = np.linalg.lstsq(matrix, np.array([y for _, y in seen]) * weights, rcond=None)
+    assert fitted(seen).coefficients == pytest.approx(wanted, rel=0.02)
+
+
+def test_none_falls_below_its_least_and_the_others_make_up_for_it() -> None:
+    """The second term would have to be negative."""
+    rng, fit = random.Random(8), LeastSquares((0.01, 0.001), least=(0.0, 0.0))
+    for _ in range(2000):
+        x = [1.0, rng.uniform(0.0, 10.0)]
+        fit.observe(x, 0.05 - 0.002 * x[1] - fit.predict(x))
+        assert min(fit.coefficients) >= 0.0
+    assert fit.coefficients[1] == 0.0
+    assert fit.coefficients[0] == pytest.approx(0.04, rel=0.1), "the mean of what was seen"
+
+
+def test_terms_that_always_come_together_do_not_drift_apart() -> None:
+    """Hours of one batch size whose context grows with it."""
+    rng, law = random.Random(9), (0.006, 5e-4, 5e-5, 1e-4)
+    fit = fitted(observations(1000, law, noise=1e-4))
+    for _ in range(50_000):
+        x = [1.0, 16.0, 0.0, 32.0]
+        y = sum(each * value for each, value in zip(law, x, strict=True)) * rng.uniform(0.9, 1.1)
+        fit.observe(x, y - fit.predict(x))
+    assert fit.coefficients == pytest.approx(law, rel=0.25)

@@ -1,0 +1,56 @@
+"""What an engine says that it is, from configurations of vLLM's shape."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coserve.vllm import engine_shape as module
+from coserve.vllm.engine_shape import engine_shape
+from harvester.contracts.page import MOST_SHAPE_CHARACTERS
+
+
+def config(**changes: Any) -> Any:
+    text = SimpleNamespace(num_hidden_layers=48, hidden_size=5120)
+    model = SimpleNamespace(
+        architecture="Qwen2ForCausalLM",
+        hf_text_config=text,
+        quantization=None,
+        dtype="torch.bfloat16",
+    )
+    for name, value in changes.items():
+        setattr(model, name, value)
+    parallel = SimpleNamespace(tensor_parallel_size=4, pipeline_parallel_size=1)
+    return SimpleNamespace(model_config=model, parallel_config=parallel)
+
+
+@pytest.fixture(autouse=True)
+def on_one_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_accelerator", lambda: "NVIDIA H100 80GB HBM3")
+
+
+def test_model_parallelism_and_accelerator_make_a_shape() -> None:
+    said = "Qwen2ForCausalLM 48x5120 bfloat16 tp4 pp1 on NVIDIA H100 80GB HBM3"
+    assert engine_shape(config()) == said
+
+
+def test_another_quantization_is_another_shape() -> None:
+    assert "48x5120 fp8 tp4" in engine_shape(config(quantization="fp8"))
+
+
+def test_what_upstream_no_longer_says_is_left_out_and_nothing_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    odd = config()
+    del odd.model_config.hf_text_config
+    assert engine_shape(odd) == "tp4 pp1 on NVIDIA H100 80GB HBM3"
+
+    def broken() -> str:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(module, "_accelerator", broken)
+    assert engine_shape(SimpleNamespace()) == ""
+
+
+def test_a_long_name_fits_into_the_page() -> None:
+    assert len(engine_shape(config(architecture="X" * 500))) == MOST_SHAPE_CHARACTERS

@@ -1,0 +1,123 @@
+"""A slot's place for one guest: when it is free, and what is removed from a free one."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from harvester.agent.guest_place import GuestPlace
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
+from harvester.contracts.kv_segment import KvSegment
+from harvester.contracts.page import Guest, PageDirectory
+from harvester.contracts.process import ProcessId, process_ids
+
+Place = Callable[[], GuestPlace]
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> PageDirectory:
+    return PageDirectory.create(tmp_path / "pages")
+
+
+@pytest.fixture
+def place(pages: PageDirectory) -> Iterator[Place]:
+    made: list[GuestPlace] = []
+
+    def make() -> GuestPlace:
+        made.append(GuestPlace(pages))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def process() -> Iterator["subprocess.Popen[bytes]"]:
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    yield sleeper
+    sleeper.kill()
+    sleeper.wait()
+
+
+def leave_page(pages: PageDirectory, *processes: ProcessId) -> None:
+    """As a guest that was killed does: nobody closes it."""
+    writer = pages.guest_writer()
+    writer.write(Guest(processes=processes), now_ns=monotonic_ns(), ttl_ns=1)
+    writer.close()
+
+
+def test_two_guests_never_share_a_slot(place: Place) -> None:
+    place().take(timeout_s=0.0)
+    with pytest.raises(Exhausted, match=f"started by process {os.getpid()}"):
+        place().take(timeout_s=0.0)
+
+
+def test_an_engine_keeps_the_place_of_a_command_that_was_killed(
+    pages: PageDirectory, place: Place
+) -> None:
+    command = GuestPlace(pages)
+    command.take(timeout_s=0.0)
+    engine = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(300)"], pass_fds=[command.descriptor]
+    )
+    try:
+        command.close()
+        with pytest.raises(Exhausted):
+            place().take(timeout_s=0.0)
+    finally:
+        engine.kill()
+        engine.wait()
+    place().take(timeout_s=0.0)
+
+
+def test_a_worker_that_outlives_its_engine_keeps_it_too(
+    pages: PageDirectory, place: Place, process: "subprocess.Popen[bytes]"
+) -> None:
+    leave_page(pages, *process_ids([process.pid]))
+    with pytest.raises(Exhausted, match=f"process {process.pid} of a guest"):
+        place().take(timeout_s=0.0)
+    process.kill()
+    process.wait()
+    place().take(timeout_s=0.0)
+
+
+def test_a_process_that_only_bears_a_dead_one_s_number_keeps_nothing(
+    pages: PageDirectory, place: Place
+) -> None:
+    leave_page(pages, ProcessId(pid=os.getpid(), start_ticks=1))
+    place().take(timeout_s=0.0)
+
+
+def test_what_a_killed_guest_left_of_shared_kv_is_removed(place: Place, tmp_path: Path) -> None:
+    segment = KvSegment("guest_kv", owners=frozenset((os.getuid(),)), directory=tmp_path)
+    other = KvSegment("prod_kv", directory=tmp_path)
+    for one in (segment, other):
+        one.path.write_bytes(bytes(24))
+    free = place()
+    free.take(timeout_s=0.0)
+    free.clear(segment)
+    free.clear(segment)
+    assert not segment.path.exists()
+    assert other.path.exists()
+
+
+def test_what_is_another_user_s_or_no_segment_is_left(place: Place, tmp_path: Path) -> None:
+    free = place()
+    stranger = KvSegment("theirs", owners=frozenset((os.getuid() + 1,)), directory=tmp_path)
+    longer = KvSegment("longer", owners=frozenset((os.getuid(),)), directory=tmp_path)
+    stranger.path.write_bytes(bytes(24))
+    longer.path.write_bytes(bytes(25))
+    for one in (stranger, longer):
+        with pytest.raises(Unsupported):
+            free.clear(one)
+        assert one.path.exists()
+
+
+def test_a_slot_without_pages_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        GuestPlace(PageDirectory(tmp_path / "nowhere"))
