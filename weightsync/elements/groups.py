@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.elements.bits import Bytes
-from weightsync.elements.compiled import compiled
+from weightsync.elements.compiled import compiled, inlined
 from weightsync.elements.lanes import (
     LANES,
+    byte_plane,
+    byte_sum,
     first_lane,
     join_planes,
     lane_count,
@@ -25,10 +27,13 @@ from weightsync.elements.lanes import (
     put_word,
     word_at,
 )
+from weightsync.elements.picked import IS_QUICK, put_group, put_ones
 
 GROUP = LANES
 WORD_BYTES = 8
 MAX_LOW_BITS = 15
+ROOM = 2 * LANES
+"""What the loops over a group need of `room`: words are taken whole."""
 END = np.uint64(0xFFFFFFFFFFFFFFFF)
 """Behind the places of a group: a place that no tensor has."""
 _NONE = np.uint64(0)
@@ -38,7 +43,12 @@ _WORD = np.uint64(64)
 _WORD_STEP = np.uint64(WORD_BYTES)
 BEFORE_ALL = END - np.uint64(WORD_BYTES - 1)
 """The word before the first one: a walk goes on to the next one as soon as a word is empty."""
+_LAST_BIT = np.uint64(63)
 _ESCAPE = np.uint8(255)
+_MOST_PICKED_LOW_BITS = np.uint64(9)
+"""The sum of 64 such numbers, and 64, fit into two bytes."""
+_MOST_ONES = np.uint64(0xFFFF - 63)
+"""And so do the numbers of bits up to there."""
 
 
 Lows: TypeAlias = npt.NDArray[np.uint16]
@@ -61,7 +71,7 @@ class Walk(NamedTuple):
 
 
 @compiled
-def read_group(
+def pick_group(
     changes: int,
     low_bits: np.uint64,
     lows: Bytes,
@@ -70,10 +80,43 @@ def read_group(
     room: Lows,
     places: Places,
 ) -> Walk:
-    """Writes the positions of the next so many changes and END behind them.
+    """`read_group` of at most nine low bits, by instructions that put lanes in a row."""
+    word, byte = walk.word, walk.high_byte
+    found, first = _NONE, _NONE
+    while True:
+        put_ones(room, found, word, first)
+        found += lane_count(word)
+        if found >= np.uint64(changes):
+            break
+        byte += _WORD_STEP
+        word = word_at(highs, byte)
+        first += _WORD
+        if first > _MOST_ONES:
+            return count_group(changes, low_bits, lows, highs, walk, room, places)
+    put_group(lows, walk.low_byte, low_bits, room, walk.bit, walk.after, places)
+    places[changes] = END
+    lane = np.uint64(room[changes - 1]) & _LAST_BIT
+    return Walk(
+        walk.group + 1,
+        walk.low_byte + low_bits * _WORD_STEP,
+        byte,
+        word & ((END << lane) << _ONE),
+        lane + _ONE,
+        places[changes - 1] + _ONE,
+    )
 
-    `room` is for 64.
-    """
+
+@compiled
+def count_group(
+    changes: int,
+    low_bits: np.uint64,
+    lows: Bytes,
+    highs: Bytes,
+    walk: Walk,
+    room: Lows,
+    places: Places,
+) -> Walk:
+    """`read_group` by counting zeros."""
     join_planes(lows, walk.low_byte, low_bits, room)
     word, byte, behind = walk.word, walk.high_byte, walk.after
     # Zeros before a one count, ones do not.
@@ -99,6 +142,28 @@ def read_group(
         lane + _ONE,
         places[changes - 1] + _ONE,
     )
+
+
+_quickest = pick_group if IS_QUICK else count_group
+
+
+@compiled
+def read_group(
+    changes: int,
+    low_bits: np.uint64,
+    lows: Bytes,
+    highs: Bytes,
+    walk: Walk,
+    room: Lows,
+    places: Places,
+) -> Walk:
+    """Writes the positions of the next so many changes and END behind them.
+
+    `room` is for ROOM, `places` for 65.
+    """
+    if low_bits <= _MOST_PICKED_LOW_BITS:
+        return _quickest(changes, low_bits, lows, highs, walk, room, places)
+    return count_group(changes, low_bits, lows, highs, walk, room, places)
 
 
 @compiled
@@ -156,20 +221,28 @@ def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs:
     There is room for MAX_LOW_BITS planes a group, and `highs_room` bytes of `highs`.
     """
     group_gaps, group_lows = np.empty(GROUP, dtype=np.uint64), np.zeros(GROUP, dtype=np.uint16)
-    gap_byte = low_byte = high_byte = bit = word = _NONE
+    gap_byte = then = low_byte = high_byte = bit = word = _NONE
     for group in range(low_bits.size):
         count = min(GROUP, changes - GROUP * group)
-        gap_byte, total = _take_gaps(gaps, gap_byte, count, group_gaps)
-        kept = _low_bits(total, np.uint64(count))
+        is_short = _is_short(gaps, gap_byte, count)
+        if is_short:
+            kept = _low_bits(byte_sum(gaps, gap_byte, _NONE), _WORD)
+            for plane in range(np.int64(kept)):
+                put_word(lows, low_byte, byte_plane(gaps, gap_byte, np.uint64(plane)))
+                low_byte += _WORD_STEP
+        else:
+            then, total = _take_gaps(gaps, gap_byte, count, group_gaps)
+            kept = _low_bits(total, np.uint64(count))
+            mask = (_ONE << kept) - _ONE
+            for i in range(GROUP):
+                group_lows[i] = group_gaps[i] & mask if i < count else _NONE
+            for plane in range(np.int64(kept)):
+                put_word(lows, low_byte, plane_of(group_lows, np.uint64(plane)))
+                low_byte += _WORD_STEP
         low_bits[group] = kept
-        mask = (_ONE << kept) - _ONE
-        for i in range(GROUP):
-            group_lows[i] = group_gaps[i] & mask if i < count else _NONE
-        for plane in range(np.int64(kept)):
-            put_word(lows, low_byte, plane_of(group_lows, np.uint64(plane)))
-            low_byte += _WORD_STEP
         for i in range(count):
-            bit += group_gaps[i] >> kept
+            gap = np.uint64(gaps[gap_byte + np.uint64(i)]) if is_short else group_gaps[i]
+            bit += gap >> kept
             while bit >= _WORD:
                 put_word(highs, high_byte, word)
                 high_byte += _WORD_STEP
@@ -177,10 +250,41 @@ def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs:
                 bit -= _WORD
             word |= _ONE << bit
             bit += _ONE
+        gap_byte = gap_byte + _WORD if is_short else then
     if bit:
         put_word(highs, high_byte, word)
         high_byte += _WORD_STEP
     return Written(int(np.int64(low_byte)), int(np.int64(high_byte)))
+
+
+@compiled
+def groups_size(gaps: Bytes, changes: int) -> Written:
+    """What `write_groups` would write."""
+    group_gaps = np.empty(GROUP, dtype=np.uint64)
+    gap_byte = planes = bits = _NONE
+    for group in range((changes + GROUP - 1) // GROUP):
+        count = min(GROUP, changes - GROUP * group)
+        bits += np.uint64(count)
+        if _is_short(gaps, gap_byte, count):
+            kept = _low_bits(byte_sum(gaps, gap_byte, _NONE), _WORD)
+            bits += byte_sum(gaps, gap_byte, kept)
+            gap_byte += _WORD
+        else:
+            gap_byte, total = _take_gaps(gaps, gap_byte, count, group_gaps)
+            kept = _low_bits(total, np.uint64(count))
+            for i in range(count):
+                bits += group_gaps[i] >> kept
+        planes += kept
+    words = (bits + _LAST_BIT) // _WORD
+    return Written(int(np.int64(planes * _WORD_STEP)), int(np.int64(words * _WORD_STEP)))
+
+
+@inlined
+def _is_short(gaps: Bytes, at: np.uint64, count: int) -> bool:
+    """Whether the next gaps are a whole group of one byte each."""
+    if count < GROUP or at + _WORD > np.uint64(gaps.size):
+        return False
+    return lanes_holding(gaps, at, _ESCAPE) == _NONE
 
 
 @compiled
@@ -189,12 +293,6 @@ def _take_gaps(
 ) -> tuple[np.uint64, np.uint64]:
     """The next `count` gaps from byte `at` on; returns (next byte, their sum)."""
     total = _NONE
-    whole = count == GROUP and at + _WORD <= np.uint64(gaps.size)
-    if whole and lanes_holding(gaps, at, _ESCAPE) == _NONE:
-        for i in range(GROUP):
-            group_gaps[i] = gaps[at + np.uint64(i)]
-            total += group_gaps[i]
-        return at + _WORD, total
     gap, found = _NONE, _NONE
     while found < np.uint64(count):
         byte = np.uint64(gaps[at])
