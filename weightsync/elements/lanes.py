@@ -129,7 +129,7 @@ def byte_plane(_typing: Any, data: Any, _at: Any, _plane: Any) -> Any:
 
 @generated
 def byte_sum(_typing: Any, data: Any, _at: Any, _shift: Any) -> Any:
-    """(data, at, shift): the sum of the 64 bytes from byte `at` on, each without its lowest bits."""
+    """(data, at, shift): the sum of the 64 bytes from byte `at` on, without their lowest bits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = lanes_at(context, builder, signature.args[0], args[0], args[1])

@@ -9,14 +9,12 @@ import numpy.typing as npt
 
 from weightsync.elements.bits import Bytes
 from weightsync.elements.compiled import compiled
+from weightsync.elements.group_writing import groups_size, highs_room, write_groups
 from weightsync.elements.grouped import INDEX_BYTES, NEAREST_FAR
 from weightsync.elements.groups import (
     GROUP,
     MAX_LOW_BITS,
     WORD_BYTES,
-    groups_size,
-    highs_room,
-    write_groups,
 )
 from weightsync.elements.scan import GAP_ESCAPE
 from weightsync.encoding.numbers import put_number

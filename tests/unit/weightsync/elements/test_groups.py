@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.elements.bits import Bytes
+from weightsync.elements.group_writing import groups_size, highs_room, write_groups
 from weightsync.elements.groups import (
     END,
     GROUP,
@@ -16,11 +17,8 @@ from weightsync.elements.groups import (
     Walk,
     count_group,
     groups_end,
-    groups_size,
-    highs_room,
     low_bits_of,
     pick_group,
-    write_groups,
 )
 from weightsync.elements.picked import IS_KNOWN
 
