@@ -33,17 +33,20 @@ def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs:
     There is room for MAX_LOW_BITS planes a group, and `highs_room` bytes of `highs`.
     """
     group_gaps, group_lows = np.empty(GROUP, dtype=np.uint64), np.zeros(GROUP, dtype=np.uint16)
-    gap_byte = then = low_byte = high_byte = bit = word = _NONE
+    gap_byte = low_byte = high_byte = bit = word = _NONE
     for group in range(low_bits.size):
         count = min(GROUP, changes - GROUP * group)
-        is_short = _is_short(gaps, gap_byte, count)
-        if is_short:
+        if _is_short(gaps, gap_byte, count):
             kept = _low_bits(byte_sum(gaps, gap_byte, _NONE), _WORD)
             for plane in range(np.int64(kept)):
                 put_word(lows, low_byte, byte_plane(gaps, gap_byte, np.uint64(plane)))
                 low_byte += _WORD_STEP
+            for i in range(GROUP):
+                zeros = np.uint64(gaps[gap_byte + np.uint64(i)]) >> kept
+                high_byte, word, bit = _put_code(zeros, highs, high_byte, word, bit)
+            gap_byte += _WORD
         else:
-            then, total = _take_gaps(gaps, gap_byte, count, group_gaps)
+            gap_byte, total = _take_gaps(gaps, gap_byte, count, group_gaps)
             kept = _low_bits(total, np.uint64(count))
             mask = (_ONE << kept) - _ONE
             for i in range(GROUP):
@@ -51,22 +54,28 @@ def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs:
             for plane in range(np.int64(kept)):
                 put_word(lows, low_byte, plane_of(group_lows, np.uint64(plane)))
                 low_byte += _WORD_STEP
+            for i in range(count):
+                zeros = group_gaps[i] >> kept
+                high_byte, word, bit = _put_code(zeros, highs, high_byte, word, bit)
         low_bits[group] = kept
-        for i in range(count):
-            gap = np.uint64(gaps[gap_byte + np.uint64(i)]) if is_short else group_gaps[i]
-            bit += gap >> kept
-            while bit >= _WORD:
-                put_word(highs, high_byte, word)
-                high_byte += _WORD_STEP
-                word = _NONE
-                bit -= _WORD
-            word |= _ONE << bit
-            bit += _ONE
-        gap_byte = gap_byte + _WORD if is_short else then
     if bit:
         put_word(highs, high_byte, word)
         high_byte += _WORD_STEP
     return Written(int(np.int64(low_byte)), int(np.int64(high_byte)))
+
+
+@inlined
+def _put_code(
+    zeros: np.uint64, highs: Bytes, high_byte: np.uint64, word: np.uint64, bit: np.uint64
+) -> tuple[np.uint64, np.uint64, np.uint64]:
+    """So many zeros and a one from bit `bit` of `word` on, which is written once it is full."""
+    bit += zeros
+    while bit >= _WORD:
+        put_word(highs, high_byte, word)
+        high_byte += _WORD_STEP
+        word = _NONE
+        bit -= _WORD
+    return high_byte, word | (_ONE << bit), bit + _ONE
 
 
 @compiled
@@ -96,7 +105,7 @@ def _is_short(gaps: Bytes, at: np.uint64, count: int) -> bool:
     """Whether the next gaps are a whole group of one byte each."""
     if count < GROUP or at + _WORD > np.uint64(gaps.size):
         return False
-    return lanes_holding(gaps, at, _ESCAPE) == _NONE
+    return bool(lanes_holding(gaps, at, _ESCAPE) == _NONE)
 
 
 @compiled
