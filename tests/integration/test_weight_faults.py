@@ -13,9 +13,13 @@ from benchmarks.weightsync.faults.kills import KILLS
 from benchmarks.weightsync.faults.machine import MACHINE
 from benchmarks.weightsync.faults.manifests import MANIFESTS
 from benchmarks.weightsync.faults.payloads import PAYLOADS
+from benchmarks.weightsync.faults.states import LAYOUT, states
 from benchmarks.weightsync.faults.trials import struck
 from benchmarks.weightsync.faults.world import Template, World
 from benchmarks.weightsync.faults.zygote import Zygote
+from weightsync.encoding.codec import Encoding, encode
+from weightsync.encoding.grouped import GROUPS
+from weightsync.encoding.sparse import SPARSE
 
 
 def test_twenty_faults_are_survived() -> None:
@@ -23,6 +27,13 @@ def test_twenty_faults_are_survived() -> None:
     assert result["failures"] == []
     assert (result["tried"], result["recovered"], result["wrong_state"]) == (20, 20, 0)
     assert result["refused"] > 0
+
+
+def test_the_states_are_published_in_groups_and_in_streams() -> None:
+    first, second = states(1)[:2]
+    made = [encode(first[name], second[name]) for name in LAYOUT if first[name].size]
+    layouts = {found.payload[1] for found in made if found and found.encoding is Encoding.ROSEMUX}
+    assert layouts == {GROUPS, SPARSE}
 
 
 def test_no_two_classes_share_a_name() -> None:

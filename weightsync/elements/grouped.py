@@ -3,9 +3,10 @@
 Compiled loops that hold no lock of Python's and check no lengths: encoding/grouped.py did before.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from weightsync.elements import xxh3
 from weightsync.elements.bits import Bits, Bytes
@@ -14,6 +15,7 @@ from weightsync.elements.groups import (
     BEFORE_ALL,
     END,
     GROUP,
+    ROOM,
     WORD_BYTES,
     Lows,
     Places,
@@ -22,7 +24,7 @@ from weightsync.elements.groups import (
     read_group,
 )
 from weightsync.elements.kernels import APPLIED_BYTES, pass_block
-from weightsync.elements.lanes import word_at
+from weightsync.elements.lanes import put_signs, width_of, word_at
 from weightsync.elements.xxh3 import Accumulators
 from weightsync.elements.zigzag import unzigzag
 
@@ -34,6 +36,10 @@ _NONE = np.uint64(0)
 _ONE = np.uint64(1)
 _WORD = np.uint64(64)
 _NEAREST_FAR = np.uint64(NEAREST_FAR)
+
+
+Signed: TypeAlias = npt.NDArray[np.int8]
+"""1 or -1 for each change of a group."""
 
 
 class Gaps(NamedTuple):
@@ -52,8 +58,6 @@ class _Small(NamedTuple):
     walk: Walk
     next: np.uint64
     """Change of the group that was read last."""
-    signs: np.uint64
-    """From that change on, the lowest bit first; 1 is minus."""
 
 
 class _Far(NamedTuple):
@@ -90,18 +94,28 @@ def apply_grouped(
     changes, _, lows, highs = small
     far_changes, far_first, far_lows, far_highs = far
     _, _, code_lows, code_highs = codes
-    room = np.empty(GROUP, np.uint16)
+    room, signed = np.empty(ROOM, np.uint16), np.empty(GROUP, np.int8)
     places, far_places = np.empty(GROUP + 1, np.uint64), np.empty(GROUP + 1, np.uint64)
     far_codes = np.empty(GROUP + 1, np.uint64)
     places[0] = far_places[0] = END
     start_walk = Walk(0, _NONE, BEFORE_ALL, _NONE, _WORD, _NONE)
-    smalls = _Small(start_walk, _NONE, _NONE)
+    smalls = _Small(start_walk, _NONE)
     fars = _Far(start_walk, start_walk, _NONE, _NONE, _NONE, _NONE, _next_wide(wide, _NONE))
-    width = bits.itemsize
+    width = width_of(bits)
     for start in range(0, bits.size, APPLIED_BYTES // width):
         stop = min(bits.size, start + APPLIED_BYTES // width)
         smalls = _apply_small(
-            bits, np.uint64(stop), changes, low_bits, lows, highs, signs, smalls, room, places
+            bits,
+            np.uint64(stop),
+            changes,
+            low_bits,
+            lows,
+            highs,
+            signs,
+            smalls,
+            room,
+            signed,
+            places,
         )
         fars = _apply_far(
             bits,
@@ -137,21 +151,21 @@ def _apply_small(
     signs: Bytes,
     done: _Small,
     room: Lows,
+    signed: Signed,
     places: Places,
 ) -> _Small:
     """Adds or subtracts one unit in the last place at each position before `stop`."""
-    walk, change, minus = done
+    walk, change = done
     while True:
         place = places[change]
         while place < stop:
-            bits[place] = np.uint64(bits[place]) + _ONE - ((minus & _ONE) << _ONE)
-            minus >>= _ONE
+            bits[place] = np.uint64(bits[place]) + np.uint64(np.int64(signed[change]))
             change += _ONE
             place = places[change]
         left = changes - GROUP * walk.group
         if place != END or left <= 0:
-            return _Small(walk, change, minus)
-        minus = word_at(signs, np.uint64(WORD_BYTES * walk.group))
+            return _Small(walk, change)
+        put_signs(signed, word_at(signs, np.uint64(WORD_BYTES * walk.group)))
         kept = low_bits_of(low_bits, walk.group)
         walk = read_group(min(GROUP, left), kept, lows, highs, walk, room, places)
         change = _NONE
@@ -182,8 +196,8 @@ def _apply_far(
             code = codes[change] - behind + _NEAREST_FAR
             behind = codes[change] + _ONE
             if number == next_wide:
-                code = _number(wide, entry + np.uint64(INDEX_BYTES), bits.itemsize)
-                entry += np.uint64(INDEX_BYTES + bits.itemsize)
+                code = _number(wide, entry + np.uint64(INDEX_BYTES), width_of(bits))
+                entry += np.uint64(INDEX_BYTES + width_of(bits))
                 next_wide = _next_wide(wide, entry)
             bits[place] = np.uint64(bits[place]) + unzigzag(code)
             number += _ONE

@@ -20,15 +20,15 @@ from weightsync.elements.lanes import (
     first_lane,
     join_planes,
     lane_count,
-    lanes_holding,
-    plane_of,
-    put_word,
     word_at,
 )
+from weightsync.elements.picked import IS_QUICK, put_group, put_ones
 
 GROUP = LANES
 WORD_BYTES = 8
 MAX_LOW_BITS = 15
+ROOM = 2 * LANES
+"""What the loops over a group need of `room`: words are taken whole."""
 END = np.uint64(0xFFFFFFFFFFFFFFFF)
 """Behind the places of a group: a place that no tensor has."""
 _NONE = np.uint64(0)
@@ -38,7 +38,11 @@ _WORD = np.uint64(64)
 _WORD_STEP = np.uint64(WORD_BYTES)
 BEFORE_ALL = END - np.uint64(WORD_BYTES - 1)
 """The word before the first one: a walk goes on to the next one as soon as a word is empty."""
-_ESCAPE = np.uint8(255)
+_LAST_BIT = np.uint64(63)
+_MOST_PICKED_LOW_BITS = np.uint64(9)
+"""The sum of 64 such numbers, and 64, fit into two bytes."""
+_MOST_ONES = np.uint64(0xFFFF - 63)
+"""And so do the numbers of bits up to there."""
 
 
 Lows: TypeAlias = npt.NDArray[np.uint16]
@@ -61,7 +65,7 @@ class Walk(NamedTuple):
 
 
 @compiled
-def read_group(
+def pick_group(
     changes: int,
     low_bits: np.uint64,
     lows: Bytes,
@@ -70,10 +74,43 @@ def read_group(
     room: Lows,
     places: Places,
 ) -> Walk:
-    """Writes the positions of the next so many changes and END behind them.
+    """`read_group` of at most nine low bits, by instructions that put lanes in a row."""
+    word, byte = walk.word, walk.high_byte
+    found, first = _NONE, _NONE
+    while True:
+        put_ones(room, found, word, first)
+        found += lane_count(word)
+        if found >= np.uint64(changes):
+            break
+        byte += _WORD_STEP
+        word = word_at(highs, byte)
+        first += _WORD
+        if first > _MOST_ONES:
+            return count_group(changes, low_bits, lows, highs, walk, room, places)
+    put_group(lows, walk.low_byte, low_bits, room, walk.bit, walk.after, places)
+    places[changes] = END
+    lane = np.uint64(room[changes - 1]) & _LAST_BIT
+    return Walk(
+        walk.group + 1,
+        walk.low_byte + low_bits * _WORD_STEP,
+        byte,
+        word & ((END << lane) << _ONE),
+        lane + _ONE,
+        places[changes - 1] + _ONE,
+    )
 
-    `room` is for 64.
-    """
+
+@compiled
+def count_group(
+    changes: int,
+    low_bits: np.uint64,
+    lows: Bytes,
+    highs: Bytes,
+    walk: Walk,
+    room: Lows,
+    places: Places,
+) -> Walk:
+    """`read_group` by counting zeros."""
     join_planes(lows, walk.low_byte, low_bits, room)
     word, byte, behind = walk.word, walk.high_byte, walk.after
     # Zeros before a one count, ones do not.
@@ -99,6 +136,28 @@ def read_group(
         lane + _ONE,
         places[changes - 1] + _ONE,
     )
+
+
+_quickest = pick_group if IS_QUICK else count_group
+
+
+@compiled
+def read_group(
+    changes: int,
+    low_bits: np.uint64,
+    lows: Bytes,
+    highs: Bytes,
+    walk: Walk,
+    room: Lows,
+    places: Places,
+) -> Walk:
+    """Writes the positions of the next so many changes and END behind them.
+
+    `room` is for ROOM, `places` for 65.
+    """
+    if low_bits <= _MOST_PICKED_LOW_BITS:
+        return _quickest(changes, low_bits, lows, highs, walk, room, places)
+    return count_group(changes, low_bits, lows, highs, walk, room, places)
 
 
 @compiled
@@ -142,92 +201,3 @@ def groups_end(changes: int, low_bits: Bytes, first: int, lows: Bytes, highs: By
     if word != _NONE or high_byte + _WORD_STEP != size or low_byte != np.uint64(lows.size):
         return -1
     return int(np.int64(end))
-
-
-class Written(NamedTuple):
-    low_bytes: int
-    high_bytes: int
-
-
-@compiled
-def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs: Bytes) -> Written:
-    """Groups of the changes that a gap stream describes (see scan.py), `low_bits` one byte each.
-
-    There is room for MAX_LOW_BITS planes a group, and `highs_room` bytes of `highs`.
-    """
-    group_gaps, group_lows = np.empty(GROUP, dtype=np.uint64), np.zeros(GROUP, dtype=np.uint16)
-    gap_byte = low_byte = high_byte = bit = word = _NONE
-    for group in range(low_bits.size):
-        count = min(GROUP, changes - GROUP * group)
-        gap_byte, total = _take_gaps(gaps, gap_byte, count, group_gaps)
-        kept = _low_bits(total, np.uint64(count))
-        low_bits[group] = kept
-        mask = (_ONE << kept) - _ONE
-        for i in range(GROUP):
-            group_lows[i] = group_gaps[i] & mask if i < count else _NONE
-        for plane in range(np.int64(kept)):
-            put_word(lows, low_byte, plane_of(group_lows, np.uint64(plane)))
-            low_byte += _WORD_STEP
-        for i in range(count):
-            bit += group_gaps[i] >> kept
-            while bit >= _WORD:
-                put_word(highs, high_byte, word)
-                high_byte += _WORD_STEP
-                word = _NONE
-                bit -= _WORD
-            word |= _ONE << bit
-            bit += _ONE
-    if bit:
-        put_word(highs, high_byte, word)
-        high_byte += _WORD_STEP
-    return Written(int(np.int64(low_byte)), int(np.int64(high_byte)))
-
-
-@compiled
-def _take_gaps(
-    gaps: Bytes, at: np.uint64, count: int, group_gaps: npt.NDArray[np.uint64]
-) -> tuple[np.uint64, np.uint64]:
-    """The next `count` gaps from byte `at` on; returns (next byte, their sum)."""
-    total = _NONE
-    whole = count == GROUP and at + _WORD <= np.uint64(gaps.size)
-    if whole and lanes_holding(gaps, at, _ESCAPE) == _NONE:
-        for i in range(GROUP):
-            group_gaps[i] = gaps[at + np.uint64(i)]
-            total += group_gaps[i]
-        return at + _WORD, total
-    gap, found = _NONE, _NONE
-    while found < np.uint64(count):
-        byte = np.uint64(gaps[at])
-        at += _ONE
-        gap += byte
-        group_gaps[found] = gap
-        # Without a branch: whether a gap is long is as good as random.
-        is_over = np.uint64(byte != np.uint64(_ESCAPE))
-        total += gap * is_over
-        gap *= _ONE - is_over
-        found += is_over
-    return at, total
-
-
-@compiled
-def _low_bits(total: np.uint64, count: np.uint64) -> np.uint64:
-    """How many low bits make so many gaps of that sum smallest, if all places are alike.
-
-    With k of them a gap takes k + 1 / (1 - x) bits, where x is the chance of 2 to the k unchanged
-    elements; with one more, k + 1 + 1 / (1 - x * x). That is less while x is over 0.618, which is
-    while 2 to the k is under 0.481 of the mean and a half.
-    """
-    limit = ((total + (count >> _ONE)) * np.uint64(493)) >> np.uint64(10)
-    kept, reach = _NONE, count
-    while reach < limit and kept < np.uint64(MAX_LOW_BITS):
-        reach += reach
-        kept += _ONE
-    return kept
-
-
-@compiled
-def highs_room(changes: int, elements: int) -> int:
-    """Bytes that `highs` may take: above the low bits are at most three zeros a change in the mean,
-    but for gaps that MAX_LOW_BITS are too few for."""
-    bits = 5 * changes + (elements >> MAX_LOW_BITS)
-    return WORD_BYTES * (bits // 64 + 2)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from weightsync.elements.bits import Bits, Bytes
 from weightsync.elements.compiled import compiled, inlined
-from weightsync.elements.lanes import prefetch
+from weightsync.elements.lanes import prefetch, width_of
 from weightsync.elements.xxh3 import BLOCK_BYTES, Accumulators, absorb
 from weightsync.elements.zigzag import unzigzag, zigzag
 
@@ -50,7 +50,7 @@ def apply_sparse(
 ) -> None:
     """Makes all changes; `sums` takes `data`, which is `bits` as bytes, where `hashed`."""
     small, far = Cursor(_NONE, _NONE, _NONE), Cursor(_NONE, _NONE, _NONE)
-    width = bits.itemsize
+    width = width_of(bits)
     for start in range(0, bits.size, APPLIED_BYTES // width):
         stop = min(bits.size, start + APPLIED_BYTES // width)
         small = _apply_small(bits, stop, small, gaps, signs)
@@ -105,7 +105,7 @@ def _apply_far(
             break
         code = _NONE
         # The width, not the rows: the compiler knows it and needs no loop.
-        for plane in range(bits.itemsize):
+        for plane in range(width_of(bits)):
             code |= np.uint64(planes[plane, change]) << np.uint64(8 * plane)
         bits[place] = np.uint64(bits[place]) + unzigzag(code)
         change += _ONE
@@ -166,7 +166,7 @@ def pack_signs(signs: Bytes, packed: Bytes) -> None:
 @compiled
 def write_planes(old: Bits, new: Bits, planes: npt.NDArray[np.uint8]) -> None:
     """Zigzag differences of all elements, one row per byte."""
-    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * old.itemsize)
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * width_of(old))
     # One row after another: a loop over many elements is what the vector unit is for.
     for plane in range(planes.shape[0]):
         shift = np.uint64(8 * plane)

@@ -13,6 +13,7 @@ from numba.core import cgutils, types
 from weightsync.elements.compiled import generated
 
 LANES = 64
+_LINE_BYTES = 64
 
 _MASK = ir.IntType(64)
 
@@ -22,8 +23,8 @@ def step_masks(_typing: Any, old: Any, new: Any, at: Any) -> Any:
     """(changed, by plus one, by minus one) for elements `at` to `at` + 63, modulo their width."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        before = _lanes(context, builder, signature.args[0], args[0], args[2])
-        after = _lanes(context, builder, signature.args[1], args[1], args[2])
+        before = lanes_at(context, builder, signature.args[0], args[0], args[2])
+        after = lanes_at(context, builder, signature.args[1], args[1], args[2])
         step = builder.sub(after, before)
         minus_one = (1 << signature.args[0].dtype.bitwidth) - 1
         changed = builder.not_(_equal(builder, step, 0))
@@ -44,6 +45,17 @@ def first_lane(_typing: Any, _mask: Any) -> Any:
 
 
 @generated
+def behind_last_lane(_typing: Any, _mask: Any) -> Any:
+    """One more than the number of the highest set bit; 0 where none is."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        above = builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
+        return builder.sub(_MASK(LANES), above)
+
+    return types.uint64(types.uint64), generate
+
+
+@generated
 def lane_count(_typing: Any, _mask: Any) -> Any:
     """How many bits are set."""
 
@@ -58,11 +70,8 @@ def lanes_holding(_typing: Any, data: Any, _at: Any, _value: Any) -> Any:
     """(data, at, value): bit k is set where byte `at` + k of 64 is `value`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = _lanes(context, builder, signature.args[0], args[0], args[1])
-        empty = ir.Constant(lanes.type, ir.Undefined)
-        first = builder.insert_element(empty, args[2], ir.IntType(32)(0))
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-        wanted = builder.shuffle_vector(first, empty, zeros)
+        lanes = lanes_at(context, builder, signature.args[0], args[0], args[1])
+        wanted = each_lane(builder, args[2])
         return builder.bitcast(builder.icmp_unsigned("==", lanes, wanted), _MASK)
 
     return types.uint64(data, types.uint64, types.uint8), generate
@@ -94,16 +103,61 @@ def plane_of(_typing: Any, _values: Any, _plane: Any) -> Any:
     """(values, plane): bit `plane` of each of the first 64 values."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = _lanes(context, builder, signature.args[0], args[0], _MASK(0))
-        bit = builder.shl(ir.IntType(16)(1), builder.trunc(args[1], ir.IntType(16)))
-        empty = ir.Constant(lanes.type, ir.Undefined)
-        first = builder.insert_element(empty, bit, ir.IntType(32)(0))
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-        asked = builder.and_(lanes, builder.shuffle_vector(first, empty, zeros))
+        lanes = lanes_at(context, builder, signature.args[0], args[0], _MASK(0))
+        half = ir.IntType(16)
+        bit = each_lane(builder, builder.shl(half(1), builder.trunc(args[1], half)))
+        asked = builder.and_(lanes, bit)
         none = ir.Constant(lanes.type, [0] * LANES)
         return builder.bitcast(builder.icmp_unsigned("!=", asked, none), _MASK)
 
     return types.uint64(types.Array(types.uint16, 1, "C"), types.uint64), generate
+
+
+@generated
+def byte_plane(_typing: Any, data: Any, _at: Any, _plane: Any) -> Any:
+    """(data, at, plane): bit `plane` of each of the 64 bytes from byte `at` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = lanes_at(context, builder, signature.args[0], args[0], args[1])
+        byte = ir.IntType(8)
+        asked = each_lane(builder, builder.shl(byte(1), builder.trunc(args[2], byte)))
+        none = ir.Constant(lanes.type, [0] * LANES)
+        return builder.bitcast(builder.icmp_unsigned("!=", builder.and_(lanes, asked), none), _MASK)
+
+    return types.uint64(data, types.uint64, types.uint64), generate
+
+
+@generated
+def byte_sum(_typing: Any, data: Any, _at: Any, _shift: Any) -> Any:
+    """(data, at, shift): the sum of the 64 bytes from byte `at` on, without their lowest bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = lanes_at(context, builder, signature.args[0], args[0], args[1])
+        shift = each_lane(builder, builder.trunc(args[2], ir.IntType(8)))
+        word = ir.VectorType(ir.IntType(16), LANES)
+        name = "llvm.vector.reduce.add.v64i16"
+        kind = ir.FunctionType(word.element, [word])
+        total = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        above = builder.zext(builder.lshr(lanes, shift), word)
+        return builder.zext(builder.call(total, [above]), _MASK)
+
+    return types.uint64(data, types.uint64, types.uint64), generate
+
+
+@generated
+def put_signs(_typing: Any, into: Any, _minus: Any) -> Any:
+    """(into, minus): writes 64 bytes, -1 for every lane that `minus` holds and 1 for the others."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = ir.VectorType(ir.IntType(8), LANES)
+        up, down = (ir.Constant(lanes, [n] * LANES) for n in (1, -1))
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        minus = builder.bitcast(args[1], ir.VectorType(ir.IntType(1), LANES))
+        address = builder.bitcast(data, lanes.as_pointer())
+        builder.store(builder.select(minus, down, up), address, align=1)
+        return context.get_dummy_value()
+
+    return types.void(into, types.uint64), generate
 
 
 @generated
@@ -112,19 +166,9 @@ def join_planes(_typing: Any, data: Any, _at: Any, _planes: Any, _values: Any) -
     byte `at` on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vector, bits = (ir.VectorType(ir.IntType(n), LANES) for n in (16, 1))
-        joined = cgutils.alloca_once_value(builder, ir.Constant(vector, [0] * LANES))
-        with cgutils.for_range(builder, args[2]) as loop:
-            # The highest plane first.
-            plane = builder.sub(builder.sub(args[2], loop.index), _MASK(1))
-            at = builder.add(args[1], builder.shl(plane, _MASK(3)))
-            address = _word(context, builder, signature.args[0], (args[0], at))
-            set_bits = builder.zext(builder.bitcast(builder.load(address, align=1), bits), vector)
-            held = builder.load(joined)
-            builder.store(builder.add(builder.add(held, held), set_bits), joined)
+        joined = joined_planes(context, builder, signature.args[0], *args[:3])
         into = context.make_array(signature.args[3])(context, builder, args[3]).data
-        address = builder.bitcast(into, vector.as_pointer())
-        builder.store(builder.load(joined), address, align=2)
+        builder.store(joined, builder.bitcast(into, joined.type.as_pointer()), align=2)
         return context.get_dummy_value()
 
     values_type = types.Array(types.uint16, 1, "C")
@@ -137,25 +181,81 @@ def prefetch(_typing: Any, bits: Any, at: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        flag, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
-        wanted = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
-            builder.module, kind, "llvm.prefetch.p0"
-        )
-        address = builder.bitcast(builder.gep(data, [args[1]]), byte)
-        builder.call(wanted, [address, flag(0), flag(3), flag(1)])
+        _ask_for(builder, builder.gep(data, [args[1]]), 0)
         return context.get_dummy_value()
 
     return types.void(bits, at), generate
 
 
-def _lanes(context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> Any:
+@generated
+def prefetch_lanes(_typing: Any, bits: Any, _at: Any, _ahead_bytes: Any) -> Any:
+    """(bits, at, ahead_bytes): asks for what lies so far behind the 64 elements from `at` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = signature.args[0]
+        data = context.make_array(kind)(context, builder, args[0]).data
+        first = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+        first = builder.gep(first, [args[2]])
+        for line in range(0, LANES * kind.dtype.bitwidth // 8, _LINE_BYTES):
+            _ask_for(builder, first, line)
+        return context.get_dummy_value()
+
+    return types.void(bits, types.int64, types.int64), generate
+
+
+@generated
+def width_of(_typing: Any, bits: Any) -> Any:
+    """Bytes of an element: a constant, where `itemsize` is read and divided by in every turn."""
+
+    def generate(_context: Any, _builder: Any, signature: Any, _args: Any) -> Any:
+        return _MASK(signature.args[0].dtype.bitwidth // 8)
+
+    return types.int64(bits), generate
+
+
+def _ask_for(builder: Any, address: Any, offset: int) -> None:
+    flag, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+    wanted = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
+        builder.module, kind, "llvm.prefetch.p0"
+    )
+    address = builder.gep(builder.bitcast(address, byte), [_MASK(offset)])
+    builder.call(wanted, [address, flag(0), flag(3), flag(1)])
+
+
+def lanes_at(context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> Any:
     """64 elements of a contiguous array as one vector, whatever their alignment."""
     element = ir.IntType(array_type.dtype.bitwidth)
     vector = ir.VectorType(element, LANES)
     data = context.make_array(array_type)(context, builder, array).data
     address = builder.bitcast(builder.gep(data, [at]), vector.as_pointer())
     return builder.load(address, align=element.width // 8)
+
+
+def each_lane(builder: Any, value: Any) -> Any:
+    """A vector of one value."""
+    empty = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+    first = builder.insert_element(empty, value, ir.IntType(32)(0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    return builder.shuffle_vector(first, empty, zeros)
+
+
+def joined_planes(
+    context: Any, builder: Any, array_type: Any, array: Any, at: Any, planes: Any
+) -> Any:
+    """64 values of so many planes, as one vector."""
+    vector, bits = (ir.VectorType(ir.IntType(n), LANES) for n in (16, 1))
+    joined = cgutils.alloca_once_value(builder, ir.Constant(vector, [0] * LANES))
+    with cgutils.for_range(builder, planes) as loop:
+        # The highest plane first.
+        plane = builder.sub(builder.sub(planes, loop.index), _MASK(1))
+        address = _word(
+            context, builder, array_type, (array, builder.add(at, builder.shl(plane, _MASK(3))))
+        )
+        set_bits = builder.zext(builder.bitcast(builder.load(address, align=1), bits), vector)
+        held = builder.load(joined)
+        builder.store(builder.add(builder.add(held, held), set_bits), joined)
+    return builder.load(joined)
 
 
 def _word(context: Any, builder: Any, array_type: Any, args: Any) -> Any:

@@ -14,8 +14,23 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.elements.bits import BLOCK_BYTES, Bits, Bytes
-from weightsync.elements.compiled import compiled
-from weightsync.elements.lanes import LANES, first_lane, lane_count, prefetch, step_masks
+from weightsync.elements.compiled import compiled, inlined
+from weightsync.elements.lanes import (
+    LANES,
+    behind_last_lane,
+    first_lane,
+    lane_count,
+    prefetch_lanes,
+    step_masks,
+    width_of,
+)
+from weightsync.elements.picked import (
+    IS_QUICK,
+    put_distances,
+    put_escapes,
+    put_flags,
+    put_places,
+)
 from weightsync.elements.xxh3 import Accumulators, absorb
 from weightsync.elements.zigzag import zigzag
 
@@ -23,8 +38,11 @@ Places: TypeAlias = npt.NDArray[np.int32]
 """Positions of elements within a block."""
 
 GAP_ESCAPE = 255
-_LINE_BYTES = 64
 _AHEAD_BYTES = 4096
+_PICKED_BYTES = 4 << 10
+"""Compared, then hashed, while the nearest cache has it."""
+_ESCAPES = 16
+"""So many are written whether they are there or not."""
 _MOST_SMALL = 8
 _MOST_FAR = 4
 _NONE = np.uint64(0)
@@ -51,7 +69,7 @@ class Room(NamedTuple):
     """Memory for changes behind those that are there already."""
 
     small: Places
-    """Of one block; like `far` and `minus` with room for one group of lanes more than needed."""
+    """Of one block; like all that follows with room for two groups of lanes more than needed."""
     far: Places
     minus: Bytes
     """One byte per small change, 1 where it is by minus one."""
@@ -62,7 +80,7 @@ class Room(NamedTuple):
 
 
 @compiled
-def scan_elements(
+def scan_counting(
     old: Bits,
     new: Bits,
     data: Bytes,
@@ -76,7 +94,7 @@ def scan_elements(
 
     `data` is `new` as bytes, which `sums` takes up to `stop`; `start` begins a block.
     """
-    width = old.itemsize
+    width = width_of(old)
     # How many changes of a group are written down whether they are there or not.
     likely_small, likely_far = _MOST_SMALL, _MOST_FAR
     for first in range(start, stop, BLOCK_BYTES // width):
@@ -92,6 +110,86 @@ def scan_elements(
 
 
 @compiled
+def scan_picking(
+    old: Bits,
+    new: Bits,
+    data: Bytes,
+    start: int,
+    stop: int,
+    scan: Scan,
+    room: Room,
+    sums: Accumulators,
+) -> Scan:
+    """`scan_counting` by instructions that put lanes in a row."""
+    width = width_of(old)
+    for first in range(start, stop, _PICKED_BYTES // width):
+        end = min(stop, first + _PICKED_BYTES // width)
+        whole = end - (end - first) % LANES
+        scan = _pick_block(old, new, first, whole, scan, room)
+        if whole < end:
+            scan = _scan_block(old, new, whole, end, scan, room, _MOST_SMALL, _MOST_FAR)
+        absorb(sums, data, first * width, end * width)
+    return scan
+
+
+@compiled
+def _pick_block(old: Bits, new: Bits, start: int, stop: int, scan: Scan, room: Room) -> Scan:
+    """Whole groups of lanes."""
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * width_of(old))
+    small, at, after = np.uint64(scan.small), np.uint64(scan.gap_bytes), np.uint64(scan.after)
+    fars = _NONE
+    for group in range(start, stop, LANES):
+        prefetch_lanes(old, group, _AHEAD_BYTES)
+        prefetch_lanes(new, group, _AHEAD_BYTES)
+        changed, by_plus, by_minus = step_masks(old, new, group)
+        near = by_plus | by_minus
+        other = changed ^ near
+        first = np.uint64(group)
+        at, after = _pick_gaps(near, first, after, room.gaps, at)
+        put_flags(room.minus, small, by_minus, near)
+        small += lane_count(near)
+        put_places(room.far, fars, other, first - np.uint64(start))
+        fars += lane_count(other)
+    far_places = room.far[:fars]
+    far_gap_bytes, far_after = _write_gaps(
+        far_places, start, scan.far_after, room.far_gaps, scan.far_gap_bytes
+    )
+    _write_differences(old, new, start, far_places, mask, room.far_planes, scan.far)
+    return Scan(
+        int(np.int64(small)),
+        scan.far + far_places.size,
+        int(np.int64(at)),
+        far_gap_bytes,
+        int(np.int64(after)),
+        far_after,
+    )
+
+
+@inlined
+def _pick_gaps(
+    mask: np.uint64, first: np.uint64, after: np.uint64, gaps: Bytes, at: np.uint64
+) -> tuple[np.uint64, np.uint64]:
+    """The gaps before the lanes of one group, the first of which is element `first`.
+
+    Returns (next byte, position behind the last place). No branch depends on what changed.
+    """
+    is_any = np.uint64(mask != _NONE)
+    gap = (first + first_lane(mask) - after) * is_any
+    escapes = gap // _BYTE
+    put_escapes(gaps, at)
+    for more in range(_ESCAPES, np.int64(escapes)):
+        gaps[at + np.uint64(more)] = 255
+    at += escapes
+    put_distances(gaps, at, mask)
+    gaps[at] = gap - escapes * _BYTE
+    behind = first + behind_last_lane(mask)
+    return at + lane_count(mask), after + (behind - after) * is_any
+
+
+scan_elements = scan_picking if IS_QUICK else scan_counting
+
+
+@compiled
 def _scan_block(
     old: Bits,
     new: Bits,
@@ -102,7 +200,7 @@ def _scan_block(
     likely_small: int,
     likely_far: int,
 ) -> Scan:
-    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * old.itemsize)
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * width_of(old))
     minus = room.minus[scan.small :]
     smalls, fars = _find_changes(
         old, new, start, stop, mask, room.small, minus, room.far, likely_small, likely_far
@@ -133,12 +231,9 @@ def _find_changes(
     smalls = fars = _NONE
     # Said again: the compiler unrolls a loop whose end it knows.
     likely_small, likely_far = min(likely_small, _MOST_SMALL), min(likely_far, _MOST_FAR)
-    line = _LINE_BYTES // old.itemsize
-    ahead = _AHEAD_BYTES // old.itemsize
     for group in range(start, stop, LANES):
-        for element in range(group, group + LANES, line):
-            prefetch(old, element + ahead)
-            prefetch(new, element + ahead)
+        prefetch_lanes(old, group, _AHEAD_BYTES)
+        prefetch_lanes(new, group, _AHEAD_BYTES)
         if group + LANES <= stop:
             changed, by_plus, by_minus = step_masks(old, new, group)
         else:
@@ -208,7 +303,7 @@ def _write_differences(
     for i in range(places.size):
         place = base + np.uint64(places[i])
         code = zigzag((np.uint64(new[place]) - np.uint64(old[place])) & mask, mask)
-        for plane in range(old.itemsize):
+        for plane in range(width_of(old)):
             planes[plane, column] = np.uint8((code >> np.uint64(8 * plane)) & _BYTE)
         column += _ONE
 

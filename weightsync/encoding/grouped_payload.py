@@ -9,13 +9,12 @@ import numpy.typing as npt
 
 from weightsync.elements.bits import Bytes
 from weightsync.elements.compiled import compiled
+from weightsync.elements.group_writing import groups_size, highs_room, write_groups
 from weightsync.elements.grouped import INDEX_BYTES, NEAREST_FAR
 from weightsync.elements.groups import (
     GROUP,
     MAX_LOW_BITS,
     WORD_BYTES,
-    highs_room,
-    write_groups,
 )
 from weightsync.elements.scan import GAP_ESCAPE
 from weightsync.encoding.numbers import put_number
@@ -70,11 +69,11 @@ def is_worth_groups(found: SparseStreams, elements: int) -> bool:
     if found.changed < _LEAST_CHANGES or elements > _MOST_ELEMENTS:
         return False
     gaps, signs = _middle(found.gaps, _SAMPLE_BYTES), _middle(found.signs, _SAMPLE_BYTES // 8)
-    made = _gap_bytes(gaps, elements)
+    made = _gap_bytes(gaps)
     packed = len(pack_stream(gaps))
     if gaps.size < found.far_gaps.size:
         gaps = _middle(found.far_gaps, _SAMPLE_BYTES)
-        made += _gap_bytes(gaps, elements)
+        made += _gap_bytes(gaps)
         packed += len(pack_stream(gaps))
     return made + signs.size <= _WORTH_RATIO * (packed + len(pack_stream(signs)))
 
@@ -85,17 +84,13 @@ def _middle(stream: Bytes, size: int) -> Bytes:
 
 
 @compiled
-def _gap_bytes(gaps: Bytes, elements: int) -> int:
+def _gap_bytes(gaps: Bytes) -> int:
     """What a gap stream, whole changes of it, takes in groups."""
     changes = 0
     for i in range(gaps.size):
         changes += gaps[i] != GAP_ESCAPE
-    groups = (changes + GROUP - 1) // GROUP
-    low_bits = np.empty(groups, np.uint8)
-    lows = np.empty(WORD_BYTES * MAX_LOW_BITS * groups, np.uint8)
-    highs = np.empty(highs_room(changes, elements), np.uint8)
-    made = write_groups(gaps, changes, low_bits, lows, highs)
-    return groups // 2 + made.low_bytes + made.high_bytes
+    size = groups_size(gaps, changes)
+    return (changes + GROUP - 1) // GROUP // 2 + size.low_bytes + size.high_bytes
 
 
 @compiled

@@ -20,6 +20,8 @@ FORMAT = 1
 SPARSE = 0
 """The layout of a payload that holds such streams."""
 _MAX_WIDTH_BYTES = 8
+_SPARE = 2 * LANES
+"""Loops write whole groups of lanes."""
 CHUNK_BYTES = 64 * BLOCK_BYTES
 """Compared in one call; room is made before it for all that may have changed."""
 
@@ -46,7 +48,7 @@ class _Scratch(threading.local):
     """Memory that a thread keeps: fresh pages would cost more than the changes written there."""
 
     def __init__(self) -> None:
-        places = np.empty(BLOCK_BYTES + LANES, dtype=np.int32)
+        places = np.empty(BLOCK_BYTES + _SPARE, dtype=np.int32)
         nothing = np.empty(0, dtype=np.uint8)
         planes = np.empty((_MAX_WIDTH_BYTES, 0), dtype=np.uint8)
         self.room = Room(places, places.copy(), nothing, nothing, nothing, planes)
@@ -56,16 +58,17 @@ class _Scratch(threading.local):
         room = self.room
         # A gap that began before them ends here.
         escapes = (stop - min(scan.after, scan.far_after)) // GAP_ESCAPE + 1
-        needed = max(scan[:4]) + elements + max(escapes, LANES)
+        more = elements + escapes + _SPARE
+        needed = max(scan[:4]) + more
         if needed <= min(
             room.minus.size, room.gaps.size, room.far_gaps.size, room.far_planes.shape[1]
         ):
             return room
         self.room = room._replace(
-            minus=_grown(room.minus, scan.small, elements + LANES),
-            gaps=_grown(room.gaps, scan.gap_bytes, elements + escapes),
-            far_gaps=_grown(room.far_gaps, scan.far_gap_bytes, elements + escapes),
-            far_planes=_grown(room.far_planes, scan.far, elements),
+            minus=_grown(room.minus, scan.small, more),
+            gaps=_grown(room.gaps, scan.gap_bytes, more),
+            far_gaps=_grown(room.far_gaps, scan.far_gap_bytes, more),
+            far_planes=_grown(room.far_planes, scan.far, more),
         )
         return self.room
 

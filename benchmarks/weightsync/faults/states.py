@@ -16,6 +16,13 @@ from weightsync.elements.state_hash import combined, digest_of
 COUNT = 12
 _LAYERS = 11
 _MOVED_RATIO = 0.03
+_FAR_RATIO = 0.12
+"""Of what moves, by more than one unit, as in training."""
+_ANYTHING_RATIO = 0.12
+"""Of what moves, to any bits at all."""
+_ANYTHING_OF_LARGE_RATIO = 0.004
+"""So few that the large tensors are in groups, which leave many wide differences to `sparse`."""
+_LARGE_ELEMENTS = 30_000
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 State = dict[str, Bits]
@@ -86,6 +93,9 @@ def _moved(rng: np.random.Generator, name: str, bits: Bits) -> Bits:
     at = np.flatnonzero(rng.random(new.size) < _MOVED_RATIO)
     unit = new.dtype.type(1)
     new[at] = np.where(rng.random(at.size) < 0.5, new[at] + unit, new[at] - unit)
-    far = at[rng.random(at.size) < 0.12]
-    new[far] = rng.integers(0, 1 << 8 * min(new.itemsize, 4), far.size).astype(new.dtype)
+    far = at[rng.random(at.size) < _FAR_RATIO]
+    new[far] += rng.integers(2, 60, far.size).astype(new.dtype)
+    ratio = _ANYTHING_RATIO if new.size < _LARGE_ELEMENTS else _ANYTHING_OF_LARGE_RATIO
+    anything = at[rng.random(at.size) < ratio]
+    new[anything] = rng.integers(0, 1 << 8 * min(new.itemsize, 4), anything.size)
     return new

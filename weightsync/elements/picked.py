@@ -1,0 +1,191 @@
+"""Of sixty-four lanes, those that a mask picks, put one after another.
+
+Processors that do it in one instruction compare two states in half the time; on all others LLVM
+makes it some three hundred, and `IS_QUICK` says so. As in lanes.py no bounds are checked: each
+function writes up to 64 elements behind what was picked.
+"""
+
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import config
+from numba.core import cgutils, types
+
+from weightsync.elements.compiled import generated
+from weightsync.elements.lanes import LANES, each_lane, joined_planes
+
+IS_KNOWN = binding.llvm_version_info >= (19,)
+"""Whether this LLVM has a word for it; before, nothing here can be compiled."""
+_FEATURE = "avx512vbmi2"
+_FEW = 16
+"""Seldom more lanes of a group are picked; so many bytes are written at once."""
+_BYTES = ir.VectorType(ir.IntType(8), LANES)
+_NUMBERS = ir.Constant(_BYTES, list(range(LANES)))
+_HALVES = ir.VectorType(ir.IntType(16), LANES)
+_PLACE = ir.IntType(32)
+_PICK = "llvm.experimental.vector.compress.v64i8"
+
+
+def _is_quick() -> bool:
+    if not IS_KNOWN:
+        return False
+    # What numba compiles for, which its settings may narrow.
+    if config.CPU_FEATURES is not None:
+        return f"+{_FEATURE}" in config.CPU_FEATURES.split(",")
+    return bool(binding.get_host_cpu_features().get(_FEATURE, False))
+
+
+IS_QUICK = _is_quick()
+"""Whether this processor picks bytes in one instruction, and LLVM knows."""
+
+
+@generated
+def put_distances(_typing: Any, into: Any, _at: Any, _mask: Any) -> Any:
+    """(into, at, mask): for every picked lane but the first how many lanes lie between it and the
+    picked one before, from byte `at` + 1 on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _picked(builder, _NUMBERS, args[2])
+        before = [max(0, lane - 1) for lane in range(LANES)]
+        behind = builder.shuffle_vector(lanes, lanes, ir.Constant(_indices(LANES), before))
+        between = builder.sub(builder.sub(lanes, behind), _each(1))
+        _put(context, builder, signature.args[0], args[0], args[1], between, args[2])
+        return context.get_dummy_value()
+
+    return types.void(into, types.uint64, types.uint64), generate
+
+
+@generated
+def put_flags(_typing: Any, into: Any, _at: Any, _flags: Any, _mask: Any) -> Any:
+    """(into, at, flags, mask): 1 for every picked lane that is in `flags`, else 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        ones = builder.zext(_lanes_of(builder, args[2]), _BYTES)
+        picked = _picked(builder, ones, args[3])
+        _put(context, builder, signature.args[0], args[0], args[1], picked, args[3])
+        return context.get_dummy_value()
+
+    return types.void(into, types.uint64, types.uint64, types.uint64), generate
+
+
+@generated
+def put_places(_typing: Any, into: Any, _at: Any, _mask: Any, _first: Any) -> Any:
+    """(into, at, mask, first): the numbers of the picked lanes, counted from `first`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _picked(builder, _NUMBERS, args[2])
+        wide = builder.zext(lanes, ir.VectorType(_PLACE, LANES))
+        places = builder.add(wide, each_lane(builder, builder.trunc(args[3], _PLACE)))
+        _put(context, builder, signature.args[0], args[0], args[1], places, args[2])
+        return context.get_dummy_value()
+
+    return types.void(into, types.uint64, types.uint64, types.uint64), generate
+
+
+@generated
+def put_ones(_typing: Any, into: Any, _at: Any, _word: Any, _first: Any) -> Any:
+    """(into, at, word, first): the numbers of a word's set bits, counted from `first`, and anything
+    behind them up to 64."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        numbers = builder.zext(_picked(builder, _NUMBERS, args[2]), _HALVES)
+        first = each_lane(builder, builder.trunc(args[3], _HALVES.element))
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        address = builder.bitcast(builder.gep(data, [args[1]]), _HALVES.as_pointer())
+        builder.store(builder.add(numbers, first), address, align=2)
+        return context.get_dummy_value()
+
+    return types.void(into, types.uint64, types.uint64, types.uint64), generate
+
+
+@generated
+def put_group(
+    _typing: Any, lows: Any, _at: Any, _planes: Any, ones: Any, _first: Any, _after: Any, into: Any
+) -> Any:
+    """(lows, at, planes, ones, first, after, into): the places of a group's 64 changes.
+
+    Their gaps' low bits, nine of them at most, lie in planes from byte `at` on; `ones` are the bits
+    that end the codes of what is above, the first of which begins at bit `first`; `after` is the
+    position behind the change before.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lows_type, ones_type, into_type = signature.args[0], signature.args[3], signature.args[6]
+        unchanged = _sums(builder, joined_planes(context, builder, lows_type, *args[:3]))
+        data = context.make_array(ones_type)(context, builder, args[3]).data
+        ones = builder.load(builder.bitcast(data, _HALVES.as_pointer()), align=2)
+        numbers = ir.Constant(_HALVES, list(range(LANES)))
+        first = each_lane(builder, builder.trunc(args[4], _HALVES.element))
+        zeros = builder.sub(ones, builder.add(numbers, first))
+        places = ir.VectorType(_PLACE, LANES)
+        planes = each_lane(builder, builder.trunc(args[2], _PLACE))
+        above = builder.shl(builder.zext(zeros, places), planes)
+        below = builder.zext(builder.add(unchanged, numbers), places)
+        behind = builder.zext(builder.add(above, below), ir.VectorType(ir.IntType(64), LANES))
+        found = builder.add(behind, each_lane(builder, args[5]))
+        into = context.make_array(into_type)(context, builder, args[6]).data
+        builder.store(found, builder.bitcast(into, found.type.as_pointer()), align=8)
+        return context.get_dummy_value()
+
+    sizes = (types.uint64, types.uint64, ones, types.uint64, types.uint64, into)
+    return types.void(lows, *sizes), generate
+
+
+@generated
+def put_escapes(_typing: Any, into: Any, _at: Any) -> Any:
+    """(into, at): sixteen times 255."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        few = ir.VectorType(ir.IntType(8), _FEW)
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        address = builder.bitcast(builder.gep(data, [args[1]]), few.as_pointer())
+        builder.store(ir.Constant(few, [255] * _FEW), address, align=1)
+        return context.get_dummy_value()
+
+    return types.void(into, types.uint64), generate
+
+
+def _picked(builder: Any, values: Any, mask: Any) -> Any:
+    """The picked lanes in a row; what is behind them is anything."""
+    lanes = ir.VectorType(ir.IntType(1), LANES)
+    kind = ir.FunctionType(_BYTES, [_BYTES, lanes, _BYTES])
+    pick = builder.module.globals.get(_PICK) or ir.Function(builder.module, kind, _PICK)
+    return builder.call(pick, [values, _lanes_of(builder, mask), _each(0)])
+
+
+def _sums(builder: Any, values: Any) -> Any:
+    """Of each value and all before it."""
+    nothing = ir.Constant(values.type, [0] * LANES)
+    step = 1
+    while step < LANES:
+        moved = [LANES] * step + list(range(LANES - step))
+        values = builder.add(
+            values, builder.shuffle_vector(values, nothing, ir.Constant(_indices(LANES), moved))
+        )
+        step *= 2
+    return values
+
+
+def _lanes_of(builder: Any, mask: Any) -> Any:
+    return builder.bitcast(mask, ir.VectorType(ir.IntType(1), LANES))
+
+
+def _put(
+    context: Any, builder: Any, array_type: Any, array: Any, at: Any, values: Any, mask: Any
+) -> None:
+    """Writes the first 16 values, and the others where so many are picked."""
+    data = context.make_array(array_type)(context, builder, array).data
+    address = builder.gep(data, [at])
+    few = builder.shuffle_vector(values, values, ir.Constant(_indices(_FEW), list(range(_FEW))))
+    builder.store(few, builder.bitcast(address, few.type.as_pointer()), align=1)
+    is_more = builder.icmp_unsigned(">", builder.ctpop(mask), mask.type(_FEW))
+    with cgutils.if_unlikely(builder, is_more):
+        builder.store(values, builder.bitcast(address, values.type.as_pointer()), align=1)
+
+
+def _indices(count: int) -> Any:
+    return ir.VectorType(ir.IntType(32), count)
+
+
+def _each(value: int) -> Any:
+    return ir.Constant(_BYTES, [value] * LANES)
