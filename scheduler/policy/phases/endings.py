@@ -3,6 +3,7 @@
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.book import PermitBook
+from scheduler.policy.phases.completion import CompletionCurve
 from scheduler.policy.phases.events import (
     EndPermit,
     EndReason,
@@ -11,7 +12,6 @@ from scheduler.policy.phases.events import (
     PhaseEnded,
     Refuse,
 )
-from scheduler.policy.phases.completion import CompletionCurve
 from scheduler.policy.phases.places import enqueue
 from scheduler.policy.phases.standing import Standing, Trigger
 
