@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from scheduler.policy.groups.book import NodeType
 from scheduler.policy.groups.price_floor import PriceFloor
-from scheduler.policy.groups.regrouping import CheapestHosting, Guest, Hosting
+from scheduler.policy.groups.regrouping import CheapestHosting, Guest
+from scheduler.policy.groups.verdicts import Hosting
 from scheduler.policy.model import Pool
 
 TYPES = {
