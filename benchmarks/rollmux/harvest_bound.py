@@ -18,6 +18,7 @@ from scipy.optimize import linprog
 
 from benchmarks.rollmux.optimum import truth
 from benchmarks.rollmux.pieces import Pieces
+from scheduler.demo.calibration import TARGET_BUSY_SHARE
 from scheduler.policy.groups.compiled import Records
 from scheduler.policy.groups.execution import advance
 from scheduler.policy.groups.forecast import Occupant, Roster
@@ -27,7 +28,6 @@ from scheduler.policy.groups.leases import POOL
 from scheduler.policy.groups.regrouping import CheapestHosting, Guest
 from scheduler.policy.groups.stages import EVENT, empty_nodes, empty_permits
 from scheduler.policy.groups.tail import Completion, TailShape, best_shape
-from scheduler.demo.calibration import TARGET_BUSY_SHARE
 from scheduler.policy.model import Pool
 from scheduler.sim.rollmux.harvest import SLOTS_RATIO, W1_TERMS
 from scheduler.sim.rollmux.headroom import HARVESTED_RATIO
