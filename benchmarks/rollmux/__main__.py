@@ -19,6 +19,7 @@ from benchmarks.rollmux.optimum import optimum_figures
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.errors import ConfigError
 from harvester.result_file import make_writable
+from scheduler.sim.rollmux.headroom import HARVESTED_RATIO
 from scheduler.sim.rollmux.workload import JOBS, Drift
 from scheduler.sim.rollmux.workload_csv import read_workload
 
@@ -62,6 +63,12 @@ def main() -> None:
         "--busy-share", type=_share, default=0.5, help="of serving alone, in the harvest part"
     )
     parser.add_argument(
+        "--harvested-ratio",
+        type=_ratio,
+        default=HARVESTED_RATIO,
+        help="of serving's idle time that a guest gets, in the harvest part",
+    )
+    parser.add_argument(
         "--jobs",
         type=int,
         choices=range(1, JOBS + 1),
@@ -96,6 +103,13 @@ def _share(text: str) -> float:
     if not 0.0 < share < 1.0:
         raise ValueError(text)
     return share
+
+
+def _ratio(text: str) -> float:
+    ratio = float(text)
+    if not 0.0 < ratio <= 1.0:
+        raise ValueError(text)
+    return ratio
 
 
 def _count(text: str) -> int:
@@ -143,6 +157,7 @@ def _harvested(given: argparse.Namespace, seeds: range, pieces: Pieces) -> dict[
         pieces,
         traces=given.trace,
         busy_share=given.busy_share,
+        harvested_ratio=given.harvested_ratio,
         jobs=QUICK_JOBS if given.quick else given.jobs,
     )
 

@@ -1,6 +1,5 @@
 """The benchmark's figures: dollars and kept promises, arm by arm, over the seeds."""
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from benchmarks.rollmux.pieces import ArmOfSeed, Pieces, job_count, kept
 from harvester.contracts.errors import ConfigError
 from scheduler.sim.rollmux.arms import run_arm, summary
 from scheduler.sim.rollmux.baselines import gavel, solo_d, verl
-from scheduler.sim.rollmux.ledger import Ledger
+from scheduler.sim.rollmux.report import write_events
 from scheduler.sim.rollmux.workload import Drift, SimulatedJob, w1
 
 CALIBRATION = 1.32
@@ -30,7 +29,7 @@ def quality_figures(
     paper: dict[str, list[float]] = {"solo_d": [], "verl": []}
     calibration: list[float] = []
     arms: dict[str, list[Any]] = {name: [] for name in ("ours", *PACKED)}
-    wall_s = 0.0
+    wall_s, offered = 0.0, 0
 
     def arm(name: str, seed: int) -> ArmOfSeed:
         return ArmOfSeed(name=name, seed=seed, drift=drift, wide_ratio=wide_ratio)
@@ -38,6 +37,7 @@ def quality_figures(
     pieces.run_ahead([arm(name, seed) for seed in seeds for name in arms])
     for seed in seeds:
         jobs = w1(seed, drift=drift, wide_ratio=wide_ratio)
+        offered += len(jobs)
         alone = {
             "solo_d": solo_d(jobs).dollars,
             "verl": verl(jobs).dollars,
@@ -56,7 +56,8 @@ def quality_figures(
             values.append(alone[name] / arms["rollmux_paper"][-1].dollars)
     _check_calibration(statistics.mean(calibration))
     if events is not None:
-        _write_events(seeds[0], drift, wide_ratio, events)
+        jobs = w1(seeds[0], drift=drift, wide_ratio=wide_ratio)
+        write_events(run_arm("ours", jobs, seed=seeds[0], record=True).ledger, events)
     return {
         "calibration_solo_d_over_verl": statistics.mean(calibration),
         "cost_ratio": {name: statistics.mean(values) for name, values in ratios.items()},
@@ -69,7 +70,7 @@ def quality_figures(
         "slo_attainment": kept(arms["ours"]),
         "slo_attainment_others": {name: kept(arms[name]) for name in ("random", "greedy")},
         "worst_window_over_slo": max(one.worst_window for one in arms["ours"]),
-        "refused": 0,
+        "refused": offered - job_count(arms["ours"]),
         "moves_per_job": sum(one.moves for one in arms["ours"]) / job_count(arms["ours"]),
         "sim_events_per_s": sum(one.events for one in arms["ours"]) / wall_s,
     }
@@ -82,7 +83,7 @@ def single_workload(jobs: list[SimulatedJob], *, seed: int, events: Path | None)
     }
     results = {name: summary(jobs, run) for name, run in runs.items()}
     if events is not None:
-        _write(runs["ours"].ledger, events)
+        write_events(runs["ours"].ledger, events)
     ours = results["ours"].dollars
     alone = {"solo_d": solo_d(jobs), "verl": verl(jobs), "gavel": gavel(jobs)}
     return {
@@ -94,7 +95,7 @@ def single_workload(jobs: list[SimulatedJob], *, seed: int, events: Path | None)
         },
         "slo_attainment": results["ours"].kept / len(jobs),
         "slo_attainment_others": {name: results[name].kept / len(jobs) for name in PACKED},
-        "refused": 0,
+        "refused": len(jobs) - results["ours"].jobs,
     }
 
 
@@ -103,15 +104,3 @@ def _check_calibration(found: float) -> None:
         raise ConfigError(
             f"Solo-D costs {found:.3f} times veRL, not {CALIBRATION}: the prices are not W1's"
         )
-
-
-def _write_events(seed: int, drift: Drift, wide_ratio: float, path: Path) -> None:
-    jobs = w1(seed, drift=drift, wide_ratio=wide_ratio)
-    _write(run_arm("ours", jobs, seed=seed, record=True).ledger, path)
-
-
-def _write(ledger: Ledger, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        for event in ledger.in_order():
-            file.write(json.dumps(event) + "\n")

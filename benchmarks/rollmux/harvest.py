@@ -39,14 +39,29 @@ class HarvestPiece(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def harvest_figures(
-    seeds: Sequence[int], pieces: Pieces, *, traces: Sequence[Path], busy_share: float, jobs: int
+    seeds: Sequence[int],
+    pieces: Pieces,
+    *,
+    traces: Sequence[Path],
+    busy_share: float,
+    harvested_ratio: float,
+    jobs: int,
 ) -> dict[str, Any]:
-    """Over all seeds and traces; a bursty trace of the project's own where none is given."""
+    """Over all seeds and traces; a bursty trace of the project's own where none is given.
+
+    `busy_share` is production's alone, `harvested_ratio` a guest's share of what that leaves.
+    """
     given = [read_trace(path) for path in traces] or [
         generated_trace(Bursts(), duration_s=_GENERATED_S, seed=1)
     ]
     found = [
-        _of_trace(seeds, pieces, headroom_of(one, busy_share=busy_share), jobs) for one in given
+        _of_trace(
+            seeds,
+            pieces,
+            headroom_of(one, busy_share=busy_share, harvested_ratio=harvested_ratio),
+            jobs,
+        )
+        for one in given
     ]
     names = ("cost_ratio_lease_free", "cost_ratio_lease_30", "slo_attainment")
     means = {

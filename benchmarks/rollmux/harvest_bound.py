@@ -18,6 +18,7 @@ from scipy.optimize import linprog
 
 from benchmarks.rollmux.optimum import truth
 from benchmarks.rollmux.pieces import Pieces
+from scheduler.demo.calibration import TARGET_BUSY_SHARE
 from scheduler.policy.groups.compiled import Records
 from scheduler.policy.groups.execution import advance
 from scheduler.policy.groups.forecast import Occupant, Roster
@@ -29,6 +30,7 @@ from scheduler.policy.groups.stages import EVENT, empty_nodes, empty_permits
 from scheduler.policy.groups.tail import Completion, TailShape, best_shape
 from scheduler.policy.model import Pool
 from scheduler.sim.rollmux.harvest import SLOTS_RATIO, W1_TERMS
+from scheduler.sim.rollmux.headroom import HARVESTED_RATIO
 from scheduler.sim.rollmux.workload import (
     H20_PER_HOUR,
     H800_PER_HOUR,
@@ -37,7 +39,8 @@ from scheduler.sim.rollmux.workload import (
     w1,
 )
 
-HEADROOMS: Final = (0.35, 0.5, 0.75, 1.0)
+HEADROOMS: Final = (round(HARVESTED_RATIO * (1.0 - TARGET_BUSY_SHARE), 3), 0.75, 1.0)
+"""The first is what the harvest part's pools lend in the mean."""
 INSTANCES: Final = 10
 JOBS: Final = 6
 GROUP_JOBS: Final = 4
@@ -157,7 +160,11 @@ def mix_of(instance: int) -> Mix:
 
 def bound_figures(instances: int, pieces: Pieces) -> dict[str, Any]:
     """Cost without leases over cost with them, free, by headroom."""
-    mixes = [pieces.kept(f"bound-{at}", partial(mix_of, at), Mix) for at in range(instances)]
+    at_headrooms = "-".join(f"{headroom:g}" for headroom in HEADROOMS)
+    mixes = [
+        pieces.kept(f"bound-{at}-at-{at_headrooms}", partial(mix_of, at), Mix)
+        for at in range(instances)
+    ]
     workload = w1(0)
     return {
         "harvest_bound": {

@@ -34,7 +34,8 @@ class DeclaredPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     least_nodes: int = 0
     tail_ratio: float = 1.0
     tail_nodes: int = 1
-    """These three as in `PhaseTerms`. A plan does not count on tails that leave nodes."""
+    learn_tail: bool = False
+    """These four as in `PhaseTerms`. A plan does not count on tails that leave nodes."""
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +72,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 least_nodes=one.least_nodes,
                 tail_ratio=one.tail_ratio,
                 tail_nodes=one.tail_nodes,
+                learn_tail=one.learn_tail,
             )
             for one, nodes in zip(self.phases, (rollout, training), strict=True)
             if nodes
@@ -99,6 +101,8 @@ def submission_fault(given: Submission) -> str:
             return f"{one.kind}: least_nodes and tail_nodes are at most {one.nodes}"
         if not 0.0 < one.tail_ratio <= 1.0:
             return f"{one.kind}: tail_ratio is above 0 and at most 1"
+        if one.learn_tail and one.tail_nodes == 0:
+            return f"{one.kind}: learn_tail is for tails that stay on nodes of the phase"
     return ""
 
 

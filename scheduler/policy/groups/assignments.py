@@ -15,6 +15,8 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.policy.groups.compiled import Records, compiled
+
 Masks = tuple[int, ...]
 """Of each member, the nodes that it takes."""
 Widths = tuple[int, ...]
@@ -95,8 +97,9 @@ class AssignmentTable:
     """`[choice]`: how many."""
     residents: npt.NDArray[np.int64]
     """`[choice, node]`: its members as a mask; 0 where there is no such node."""
-    shared: npt.NDArray[np.float64]
-    """`[choice, pair]`: 1 where two members share nodes; pairs as `combinations` lists them."""
+    sharing: npt.NDArray[np.int64]
+    """`[choice]`: pairs of members that share nodes, as a mask in the order of `combinations`."""
+    widths: Widths
 
 
 @cache
@@ -112,10 +115,14 @@ def table(widths: Widths) -> AssignmentTable:
         choices=choices,
         nodes=np.array([node_count(masks) for masks in choices], dtype=np.int64),
         residents=residents,
-        shared=np.array(
-            [[masks[i] & masks[j] != 0 for i, j in pairs] for masks in choices],
-            dtype=np.float64,
-        ).reshape(len(choices), len(pairs)),
+        sharing=np.array(
+            [
+                sum(1 << pair for pair, (i, j) in enumerate(pairs) if masks[i] & masks[j])
+                for masks in choices
+            ],
+            dtype=np.int64,
+        ),
+        widths=widths,
     )
 
 
@@ -123,11 +130,67 @@ def table(widths: Widths) -> AssignmentTable:
 def connected(rollout: Widths, training: Widths) -> npt.NDArray[np.bool_]:
     """`[rollout choice, training choice]`: whether sharing nodes makes one group of all members."""
     count = len(rollout)
-    left, right = table(rollout).shared > 0, table(training).shared > 0
+    left, right = table(rollout).sharing, table(training).sharing
     reached = np.ones((len(left), len(right)), dtype=np.int64)
     for _ in range(count - 1):
         for pair, (i, j) in enumerate(combinations(range(count), 2)):
             both = 1 << i | 1 << j
-            touched = (left[:, None, pair] | right[None, :, pair]) & (reached & both != 0)
+            shares = (left[:, None] | right) >> pair & 1 != 0
+            touched = shares & (reached & both != 0)
             reached = np.where(touched, reached | both, reached)
     return np.asarray(reached == (1 << count) - 1)
+
+
+Side = tuple[Records, Records, Records, Records]
+"""Of one pool: `nodes`, `residents` and `sharing` of a table, and which guests fit one node."""
+
+
+@compiled
+def wanted(
+    left: Side,
+    right: Side,
+    linked: Records,
+    inside: Records,
+    refused: tuple[int, int, int],
+    per_node: tuple[float, float],
+    between: tuple[float, float],
+) -> tuple[Records, Records, Records]:
+    """Prices, and places in both tables, of what makes one group, fits, and is not refused.
+
+    `inside` tells a mask of members as one of guests. `refused` has the pairs that may not share
+    nodes of both pools, of the first only, and of the second only.
+    """
+    rows, columns = _fitting(left, inside), _fitting(right, inside)
+    prices = np.empty(rows.size * columns.size)
+    at = np.empty((2, prices.size), dtype=np.int64)
+    count = 0
+    for row in rows:
+        rollout = left[2][row]
+        for column in columns:
+            training = right[2][column]
+            price = left[0][row] * per_node[0] + right[0][column] * per_node[1]
+            if not between[0] <= price < between[1] or not linked[row, column]:
+                continue
+            if rollout & training & refused[0] or rollout & ~training & refused[1]:
+                continue
+            if ~rollout & training & refused[2]:
+                continue
+            prices[count], at[0, count], at[1, count] = price, row, column
+            count += 1
+    return prices[:count], at[0, :count], at[1, :count]
+
+
+@compiled
+def _fitting(side: Side, inside: Records) -> Records:
+    """Places of the assignments whose every node has room for its members."""
+    residents, fits = side[1], side[3]
+    found = np.empty(len(residents), dtype=np.int64)
+    count = 0
+    for row in range(len(residents)):
+        room = True
+        for node in range(residents.shape[1]):
+            room = room and fits[inside[residents[row, node]]]
+        if room:
+            found[count] = row
+            count += 1
+    return found[:count]

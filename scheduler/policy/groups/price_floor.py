@@ -13,7 +13,8 @@ import numpy as np
 
 from scheduler.policy.groups.assignments import Masks
 from scheduler.policy.groups.compiled import Records, compiled
-from scheduler.policy.groups.regrouping import Admits, CheapestHosting, Fits, Guest, Hosting, bits
+from scheduler.policy.groups.regrouping import Bounds, CheapestHosting, Fits, Guest, bits
+from scheduler.policy.groups.verdicts import Admits, Hosting
 from scheduler.policy.model import Pool
 
 _NONE = float("inf")
@@ -46,22 +47,29 @@ class PriceFloor:
         self, guests: list[Guest], admits: Admits, *, at_most: float = _NONE
     ) -> float | None:
         """The least price per hour of any hosting of all the jobs; None if above `at_most`."""
+        found = self.bounds(guests, admits, at_most=at_most)
+        return None if found is None else found.price
+
+    def bounds(
+        self, guests: list[Guest], admits: Admits, *, at_most: float = _NONE
+    ) -> Bounds | None:
+        """That price with what was found on the way; None if it is above `at_most`."""
         fits = [self.search.fitting(guests, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
         if len(self._doubts) > _DOUBTS_MAX:
             self._doubts.clear()
-        names = [
-            tuple(one.version for at, one in enumerate(guests) if mask >> at & 1)
-            for mask in range(1 << len(guests))
-        ]
+        names: list[tuple[int, ...]] = [()]
+        for one in guests:
+            names += [(*fewer, one.version) for fewer in names]
         least = self._least(guests, names)
         parts = np.zeros(len(guests), dtype=np.int64)
+        prices = np.zeros(len(least))
         while True:
-            price, count = _cheapest_partition(least, parts)
+            price, count = _cheapest_partition(least, prices, parts)
             if price > at_most + _ROUNDING:
                 return None
             in_doubt = [mask for mask in parts[:count].tolist() if not self._settled(names[mask])]
             if not in_doubt:
-                return float(price)
+                return Bounds(least, prices, float(price))
             # The largest is the likeliest to fail.
             mask = max(in_doubt, key=int.bit_count)
             least[mask] = self._looked_at(guests, mask, names[mask], fits, admits)
@@ -85,11 +93,15 @@ class PriceFloor:
             priced = self.search.priced(guests, members, (0.0, _NONE), fits)
             doubt = self._doubts[versions] = _Doubt(priced)
             doubt.next()
-        elif self.search.admitted(
+        elif self.search.verdicts.admitted(
             versions, Hosting(members, doubt.rollout, doubt.training), admits
         ):
             doubt.settled = True
         else:
+            doubt.next()
+        while doubt.rollout and self.search.verdicts.refused(
+            versions, Hosting(members, doubt.rollout, doubt.training)
+        ):
             doubt.next()
         return doubt.price
 
@@ -117,9 +129,11 @@ class PriceFloor:
 
 
 @compiled
-def _cheapest_partition(least: Records, parts: Records) -> tuple[float, int]:
-    """The cheapest split of all jobs into groups: its price and how many `parts` it has."""
-    price = np.zeros(least.size)
+def _cheapest_partition(least: Records, price: Records, parts: Records) -> tuple[float, int]:
+    """The cheapest split of all jobs into groups: its price and how many `parts` it has.
+
+    `price` is that of every mask, where it is to be written.
+    """
     first = np.zeros(least.size, dtype=np.int64)
     for mask in range(1, least.size):
         lowest = mask & -mask

@@ -6,7 +6,7 @@ hosting allows it; it is taken only if it spares enough for every job that moves
 """
 
 from collections.abc import Sequence
-from itertools import combinations, product
+from itertools import combinations, islice, product
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.policy.groups.assignments import node_count
@@ -14,13 +14,19 @@ from scheduler.policy.groups.book import Cell
 from scheduler.policy.groups.forecast import Occupant, Roster
 from scheduler.policy.groups.packing import OpeningKind, Packer, SloOf, stated_slo
 from scheduler.policy.groups.price_floor import PriceFloor
-from scheduler.policy.groups.regrouping import CheapestHosting, Guest, Hosting
+from scheduler.policy.groups.regrouping import CheapestHosting, Guest
 from scheduler.policy.groups.relocation import Move, MovePrices, Relocation
 from scheduler.policy.groups.stages import NODES_MAX
+from scheduler.policy.groups.verdicts import Hosting
 from scheduler.policy.model import Placement, Pool
 
 _SEEN_MAX = 4096
 _VERDICTS_MAX = 60_000
+_CELLS_MAX = 8
+"""Groups of which pairs and triples are looked at."""
+
+Known = list[tuple[int, Placement]]
+"""What a group's spare price follows from: its jobs' versions and places."""
 
 
 class Regroup:
@@ -33,6 +39,10 @@ class Regroup:
         self.floor = PriceFloor(self.search)
         self._seen: dict[tuple[int, ...], float] = {}
         """Until when a neighbourhood, named by its jobs' versions, need not be searched again."""
+        self._spares: dict[GroupId, tuple[Known, float]] = {}
+        """The last answer of each group."""
+        self._idle: tuple[list[float], list[list[int]], float] | None = None
+        """Of which groups, by what they spare and their jobs' versions, all is seen until when."""
 
     def improve(self, *, now: float) -> list[Move]:
         """One look: moves that spare nodes, already applied to the book, or none."""
@@ -49,9 +59,10 @@ class Regroup:
             return judge.admits(roster.hosted(*hosting))
 
         worth_it = before - self._prices.least_saving_per_move
-        if self.floor.cheapest(guests, admits, at_most=worth_it) is None:
+        bounds = self.floor.bounds(guests, admits, at_most=worth_it)
+        if bounds is None:
             return []
-        price, hostings = self.search.search(guests, admits)
+        price, hostings = self.search.search(guests, admits, bounds)
         if before - price < self._prices.least_saving_per_move:
             return []
         wanted = self._matched(jobs, hostings, cells)
@@ -78,31 +89,65 @@ class Regroup:
 
     def _most_promising(self, *, now: float) -> tuple[list[Cell], tuple[int, ...]]:
         """The unseen pair or triple of groups whose nodes are used least, by what they cost."""
-        cells = [cell for cell in self._book.cells.values() if self._searchable(cell)]
-        spare = {cell.group: self._committed(cell) - self._least(cell) for cell in cells}
-        cells = sorted(cells, key=lambda cell: -spare[cell.group])[:8]
-        best: tuple[float, tuple[Cell, ...], tuple[int, ...]] | None = None
-        for size in (1, 2, 3):
-            for chosen in combinations(cells, size):
-                if sum(len(cell.pinned) for cell in chosen) > self._prices.jobs:
-                    continue
-                promise = sum(spare[cell.group] for cell in chosen)
-                if promise < self._prices.least_saving_per_move or (best and promise <= best[0]):
-                    continue
-                key = tuple(
-                    sorted(
-                        self._packer.facts[job].version for cell in chosen for job in cell.pinned
-                    )
-                )
-                if self._seen.get(key, now) <= now:
-                    best = (promise, chosen, key)
-        if best is None:
+        cells, spares = self._sparing()
+        facts = self._packer.facts
+        versions = [[facts[job].version for job in cell.pinned] for cell in cells]
+        if self._idle and self._idle[:2] == (spares, versions) and now < self._idle[2]:
             return [], ()
+        seen_until_s = float("inf")
+        for at in self._by_promise(spares):
+            named = [version for one in at for version in versions[one]]
+            if len(named) > self._prices.jobs:
+                continue
+            key = tuple(sorted(named))
+            until_s = self._seen.get(key, now)
+            if until_s <= now:
+                self._forget()
+                return [cells[one] for one in at], key
+            seen_until_s = min(seen_until_s, until_s)
+        self._idle = (spares, versions, seen_until_s)
+        return [], ()
+
+    def _by_promise(self, spares: list[float]) -> list[tuple[int, ...]]:
+        """Places of groups, one to three of them, that together spare enough; the most first."""
+        chosen = [
+            (sum(spares[one] for one in at), at)
+            for size in (1, 2, 3)
+            for at in combinations(range(len(spares)), size)
+        ]
+        enough = [one for one in chosen if one[0] >= self._prices.least_saving_per_move]
+        # Stable: of equal promises the smaller neighbourhood comes first.
+        return [at for _, at in sorted(enough, key=lambda one: -one[0])]
+
+    def _sparing(self) -> tuple[list[Cell], list[float]]:
+        """The searchable groups that spare most, and by how much each is above its least price."""
+        ranked = sorted(
+            ((self._spare(cell), cell) for cell in self._book.cells.values() if cell.pinned),
+            key=lambda one: -one[0],
+        )
+        chosen = list(islice((one for one in ranked if self._searchable(one[1])), _CELLS_MAX))
+        return [cell for _, cell in chosen], [spare for spare, _ in chosen]
+
+    def _spare(self, cell: Cell) -> float:
+        known: Known = []
+        for job, placement in cell.pinned.items():
+            facts = self._packer.facts[job]
+            facts.belief()
+            known.append((facts.version, placement))
+        last = self._spares.get(cell.group)
+        if last is None or last[0] != known:
+            last = self._spares[cell.group] = known, self._committed(cell) - self._least(cell)
+        return last[1]
+
+    def _forget(self) -> None:
+        """What is kept of versions, once it is too much: most of them are outdated by then."""
         if len(self._seen) > _SEEN_MAX:
             self._seen.clear()
+            self._idle = None
         if len(self.search.verdicts) > _VERDICTS_MAX:
             self.search.forget()
-        return list(best[1]), best[2]
+        if len(self._spares) > 2 * len(self._book.cells):
+            self._spares.clear()
 
     def _searchable(self, cell: Cell) -> bool:
         """Whether all its jobs are well known and may share nodes, none is on its way, and any of

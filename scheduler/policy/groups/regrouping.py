@@ -5,18 +5,18 @@ the order of price, until one keeps every SLO. What is known to fail is not look
 jobs added. Exponential: for the jobs of two or three groups.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.policy.groups.assignments import Masks, connected, table, without
+from scheduler.policy.groups.assignments import Masks, connected, table, wanted
 from scheduler.policy.groups.book import NodeType
+from scheduler.policy.groups.compiled import Records
+from scheduler.policy.groups.verdicts import Admits, Hosting, Verdicts
 from scheduler.policy.model import Pool
 
 
@@ -31,14 +31,6 @@ class Guest(NamedTuple):
     training_nodes: int = 1
 
 
-class Hosting(NamedTuple):
-    """One group: members by their place in the search's list, and their nodes as masks."""
-
-    members: tuple[int, ...]
-    rollout: Masks
-    training: Masks
-
-
 class _Cheapest(NamedTuple):
     """What was found about a set of jobs in one group: its cheapest assignment, if any."""
 
@@ -49,63 +41,54 @@ class _Cheapest(NamedTuple):
     training: Masks
 
 
-Admits = Callable[[Hosting], bool]
+Found = tuple[float, tuple[Hosting, ...]]
+"""A price and the groups that have it."""
 Fits = Sequence[npt.NDArray[np.bool_]]
 """Of each pool, `[guests as a mask]`: whether they may have one node together."""
 SHARE_LIMIT = 1.0 + 1e-9
 _CENT = 1e-6
 """Prices that differ by less are the same."""
 _NONE = float("inf")
-_APART = -1
-_PARTS_FIRST = 4
-"""Of more members some part has mostly failed before, and its verdict is known."""
+
+
+class Bounds(NamedTuple):
+    """What jobs cost at least, `[guests as a mask]`."""
+
+    one_group: Records
+    any_hosting: Records
+    price: float
+    """Of all of them, what the cheapest hosting costs; infinite where that is not known."""
+
+    @classmethod
+    def none(cls, count: int) -> "Bounds":
+        return cls(np.zeros(1 << count), np.zeros(1 << count), _NONE)
 
 
 @dataclass(slots=True)
 class CheapestHosting:
     types: dict[Pool, NodeType]
     group_jobs: int = 5
-    verdicts: dict[tuple[tuple[int, ...], Masks, Masks], bool] = field(default_factory=dict)
-    """What was found about jobs' versions before; holds as long as versions do."""
-    simulated: int = 0
+    verdicts: Verdicts = field(default_factory=Verdicts)
     _cheapest: dict[tuple[int, ...], _Cheapest] = field(default_factory=dict)
-    _refused: dict[tuple[int, ...], list[float]] = field(
-        default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0.0])
-    )
-    """Of a pair's versions: which relations are known to break an SLO."""
 
     def forget(self) -> None:
         """Frees what is kept of versions, most of which are outdated by then."""
         self.verdicts.clear()
         self._cheapest.clear()
-        self._refused.clear()
 
-    def search(self, guests: list[Guest], admits: Admits) -> tuple[float, list[Hosting]]:
-        """The least price per hour and the groups that have it."""
-        count = len(guests)
+    def search(
+        self, guests: list[Guest], admits: Admits, bounds: Bounds | None = None
+    ) -> tuple[float, list[Hosting]]:
+        """The least price per hour and the groups that have it.
+
+        `bounds` that are close save most of the work; they change no answer.
+        """
+        known = bounds or Bounds.none(len(guests))
         fits = [self.fitting(guests, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
-        best: dict[int, tuple[float, tuple[Hosting, ...]]] = {0: (0.0, ())}
-        for size in range(1, count + 1):
-            for members in combinations(range(count), size):
-                mask = sum(1 << member for member in members)
-                price = _NONE
-                hostings: tuple[Hosting, ...] = ()
-                for part in _parts_with_lowest(mask):
-                    whole = best[part][0] + best[mask ^ part][0] if part != mask else price
-                    if whole < price - 1e-9:
-                        price = whole
-                        hostings = best[part][1] + best[mask ^ part][1]
-                # Fewer jobs never cost more, so what fewer cost is a floor.
-                least = max(best[mask ^ (1 << member)][0] for member in members)
-                if size <= self.group_jobs and least < price - _CENT:
-                    found = self._together(guests, members, (least, price), fits, admits)
-                    if found is not None:
-                        price, hostings = found[0], (found[1],)
-                best[mask] = (price, hostings)
-        price, hostings = best[(1 << count) - 1]
-        return price, list(hostings)
+        found = _Search(self, guests, admits, known, fits).cheapest()
+        return found[0], list(found[1])
 
-    def _together(
+    def together(
         self,
         guests: list[Guest],
         members: tuple[int, ...],
@@ -122,7 +105,7 @@ class CheapestHosting:
             known = _Cheapest(below, _NONE, (), ())
             for price, rollout, training in self.priced(guests, members, (since, below), fits):
                 hosting = Hosting(members, rollout, training)
-                if self.admitted(versions, hosting, admits):
+                if self.verdicts.admitted(versions, hosting, admits):
                     known = _Cheapest(below, price, rollout, training)
                     break
             self._cheapest[versions] = known
@@ -143,33 +126,28 @@ class CheapestHosting:
         """
         least, below = between
         versions = tuple(guests[one].version for one in members)
-        widths = (
-            tuple(guests[one].rollout_nodes for one in members),
-            tuple(guests[one].training_nodes for one in members),
+        left = table(tuple(guests[one].rollout_nodes for one in members))
+        right = table(tuple(guests[one].training_nodes for one in members))
+        prices, rows, columns = wanted(
+            (left.nodes, left.residents, left.sharing, fits[0]),
+            (right.nodes, right.residents, right.sharing, fits[1]),
+            connected(left.widths, right.widths),
+            _inside(members),
+            self.verdicts.refused_pairs(versions) if len(members) > 2 else (0, 0, 0),
+            self._prices,
+            (least - _CENT, below - _CENT),
         )
-        left, right = table(widths[0]), table(widths[1])
-        inside = _inside(members)
-        rows = np.flatnonzero(fits[0][inside[left.residents]].all(axis=1))
-        columns = np.flatnonzero(fits[1][inside[right.residents]].all(axis=1))
-        prices = (
-            left.nodes[rows, None] * self.types[Pool.ROLLOUT].price_per_hour
-            + right.nodes[None, columns] * self.types[Pool.TRAINING].price_per_hour
-        )
-        wanted = (prices >= least - _CENT) & (prices < below - _CENT)
-        wanted &= connected(*widths)[rows[:, None], columns]
-        if len(members) > 2 and wanted.any():
-            refused = np.array([self._refused[pair] for pair in combinations(versions, 2)]).T
-            shared, other = left.shared[rows], right.shared[columns]
-            wanted &= (shared * refused[0]) @ other.T == 0
-            wanted &= (shared * refused[1]) @ (1.0 - other).T == 0
-            wanted &= ((1.0 - shared) * refused[2]) @ other.T == 0
-        found = prices[wanted]
-        order = np.argsort(found, kind="stable")
-        at = np.argwhere(wanted)[order].astype(np.int32)
+        order = np.argsort(prices, kind="stable")
         return (
-            (price, left.choices[rows[row]], right.choices[columns[column]])
-            for price, (row, column) in zip(found[order].tolist(), at, strict=True)
+            (price, left.choices[row], right.choices[column])
+            for price, row, column in zip(
+                prices[order].tolist(), rows[order].tolist(), columns[order].tolist(), strict=True
+            )
         )
+
+    @property
+    def _prices(self) -> tuple[float, float]:
+        return self.types[Pool.ROLLOUT].price_per_hour, self.types[Pool.TRAINING].price_per_hour
 
     def fitting(self, guests: list[Guest], pool: Pool) -> npt.NDArray[np.bool_]:
         """`[guests as a mask]`: whether memory and the least share of time allow them one node."""
@@ -181,52 +159,63 @@ class CheapestHosting:
         fits = chosen @ sizes <= self.types[pool].host_bytes
         return np.asarray(fits & (chosen @ shares <= SHARE_LIMIT))
 
-    def admitted(self, versions: tuple[int, ...], hosting: Hosting, admits: Admits) -> bool:
-        """Whether it keeps every SLO, and so does every hosting with fewer of its members.
 
-        A forecast that fails is short, so the whole is asked before what is not known of its parts.
-        """
-        members, rollout, training = hosting
-        key = (versions, rollout, training)
-        known = self.verdicts.get(key)
-        if known is not None:
-            return known
-        unknown = []
-        for at in range(len(members) if len(members) > 2 else 0):
-            fewer = versions[:at] + versions[at + 1 :]
-            less = _less(hosting, at)
-            found = self.verdicts.get((fewer, less.rollout, less.training))
-            if found is False:
-                self.verdicts[key] = False
-                return False
+@dataclass(slots=True)
+class _Search:
+    """One search from all jobs down to those parts that can be in the cheapest hosting.
+
+    Of hostings that cost the same the one is found that a search of all parts finds first.
+    """
+
+    by: CheapestHosting
+    guests: list[Guest]
+    admits: Admits
+    bounds: Bounds
+    fits: Fits
+    _found: dict[int, Found] = field(default_factory=dict)
+    _above: dict[int, float] = field(default_factory=dict)
+    """What a mask is known to cost more than."""
+
+    def cheapest(self) -> Found:
+        found = self._within((1 << len(self.guests)) - 1, self.bounds.price)
+        if found is None:
+            raise AssertionError("a bound was above what it bounds")
+        return found
+
+    def _within(self, mask: int, at_most: float) -> Found | None:
+        """The cheapest hosting of these jobs; None where it costs more than `at_most`."""
+        if mask == 0:
+            return 0.0, ()
+        found = self._found.get(mask)
+        if found is None and at_most > self._above.get(mask, 0.0):
+            found = self._looked_for(mask, at_most)
             if found is None:
-                unknown.append((fewer, less))
-        relation = _relation(rollout, training) if len(members) == 2 else None
-        if len(members) == 1 or relation == _APART:
-            known = True
-        else:
-            self.simulated += 1
-            parts = (self.admitted(fewer, less, admits) for fewer, less in unknown)
-            if len(members) > _PARTS_FIRST:
-                known = all(parts) and admits(hosting)
+                self._above[mask] = at_most
             else:
-                known = admits(hosting) and all(parts)
-        self.verdicts[key] = known
-        if relation is not None and not known:
-            self._refused[versions][relation] = 1.0
-        return known
+                self._found[mask] = found
+        return found if found is not None and found[0] <= at_most + _CENT else None
 
-
-def _relation(rollout: Masks, training: Masks) -> int:
-    """Of a pair: 0 shares nodes of both pools, 1 rollout nodes only, 2 training nodes only."""
-    if rollout[0] & rollout[1]:
-        return 0 if training[0] & training[1] else 1
-    return 2 if training[0] & training[1] else _APART
-
-
-def _less(hosting: Hosting, at: int) -> Hosting:
-    members, rollout, training = hosting
-    return Hosting(members[:at] + members[at + 1 :], without(rollout, at), without(training, at))
+    def _looked_for(self, mask: int, at_most: float) -> Found | None:
+        least = self.bounds.any_hosting
+        price, hostings = _NONE, tuple[Hosting, ...]()
+        for part in _parts_with_lowest(mask):
+            rest = mask ^ part
+            if least[part] + least[rest] > min(at_most + _CENT, price - _CENT):
+                continue
+            one = self._within(part, at_most - least[rest])
+            other = None if one is None else self._within(rest, at_most - one[0])
+            if one is not None and other is not None and one[0] + other[0] < price - _CENT:
+                price, hostings = one[0] + other[0], one[1] + other[1]
+                at_most = min(at_most, price)
+        # Groups apart are preferred to one that costs the same.
+        below = min(price, at_most + 2 * _CENT)
+        if mask.bit_count() <= self.by.group_jobs and self.bounds.one_group[mask] < below - _CENT:
+            members = tuple(at for at in range(len(self.guests)) if mask >> at & 1)
+            between = (float(self.bounds.one_group[mask]), below)
+            group = self.by.together(self.guests, members, between, self.fits, self.admits)
+            if group is not None:
+                return group[0], (group[1],)
+        return None if price == _NONE else (price, hostings)
 
 
 @cache

@@ -61,13 +61,15 @@ def shape_at(
 
 def best_shape(curve: Sequence[Completion], *, accelerators: int) -> TailShape:
     """The shape that needs the least node time; `curve` rises in both and may be empty."""
-    if not curve:
-        return UNDIVIDED
-    shapes = (
-        shape_at(percent / 100, curve, accelerators=accelerators) for percent in range(50, 100)
-    )
+    return best_tail(curve, accelerators=accelerators)[1]
+
+
+def best_tail(curve: Sequence[Completion], *, accelerators: int) -> tuple[float, TailShape]:
+    """The threshold of that shape, too; 1 where the rollout is better undivided."""
+    thresholds = [percent / 100 for percent in range(50, 100)] if curve else []
+    shapes = ((each, shape_at(each, curve, accelerators=accelerators)) for each in thresholds)
     return min(
-        (shape for shape in shapes if shape is not None),
-        key=lambda shape: shape.node_ratio,
-        default=UNDIVIDED,
+        ((threshold, shape) for threshold, shape in shapes if shape is not None),
+        key=lambda found: found[1].node_ratio,
+        default=(1.0, UNDIVIDED),
     )

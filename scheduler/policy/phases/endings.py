@@ -1,7 +1,9 @@
 """How permits end: done, failed, or taken back; and what follows for the job."""
 
 from harvester.contracts.ids import Epoch, JobId
+from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.book import PermitBook
+from scheduler.policy.phases.completion import CompletionCurve
 from scheduler.policy.phases.events import (
     EndPermit,
     EndReason,
@@ -23,11 +25,21 @@ def ended(book: PermitBook, event: PhaseEnded, *, now: float) -> Ending:
         return [stale(event.job, event.epoch)]
     if event.failed:
         return fail(book, standing, EndReason.FAILED, event.failed)
+    _learn(standing, standing.kind, now=now)
     effects: Ending = [end(book, standing, EndReason.DONE, "")]
     # Terms may have changed while it ran, and no longer know this phase.
     if standing.terms.phase(standing.kind) is None:
         return effects
     return effects + enqueue(book, standing, standing.terms.after(standing.kind), now=now)
+
+
+def _learn(standing: Standing, kind: PhaseKind, *, now: float) -> None:
+    """How the phase completed, for its tail's threshold."""
+    phase = standing.terms.phase(kind)
+    if phase is not None and phase.learn_tail and standing.course is not None:
+        before = standing.curves.get(kind, CompletionCurve())
+        lasted_s = now - standing.started_s
+        standing.curves[kind] = before.after(standing.course, lasted_s=lasted_s)
 
 
 def end(book: PermitBook, standing: Standing, reason: EndReason, words: str) -> EndPermit:

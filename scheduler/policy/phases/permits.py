@@ -132,6 +132,9 @@ class PermitPolicy:
         standing.heard_s = now
         standing.tokens = max(standing.tokens, event.tokens)
         standing.complete_ratio = max(standing.complete_ratio, event.complete_ratio)
+        if standing.course is not None:
+            passed_s = now - standing.started_s
+            standing.course = standing.course.heard(event.complete_ratio, at_s=passed_s)
         self._book.touch(standing.nodes)
         return []
 

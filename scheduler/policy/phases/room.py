@@ -6,6 +6,7 @@ Changes the standings that it asks of, and answers what to tell their holders.
 
 from harvester.contracts.ids import NodeId
 from scheduler.policy.phases.book import PermitBook
+from scheduler.policy.phases.completion import tail_of
 from scheduler.policy.phases.events import NarrowPhase, RevokePermit
 from scheduler.policy.phases.standing import Stage, Standing, Trigger
 from scheduler.policy.phases.terms import PermitsConfig, PhaseTerms
@@ -43,8 +44,9 @@ def revoke(
 
 
 def _has_a_tail(standing: Standing, phase: PhaseTerms) -> bool:
-    ripe = phase.tail_ratio < 1.0 and standing.complete_ratio >= phase.tail_ratio
-    return ripe and len(standing.nodes) > phase.tail_nodes
+    ratio, count = tail_of(phase, standing.curves.get(phase.kind))
+    ripe = ratio < 1.0 and standing.complete_ratio >= ratio
+    return ripe and len(standing.nodes) > count
 
 
 def _narrow(book: PermitBook, standing: Standing, phase: PhaseTerms, now: float) -> NarrowPhase:
@@ -52,7 +54,8 @@ def _narrow(book: PermitBook, standing: Standing, phase: PhaseTerms, now: float)
     book.leave_lines(standing)
     # Kept are the nodes that the fewest wait for.
     order = sorted(standing.nodes, key=lambda node: (len(book.waiting_at(node, now)), node))
-    kept = set(order[: phase.tail_nodes])
+    _, count = tail_of(phase, standing.curves.get(phase.kind))
+    kept = set(order[:count])
     standing.keep = tuple(node for node in standing.nodes if node in kept)
     reason = f"{standing.complete_ratio:.0%} complete, and others wait"
     return NarrowPhase(job=standing.job, epoch=standing.epoch, keep=standing.keep, reason=reason)

@@ -7,6 +7,7 @@ its own; for no longer than the round's patience, and not again before it has ru
 from harvester.contracts.ids import NodeId
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.book import PermitBook
+from scheduler.policy.phases.completion import Course
 from scheduler.policy.phases.events import GrantPermit, MissTurn, WidenPermit
 from scheduler.policy.phases.standing import Stage, Standing, Trigger
 from scheduler.policy.phases.terms import PhaseTerms
@@ -50,6 +51,7 @@ def _start(book: PermitBook, standing: Standing, now: float) -> Served:
     standing.epoch, standing.started_s, standing.heard_s = granted.epoch, now, now
     standing.warned_s = standing.revoked_s = standing.ended = None
     standing.complete_ratio, standing.tokens, standing.keep = 0.0, 0, ()
+    standing.course = Course()
     book.take(standing, nodes)
     return [*missed, granted]
 

@@ -6,6 +6,7 @@ import msgspec
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.completion import CompletionCurve, Course
 from scheduler.policy.phases.events import EndReason
 from scheduler.policy.phases.terms import JobTerms
 
@@ -78,6 +79,10 @@ class Standing(msgspec.Struct, kw_only=True):
     warned_s: float | None = None
     revoked_s: float | None = None
     complete_ratio: float = 0.0
+    course: Course | None = None
+    """How the phase that runs came that far; None: not all of it was heard."""
+    curves: dict[PhaseKind, CompletionCurve] = {}
+    """How its phases completed that have ended."""
     tokens: int = 0
     turns: tuple[JobId, ...] = ()
     """The round that it is in; empty: first come, first served."""

@@ -34,6 +34,7 @@ def resume(book: PermitBook, *, now: float) -> None:
             standing.kept_s = min(standing.kept_s, now)
         if standing.holding or standing.heard_s is not None:
             standing.heard_s = now
+        standing.course = None
 
 
 def _watch(book: PermitBook, standing: Standing, now: float) -> Effects:

@@ -41,6 +41,8 @@ class PhaseTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Completed share from which `tail_nodes` suffice; 1: the phase keeps all to its end."""
     tail_nodes: int = 1
     """0: the tail goes to capacity that is not of these nodes."""
+    learn_tail: bool = False
+    """The two above hold until the job's own phases have shown how its responses complete."""
 
 
 class JobTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,6 +72,8 @@ def terms_fault(terms: JobTerms) -> str:
             return f"{phase.kind}: least_nodes and tail_nodes are at most {nodes}"
         if not 0 < phase.tail_ratio <= 1:
             return f"{phase.kind}: tail_ratio is above 0 and at most 1"
+        if phase.learn_tail and phase.tail_nodes == 0:
+            return f"{phase.kind}: learn_tail is for tails that stay on nodes of the phase"
         if phase.max_s is not None and not phase.max_s > 0:
             return f"{phase.kind}: max_s is above 0"
     return ""

@@ -111,7 +111,15 @@ class Cluster:
         return RunResult(ledger=self.ledger, counts=self._counts, end_s=now)
 
     def _arrive(self, one: SimulatedJob, *, now: float) -> None:
-        self.ledger.write(now, "arrival", job=one.job.job)
+        self.ledger.write(
+            now,
+            "arrival",
+            job=one.job.job,
+            slo=one.job.slowdown_slo,
+            host_bytes=one.job.host_bytes_per_node,
+            iterations=one.iterations,
+            cold_start_s=COLD_START_S,
+        )
         leaves_s = self._disruptions.leaves_at_s(one)
         if leaves_s < float("inf"):
             heappush(self._leaving, (leaves_s, self._number[one.job.job]))
@@ -232,17 +240,23 @@ class Cluster:
                 elif kind == JOB_DONE:
                     done.append((t_s, number))
                 if self.ledger.record and kind in _PHASES:
-                    name, phase = _PHASES[kind]
-                    job = self._jobs[number].job.job
-                    for node in floor.named(mask):
-                        pool = self._site.nodes[node][0].pool
-                        self.ledger.write(t_s, name, job=job, node=node, pool=pool, phase=phase)
+                    self._record(floor, t_s, kind, number, mask, solo_s)
             self._believe(floor, changed)
         for t_s, number in sorted(done):
             self._site.leave(number)
             self.ledger.ended_s[self._jobs[number].job.job] = t_s
             self._end(number, "job_done", t_s=t_s)
         self._move_parked(now=until_s)
+
+    def _record(
+        self, floor: Floor, t_s: float, kind: int, number: int, mask: int, solo_s: float
+    ) -> None:
+        name, phase = _PHASES[kind]
+        alone = {"solo_s": solo_s} if kind in (ROLLOUT_ENDED, TRAINING_ENDED) else {}
+        job = self._jobs[number].job.job
+        for node in floor.named(mask):
+            pool = self._site.nodes[node][0].pool
+            self.ledger.write(t_s, name, job=job, node=node, pool=pool, phase=phase, **alone)
 
     def _learn(self, number: int, kind: int, t_s: float, solo_s: float) -> None:
         job = self._jobs[number].job.job

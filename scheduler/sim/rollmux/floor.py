@@ -41,6 +41,7 @@ class Floor:
     names: list[NodeId | None] = field(default_factory=lambda: [None] * NODES_MAX)
     now_s: float = 0.0
     events: int = 0
+    _log: Records = field(default_factory=lambda: np.zeros(_LOG_SIZE, dtype=EVENT))
 
     def mask(self, wanted: tuple[NodeId, ...]) -> int:
         """Bits of nodes, which get one where they have none yet."""
@@ -109,10 +110,9 @@ class Floor:
         """The events up to `until_s`, in their order."""
         parts = []
         while True:
-            log = np.zeros(_LOG_SIZE, dtype=EVENT)
-            self.now_s, logged, events = self._run(until_s, log)
+            self.now_s, logged, events = self._run(until_s, self._log)
             self.events += events
-            parts.append(log[:logged])
+            parts.append(self._log[:logged].copy())
             if self.now_s >= until_s:
                 return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

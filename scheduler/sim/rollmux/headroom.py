@@ -26,8 +26,10 @@ MEASURED_STEPS: Final = ProductionModel(
 """The demo's production model (21 M parameters) in stock vLLM on one core of a 2.6 GHz Sapphire
 Rapids Xeon: a line through the least of twelve prefills of 64 to 384 tokens, and of eight decode
 steps of 1 to 24 requests."""
-HARVESTED_RATIO: Final = 0.69
-"""Of idle time: `benchmarks/coserve`, arm `rosemux`, Azure conversation trace, ten rounds."""
+HARVESTED_RATIO: Final = 0.92
+"""Of idle time, that a guest gets: the goal that `benchmarks/coserve` holds itself to. It measured
+1.08 and 1.02 for `rosemux` on the two Azure traces; what is above 1 is a core that runs faster
+while it is awake, which no other machine owes us, so that the goal is counted on and no more."""
 INPUT_SCALE: Final = 0.25
 OUTPUT_SCALE: Final = 0.25
 INPUT_MAX: Final = 1024

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.policy.model import Pool
+from scheduler.policy.model import Node, Pool
 from scheduler.sim.rollmux.workload import SimulatedJob
 
 WINDOW = 20
@@ -28,12 +28,19 @@ class Ledger:
         if self.record:
             self.events.append({"t": t_s, "type": kind, **fields})
 
-    def node_up(self, node: NodeId, pool: Pool, price_per_hour: float, *, t_s: float) -> bool:
+    def node_up(self, node: Node, *, t_s: float) -> bool:
         """Whether the node was down before."""
-        if node in self._up:
+        if node.node in self._up:
             return False
-        self._up[node] = (t_s, pool, price_per_hour)
-        self.write(t_s, "node_up", node=node, pool=pool, price_per_hour=price_per_hour)
+        self._up[node.node] = (t_s, node.pool, node.price_per_hour)
+        self.write(
+            t_s,
+            "node_up",
+            node=node.node,
+            pool=node.pool,
+            price_per_hour=node.price_per_hour,
+            host_bytes=node.host_bytes,
+        )
         return True
 
     def node_down(self, node: NodeId, *, t_s: float) -> None:

@@ -59,8 +59,7 @@ class Site:
         names = nodes_of(placement)
         up = []
         for name in names:
-            node = self.nodes[name][0]
-            if self._ledger.node_up(name, node.pool, node.price_per_hour, t_s=now):
+            if self._ledger.node_up(self.nodes[name][0], t_s=now):
                 up.append(name)
         self._hold(number, names)
         floor.enter(row, placement, loading_s=loading_s)

@@ -6,6 +6,7 @@ they are multiplied by at its end.
 """
 
 import csv
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -56,17 +57,19 @@ def read_workload(path: Path, *, seed: int) -> list[SimulatedJob]:
     Raises ConfigError that names the line and the column.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.reader(file))
+        # With or without the mark that spreadsheets put before the first name.
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file)
+            rows = [(reader.line_num, row) for row in islice(reader, JOBS_MAX + 2)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read as CSV: {error}") from error
-    if not rows or tuple(name.strip() for name in rows[0]) != COLUMNS:
+    if not rows or tuple(name.strip() for name in rows[0][1]) != COLUMNS:
         raise ConfigError(f"{path}: line 1: the columns must be {','.join(COLUMNS)}")
     if len(rows) - 1 > JOBS_MAX:
         raise ConfigError(f"{path}: more than {JOBS_MAX} jobs")
     seen: dict[str, int] = {}
     jobs: list[SimulatedJob] = []
-    for line, row in enumerate(rows[1:], start=2):
+    for line, row in rows[1:]:
         if not row:
             continue
         job = _job(f"{path}: line {line}", row, seed=seed, number=len(jobs))

@@ -47,7 +47,7 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
         TERMS,
         (
             b'{"job":"j","phases":[{"kind":"rollout","nodes":["n"],"max_s":9.0,"least_nodes":0,'
-            b'"tail_ratio":0.8,"tail_nodes":1}]}'
+            b'"tail_ratio":0.8,"tail_nodes":1,"learn_tail":false}]}'
         ),
     ),
     (
@@ -82,8 +82,8 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
         ),
         (
             b'{"job":"j","phases":[{"kind":"rollout","max_s":9.0,"nodes":1,"mean_s":null,'
-            b'"cv":0.1,"seen":40,"least_nodes":0,"tail_ratio":1.0,"tail_nodes":1}],"slo":1.5,'
-            b'"host_bytes":7,"tenant":"default"}'
+            b'"cv":0.1,"seen":40,"least_nodes":0,"tail_ratio":1.0,"tail_nodes":1,'
+            b'"learn_tail":false}],"slo":1.5,"host_bytes":7,"tenant":"default"}'
         ),
     ),
     ("node", NodeReport(node=NODES[0], failed=True), b'{"node":"n","failed":true}'),

@@ -57,11 +57,23 @@ def test_reads_jobs_in_the_order_of_their_arrivals(tmp_path: Path) -> None:
         (GOOD.replace("375", "30").replace("a,0", "b,0"), "line 3: roll_max_s is less than roll_s"),
         (GOOD.replace(",1.5,", ",0.9,").replace("a,0", "b,0"), "line 3: slo is 0.9"),
         (GOOD, "line 3: job a is on line 2 too"),
+        ("\n\n" + GOOD.replace("a,0", "b,soon"), "line 5: arrival_s 'soon' is no number"),
+        (GOOD.replace(",400,", ",2001,").replace("a,0", "b,0"), "line 3: host_gb is 2001"),
+        (GOOD.replace(",1,1,", ",0,1,").replace("a,0", "b,0"), "line 3: roll_nodes is 0"),
+        (GOOD.replace("0.08", "").replace("a,0", "b,0"), "line 3: phase_cv '' is no number"),
+        (GOOD.replace("a,0", "b,0") + ",7", "line 3: 14 columns"),
     ],
 )
 def test_names_the_line_and_what_is_wrong(tmp_path: Path, line: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
         read_workload(_file(tmp_path, GOOD, line), seed=1)
+
+
+def test_reads_what_a_spreadsheet_writes(tmp_path: Path) -> None:
+    path = _file(tmp_path, GOOD)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    (one,) = read_workload(path, seed=1)
+    assert one.job.job == "a"
 
 
 def test_refuses_other_columns_and_missing_files(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from scheduler.policy.groups.book import NodeType
 from scheduler.policy.groups.price_floor import PriceFloor
-from scheduler.policy.groups.regrouping import CheapestHosting, Guest, Hosting
+from scheduler.policy.groups.regrouping import CheapestHosting, Guest
+from scheduler.policy.groups.verdicts import Hosting
 from scheduler.policy.model import Pool
 
 TYPES = {
@@ -94,12 +95,16 @@ def test_what_was_found_before_changes_no_answer(data: st.DataObject) -> None:
                 frozenset(pair) in refused for pair in pairs
             )
 
-        fresh, _ = CheapestHosting(TYPES).search(look, admits)
+        fresh, hostings = CheapestHosting(TYPES).search(look, admits)
         at_most = data.draw(st.sampled_from([fresh - 3.0, fresh - 0.1, fresh, fresh + 0.1]))
         least = floor.cheapest(look, admits, at_most=at_most)
         assert least == (None if fresh > at_most else pytest.approx(fresh))
-        price, _ = remembering.search(look, admits)
-        assert np.isclose(price, fresh)
+        bounds = floor.bounds(look, admits)
+        assert bounds is not None
+        for known in (None, bounds):
+            price, found = remembering.search(look, admits, known)
+            assert np.isclose(price, fresh)
+            assert found == hostings
 
 
 def test_a_refused_pair_is_never_hosted_together() -> None:
