@@ -26,6 +26,7 @@ from harvester.contracts.scheduling_group import (
 )
 
 _PREFIX = "rosemux-guest-"
+_PROBE = "rosemux-probe-"
 _MEMBERS = "cgroup.procs"
 _IDLE = "cpu.idle"
 _TRIES = 3
@@ -48,7 +49,7 @@ class IdleGroups:
                 f"control group {own} is not idle, and not ours to change: give it, or one above "
                 "it, cpu.idle=1 (systemd: CPUWeight=idle)"
             )
-        self._writable_root()
+        self._try()
 
     def enter(self, pid: int, *, guest: int) -> None:
         """With all its threads; what it starts afterwards is there too. Raises Unsupported.
@@ -125,6 +126,18 @@ class IdleGroups:
         group = scheduling_group(pid, proc=self._proc, cgroups=self._cgroups)
         return is_under_idle(group, cgroups=self._cgroups)
 
+    def _try(self) -> None:
+        """What a kernel or a container does not allow shows when it is done. Raises Unsupported."""
+        group = self._writable_root() / f"{_PROBE}{os.getpid()}"
+        try:
+            group.mkdir(exist_ok=True)
+            _make_idle(group)
+        except OSError as error:
+            raise Unsupported(f"{group}: {error.strerror}") from error
+        finally:
+            with suppress(OSError):
+                group.rmdir()
+
     def _writable_root(self) -> Path:
         """Of the machine's cpu controller. Raises Unsupported."""
         for root in hierarchies(self._cgroups):
@@ -139,7 +152,6 @@ class IdleGroups:
 def _make_idle(group: Path) -> None:
     file = group / _IDLE
     if not file.exists():
-        group.rmdir()
         raise Unsupported("the kernel knows no cpu.idle; it came with Linux 5.15")
     file.write_text("1\n")
 

@@ -123,7 +123,7 @@ def test_a_service_in_an_idle_group_has_nothing_to_enter(idle: str, tmp_path: Pa
     group = _machine(tmp_path, own="/guests.slice/guest.service")
     (tmp_path / "cgroup" / idle / "cpu.idle").write_text("1\n")
     group.enter(7, guest=7)
-    assert not list((tmp_path / "cgroup").glob("rosemux-guest-*"))
+    assert not list((tmp_path / "cgroup").glob("rosemux-*"))
 
 
 def test_without_a_cpu_controller_there_is_no_such_group(tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ def test_a_kernel_without_idle_groups_says_so_and_keeps_none(tmp_path: Path) -> 
     # Of a plain directory no file of the kernel comes.
     group = _machine(tmp_path, own="/")
     with pytest.raises(Unsupported, match=r"5\.15"):
-        group.enter(7, guest=7)
-    assert not list((tmp_path / "cgroup").glob("rosemux-guest-*"))
+        group.check(7)
+    assert not list((tmp_path / "cgroup").glob("rosemux-*"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
