@@ -74,7 +74,6 @@ def guest(
     place.take()
     if segment is not None:
         place.clear(segment)
-    isolation.apply_to_process(planned.isolation)
     engine = GuestEngine(
         command.arguments,
         command.environment,
@@ -83,6 +82,7 @@ def guest(
         inherits=(place.descriptor,),
     )
     try:
+        isolation.apply_to_process(planned.isolation)
         raise typer.Exit(asyncio.run(engine.run()))
     finally:
         isolation.lift_from_process()

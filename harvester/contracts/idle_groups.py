@@ -41,9 +41,12 @@ class IdleGroups:
 
     def check(self, pid: int) -> None:
         """Raises Unsupported with the reason why a process cannot be in an idle group here."""
-        if self._is_given(pid):
-            return
-        own = control_group(pid, proc=self._proc, cgroups=self._cgroups)
+        try:
+            if self._is_given(pid):
+                return
+            own = control_group(pid, proc=self._proc, cgroups=self._cgroups)
+        except OSError as error:
+            raise Unsupported(f"process {pid} has no control groups: {error}") from error
         if own != "/":
             raise Unsupported(
                 f"control group {own} is not idle, and not ours to change: give it, or one above "

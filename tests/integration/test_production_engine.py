@@ -22,6 +22,12 @@ async def complete(slot: EngineSlot, max_tokens: int) -> int:
     return await completed(slot.production_url, PRODUCTION, max_tokens)
 
 
+def leave_no_slack_while_decoding(slot: EngineSlot, *pulses: str) -> None:
+    """None at all while an engine of these decodes; ten seconds of it while all are idle."""
+    slot.agent.raise_epoch()
+    slot.agent.say(GrantMode.OPEN, ttft_slo_s=10.0, itl_slo_s=0.0, epsilon=math.inf, pulses=pulses)
+
+
 async def fresh_stamp_ns(reader: PageReader[Pulse], *, after_ns: int = 0) -> int:
     await until(
         lambda: reader.read().record is not None and reader.read().stamp_ns > after_ns,
@@ -65,16 +71,8 @@ async def test_a_request_is_in_flight_from_its_arrival_to_its_last_byte(
 async def test_a_guest_takes_no_step_while_production_has_no_slack(
     engine_slot: EngineSlot,
 ) -> None:
-    """No slack at all while production decodes; ten seconds of it while production is idle."""
     slot = engine_slot
-    slot.agent.raise_epoch()
-    slot.agent.say(
-        GrantMode.OPEN,
-        ttft_slo_s=10.0,
-        itl_slo_s=0.0,
-        epsilon=math.inf,
-        pulses=(PRODUCTION_PULSE,),
-    )
+    leave_no_slack_while_decoding(slot, PRODUCTION_PULSE)
     assert len((await slot.begin(4).ended()).tokens) == 4
     quiet = asyncio.Event()
 
@@ -102,14 +100,7 @@ async def test_of_two_engines_on_a_slot_each_stops_the_guest_though_the_other_is
 ) -> None:
     """The second engine is a page that beats, idle."""
     slot = engine_slot
-    slot.agent.raise_epoch()
-    slot.agent.say(
-        GrantMode.OPEN,
-        ttft_slo_s=10.0,
-        itl_slo_s=0.0,
-        epsilon=math.inf,
-        pulses=(PLAYED_PULSE, PRODUCTION_PULSE),
-    )
+    leave_no_slack_while_decoding(slot, PLAYED_PULSE, PRODUCTION_PULSE)
     assert len((await slot.begin(4).ended()).tokens) == 4
     busy = asyncio.create_task(complete(slot, 3000))
     await until(lambda: slot.pulse().decoding == 1, "one engine decodes", seen=slot.pulse)

@@ -126,6 +126,12 @@ def test_a_service_in_an_idle_group_has_nothing_to_enter(idle: str, tmp_path: Pa
     assert not list((tmp_path / "cgroup").glob("rosemux-*"))
 
 
+def test_a_kernel_without_control_groups_refuses(tmp_path: Path) -> None:
+    groups = IdleGroups(proc=tmp_path / "proc", cgroups=tmp_path / "cgroup")
+    with pytest.raises(Unsupported, match="process 7 has no control groups"):
+        groups.check(7)
+
+
 def test_without_a_cpu_controller_there_is_no_such_group(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="no cpu controller"):
         _machine(tmp_path, own="/", controllers="memory pids").check(7)
