@@ -91,9 +91,6 @@ def apply_grouped(
 ) -> tuple[np.uint64, np.uint64]:
     """Makes all changes; the words of the xxh3-128 of `data`, which is `bits` as bytes, where
     `hashed` and it has xxh3.MIN_BYTES."""
-    changes, _, lows, highs = small
-    far_changes, far_first, far_lows, far_highs = far
-    _, _, code_lows, code_highs = codes
     room, signed = np.empty(ROOM, np.uint16), np.empty(GROUP, np.int8)
     places, far_places = np.empty(GROUP + 1, np.uint64), np.empty(GROUP + 1, np.uint64)
     far_codes = np.empty(GROUP + 1, np.uint64)
@@ -103,37 +100,11 @@ def apply_grouped(
     fars = _Far(start_walk, start_walk, _NONE, _NONE, _NONE, _NONE, _next_wide(wide, _NONE))
     width = width_of(bits)
     for start in range(0, bits.size, APPLIED_BYTES // width):
-        stop = min(bits.size, start + APPLIED_BYTES // width)
-        smalls = _apply_small(
-            bits,
-            np.uint64(stop),
-            changes,
-            low_bits,
-            lows,
-            highs,
-            signs,
-            smalls,
-            room,
-            signed,
-            places,
-        )
-        fars = _apply_far(
-            bits,
-            np.uint64(stop),
-            far_changes,
-            low_bits,
-            far_first,
-            far_lows,
-            far_highs,
-            code_lows,
-            code_highs,
-            wide,
-            fars,
-            room,
-            far_places,
-            far_codes,
-        )
-        pass_block(data, start * width, stop * width, sums, hashed)
+        end = min(bits.size, start + APPLIED_BYTES // width)
+        stop = np.uint64(end)
+        smalls = _apply_small(bits, stop, small, low_bits, signs, smalls, room, signed, places)
+        fars = _apply_far(bits, stop, far, codes, low_bits, wide, fars, room, far_places, far_codes)
+        pass_block(data, start * width, end * width, sums, hashed)
     if not hashed or data.size < xxh3.MIN_BYTES:
         return _NONE, _NONE
     taken = (data.size - 1) // xxh3.BLOCK_BYTES * xxh3.BLOCK_BYTES
@@ -144,10 +115,8 @@ def apply_grouped(
 def _apply_small(
     bits: Bits,
     stop: np.uint64,
-    changes: int,
+    gaps: Gaps,
     low_bits: Bytes,
-    lows: Bytes,
-    highs: Bytes,
     signs: Bytes,
     done: _Small,
     room: Lows,
@@ -155,6 +124,7 @@ def _apply_small(
     places: Places,
 ) -> _Small:
     """Adds or subtracts one unit in the last place at each position before `stop`."""
+    changes, _, lows, highs = gaps
     walk, change = done
     while True:
         place = places[change]
@@ -175,13 +145,9 @@ def _apply_small(
 def _apply_far(
     bits: Bits,
     stop: np.uint64,
-    changes: int,
+    gaps: Gaps,
+    differences: Gaps,
     low_bits: Bytes,
-    first: int,
-    lows: Bytes,
-    highs: Bytes,
-    code_lows: Bytes,
-    code_highs: Bytes,
     wide: Bytes,
     done: _Far,
     room: Lows,
@@ -189,6 +155,8 @@ def _apply_far(
     codes: Places,
 ) -> _Far:
     """Adds the zigzag difference at each position before `stop`."""
+    changes, first, lows, highs = gaps
+    _, _, code_lows, code_highs = differences
     walk, code_walk, change, behind, number, entry, next_wide = done
     while True:
         place = places[change]
