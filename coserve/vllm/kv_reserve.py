@@ -50,6 +50,15 @@ class KvReserve:
         free = self._pool.get_num_free_blocks()
         return (self._blocks - free - len(self._withheld)) * self._tokens_per_block
 
+    def give_back_unused(self) -> None:
+        """Of an engine that has just started: its cache came as memory full of zeros, all of which
+        the first shrink would have to return at once."""
+        if self._give_back is None:
+            return
+        unused = self._pool.get_new_blocks(self._pool.get_num_free_blocks())
+        self._give_back([block.block_id for block in unused], self._pool.num_gpu_blocks)
+        self._pool.free_blocks(unused)
+
     def keep_within(self, budget_tokens: int | None) -> int:
         """Withhold all above the budget (None: nothing). Returns the tokens still missing, which
         requests hold."""

@@ -96,6 +96,9 @@ class KvShared:
         blocks = self._used_bytes() // self._block_bytes - 1 - len(self._pool._evictable_blocks)
         return int(max(0, blocks) * self._tokens_per_block)
 
+    def give_back_unused(self) -> None:
+        """Of an engine that has just started: nothing is mapped before it is used."""
+
     def keep_within(self, budget_tokens: int | None) -> int:
         """Move the limit (None: all there is). Returns the tokens still missing, which requests
         hold."""

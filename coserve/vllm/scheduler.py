@@ -84,6 +84,7 @@ class CoserveScheduler(AsyncScheduler):
             shared_kv=isinstance(self._kv, KvShared),
         )
         self._slot.load.sleeps = self._residency is not None
+        self._kv.give_back_unused()
         self._ask_workers()
         self._measure_load()
         self._waker = Waker(self._slot, wake)

@@ -10,7 +10,12 @@ import pytest
 
 from harvester.contracts.errors import Unsupported
 from harvester.contracts.idle_groups import IdleGroups
-from harvester.contracts.scheduling_group import is_idle, ranks_below, scheduling_group
+from harvester.contracts.scheduling_group import (
+    hierarchies,
+    is_idle,
+    ranks_below,
+    scheduling_group,
+)
 
 
 def _possible() -> bool:
@@ -58,6 +63,29 @@ def test_one_guest_is_lifted_and_settled_and_no_other(sleeper: int) -> None:
             groups.leave(pid)
     groups.clear()
     assert not groups.lift(sleeper), "it is in no group of ours any more"
+
+
+@here
+def test_who_is_lifted_outweighs_a_group_that_is_not(sleeper: int) -> None:
+    groups = IdleGroups()
+    groups.enter(sleeper, guest=sleeper)
+    assert _weight(sleeper) < 0.1
+    groups.lift(sleeper)
+    assert _weight(sleeper) == 10.0
+    groups.settle(sleeper)
+    assert _weight(sleeper) < 0.1
+    groups.leave(sleeper)
+    groups.clear()
+
+
+def _weight(pid: int) -> float:
+    """Over that of a group whose weight nobody has set."""
+    group = scheduling_group(pid).lstrip("/")
+    for root in hierarchies():
+        for name, usual in (("cpu.weight", 100), ("cpu.shares", 1024)):
+            if (root / group / name).exists():
+                return int((root / group / name).read_text()) / usual
+    raise AssertionError(f"{group} has no weight")
 
 
 @here

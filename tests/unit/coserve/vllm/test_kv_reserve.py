@@ -52,6 +52,17 @@ def scene() -> Scene:
     return Scene(pool, KvReserve(pool, tokens_per_block=PER_BLOCK, give_back=give_back), returned)
 
 
+def test_a_young_engine_gives_back_what_nobody_has_used(scene: Scene) -> None:
+    in_use = scene.pool.get_new_blocks(2)
+    scene.reserve.give_back_unused()
+    assert sorted(scene.returned) == list(range(3, 11))
+    assert (scene.pool.get_num_free_blocks(), scene.reserve.tokens_withheld) == (8, 0)
+    assert not {block.block_id for block in in_use} & set(scene.returned)
+    static = KvReserve(scene.pool, tokens_per_block=PER_BLOCK)
+    static.give_back_unused()
+    assert scene.pool.get_num_free_blocks() == 8
+
+
 def test_without_a_budget_nothing_is_withheld(scene: Scene) -> None:
     assert scene.reserve.keep_within(None) == 0
     assert (scene.reserve.tokens_total, scene.reserve.tokens_withheld) == (160, 0)
