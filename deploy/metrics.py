@@ -141,6 +141,13 @@ _AGENT = (
         "1 while the guest's weights sleep in host memory.",
     ),
     _agent(
+        "guest_asleep_bytes_max",
+        Kind.GAUGE,
+        "slot",
+        "Of the accelerator that the guest may hold while its weights sleep: graphs, activations "
+        "and context, as counted awake. NaN where weights never sleep, or where that is not known.",
+    ),
+    _agent(
         "guest_memory_bytes",
         Kind.GAUGE,
         "slot part",

@@ -5,6 +5,7 @@ pools of their own, and activations; what the driver says that the process holds
 context, code and communicators. A guest holds all of it, but the KV, while its gate is closed.
 """
 
+import logging
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,9 @@ from coserve.vllm.residency import weights_away
 from harvester.contracts.page import GuestMemory
 
 _DEFAULT_POOL = (0, 0)
+_ASLEEP_BOUND = "_rosemux_asleep_bytes_max"
+
+_log = logging.getLogger(__name__)
 
 
 def report(worker: Any) -> GuestMemory:
@@ -23,8 +27,7 @@ def report(worker: Any) -> GuestMemory:
     device = torch.device(worker.device)
     if weights_away(worker):
         # Storages keep their addresses, and nothing is behind them.
-        held = _held_bytes(device)
-        return GuestMemory(other_bytes=held or 0, whole=held is not None)
+        return _asleep(_held_bytes(device), getattr(worker, _ASLEEP_BOUND, 0))
     runner = worker.model_runner
     model = runner.get_model()
     weights = _storages([*model.parameters(), *model.buffers()], device)
@@ -37,18 +40,37 @@ def report(worker: Any) -> GuestMemory:
     graphs = _graphs_bytes(segments, device, {*weights, *kv})
     held = _held_bytes(device)
     known = memory.weights_bytes + memory.kv_bytes + graphs
-    return msgspec.structs.replace(
+    memory = msgspec.structs.replace(
         memory,
         graphs_bytes=graphs,
         activations_bytes=max(0, reserved - known),
         other_bytes=0 if held is None else max(0, held - reserved),
         whole=held is not None,
     )
+    if memory.whole and worker.vllm_config.model_config.enable_sleep_mode:
+        bound = memory.floor_bytes - memory.weights_bytes
+        setattr(worker, _ASLEEP_BOUND, bound)
+        memory = msgspec.structs.replace(memory, asleep_bytes_max=bound)
+    return memory
 
 
 def largest(reports: Iterable[dict[str, Any]]) -> GuestMemory:
     """Of the accelerator on which most is held."""
     return max((GuestMemory(**one) for one in reports), key=lambda one: one.floor_bytes)
+
+
+def _asleep(held_bytes: int | None, bound_bytes: int) -> GuestMemory:
+    if held_bytes is not None and 0 < bound_bytes < held_bytes:
+        _log.warning(
+            "asleep, this worker holds %d bytes of its GPU, where at most %d were to stay",
+            held_bytes,
+            bound_bytes,
+        )
+    return GuestMemory(
+        other_bytes=held_bytes or 0,
+        whole=held_bytes is not None,
+        asleep_bytes_max=bound_bytes,
+    )
 
 
 def _held_bytes(device: torch.device) -> int | None:

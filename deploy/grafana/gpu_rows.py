@@ -47,4 +47,16 @@ def gpu_guests() -> tuple[Lines, ...]:
             COUNT,
             (latest("harvester_guest_weights_away", SLOT), "{{slot}}"),
         ),
+        lines(
+            "Held asleep over what may stay",
+            "Above 1 a guest whose weights are away holds more than it said that it would.",
+            RATIO,
+            (_held_asleep(), "{{slot}}"),
+        ),
     )
+
+
+def _held_asleep() -> str:
+    held = latest("harvester_guest_memory_bytes", f'{SLOT}, part="context"')
+    bound = latest("harvester_guest_asleep_bytes_max", SLOT)
+    return f"{held} / {bound} and {latest('harvester_guest_weights_away', SLOT)} == 1"

@@ -109,6 +109,11 @@ class AgentMetrics:
         self.weights_away = self._gauge(
             "guest_weights_away", "1 while its weights sleep in host memory.", "slot"
         )
+        self.asleep_max = self._gauge(
+            "guest_asleep_bytes_max",
+            "Of the accelerator that a guest may hold while its weights sleep.",
+            "slot",
+        )
 
     def _describe_sharing(self) -> None:
         self.isolation = self._gauge(

@@ -39,6 +39,8 @@ class SharingExposition:
             metrics.isolation.labels(slot, backend).set(said)
         away = math.nan if guest is None else guest.weights_away
         metrics.weights_away.labels(slot).set(away)
+        bound = 0 if guest is None else guest.memory.asleep_bytes_max
+        metrics.asleep_max.labels(slot).set(bound or math.nan)
         now = _mps_state(None if sample is None else sample.mps, guest)
         for state in _MPS_STATES:
             metrics.mps.labels(slot, state).set(state == now)

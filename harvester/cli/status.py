@@ -94,7 +94,7 @@ def _says(reading: Reading[Grant] | Reading[Guest] | Reading[Pulse]) -> str:
                 f"waiting {guest.waiting}, {guest.tokens_total} tokens, "
                 f"{guest.kv_tokens_retained} retained, {guest.step_over_ratio:.0%} of steps longer "
                 f"than predicted{_held(guest)}{_isolated(guest.isolation)}{_floor(guest.memory)}"
-                f"{'; asleep, weights in host memory' if guest.weights_away else ''}"
+                f"{_asleep(guest)}"
             )
         case Pulse() as pulse:
             return (
@@ -137,6 +137,14 @@ def _floor(memory: GuestMemory) -> str:
         f"{_gib(memory.activations_bytes)}, context {_gib(memory.other_bytes)}) and "
         f"{_gib(memory.kv_bytes)} of KV"
     )
+
+
+def _asleep(guest: Guest) -> str:
+    if not guest.weights_away:
+        return ""
+    bound_bytes = guest.memory.asleep_bytes_max
+    bound = f", where at most {_gib(bound_bytes)} may stay" if bound_bytes else ""
+    return f"; asleep, weights in host memory{bound}"
 
 
 def _gib(size_bytes: int) -> str:

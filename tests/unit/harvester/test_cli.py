@@ -115,6 +115,9 @@ def test_status_says_what_a_guest_holds_while_closed_and_whose_fate_it_shares(
     assert "takes turns with production on the GPU" in says
     assert "holds 4.50 GiB while closed" in says
     assert "isolation" not in _says(Reading(Guest(), None, 0))
+    away = GuestMemory(other_bytes=gib, whole=True, asleep_bytes_max=2 * gib)
+    says = _says(Reading(Guest(weights_away=True, memory=away), None, 0))
+    assert says.endswith("; asleep, weights in host memory, where at most 2.00 GiB may stay")
 
 
 def test_status_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

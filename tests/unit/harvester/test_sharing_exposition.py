@@ -69,6 +69,15 @@ def test_isolation_is_what_the_guest_says(scene: Any, value: Any) -> None:
     assert value("guest_weights_away") == 1
 
 
+def test_what_may_stay_of_a_sleeping_guest_is_told_where_it_is_known(
+    scene: Any, value: Any
+) -> None:
+    scene.guest = Guest(weights_away=True, memory=GuestMemory(other_bytes=2, whole=True))
+    assert math.isnan(value("guest_asleep_bytes_max"))
+    scene.guest = Guest(weights_away=True, memory=GuestMemory(other_bytes=2, asleep_bytes_max=3))
+    assert value("guest_asleep_bytes_max") == 3
+
+
 def test_memory_that_is_not_known_is_no_number(scene: Any, value: Any) -> None:
     assert math.isnan(value("guest_memory_bytes", part="weights"))
     assert math.isnan(value("shared_memory_bytes", part="used"))

@@ -32,7 +32,11 @@ def worker() -> Any:
     model = Model()
     kv = torch.zeros(4, 2, 16, 1024)
     runner = SimpleNamespace(get_model=lambda: model, kv_caches=[kv[:2], [kv[2:], kv[3]]])
-    return SimpleNamespace(model_runner=runner, device="cpu")
+    return SimpleNamespace(model_runner=runner, device="cpu", vllm_config=_config(sleeps=False))
+
+
+def _config(*, sleeps: bool) -> Any:
+    return SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
 
 
 def test_shared_storages_count_once_and_a_cpu_says_no_more(worker: Any) -> None:
@@ -61,20 +65,23 @@ def test_graphs_are_private_pools_that_hold_neither_weights_nor_kv() -> None:
     assert memory_report._graphs_bytes(segments, device, {4050}) == 200
 
 
-def test_on_a_gpu_the_parts_add_up_to_what_the_driver_says(
-    worker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def driver(worker: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a GPU on which this process holds 29 MiB, 20 of them by torch's allocator."""
     worker.device = "cuda:0"
-    held = {"weights": {1: 5 * MIB}, "kv": {2: 7 * MIB}}
-    monkeypatch.setattr(
-        memory_report, "_storages", lambda tensors, _device: held.pop(next(iter(held)))
-    )
+    said = SimpleNamespace(process_bytes=29 * MIB)
+    sizes = iter([{1: 5 * MIB}, {2: 7 * MIB}])
+    monkeypatch.setattr(memory_report, "_storages", lambda *_: next(sizes))
     monkeypatch.setattr(memory_report, "_graphs_bytes", lambda *_: 2 * MIB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 20 * MIB)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
     properties = SimpleNamespace(uuid="1-2")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
-    monkeypatch.setattr(memory_report, "process_bytes", lambda _uuid, _pid: 29 * MIB)
+    monkeypatch.setattr(memory_report, "process_bytes", lambda _uuid, _pid: said.process_bytes)
+    return said
+
+
+def test_on_a_gpu_the_parts_add_up_to_what_the_driver_says(worker: Any, driver: Any) -> None:
     memory = report(worker)
     assert memory == GuestMemory(
         weights_bytes=5 * MIB,
@@ -84,7 +91,31 @@ def test_on_a_gpu_the_parts_add_up_to_what_the_driver_says(
         kv_bytes=7 * MIB,
         whole=True,
     )
-    assert memory.floor_bytes + memory.kv_bytes == 29 * MIB
+    assert memory.floor_bytes + memory.kv_bytes == driver.process_bytes
+
+
+def test_what_may_stay_asleep_is_said_awake_and_held_against_it(
+    worker: Any, driver: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.vllm_config = _config(sleeps=True)
+    assert report(worker).asleep_bytes_max == 17 * MIB, "all but weights and KV"
+    worker._rosemux_weights_away = True
+    driver.process_bytes = 17 * MIB
+    asleep = GuestMemory(other_bytes=17 * MIB, whole=True, asleep_bytes_max=17 * MIB)
+    assert report(worker) == asleep
+    assert not caplog.records
+    driver.process_bytes = 18 * MIB
+    assert report(worker).other_bytes == 18 * MIB
+    assert f"at most {17 * MIB} were to stay" in caplog.text
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_nothing_is_promised_of_who_never_sleeps_or_is_not_known(
+    known: bool, worker: Any, driver: Any
+) -> None:
+    worker.vllm_config = _config(sleeps=not known)
+    driver.process_bytes = 29 * MIB if known else None
+    assert report(worker).asleep_bytes_max == 0
 
 
 def test_the_driver_is_asked_for_this_process_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
