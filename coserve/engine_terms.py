@@ -6,13 +6,13 @@ a large model's step is far more than that of a small one's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from harvester.contracts.page import Grant, ProductionModel, Pulse, engine_of
+import msgspec
+
+from harvester.contracts.page import Grant, ProductionModel, PulseHead, engine_of
 
 
-@dataclass(slots=True)
-class EngineTerms:
+class EngineTerms(msgspec.Struct):
     model: ProductionModel
     """Of the engine alone."""
     phantom_prompt_tokens: int
@@ -22,7 +22,7 @@ class EngineTerms:
     """Data-parallel ranks that these may be spread over."""
 
 
-def terms_of(pulses: Sequence[Pulse], grant: Grant) -> list[EngineTerms]:
+def terms_of(pulses: Sequence[PulseHead], grant: Grant) -> list[EngineTerms]:
     """One for each pulse; `grant.pulses` names them in this order."""
     if len(pulses) == 1 and not grant.own_models:
         return [_of_one(pulses[0], grant)]
@@ -40,7 +40,7 @@ def terms_of(pulses: Sequence[Pulse], grant: Grant) -> list[EngineTerms]:
     return found
 
 
-def _of_one(pulse: Pulse, grant: Grant) -> EngineTerms:
+def _of_one(pulse: PulseHead, grant: Grant) -> EngineTerms:
     phantom = grant.phantom_prompt_tokens
     if grant.own_models:
         return EngineTerms(
@@ -49,7 +49,7 @@ def _of_one(pulse: Pulse, grant: Grant) -> EngineTerms:
     return EngineTerms(grant.production, phantom, pulse.decoding, len(pulse.cores) or 1)
 
 
-def _join(terms: EngineTerms, pulse: Pulse, grant: Grant) -> None:
+def _join(terms: EngineTerms, pulse: PulseHead, grant: Grant) -> None:
     """Another process of the same engine."""
     terms.decoding += pulse.decoding
     terms.cores = max(terms.cores, len(pulse.cores))

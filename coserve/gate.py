@@ -6,15 +6,16 @@ it: an expired grant, a missing, torn or foreign pulse, a production engine that
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from random import random
+
+import msgspec
 
 from coserve.engine_terms import terms_of
 from coserve.laws import Admission, GuestLoad, rose_law, saturation_law, slack_law
 from coserve.slack import hung
 from coserve.step_time import StepTimeModel
-from harvester.contracts.page import Grant, GrantMode, Law, PageFault, Pulse, Reading
+from harvester.contracts.page import Grant, GrantMode, Law, PageFault, PulseHead, Reading
 
 
 class Closed(StrEnum):
@@ -32,8 +33,7 @@ class Closed(StrEnum):
 _BY_GRANT = (Closed.NO_GRANT, Closed.GRANT_FAULT, Closed.GRANT_CLOSED)
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     tokens: int
     """0 closes the gate; more is the largest step that may start now."""
     reason: Closed | None
@@ -54,7 +54,7 @@ class Decision:
 
 def decide(
     grant: Reading[Grant],
-    pulses: Sequence[Reading[Pulse]],
+    pulses: Sequence[Reading[PulseHead]],
     *,
     step_time: StepTimeModel,
     decodes: int,
@@ -86,14 +86,14 @@ def decide(
         return Decision(cap, None, math.inf)
     if not pulses or len(pulses) != len(record.pulses):
         return Decision(0, Closed.NO_PULSE, 0.0)
-    present: list[Pulse] = []
+    present: list[PulseHead] = []
     for reading in pulses:
         if reading.record is None:
             return Decision(0, Closed.PULSE_FAULT, 0.0, reading.fault)
         present.append(reading.record)
     terms = terms_of(present, record)
     for pulse, of_engine in zip(present, terms, strict=True):
-        if hung(pulse, of_engine, now_ns=now_ns):
+        if pulse.in_flight and hung(pulse, of_engine, now_ns=now_ns):
             return Decision(0, Closed.HUNG, 0.0)
     guest = GuestLoad(step_time, decodes, context_tokens, launched_s, cap)
     match record.law:
@@ -110,6 +110,6 @@ def decide(
     return Decision(0, Closed.NO_SLACK, admitted.slack_s)
 
 
-def _may_probe(admitted: Admission, pulses: Sequence[Pulse], guest: GuestLoad) -> bool:
+def _may_probe(admitted: Admission, pulses: Sequence[PulseHead], guest: GuestLoad) -> bool:
     idle = not any(pulse.in_flight for pulse in pulses)
     return idle and admitted.slack_s > 0.0 and guest.launched_s == 0.0 and guest.cap > 0

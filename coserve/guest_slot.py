@@ -23,7 +23,7 @@ from harvester.contracts.page import (
     GuestMemory,
     PageDirectory,
     PageReader,
-    Pulse,
+    PulseHead,
     Reading,
 )
 from harvester.contracts.process import ProcessId
@@ -67,7 +67,7 @@ class GuestSlot:
         self._grant_page = self._directory.grant_reader()
         self._guest_page = self._directory.guest_writer()
         self._pulse_names: tuple[str, ...] = ()
-        self._pulse_pages: dict[str, PageReader[Pulse]] = {}
+        self._pulse_pages: dict[str, PageReader[PulseHead]] = {}
         self._token_limit = token_limit
         self.steps = GuestSteps()
         self.load = EngineLoad()
@@ -222,7 +222,7 @@ class GuestSlot:
             decide_s_mean=self._decide_s,
         )
 
-    def _read_pulses(self, now_ns: int) -> list[Reading[Pulse]]:
+    def _read_pulses(self, now_ns: int) -> list[Reading[PulseHead]]:
         record = self._grant.record
         if record is None:
             return []
@@ -235,7 +235,7 @@ class GuestSlot:
             page.close()
         self._pulse_names, self._pulse_pages = names, {}
         try:
-            self._pulse_pages = {name: self._directory.pulse_reader(name) for name in names}
+            self._pulse_pages = {name: self._directory.pulse_head_reader(name) for name in names}
         except PeerProtocolError as error:
             # Without its pulses the gate stays closed; the engine lives on for a better grant.
             _log.error("grant of %s: %s", self._directory.path, error)

@@ -6,6 +6,8 @@ Reads no clock and no page: what production did at the launch and at the end of 
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from coserve.step_time import StepTimeModel
 from harvester.contracts.page import Calibration
 
@@ -16,8 +18,7 @@ _CALIBRATIONS_NS = 1_000_000_000
 """So often is what is said of the steps computed anew."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProductionMoment:
+class ProductionMoment(msgspec.Struct, frozen=True):
     """All engines of a slot at one moment."""
 
     idle: bool
@@ -25,8 +26,7 @@ class ProductionMoment:
     """Ever."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Launched:
+class _Launched(msgspec.Struct, frozen=True):
     decodes: int
     prefill_tokens: int
     context_tokens: int

@@ -12,12 +12,13 @@ the grant is open and every pulse is there and fresh. Pure; chance comes as an a
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from coserve.engine_terms import EngineTerms
 from coserve.slack import events_slack_s, slack_s
 from coserve.step_time import StepTimeModel
-from harvester.contracts.page import Grant, Pulse
+from harvester.contracts.page import Grant, PulseHead
 
 # What it costs production to preempt a step, however short: the switch, and the weights that the
 # step pushed out of the caches. A decode's slack is less: no step starts between two decode steps.
@@ -30,8 +31,7 @@ _SHED_FACTOR = 300.0
 _SHED_POWER = 5
 
 
-@dataclass(frozen=True, slots=True)
-class GuestLoad:
+class GuestLoad(msgspec.Struct, frozen=True):
     """What the guest would step with."""
 
     step_time: StepTimeModel
@@ -45,15 +45,14 @@ class GuestLoad:
     """Tokens that engine and grant allow a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(msgspec.Struct, frozen=True):
     tokens: int
     """0 admits no step."""
     slack_s: float
 
 
 def slack_law(
-    pulses: Sequence[Pulse],
+    pulses: Sequence[PulseHead],
     grant: Grant,
     guest: GuestLoad,
     *,
@@ -61,13 +60,7 @@ def slack_law(
     now_ns: int,
 ) -> Admission:
     """`terms` has one entry for each pulse."""
-    slack = min(
-        (
-            slack_s(pulse, grant, of_engine, now_ns=now_ns)
-            for pulse, of_engine in zip(pulses, terms, strict=True)
-        ),
-        default=-math.inf,
-    )
+    slack = slack_s(pulses, grant, terms, now_ns=now_ns)
     # An isolation backend lets production preempt a running step, so only the preemption and a
     # share of the step delay production; without one the whole step does.
     preemption_s = PREEMPTION_S if grant.blocking_ratio < 1.0 else 0.0
@@ -79,7 +72,7 @@ def slack_law(
 
 
 def rose_law(
-    pulses: Sequence[Pulse],
+    pulses: Sequence[PulseHead],
     grant: Grant,
     guest: GuestLoad,
     *,
@@ -97,7 +90,7 @@ def rose_law(
     return Admission(min(guest.cap, ROSE_CHUNK_TOKENS) if slack > 0.0 else 0, slack)
 
 
-def saturation_law(pulses: Sequence[Pulse], guest: GuestLoad, *, chance: float) -> Admission:
+def saturation_law(pulses: Sequence[PulseHead], guest: GuestLoad, *, chance: float) -> Admission:
     """`chance` is uniform between 0 and 1."""
     full = [max(p.waiting / _FULL_WAITING, p.kv_usage_ratio / _FULL_KV_RATIO) for p in pulses]
     saturation = sum(full) / len(full) if full else 1.0

@@ -18,9 +18,10 @@ with decodes that may be one batch or spread over data-parallel ranks.
 """
 
 import math
+from collections.abc import Sequence
 
 from coserve.engine_terms import EngineTerms
-from harvester.contracts.page import Grant, Pulse
+from harvester.contracts.page import Grant, PulseHead
 
 # In flight and no step for this many predicted steps: the engine hangs, its slack is unknown.
 HUNG_STEPS = 20
@@ -38,19 +39,27 @@ def deadline_s(slo_s: float, alone_s: float, epsilon: float) -> float:
     return _lesser((1.0 + epsilon) * alone_s, slo_s)
 
 
-def slack_s(pulse: Pulse, grant: Grant, terms: EngineTerms, *, now_ns: int) -> float:
-    """Least slack in seconds over all events that one pulse tells of; negative is a breach.
+def slack_s(
+    pulses: Sequence[PulseHead], grant: Grant, terms: Sequence[EngineTerms], *, now_ns: int
+) -> float:
+    """Least slack in seconds over all events that the pulses tell of; negative is a breach.
 
-    What cannot be computed (a NaN in a model) is minus infinity: unknown is not idle.
+    `terms` has one entry for each pulse; those of one engine share theirs. What cannot be computed
+    (a NaN in a model), and no pulse at all, is minus infinity: unknown is not idle.
     """
-    model, epsilon = terms.model, grant.epsilon
-    phantom_s = model.prefill_s(terms.phantom_prompt_tokens) + model.decode_base_s
-    phantom = _phantom_slack_s(grant.ttft_slo_s, phantom_s, epsilon)
-    return _lesser(phantom, events_slack_s(pulse, grant, terms, epsilon=epsilon, now_ns=now_ns))
+    slack, phantom_of = math.inf, None
+    for pulse, of_engine in zip(pulses, terms, strict=True):
+        if of_engine is not phantom_of:
+            phantom_of = of_engine
+            slack = _lesser(slack, _phantom_slack_s(grant, of_engine))
+        if pulse.in_flight:
+            events = events_slack_s(pulse, grant, of_engine, epsilon=grant.epsilon, now_ns=now_ns)
+            slack = _lesser(slack, events)
+    return slack if phantom_of is not None else -math.inf
 
 
 def events_slack_s(
-    pulse: Pulse, grant: Grant, terms: EngineTerms, *, epsilon: float, now_ns: int
+    pulse: PulseHead, grant: Grant, terms: EngineTerms, *, epsilon: float, now_ns: int
 ) -> float:
     """Over the requests that are there, without the phantom; infinity where there is none."""
     model, slack = terms.model, math.inf
@@ -75,7 +84,7 @@ def events_slack_s(
     return slack
 
 
-def _phantom_slack_s(slo_s: float, alone_s: float, epsilon: float) -> float:
+def _phantom_slack_s(grant: Grant, terms: EngineTerms) -> float:
     """Of a request that might arrive this moment.
 
     Of the prompts up to the P99 the longest is meant whose SLO bears its share epsilon. One that
@@ -85,6 +94,8 @@ def _phantom_slack_s(slo_s: float, alone_s: float, epsilon: float) -> float:
     request that comes is likely shorter: after a single prompt of 16k tokens a twentieth of its
     time may be more than all of a short one's SLO.
     """
+    slo_s, epsilon, model = grant.ttft_slo_s, grant.epsilon, terms.model
+    alone_s = model.prefill_s(terms.phantom_prompt_tokens) + model.decode_base_s
     if epsilon == math.inf:
         return slo_s - alone_s
     share = min(epsilon, _UNKEPT_SHARE_MAX)
@@ -101,7 +112,7 @@ def _lesser(one_s: float, other_s: float) -> float:
     return other_s if other_s < one_s else -math.inf
 
 
-def hung(pulse: Pulse, terms: EngineTerms, *, now_ns: int) -> bool:
+def hung(pulse: PulseHead, terms: EngineTerms, *, now_ns: int) -> bool:
     """Requests in flight and no step for several predicted steps."""
     if pulse.in_flight == 0:
         return False

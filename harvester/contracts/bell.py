@@ -11,8 +11,9 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from mmap import mmap
+
+import msgspec
 
 from harvester.contracts.clock import monotonic_ns
 
@@ -71,8 +72,7 @@ def _system_call() -> "ctypes._FuncPointer | None":
 _call = _system_call()
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
+class Word(msgspec.Struct, frozen=True):
     """Four bytes at an address, as they were last seen."""
 
     address: int

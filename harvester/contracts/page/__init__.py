@@ -13,6 +13,7 @@ from harvester.contracts.page.records import (
     Law,
     ProductionModel,
     Pulse,
+    PulseHead,
     Record,
 )
 from harvester.contracts.page.seal import LAYOUT_VERSION, PAGE_BYTES, PageFault
@@ -35,6 +36,7 @@ __all__ = [
     "PageWriter",
     "ProductionModel",
     "Pulse",
+    "PulseHead",
     "Reading",
     "Record",
     "engine_of",

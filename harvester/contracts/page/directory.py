@@ -9,12 +9,13 @@ import os
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import checked_name, is_name
 from harvester.contracts.page.file import PageReader, PageWriter
-from harvester.contracts.page.records import Grant, Guest, Pulse
+from harvester.contracts.page.records import Grant, Guest, Pulse, PulseHead
 
 DIRECTORY_VARIABLE = "ROSEMUX_PAGE_DIR"
 """Environment variable by which an engine learns its slot's directory."""
@@ -42,6 +43,7 @@ def pulse_page(engine: str, process: int) -> str:
     return name
 
 
+@lru_cache(maxsize=1024)
 def engine_of(name: str) -> str:
     """The engine of a pulse's file name; the name itself where it is none."""
     parts = name.split(".")
@@ -77,10 +79,17 @@ class PageDirectory:
 
     def pulse_reader(self, name: str) -> PageReader[Pulse]:
         """`name` comes from a grant: it is checked before it becomes a path."""
-        checked_name(name, what="pulse page")
-        return PageReader(self.path / name, Pulse)
+        return PageReader(self._pulse_path(name), Pulse)
+
+    def pulse_head_reader(self, name: str) -> PageReader[PulseHead]:
+        """As `pulse_reader`, of what a gate decides from."""
+        return PageReader(self._pulse_path(name), PulseHead)
 
     def pulse_names(self) -> tuple[str, ...]:
         """Pulse files present, sorted. What bears another name is no engine's and left out."""
         names = (entry.name for entry in self.path.glob("pulse.*.*"))
         return tuple(sorted(name for name in names if _PULSE.fullmatch(name) and is_name(name)))
+
+    def _pulse_path(self, name: str) -> Path:
+        checked_name(name, what="pulse page")
+        return self.path / name

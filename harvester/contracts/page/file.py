@@ -7,7 +7,6 @@ of the right kind gets a `PageFault` instead, never an exception and never an ol
 import mmap
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -30,6 +29,7 @@ from harvester.contracts.page.seal import (
 )
 
 R = TypeVar("R", bound=Record)
+R_co = TypeVar("R_co", bound=Record, covariant=True)
 
 # A write takes microseconds; a reader that meets one eight times in a row has met a dead writer.
 _READ_ATTEMPTS = 8
@@ -40,11 +40,10 @@ _TERM = 1 << 32
 _TERMS = 1 << 31
 
 
-@dataclass(frozen=True, slots=True)
-class Reading(Generic[R]):
+class Reading(msgspec.Struct, Generic[R_co], frozen=True):
     """A record, or the fault that stands in its place."""
 
-    record: R | None
+    record: R_co | None
     fault: PageFault | None
     stamp_ns: int = 0
 

@@ -74,8 +74,11 @@ class EngineCore(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage_ratio: float = 0.0
 
 
-class Pulse(Record, frozen=True, kw_only=True):
-    """One production engine as one of its API-server processes sees it. It beats while idle too."""
+class PulseHead(Record, frozen=True, kw_only=True):
+    """What a gate decides from: of a pulse, what production has at this moment.
+
+    Guests read pulses so, before every step; decoding the rest costs them more than the decision.
+    """
 
     KIND: ClassVar[int] = 1
 
@@ -83,14 +86,25 @@ class Pulse(Record, frozen=True, kw_only=True):
     """Requests between arrival and last byte."""
     waiting: int = 0
     """Requests without a first token yet."""
-    running: int = 0
-    """Requests in the engine's running batch."""
     decoding: int = 0
     """Requests with a first token and without a last one."""
     oldest_waiting_arrival_ns: int = 0
     largest_waiting_prompt_tokens: int = 0
     """Bound from the request's bytes and the learned bytes-to-tokens ratio."""
     last_step_end_ns: int = 0
+    requests_total: int = 0
+    kv_usage_ratio: float = 0.0
+    prompt_tokens_p99: int = 0
+    model: ProductionModel = ProductionModel()
+    cores: tuple[EngineCore, ...] = ()
+    """The engine's, as far as heard of; at most 16, the fullest."""
+
+
+class Pulse(PulseHead, frozen=True, kw_only=True):
+    """One production engine as one of its API-server processes sees it. It beats while idle too."""
+
+    running: int = 0
+    """Requests in the engine's running batch."""
     steps_total: int = 0
     busy_s_total: float = 0.0
     """Time in which the engine had something to step."""
@@ -98,24 +112,18 @@ class Pulse(Record, frozen=True, kw_only=True):
     """Of the last beats' steps, exponentially weighted."""
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
-    requests_total: int = 0
-    kv_usage_ratio: float = 0.0
-    prompt_tokens_p99: int = 0
     ttft_s_recent: tuple[float, ...] = ()
     """Newest last, at most 32; the agent's raw facts for headroom and error budget."""
     itl_s_recent: tuple[float, ...] = ()
     samples_total: int = 0
     """How many TTFT samples were ever appended, so that a reader takes each once."""
     itl_samples_total: int = 0
-    model: ProductionModel = ProductionModel()
     model_samples: int = 0
     """Steps behind `model`; below the agent's minimum the slot is still learning."""
     prefill_calibration: Calibration = Calibration()
     decode_calibration: Calibration = Calibration()
     processes: int = 0
     """API servers of this engine, each with a pulse of its own; 0 is not known."""
-    cores: tuple[EngineCore, ...] = ()
-    """The engine's, as far as heard of; at most 16, the fullest."""
     shape: str = ""
     """Model, parallelism and accelerator, as the engine says: times learned on another shape are
     not its times. "" is not known."""
@@ -191,6 +199,9 @@ class GuestMemory(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int = 0
     whole: bool = False
     """False where the driver does not say what the process holds: then `other_bytes` is missing."""
+    asleep_bytes_max: int = 0
+    """Bound of what stays while its weights are away: all that was neither weights nor KV while
+    they were there. 0 where they never go, or where that was not known."""
 
     @property
     def floor_bytes(self) -> int:

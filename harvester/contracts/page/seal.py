@@ -21,8 +21,9 @@ This module touches no file: it packs and checks bytes.
 
 import struct
 import zlib
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 PAGE_BYTES = 4096
 MAGIC = b"RMXP"
@@ -57,8 +58,7 @@ class PageFault(StrEnum):
     CLOCK = "clock"
 
 
-@dataclass(frozen=True, slots=True)
-class Sealed:
+class Sealed(msgspec.Struct, frozen=True):
     """A whole record with its times, not yet decoded."""
 
     stamp_ns: int

@@ -8,12 +8,14 @@ import pytest
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.page import (
     PAGE_BYTES,
+    EngineCore,
     Grant,
     GrantMode,
     Guest,
     PageDirectory,
     ProductionModel,
     Pulse,
+    PulseHead,
     pulse_page,
 )
 
@@ -69,8 +71,30 @@ def test_every_pulse_name_that_a_writer_gets_is_one_that_a_reader_takes(tmp_path
 def test_a_pulse_name_from_a_grant_never_becomes_a_path_unchecked(
     tmp_path: Path, name: str
 ) -> None:
-    with pytest.raises(PeerProtocolError, match="pulse page"):
-        PageDirectory.create(tmp_path).pulse_reader(name)
+    directory = PageDirectory.create(tmp_path)
+    for reader in (directory.pulse_reader, directory.pulse_head_reader):
+        with pytest.raises(PeerProtocolError, match="pulse page"):
+            reader(name)
+
+
+def test_the_head_of_a_pulse_is_the_pulse_as_far_as_a_gate_asks(tmp_path: Path) -> None:
+    directory = PageDirectory.create(tmp_path)
+    pulse = Pulse(
+        in_flight=2,
+        waiting=1,
+        decoding=1,
+        ttft_s_recent=(0.5,) * 32,
+        model=ProductionModel(prefill_base_s=0.25),
+        cores=(EngineCore(rank=1),),
+        shape="a",
+    )
+    directory.pulse_writer("prod", 0).write(pulse, now_ns=NOW_NS, ttl_ns=1)
+    head = directory.pulse_head_reader("pulse.prod.0").read(now_ns=NOW_NS).record
+    assert head is not None
+    assert type(head) is PulseHead
+    told = {name: getattr(pulse, name) for name in PulseHead.__struct_fields__}
+    assert head == PulseHead(**told)
+    assert not hasattr(head, "shape")
 
 
 def test_the_fullest_pulse_fits_into_a_page(tmp_path: Path) -> None:

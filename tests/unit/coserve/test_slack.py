@@ -25,7 +25,7 @@ def ago_ns(seconds: float) -> int:
 
 
 def slack(pulse: Pulse, grant: Grant) -> float:
-    return slack_s(pulse, grant, *terms_of([pulse], grant), now_ns=NOW_NS)
+    return slack_s([pulse], grant, terms_of([pulse], grant), now_ns=NOW_NS)
 
 
 def is_hung(pulse: Pulse, grant: Grant, *, now_ns: int = NOW_NS) -> bool:
@@ -239,8 +239,8 @@ def test_slack_only_shrinks_as_time_passes(waited_s: float, more_s: float, token
         largest_waiting_prompt_tokens=tokens,
     )
     later_ns = NOW_NS + round(more_s * 1e9)
-    terms = terms_of([pulse], grant)[0]
-    assert slack_s(pulse, grant, terms, now_ns=later_ns) <= slack(pulse, grant)
+    terms = terms_of([pulse], grant)
+    assert slack_s([pulse], grant, terms, now_ns=later_ns) <= slack(pulse, grant)
 
 
 def test_hangs_after_five_seconds_without_a_step(make_grant: MakeGrant) -> None:
