@@ -7,7 +7,16 @@ from harvester.agent.kv_sharing import SharedKv
 from harvester.agent.memory import SharedMemory
 from harvester.agent.mps import MpsWatch
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import Guest, PageDirectory, PageFault, PageName, PageReader, Pulse
+from harvester.contracts.page import (
+    Guest,
+    PageDirectory,
+    PageFault,
+    PageName,
+    PageReader,
+    Pulse,
+    Reading,
+)
+from harvester.contracts.process import ProcessId, start_ticks
 from harvester.policy.expected_pulses import FOREIGN_PULSE, MAX_PULSES, expected
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
 
@@ -59,21 +68,20 @@ class SlotSensor:
         self._owners = owners
         self._pulses: dict[str, PageReader[Pulse]] = {}
         self._guest = PageReader(directory.path / PageName.GUEST, Guest, owners=owners)
+        self._guest_processes: tuple[ProcessId, ...] = ()
         self.seen_ns: dict[str, int] = {}
         """Stamp of the newest whole reading of each source."""
 
     def sample(self, *, lease: LeaseView, kill_switch: KillSwitch) -> SlotSample:
         now_ns = monotonic_ns()
         guest = self._guest.read(now_ns=now_ns)
-        if guest.record is not None:
-            self.seen_ns[PageName.GUEST] = guest.stamp_ns
         if self._expected:
             pulses = self._pulses_of(self._expected, now_ns)
         else:
             pulses = expected(self._pulses_of(self._names(), now_ns))
         return SlotSample(
             pulses=pulses,
-            guest=GuestReading(record=guest.record, fault=guest.fault),
+            guest=self._guest_reading(guest),
             lease=lease,
             kill_switch=kill_switch,
             memory=None if self._memory is None else self._memory.read(),
@@ -85,6 +93,14 @@ class SlotSensor:
         for reader in self._pulses.values():
             reader.close()
         self._guest.close()
+
+    def _guest_reading(self, found: Reading[Guest]) -> GuestReading:
+        if found.record is None:
+            lives = any(start_ticks(one.pid) == one.start_ticks for one in self._guest_processes)
+            return GuestReading(fault=found.fault, lives=lives)
+        self.seen_ns[PageName.GUEST] = found.stamp_ns
+        self._guest_processes = found.record.processes
+        return GuestReading(record=found.record)
 
     def _names(self) -> tuple[str, ...]:
         """Pulse files present, listed anew when the directory changed and now and then besides:

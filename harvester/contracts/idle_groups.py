@@ -30,8 +30,8 @@ _PROBE = "rosemux-probe-"
 _MEMBERS = "cgroup.procs"
 _IDLE = "cpu.idle"
 _TRIES = 3
-# What production waits for is the end of one step: a guest that had its even share of a busy core
-# would take as much of it and twice as long. Ten times the weight of any other group.
+# Ten times that of any other group. Who was idle stands behind the others in the kernel's virtual
+# time, and with an even weight first ran a tenth of a second after it was lifted.
 _LIFTED = {"cpu.weight": "1000", "cpu.shares": "10240"}
 
 

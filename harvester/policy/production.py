@@ -45,6 +45,8 @@ class ProductionView:
     """Engines that are unlike: each is judged by what its own pulses have learned."""
     decoding: int = 0
     kv_usage_ratio: float = 0.0
+    idle_at_s: float | None = None
+    """When nothing was in flight last."""
 
 
 class PulseMemory(msgspec.Struct, kw_only=True):
@@ -62,6 +64,7 @@ class WatchState(msgspec.Struct, kw_only=True):
     restarted_at_s: float | None = None
     observed_at_s: float | None = None
     idle_ratio: float | None = None
+    idle_at_s: float | None = None
 
 
 class ProductionWatch:
@@ -88,6 +91,7 @@ class ProductionWatch:
             own_models=self._own_models(pulses),
             decoding=sum(p.decoding for p in pulses.values()),
             kv_usage_ratio=kv_usage_ratio(pulses),
+            idle_at_s=self.state.idle_at_s,
         )
 
     def _condition(
@@ -164,6 +168,8 @@ class ProductionWatch:
         elapsed_s = 0.0 if state.observed_at_s is None else now - state.observed_at_s
         if not pulses:
             state.idle_ratio = None
+        if not any(pulse.in_flight for pulse in pulses.values()):
+            state.idle_at_s = now
         known = [
             (pulse, state.pulses[name])
             for name, pulse in pulses.items()

@@ -29,6 +29,8 @@ class PulseReading(msgspec.Struct, frozen=True, kw_only=True):
 class GuestReading(msgspec.Struct, frozen=True, kw_only=True):
     record: Guest | None = None
     fault: PageFault | None = None
+    lives: bool = False
+    """Without a record: whether a process that the last one named is still there."""
 
 
 class LeaseView(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 
-from harvester.contracts.page.records import Grant, GrantMode, Guest
+from harvester.contracts.page.records import Grant, GrantMode
 from harvester.contracts.wire.leases import EndReason, SlotState
 from harvester.policy import gpu_sharing
 from harvester.policy.blocking import Blocking, BlockingState
 from harvester.policy.budget import BudgetState, ErrorBudget
 from harvester.policy.effects import Effect, EndLease, Quarantine, WriteGrant
+from harvester.policy.guest_watch import GuestState, GuestWatch
 from harvester.policy.level import Level, LevelState, MissState, MissWindow
 from harvester.policy.production import ProductionView, ProductionWatch, WatchState
 from harvester.policy.proof import Impact, ProofSlices, ProofState
@@ -46,10 +47,6 @@ class SlotMemory(msgspec.Struct, kw_only=True):
     reason: str = "starting"
     since_s: float | None = None
     danger_at_s: float | None = None
-    guest_seen_at_s: float | None = None
-    guest_steps: int = 0
-    guest_active_at_s: float | None = None
-    losses_s: list[float] = []
     quarantine: str = ""
     watch: WatchState = msgspec.field(default_factory=WatchState)
     step_level: LevelState = msgspec.field(default_factory=LevelState)
@@ -59,11 +56,7 @@ class SlotMemory(msgspec.Struct, kw_only=True):
     misses_total: float = 0.0
     budget: BudgetState | None = None
     reclaim: ReclaimState = msgspec.field(default_factory=ReclaimState)
-    kv_tokens: int = 0
-    """What the guest's engine has, as it said last."""
-    isolation: str = ""
-    floor_bytes: int = 0
-    """Of the guest, as it said last."""
+    guest: GuestState = msgspec.field(default_factory=GuestState)
     unleased_since_s: float | None = None
     blocking: BlockingState = msgspec.field(default_factory=BlockingState)
     proof_ttft: ProofState = msgspec.field(default_factory=ProofState)
@@ -85,7 +78,8 @@ class SlotPolicy:
 
     def snapshot(self) -> dict[str, Any]:
         memory = self._memory
-        memory.watch, memory.misses = self._watch.state, self._misses.state
+        memory.watch, memory.guest = self._watch.state, self.guest.state
+        memory.misses = self._misses.state
         memory.step_level, memory.kv_level = self._step_level.state, self._kv_level.state
         memory.budget = self.budget.state
         memory.reclaim = self.reclaim.state
@@ -120,11 +114,11 @@ class SlotPolicy:
 
     @property
     def guest_isolation(self) -> str:
-        return self._memory.isolation
+        return self.guest.state.isolation
 
     @property
     def guest_floor_bytes(self) -> int:
-        return self._memory.floor_bytes
+        return self.guest.state.floor_bytes
 
     @property
     def accounted(self) -> tuple[float, float]:
@@ -149,7 +143,7 @@ class SlotPolicy:
 
     def observe(self, sample: SlotSample, *, now: float) -> tuple[Effect, ...]:
         production = self._watch.observe(sample.pulses, now=now)
-        self._note_guest(sample.guest.record, now)
+        self.guest.observe(sample.guest.record, now=now)
         overspent = self._account(production, sample, now)
         before = self._memory.condition
         condition, reason = self._condition(sample, production, overspent, now)
@@ -174,6 +168,7 @@ class SlotPolicy:
         settings = self.settings
         self._memory = memory
         self._watch = ProductionWatch(settings, memory.watch)
+        self.guest = GuestWatch(settings, memory.guest)
         self._step_level = Level(settings.step_level, memory.step_level)
         self._kv_level = Level(settings.kv_level, memory.kv_level)
         self._misses = MissWindow(settings.misses, memory.misses)
@@ -183,32 +178,20 @@ class SlotPolicy:
         self._proof_ttft = ProofSlices(settings.proof, memory.proof_ttft)
         self._proof_itl = ProofSlices(settings.proof, memory.proof_itl)
 
-    def _note_guest(self, guest: Guest | None, now: float) -> None:
-        if guest is None:
-            return
-        self._memory.guest_seen_at_s = now
-        self._memory.kv_tokens = guest.kv_tokens_total
-        self._memory.isolation = guest.isolation
-        self._memory.floor_bytes = guest.memory.floor_bytes
-        stepping = guest.steps_launched > guest.steps_finished
-        if stepping or guest.steps_finished != self._memory.guest_steps:
-            self._memory.guest_active_at_s = now
-        self._memory.guest_steps = guest.steps_finished
-
     def _account(self, production: ProductionView, sample: SlotSample, now: float) -> bool:
         """Fold the beat's latencies into levels, budget and proof; True is an overspent budget."""
-        settings, beside = self.settings, self._stepped_during
+        settings, beside = self.settings, self.guest.stepped_during
         guest = sample.guest.record
         if guest is not None:
             self.blocking.observe(
-                [x for x in production.itl.seen_s if beside(x, now)],
+                [x for x in production.itl.seen_s if beside(x, now=now)],
                 alone_s=production.model.decode_s(production.decoding),
                 guest_step_s=guest.last_step_s,
             )
         late_ttft = [x for x in production.ttft.seen_s if x > settings.ttft_slo_s]
         late_itl = [x for x in production.itl.seen_s if x > settings.itl_slo_s]
-        ttft_misses = sum(beside(x, now) for x in late_ttft) * production.ttft.weight
-        itl_misses = sum(beside(x, now) for x in late_itl) * production.itl.weight
+        ttft_misses = sum(beside(x, now=now) for x in late_ttft) * production.ttft.weight
+        itl_misses = sum(beside(x, now=now) for x in late_itl) * production.itl.weight
         breached = self._misses.observe(
             samples=production.ttft.total + production.itl.total,
             misses=ttft_misses + itl_misses,
@@ -225,10 +208,6 @@ class SlotPolicy:
         self._memory.requests_total += production.ttft.total
         self._memory.misses_total += late_requests
         return self.budget.observe(requests=production.ttft.total, misses=late_requests, now=now)
-
-    def _stepped_during(self, latency_s: float, now: float) -> bool:
-        active_at_s = self._memory.guest_active_at_s
-        return active_at_s is not None and now - active_at_s <= latency_s + self.settings.beat_s
 
     def _condition(
         self, sample: SlotSample, production: ProductionView, overspent: bool, now: float
@@ -251,13 +230,16 @@ class SlotPolicy:
         cooling_s = settings.cooldown_s
         if memory.danger_at_s is not None and now - memory.danger_at_s < cooling_s:
             return Condition.COOLING, f"quiet for less than {cooling_s} s"
-        return self._harvestable(sample, now)
+        return self._harvestable(sample, production, now)
 
-    def _harvestable(self, sample: SlotSample, now: float) -> tuple[Condition, str]:
+    def _harvestable(
+        self, sample: SlotSample, production: ProductionView, now: float
+    ) -> tuple[Condition, str]:
         idle, reason = Condition.CLEAR, ""
         if self.settings.mode is Mode.HARVEST:
-            seen_at_s = self._memory.guest_seen_at_s
-            if seen_at_s is None or now - seen_at_s > self.settings.guest_away_s:
+            if self.guest.away(now=now):
+                if self.guest.starved(sample.guest, idle_at_s=production.idle_at_s):
+                    return Condition.STARVED, "guest alive and without a core"
                 idle, reason = Condition.GUESTLESS, f"guest {sample.guest.fault or 'missing'}"
             elif gpu_sharing.lacks_consent(sample.mps, sample.guest.record):
                 idle, reason = Condition.GUESTLESS, "guest under MPS, to which no one has agreed"
@@ -294,17 +276,10 @@ class SlotPolicy:
             return (ended,)
         return (ended, *self._count_loss(sample.guest, now))
 
-    def _count_loss(self, guest: GuestReading, now: float) -> tuple[Effect, ...]:
-        memory, settings = self._memory, self.settings
-        recent = [at for at in memory.losses_s if now - at < settings.quarantine_window_s]
-        memory.losses_s = [*recent, now]
-        if len(memory.losses_s) < settings.quarantine_losses:
-            return ()
-        memory.quarantine = (
-            f"guest lost {len(memory.losses_s)} times in {settings.quarantine_window_s:.0f} s "
-            f"({guest.fault or 'missing'})"
-        )
-        return (Quarantine(reason=memory.quarantine),)
+    def _count_loss(self, reading: GuestReading, now: float) -> tuple[Effect, ...]:
+        memory = self._memory
+        memory.quarantine = memory.quarantine or self.guest.lose(reading, now=now)
+        return (Quarantine(reason=memory.quarantine),) if memory.quarantine else ()
 
     def _asleep(self, sample: SlotSample, now: float) -> bool:
         """Without a lease for so long that nobody is expected soon."""
@@ -318,7 +293,7 @@ class SlotPolicy:
 
     def _kv_budget_tokens(self) -> int:
         """0 while the guest may have all that its engine has."""
-        most, has = self.settings.kv_budget_tokens, self._memory.kv_tokens
+        most, has = self.settings.kv_budget_tokens, self.guest.state.kv_tokens
         if self._kv_level.ratio >= 1.0:
             return most
         # At least one: 0 would leave the guest everything.

@@ -39,6 +39,8 @@ class Condition(StrEnum):
     """The proof slices say stop."""
     COOLING = "cooling"
     """The last danger is less than the quiet time ago."""
+    STARVED = "starved"
+    """The guest lives below production, which has left it no time to say so."""
     GUESTLESS = "guestless"
     UNLEASED = "unleased"
     WITHHELD = "withheld"
@@ -59,6 +61,7 @@ _TARGET: dict[Condition, State] = {
     Condition.OVERSPENT: State.COOLDOWN,
     Condition.HARMFUL: State.COOLDOWN,
     Condition.COOLING: State.COOLDOWN,
+    Condition.STARVED: State.CLOSED,
     Condition.GUESTLESS: State.CLOSED,
     Condition.UNLEASED: State.CLOSED,
     Condition.WITHHELD: State.CLOSED,

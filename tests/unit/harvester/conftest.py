@@ -37,6 +37,7 @@ class Scene:
     pulse_fault: PageFault | None = None
     guest: Guest | None = field(default_factory=Guest)
     guest_fault: PageFault = PageFault.EXPIRED
+    guest_lives: bool = False
     lease: LeaseView = field(default_factory=lambda: LeaseView(epoch=Epoch(1), lease=LeaseId("l1")))
     kill_switch: KillSwitch = KillSwitch.NONE
     memory: MemoryReading | None = None
@@ -54,7 +55,11 @@ class Scene:
         record = None if self.pulse_fault else self.pulse
         return SlotSample(
             pulses=(PulseReading(name=PULSE, record=record, fault=self.pulse_fault),),
-            guest=GuestReading(record=self.guest, fault=None if self.guest else self.guest_fault),
+            guest=(
+                GuestReading(record=self.guest)
+                if self.guest
+                else GuestReading(fault=self.guest_fault, lives=self.guest_lives)
+            ),
             lease=self.lease,
             kill_switch=self.kill_switch,
             memory=self.memory,

@@ -1,0 +1,75 @@
+"""What is known of a slot's guest: when it was heard of last, what it said, how often it was lost.
+
+A guest writes its page ten times a second. One that ranks below production on its cores may get
+none of them for as long as production has work: it is silent then, and not lost.
+"""
+
+import msgspec
+
+from harvester.contracts.page.records import Guest
+from harvester.policy.sample import GuestReading
+from harvester.policy.settings import SlotSettings
+
+_BELOW_PRODUCTION = frozenset({"idle-group", "idle"})
+"""Isolation, as a guest says it, with which it gets no core that production wants."""
+
+
+class GuestState(msgspec.Struct, kw_only=True):
+    seen_at_s: float | None = None
+    active_at_s: float | None = None
+    """When a step of it ran or had ended."""
+    steps_finished: int = 0
+    kv_tokens: int = 0
+    """What its engine has, as it said last."""
+    isolation: str = ""
+    floor_bytes: int = 0
+    losses_s: list[float] = []
+    """When it was lost under a lease."""
+
+
+class GuestWatch:
+    def __init__(self, settings: SlotSettings, state: GuestState | None = None) -> None:
+        self._settings = settings
+        self.state = state or GuestState()
+
+    def observe(self, guest: Guest | None, *, now: float) -> None:
+        state = self.state
+        if guest is None:
+            return
+        state.seen_at_s = now
+        state.kv_tokens = guest.kv_tokens_total
+        state.isolation = guest.isolation
+        state.floor_bytes = guest.memory.floor_bytes
+        stepping = guest.steps_launched > guest.steps_finished
+        if stepping or guest.steps_finished != state.steps_finished:
+            state.active_at_s = now
+        state.steps_finished = guest.steps_finished
+
+    def stepped_during(self, latency_s: float, *, now: float) -> bool:
+        """Whether a step of it ran within production's latency that ended now."""
+        active_at_s = self.state.active_at_s
+        return active_at_s is not None and now - active_at_s <= latency_s + self._settings.beat_s
+
+    def away(self, *, now: float) -> bool:
+        seen_at_s = self.state.seen_at_s
+        return seen_at_s is None or now - seen_at_s > self._settings.guest_away_s
+
+    def starved(self, reading: GuestReading, *, idle_at_s: float | None) -> bool:
+        """Of one that is away: whether it lives, and production has had work ever since.
+
+        `idle_at_s` says when production last had none; None is never.
+        """
+        seen_at_s, isolation = self.state.seen_at_s, self.state.isolation
+        if not reading.lives or seen_at_s is None or isolation not in _BELOW_PRODUCTION:
+            return False
+        return idle_at_s is None or idle_at_s - seen_at_s < self._settings.guest_away_s
+
+    def lose(self, reading: GuestReading, *, now: float) -> str:
+        """Counts a loss under a lease. Returns why the slot is to be quarantined; "" is not yet."""
+        window_s = self._settings.quarantine_window_s
+        losses_s = [at for at in self.state.losses_s if now - at < window_s]
+        self.state.losses_s = [*losses_s, now]
+        if len(self.state.losses_s) < self._settings.quarantine_losses:
+            return ""
+        times, why = len(self.state.losses_s), reading.fault or "missing"
+        return f"guest lost {times} times in {window_s:.0f} s ({why})"
