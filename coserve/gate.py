@@ -77,7 +77,7 @@ def decide(
     if record is None:
         missing = grant.fault is PageFault.MISSING
         return Decision(0, Closed.NO_GRANT if missing else Closed.GRANT_FAULT, 0.0, grant.fault)
-    if not record.mode.admits:
+    if record.mode is GrantMode.CLOSED:
         return Decision(0, Closed.GRANT_CLOSED, 0.0)
     cap = token_limit
     if 0 < record.step_tokens_cap < cap:

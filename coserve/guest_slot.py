@@ -86,8 +86,12 @@ class GuestSlot:
         self._closed = False
         self._lock = threading.Lock()
 
-    def decide(self) -> Decision:
-        """May a step start now? Reads every page of the slot."""
+    def decide(self, *, for_step: bool = False) -> Decision:
+        """May a step start now? Reads every page of the slot.
+
+        `for_step` says that one would: what the decision costs is told of those alone, and not of
+        what the waker asks out of its sleep.
+        """
         with self._lock:
             # Of this thread alone: beside production the idle class is preempted at any moment.
             began_ns, now_ns = thread_time_ns(), monotonic_ns()
@@ -115,7 +119,8 @@ class GuestSlot:
             if decision.tokens == 0 < self.last.tokens:
                 self._closings += 1
             self.last = decision
-            self._decide_s += 0.01 * ((thread_time_ns() - began_ns) * 1e-9 - self._decide_s)
+            if for_step:
+                self._decide_s += 0.01 * ((thread_time_ns() - began_ns) * 1e-9 - self._decide_s)
             return decision
 
     def written(self, *, grant_only: bool = False) -> tuple[Word, ...]:

@@ -19,6 +19,7 @@ with decodes that may be one batch or spread over data-parallel ranks.
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from coserve.engine_terms import EngineTerms
 from harvester.contracts.page import Grant, PulseHead
@@ -51,7 +52,10 @@ def slack_s(
     for pulse, of_engine in zip(pulses, terms, strict=True):
         if of_engine is not phantom_of:
             phantom_of = of_engine
-            slack = _lesser(slack, _phantom_slack_s(grant, of_engine))
+            alone_s = of_engine.model.prefill_s(of_engine.phantom_prompt_tokens)
+            alone_s += of_engine.model.decode_base_s
+            phantom = _phantom_slack_s(grant.ttft_slo_s, alone_s, grant.epsilon)
+            slack = _lesser(slack, phantom)
         if pulse.in_flight:
             events = events_slack_s(pulse, grant, of_engine, epsilon=grant.epsilon, now_ns=now_ns)
             slack = _lesser(slack, events)
@@ -84,7 +88,8 @@ def events_slack_s(
     return slack
 
 
-def _phantom_slack_s(grant: Grant, terms: EngineTerms) -> float:
+@lru_cache(maxsize=1024)
+def _phantom_slack_s(slo_s: float, alone_s: float, epsilon: float) -> float:
     """Of a request that might arrive this moment.
 
     Of the prompts up to the P99 the longest is meant whose SLO bears its share epsilon. One that
@@ -94,8 +99,6 @@ def _phantom_slack_s(grant: Grant, terms: EngineTerms) -> float:
     request that comes is likely shorter: after a single prompt of 16k tokens a twentieth of its
     time may be more than all of a short one's SLO.
     """
-    slo_s, epsilon, model = grant.ttft_slo_s, grant.epsilon, terms.model
-    alone_s = model.prefill_s(terms.phantom_prompt_tokens) + model.decode_base_s
     if epsilon == math.inf:
         return slo_s - alone_s
     share = min(epsilon, _UNKEPT_SHARE_MAX)

@@ -80,7 +80,7 @@ def block_us(slot: GuestSlot, before: Callable[[int], None]) -> float:
     for turn in range(DECISIONS):
         before(turn)
         start_ns = time.perf_counter_ns()
-        slot.decide()
+        slot.decide(for_step=True)
         total_ns += time.perf_counter_ns() - start_ns
     return total_ns / DECISIONS / 1e3
 

@@ -117,7 +117,7 @@ class CoserveScheduler(AsyncScheduler):
             self._granted_tokens = self._token_limit
             return True
         self._measure_load()
-        decision = self._slot.decide()
+        decision = self._slot.decide(for_step=True)
         if self._slot.grace_over():
             self._abort(list(self.requests))
         # A grant may have come since sleep was last followed: no step without weights.

@@ -231,7 +231,7 @@ class Guest(Record, frozen=True, kw_only=True):
     aborted_total: int = 0
     closings_total: int = 0
     decide_s_mean: float = 0.0
-    """Mean cost of one gate decision."""
+    """Mean cost of the decision before a step, in its thread's own time."""
     kv_tokens_withheld: int = 0
     """Of the total, out of use because the budget says so; their memory is given back where the
     guest can."""

@@ -77,6 +77,9 @@ def test_the_guest_page_tells_what_the_guest_does(slot: Slot, guest: GuestSlot) 
     slot.grant(epoch=9)
     guest.load.running, guest.load.waiting, guest.load.weight_version = 2, 1, "17"
     guest.decide()
+    guest.publish()
+    assert slot.guest().decide_s_mean == 0.0, "no step came of it"
+    guest.decide(for_step=True)
     guest.launched(decodes=2, prefill_tokens=6)
     guest.publish()
     page = slot.guest()
