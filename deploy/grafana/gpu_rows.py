@@ -49,7 +49,8 @@ def gpu_guests() -> tuple[Lines, ...]:
         ),
         lines(
             "Held asleep over what may stay",
-            "Above 1 a guest whose weights are away holds more than it said that it would.",
+            "Above 1 a guest whose weights are away holds more than it said that it would; 0 is "
+            "awake.",
             RATIO,
             (_held_asleep(), "{{slot}}"),
         ),
@@ -59,4 +60,4 @@ def gpu_guests() -> tuple[Lines, ...]:
 def _held_asleep() -> str:
     held = latest("harvester_guest_memory_bytes", f'{SLOT}, part="context"')
     bound = latest("harvester_guest_asleep_bytes_max", SLOT)
-    return f"{held} / {bound} and {latest('harvester_guest_weights_away', SLOT)} == 1"
+    return f"{held} / {bound} * {latest('harvester_guest_weights_away', SLOT)}"
