@@ -48,6 +48,7 @@ LABEL_VALUES = {
     "level": ("node",),
     "mode": ("off", "learning", "closed", "cooldown", "open"),
     "outcome": ("started", "lost", "duplicated", "migrated", "in_time", "missed"),
+    "part": ("weights", "context", "kv", "used"),
     "phase": ("rollout", "training"),
     "reason": ("breach", "silent"),
     "slo": ("ttft", "itl"),
