@@ -56,7 +56,8 @@ class SideBySide:
             try:
                 client = replace(runner.client, record=requests.append, timeout_s=self.patience_s)
                 start_s = runner.clock.now()
-                await client.replay(arrivals, arm=name, block=turn, start_s=start_s)
+                # Each arm has prompts of its own: the second would find the first's cached.
+                await client.replay(arrivals, arm=f"{name} {arm}", block=turn, start_s=start_s)
             finally:
                 watch.cancel()
 

@@ -11,9 +11,10 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,8 @@ class Bench:
     clock: MonotonicClock = field(default_factory=MonotonicClock)
     clients: dict[str, ProductionClient] = field(default_factory=dict)
     figures: Figures = field(default_factory=Figures)
+    _prompts: Iterator[int] = field(default_factory=count)
+    """A number for each prompt of the closed loop: three arms share an engine and its cache."""
 
     async def run(self) -> dict[str, Any]:
         """Raises RoseMuxError when a part fails."""
@@ -170,7 +173,9 @@ class Bench:
             nonlocal done
             while self.clock.now() < until_s:
                 arrival = replace(next(arrivals), t_s=0.0)
-                await client.replay([arrival], arm="closed", block=0, start_s=self.clock.now())
+                await client.replay(
+                    [arrival], arm="closed", block=next(self._prompts), start_s=self.clock.now()
+                )
                 done += 1
 
         await asyncio.gather(*(lane() for _ in range(_CLIENTS)))

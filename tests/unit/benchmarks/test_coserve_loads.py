@@ -130,6 +130,8 @@ async def test_alone_and_beside_rollouts_take_turns(monkeypatch: pytest.MonkeyPa
         Arm.ROSEMUX: 40,
     }
     assert load.kv_usage_ratio == 0.7
+    prompts = {(r.arm, r.block) for requests in found.values() for r in requests}
+    assert len(prompts) == 4, "nobody finds another's prefix cached"
 
 
 async def test_a_rehearsal_is_alone_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
