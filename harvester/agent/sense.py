@@ -17,6 +17,7 @@ from harvester.contracts.page import (
     Reading,
 )
 from harvester.contracts.process import ProcessId, start_ticks
+from harvester.contracts.scheduling_group import is_under_idle, scheduling_group
 from harvester.policy.expected_pulses import FOREIGN_PULSE, MAX_PULSES, expected
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
 
@@ -44,6 +45,18 @@ class KillSwitchFile:
         finally:
             os.close(file)
         return KillSwitch.HOLD if text == b"hold" else KillSwitch.DRAIN
+
+
+def _lives_below(process: ProcessId) -> bool:
+    """Asked of the kernel: a guest may have been put there by whoever started it."""
+    if start_ticks(process.pid) != process.start_ticks:
+        return False
+    try:
+        if os.sched_getscheduler(process.pid) == os.SCHED_IDLE:
+            return True
+        return is_under_idle(scheduling_group(process.pid))
+    except OSError:
+        return False
 
 
 class SlotSensor:
@@ -96,8 +109,8 @@ class SlotSensor:
 
     def _guest_reading(self, found: Reading[Guest]) -> GuestReading:
         if found.record is None:
-            lives = any(start_ticks(one.pid) == one.start_ticks for one in self._guest_processes)
-            return GuestReading(fault=found.fault, lives=lives)
+            below = any(_lives_below(process) for process in self._guest_processes)
+            return GuestReading(fault=found.fault, lives_below=below)
         self.seen_ns[PageName.GUEST] = found.stamp_ns
         self._guest_processes = found.record.processes
         return GuestReading(record=found.record)

@@ -10,9 +10,6 @@ from harvester.contracts.page.records import Guest
 from harvester.policy.sample import GuestReading
 from harvester.policy.settings import SlotSettings
 
-_BELOW_PRODUCTION = frozenset({"idle-group", "idle"})
-"""Isolation, as a guest says it, with which it gets no core that production wants."""
-
 
 class GuestState(msgspec.Struct, kw_only=True):
     seen_at_s: float | None = None
@@ -55,12 +52,12 @@ class GuestWatch:
         return seen_at_s is None or now - seen_at_s > self._settings.guest_away_s
 
     def starved(self, reading: GuestReading, *, idle_at_s: float | None) -> bool:
-        """Of one that is away: whether it lives, and production has had work ever since.
+        """Of one that is away: whether it lives below production, which has had work ever since.
 
         `idle_at_s` says when production last had none; None is never.
         """
-        seen_at_s, isolation = self.state.seen_at_s, self.state.isolation
-        if not reading.lives or seen_at_s is None or isolation not in _BELOW_PRODUCTION:
+        seen_at_s = self.state.seen_at_s
+        if not reading.lives_below or seen_at_s is None:
             return False
         return idle_at_s is None or idle_at_s - seen_at_s < self._settings.guest_away_s
 

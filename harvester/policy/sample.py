@@ -29,8 +29,9 @@ class PulseReading(msgspec.Struct, frozen=True, kw_only=True):
 class GuestReading(msgspec.Struct, frozen=True, kw_only=True):
     record: Guest | None = None
     fault: PageFault | None = None
-    lives: bool = False
-    """Without a record: whether a process that the last one named is still there."""
+    lives_below: bool = False
+    """Without a record: whether a process that the last one named is there, and in the idle class
+    or an idle control group: below production wherever they share cores."""
 
 
 class LeaseView(msgspec.Struct, frozen=True, kw_only=True):

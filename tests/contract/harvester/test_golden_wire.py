@@ -83,7 +83,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         ),
         (
             b'{"type":"slot","pulses":[{"name":"pulse.p.0","record":null,"fault":"expired"}],'
-            b'"guest":{"record":null,"fault":"missing","lives":false},'
+            b'"guest":{"record":null,"fault":"missing","lives_below":false},'
             b'"lease":{"epoch":3,"lease":"l","ending":false},"kill_switch":"hold","memory":null,'
             b'"mps":null,"guest_kv":null}'
         ),

@@ -37,7 +37,7 @@ class Scene:
     pulse_fault: PageFault | None = None
     guest: Guest | None = field(default_factory=Guest)
     guest_fault: PageFault = PageFault.EXPIRED
-    guest_lives: bool = False
+    guest_lives_below: bool = False
     lease: LeaseView = field(default_factory=lambda: LeaseView(epoch=Epoch(1), lease=LeaseId("l1")))
     kill_switch: KillSwitch = KillSwitch.NONE
     memory: MemoryReading | None = None
@@ -58,7 +58,7 @@ class Scene:
             guest=(
                 GuestReading(record=self.guest)
                 if self.guest
-                else GuestReading(fault=self.guest_fault, lives=self.guest_lives)
+                else GuestReading(fault=self.guest_fault, lives_below=self.guest_lives_below)
             ),
             lease=self.lease,
             kill_switch=self.kill_switch,

@@ -159,9 +159,7 @@ def test_ends_the_lease_of_a_guest_that_stays_away(open_scene: Any, ended_in: An
 def test_a_guest_that_production_starves_is_not_lost(
     open_scene: Any, grant_in: Any, ended_in: Any
 ) -> None:
-    open_scene.guest = Guest(isolation="idle-group")
-    open_scene.beat()
-    open_scene.guest, open_scene.guest_lives = None, True
+    open_scene.guest, open_scene.guest_lives_below = None, True
     open_scene.set_pulse(in_flight=1)
     for _ in range(600):
         open_scene.set_pulse(steps_total=open_scene.pulse.steps_total + 1)
@@ -169,20 +167,15 @@ def test_a_guest_that_production_starves_is_not_lost(
         assert ended_in(effects) == []
     assert grant_in(effects).reason == "guest alive and without a core"
     assert (grant_in(effects).mode, open_scene.policy.slot_state()) == ("closed", "offered")
-    open_scene.guest = Guest(isolation="idle-group")
+    open_scene.guest = Guest()
     assert grant_in(open_scene.beat()).mode == "open"
 
 
-@pytest.mark.parametrize(
-    ("isolation", "lives", "in_flight"),
-    [("idle-group", False, 1), ("time-slicing", True, 1), ("idle", True, 0)],
-)
+@pytest.mark.parametrize(("lives_below", "in_flight"), [(False, 1), (True, 0)])
 def test_who_is_gone_or_silent_with_a_core_of_its_own_is_lost(
-    isolation: str, lives: bool, in_flight: int, open_scene: Any, ended_in: Any
+    lives_below: bool, in_flight: int, open_scene: Any, ended_in: Any
 ) -> None:
-    open_scene.guest = Guest(isolation=isolation)
-    open_scene.beat()
-    open_scene.guest, open_scene.guest_lives = None, lives
+    open_scene.guest, open_scene.guest_lives_below = None, lives_below
     ended: list[str] = []
     for _ in range(75):
         open_scene.set_pulse(in_flight=in_flight, steps_total=open_scene.pulse.steps_total + 1)
