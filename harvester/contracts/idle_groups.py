@@ -93,10 +93,14 @@ class IdleGroups:
         False where it is in no group of ours. Raises OSError.
         """
         group = self._set(pid, idle=False)
+        if group is None:
+            return False
         for name, weight in _LIFTED.items():
-            if group is not None and (group / name).exists():
-                (group / name).write_text(f"{weight}\n")
-        return group is not None
+            # It is lifted already, and must count as such to be settled again.
+            with suppress(OSError):
+                if (group / name).exists():
+                    (group / name).write_text(f"{weight}\n")
+        return True
 
     def settle(self, pid: int) -> bool:
         """Below all others again. Raises OSError."""

@@ -78,6 +78,8 @@ class ProductionWatch:
         restarted = self._restarted(pulses, now)
         ttft, itl = self._latencies(pulses)
         self._note_idleness(pulses, now)
+        if not silent and not any(pulse.in_flight for pulse in pulses.values()):
+            self.state.idle_at_s = now
         hung = self._hung(pulses, now)
         self._remember(pulses, now)
         condition, reason = self._condition(silent, restarted, hung, pulses)
@@ -168,8 +170,6 @@ class ProductionWatch:
         elapsed_s = 0.0 if state.observed_at_s is None else now - state.observed_at_s
         if not pulses:
             state.idle_ratio = None
-        if not any(pulse.in_flight for pulse in pulses.values()):
-            state.idle_at_s = now
         known = [
             (pulse, state.pulses[name])
             for name, pulse in pulses.items()

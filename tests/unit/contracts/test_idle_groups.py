@@ -140,6 +140,18 @@ def _machine(folder: Path, *, own: str, controllers: str = "cpu memory") -> Idle
     return IdleGroups(proc=folder / "proc", cgroups=cgroups)
 
 
+def test_who_is_lifted_without_a_new_weight_is_lifted_and_can_be_settled(tmp_path: Path) -> None:
+    groups = _machine(tmp_path, own="/rosemux-guest-7")
+    group = tmp_path / "cgroup/rosemux-guest-7"
+    (group / "cpu.weight").unlink()
+    (group / "cpu.weight").mkdir()  # What nobody may write to, root included.
+    (group / "cpu.idle").write_text("1\n")
+    assert groups.lift(7)
+    assert (group / "cpu.idle").read_text() == "0\n"
+    assert groups.settle(7)
+    assert (group / "cpu.idle").read_text() == "1\n"
+
+
 def test_a_service_keeps_the_group_it_was_given(tmp_path: Path) -> None:
     group = _machine(tmp_path, own="/system.slice/guest.service")
     with pytest.raises(Unsupported, match=r"/system.slice/guest.service .*CPUWeight=idle"):

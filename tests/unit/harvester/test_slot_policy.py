@@ -171,6 +171,16 @@ def test_a_guest_that_production_starves_is_not_lost(
     assert grant_in(open_scene.beat()).mode == "open"
 
 
+def test_a_pulse_that_was_late_is_no_pause_in_which_a_starved_guest_could_have_spoken(
+    open_scene: Any, ended_in: Any
+) -> None:
+    open_scene.guest, open_scene.guest_lives_below = None, True
+    for beat in range(300):
+        open_scene.set_pulse(in_flight=1, steps_total=open_scene.pulse.steps_total + 1)
+        open_scene.pulse_fault = PageFault.EXPIRED if beat == 100 else None
+        assert ended_in(open_scene.beat()) == []
+
+
 @pytest.mark.parametrize(("lives_below", "in_flight"), [(False, 1), (True, 0)])
 def test_who_is_gone_or_silent_with_a_core_of_its_own_is_lost(
     lives_below: bool, in_flight: int, open_scene: Any, ended_in: Any
