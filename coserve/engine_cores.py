@@ -25,6 +25,11 @@ class _Core:
 
 @dataclass(slots=True)
 class EngineCores:
+    running: int = 0
+    """Of all cores."""
+    kv_usage_ratio: float = 0.0
+    """Of the fullest."""
+    told: tuple[EngineCore, ...] = ()
     _cores: dict[int, _Core] = field(default_factory=dict)
     """By data-parallel rank, as they are heard of."""
 
@@ -53,6 +58,7 @@ class EngineCores:
             core.running, core.told_ns = running, now_ns
         if kv_usage_ratio is not None:
             core.kv_usage_ratio, core.told_ns = kv_usage_ratio, now_ns
+        self._sum_up()
         return previous_ns
 
     def last_step_ns(self, *, decoding: int, now_ns: int) -> int:
@@ -71,19 +77,15 @@ class EngineCores:
                 gone -= core.ours
         return max((core.last_step_ns for core in cores), default=0)
 
-    @property
-    def running(self) -> int:
-        return sum(core.running for core in self._cores.values())
-
-    @property
-    def kv_usage_ratio(self) -> float:
-        return max((core.kv_usage_ratio for core in self._cores.values()), default=0.0)
-
-    def told(self) -> tuple[EngineCore, ...]:
-        cores = [
+    def _sum_up(self) -> None:
+        """Once a step: a pulse is published for each arrival and each end too."""
+        cores = self._cores.values()
+        self.running = sum([core.running for core in cores])
+        self.kv_usage_ratio = max([core.kv_usage_ratio for core in cores])
+        told = [
             EngineCore(rank=rank, told_ns=core.told_ns, kv_usage_ratio=core.kv_usage_ratio)
             for rank, core in self._cores.items()
         ]
-        if len(cores) > _TOLD_CORES:
-            cores.sort(key=lambda core: core.kv_usage_ratio, reverse=True)
-        return tuple(cores[:_TOLD_CORES])
+        if len(told) > _TOLD_CORES:
+            told.sort(key=lambda core: core.kv_usage_ratio, reverse=True)
+        self.told = tuple(told[:_TOLD_CORES])

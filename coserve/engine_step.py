@@ -1,10 +1,9 @@
 """What one API-server process hears of its engine: each step, and what its siblings have."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStep:
+class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
     """One iteration as the statistics logger reports it."""
 
     running: int | None
@@ -21,8 +20,7 @@ class EngineStep:
     """Whether requests of this process were in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Siblings:
+class Siblings(msgspec.Struct, frozen=True):
     """What the engine's other API servers have together."""
 
     in_flight: int = 0

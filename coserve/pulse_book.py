@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil
 
+import msgspec
+
 from coserve.engine_cores import EngineCores
 from coserve.engine_step import NO_SIBLINGS, EngineStep, Siblings
 from coserve.production_time import ProductionTime
@@ -32,8 +34,7 @@ _ENVELOPE_BYTES = 100
 _RUN_STEPS_MAX = 16
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Waiting(msgspec.Struct, frozen=True):
     """A request without a first token."""
 
     arrival_ns: int
@@ -204,7 +205,7 @@ class PulseBook:
             prefill_calibration=self._calibrations[0],
             decode_calibration=self._calibrations[1],
             processes=self.processes,
-            cores=self._cores.told(),
+            cores=self._cores.told,
             shape=self.shape,
         )
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from benchmarks.core_time import account, used
 from benchmarks.coserve.arms import SETTINGS, Arm
-from benchmarks.coserve.core_time import account, used
 from benchmarks.coserve.opening import opening_figures, openings
 from benchmarks.coserve.rounds import Runner
 from coserve.isolation import NO_ISOLATION

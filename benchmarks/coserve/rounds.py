@@ -6,8 +6,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.core_time import account, used
 from benchmarks.coserve.arms import ALONE, SETTINGS, Arm, Setting
-from benchmarks.coserve.core_time import account, used
 from benchmarks.coserve.rollouts import Lease, Rollouts
 from coserve.isolation import NO_ISOLATION
 from harvester.contracts.clock import Clock

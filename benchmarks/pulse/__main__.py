@@ -1,9 +1,8 @@
 """What the pulse costs production: `python -m benchmarks.pulse --json PATH`.
 
-Two stock vLLM servers of one model on one core, one with the pulse and one without anything of
+Three stock vLLM servers of one model on one core, one with the pulse and two without anything of
 ours, take turns: the same requests in each, then as many as eight clients get through. In one arm
-the agent scrapes the latter once a second; in the last one it is alone again. See README.md beside
-this file.
+the agent scrapes one of the latter once a second. See README.md beside this file.
 """
 
 import argparse
@@ -18,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from benchmarks.core_time import account, used
 from benchmarks.pulse.figures import ARMS, Arm, Figures
 from benchmarks.pulse.probe import scraped
 from benchmarks.reporting import report
@@ -50,7 +50,7 @@ _SIZES = TokenScale(
 )
 _ENGINE = {
     Arm.STOCK: "stock",
-    Arm.STOCK_AGAIN: "stock",
+    Arm.TWIN: "twin",
     Arm.METRICS: "stock",
     Arm.PULSE: "pulse",
 }
@@ -89,11 +89,11 @@ class Bench:
     clients: dict[str, ProductionClient] = field(default_factory=dict)
     figures: Figures = field(default_factory=Figures)
     _prompts: Iterator[int] = field(default_factory=count)
-    """A number for each prompt of the closed loop: three arms share an engine and its cache."""
+    """A number for each prompt of the closed loop: two arms share an engine and its cache."""
 
     async def run(self) -> dict[str, Any]:
         """Raises RoseMuxError when a part fails."""
-        ports = dict(zip(("stock", "pulse"), free_ports(2), strict=True))
+        ports = dict(zip(("stock", "pulse", "twin"), free_ports(3), strict=True))
         self._start(ports)
         for name, port in ports.items():
             await self.parts.answers(name, url(port), self._told)
@@ -146,10 +146,13 @@ class Bench:
                 arm = ARMS[(place + turn) % len(ARMS)]
                 client = self.clients[_ENGINE[arm]]
                 await asyncio.sleep(_SETTLE_S)
+                engine = self.parts.running[_ENGINE[arm]].tree()
                 async with self._level(arm, client.url):
+                    before = account(engine)
                     await client.replay(
                         window.arrivals, arm=arm, block=turn, start_s=self.clock.now()
                     )
+                    self.figures.core_s[arm].append(used(before, account(engine)))
                     done = await self._closed(_ENGINE[arm], window)
                 self.figures.closed[arm].append(done / _CLOSED_S)
             self._told(f"round {turn + 1} of {self.rounds}, {len(window.arrivals)} requests")

@@ -14,11 +14,12 @@ class Arm(StrEnum):
     STOCK = "stock"
     PULSE = "pulse"
     METRICS = "metrics"
-    STOCK_AGAIN = "stock_again"
+    TWIN = "twin"
+    """A second server like the first: the noise floor, with what one process is unlike another."""
 
 
 ARMS = tuple(Arm)
-COMPARED = (Arm.PULSE, Arm.METRICS, Arm.STOCK_AGAIN)
+COMPARED = (Arm.PULSE, Arm.METRICS, Arm.TWIN)
 
 
 @dataclass(slots=True)
@@ -26,9 +27,13 @@ class Figures:
     requests: list[ProductionRequest] = field(default_factory=list)
     closed: dict[Arm, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
     """Requests per second of a closed loop, one value for each round."""
+    core_s: dict[Arm, list[dict[str, float]]] = field(
+        default_factory=lambda: {arm: [] for arm in ARMS}
+    )
+    """What the replayed requests of each round took of a core, by process and thread."""
 
     def result(self, *, seed: int) -> dict[str, Any]:
-        """The two levels and, as the noise floor, `stock_again`: each over `stock`."""
+        """The two levels and, as the noise floor, `twin`: each over `stock`."""
         given = arms_of(self.requests, ARMS)
         result: dict[str, Any] = {
             "requests": {arm: len(given[arm].shared) for arm in ARMS},
@@ -44,11 +49,30 @@ class Figures:
                         "ratio": ratio(above.percentile_s(percent), under.percentile_s(percent)),
                         "interval": ratio_interval(above, under, percent=percent, seed=seed),
                     }
-            pairs = zip(self.closed[arm], self.closed[Arm.STOCK], strict=True)
-            speeds = sorted(one / other for one, other in pairs if other > 0.0)
-            ratios["throughput"] = {
-                "ratio": median(speeds) if speeds else None,
-                "range": (speeds[0], speeds[-1]) if speeds else None,
-            }
+            ratios["throughput"] = _by_round(self.closed[arm], self.closed[Arm.STOCK])
+            ratios["core_time"] = _by_round(self._core_s(arm), self._core_s(Arm.STOCK))
             result[arm] = ratios
+        result["core_ms_per_request"] = {
+            arm: self._core_ms(arm, requests=len(given[arm].shared)) for arm in ARMS
+        }
         return result
+
+    def _core_s(self, arm: Arm) -> list[float]:
+        return [sum(spent.values()) for spent in self.core_s[arm]]
+
+    def _core_ms(self, arm: Arm, *, requests: int) -> dict[str, float]:
+        """By process."""
+        total: dict[str, float] = {}
+        for spent in self.core_s[arm]:
+            for name, seconds in spent.items():
+                process = name.partition(": ")[0]
+                total[process] = total.get(process, 0.0) + 1e3 * seconds
+        return {name: ms / requests for name, ms in total.items()} if requests else {}
+
+
+def _by_round(above: list[float], below: list[float]) -> dict[str, Any]:
+    ratios = sorted(one / other for one, other in zip(above, below, strict=True) if other > 0.0)
+    return {
+        "ratio": median(ratios) if ratios else None,
+        "range": (ratios[0], ratios[-1]) if ratios else None,
+    }

@@ -3,6 +3,10 @@
 The agent writes what it scraped as a pulse of its own. Such a pulse has no step-time model, so the
 slot stays in learning: it can be watched and its idleness estimated, never opened. A series that
 is missing or not a number makes the scrape unknown: nothing is written and the pulse expires.
+
+Writing all of its page out takes vLLM as long as some of its steps, in the process that answers
+requests. So the probe asks for its few series alone, which vLLM's server of metrics understands
+below `/metrics/`; where something in between does not, it reads the whole page.
 """
 
 import asyncio
@@ -14,6 +18,7 @@ from pathlib import Path
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
+from yarl import URL
 
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import PageDirectory, Pulse
@@ -44,6 +49,15 @@ _SERIES = {
     "prompt_tokens_total": "prompt_tokens_total",
     "generation_tokens_total": "generation_tokens_total",
 }
+_PREFIX = "vllm:"
+
+
+def narrowed(url: str) -> URL:
+    """Where the series that `read_levels` needs are to be had without the others."""
+    page = URL(url)
+    return page.with_path(f"{page.path.rstrip('/')}/").with_query(
+        [*page.query.items(), *(("name[]", _PREFIX + name) for name in _SERIES)]
+    )
 
 
 def read_levels(text: str) -> VllmLevels | None:
@@ -67,13 +81,16 @@ def _samples(text: str) -> Iterator[tuple[str, float]]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name = sample.name
-            if name.startswith(("vllm:", "vllm_")):
-                yield name[len("vllm:") :], sample.value
+            if name.startswith((_PREFIX, "vllm_")):
+                yield name[len(_PREFIX) :], sample.value
 
 
 class MetricsProbe:
     def __init__(self, url: str, *, pages: Path) -> None:
+        """`url` is of the whole page."""
         self._url = url
+        self._narrow: URL | None = narrowed(url)
+        """None once the whole page told what this one did not."""
         self._writer = PageDirectory.create(pages, mode=0o1777).pulse_writer(ENGINE, 0)
         self._busy_s = 0.0
         self._failing = False
@@ -83,20 +100,21 @@ class MetricsProbe:
         timeout = aiohttp.ClientTimeout(total=_PERIOD_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
-                levels = await self._scrape(session)
+                levels = await self.scrape(session)
                 if levels is not None:
                     self._write(levels)
                 await asyncio.sleep(_PERIOD_S)
 
-    async def _scrape(self, session: aiohttp.ClientSession) -> VllmLevels | None:
-        try:
-            async with session.get(self._url, headers={"Accept": ACCEPT}) as reply:
-                reply.raise_for_status()
-                body = await reply.content.read(MAX_SCRAPE_BYTES)
-            levels = read_levels(body.decode())
-            problem = "a series is missing or not a number" if levels is None else ""
-        except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
-            levels, problem = None, str(error) or type(error).__name__
+    async def scrape(self, session: aiohttp.ClientSession) -> VllmLevels | None:
+        """None where the engine did not say all of it; the log tells why, once."""
+        levels, problem = None, ""
+        if self._narrow is not None:
+            levels, problem = await _levels(session, self._narrow)
+        if levels is None:
+            levels, problem = await _levels(session, URL(self._url))
+            if levels is not None and self._narrow is not None:
+                _log.info("%s tells nothing; reading all of %s", self._narrow, self._url)
+                self._narrow = None
         if bool(problem) != self._failing:
             self._failing = bool(problem)
             _log.warning("scrape of %s: %s", self._url, problem or "works again")
@@ -117,3 +135,15 @@ class MetricsProbe:
             kv_usage_ratio=min(1.0, levels.kv_usage_ratio),
         )
         self._writer.write(pulse, now_ns=monotonic_ns(), ttl_ns=_TTL_NS)
+
+
+async def _levels(session: aiohttp.ClientSession, url: URL) -> tuple[VllmLevels | None, str]:
+    """What the page says, or what is wrong with it."""
+    try:
+        async with session.get(url, headers={"Accept": ACCEPT}) as reply:
+            reply.raise_for_status()
+            body = await reply.content.read(MAX_SCRAPE_BYTES)
+        levels = read_levels(body.decode())
+    except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
+        return None, str(error) or type(error).__name__
+    return levels, "a series is missing or not a number" if levels is None else ""

@@ -3,8 +3,10 @@
 import asyncio
 import math
 
+import aiohttp
 import pytest
 
+from harvester.agent.scrape import narrowed, read_levels
 from harvester.contracts.page import GrantMode, PageReader, Pulse
 from tests.integration.engine_slot import (
     PLAYED_PULSE,
@@ -119,3 +121,15 @@ async def test_of_two_engines_on_a_slot_each_stops_the_guest_though_the_other_is
     finally:
         slot.agent.restart_pulse()
     assert len((await turn.ended()).tokens) == 40
+
+
+async def test_the_scrape_makes_the_engine_write_out_few_series(engine_slot: EngineSlot) -> None:
+    before = engine_slot.pulse()
+    assert await complete(engine_slot, 8) == 8
+    page = narrowed(f"{engine_slot.production_url}/metrics")
+    async with aiohttp.ClientSession() as session, session.get(page) as reply:
+        text = await reply.text()
+    levels = read_levels(text)
+    assert levels is not None
+    assert levels.generation_tokens_total >= before.generation_tokens_total + 8
+    assert sum(not line.startswith("#") for line in text.splitlines()) == 5

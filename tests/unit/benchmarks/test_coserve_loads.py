@@ -10,11 +10,11 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from benchmarks.core_time import account, used
 from benchmarks.coserve import side_by_side
 from benchmarks.coserve.arms import Arm, Setting
 from benchmarks.coserve.closed_gate import Window as ClosedWindow
 from benchmarks.coserve.closed_gate import share_figures
-from benchmarks.coserve.core_time import account, used
 from benchmarks.coserve.opening import opening_figures, watch_openings
 from benchmarks.coserve.restart import GuestWatch
 from benchmarks.coserve.rounds import Runner

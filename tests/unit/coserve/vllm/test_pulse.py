@@ -1,10 +1,10 @@
 """The reporter of one production process, over real pages."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from coserve.engine_step import EngineStep
 from coserve.vllm import pulse

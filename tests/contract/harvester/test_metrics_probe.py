@@ -1,0 +1,119 @@
+"""The scrape of consent level `metrics`, of a page as vLLM's process serves it."""
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from harvester.agent.scrape import MetricsProbe, VllmLevels
+
+LEVELS = VllmLevels(
+    running=3.0,
+    waiting=2.0,
+    kv_usage_ratio=0.25,
+    prompt_tokens_total=100.0,
+    generation_tokens_total=40.0,
+)
+Narrow = Callable[["Page", web.Request], web.Response]
+
+
+class Page:
+    """`/metrics` in full; `/metrics/` as `narrow` answers."""
+
+    def __init__(self, narrow: Narrow) -> None:
+        self._narrow = narrow
+        self.asked: list[str] = []
+        self.registry = CollectorRegistry()
+        for name, value in {
+            "vllm:num_requests_running": 3.0,
+            "vllm:num_requests_waiting": 2.0,
+            "vllm:kv_cache_usage_perc": 0.25,
+            "vllm:lora_requests_info": 1.0,
+        }.items():
+            Gauge(name, "", registry=self.registry).set(value)
+        Counter("vllm:prompt_tokens", "", registry=self.registry).inc(100)
+        Counter("vllm:generation_tokens", "", registry=self.registry).inc(40)
+        self.application = web.Application()
+        self.application.router.add_get("/metrics", self._whole)
+        self.application.router.add_get("/metrics/", self._named)
+
+    async def _whole(self, _: web.Request) -> web.Response:
+        self.asked.append("whole")
+        return web.Response(body=generate_latest(self.registry))
+
+    async def _named(self, request: web.Request) -> web.Response:
+        self.asked.append("narrow")
+        return self._narrow(self, request)
+
+
+def as_prometheus_client(page: Page, request: web.Request) -> web.Response:
+    named = page.registry.restricted_registry(request.query.getall("name[]"))
+    body = generate_latest(named)
+    assert b"lora_requests_info" not in body
+    return web.Response(body=body)
+
+
+def refuses(_: Page, __: web.Request) -> web.Response:
+    return web.Response(status=404)
+
+
+def says_nothing(_: Page, __: web.Request) -> web.Response:
+    return web.Response(text="")
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+async def test_vllm_writes_out_no_more_than_is_read(
+    session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    page = Page(as_prometheus_client)
+    async with TestServer(page.application) as server:
+        probe = MetricsProbe(str(server.make_url("/metrics")), pages=tmp_path)
+        assert [await probe.scrape(session) for _ in range(3)] == [LEVELS] * 3
+    assert page.asked == ["narrow"] * 3
+
+
+@pytest.mark.parametrize("narrow", [refuses, says_nothing])
+async def test_where_the_narrow_page_tells_nothing_the_whole_one_is_read_from_then_on(
+    narrow: Narrow, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    page = Page(narrow)
+    async with TestServer(page.application) as server:
+        probe = MetricsProbe(str(server.make_url("/metrics")), pages=tmp_path)
+        assert [await probe.scrape(session) for _ in range(3)] == [LEVELS] * 3
+    assert page.asked == ["narrow", "whole", "whole", "whole"]
+
+
+async def test_an_engine_that_says_nothing_yet_is_asked_narrowly_again(
+    session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    page = Page(as_prometheus_client)
+    told, page.registry = page.registry, CollectorRegistry()
+    async with TestServer(page.application) as server:
+        probe = MetricsProbe(str(server.make_url("/metrics")), pages=tmp_path)
+        assert await probe.scrape(session) is None
+        page.registry = told
+        assert await probe.scrape(session) == LEVELS
+    assert page.asked == ["narrow", "whole", "narrow"]
+
+
+async def test_what_the_url_asks_for_itself_is_kept(
+    session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    def behind_a_key(page: Page, request: web.Request) -> web.Response:
+        assert request.query["key"] == "k"
+        return as_prometheus_client(page, request)
+
+    page = Page(behind_a_key)
+    async with TestServer(page.application) as server:
+        probe = MetricsProbe(str(server.make_url("/metrics?key=k")), pages=tmp_path)
+        assert await probe.scrape(session) == LEVELS
+    assert page.asked == ["narrow"]
