@@ -54,7 +54,7 @@ _REHEARSAL_S = 15.0
 _PULSE_S = 1.5
 _TRIALS = 30
 _ACTIVATIONS = 10
-_SURGES = 5
+_SURGES = 20
 _LONG_PROMPTS = 3
 _FULL_KV = 1
 # From the demo's requests to ever smaller ones, until there are enough of them in the time.

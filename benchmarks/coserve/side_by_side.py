@@ -5,9 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from benchmarks.coserve.arms import SETTINGS, Arm
-from benchmarks.coserve.reclaim import percentile
 from benchmarks.coserve.rounds import Runner
+from benchmarks.rotation import rotated
+from scheduler.demo.bootstrap import Latencies, ratio_interval
 from scheduler.demo.records import ProductionRequest
 from scheduler.demo.serving_figures import ratio
 from scheduler.demo.trace import Arrival
@@ -15,6 +18,8 @@ from scheduler.demo.trace import Arrival
 _BEFORE_S = 3.0
 _LOOK_S = 0.05
 PERCENTS = (50, 99)
+_SEED = 1
+"""Of the intervals' draws."""
 
 Seen = dict[Arm, list[ProductionRequest]]
 
@@ -36,9 +41,8 @@ class SideBySide:
         seen: Seen = {Arm.ALONE: [], Arm.ROSEMUX: []}
         if self.rehearsed:
             await self._trial(Arm.ALONE, name, -1, arrivals, [])
-        for turn in range(self.trials):
-            for arm, requests in seen.items():
-                await self._trial(arm, name, turn, arrivals, requests)
+        for arm, turn in rotated(tuple(seen), self.trials):
+            await self._trial(arm, name, turn, arrivals, seen[arm])
         return seen
 
     async def _trial(
@@ -71,16 +75,20 @@ def compared(
     seen: Seen, of: Callable[[ProductionRequest], bool] = lambda _: True
 ) -> dict[str, Any]:
     """Requests of both arms, those that failed, and TTFT over alone of those that `of` takes."""
-    ttft = {
-        arm: [r.ttft_s for r in requests if r.ttft_s is not None and of(r)]
-        for arm, requests in seen.items()
-    }
-    return {
+    ttft = {arm: _ttft_of([r for r in requests if of(r)]) for arm, requests in seen.items()}
+    above, below = ttft[Arm.ROSEMUX], ttft[Arm.ALONE]
+    found: dict[str, Any] = {
         "requests": sum(len(requests) for requests in seen.values()),
         "failed": sum(r.failed for requests in seen.values() for r in requests),
-    } | {
-        f"ttft_p{percent}_ratio": ratio(
-            percentile(ttft[Arm.ROSEMUX], percent), percentile(ttft[Arm.ALONE], percent)
-        )
-        for percent in PERCENTS
     }
+    for percent in PERCENTS:
+        name = f"ttft_p{percent}"
+        found[f"{name}_ratio"] = ratio(above.percentile_s(percent), below.percentile_s(percent))
+        found[f"{name}_interval"] = ratio_interval(above, below, percent=percent, seed=_SEED)
+    return found
+
+
+def _ttft_of(requests: Sequence[ProductionRequest]) -> Latencies:
+    """By trial, of which all requests found the machine as fast as it was then."""
+    told = [(r.ttft_s, (r.block, 0)) for r in requests if r.ttft_s is not None]
+    return Latencies(np.array([ttft_s for ttft_s, _ in told]), tuple(trial for _, trial in told))

@@ -84,9 +84,24 @@ def test_ratios_are_over_alone_and_what_failed_counts_in_both_arms() -> None:
     found = compared(seen([0.1, 0.1, None], [0.12, 0.12, 0.12]))
     assert found["ttft_p50_ratio"] == pytest.approx(1.2)
     assert (found["requests"], found["failed"]) == (6, 1)
+    assert found["ttft_p50_interval"] is None, "one trial says nothing of the next"
     last = compared(seen([0.1, 0.3], [0.1, 0.6]), lambda request: request.trace_index == 1)
     assert last["ttft_p50_ratio"] == pytest.approx(2.0)
     assert last["requests"] == 4, "the load is counted whole"
+
+
+def test_intervals_draw_trials_and_not_requests() -> None:
+    """Of two trials the guest cost nothing in one and as much again in the other."""
+    trials = [seen([0.1] * 20, [each] * 20) for each in (0.1, 0.2)]
+    both: side_by_side.Seen = {
+        arm: [
+            msgspec.structs.replace(request, block=turn)
+            for turn, trial in enumerate(trials)
+            for request in trial[arm]
+        ]
+        for arm in (Arm.ALONE, Arm.ROSEMUX)
+    }
+    assert compared(both)["ttft_p50_interval"] == pytest.approx((1.0, 2.0))
 
 
 @dataclass
@@ -124,7 +139,7 @@ async def test_alone_and_beside_rollouts_take_turns(monkeypatch: pytest.MonkeyPa
     fake = FakeRunner()
     load = SideBySide(cast(Runner, fake), 2)
     found = await load.run("load", window().arrivals)
-    assert fake.rollouts == [False, True, False, True]
+    assert fake.rollouts == [False, True, True, False]
     assert {arm: len(requests) for arm, requests in found.items()} == {
         Arm.ALONE: 40,
         Arm.ROSEMUX: 40,
