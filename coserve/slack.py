@@ -120,8 +120,10 @@ def hung(pulse: PulseHead, terms: EngineTerms, *, now_ns: int) -> bool:
     if pulse.in_flight == 0:
         return False
     last_ns = max(pulse.last_step_end_ns, pulse.oldest_waiting_arrival_ns)
-    if last_ns == 0:
+    since_s = (now_ns - last_ns) * 1e-9
+    # Asked before every step, and nearly always of a step that has just been.
+    if last_ns == 0 or since_s <= HUNG_FLOOR_S:
         return False
     expected_s = terms.model.prefill_s(pulse.largest_waiting_prompt_tokens)
     expected_s += terms.model.decode_s(terms.decoding)
-    return (now_ns - last_ns) * 1e-9 > max(HUNG_FLOOR_S, HUNG_STEPS * expected_s)
+    return since_s > max(HUNG_FLOOR_S, HUNG_STEPS * expected_s)
