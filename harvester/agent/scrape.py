@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from yarl import URL
 
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import PageDirectory, Pulse
+from harvester.contracts.reply import body_of
 
 ACCEPT = "text/plain;version=0.0.4"
 """Asked for OpenMetrics, newer client libraries write `vllm_` where vLLM says `vllm:`."""
@@ -107,17 +109,27 @@ class MetricsProbe:
 
     async def scrape(self, session: aiohttp.ClientSession) -> VllmLevels | None:
         """None where the engine did not say all of it; the log tells why, once."""
-        levels, problem = None, ""
-        if self._narrow is not None:
-            levels, problem = await _levels(session, self._narrow)
-        if levels is None:
-            levels, problem = await _levels(session, URL(self._url))
-            if levels is not None and self._narrow is not None:
-                _log.info("%s tells nothing; reading all of %s", self._narrow, self._url)
-                self._narrow = None
+        try:
+            levels = await self._read(session)
+            problem = "a series is missing or not a number" if levels is None else ""
+        except (aiohttp.ClientError, TimeoutError) as error:
+            levels, problem = None, str(error) or type(error).__name__
         if bool(problem) != self._failing:
             self._failing = bool(problem)
             _log.warning("scrape of %s: %s", self._url, problem or "works again")
+        return levels
+
+    async def _read(self, session: aiohttp.ClientSession) -> VllmLevels | None:
+        """Raises ClientError or TimeoutError."""
+        if self._narrow is not None:
+            with suppress(aiohttp.ClientResponseError):
+                levels = await _levels(session, self._narrow)
+                if levels is not None:
+                    return levels
+        levels = await _levels(session, URL(self._url))
+        if levels is not None and self._narrow is not None:
+            _log.info("%s tells nothing; reading all of %s", self._narrow, self._url)
+            self._narrow = None
         return levels
 
     def _write(self, levels: VllmLevels) -> None:
@@ -137,13 +149,8 @@ class MetricsProbe:
         self._writer.write(pulse, now_ns=monotonic_ns(), ttl_ns=_TTL_NS)
 
 
-async def _levels(session: aiohttp.ClientSession, url: URL) -> tuple[VllmLevels | None, str]:
-    """What the page says, or what is wrong with it."""
-    try:
-        async with session.get(url, headers={"Accept": ACCEPT}) as reply:
-            reply.raise_for_status()
-            body = await reply.content.read(MAX_SCRAPE_BYTES)
-        levels = read_levels(body.decode())
-    except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
-        return None, str(error) or type(error).__name__
-    return levels, "a series is missing or not a number" if levels is None else ""
+async def _levels(session: aiohttp.ClientSession, url: URL) -> VllmLevels | None:
+    async with session.get(url, headers={"Accept": ACCEPT}) as reply:
+        reply.raise_for_status()
+        body = await body_of(reply, most_bytes=MAX_SCRAPE_BYTES)
+    return read_levels(body.decode(errors="replace"))

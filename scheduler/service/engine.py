@@ -13,6 +13,7 @@ import xxhash
 
 from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxError, Stale
 from harvester.contracts.ids import Epoch, WeightVersion
+from harvester.contracts.reply import body_of
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
 from scheduler.policy.trajectories import Attempt
@@ -21,7 +22,7 @@ from scheduler.service.stream import EngineChoice, EventStream
 _ENCODER = msgspec.json.Encoder()
 _MESSAGE_CHARS = 500
 _STAGE_POLL_S = 0.02
-_STAGE_REPLY_BYTES = 1 << 20
+_REPLY_BYTES = 1 << 20
 
 
 class EngineLost(RoseMuxError):  # noqa: N818 - named for the state
@@ -131,7 +132,7 @@ class EngineClient:
     async def _stage_states(self, call: dict[str, Any]) -> set[str]:
         """Of all its workers."""
         async with self._session.post(self._url + "/collective_rpc", json=call) as response:
-            raw = await response.content.read(_STAGE_REPLY_BYTES)
+            raw = await body_of(response, most_bytes=_REPLY_BYTES)
             if response.status != 200:
                 raise EngineLost(f"/collective_rpc: {response.status}")
         try:
@@ -167,9 +168,9 @@ class EngineClient:
         timeout = aiohttp.ClientTimeout(total=self._connect_s)
         try:
             async with self._session.get(f"{self._url}/version", timeout=timeout) as response:
-                said = await response.json()
+                said = msgspec.json.decode(await body_of(response, most_bytes=_REPLY_BYTES))
                 return str(said["version"])[:64]
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, KeyError, TypeError):
             return ""
 
     async def _post(
@@ -220,6 +221,7 @@ def _salt(attempt: Attempt, model: str | None) -> str:
 
 
 async def _message(response: aiohttp.ClientResponse) -> str:
+    # For people: as much of it as has come.
     raw = await response.content.read(4 * _MESSAGE_CHARS)
     return raw.decode(errors="replace")[:_MESSAGE_CHARS]
 

@@ -7,6 +7,7 @@ import msgspec
 
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import Epoch, LeaseId, checked_name
+from harvester.contracts.reply import body_of
 from harvester.contracts.wire.leases import (
     LeaseEnded,
     LeaseGranted,
@@ -79,7 +80,7 @@ class AgentClient:
                     headers={"Content-Type": "application/json", **self._headers},
                     timeout=self._timeout,
                 ) as response:
-                    raw = await response.content.read(MAX_REPLY_BYTES)
+                    raw = await body_of(response, most_bytes=MAX_REPLY_BYTES)
                     status = response.status
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 fault = f"{method} {path}: {error!r}"

@@ -1,5 +1,6 @@
 """The scrape of consent level `metrics`, of a page as vLLM's process serves it."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ LEVELS = VllmLevels(
     generation_tokens_total=40.0,
 )
 Narrow = Callable[["Page", web.Request], web.Response]
+SEGMENT_BYTES = 200
 
 
 class Page:
@@ -41,9 +43,16 @@ class Page:
         self.application.router.add_get("/metrics", self._whole)
         self.application.router.add_get("/metrics/", self._named)
 
-    async def _whole(self, _: web.Request) -> web.Response:
+    async def _whole(self, request: web.Request) -> web.StreamResponse:
+        """In segments, as a network brings it."""
         self.asked.append("whole")
-        return web.Response(body=generate_latest(self.registry))
+        page = generate_latest(self.registry)
+        reply = web.StreamResponse(headers={"Content-Length": str(len(page))})
+        await reply.prepare(request)
+        for at in range(0, len(page), SEGMENT_BYTES):
+            await reply.write(page[at : at + SEGMENT_BYTES])
+            await asyncio.sleep(0.005)
+        return reply
 
     async def _named(self, request: web.Request) -> web.Response:
         self.asked.append("narrow")
@@ -103,6 +112,22 @@ async def test_an_engine_that_says_nothing_yet_is_asked_narrowly_again(
         page.registry = told
         assert await probe.scrape(session) == LEVELS
     assert page.asked == ["narrow", "whole", "narrow"]
+
+
+async def test_an_engine_that_breaks_off_is_not_asked_for_more(
+    session: aiohttp.ClientSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks_off(_: Page, request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    page = Page(breaks_off)
+    async with TestServer(page.application) as server:
+        probe = MetricsProbe(str(server.make_url("/metrics")), pages=tmp_path)
+        assert [await probe.scrape(session) for _ in range(2)] == [None, None]
+    assert set(page.asked) == {"narrow"}
+    assert caplog.text.count("scrape of") == 1
 
 
 async def test_what_the_url_asks_for_itself_is_kept(

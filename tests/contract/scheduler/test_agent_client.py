@@ -1,0 +1,71 @@
+"""An agent's replies as a network brings them: in pieces, and never more than is read."""
+
+import asyncio
+from collections.abc import Sequence
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.ids import Epoch, NodeId, SlotId
+from harvester.contracts.wire.leases import SlotOffer, SlotOffers, SlotState
+from scheduler.service import leases
+from scheduler.service.leases import AgentClient
+
+OFFERS = SlotOffers(
+    node=NodeId("n"),
+    slots=tuple(
+        SlotOffer(
+            slot=SlotId(f"slot-{place}"),
+            node=NodeId("n"),
+            state=SlotState.OFFERED,
+            engine_url=f"http://n:{8100 + place}",
+            model="policy",
+            epoch=Epoch(1),
+            concurrency=16,
+            kv_tokens=100_000,
+            idle_ratio=0.5,
+        )
+        for place in range(8)
+    ),
+)
+
+
+def agent_that_says(pieces: Sequence[bytes]) -> TestServer:
+    async def offers(request: web.Request) -> web.StreamResponse:
+        reply = web.StreamResponse(headers={"Content-Length": str(sum(map(len, pieces)))})
+        await reply.prepare(request)
+        for piece in pieces:
+            await reply.write(piece)
+            await asyncio.sleep(0.02)
+        return reply
+
+    application = web.Application()
+    application.router.add_get("/v1/slots", offers)
+    return TestServer(application)
+
+
+async def offers_of(server: TestServer) -> SlotOffers:
+    async with server, aiohttp.ClientSession() as session:
+        return await AgentClient(
+            session, str(server.make_url("")).rstrip("/"), timeout_s=5
+        ).offers()
+
+
+async def test_offers_that_come_in_several_segments_are_read_whole() -> None:
+    said = msgspec.json.encode(OFFERS)
+    pieces = [said[at : at + 700] for at in range(0, len(said), 700)]
+    assert len(pieces) > 2
+    assert await offers_of(agent_that_says(pieces)) == OFFERS
+
+
+async def test_a_reply_that_is_longer_than_one_may_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = msgspec.json.encode(OFFERS)
+    monkeypatch.setattr(leases, "MAX_REPLY_BYTES", len(said) - 1)
+    with pytest.raises(PeerProtocolError):
+        await offers_of(agent_that_says([said]))
