@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -156,6 +157,16 @@ class SlotConfig(_Model):
         if self.kvcached is not None and self.memory_group is not None:
             raise ValueError("memory_group is for CPU guests, kvcached for GPU guests: give one")
         return self
+
+    @field_validator("metrics_url")
+    @classmethod
+    def _page_of_metrics(cls, url: str | None) -> str | None:
+        if url is not None:
+            page = urlsplit(url)
+            # A port that is none raises by itself.
+            if page.scheme not in ("http", "https") or not page.hostname or page.port == 0:
+                raise ValueError("use http://HOST:PORT/metrics")
+        return url
 
     @field_validator("pulses")
     @classmethod

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
-from yarl import URL
 
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import PageDirectory, Pulse
@@ -54,12 +54,12 @@ _SERIES = {
 _PREFIX = "vllm:"
 
 
-def narrowed(url: str) -> URL:
+def narrowed(url: str) -> str:
     """Where the series that `read_levels` needs are to be had without the others."""
-    page = URL(url)
-    return page.with_path(f"{page.path.rstrip('/')}/").with_query(
-        [*page.query.items(), *(("name[]", _PREFIX + name) for name in _SERIES)]
-    )
+    page = urlsplit(url)
+    query = parse_qsl(page.query, keep_blank_values=True)
+    query += [("name[]", _PREFIX + name) for name in _SERIES]
+    return urlunsplit(page._replace(path=f"{page.path.rstrip('/')}/", query=urlencode(query)))
 
 
 def read_levels(text: str) -> VllmLevels | None:
@@ -91,7 +91,7 @@ class MetricsProbe:
     def __init__(self, url: str, *, pages: Path) -> None:
         """`url` is of the whole page."""
         self._url = url
-        self._narrow: URL | None = narrowed(url)
+        self._narrow: str | None = narrowed(url)
         """None once the whole page told what this one did not."""
         self._writer = PageDirectory.create(pages, mode=0o1777).pulse_writer(ENGINE, 0)
         self._busy_s = 0.0
@@ -126,7 +126,7 @@ class MetricsProbe:
                 levels = await _levels(session, self._narrow)
                 if levels is not None:
                     return levels
-        levels = await _levels(session, URL(self._url))
+        levels = await _levels(session, self._url)
         if levels is not None and self._narrow is not None:
             _log.info("%s tells nothing; reading all of %s", self._narrow, self._url)
             self._narrow = None
@@ -149,7 +149,7 @@ class MetricsProbe:
         self._writer.write(pulse, now_ns=monotonic_ns(), ttl_ns=_TTL_NS)
 
 
-async def _levels(session: aiohttp.ClientSession, url: URL) -> VllmLevels | None:
+async def _levels(session: aiohttp.ClientSession, url: str) -> VllmLevels | None:
     async with session.get(url, headers={"Accept": ACCEPT}) as reply:
         reply.raise_for_status()
         body = await body_of(reply, most_bytes=MAX_SCRAPE_BYTES)

@@ -71,6 +71,14 @@ def test_the_more_careful_mode_of_node_and_slot_holds(write: Any) -> None:
         (GOOD.replace("0.2", "-1"), "slots.0.policy: Value error, SLOs must be above 0 s"),
         (GOOD.replace("slot0", "../../etc"), "line 3: slots.0.name: "),
         (GOOD.replace("    policy", "    pulses: [../x]\n    policy"), "slots.0.pulses"),
+        (
+            GOOD.replace("    policy", "    metrics_url: 127.0.0.1:8000/metrics\n    policy"),
+            "slots.0.metrics_url: Value error, use http://HOST:PORT/metrics",
+        ),
+        (
+            GOOD.replace("    policy", "    metrics_url: http://h:99999/metrics\n    policy"),
+            "slots.0.metrics_url: Value error, Port out of range",
+        ),
         (GOOD + "http: {host: 0.0.0.0}\n", "set token_file"),
         ("slots: [\n", "line 2: not YAML"),
         ("- 1\n", "expected `field: value`"),
