@@ -64,7 +64,7 @@ class PhaseMetrics:
             ["phase", "reason"],
         )  # fmt: skip
         self._overruns = self._counter(
-            "overruns_total", "Phases that took longer than their job declared.", phase
+            "overruns_total", "Phases that took longer than their bound.", phase
         )
         self._revocations = self._counter(
             "revocations_total", "Permits revoked from a phase that overran while others waited.",

@@ -266,18 +266,22 @@ class PlanningDesk(PermitDesk):
             match effect:
                 case GrantPermit(job=job):
                     self._plan(PhaseBegan(job=job))
-                case EndPermit(ended=EndReason.DONE):
-                    self._plan(self._done(effect))
+                case EndPermit(job=job, kind=kind, ended=EndReason.DONE):
+                    solo_s = self._solo_s(effect)
+                    self._plan(PhaseDone(job=job, kind=kind, solo_s=solo_s))
+                case EndPermit(job=job, kind=kind, ended=EndReason.OVERRAN):
+                    lasted_s = self._solo_s(effect)
+                    self._plan(PhaseLost(job=job, overran=kind, at_least_s=lasted_s))
                 case EndPermit(job=job):
                     self._plan(PhaseLost(job=job))
                 case _:
                     pass
 
-    def _done(self, end: EndPermit) -> PhaseDone:
+    def _solo_s(self, end: EndPermit) -> float:
+        """How long the permit was held, without loading."""
         standing = self._policy.standing(end.job)
         held_s = 0.0 if standing is None else self._clock.now() - standing.started_s
-        solo_s = held_s - min(max(0.0, self._loading_s), held_s)
-        return PhaseDone(job=end.job, kind=end.kind, solo_s=max(_LEAST_S, solo_s))
+        return max(_LEAST_S, held_s - min(max(0.0, self._loading_s), held_s))
 
     def _translated(self, snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
         self._shift_s = shift_s(self._state.plan(), self._kept_clock())

@@ -127,7 +127,10 @@ class ClusterPolicy:
             case PhaseDone() if event.job in self.planner.facts:
                 self._learn(event, now)
             case PhaseLost(job=job) if job in self.planner.facts:
-                self.planner.facts[job].lose_iteration()
+                facts = self.planner.facts[job]
+                if event.overran is not None:
+                    facts.observe_cut(event.overran, event.at_least_s)
+                facts.lose_iteration()
                 self.unsaved.add(job)
             case JobGone(job=job) if job in self.stays:
                 self._end(job, now)

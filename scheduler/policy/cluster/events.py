@@ -36,6 +36,10 @@ class PhaseLost(msgspec.Struct, frozen=True, kw_only=True, tag="phase_lost"):
     """A permit ended and its phase is not done: the job goes back to its last checkpoint."""
 
     job: JobId
+    overran: PhaseKind | None = None
+    """The phase, where it was ended for its length."""
+    at_least_s: float = 0.0
+    """What that phase would have taken alone, at the least."""
 
 
 class JobGone(msgspec.Struct, frozen=True, kw_only=True, tag="job_gone"):

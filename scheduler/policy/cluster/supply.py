@@ -1,9 +1,6 @@
 """The group planner with as many nodes as there are, and what was measured of jobs before."""
 
 from collections import Counter
-from collections.abc import Iterator
-from itertools import islice
-from typing import Final
 
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId
@@ -17,12 +14,9 @@ from scheduler.policy.groups.events import (
     MoveJob,
     ReviewDue,
 )
-from scheduler.policy.groups.packing import Opening, OpeningKind
+from scheduler.policy.groups.packing import Opening
 from scheduler.policy.groups.planner import GroupPlanner
 from scheduler.policy.model import Placement, Pool
-
-_OPENINGS_MAX: Final = 64
-"""Forecast for one job that does not find its place at once."""
 
 
 class SuppliedPlanner(GroupPlanner):
@@ -58,26 +52,18 @@ class SuppliedPlanner(GroupPlanner):
         if self._submitted is not None and self._submitted.job == job:
             self._recall(self._submitted)
         opening = super().choose(job)
-        if nodes_taken(self.book, opening.placement) <= self._supply:
+        if self._is_supplied(opening):
             return opening
-        within = islice(
-            (
-                each
-                for each in self._openings(job)
-                if nodes_taken(self.book, each.placement) <= self._supply
-            ),
-            _OPENINGS_MAX,
-        )
-        admitted = [each for each in within if self.packer.admits(each)]
-        if not admitted:
-            raise Exhausted(self._shortage(opening))
-        return min(admitted, key=lambda each: each.delta_per_hour)
-
-    def _openings(self, job: JobId) -> Iterator[Opening]:
+        # The index may be older than what was learned of its jobs since.
         for cell in self.book.cells.values():
-            for kind in OpeningKind:
-                if kind is not OpeningKind.NEW_GROUP:
-                    yield from self.packer.unjudged(cell, job, kind)
+            self.packer.refresh(cell)
+        within = self.packer.best(job, new_group=False, allowed=self._is_supplied)
+        if within is None:
+            raise Exhausted(self._shortage(opening))
+        return within
+
+    def _is_supplied(self, opening: Opening) -> bool:
+        return nodes_taken(self.book, opening.placement) <= self._supply
 
     def _shortage(self, opening: Opening) -> str:
         taken = nodes_taken(self.book, opening.placement)
@@ -86,7 +72,7 @@ class SuppliedPlanner(GroupPlanner):
             for pool, count in taken.items()
             if count > self._supply[pool]
         )
-        return f"needs {wants}, and no group that there is admits it"
+        return f"needs {wants}, and none of the {len(self.book.cells)} groups admits it"
 
     def _recall(self, given: Submission) -> None:
         """Into the estimates alone: it earns no credit here."""

@@ -72,6 +72,13 @@ class JobFacts:
         if self._belief is not None and self._outdated(self._belief):
             self._belief = None
 
+    def observe_cut(self, kind: PhaseKind, at_least_s: float) -> None:
+        """A phase that was ended before its end teaches where it was longer than believed."""
+        estimate = self.rollout if kind is PhaseKind.ROLLOUT else self.training
+        if at_least_s > estimate.mean_s:
+            estimate.observe(at_least_s)
+            self._belief = None
+
     def lose_iteration(self) -> None:
         """It begins again at its last checkpoint: what it did since earns no credit."""
         self.account.solo_s -= self.open_s

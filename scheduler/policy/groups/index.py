@@ -57,8 +57,8 @@ class GroupIndex:
             load += sum(shares[node] for node in nodes) * book.types[pool].price_per_hour
         self._load[row] = load / book.cell_price_per_hour(cell)
 
-    def candidates(self, wish: Wish, *, pools: tuple[Pool, ...], most: int) -> list[Cell]:
-        """Groups with room in those of their pools, the fullest first."""
+    def candidates(self, wish: Wish, *, pools: tuple[Pool, ...], most: int | None) -> list[Cell]:
+        """Groups with room in those of their pools, the fullest first; all where `most` is None."""
         fits = (self._jobs > 0) & (self._jobs < self._group_jobs)
         for pool in pools:
             side = 0 if pool is Pool.ROLLOUT else 1

@@ -123,8 +123,13 @@ class Packer:
         without: Iterable[Cell] = (),
         below_per_hour: float = float("inf"),
         new_group: bool = True,
+        allowed: Callable[[Opening], bool] | None = None,
     ) -> Opening | None:
-        """The cheapest admissible opening under `below_per_hour`, in no cell of `without`."""
+        """The cheapest admissible opening under `below_per_hour`, in no cell of `without`.
+
+        Looks at the `tries` fullest groups of each kind. Where only `allowed` openings can be
+        taken, it looks at every group: there is no new one to fall back to.
+        """
         facts = self.facts[job]
         rollout, training = self.shares(facts)
         wish = Wish(
@@ -133,20 +138,22 @@ class Packer:
             host_bytes=facts.job.host_bytes_per_node,
         )
         excluded = {cell.group for cell in without}
+        tries = self.limits.tries if allowed is None else None
         for kind, pools, added in self._kinds(facts):
             if added >= below_per_hour:
                 break
             if kind is OpeningKind.NEW_GROUP:
                 return self.isolated(job) if new_group else None
-            cells = self.index.candidates(wish, pools=pools, most=self.limits.tries)
+            cells = self.index.candidates(wish, pools=pools, most=tries)
             tried = islice(
                 (
                     opening
                     for cell in cells
                     if cell.group not in excluded and self.judge.takes_more(self.occupants(cell))
                     for opening in self._openings(cell, job, kind)
+                    if allowed is None or allowed(opening)
                 ),
-                self.limits.tries,
+                tries,
             )
             for opening in tried:
                 self.simulated += 1

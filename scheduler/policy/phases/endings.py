@@ -12,8 +12,9 @@ from scheduler.policy.phases.events import (
     PhaseEnded,
     Refuse,
 )
+from scheduler.policy.phases.longest_run import LongestRun
 from scheduler.policy.phases.places import enqueue
-from scheduler.policy.phases.standing import Standing, Trigger
+from scheduler.policy.phases.standing import Stage, Standing, Trigger
 
 Ending = list[EndPermit | EnqueuePhase | FailJob | Refuse]
 
@@ -24,7 +25,9 @@ def ended(book: PermitBook, event: PhaseEnded, *, now: float) -> Ending:
     if standing is None or standing.kind is None:
         return [stale(event.job, event.epoch)]
     if event.failed:
-        return fail(book, standing, EndReason.FAILED, event.failed)
+        told = standing.stage is Stage.REVOKED
+        reason = EndReason.OVERRAN if told else EndReason.FAILED
+        return fail(book, standing, reason, event.failed, now=now)
     _learn(standing, standing.kind, now=now)
     effects: Ending = [end(book, standing, EndReason.DONE, "")]
     # Terms may have changed while it ran, and no longer know this phase.
@@ -34,11 +37,13 @@ def ended(book: PermitBook, event: PhaseEnded, *, now: float) -> Ending:
 
 
 def _learn(standing: Standing, kind: PhaseKind, *, now: float) -> None:
-    """How the phase completed, for its tail's threshold."""
+    """How long the phase took, and how it completed, for its tail's threshold."""
+    lasted_s = now - standing.started_s
+    longest = standing.longest_runs.get(kind, LongestRun())
+    standing.longest_runs[kind] = longest.completed(lasted_s)
     phase = standing.terms.phase(kind)
     if phase is not None and phase.learn_tail and standing.course is not None:
         before = standing.curves.get(kind, CompletionCurve())
-        lasted_s = now - standing.started_s
         standing.curves[kind] = before.after(standing.course, lasted_s=lasted_s)
 
 
@@ -57,7 +62,12 @@ def end(book: PermitBook, standing: Standing, reason: EndReason, words: str) -> 
     )
 
 
-def fail(book: PermitBook, standing: Standing, reason: EndReason, words: str) -> Ending:
+def fail(
+    book: PermitBook, standing: Standing, reason: EndReason, words: str, *, now: float
+) -> Ending:
+    if reason is EndReason.OVERRAN and standing.kind is not None:
+        longest = standing.longest_runs.get(standing.kind, LongestRun())
+        standing.longest_runs[standing.kind] = longest.cut(now - standing.started_s)
     ending = end(book, standing, reason, words)
     standing.failures += 1
     return [ending, FailJob(job=standing.job, reason=words)]

@@ -98,6 +98,7 @@ class EndReason(StrEnum):
     SILENT = "silent"
     """The holder was not heard for a lease."""
     OVERRAN = "overran"
+    """Told to end for its length, and not completed since."""
     LEFT = "left"
     WITHDRAWN = "withdrawn"
 

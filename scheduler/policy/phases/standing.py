@@ -8,6 +8,7 @@ from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.completion import CompletionCurve, Course
 from scheduler.policy.phases.events import EndReason
+from scheduler.policy.phases.longest_run import LongestRun
 from scheduler.policy.phases.terms import JobTerms
 
 NO_EPOCH = Epoch(0)
@@ -83,6 +84,8 @@ class Standing(msgspec.Struct, kw_only=True):
     """How the phase that runs came that far; None: not all of it was heard."""
     curves: dict[PhaseKind, CompletionCurve] = {}
     """How its phases completed that have ended."""
+    longest_runs: dict[PhaseKind, LongestRun] = {}
+    """How long its phases are known to take."""
     tokens: int = 0
     turns: tuple[JobId, ...] = ()
     """The round that it is in; empty: first come, first served."""

@@ -5,7 +5,7 @@ from scheduler.policy.phases.endings import fail
 from scheduler.policy.phases.events import EndReason, PermitEffect, WarnHolder
 from scheduler.policy.phases.room import revoke
 from scheduler.policy.phases.standing import Standing
-from scheduler.policy.phases.watchdog import Verdict, verdict
+from scheduler.policy.phases.watchdog import Verdict, bound_s, verdict
 
 Effects = list[PermitEffect]
 
@@ -45,13 +45,15 @@ def _watch(book: PermitBook, standing: Standing, now: float) -> Effects:
             return []
         case Verdict.SILENT:
             reason = f"not heard for {book.config.lease_s:g} s"
-            return [*fail(book, standing, EndReason.SILENT, reason)]
+            return [*fail(book, standing, EndReason.SILENT, reason, now=now)]
         case Verdict.OUT_OF_GRACE:
             reason = f"ran for {lasted_s:.1f} s and did not end when told"
-            return [*fail(book, standing, EndReason.OVERRAN, reason)]
+            return [*fail(book, standing, EndReason.OVERRAN, reason, now=now)]
         case Verdict.LATE:
             standing.warned_s = now
-            reason = f"runs for {lasted_s:.1f} s, longer than declared"
+            reason = (
+                f"runs for {lasted_s:.1f} s, longer than its bound of {bound_s(standing):.1f} s"
+            )
             return [WarnHolder(job=standing.job, epoch=standing.epoch, reason=reason)]
         case Verdict.OBSTRUCTS:
             return [revoke(book, book.config, standing, now=now)]

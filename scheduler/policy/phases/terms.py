@@ -34,7 +34,7 @@ class PhaseTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     nodes: tuple[NodeId, ...]
     """All that the phase is pinned to; their permits are acquired together."""
     max_s: float | None = None
-    """Declared longest duration; None: nobody watches it."""
+    """Declared longest duration, until its runs have shown a longer one; None: no watchdog."""
     least_nodes: int = 0
     """The phase may begin on so many while tails of others hold the rest; 0: on all or not."""
     tail_ratio: float = 1.0

@@ -1,4 +1,4 @@
-"""When a permit is in danger: its holder silent, or its phase longer than was declared.
+"""When a permit is in danger: its holder silent, or its phase longer than its job's are known to be.
 
 An overrun is warned of at once, and costs the permit only when somebody waits for its nodes: to end
 a phase that is in nobody's way would help nobody. Pure; the policy acts on the verdict.
@@ -6,6 +6,7 @@ a phase that is in nobody's way would help nobody. Pure; the policy acts on the 
 
 from enum import StrEnum
 
+from scheduler.policy.phases.longest_run import LongestRun
 from scheduler.policy.phases.standing import Stage, Standing
 from scheduler.policy.phases.terms import PermitsConfig
 
@@ -15,7 +16,7 @@ class Verdict(StrEnum):
     SILENT = "silent"
     """Not heard for a lease."""
     LATE = "late"
-    """Longer than declared: warn."""
+    """Longer than its bound: warn."""
     OBSTRUCTS = "obstructs"
     """Warned, and somebody waits: revoke."""
     OUT_OF_GRACE = "out_of_grace"
@@ -35,11 +36,16 @@ def verdict(standing: Standing, config: PermitsConfig, *, wanted: bool, now: flo
 
 
 def late_s(standing: Standing) -> float:
-    """When the phase will have taken as long as it declared; infinite if it declared nothing."""
+    """When the phase will have taken as long as its bound; infinite if it declared none."""
+    return standing.started_s + bound_s(standing)
+
+
+def bound_s(standing: Standing) -> float:
+    """Longest expected duration of the phase: as declared, or as its runs have shown."""
     phase = None if standing.kind is None else standing.terms.phase(standing.kind)
     if phase is None or phase.max_s is None:
         return float("inf")
-    return standing.started_s + phase.max_s
+    return standing.longest_runs.get(phase.kind, LongestRun()).bound_s(phase.max_s)
 
 
 def deadlines_s(standing: Standing, config: PermitsConfig) -> tuple[float, ...]:

@@ -503,3 +503,17 @@ def test_its_metrics_say_how_long_somebody_has_waited_for_a_place() -> None:
     control.submit(submission("a", slo=1.0), submission("b", slo=1.0))
     control.pass_time(60.0)
     assert "scheduler_phase_plan_longest_wait_seconds 60.0" in control.desk.metrics().decode()
+
+
+def test_a_phase_that_was_ended_for_its_length_makes_the_plan_believe_it_longer() -> None:
+    control = Control(cluster("r0", "t0"))
+    control.submit(submission("a", slo=3.0), submission("b", slo=3.0))
+    assert control.runs("a") == names("r0")
+    believed_s = control.desk.cluster.planner.facts[JobId("a")].belief().rollout_s
+    control.enter("b")
+    while control.desk.policy.on(NodeId("r0")) == "a":
+        control.pass_time(8.0, beats="a")
+        control.enter("b")
+    facts = control.desk.cluster.planner.facts[JobId("a")]
+    assert facts.belief().rollout_s > believed_s
+    assert facts.account.solo_s == pytest.approx(control.desk.cluster.planner.config.cold_start_s)
