@@ -1,4 +1,4 @@
-"""When a permit is in danger: its holder silent, or its phase longer than its job's are known to be.
+"""When a permit is in danger: its holder silent, or its phase longer than known runs of it.
 
 An overrun is warned of at once, and costs the permit only when somebody waits for its nodes: to end
 a phase that is in nobody's way would help nobody. Pure; the policy acts on the verdict.
