@@ -15,7 +15,7 @@ from harvester.agent.node import Node
 from harvester.contracts.bearer import is_sent
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import LeaseId, checked_name
-from harvester.contracts.wire.leases import LeaseGranted, LeaseRenewal, LeaseRequest, SlotOffers
+from harvester.contracts.wire.leases import LeaseRenewal, LeaseRequest, SlotOffers
 
 MAX_BODY_BYTES = 64 << 10
 T = TypeVar("T")
@@ -58,11 +58,7 @@ class Routes:
         }
         for what, name in names.items():
             checked_name(name, what=what)
-        answer = self._node.book.take(wanted, now=self._node.clock.now())
-        if isinstance(answer, LeaseGranted):
-            # The guest must know the epoch before the holder's first request carries it.
-            self._node.beat()
-        return _json(answer)
+        return _json(self._node.take(wanted))
 
     async def renew(self, request: web.Request) -> web.Response:
         lease = _lease(request)

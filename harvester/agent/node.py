@@ -1,6 +1,7 @@
 """All slots of one node on one beat: the agent without its sockets."""
 
 import logging
+import secrets
 
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.metrics import AgentMetrics
@@ -10,12 +11,14 @@ from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import LeaseId, NodeId, SlotId
+from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRequest
 from harvester.policy.leases import LeaseBook
 from harvester.policy.sample import KillSwitch
 from harvester.policy.states import Condition
 
 _log = logging.getLogger(__name__)
 
+_SECRET_BYTES = 16
 _LATE_BEATS = 20
 """So many beats without one is a hung loop."""
 
@@ -29,7 +32,6 @@ class Node:
         self.book = LeaseBook(
             node=NodeId(config.node),
             ttl_s=config.lease_ttl_s,
-            adopt_until_s=started + config.lease_ttl_s,
         )
         self._switch = KillSwitchFile(config.kill_switch)
         self._switched = KillSwitch.NONE
@@ -38,13 +40,15 @@ class Node:
         for slot in config.slots:
             exposition = SlotExposition(slot.name, self.metrics, tenants=config.tenants)
             self._expositions[slot.name] = exposition
-            self.slots.append(self._slot(config, slot, exposition))
+            self.slots.append(self._slot(config, slot, exposition, started))
         self._slot_of_lease: dict[LeaseId, SlotId] = {}
         self._beat_at_s = started
 
-    def _slot(self, config: AgentConfig, slot: SlotConfig, exposition: SlotExposition) -> Slot:
+    def _slot(
+        self, config: AgentConfig, slot: SlotConfig, exposition: SlotExposition, now: float
+    ) -> Slot:
         try:
-            return Slot(config, slot, book=self.book, exposition=exposition)
+            return Slot(config, slot, book=self.book, exposition=exposition, now=now)
         except OSError as error:
             raise ConfigError(
                 f"slot {slot.name}: cannot use {error.filename}: {error.strerror}; "
@@ -69,6 +73,24 @@ class Node:
             slot.beat(switch, now=now)
         self._tell_ended()
         self._beat_at_s = now
+
+    def take(self, request: LeaseRequest) -> LeaseGranted | LeaseRefused:
+        """Granted is only what a restarted agent would know of."""
+        secret = secrets.token_hex(_SECRET_BYTES)
+        answer = self.book.take(request, secret=secret, now=self.clock.now())
+        if not isinstance(answer, LeaseGranted):
+            return answer
+        slot = next(slot for slot in self.slots if slot.name == answer.slot)
+        lease = self.book.live(slot.name)
+        try:
+            if lease is not None:
+                slot.lease_file.keep(lease)
+        except OSError as error:
+            _log.error("slot %s: no lease, it cannot be recorded: %s", slot.name, error.strerror)
+            return self.book.withdraw(answer, f"no record of a lease: {error.strerror}")
+        # The guest must know the epoch before the holder's first request carries it.
+        self.beat()
+        return answer
 
     def reconfigure(self, config: AgentConfig) -> None:
         """Take new slot settings over. Raises ConfigError where only a restart can."""

@@ -10,6 +10,7 @@ import msgspec
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.guest_processes import GuestProcesses
 from harvester.agent.kv_sharing import SharedKv
+from harvester.agent.lease_file import LeaseFile
 from harvester.agent.memory import SharedMemory
 from harvester.agent.mps import MpsWatch
 from harvester.agent.sense import SlotSensor
@@ -43,7 +44,13 @@ class Slot:
     """Takes over the pages of an earlier agent and owns the grant page until `close`."""
 
     def __init__(
-        self, config: AgentConfig, slot: SlotConfig, *, book: LeaseBook, exposition: SlotExposition
+        self,
+        config: AgentConfig,
+        slot: SlotConfig,
+        *,
+        book: LeaseBook,
+        exposition: SlotExposition,
+        now: float,
     ) -> None:
         self.name = SlotId(slot.name)
         self.config = slot
@@ -51,7 +58,10 @@ class Slot:
         self._exposition = exposition
         directory = PageDirectory.create(config.pages_of(slot), mode=0o1777)
         self._lock = _lock(directory.path)
-        book.add_slot(self.name, epoch=epoch_left(directory))
+        self.lease_file = LeaseFile(config.state_dir / f"{slot.name}.lease")
+        # Its holder counts from an earlier moment: the lease ends for it first.
+        recorded = self.lease_file.read(ends_s=now + book.ttl_s)
+        book.add_slot(self.name, epoch=epoch_left(directory), recorded=recorded)
         self._writer = directory.grant_writer()
         self._mps = _watch(slot.mps)
         shared = _shared(slot)
@@ -77,6 +87,7 @@ class Slot:
 
     def beat(self, kill_switch: KillSwitch, *, now: float) -> None:
         self._book.expire(now=now)
+        self.lease_file.follow(self._book.live(self.name))
         sample = self.sensor.sample(lease=self._book.view(self.name), kill_switch=kill_switch)
         effects = self.policy.observe(sample, now=now)
         try:
@@ -104,6 +115,7 @@ class Slot:
 
     def offer(self) -> SlotOffer:
         state, reason, epoch = self._book.entry(self.name)
+        lease = self._book.live(self.name)
         return SlotOffer(
             slot=self.name,
             node=self._book.node,
@@ -117,6 +129,8 @@ class Slot:
             reason=reason,
             isolation=self.policy.guest_isolation,
             floor_bytes=self.policy.guest_floor_bytes,
+            tenant=lease.tenant if lease is not None else "",
+            job=lease.job if lease is not None else "",
         )
 
     def close(self, *, now: float) -> None:
@@ -124,6 +138,7 @@ class Slot:
         lease = self._book.live(self.name)
         if lease is not None:
             self._book.end(lease.lease, EndReason.DRAIN, now=now)
+        self.lease_file.follow(self._book.live(self.name))
         epoch = self._book.view(self.name).epoch
         grant = Grant(epoch=epoch, mode=GrantMode.CLOSED, reason="agent stopped")
         self._writer.write(grant, now_ns=monotonic_ns(), ttl_ns=0)
@@ -141,9 +156,7 @@ class Slot:
                 ttl_ns = int(effect.ttl_s * 1e9)
                 self._writer.write(effect.grant, now_ns=monotonic_ns(), ttl_ns=ttl_ns)
             case EndLease():
-                _log.warning("slot %s: lease %s ends: %s", self.name, effect.lease, effect.reason)
-                deadline_s = effect.deadline_s
-                self._book.end(effect.lease, effect.reason, deadline_s=deadline_s, now=now)
+                self._end_lease(effect, now)
             case LiftGuest():
                 self._guest.lift(effect.processes)
             case SettleGuest():
@@ -153,6 +166,16 @@ class Slot:
                 self._guest.kill(effect.processes)
             case Quarantine():
                 _log.error("slot %s is quarantined: %s", self.name, effect.reason)
+
+    def _end_lease(self, effect: EndLease, now: float) -> None:
+        lease = self._book.live(self.name)
+        if lease is None or lease.name != effect.lease:
+            return
+        _log.warning(
+            "slot %s: lease %s of tenant %s, job %s ends: %s",
+            *(self.name, lease.name, lease.tenant, lease.job, effect.reason),
+        )
+        self._book.end(lease.lease, effect.reason, deadline_s=effect.deadline_s, now=now)
 
     def _first_line(self, *, resumed: bool) -> Opened:
         config = msgspec.to_builtins(self.policy.settings)

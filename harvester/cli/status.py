@@ -160,14 +160,16 @@ def _over(calibration: Calibration, what: str) -> str:
 
 def _offer_table(offers: SlotOffers) -> Table:
     table = Table(
-        "slot", "state", "epoch", "idle", "model", "engine", "isolation", "floor", "reason",
+        "slot", "state", "tenant", "job", "epoch", "idle", "model", "engine", "isolation", "floor",
+        "reason",
         title=f"Node {offers.node}",
     )  # fmt: skip
     for offer in offers.slots:
         idle = "unknown" if offer.idle_ratio is None else f"{offer.idle_ratio:.0%}"
         table.add_row(
-            offer.slot, offer.state, str(offer.epoch), idle, offer.model, offer.engine_url,
-            offer.isolation, _gib(offer.floor_bytes) if offer.floor_bytes else "", offer.reason,
+            offer.slot, offer.state, offer.tenant, offer.job, str(offer.epoch), idle, offer.model,
+            offer.engine_url, offer.isolation,
+            _gib(offer.floor_bytes) if offer.floor_bytes else "", offer.reason,
         )  # fmt: skip
     return table
 

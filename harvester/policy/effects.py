@@ -2,7 +2,6 @@
 
 import msgspec
 
-from harvester.contracts.ids import LeaseId
 from harvester.contracts.page.records import Grant
 from harvester.contracts.process import ProcessId
 from harvester.contracts.wire.leases import EndReason
@@ -17,7 +16,8 @@ class WriteGrant(msgspec.Struct, frozen=True, kw_only=True, tag="write_grant"):
 
 
 class EndLease(msgspec.Struct, frozen=True, kw_only=True, tag="end_lease"):
-    lease: LeaseId
+    lease: str
+    """Its name."""
     reason: EndReason
     deadline_s: float = 0.0
     """How long running turns may still go on."""

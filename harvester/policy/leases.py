@@ -3,6 +3,9 @@
 A slot's epoch rises when a lease is taken and again when it ends, so the page's epoch always tells
 the guest whose requests are alive. Repeating any call is harmless: the same request id gives the
 same lease, and a lease that has ended says so again with the same reason. Refusals are values.
+
+A lease's id is a secret of its holder: it alone renews and ends the lease. A successor of the agent
+goes on with exactly the leases that were recorded, each on its slot and under its epoch.
 """
 
 from collections import OrderedDict
@@ -23,7 +26,6 @@ from harvester.policy.sample import LeaseView
 MAX_REMEMBERED = 1024
 """Ended leases and answered requests that a late repetition may still ask about."""
 
-UNKNOWN_TENANT = TenantId("unknown")
 _RETRY_S = 1.0
 
 
@@ -39,6 +41,11 @@ class Lease:
     ending: EndReason | None = None
     """Set while a revoked lease runs out its deadline; it is not renewed any more."""
 
+    @property
+    def name(self) -> str:
+        """For journals, logs and status, where the id would let every reader end the lease."""
+        return f"{self.slot}.{self.epoch}"
+
 
 @dataclass(slots=True, kw_only=True)
 class SlotEntry:
@@ -46,33 +53,41 @@ class SlotEntry:
     state: SlotState = SlotState.OFF
     reason: str = "starting"
     lease: Lease | None = None
-    inherited: Epoch | None = None
-    """The epoch that an earlier agent left; a renewal under it is that agent's live lease."""
 
 
 class LeaseBook:
-    def __init__(self, *, node: NodeId, ttl_s: float, adopt_until_s: float = 0.0) -> None:
-        """`ttl_s` bounds every lease. Until `adopt_until_s` a lease of an earlier agent that is
-        renewed under the epoch which that agent left on the page is taken over as it is."""
+    def __init__(self, *, node: NodeId, ttl_s: float) -> None:
+        """`ttl_s` bounds every lease."""
         self.node = node
         self.ttl_s = ttl_s
-        self._adopt_until_s = adopt_until_s
         self._slots: dict[SlotId, SlotEntry] = {}
         self._ended: OrderedDict[LeaseId, LeaseEnded] = OrderedDict()
         self._answered: OrderedDict[str, LeaseId] = OrderedDict()
         self._news: list[LeaseEnded] = []
 
-    def add_slot(self, slot: SlotId, *, epoch: Epoch) -> None:
-        """`epoch` is the one on the page, 0 when there was none."""
-        inherited = epoch if epoch > 0 else None
-        self._slots[slot] = SlotEntry(epoch=epoch, inherited=inherited)
+    def add_slot(self, slot: SlotId, *, epoch: Epoch, recorded: Lease | None = None) -> None:
+        """`epoch` is the one on the page, 0 when there was none. `recorded` is the lease that an
+        earlier agent recorded last: it goes on if the page still has its epoch, else it has ended.
+        """
+        entry = self._slots[slot] = SlotEntry(epoch=epoch)
+        if recorded is None or recorded.slot != slot:
+            return
+        if recorded.epoch == epoch:
+            entry.lease = recorded
+            self._answered[recorded.request_id] = recorded.lease
+        else:
+            # The page may be younger than the record, or lost with the machine's memory.
+            entry.epoch = Epoch(max(epoch, recorded.epoch + 1))
 
     def offer(self, slot: SlotId, state: SlotState, reason: str = "") -> None:
         """Say whether the slot may be leased; a live lease is not touched by it."""
         entry = self._slots[slot]
         entry.state, entry.reason = state, reason
 
-    def take(self, request: LeaseRequest, *, now: float) -> LeaseGranted | LeaseRefused:
+    def take(
+        self, request: LeaseRequest, *, secret: str, now: float
+    ) -> LeaseGranted | LeaseRefused:
+        """`secret` is random, 32 characters at most; it makes the id unguessable."""
         entry = self._slots.get(request.slot)
         if entry is None:
             return self._refused(request, "no such slot on this node")
@@ -88,7 +103,7 @@ class LeaseBook:
             return self._refused(request, "duration_s must be above 0")
         self._raise_epoch(entry)
         lease = Lease(
-            lease=LeaseId(f"{self.node[:32]}.{request.slot[:20]}.{entry.epoch}"),
+            lease=LeaseId(f"{request.slot[:20]}.{entry.epoch}.{secret}"),
             slot=request.slot,
             tenant=request.tenant,
             job=request.job,
@@ -101,13 +116,23 @@ class LeaseBook:
         _forget(self._answered)
         return _granted(lease, now)
 
+    def withdraw(self, granted: LeaseGranted, reason: str) -> LeaseRefused:
+        """Turn a grant that nobody has heard of into a refusal."""
+        found = self._find(granted.lease)
+        if found is not None:
+            entry, held = found
+            entry.lease = None
+            self._raise_epoch(entry)
+            self._answered.pop(held.request_id, None)
+        return LeaseRefused(slot=granted.slot, reason=reason, retry_after_s=_RETRY_S)
+
     def renew(
         self, lease: LeaseId, renewal: LeaseRenewal, *, now: float
     ) -> LeaseGranted | LeaseEnded:
         self.expire(now=now)
         found = self._find(lease)
         if found is None:
-            return self._ended.get(lease) or self._adopt(lease, renewal, now)
+            return self._ended.get(lease) or LeaseEnded(lease=lease, reason=EndReason.UNKNOWN)
         entry, held = found
         if renewal.epoch != held.epoch:
             return LeaseEnded(lease=lease, reason=EndReason.UNKNOWN)
@@ -150,8 +175,13 @@ class LeaseBook:
         entry = self._slots[slot]
         if entry.lease is None:
             return LeaseView(epoch=entry.epoch)
-        ending = entry.lease.ending is not None
-        return LeaseView(epoch=entry.epoch, lease=entry.lease.lease, ending=ending)
+        return LeaseView(
+            epoch=entry.epoch,
+            lease=entry.lease.name,
+            ending=entry.lease.ending is not None,
+            tenant=entry.lease.tenant,
+            job=entry.lease.job,
+        )
 
     def live(self, slot: SlotId) -> Lease | None:
         return self._slots[slot].lease
@@ -176,25 +206,6 @@ class LeaseBook:
                 return _granted(held, now)
         return self._refused(request, "this request id was answered before; use a new one")
 
-    def _adopt(
-        self, lease: LeaseId, renewal: LeaseRenewal, now: float
-    ) -> LeaseGranted | LeaseEnded:
-        for slot, entry in sorted(self._slots.items()):
-            left_live = entry.inherited == renewal.epoch == entry.epoch and entry.lease is None
-            if left_live and now < self._adopt_until_s:
-                entry.lease = Lease(
-                    lease=lease,
-                    slot=slot,
-                    tenant=UNKNOWN_TENANT,
-                    job=JobId("unknown"),
-                    epoch=entry.epoch,
-                    request_id="",
-                    ends_s=now + min(renewal.duration_s, self.ttl_s),
-                )
-                entry.inherited = None
-                return _granted(entry.lease, now)
-        return LeaseEnded(lease=lease, reason=EndReason.UNKNOWN)
-
     def _free(self, entry: SlotEntry, lease: Lease, reason: EndReason) -> LeaseEnded:
         ended = LeaseEnded(lease=lease.lease, reason=reason)
         entry.lease = None
@@ -206,7 +217,6 @@ class LeaseBook:
 
     def _raise_epoch(self, entry: SlotEntry) -> None:
         entry.epoch = Epoch(entry.epoch + 1)
-        entry.inherited = None
 
     def _find(self, lease: LeaseId) -> tuple[SlotEntry, Lease] | None:
         for entry in self._slots.values():

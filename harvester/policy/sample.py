@@ -4,7 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
-from harvester.contracts.ids import Epoch, LeaseId
+from harvester.contracts.ids import Epoch
 from harvester.contracts.page.records import Guest, Pulse
 from harvester.contracts.page.seal import PageFault
 from harvester.contracts.process import ProcessId
@@ -38,8 +38,11 @@ class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
     """What the lease book says about the slot."""
 
     epoch: Epoch
-    lease: LeaseId | None = None
+    lease: str | None = None
+    """Its name. Its id is the holder's secret and stands in no journal."""
     ending: bool = False
+    tenant: str = ""
+    job: str = ""
 
 
 class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from scheduler.policy.model import Lease
 
 class CapacityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     instance: str = "scheduler"
-    """Part of request ids: another instance's must differ."""
+    """Part of request ids: another instance's must differ, and nobody may guess it."""
     duration_s: float = 10.0
     renew_ratio: float = 1 / 3
     """Share of the duration after which a lease is renewed."""
@@ -219,8 +219,14 @@ class CapacityPolicy:
         return [
             self._ask(slot, demand.job, now, reason)
             for slot in offered
-            if slot.free and slot.slot not in kept and now >= self._not_before_s.get(slot.slot, now)
+            if self._may_ask(slot, now) and slot.slot not in kept
         ]
+
+    def _may_ask(self, slot: OfferedSlot, now: float) -> bool:
+        # A slot that was free until we asked may be ours: the reply was lost.
+        return (slot.free or slot.slot in self._asked) and now >= self._not_before_s.get(
+            slot.slot, now
+        )
 
     def _ask(self, slot: OfferedSlot, job: JobId, now: float, reason: str) -> TakeLease:
         asked = self._asked.get(slot.slot)

@@ -20,6 +20,7 @@ from harvester.contracts.ids import (
     TenantId,
     WeightVersion,
 )
+from harvester.contracts.wire.leases import LeaseEnded, LeaseGranted
 
 NO_JOB = JobId("")
 BASE_VERSION = WeightVersion(0)
@@ -109,6 +110,17 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     job: JobId
     epoch: Epoch
     expires_s: float
+
+    def mismatch(self, reply: LeaseGranted | LeaseEnded) -> str:
+        """Why a reply cannot be about this lease; "" where it can."""
+        if reply.lease != self.lease:
+            return "the reply names another lease"
+        if isinstance(reply, LeaseGranted):
+            if reply.slot != self.slot:
+                return f"granted on slot {reply.slot} and not on {self.slot}"
+            if reply.epoch != self.epoch:
+                return f"granted under epoch {reply.epoch} and not {self.epoch}"
+        return ""
 
     def usable(self, *, now: float, margin_s: float) -> bool:
         """The holder stops one margin before the grantor frees the slot."""

@@ -1,6 +1,7 @@
 """`rosemux gateway`: the gateway process from its configuration file to its last open turn."""
 
 import asyncio
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,6 +30,8 @@ def gateway(
     if check_config:
         typer.echo(f"{config} is good: {len(settings.engines)} engines, {len(settings.jobs)} jobs")
         return
+    # State and journals hold the ids of leases, with which every reader could end them.
+    os.umask(0o077)
     uvloop.run(serve(settings, tenants))
 
 

@@ -4,6 +4,7 @@ A lease in hand becomes a guest in the fleet; a lease that ends takes its guest 
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import aiohttp
@@ -38,6 +39,8 @@ from scheduler.service.engine import EngineClient
 from scheduler.service.fleet import Fleet, Member
 from scheduler.service.leases import AgentClient
 from scheduler.service.state import SchedulerState
+
+_log = logging.getLogger(__name__)
 
 # Between two looks when turns queue up: an agent answers in a millisecond.
 _LEAST_PERIOD_S = 0.1
@@ -163,8 +166,13 @@ class Harvest:
             self.offers = {s: (a, o) for s, (a, o) in self.offers.items() if a != name}
             return
         self.silent_agents.pop(name, None)
-        fresh = {offer.slot: (name, offer) for offer in offers.slots}
         others = {s: (a, o) for s, (a, o) in self.offers.items() if a != name}
+        twice = sorted(offer.slot for offer in offers.slots if offer.slot in others)
+        if twice:
+            # Leases and guests are known by their slot: one of two would get the other's turns.
+            first = others[twice[0]][0]
+            self.silent_agents[name] = f"agent {first} offers {', '.join(twice)} too: rename them"
+        fresh = {o.slot: (name, o) for o in offers.slots if o.slot not in others}
         self.offers = {**others, **fresh}
 
     async def _apply(self, effect: CapacityEffect) -> None:
@@ -198,6 +206,9 @@ class Harvest:
             case LeaseRefused() as refused:
                 refusal = SlotRefusal(slot=effect.slot, retry_after_s=refused.retry_after_s)
                 self._refusals.append(refusal)
+            case LeaseGranted(slot=slot) if slot != effect.slot:
+                _log.warning("agent %s: asked for %s, got %s", effect.agent, effect.slot, slot)
+                self._refusals.append(SlotRefusal(slot=effect.slot, retry_after_s=0.0))
             case LeaseGranted() as granted:
                 lease = Lease(
                     lease=granted.lease,
@@ -206,7 +217,7 @@ class Harvest:
                     job=effect.job,
                     epoch=granted.epoch,
                     # The grantor counts from its reply, later than the question.
-                    expires_s=asked_at_s + granted.duration_s,
+                    expires_s=asked_at_s + min(granted.duration_s, effect.duration_s),
                 )
                 self._hold(lease)
 
@@ -219,6 +230,11 @@ class Harvest:
         except (Exhausted, PeerProtocolError) as error:
             self.silent_agents[effect.agent] = str(error)
             return
+        mismatch = lease.mismatch(reply)
+        if mismatch:
+            _log.warning("agent %s, slot %s: %s", effect.agent, lease.slot, mismatch)
+            self._end(lease, mismatch)
+            return
         match reply:
             case LeaseEnded():
                 self._end(lease, f"ended by its agent: {reply.reason}")
@@ -228,8 +244,8 @@ class Harvest:
                     slot=lease.slot,
                     agent=lease.agent,
                     job=lease.job,
-                    epoch=reply.epoch,
-                    expires_s=asked_at_s + reply.duration_s,
+                    epoch=lease.epoch,
+                    expires_s=asked_at_s + min(reply.duration_s, effect.duration_s),
                 )
                 self._hold(renewed)
 
@@ -241,7 +257,7 @@ class Harvest:
             self._fleet.renewed(self._guest_id(lease.slot), lease)
             return
         offered = self.offers.get(lease.slot)
-        if offered is None:
+        if offered is None or offered[0] != lease.agent:
             return
         self._fleet.remove(self._guest_id(lease.slot), "leased anew")
         engine = self._guest(lease, offered[1])

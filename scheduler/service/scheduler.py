@@ -1,7 +1,7 @@
 """The scheduler of one gateway, put together: policies, their shells, durable state, metrics."""
 
 import asyncio
-import os
+import secrets
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ class Scheduler:
 
     def _make_harvest(self) -> Harvest:
         settings = self.settings
-        config = {"instance": f"gateway-{os.getpid()}-{self._clock.now():.0f}", **settings.capacity}
+        config = {"instance": f"gateway-{secrets.token_hex(12)}", **settings.capacity}
         policy = CapacityPolicy.from_config(config)
         self._capacity_log = self._log(policy, msgspec.convert(config, CapacityConfig))
         return Harvest(

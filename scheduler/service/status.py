@@ -47,7 +47,7 @@ def status(scheduler: Scheduler, *, now: float) -> dict[str, Any]:
         },
         "leases": [
             {
-                "lease": lease.lease,
+                "lease": f"{lease.slot}.{lease.epoch}",
                 "slot": lease.slot,
                 "agent": lease.agent,
                 "job": lease.job,

@@ -153,7 +153,7 @@ async def test_a_restarted_gateway_adopts_the_leases_it_held(
     await asyncio.gather(*turns, return_exceptions=True)
     second = gateway(dedicated, **settings)
     status = await second.until("/v1/status", lambda s: s["leases"])
-    assert status["leases"][0]["lease"] == "lease1"
+    assert status["leases"][0]["lease"] == "slot.1"
     assert fake_agent.epoch == 1
 
 

@@ -46,6 +46,9 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     """What the guest says that it is isolated by."""
     floor_bytes: int = 0
     """Accelerator memory that the guest holds while its gate is closed; 0 is not known."""
+    tenant: str = ""
+    """Whose lease is in force; "" where there is none."""
+    job: str = ""
 
 
 class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +58,7 @@ class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     request_id: str
-    """Repeating a request with the same id returns the same lease."""
+    """Repeating a request with the same id returns the same lease; it must be unguessable too."""
     slot: SlotId
     tenant: TenantId
     job: JobId
@@ -81,6 +84,7 @@ class EndReason(StrEnum):
 
 class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
     lease: LeaseId
+    """A secret: whoever knows it may renew and end the lease."""
     slot: SlotId
     epoch: Epoch
     duration_s: float

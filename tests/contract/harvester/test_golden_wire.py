@@ -66,11 +66,11 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         (
             b'{"node":"n","slots":[{"slot":"s","node":"n","state":"offered","engine_url":"u",'
             b'"model":"m","epoch":1,"concurrency":16,"kv_tokens":4096,"idle_ratio":null,"reason":"",'
-            b'"isolation":"","floor_bytes":0}]}'
+            b'"isolation":"","floor_bytes":0,"tenant":"","job":""}]}'
         ),
     ),
     (
-        EndLease(lease=LeaseId("l"), reason=EndReason.BUDGET),
+        EndLease(lease="l", reason=EndReason.BUDGET),
         b'{"type":"end_lease","lease":"l","reason":"budget","deadline_s":0.0}',
     ),
     (Quarantine(reason="why"), b'{"type":"quarantine","reason":"why"}'),
@@ -78,13 +78,14 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         SlotSample(
             pulses=(PulseReading(name="pulse.p.0", fault=PageFault.EXPIRED),),
             guest=GuestReading(fault=PageFault.MISSING),
-            lease=LeaseView(epoch=Epoch(3), lease=LeaseId("l")),
+            lease=LeaseView(epoch=Epoch(3), lease="l"),
             kill_switch=KillSwitch.HOLD,
         ),
         (
             b'{"type":"slot","pulses":[{"name":"pulse.p.0","record":null,"fault":"expired"}],'
             b'"guest":{"record":null,"fault":"missing","lives_below":false},'
-            b'"lease":{"epoch":3,"lease":"l","ending":false},"kill_switch":"hold","memory":null,'
+            b'"lease":{"epoch":3,"lease":"l","ending":false,"tenant":"","job":""},'
+            b'"kill_switch":"hold","memory":null,'
             b'"mps":null,"guest_kv":null}'
         ),
     ),

@@ -16,6 +16,7 @@ from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest, PageDirectory, Pulse
 from harvester.contracts.wire.leases import (
+    EndReason,
     LeaseEnded,
     LeaseGranted,
     LeaseRefused,
@@ -111,6 +112,34 @@ async def test_a_lost_reply_costs_nothing_on_any_call(client: Any) -> None:
         assert isinstance(renewed, LeaseGranted)
     ended = [await answer(await client.delete(f"/v1/leases/{first.lease}")) for _ in range(2)]
     assert ended[0] == ended[1]
+
+
+async def test_who_holds_a_slot_is_told_and_with_what_id_is_not(client: Any) -> None:
+    taken = await answer(await client.post("/v1/leases", json=TAKE))
+    assert isinstance(taken, LeaseGranted)
+    for path in ("/v1/slots", "/metrics", "/readyz"):
+        said = await (await client.get(path)).text()
+        assert taken.lease.rpartition(".")[2] not in said
+    reply = await client.get("/v1/slots")
+    (offer,) = msgspec.json.decode(await reply.read(), type=SlotOffers).slots
+    assert (offer.tenant, offer.job, offer.state) == ("t", "j", SlotState.LEASED)
+
+
+@pytest.mark.parametrize("guess", ["slot0.1", "node-0.slot0.1", "slot0.1." + "0" * 32])
+async def test_a_caller_who_does_not_know_the_id_renews_and_ends_nothing(
+    client: Any, node: Node, guess: str
+) -> None:
+    taken = await answer(await client.post("/v1/leases", json=TAKE))
+    assert isinstance(taken, LeaseGranted)
+    renewal = {"epoch": taken.epoch, "duration_s": 10.0}
+    renewed = await answer(await client.post(f"/v1/leases/{guess}/renew", json=renewal))
+    ended = await answer(await client.delete(f"/v1/leases/{guess}"))
+    for said in (renewed, ended):
+        assert isinstance(said, LeaseEnded)
+        assert said.reason is EndReason.UNKNOWN
+    live = node.book.live(taken.slot)
+    assert live is not None
+    assert live.lease == taken.lease
 
 
 async def test_a_taken_slot_is_refused_as_a_value(client: Any) -> None:

@@ -1,11 +1,22 @@
 """The lease table, and a state machine that loses requests and replies at will."""
 
+from dataclasses import replace
+from itertools import count
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from harvester.contracts.ids import Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
+from harvester.contracts.ids import (
+    Epoch,
+    JobId,
+    LeaseId,
+    NodeId,
+    SlotId,
+    TenantId,
+    is_name,
+)
 from harvester.contracts.wire.leases import (
     EndReason,
     LeaseEnded,
@@ -15,9 +26,14 @@ from harvester.contracts.wire.leases import (
     LeaseRequest,
     SlotState,
 )
-from harvester.policy.leases import LeaseBook
+from harvester.policy.leases import Lease, LeaseBook
 
 SLOT = SlotId("slot0")
+_secrets = count()
+
+
+def take(book: LeaseBook, wanted: LeaseRequest, *, now: float) -> LeaseGranted | LeaseRefused:
+    return book.take(wanted, secret=f"secret{next(_secrets)}", now=now)
 
 
 def request(request_id: str, *, slot: SlotId = SLOT, job: str = "job-a") -> LeaseRequest:
@@ -44,15 +60,15 @@ def granted(answer: object) -> LeaseGranted:
 
 
 def test_repeating_a_request_gives_the_same_lease_and_no_more_time(book: LeaseBook) -> None:
-    first = granted(book.take(request("r1"), now=0.0))
-    again = granted(book.take(request("r1"), now=4.0))
+    first = granted(take(book, request("r1"), now=0.0))
+    again = granted(take(book, request("r1"), now=4.0))
     assert (again.lease, again.epoch) == (first.lease, first.epoch)
     assert again.duration_s == 6.0
 
 
 def test_refuses_a_second_lease_with_a_reason(book: LeaseBook) -> None:
-    book.take(request("r1"), now=0.0)
-    refused = book.take(request("r2", job="job-b"), now=1.0)
+    take(book, request("r1"), now=0.0)
+    refused = take(book, request("r2", job="job-b"), now=1.0)
     assert isinstance(refused, LeaseRefused)
     assert "job-a" in refused.reason
     assert refused.retry_after_s > 0
@@ -61,24 +77,24 @@ def test_refuses_a_second_lease_with_a_reason(book: LeaseBook) -> None:
 @pytest.mark.parametrize("state", [s for s in SlotState if s is not SlotState.OFFERED])
 def test_refuses_a_slot_that_is_not_offered(book: LeaseBook, state: SlotState) -> None:
     book.offer(SLOT, state, "because")
-    refused = book.take(request("r1"), now=0.0)
+    refused = take(book, request("r1"), now=0.0)
     assert isinstance(refused, LeaseRefused)
     assert "because" in refused.reason
 
 
 def test_refuses_an_unknown_slot(book: LeaseBook) -> None:
-    assert isinstance(book.take(request("r", slot=SlotId("x")), now=0.0), LeaseRefused)
+    assert isinstance(take(book, request("r", slot=SlotId("x")), now=0.0), LeaseRefused)
 
 
 def test_never_grants_more_than_its_own_ttl(book: LeaseBook) -> None:
-    lease = granted(book.take(LeaseRequest(**{**_fields(), "duration_s": 1e9}), now=0.0))
+    lease = granted(take(book, LeaseRequest(**{**_fields(), "duration_s": 1e9}), now=0.0))
     assert lease.duration_s == 10.0
     renewal = LeaseRenewal(epoch=lease.epoch, duration_s=1e9)
     assert granted(book.renew(lease.lease, renewal, now=5.0)).duration_s == 10.0
 
 
 def test_an_expired_lease_says_so_and_the_epoch_rises(book: LeaseBook) -> None:
-    lease = granted(book.take(request("r1"), now=0.0))
+    lease = granted(take(book, request("r1"), now=0.0))
     ended = book.renew(lease.lease, LeaseRenewal(epoch=lease.epoch, duration_s=10), now=10.0)
     assert ended == LeaseEnded(lease=lease.lease, reason=EndReason.EXPIRED)
     assert book.view(SLOT).epoch > lease.epoch
@@ -86,14 +102,14 @@ def test_an_expired_lease_says_so_and_the_epoch_rises(book: LeaseBook) -> None:
 
 
 def test_releasing_twice_answers_the_same(book: LeaseBook) -> None:
-    lease = granted(book.take(request("r1"), now=0.0))
+    lease = granted(take(book, request("r1"), now=0.0))
     first = book.release(lease.lease, now=1.0)
     assert first.reason is EndReason.RELEASED
     assert book.release(lease.lease, now=2.0) == first
 
 
 def test_a_renewal_under_a_wrong_epoch_prolongs_nothing(book: LeaseBook) -> None:
-    lease = granted(book.take(request("r1"), now=0.0))
+    lease = granted(take(book, request("r1"), now=0.0))
     stale = LeaseRenewal(epoch=Epoch(lease.epoch - 1), duration_s=10)
     assert isinstance(book.renew(lease.lease, stale, now=5.0), LeaseEnded)
     book.expire(now=10.0)
@@ -101,7 +117,7 @@ def test_a_renewal_under_a_wrong_epoch_prolongs_nothing(book: LeaseBook) -> None
 
 
 def test_a_revoked_lease_runs_to_its_deadline_and_is_not_renewed(book: LeaseBook) -> None:
-    lease = granted(book.take(request("r1"), now=0.0))
+    lease = granted(take(book, request("r1"), now=0.0))
     ended = book.end(lease.lease, EndReason.DRAIN, deadline_s=3.0, now=1.0)
     assert ended.deadline_s == 3.0
     answer = book.renew(lease.lease, LeaseRenewal(epoch=lease.epoch, duration_s=10), now=2.0)
@@ -111,25 +127,78 @@ def test_a_revoked_lease_runs_to_its_deadline_and_is_not_renewed(book: LeaseBook
     assert [e.reason for e in book.news()] == [EndReason.DRAIN]
 
 
-def test_a_successor_takes_a_live_lease_over_under_the_epoch_left_on_the_page() -> None:
-    heir = LeaseBook(node=NodeId("node"), ttl_s=10.0, adopt_until_s=110.0)
-    heir.add_slot(SLOT, epoch=Epoch(7))
-    lease = LeaseId("node.slot0.7")
-    stale = heir.renew(lease, LeaseRenewal(epoch=Epoch(6), duration_s=10), now=101.0)
-    assert isinstance(stale, LeaseEnded)
-    renewal = LeaseRenewal(epoch=Epoch(7), duration_s=10)
-    assert granted(heir.renew(lease, renewal, now=101.0)).epoch == 7
-    assert heir.view(SLOT).lease == lease
+def recorded_by(book: LeaseBook, slot: SlotId = SLOT) -> Lease:
+    lease = book.live(slot)
+    assert lease is not None
+    return lease
 
 
-def test_a_successor_adopts_nothing_late_or_after_it_leased_the_slot_itself() -> None:
-    heir = LeaseBook(node=NodeId("node"), ttl_s=10.0, adopt_until_s=110.0)
-    heir.add_slot(SLOT, epoch=Epoch(7))
-    old, renewal = LeaseId("old"), LeaseRenewal(epoch=Epoch(7), duration_s=10)
-    assert isinstance(heir.renew(old, renewal, now=110.0), LeaseEnded)
-    heir.offer(SLOT, SlotState.OFFERED)
-    assert granted(heir.take(request("r"), now=101.0)).epoch == 8
-    assert isinstance(heir.renew(old, renewal, now=101.0), LeaseEnded)
+def test_a_successor_goes_on_with_the_recorded_lease_its_tenant_and_its_job(
+    book: LeaseBook,
+) -> None:
+    first = granted(take(book, request("r1"), now=0.0))
+    heir = LeaseBook(node=NodeId("node"), ttl_s=10.0)
+    heir.add_slot(SLOT, epoch=first.epoch, recorded=recorded_by(book))
+    view = heir.view(SLOT)
+    assert (view.epoch, view.tenant, view.job) == (first.epoch, "tenant", "job-a")
+    renewed = granted(heir.renew(first.lease, LeaseRenewal(epoch=first.epoch, duration_s=5), now=1))
+    assert (renewed.lease, renewed.slot) == (first.lease, SLOT)
+    again = granted(take(heir, request("r1"), now=2.0))
+    assert again.lease == first.lease
+
+
+@pytest.mark.parametrize(("page", "then"), [(0, 8), (6, 8), (8, 8), (11, 11)])
+def test_a_record_of_another_epoch_than_the_pages_is_a_lease_that_is_over(
+    page: int, then: int
+) -> None:
+    heir = LeaseBook(node=NodeId("node"), ttl_s=10.0)
+    over = Lease(
+        lease=LeaseId("l"),
+        slot=SLOT,
+        tenant=TenantId("t"),
+        job=JobId("j"),
+        epoch=Epoch(7),
+        request_id="r",
+        ends_s=10.0,
+    )
+    heir.add_slot(SLOT, epoch=Epoch(page), recorded=over)
+    assert (heir.view(SLOT).lease, heir.view(SLOT).epoch) == (None, then)
+    answer = heir.renew(LeaseId("l"), LeaseRenewal(epoch=Epoch(7), duration_s=10), now=1.0)
+    assert answer == LeaseEnded(lease=LeaseId("l"), reason=EndReason.UNKNOWN)
+
+
+def test_a_stranger_who_guesses_the_epoch_gets_and_ends_nothing(book: LeaseBook) -> None:
+    lease = granted(take(book, request("r1"), now=0.0))
+    renewal = LeaseRenewal(epoch=lease.epoch, duration_s=10)
+    for guess in ("slot0.1", "node.slot0.1", book.view(SLOT).lease or "", lease.lease[:-1]):
+        assert isinstance(book.renew(LeaseId(guess), renewal, now=1.0), LeaseEnded)
+        assert book.release(LeaseId(guess), now=1.0).reason is EndReason.UNKNOWN
+    assert recorded_by(book).lease == lease.lease
+    empty = LeaseBook(node=NodeId("node"), ttl_s=10.0)
+    empty.add_slot(SLOT, epoch=lease.epoch)
+    assert isinstance(empty.renew(lease.lease, renewal, now=1.0), LeaseEnded)
+
+
+def test_a_grant_that_is_withdrawn_leaves_the_slot_free_under_a_raised_epoch(
+    book: LeaseBook,
+) -> None:
+    lease = granted(take(book, request("r1"), now=0.0))
+    refused = book.withdraw(lease, "no record")
+    assert (refused.slot, refused.reason) == (SLOT, "no record")
+    assert book.live(SLOT) is None
+    assert book.news() == ()
+    again = granted(take(book, request("r1"), now=1.0))
+    assert again.epoch > lease.epoch
+    assert again.lease != lease.lease
+
+
+def test_an_id_is_a_name_however_long_the_slots_is() -> None:
+    book = LeaseBook(node=NodeId("n" * 64), ttl_s=10.0)
+    slot = SlotId("s" * 64)
+    book.add_slot(slot, epoch=Epoch(10**9))
+    book.offer(slot, SlotState.OFFERED)
+    answer = book.take(request("r", slot=slot), secret="f" * 32, now=0.0)
+    assert is_name(granted(answer).lease)
 
 
 def _fields() -> dict[str, object]:
@@ -144,35 +213,79 @@ class Holder:
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Calls whose request may be lost (nothing happens) or whose reply may (nobody learns)."""
+    """Calls whose request may be lost (nothing happens) or whose reply may (nobody learns), under
+    agents that end at any moment and leave their pages and their records."""
 
     requests = Bundle("requests")
-    SLOTS = (SlotId("a"), SlotId("b"))
+    SLOTS = tuple(SlotId(f"slot{number}") for number in range(4))
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.book = LeaseBook(node=NodeId("node"), ttl_s=10.0)
         self.holders: dict[LeaseId, Holder] = {}
+        self.granted_on: dict[LeaseId, tuple[SlotId, int]] = {}
         self.epochs = dict.fromkeys(self.SLOTS, 0)
+        self.pages = dict.fromkeys(self.SLOTS, Epoch(0))
+        self.records: dict[SlotId, Lease] = {}
         self.count = 0
+        self.start()
+
+    def start(self) -> None:
+        self.book = LeaseBook(node=NodeId("node"), ttl_s=10.0)
         for slot in self.SLOTS:
-            self.book.add_slot(slot, epoch=Epoch(0))
+            left = self.records.get(slot)
+            recorded = None if left is None else replace(left, ends_s=self.now + 10.0)
+            self.book.add_slot(slot, epoch=self.pages[slot], recorded=recorded)
             self.book.offer(slot, SlotState.OFFERED)
+
+    def beat(self) -> None:
+        """What the agent writes: records of leases that are over go first, pages come after."""
+        self.book.expire(now=self.now)
+        for slot in self.SLOTS:
+            live = self.book.live(slot)
+            if slot in self.records and (live is None or live.lease != self.records[slot].lease):
+                del self.records[slot]
+            self.pages[slot] = self.book.view(slot).epoch
 
     @rule(elapsed_s=st.floats(0.0, 6.0))
     def time_passes(self, elapsed_s: float) -> None:
         self.now += elapsed_s
+        self.beat()
 
-    @rule(target=requests, slot=st.sampled_from(SLOTS), job=st.sampled_from(["a", "b"]))
+    @rule(elapsed_s=st.floats(0.0, 3.0))
+    def the_agent_is_killed_and_another_one_starts(self, elapsed_s: float) -> None:
+        self.now += elapsed_s
+        self.start()
+
+    @rule(
+        target=requests,
+        slot=st.sampled_from(SLOTS),
+        job=st.sampled_from(["a", "b"]),
+    )
     def compose(self, slot: SlotId, job: str) -> LeaseRequest:
         self.count += 1
         return request(f"r{self.count}", slot=slot, job=job)
 
-    @rule(target=requests, wanted=consumes(requests), reply_lost=st.booleans())
-    def take(self, wanted: LeaseRequest, reply_lost: bool) -> object:
+    @rule(
+        target=requests,
+        wanted=consumes(requests),
+        reply_lost=st.booleans(),
+        written=st.sampled_from(["all", "record", "nothing"]),
+    )
+    def take(self, wanted: LeaseRequest, reply_lost: bool, written: str) -> object:
+        """The agent dies before it has written all, or answers once it has."""
         sent_s = self.now
-        answer = self.book.take(wanted, now=self.now)
+        answer = take(self.book, wanted, now=self.now)
+        if isinstance(answer, LeaseGranted):
+            self.granted_on[answer.lease] = (answer.slot, answer.epoch)
+            live = self.book.live(wanted.slot)
+            assert live is not None
+            if written != "nothing":
+                self.records[wanted.slot] = live
+            if written != "all":
+                self.start()
+                return wanted
+            self.beat()
         if reply_lost:
             return wanted
         if isinstance(answer, LeaseGranted):
@@ -186,6 +299,8 @@ class LeaseMachine(RuleBasedStateMachine):
         holder = self.holders[data.draw(st.sampled_from(sorted(self.holders)))]
         renewal = LeaseRenewal(epoch=holder.lease.epoch, duration_s=10.0)
         answer = self.book.renew(holder.lease.lease, renewal, now=self.now)
+        if isinstance(answer, LeaseGranted):
+            assert (answer.slot, answer.epoch) == (holder.lease.slot, holder.lease.epoch)
         if reply_lost:
             return
         if isinstance(answer, LeaseGranted):
@@ -193,14 +308,29 @@ class LeaseMachine(RuleBasedStateMachine):
         else:
             del self.holders[holder.lease.lease]
 
-    @rule(data=st.data(), reply_lost=st.booleans())
-    def release(self, data: st.DataObject, reply_lost: bool) -> None:
+    @rule(epoch=st.integers(0, 9), slot=st.sampled_from(SLOTS), data=st.data())
+    def a_stranger_tries(self, epoch: int, slot: SlotId, data: st.DataObject) -> None:
+        view = self.book.view(slot)
+        guess = data.draw(st.sampled_from([f"{slot}.{epoch}", view.lease or "x", f"n.{slot}.1"]))
+        renewal = LeaseRenewal(epoch=Epoch(epoch), duration_s=10.0)
+        before = {slot: self.book.view(slot) for slot in self.SLOTS}
+        assert isinstance(self.book.renew(LeaseId(guess), renewal, now=self.now), LeaseEnded)
+        self.book.release(LeaseId(guess), now=self.now)
+        self.book.expire(now=self.now)
+        assert before == {slot: self.book.view(slot) for slot in self.SLOTS}
+
+    @rule(data=st.data(), reply_lost=st.booleans(), written=st.booleans())
+    def release(self, data: st.DataObject, reply_lost: bool, written: bool) -> None:
         if not self.holders:
             return
         lease = data.draw(st.sampled_from(sorted(self.holders)))
         # The holder stops using it before it says so.
         self.holders[lease].ends_s = self.now
         self.book.release(lease, now=self.now)
+        if not written:
+            self.start()
+            return
+        self.beat()
         if not reply_lost:
             del self.holders[lease]
 
@@ -218,15 +348,23 @@ class LeaseMachine(RuleBasedStateMachine):
     def a_believed_lease_is_the_live_one_under_the_current_epoch(self) -> None:
         for lease, holder in self.holders.items():
             if holder.ends_s > self.now:
-                view = self.book.view(holder.lease.slot)
-                assert (view.lease, view.epoch) == (lease, holder.lease.epoch)
+                live = self.book.live(holder.lease.slot)
+                assert live is not None
+                assert (live.lease, live.epoch) == (lease, holder.lease.epoch)
 
     @invariant()
-    def epochs_only_rise(self) -> None:
+    def a_live_lease_is_on_the_slot_and_under_the_epoch_that_it_was_granted_for(self) -> None:
         for slot in self.SLOTS:
-            epoch = self.book.view(slot).epoch
-            assert epoch >= self.epochs[slot]
-            self.epochs[slot] = epoch
+            live = self.book.live(slot)
+            if live is not None:
+                assert self.granted_on[live.lease] == (slot, live.epoch)
+
+    @invariant()
+    def epochs_that_were_written_only_rise(self) -> None:
+        for slot in self.SLOTS:
+            assert self.pages[slot] >= self.epochs[slot]
+            assert self.book.view(slot).epoch >= self.epochs[slot]
+            self.epochs[slot] = self.pages[slot]
 
 
 TestLeaseMachine = LeaseMachine.TestCase

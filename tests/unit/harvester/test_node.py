@@ -1,6 +1,7 @@
 """The agent without its sockets: pages, kill switch, journal and metrics."""
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from harvester.contracts.page import (
     PageFault,
     Pulse,
 )
-from harvester.contracts.wire.leases import LeaseGranted, LeaseRequest
+from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRenewal, LeaseRequest
 from harvester.policy.effects import Effect
 from harvester.policy.slot import SlotPolicy
 
@@ -57,15 +58,20 @@ class Stage:
         guest = Guest(**fields)
         self.pages.guest_writer().write(guest, now_ns=monotonic_ns(), ttl_ns=10**11)
 
-    def take(self, request_id: str = "r1") -> LeaseGranted:
+    def ask(
+        self, request_id: str, *, slot: SlotId = SLOT, job: str = "j"
+    ) -> LeaseGranted | LeaseRefused:
         request = LeaseRequest(
             request_id=request_id,
-            slot=SLOT,
+            slot=slot,
             tenant=TenantId("t"),
-            job=JobId("j"),
+            job=JobId(job),
             duration_s=10.0,
         )
-        answer = self.node.book.take(request, now=self.node.clock.now())
+        return self.node.take(request)
+
+    def take(self, request_id: str = "r1", *, slot: SlotId = SLOT, job: str = "j") -> LeaseGranted:
+        answer = self.ask(request_id, slot=slot, job=job)
         assert isinstance(answer, LeaseGranted)
         return answer
 
@@ -175,6 +181,96 @@ def test_a_successor_goes_on_from_the_epoch_left_on_the_page(tmp_path: Path) -> 
     stage.node.close()
 
 
+def many_slots(root: Path) -> tuple[Stage, list[LeaseGranted]]:
+    """Three slots, each leased to a job of its own, and every one at epoch 1."""
+    names = [SlotId(f"slot{number}") for number in range(3)]
+    slots = [{"name": name, "policy": {"proof": {"share_ratio": 0.0}}} for name in names]
+    stage = Stage(root, slots=slots)
+    for name in names:
+        pages, now_ns = PageDirectory.create(root / "pages" / name), monotonic_ns()
+        pages.pulse_writer("prod", 0).write(Pulse(model_samples=1000), now_ns=now_ns, ttl_ns=10**11)
+        pages.guest_writer().write(Guest(), now_ns=now_ns, ttl_ns=10**11)
+    stage.beats(3)
+    leases = [stage.take(f"r-{name}", slot=name, job=f"job-{name}") for name in names]
+    assert [lease.epoch for lease in leases] == [1, 1, 1]
+    return stage, leases
+
+
+def kill(stage: Stage) -> None:
+    """As by a signal: nothing is drained, and what it had open goes with the process."""
+    for slot in stage.node.slots:
+        slot._journal.close()
+        slot._writer.close()
+        slot.sensor.close()
+        os.close(slot._lock)
+
+
+def test_a_successor_gives_every_lease_back_to_its_own_slot_and_job(tmp_path: Path) -> None:
+    stage, leases = many_slots(tmp_path)
+    kill(stage)
+    stage.start()
+    for lease in reversed(leases):
+        renewal = LeaseRenewal(epoch=lease.epoch, duration_s=10.0)
+        answer = stage.node.book.renew(lease.lease, renewal, now=stage.node.clock.now())
+        assert isinstance(answer, LeaseGranted)
+        assert answer.slot == lease.slot
+    offers = {slot.offer().slot: slot.offer() for slot in stage.node.slots}
+    assert [(offers[one.slot].tenant, offers[one.slot].job) for one in leases] == [
+        ("t", f"job-{one.slot}") for one in leases
+    ]
+    stage.node.book.release(leases[0].lease, now=stage.node.clock.now())
+    stage.beats()
+    assert [stage.node.book.live(one.slot) is not None for one in leases] == [False, True, True]
+    stage.node.close()
+
+
+def test_a_successor_knows_nothing_of_a_lease_that_had_ended(tmp_path: Path) -> None:
+    stage, leases = many_slots(tmp_path)
+    stage.node.book.release(leases[1].lease, now=stage.node.clock.now())
+    stage.beats()
+    kill(stage)
+    stage.start()
+    assert [stage.node.book.live(one.slot) is not None for one in leases] == [True, False, True]
+    stage.node.close()
+    stage.start()
+    assert all(stage.node.book.live(one.slot) is None for one in leases)
+    stage.node.close()
+
+
+def test_a_lease_that_cannot_be_recorded_is_refused(stage: Stage) -> None:
+    stage.production()
+    stage.guest()
+    stage.beats(3)
+    in_the_way = stage.journal.parent / f"{SLOT}.lease.new"
+    in_the_way.mkdir()
+    refused = stage.ask("r1")
+    assert isinstance(refused, LeaseRefused)
+    assert "record" in refused.reason
+    assert stage.node.book.live(SLOT) is None
+    in_the_way.rmdir()
+    assert stage.take("r1").epoch > 1
+
+
+def test_the_journal_says_whose_lease_it_is_and_not_how_to_end_it(stage: Stage) -> None:
+    lease = stage.harvest()
+    stage.switch.write_text("drain")
+    stage.beats()
+    said = stage.journal.read_text()
+    assert '"tenant":"t","job":"j"' in said
+    assert '"type":"end_lease"' in said
+    assert lease.lease not in said
+    assert lease.lease.rpartition(".")[2] not in said
+
+
+def test_two_leases_of_one_slot_have_ids_that_share_no_secret(stage: Stage) -> None:
+    first = stage.harvest()
+    stage.node.book.release(first.lease, now=stage.node.clock.now())
+    second = stage.take("r2")
+    secrets = [lease.lease.rpartition(".")[2] for lease in (first, second)]
+    assert secrets[0] != secrets[1]
+    assert all(len(secret) == 32 for secret in secrets)
+
+
 def test_its_journal_replays_to_the_same_effects(stage: Stage) -> None:
     stage.harvest()
     stage.switch.write_text("drain")
@@ -184,7 +280,7 @@ def test_its_journal_replays_to_the_same_effects(stage: Stage) -> None:
     assert lines[0].policy == SlotPolicy.NAME
     policy = SlotPolicy.from_config(lines[0].config)
     decided = [line for line in lines if isinstance(line, Decided)]
-    assert len(decided) == 10
+    assert len(decided) == 11
     for line in decided:
         sample = msgspec.convert(line.sample, SlotPolicy.SAMPLE)
         effects = policy.observe(sample, now=line.t_s)

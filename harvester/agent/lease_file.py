@@ -1,0 +1,89 @@
+"""The lease in force on one slot, kept on disk so that a restarted agent knows what was granted."""
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId
+from harvester.policy.leases import Lease
+
+_MAX_BYTES = 4096
+_log = logging.getLogger(__name__)
+
+
+class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The file's content, as JSON. Times are not kept: they are of a clock that may be another."""
+
+    lease: LeaseId
+    slot: SlotId
+    epoch: Epoch
+    tenant: TenantId
+    job: JobId
+    request_id: str
+
+
+class LeaseFile:
+    """For its owner alone: whoever reads a lease's id can end the lease."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._kept: LeaseId | None = None
+
+    def read(self, *, ends_s: float) -> Lease | None:
+        """What is recorded, as a lease until `ends_s`. Raises OSError where it cannot be read."""
+        try:
+            with self._path.open("rb") as file:
+                record = msgspec.json.decode(file.read(_MAX_BYTES), type=LeaseRecord)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            _log.warning("%s is no record of a lease and is left out: %s", self._path, error)
+            return None
+        self._kept = record.lease
+        return Lease(
+            lease=record.lease,
+            slot=record.slot,
+            tenant=record.tenant,
+            job=record.job,
+            epoch=record.epoch,
+            request_id=record.request_id,
+            ends_s=ends_s,
+        )
+
+    def keep(self, lease: Lease) -> None:
+        """Whole or not at all. Raises OSError; then the lease must not be granted."""
+        if self._kept == lease.lease:
+            return
+        record = LeaseRecord(
+            lease=lease.lease,
+            slot=lease.slot,
+            epoch=lease.epoch,
+            tenant=lease.tenant,
+            job=lease.job,
+            request_id=lease.request_id,
+        )
+        new = self._path.with_name(self._path.name + ".new")
+        try:
+            with suppress(FileNotFoundError):
+                new.unlink()
+            file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(file, "wb") as opened:
+                opened.write(msgspec.json.encode(record))
+            new.replace(self._path)
+        except OSError:
+            with suppress(OSError):
+                new.unlink()
+            raise
+        self._kept = lease.lease
+
+    def follow(self, live: Lease | None) -> None:
+        """Drop the record of a lease that is over. Where that fails the epoch still tells."""
+        over = live is None or live.lease != self._kept or live.ending is not None
+        if self._kept is None or not over:
+            return
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+            self._kept = None
