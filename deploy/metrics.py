@@ -219,7 +219,24 @@ _AGENT = (
         "Latency with grants over without, minus 1 (bound: low, mean, high); NaN is unknown.",
     ),
     _agent("impact_limit_ratio", Kind.GAUGE, "slot", "Impact at which harvesting stops itself."),
-    _agent("config_last_reload_successful", Kind.GAUGE, "", "0 after a reload that was refused."),
+    _agent(
+        "config_last_reload_successful",
+        Kind.GAUGE,
+        "",
+        "0 after a reload that was refused, or that a restart must complete.",
+    ),
+    _agent(
+        "config_restart_needed",
+        Kind.GAUGE,
+        "",
+        "Fields of the configuration file that are in force only after a restart.",
+    ),
+    _agent(
+        "unsafe_experiments",
+        Kind.GAUGE,
+        "",
+        "1 where settings may go beyond the ranges that protect production.",
+    ),
 )
 
 _GATEWAY = (

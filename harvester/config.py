@@ -2,13 +2,16 @@
 
 A file is YAML. A variable is `ROSEMUX_AGENT_` and the field's path in capitals with `__` for a dot,
 such as `ROSEMUX_AGENT_HTTP__PORT`. Every mistake is a ConfigError that names the field and, where
-the value came from the file, its line. This module decides nothing and opens no socket.
+the value came from the file, its line. What is allowed and odd is a note, to be logged: a variable
+over the file, an experiment, an SLO that dashboards cannot count. This module decides nothing and
+opens no socket.
 """
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -20,11 +23,14 @@ from harvester.contracts.bearer import is_loopback
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import NAME_PATTERN, checked_name
 from harvester.contracts.mps import DEFAULT_CONTROL
+from harvester.policy.bounds import Range, beyond
 from harvester.policy.settings import Mode, SlotSettings, more_careful
-from harvester.yaml_file import explained, parse_fields, parse_value, read_text
+from harvester.policy.slo_edges import slo_warnings
+from harvester.yaml_file import Where, explained, named, parse_fields, parse_value, read_text
 
 ENVIRONMENT_PREFIX = "ROSEMUX_AGENT_"
 _NAME = Field(pattern=NAME_PATTERN)
+_LEASE_TTL_S = Range(1.0, 300.0, "s", "a holder that falls silent keeps the slot for as long")
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -84,7 +90,7 @@ class KvcachedConfig(_Model):
     """KVCACHED_IPC_NAME of each production engine on the slot."""
     guest: str
     """That of the guest."""
-    total_bytes: int = Field(gt=0)
+    total_bytes: int = Field(gt=0, le=1 << 50)
     """KV that all of them may map together on one GPU; what production needs besides stays out."""
 
     @model_validator(mode="after")
@@ -106,9 +112,9 @@ class GuestConfig(_Model):
     """Directory of its configuration and tokenizer; weights come from the store."""
     weights: Path
     """Directory of the weight stores."""
-    context_tokens: int = Field(gt=0)
+    context_tokens: int = Field(gt=0, le=1 << 30)
     """Longest turn, prompt and answer."""
-    kv_cache_bytes: int = Field(gt=0)
+    kv_cache_bytes: int = Field(gt=0, le=1 << 50)
     """On each GPU, or, on a CPU, in whole GiB. Never what profiling would find free."""
     gpus: tuple[str, ...] = Field(default=(), max_length=64)
     """UUIDs of the slot's GPUs; may be left out where the machine has one or none."""
@@ -138,8 +144,8 @@ class SlotConfig(_Model):
     engine_url: str = ""
     """Where a lease holder reaches the guest."""
     model: str = ""
-    concurrency: int = Field(default=16, ge=1)
-    kv_tokens: int = Field(default=0, ge=0)
+    concurrency: int = Field(default=16, ge=1, le=1 << 16)
+    kv_tokens: int = Field(default=0, ge=0, le=1 << 40)
     memory_group: Path | None = None
     """Directory of the control group that production and guest share: its limit is their budget."""
     kvcached: KvcachedConfig | None = None
@@ -188,13 +194,16 @@ class AgentConfig(_Model):
     page_root: Path = Path("/dev/shm/rosemux")
     state_dir: Path = Path("/var/lib/rosemux")
     """Journals."""
-    journal_max_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    journal_max_bytes: int = Field(default=64 << 20, ge=1 << 16, le=1 << 40)
     """Bound on disk for each slot's journal."""
     kill_switch_file: Path | None = None
     """`hold` or `drain`; by default `kill` under `page_root`. Anything but `hold` drains."""
-    lease_ttl_s: float = Field(default=10.0, gt=0)
+    lease_ttl_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     tenants: tuple[str, ...] = ()
     """Tenants that get a metric label of their own; all others share `other`."""
+    unsafe_experiments: bool = False
+    """Admits settings beyond the ranges in which production is protected: another project's law, no
+    law at all, a longer grant. For measuring on machines that serve nobody."""
     http: HttpConfig = HttpConfig()
     slots: tuple[SlotConfig, ...] = Field(min_length=1)
 
@@ -216,25 +225,101 @@ class AgentConfig(_Model):
         return replace(slot.policy, mode=more_careful(self.mode, slot.policy.mode))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    config: AgentConfig
+    notes: tuple[str, ...] = ()
+    """What an operator should hear of a configuration that is good."""
+
+
 def load_agent_config(
     path: Path | None,
     *,
     flags: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> AgentConfig:
+    """`read_agent_config` without its notes."""
+    return read_agent_config(path, flags=flags, environment=environment).config
+
+
+def read_agent_config(
+    path: Path | None,
+    *,
+    flags: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> LoadedConfig:
     """`flags` maps dotted field paths to values. Raises ConfigError."""
     text = "" if path is None else read_text(path)
     values = parse_fields(text, path)
+    in_file = deepcopy(values)
+    notes = []
     for name, value in sorted((os.environ if environment is None else environment).items()):
         if name.startswith(ENVIRONMENT_PREFIX):
             where = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-            _put(values, where, _parse_variable(name, value), origin=name)
+            given = _parse_variable(name, value)
+            _put(values, where, given, origin=name)
+            was = _in(in_file, where)
+            if was not in (_ABSENT, given):
+                notes.append(f"variable {name} gives {given} over {was} in {path}")
     for dotted, value in (flags or {}).items():
         _put(values, dotted.split("."), value, origin=f"flag {dotted}")
     try:
-        return AgentConfig.model_validate(values)
+        config = AgentConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explained(error, text, path)) from error
+    faults = [named(where, said, text, path) for where, said in _booleans(values, config, ())]
+    unsafe = [named(where, said, text, path) for where, said in _unsafe(config)]
+    if config.unsafe_experiments:
+        notes += [f"unsafe_experiments: {said}" for said in unsafe or ["nothing needs it"]]
+    elif unsafe:
+        faults += [*unsafe, "only experiments go beyond (unsafe_experiments)"]
+    if faults:
+        raise ConfigError("; ".join(faults))
+    notes += [named(where, said, text, path) for where, said in _odd_slos(config)]
+    return LoadedConfig(config=config, notes=tuple(notes))
+
+
+def _unsafe(config: AgentConfig) -> Iterator[tuple[Where, str]]:
+    """What only an experiment may be set to."""
+    if fault := _LEASE_TTL_S.fault(config.lease_ttl_s):
+        yield ("lease_ttl_s",), fault
+    for number, slot in enumerate(config.slots):
+        for path, fault in beyond(slot.policy):
+            yield ("slots", number, "policy", *path), fault
+
+
+def _odd_slos(config: AgentConfig) -> Iterator[tuple[Where, str]]:
+    for number, slot in enumerate(config.slots):
+        policy = slot.policy
+        for name, said in slo_warnings(ttft_slo_s=policy.ttft_slo_s, itl_slo_s=policy.itl_slo_s):
+            yield ("slots", number, "policy", name), said
+
+
+def _booleans(given: Any, taken: Any, where: Where) -> Iterator[tuple[Where, str]]:
+    """Where `true` or `false` was given and taken for the number 1 or 0."""
+    if isinstance(given, dict):
+        for name, value in given.items():
+            yield from _booleans(value, getattr(taken, name, None), (*where, name))
+    elif isinstance(given, list) and isinstance(taken, tuple):
+        for number, (value, kept) in enumerate(zip(given, taken, strict=False)):
+            yield from _booleans(value, kept, (*where, number))
+    elif isinstance(given, bool) and not isinstance(taken, bool) and taken is not None:
+        yield where, f"{str(given).lower()} is no number"
+
+
+_ABSENT = object()
+
+
+def _in(values: Any, where: list[str]) -> Any:
+    """What stands at a field's path, or _ABSENT."""
+    for step in where:
+        if isinstance(values, list) and step.isdigit() and int(step) < len(values):
+            values = values[int(step)]
+        elif isinstance(values, dict) and step in values:
+            values = values[step]
+        else:
+            return _ABSENT
+    return values
 
 
 def _parse_variable(name: str, value: str) -> Any:

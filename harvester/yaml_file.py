@@ -16,7 +16,17 @@ Where = tuple[int | str, ...]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 booleans: `mode: off` says off and not false."""
+    """YAML 1.2 booleans: `mode: off` says off and not false. A key stands once in its mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    problem = f"{key.value!r} is given twice; the later one would win silently"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep=deep)
 
 
 _Loader.yaml_implicit_resolvers = {

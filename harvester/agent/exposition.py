@@ -45,6 +45,13 @@ class SlotExposition:
         self._tenant = ""
         self._begin()
 
+    def name_tenants(self, tenants: tuple[str, ...]) -> None:
+        """Of a reload; the lease in force takes its new label at the next beat."""
+        self._tenants = tenants
+        for tenant in tenants:
+            if tenant != self._tenant:
+                self._metrics.leases_active.labels(self._slot, tenant).set(0)
+
     def observe(
         self,
         sample: SlotSample,

@@ -46,7 +46,8 @@ class Routes:
 
     async def slots(self, _request: web.Request) -> web.Response:
         offers = tuple(slot.offer() for slot in self._node.slots)
-        return _json(SlotOffers(node=self._node.book.node, slots=offers))
+        waiting = self._node.restart_needed
+        return _json(SlotOffers(node=self._node.book.node, slots=offers, restart_needed=waiting))
 
     async def take(self, request: web.Request) -> web.Response:
         wanted = await _body(request, LeaseRequest)

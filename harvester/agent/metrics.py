@@ -149,9 +149,15 @@ class AgentMetrics:
             "impact_limit_ratio", "Impact that stops harvesting.", "slot"
         )
         self.reload_successful = self._gauge(
-            "config_last_reload_successful", "0 after a reload that was refused."
+            "config_last_reload_successful", "0 after a reload that was refused, or not whole."
         )
         self.reload_successful.set(1)
+        self.restart_needed = self._gauge(
+            "config_restart_needed", "Fields of the configuration that wait for a restart."
+        )
+        self.unsafe_experiments = self._gauge(
+            "unsafe_experiments", "1 where settings may go beyond what protects production."
+        )
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"harvester_{name}", text, labels, registry=self.registry)

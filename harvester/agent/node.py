@@ -5,6 +5,7 @@ import secrets
 
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.metrics import AgentMetrics
+from harvester.agent.reload import Reload, reload
 from harvester.agent.sense import KillSwitchFile
 from harvester.agent.slot import Slot
 from harvester.config import AgentConfig, SlotConfig
@@ -43,6 +44,9 @@ class Node:
             self.slots.append(self._slot(config, slot, exposition, started))
         self._slot_of_lease: dict[LeaseId, SlotId] = {}
         self._beat_at_s = started
+        self.restart_needed: tuple[str, ...] = ()
+        """Fields of the configuration file that are not in force."""
+        self._tell_configured()
 
     def _slot(
         self, config: AgentConfig, slot: SlotConfig, exposition: SlotExposition, now: float
@@ -92,24 +96,21 @@ class Node:
         self.beat()
         return answer
 
-    def reconfigure(self, config: AgentConfig) -> None:
-        """Take new slot settings over. Raises ConfigError where only a restart can."""
-        fixed = {"slots", "mode", "tenants"}
-        before, after = (c.model_dump(exclude=fixed) for c in (self._config, config))
-        changed = sorted(name for name in after if after[name] != before[name])
-        if changed:
-            raise ConfigError(f"a restart is needed to change {', '.join(changed)}")
-        pages = [
-            [(s.name, c.pages_of(s), s.pulses, s.memory_group, s.kvcached, s.mps) for s in c.slots]
-            for c in (self._config, config)
-        ]
-        if pages[0] != pages[1]:
-            raise ConfigError(
-                "a restart is needed to change slots, or their pages, pulses, memory and mps"
-            )
-        for slot, new in zip(self.slots, config.slots, strict=True):
-            slot.reconfigure(new, config.settings_of(new))
-        self._config = config
+    def reconfigure(self, config: AgentConfig) -> Reload:
+        """Take over what a running agent can; the rest is told until a restart."""
+        done = reload(self._config, config)
+        self._config, self.restart_needed = done.config, done.restart_needed
+        self._tell_configured()
+        for slot, new in zip(self.slots, done.config.slots, strict=True):
+            self._expositions[slot.name].name_tenants(done.config.tenants)
+            settings = done.config.settings_of(new)
+            slot.reconfigure(new, settings, restart_needed=done.restart_needed)
+        return done
+
+    def _tell_configured(self) -> None:
+        self.metrics.unsafe_experiments.set(self._config.unsafe_experiments)
+        self.metrics.restart_needed.set(len(self.restart_needed))
+        self.metrics.reload_successful.set(not self.restart_needed)
 
     def close(self) -> None:
         for slot in self.slots:

@@ -12,7 +12,7 @@ from harvester.agent.http import application
 from harvester.agent.node import Node
 from harvester.agent.scrape import MetricsProbe
 from harvester.agent.systemd import Notifier
-from harvester.config import AgentConfig
+from harvester.config import LoadedConfig
 from harvester.contracts.bearer import read_token
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
@@ -28,9 +28,10 @@ class AgentProcess:
     """`reload` reads the configuration anew; it raises ConfigError for a bad one."""
 
     def __init__(
-        self, config: AgentConfig, *, reload: Callable[[], AgentConfig], version: str
+        self, loaded: LoadedConfig, *, reload: Callable[[], LoadedConfig], version: str
     ) -> None:
-        self._config = config
+        self._loaded = loaded
+        self._config = loaded.config
         self._reload = reload
         self._version = version
         self._stop = asyncio.Event()
@@ -39,6 +40,7 @@ class AgentProcess:
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT. Raises ConfigError where the agent cannot start."""
+        _tell(self._loaded)
         path = self._config.http.token_file
         token = None if path is None else read_token(path)
         node = Node(self._config, clock=self._clock, version=self._version)
@@ -95,13 +97,18 @@ class AgentProcess:
     def _reconfigure(self, node: Node) -> None:
         self._notifier.reloading()
         try:
-            node.reconfigure(self._reload())
+            loaded = self._reload()
         except ConfigError as error:
             node.metrics.reload_successful.set(0)
             _log.error("configuration not reloaded, the old one stays: %s", error)
         else:
-            node.metrics.reload_successful.set(1)
-            _log.info("configuration reloaded")
+            _tell(loaded)
+            done = node.reconfigure(loaded.config)
+            _log.info("configuration reloaded, in force: %s", _listed(done.in_force))
+            if done.guest_start_needed:
+                _log.info("in force when the guest starts: %s", _listed(done.guest_start_needed))
+            if done.restart_needed:
+                _log.error("needs a restart: %s", _listed(done.restart_needed))
         self._notifier.ready()
 
     def _probes(self) -> list[MetricsProbe]:
@@ -112,8 +119,17 @@ class AgentProcess:
         ]
 
 
-def run_agent(config: AgentConfig, *, reload: Callable[[], AgentConfig], version: str) -> None:
+def _tell(loaded: LoadedConfig) -> None:
+    for note in loaded.notes:
+        _log.warning("configuration: %s", note)
+
+
+def _listed(fields: tuple[str, ...]) -> str:
+    return ", ".join(fields) or "nothing new"
+
+
+def run_agent(loaded: LoadedConfig, *, reload: Callable[[], LoadedConfig], version: str) -> None:
     async def run() -> None:
-        await AgentProcess(config, reload=reload, version=version).run()
+        await AgentProcess(loaded, reload=reload, version=version).run()
 
     asyncio.run(run())

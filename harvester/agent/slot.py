@@ -106,12 +106,15 @@ class Slot:
         self._book.offer(self.name, self.policy.slot_state(), self.policy.reason)
         self._exposition.observe(sample, effects, self.policy, self._book.live(self.name))
 
-    def reconfigure(self, slot: SlotConfig, settings: SlotSettings) -> None:
+    def reconfigure(
+        self, slot: SlotConfig, settings: SlotSettings, *, restart_needed: tuple[str, ...]
+    ) -> None:
         """Go on under new settings with what the policy remembers."""
         policy = SlotPolicy(settings)
         policy.restore(self.policy.snapshot())
         self.policy, self.config = policy, slot
-        self._journal.opened(self._first_line(resumed=True))
+        line = self._first_line(resumed=True)
+        self._journal.opened(msgspec.structs.replace(line, restart_needed=restart_needed))
 
     def offer(self) -> SlotOffer:
         state, reason, epoch = self._book.entry(self.name)

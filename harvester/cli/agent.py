@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from yaml import YAMLError
 
-from harvester.config import AgentConfig, load_agent_config
+from harvester.config import LoadedConfig, read_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.yaml_file import parse_value
 
@@ -28,11 +28,14 @@ def agent(
     """Run the node agent: watch production, grant its idle part, take it back."""
     flags = _flags(mode, port, assignments or [])
 
-    def load() -> AgentConfig:
-        return load_agent_config(config, flags=flags)
+    def load() -> LoadedConfig:
+        return read_agent_config(config, flags=flags)
 
-    checked = load()
+    loaded = load()
+    checked = loaded.config
     if check_config:
+        for note in loaded.notes:
+            typer.echo(f"note: {note}")
         names = ", ".join(slot.name for slot in checked.slots)
         typer.echo(f"{config}: good; node {checked.node}, mode {checked.mode}, slots {names}")
         return
@@ -43,7 +46,7 @@ def agent(
     )
     from harvester.agent.process import run_agent
 
-    run_agent(checked, reload=load, version=version("rosemux"))
+    run_agent(loaded, reload=load, version=version("rosemux"))
 
 
 def _flags(mode: str | None, port: int | None, assignments: list[str]) -> dict[str, Any]:

@@ -45,7 +45,10 @@ def status(
     if directories:
         console.print(_page_table(directories))
     if agent_url is not None:
-        console.print(_offer_table(_ask(agent_url, token_file)))
+        offers = _ask(agent_url, token_file)
+        console.print(_offer_table(offers))
+        if offers.restart_needed:
+            console.print(f"The agent needs a restart for {', '.join(offers.restart_needed)}")
 
 
 def _slot_directories(pages: Path) -> list[PageDirectory]:

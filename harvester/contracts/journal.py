@@ -35,6 +35,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     snapshot: dict[str, Any] | None = None
     """The policy's state where a rotated file goes on; None at the beginning."""
     wall: str = ""
+    restart_needed: tuple[str, ...] = ()
+    """After a reload: fields of the configuration file that are not in force."""
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True, tag="decided"):

@@ -1,10 +1,12 @@
 """The settings of the node policies: what an operator may choose, with the reason for each default.
 
 They are plain frozen dataclasses, so that a configuration file, a journal's first line and a test
-all make the same object. Nothing here reads a file or an environment variable.
+all make the same object. What means nothing is refused here; what harms production is refused by
+the ranges of `harvester.policy.bounds`. Nothing here reads a file or an environment variable.
 """
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from harvester.contracts.page.records import Law
@@ -27,6 +29,15 @@ def _check(holds: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _check_numbers(settings: "_Settings") -> None:
+    """No number may be infinite, negative, none at all, or too long for the journal."""
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if isinstance(value, int | float):
+            holds = 0 <= value < 2**63 and math.isfinite(value)
+            _check(holds, f"{each.name} must be a finite number, at least 0")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelSettings:
     """How fast a share of a resource is taken away and given back."""
@@ -43,6 +54,7 @@ class LevelSettings:
     """Time without a breach before anything grows."""
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         _check(0 < self.shrink_ratio < 1, "shrink_ratio must lie between 0 and 1")
         _check(0 < self.floor_ratio <= 1, "floor_ratio must be above 0 and at most 1")
         _check(0 < self.grow_ratio <= 1, "grow_ratio must be above 0 and at most 1")
@@ -59,6 +71,7 @@ class MissSettings:
     minimum_misses: float = 3.0
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         _check(self.window_s > 0, "window_s must be above 0")
         _check(0 < self.limit_ratio < 1, "limit_ratio must lie between 0 and 1")
 
@@ -79,6 +92,7 @@ class BudgetSettings:
     """A stop lasts at least this long."""
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         _check(0 < self.slo_target_ratio < 1, "slo_target_ratio must lie between 0 and 1")
         _check(0 <= self.share_ratio <= 1, "share_ratio must lie between 0 and 1")
 
@@ -101,10 +115,14 @@ class ProofSettings:
     hold_s: float = 3600.0
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         _check(0 <= self.share_ratio < 1, "share_ratio must be at least 0 and below 1")
         _check(self.slice_s > 0, "slice_s must be above 0")
         _check(0.5 <= self.confidence_ratio < 1, "confidence_ratio must be 0.5 to below 1")
-        _check(2 <= self.minimum_slices <= self.window_slices, "minimum_slices must be at least 2")
+        _check(
+            2 <= self.minimum_slices <= self.window_slices,
+            "minimum_slices must be 2 to window_slices",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +137,7 @@ class ProfileSettings:
     decode_s_per_request: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         _check(all(0 <= value < 1e3 for value in self._times), "profile: times must be 0 to 1000 s")
 
     @property
@@ -196,12 +215,15 @@ class SlotSettings:
     proof: ProofSettings = field(default_factory=ProofSettings)
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         _check(self.beat_s > 0, "beat_s must be above 0")
         _check(
             self.grant_ttl_s >= 2 * self.beat_s,
-            "grant_ttl_s must be at least two beats, else one late beat closes the gate",
+            "grant_ttl_s must be at least two beats (beat_s), else one late beat closes the gate",
         )
-        _check(self.ttft_slo_s > 0 and self.itl_slo_s > 0, "SLOs must be above 0 s")
+        _check(
+            self.ttft_slo_s > 0 and self.itl_slo_s > 0, "ttft_slo_s and itl_slo_s must be above 0 s"
+        )
         _check(0 <= self.epsilon <= 1e6, "epsilon must lie between 0 and 1e6")
         _check(self.step_tokens_max > 0, "step_tokens_max must be above 0")
         _check(self.kv_budget_tokens >= 0, "kv_budget_tokens may not be negative")
@@ -211,3 +233,8 @@ class SlotSettings:
         _check(0 <= self.kv_retained_ratio <= 1, "kv_retained_ratio must lie between 0 and 1")
         _check(self.sleep_after_s >= 0, "sleep_after_s may not be negative")
         _check(self.quarantine_losses > 0, "quarantine_losses must be above 0")
+
+
+_Settings = (
+    SlotSettings | LevelSettings | MissSettings | BudgetSettings | ProofSettings | ProfileSettings
+)

@@ -195,6 +195,8 @@ class ServingSlot:
         config: dict[str, Any] = {
             "node": "demo",
             "mode": "harvest",
+            # Laws of others, and arms without one, are measured here.
+            "unsafe_experiments": True,
             "page_root": str(paths.pages),
             "state_dir": str(paths.run / AGENT),
             "http": {"port": self.ports.agent},

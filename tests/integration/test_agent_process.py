@@ -25,6 +25,7 @@ GRANT_TTL_S = 0.5
 CONFIG = """\
 node: node-1
 mode: harvest
+unsafe_experiments: true
 page_root: {root}/pages
 state_dir: {root}/state
 http: {{port: {port}}}

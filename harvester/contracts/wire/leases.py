@@ -54,6 +54,8 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
 class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
     node: NodeId
     slots: tuple[SlotOffer, ...]
+    restart_needed: tuple[str, ...] = ()
+    """Fields of the agent's configuration file that are not in force."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

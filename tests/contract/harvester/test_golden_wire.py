@@ -66,7 +66,8 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         (
             b'{"node":"n","slots":[{"slot":"s","node":"n","state":"offered","engine_url":"u",'
             b'"model":"m","epoch":1,"concurrency":16,"kv_tokens":4096,"idle_ratio":null,"reason":"",'
-            b'"isolation":"","floor_bytes":0,"tenant":"","job":""}]}'
+            b'"isolation":"","floor_bytes":0,"tenant":"","job":""}],'
+            b'"restart_needed":[]}'
         ),
     ),
     (

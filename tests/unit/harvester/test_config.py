@@ -68,7 +68,25 @@ def test_the_more_careful_mode_of_node_and_slot_holds(write: Any) -> None:
         (GOOD + "modus: off\n", "line 6: modus: Extra inputs"),
         (GOOD.replace("0.2", "fast"), "line 5: slots.0.policy.ttft_slo_s: "),
         (GOOD.replace("ttft_slo_s", "ttft_slo"), "line 5: slots.0.policy.ttft_slo: "),
-        (GOOD.replace("0.2", "-1"), "slots.0.policy: Value error, SLOs must be above 0 s"),
+        (
+            GOOD.replace("0.2", "-1"),
+            "slots.0.policy: Value error, ttft_slo_s must be a finite number, at least 0",
+        ),
+        (
+            GOOD.replace("0.2", "0"),
+            "slots.0.policy: Value error, ttft_slo_s and itl_slo_s must be above",
+        ),
+        (
+            GOOD.replace("0.2", "2000"),
+            "line 5: slots.0.policy.ttft_slo_s: 2000 is not 0.001 to 600",
+        ),
+        (GOOD.replace("0.2", "true"), "line 5: slots.0.policy.ttft_slo_s: true is no number"),
+        (GOOD + "lease_ttl_s: 3600\n", "line 6: lease_ttl_s: 3600 is not 1 to 300 s: a holder"),
+        (GOOD + "mode: off\nmode: harvest\n", "line 7: not YAML: 'mode' is given twice"),
+        (
+            GOOD.replace("ttft_slo_s: 0.2", "{ungated: true}"),
+            "only experiments go beyond (unsafe_experiments)",
+        ),
         (GOOD.replace("slot0", "../../etc"), "line 3: slots.0.name: "),
         (GOOD.replace("    policy", "    pulses: [../x]\n    policy"), "slots.0.pulses"),
         (

@@ -323,12 +323,6 @@ def test_a_reload_changes_a_slots_policy_and_keeps_what_it_knows(stage: Stage) -
     assert (stage.grant().mode, stage.grant().step_tokens_cap) == ("open", 99)
 
 
-def test_a_reload_of_what_only_a_restart_can_change_is_refused(stage: Stage) -> None:
-    changed = AgentConfig.model_validate({**stage.config.model_dump(), "node": "other"})
-    with pytest.raises(ConfigError, match="restart is needed to change node"):
-        stage.node.reconfigure(changed)
-
-
 def test_counts_what_the_guest_did_and_lost(stage: Stage) -> None:
     stage.harvest()
     stage.guest(tokens_total=500, aborted_total=2, steps_launched=5, steps_finished=5)

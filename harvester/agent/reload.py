@@ -1,0 +1,74 @@
+"""Which changes of its configuration a running agent takes over. It compares every field there is.
+
+In force at once is only what is listed here. Any other field, a new one too, needs a restart: until
+then the agent runs on the old value and says so.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from harvester.config import AgentConfig, SlotConfig
+
+NODE_FIELDS = ("mode", "tenants", "unsafe_experiments")
+SLOT_FIELDS = ("engine_url", "model", "concurrency", "kv_tokens", "policy")
+GUEST_FIELD = "guest"
+"""`rosemux guest` reads it, when it starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reload:
+    config: AgentConfig
+    """What is in force: the new values where they can be, the old ones elsewhere."""
+    in_force: tuple[str, ...]
+    restart_needed: tuple[str, ...]
+    guest_start_needed: tuple[str, ...]
+
+
+def reload(old: AgentConfig, new: AgentConfig) -> Reload:
+    """`old` is what is in force now, `new` what the file says. Slots are known by their names."""
+    named = {slot.name: slot for slot in new.slots}
+    slots = tuple(_taken_over(slot, named.get(slot.name, slot)) for slot in old.slots)
+    taken = {name: getattr(new, name) for name in NODE_FIELDS}
+    config = old.model_copy(update={**taken, "slots": slots})
+    changed = _differences(old, config)
+    return Reload(
+        config=config,
+        in_force=tuple(name for name in changed if not _is_guests(name)),
+        restart_needed=tuple(_differences(config, new)),
+        guest_start_needed=tuple(name for name in changed if _is_guests(name)),
+    )
+
+
+def _taken_over(old: SlotConfig, new: SlotConfig) -> SlotConfig:
+    names = (*SLOT_FIELDS, GUEST_FIELD)
+    return old.model_copy(update={name: getattr(new, name) for name in names})
+
+
+def _is_guests(name: str) -> bool:
+    parts = name.split(".")
+    return parts[0] == "slots" and len(parts) > 2 and parts[2] == GUEST_FIELD
+
+
+def _differences(one: AgentConfig, other: AgentConfig) -> list[str]:
+    values, others = dict(_values(one)), dict(_values(other))
+    names = values.keys() | others.keys()
+    absent = object()
+    return sorted(name for name in names if values.get(name, absent) != others.get(name, absent))
+
+
+def _values(config: AgentConfig) -> Iterator[tuple[str, Any]]:
+    """Every field by its dotted path; a slot's by its name."""
+    fields = config.model_dump()
+    slots = fields.pop("slots")
+    yield from _flat(fields, "")
+    for slot in slots:
+        yield from _flat(slot, f"slots.{slot['name']}.")
+
+
+def _flat(fields: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,259 @@
+"""A reload says of every field whether it is in force, and what it says is true."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from harvester.agent.node import Node
+from harvester.agent.reload import reload
+from harvester.config import (
+    AgentConfig,
+    GuestConfig,
+    HttpConfig,
+    KvcachedConfig,
+    MpsConfig,
+    SlotConfig,
+)
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.journal import Opened, read_journal
+from harvester.contracts.page.records import Law
+from harvester.policy.sample import KillSwitch
+from harvester.policy.settings import Mode
+
+# Changed values are not validated, so some are of another type.
+pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer")
+Where = tuple[str, ...]
+FULL = AgentConfig(
+    kill_switch_file=Path("/k"),
+    http=HttpConfig(token_file=Path("/t")),
+    slots=(
+        SlotConfig(
+            name="slot0",
+            pages=Path("/p"),
+            pulses=("pulse.a.0",),
+            trusted_uids=(7,),
+            memory_group=Path("/g"),
+            metrics_url="http://h:1/metrics",
+            mps=MpsConfig(pipe_directory=Path("/m")),
+            guest=GuestConfig(
+                model=Path("/a"), weights=Path("/b"), context_tokens=1, kv_cache_bytes=1
+            ),
+        ),
+    ),
+)
+"""Every part that may be left out is there; `kvcached` excludes `memory_group`."""
+SHARED = KvcachedConfig(production=("prod",), guest="guest", total_bytes=1)
+
+
+def leaves(part: Any, where: Where = ()) -> Iterator[tuple[Where, Any]]:
+    """Every field of a configuration that holds no other fields, with its value."""
+    names = (
+        type(part).model_fields
+        if isinstance(part, BaseModel)
+        else [each.name for each in fields(part)]
+    )
+    for name in names:
+        value = getattr(part, name)
+        if name == "slots":
+            yield from leaves(value[0], ("slots", value[0].name))
+        elif isinstance(value, BaseModel) or is_dataclass(value):
+            yield from leaves(value, (*where, name))
+        else:
+            yield (*where, name), value
+
+
+def another(value: Any) -> Any:
+    match value:
+        case bool():
+            return not value
+        case Mode():
+            return Mode.OFF if value is not Mode.OFF else Mode.OBSERVE
+        case Law():
+            return Law.ROSE
+        case StrEnum():
+            raise AssertionError(f"say what another {type(value).__name__} is")
+        case int() | float():
+            return value * 0.99 if isinstance(value, float) and value else value + 1
+        case str():
+            return value + "x"
+        case Path():
+            return value / "x"
+        case (int(), *_):
+            return (*value, 8)
+        case tuple():
+            return (*value, "pulse.b.0")
+        case None:
+            return "none"
+    raise AssertionError(f"say what another {type(value).__name__} is")
+
+
+def changed(part: Any, where: Where) -> Any:
+    """`part` with another value in one field; nothing is validated."""
+    name, rest = where[0], where[1:]
+    if name == "slots":
+        return part.model_copy(update={"slots": (changed(part.slots[0], rest[1:]),)})
+    old = getattr(part, name)
+    new = changed(old, rest) if rest else another(old)
+    if isinstance(part, BaseModel):
+        return part.model_copy(update={name: new})
+    # Not through `replace`: the settings would refuse what contradicts another field.
+    copy = object.__new__(type(part))
+    for each in fields(part):
+        value = new if each.name == name else getattr(part, each.name)
+        object.__setattr__(copy, each.name, value)
+    return copy
+
+
+EVERY = [where for where, _ in leaves(FULL)]
+
+
+def test_there_is_no_part_whose_fields_are_not_looked_at() -> None:
+    seen = {type(part) for part in (FULL, FULL.slots[0], FULL.http)}
+    missing = [where for where, value in leaves(FULL) if value is None]
+    assert seen == {AgentConfig, SlotConfig, HttpConfig}
+    assert missing == [("slots", "slot0", "kvcached"), ("slots", "slot0", "guest", "isolation")]
+
+
+@pytest.mark.parametrize("where", EVERY, ids=".".join)
+def test_every_field_that_changes_is_in_force_or_needs_a_start(where: Where) -> None:
+    done = reload(FULL, changed(FULL, where))
+    said = (*done.in_force, *done.restart_needed, *done.guest_start_needed)
+    if where == ("slots", "slot0", "name"):
+        assert "slots.slot0x.name" in done.restart_needed
+        assert done.in_force == ()
+        return
+    assert said == (".".join(where),)
+    kept = dict(leaves(done.config))[where]
+    taken_over = not done.restart_needed
+    assert (kept != dict(leaves(FULL))[where]) == taken_over
+
+
+def test_what_waits_for_a_restart_is_told_until_the_file_says_the_old_value_again() -> None:
+    new = changed(changed(FULL, ("http", "port")), ("slots", "slot0", "model"))
+    once = reload(FULL, new)
+    assert (once.in_force, once.restart_needed) == (("slots.slot0.model",), ("http.port",))
+    again = reload(once.config, new)
+    assert (again.in_force, again.restart_needed) == ((), ("http.port",))
+    back = reload(again.config, FULL)
+    assert (back.in_force, back.restart_needed) == (("slots.slot0.model",), ())
+
+
+@pytest.mark.parametrize("names", [["slot0"], ["slot0", "slot1", "slot2"], ["slot1", "slot0"]])
+def test_slots_are_known_by_their_names(names: list[str]) -> None:
+    old = AgentConfig(slots=(SlotConfig(name="slot0"), SlotConfig(name="slot1")))
+    new = AgentConfig(slots=tuple(SlotConfig(name=name, model=f"m-{name}") for name in names))
+    done = reload(old, new)
+    assert [slot.name for slot in done.config.slots] == ["slot0", "slot1"]
+    for slot in done.config.slots:
+        assert slot.model == (f"m-{slot.name}" if slot.name in names else "")
+    others = {"slot0", "slot1"} ^ set(names)
+    assert {name.split(".")[1] for name in done.restart_needed} == others
+
+
+SIMPLE = AgentConfig(tenants=("t",), slots=(SlotConfig(name="slot0"),))
+IN_FORCE: dict[Where, Callable[[Node], Any]] = {
+    ("mode",): lambda node: node.slots[0].policy.settings.mode,
+    ("slots", "slot0", "policy", "mode"): lambda node: node.slots[0].policy.settings.mode,
+    ("slots", "slot0", "engine_url"): lambda node: node.slots[0].offer().engine_url,
+    ("slots", "slot0", "model"): lambda node: node.slots[0].offer().model,
+    ("slots", "slot0", "concurrency"): lambda node: node.slots[0].offer().concurrency,
+    ("slots", "slot0", "kv_tokens"): lambda node: node.slots[0].offer().kv_tokens,
+    ("unsafe_experiments",): lambda node: bool(sample(node, "harvester_unsafe_experiments")),
+    ("tenants",): lambda node: tuple(
+        tenant
+        for tenant in ("t", "pulse.b.0")
+        if sample(node, "harvester_leases_active", slot="slot0", tenant=tenant) is not None
+    ),
+}
+"""What the running parts say of a field. The policy's numbers are those that it decides with."""
+
+
+def sample(node: Node, name: str, **labels: str) -> float | None:
+    return node.metrics.registry.get_sample_value(name, labels)
+
+
+def of_policy(where: Where) -> Callable[[Node], Any]:
+    def say(node: Node) -> Any:
+        value: Any = node.slots[0].policy.settings
+        for name in where[3:]:
+            value = getattr(value, name)
+        return value
+
+    return say
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    config = SIMPLE.model_copy(
+        update={"page_root": tmp_path / "pages", "state_dir": tmp_path / "state"}
+    )
+    node = Node(config, clock=MonotonicClock(), version="1")
+    node.beat()
+    yield node
+    node.close()
+
+
+PROVEN = [where for where in EVERY if where in IN_FORCE or where[2:3] == ("policy",)]
+
+
+def test_no_field_is_said_to_be_in_force_without_a_proof() -> None:
+    assert [where for where in EVERY if reload(FULL, changed(FULL, where)).in_force] == PROVEN
+
+
+@pytest.mark.parametrize("where", PROVEN, ids=".".join)
+def test_what_a_reload_says_is_in_force_is(node: Node, where: Where) -> None:
+    # The more careful of two modes holds, so each is seen beside `harvest` only.
+    base = node._config.model_copy(update={"mode": Mode.HARVEST})
+    node.reconfigure(base)
+    new = changed(base, where)
+    done = node.reconfigure(new)
+    assert done.in_force == (".".join(where),)
+    node.beat()
+    say = IN_FORCE.get(where) or of_policy(where)
+    assert say(node) == dict(leaves(new))[where]
+
+
+def test_the_policy_of_a_reload_decides_with_what_it_was_given(node: Node) -> None:
+    slot = node._config.slots[0]
+    settings = changed(slot.policy, ("grant_ttl_s",))
+    new = node._config.model_copy(update={"slots": (slot.model_copy(update={"policy": settings}),)})
+    node.reconfigure(new)
+    effects = node.slots[0].policy.observe(
+        node.slots[0].sensor.sample(
+            lease=node.book.view(node.slots[0].name), kill_switch=KillSwitch.NONE
+        ),
+        now=node.clock.now(),
+    )
+    assert effects[0].ttl_s == settings.grant_ttl_s  # type: ignore[union-attr]
+
+
+def test_what_is_not_in_force_stands_in_metrics_journal_and_offers(
+    node: Node, tmp_path: Path
+) -> None:
+    new = changed(changed(node._config, ("http", "port")), ("lease_ttl_s",))
+    node.reconfigure(new)
+    assert node.restart_needed == ("http.port", "lease_ttl_s")
+    assert sample(node, "harvester_config_restart_needed") == 2
+    assert sample(node, "harvester_config_last_reload_successful") == 0
+    opened = [
+        line
+        for line in read_journal(tmp_path / "state" / "slot0.journal")
+        if isinstance(line, Opened)
+    ]
+    assert opened[-1].restart_needed == ("http.port", "lease_ttl_s")
+    node.reconfigure(node._config)
+    assert sample(node, "harvester_config_restart_needed") == 0
+    assert sample(node, "harvester_config_last_reload_successful") == 1
+
+
+def test_the_sections_that_exclude_each_other_are_compared_too() -> None:
+    slot = FULL.slots[0].model_copy(update={"memory_group": None, "kvcached": SHARED})
+    old = FULL.model_copy(update={"slots": (slot,)})
+    for where in (("production",), ("guest",), ("total_bytes",)):
+        full = ("slots", "slot0", "kvcached", *where)
+        assert reload(old, changed(old, full)).restart_needed == (".".join(full),)
