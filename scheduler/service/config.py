@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harvester.contracts.bearer import is_loopback
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN
+from harvester.yaml_file import explained, parse_fields, read_text
 from scheduler.policy.capacity import CapacityConfig
 from scheduler.policy.model import EngineKind
 from scheduler.policy.routing_events import (
@@ -146,21 +146,12 @@ class GatewaySettings(_Settings):
 
 
 def load_settings(path: Path) -> GatewaySettings:
-    """Raises ConfigError, naming the file and each field that is wrong."""
+    """Raises ConfigError, naming each field that is wrong with its line."""
+    text = read_text(path)
     try:
-        given = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    try:
-        settings = GatewaySettings.model_validate(given)
+        settings = GatewaySettings.model_validate(parse_fields(text, path))
     except ValidationError as error:
-        lines = [
-            f"  {'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}"
-            for fault in error.errors()
-        ]
-        raise ConfigError("\n".join([f"{path}:", *lines])) from error
+        raise ConfigError(explained(error, text, path)) from error
     if settings.token_file is None and not is_loopback(settings.host):
         raise ConfigError(
             f"{path}: host {settings.host} is not loopback; "

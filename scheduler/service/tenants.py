@@ -4,10 +4,9 @@ import hmac
 import stat
 from pathlib import Path
 
-import yaml
-
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import TenantId, checked_name
+from harvester.yaml_file import parse_fields, read_text
 
 MIN_TOKEN_CHARS = 16
 
@@ -23,13 +22,14 @@ class Tenants:
         if path is None:
             return cls({})
         try:
-            given = yaml.safe_load(path.read_text())
             mode = path.stat().st_mode
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read token file {path}: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"cannot read token file {path}: {error.strerror}") from error
+        # Errors of this reader show no line of the file: tokens stand there.
+        given = parse_fields(read_text(path), path)
         if mode & (stat.S_IRGRP | stat.S_IROTH):
             raise ConfigError(f"token file {path} can be read by others; chmod 600 it")
-        if not isinstance(given, dict) or not given:
+        if not given:
             raise ConfigError(f"token file {path}: write one 'tenant: token' per line")
         tokens: dict[TenantId, str] = {}
         for tenant, token in given.items():

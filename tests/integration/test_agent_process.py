@@ -256,6 +256,22 @@ def test_sighup_takes_a_good_configuration_and_keeps_the_old_one_for_a_bad_one(
     assert record.step_tokens_cap == 77
 
 
+def test_a_reload_says_what_waits_for_a_restart_and_takes_over_the_rest(
+    agent: Agent, harvesting: Any
+) -> None:
+    text = agent.config.read_text()
+    text = text.replace("port: 0", "port: 1").replace("cooldown_s: 0.3", "step_tokens_max: 78")
+    agent.config.write_text(
+        text.replace("  - name: slot0", "  - name: slot0\n    trusted_uids: [7]")
+    )
+    agent.process.send_signal(signal.SIGHUP)
+    waiting = agent.line("needs a restart: (.*)").group(1)
+    assert waiting.strip() == "http.port, slots.slot0.trusted_uids"
+    wait_for(lambda: (r := agent.reading().record) and r.step_tokens_cap == 78)
+    said = agent.call("GET", "/v1/slots")["restart_needed"]
+    assert said == ["http.port", "slots.slot0.trusted_uids"]
+
+
 def test_status_shows_pages_and_offers(agent: Agent, harvesting: Any) -> None:
     command = [ROSEMUX, "status", "--pages", str(agent.root / "pages"), "--agent", agent.url]
     done = subprocess.run(
@@ -267,6 +283,7 @@ def test_status_shows_pages_and_offers(agent: Agent, harvesting: Any) -> None:
         env={**os.environ, "COLUMNS": "160"},
     )
     assert re.search(r"grant.*open", done.stdout)
+    assert re.search(r"slot0 +│ leased +│ t +│ j ", done.stdout)
     assert "pulse.prod.0" in done.stdout
     assert re.search(r"slot0.*leased", done.stdout)
 

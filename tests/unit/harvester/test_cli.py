@@ -69,6 +69,20 @@ def test_a_users_error_is_one_clear_line(
     assert len(shown.splitlines()) == 1
 
 
+def test_the_check_says_which_variable_overrides_the_file_and_what_is_odd(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSEMUX_AGENT_JOURNAL_MAX_BYTES", "67108864")
+    path = tmp_path / "agent.yaml"
+    path.write_text(
+        "journal_max_bytes: 536870912\nslots: [{name: slot0, policy: {ttft_slo_s: 500}}]\n"
+    )
+    assert exit_code(["agent", "--config", str(path), "--check-config"]) == 0
+    shown = capsys.readouterr().out
+    assert "ROSEMUX_AGENT_JOURNAL_MAX_BYTES gives 67108864 over 536870912" in shown
+    assert "were 500 ms meant" in shown
+
+
 def test_checks_a_configuration_without_starting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +93,11 @@ def test_checks_a_configuration_without_starting(
     assert "mode harvest, slots slot0" in capsys.readouterr().out
     assert exit_code([*arguments, "--set", "lease_ttl_s=-1"]) == 2
     assert "lease_ttl_s" in capsys.readouterr().err
+    assert (
+        exit_code([*arguments, "--set", "unsafe_experiments=true", "--set", "lease_ttl_s=999"]) == 0
+    )
+    shown = capsys.readouterr().out
+    assert "note: unsafe_experiments: lease_ttl_s: 999 is not 1 to 300 s" in shown
     assert exit_code([*arguments, "--set", "lease_ttl_s=[1"]) == 2
     assert "--set lease_ttl_s=[1" in capsys.readouterr().err
 

@@ -51,7 +51,7 @@ def test_says_which_file_is_missing_or_not_yaml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.yaml"):
         load_settings(tmp_path / "nothing.yaml")
     (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(ConfigError, match=r"bad\.yaml is not YAML"):
+    with pytest.raises(ConfigError, match=r"bad\.yaml line 1: not YAML"):
         load_settings(tmp_path / "bad.yaml")
 
 
@@ -72,12 +72,15 @@ def test_knows_a_tenant_by_its_token_alone(tmp_path: Path) -> None:
     [
         (f"a: {'a' * 20}", 0o644, "chmod 600"),
         ("a: short", 0o600, "16 characters"),
-        ("[]", 0o600, "tenant: token"),
+        ("", 0o600, "tenant: token"),
+        ("[]", 0o600, "field: value"),
+        (f"a: {'a' * 20}\na: {'b' * 20}", 0o600, "line 2: not YAML: 'a' is given twice"),
     ],
 )
 def test_refuses_a_token_file_that_protects_nothing(tmp_path: Path, text, mode, said) -> None:
     path = tmp_path / "tokens"
     path.write_text(text)
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said) as caught:
         Tenants.load(path)
+    assert "aaaa" not in str(caught.value)
