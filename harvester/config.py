@@ -212,6 +212,8 @@ class AgentConfig(_Model):
         names = [slot.name for slot in self.slots]
         if len(set(names)) != len(names):
             raise ValueError("slots: every name may appear once")
+        if len({self.pages_of(slot) for slot in self.slots}) != len(names):
+            raise ValueError("slots: every slot needs pages of its own")
         return self
 
     @property

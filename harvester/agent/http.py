@@ -15,7 +15,7 @@ from harvester.agent.node import Node
 from harvester.contracts.bearer import is_sent
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import LeaseId, checked_name
-from harvester.contracts.wire.leases import LeaseRenewal, LeaseRequest, SlotOffers
+from harvester.contracts.wire.leases import EndReason, LeaseRenewal, LeaseRequest, SlotOffers
 
 MAX_BODY_BYTES = 64 << 10
 T = TypeVar("T")
@@ -68,7 +68,8 @@ class Routes:
 
     async def release(self, request: web.Request) -> web.Response:
         answer = self._node.book.release(_lease(request), now=self._node.clock.now())
-        self._node.beat()
+        if answer.reason is not EndReason.UNKNOWN:
+            self._node.beat()
         return _json(answer)
 
     async def healthz(self, _request: web.Request) -> web.Response:

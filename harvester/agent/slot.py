@@ -54,6 +54,7 @@ class Slot:
     ) -> None:
         self.name = SlotId(slot.name)
         self.config = slot
+        self._restart_needed: tuple[str, ...] = ()
         self._book = book
         self._exposition = exposition
         directory = PageDirectory.create(config.pages_of(slot), mode=0o1777)
@@ -113,8 +114,8 @@ class Slot:
         policy = SlotPolicy(settings)
         policy.restore(self.policy.snapshot())
         self.policy, self.config = policy, slot
-        line = self._first_line(resumed=True)
-        self._journal.opened(msgspec.structs.replace(line, restart_needed=restart_needed))
+        self._restart_needed = restart_needed
+        self._journal.opened(self._first_line(resumed=True))
 
     def offer(self) -> SlotOffer:
         state, reason, epoch = self._book.entry(self.name)
@@ -188,6 +189,7 @@ class Slot:
             config=config,
             config_hash=config_hash(config),
             snapshot=self.policy.snapshot() if resumed else None,
+            restart_needed=self._restart_needed,
         )
 
 

@@ -54,6 +54,12 @@ async def client(node: Node) -> AsyncIterator[TestClient[Any, Any]]:
         yield client
 
 
+def decisions(node: Node) -> int:
+    """Beats so far, by the grants that they wrote."""
+    (family,) = node.metrics.decisions.collect()
+    return int(sum(s.value for s in family.samples if s.name.endswith("_total")))
+
+
 async def answer(reply: Any) -> Answer:
     assert reply.status == 200, await reply.text()
     decoded: Answer = msgspec.json.decode(await reply.read(), type=Answer)
@@ -131,6 +137,7 @@ async def test_a_caller_who_does_not_know_the_id_renews_and_ends_nothing(
 ) -> None:
     taken = await answer(await client.post("/v1/leases", json=TAKE))
     assert isinstance(taken, LeaseGranted)
+    before = decisions(node)
     renewal = {"epoch": taken.epoch, "duration_s": 10.0}
     renewed = await answer(await client.post(f"/v1/leases/{guess}/renew", json=renewal))
     ended = await answer(await client.delete(f"/v1/leases/{guess}"))
@@ -140,6 +147,8 @@ async def test_a_caller_who_does_not_know_the_id_renews_and_ends_nothing(
     live = node.book.live(taken.slot)
     assert live is not None
     assert live.lease == taken.lease
+    # Nor does such a caller write the journal.
+    assert decisions(node) == before
 
 
 async def test_a_taken_slot_is_refused_as_a_value(client: Any) -> None:

@@ -175,7 +175,7 @@ EXPERIMENTS: list[dict[str, Any]] = [
     {"law": "saturation"},
     {"grant_ttl_s": 86_400},
     {"epsilon": 1e6},
-    {"blocking_ratio": 0},
+    {"blocking_ratio": 0.001},
     {"cooldown_s": 0},
     {"model_samples_min": 0},
     {"budget": {"enforced": False}},

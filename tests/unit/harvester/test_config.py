@@ -102,6 +102,10 @@ def test_the_more_careful_mode_of_node_and_slot_holds(write: Any) -> None:
         ("- 1\n", "expected `field: value`"),
         (GOOD + "  - name: slot0\n", "every name may appear once"),
         (
+            GOOD + "  - {name: slot1, pages: /dev/shm/rosemux/slot0}\n",
+            "every slot needs pages of its own",
+        ),
+        (
             GOOD.replace("ttft_slo_s: 0.2", "grant_ttl_s: 0.1"),
             "grant_ttl_s must be at least two beats",
         ),

@@ -36,7 +36,6 @@ FULL = AgentConfig(
             name="slot0",
             pages=Path("/p"),
             pulses=("pulse.a.0",),
-            trusted_uids=(7,),
             memory_group=Path("/g"),
             metrics_url="http://h:1/metrics",
             mps=MpsConfig(pipe_directory=Path("/m")),
@@ -79,6 +78,8 @@ def another(value: Any) -> Any:
             raise AssertionError(f"say what another {type(value).__name__} is")
         case int() | float():
             return value * 0.99 if isinstance(value, float) and value else value + 1
+        case "auto":
+            return 0.5
         case str():
             return value + "x"
         case Path():
