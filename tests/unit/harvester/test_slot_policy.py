@@ -450,5 +450,5 @@ def test_a_profile_of_another_model_or_machine_is_not_believed(
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
 def test_a_profile_that_is_no_time_is_refused(wrong: float) -> None:
-    with pytest.raises(ValueError, match="profile"):
+    with pytest.raises(ValueError, match="decode_base_s must be"):
         ProfileSettings(decode_base_s=wrong)
