@@ -1,5 +1,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,8 +12,11 @@ from benchmarks.coserve.figures import Facts, figures, inconclusive
 from benchmarks.coserve.residual import residual_figures
 from benchmarks.coserve.rounds import Slice
 from benchmarks.rotation import rotated
-from harvester.config import SlotConfig
+from coserve.isolation import NO_ISOLATION
+from harvester.config import SlotConfig, load_agent_config
 from scheduler.demo.records import ProductionRequest
+from scheduler.demo.slo import ServiceLevel
+from scheduler.demo.slot import ServingSlot, SlotPorts
 
 FACTS = Facts(trace="given", requests_per_s=2.0, seed=1)
 SECONDS = 20.0
@@ -158,3 +163,16 @@ def test_the_agent_takes_every_arms_policy(policy: dict[str, Any]) -> None:
 
 def test_production_alone_means_no_rollouts() -> None:
     assert all(not SETTINGS[arm].rollouts and SETTINGS[arm].production for arm in ALONE)
+
+
+@pytest.mark.parametrize("changes", [each.policy for each in SETTINGS.values()] + [RECLAIM])
+def test_the_agent_takes_the_rule_of_every_arm(changes: dict[str, Any], tmp_path: Path) -> None:
+    paths = SimpleNamespace(pages=tmp_path, run=tmp_path)
+    slot = ServingSlot(
+        parts=SimpleNamespace(paths=paths),  # type: ignore[arg-type]
+        ports=SlotPorts(production=1, guest=2, agent=3),
+        isolation=NO_ISOLATION,
+        vllm=None,  # type: ignore[arg-type]
+    )
+    slot._write_agent_config(slot.policy(ServiceLevel(ttft_s=0.25, itl_s=0.05)) | changes)
+    assert load_agent_config(tmp_path / "agent.yaml", environment={}).unsafe_experiments
