@@ -10,7 +10,7 @@ opens no socket.
 import os
 import re
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -252,15 +252,14 @@ def read_agent_config(
 ) -> LoadedConfig:
     """`flags` maps dotted field paths to values. Raises ConfigError."""
     text = "" if path is None else read_text(path)
-    values = parse_fields(text, path)
-    in_file = deepcopy(values)
+    in_file = parse_fields(text, path)
+    values = dict(in_file)
     notes = []
     for name, value in sorted((os.environ if environment is None else environment).items()):
         if name.startswith(ENVIRONMENT_PREFIX):
             where = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-            given = _parse_variable(name, value)
+            given, was = _parse_variable(name, value), _in(in_file, where)
             _put(values, where, given, origin=name)
-            was = _in(in_file, where)
             if was not in (_ABSENT, given):
                 notes.append(f"variable {name} gives {given} over {was} in {path}")
     for dotted, value in (flags or {}).items():
@@ -269,16 +268,25 @@ def read_agent_config(
         config = AgentConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explained(error, text, path)) from error
-    faults = [named(where, said, text, path) for where, said in _booleans(values, config, ())]
-    unsafe = [named(where, said, text, path) for where, said in _unsafe(config)]
-    if config.unsafe_experiments:
-        notes += [f"unsafe_experiments: {said}" for said in unsafe or ["nothing needs it"]]
-    elif unsafe:
-        faults += [*unsafe, "only experiments go beyond (unsafe_experiments)"]
-    if faults:
-        raise ConfigError("; ".join(faults))
-    notes += [named(where, said, text, path) for where, said in _odd_slos(config)]
-    return LoadedConfig(config=config, notes=tuple(notes))
+
+    def say(found: Iterator[tuple[Where, str]]) -> list[str]:
+        return [named(where, said, text, path) for where, said in found]
+
+    notes += _judge(
+        config, mistakes=say(_booleans(values, config, ())), unsafe=say(_unsafe(config))
+    )
+    return LoadedConfig(config=config, notes=(*notes, *say(_odd_slos(config))))
+
+
+def _judge(config: AgentConfig, *, mistakes: list[str], unsafe: list[str]) -> list[str]:
+    """What an experiment is to be told of. Raises ConfigError for all else that is wrong."""
+    if unsafe and not config.unsafe_experiments:
+        mistakes = [*mistakes, *unsafe, "only experiments go beyond (unsafe_experiments)"]
+    if mistakes:
+        raise ConfigError("; ".join(mistakes))
+    if not config.unsafe_experiments:
+        return []
+    return [f"unsafe_experiments: {said}" for said in unsafe or ["nothing needs it"]]
 
 
 def _unsafe(config: AgentConfig) -> Iterator[tuple[Where, str]]:
@@ -342,7 +350,8 @@ def _put(values: dict[str, Any], where: list[str], value: Any, *, origin: str) -
             raise ConfigError(f"{origin}: {'.'.join(where[:position])} has no fields")
         if last:
             node[key] = value
-        elif isinstance(node, dict):
-            node = node.setdefault(key, {})
         else:
+            # A copy: YAML's aliases make one mapping stand in several places.
+            child = node.get(key, {}) if isinstance(node, dict) else node[key]
+            node[key] = copy(child)
             node = node[key]

@@ -53,6 +53,17 @@ def test_a_variable_reaches_into_a_slot(write: Any) -> None:
     assert config.slots[0].policy.ttft_slo_s == 0.2
 
 
+def test_a_variable_reaches_one_slot_of_two_that_share_an_alias(write: Any) -> None:
+    text = """\
+slots:
+  - {name: slot0, policy: &law {epsilon: 0.1}}
+  - {name: slot1, policy: *law}
+"""
+    environment = {"ROSEMUX_AGENT_SLOTS__0__POLICY__EPSILON": "0.2"}
+    config = load_agent_config(write(text), environment=environment)
+    assert [slot.policy.epsilon for slot in config.slots] == [0.2, 0.1]
+
+
 def test_the_more_careful_mode_of_node_and_slot_holds(write: Any) -> None:
     config = load_agent_config(write(GOOD + "mode: harvest\n"), environment={})
     assert config.settings_of(config.slots[0]).mode is Mode.HARVEST
