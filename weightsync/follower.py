@@ -194,7 +194,9 @@ class CheckpointFollower:
         """From what is held by deltas, or from a full checkpoint."""
         held = self.held
         if held is not None and held.version <= target:
-            staged = self._receiver.prepare(held.version, target)
+            checkpoint = self._kept.checkpoint
+            layout = None if checkpoint is None else checkpoint.layout()
+            staged = self._receiver.prepare(held.version, target, held=layout)
             if staged.full is None:
                 try:
                     return self._rehearsed(staged)

@@ -15,14 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
+from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.adapter import Base, check_base
+from weightsync.elements.bits import Layout
+from weightsync.layout.slices import Slicing
 from weightsync.reading.memory_room import STAGING_BYTES, MemoryRoom
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Kind, Store, VersionRef
-from weightsync.receive.held_parts import HeldParts, held_parts
-from weightsync.receive.plan import Plan, Step, planned
+from weightsync.receive.held_parts import HeldParts, everything, held_parts
+from weightsync.receive.plan import Plan, Step, plans
 from weightsync.receive.staged import Staged
 from weightsync.receive.staging import stage
 from weightsync.receive.writing import write_state
@@ -31,6 +33,8 @@ from weightsync.target import ApplyTarget
 from weightsync.transport.source import StoreSource
 
 MAX_REMEMBERED_STEPS = 256
+_BROKEN = (Corrupt, Unsupported, Stale)
+"""Refusals of one way to a version; what all ways share, or may pass, is none of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,19 +131,26 @@ class Receiver:
         return self._store.newer(than, wait_s=wait_s)
 
     def plan(self, current: WeightVersion | None, target: WeightVersion) -> Plan:
-        """See `planned`: raises ConfigError, Stale or Corrupt.
+        """The first of `plans`: raises ConfigError, Stale or Corrupt.
 
         A holder of parts starts from a full checkpoint unless this receiver wrote `current` there.
         """
+        with self._forgetting():
+            return next(self._plans(current, target, layout_is_known=False))
+
+    def _plans(
+        self, current: WeightVersion | None, target: WeightVersion, *, layout_is_known: bool
+    ) -> Iterator[Plan]:
         if self.is_partial and current != self._known_version:
             current = None
-        with self._forgetting():
-            latest = self._store.latest()
-            self._present = self._store.refs()
-            self._look_ahead(current, target)
-            plan = planned(self, current=current, target=target, latest=latest)
+        latest = self._store.latest()
+        self._present = self._store.refs()
+        self._look_ahead(current, target)
+        for plan in plans(
+            self, current=current, target=target, latest=latest, layout_is_known=layout_is_known
+        ):
             check_base(plan.manifest, self.base)
-            return plan
+            yield plan
 
     def step(self, ref: VersionRef) -> Step | None:
         """The manifest and size of a directory that was there when the plan began.
@@ -174,15 +185,19 @@ class Receiver:
         with suppress(RoseMuxError):
             self.step(ref)
 
-    def parts(self, plan: Plan) -> HeldParts:
-        """What its holder has of the checkpoint that a plan leads to."""
+    def parts(self, plan: Plan, held: Layout | None = None) -> HeldParts:
+        """What its holder has of the checkpoint that a plan leads to; `held` as in `prepare`."""
+        if plan.root is None:
+            if held is None or self.is_partial:
+                raise Corrupt(f"no full checkpoint tells what version {plan.target} consists of")
+            return everything(held, Slicing())
         if self._parts is None or self._parts[0] != plan.root.ref:
             slicing = plan.root.manifest.slicing
             whole = slicing.whole(self._store.layout(plan.root.ref, plan.root.manifest))
             self._parts = (plan.root.ref, held_parts(whole, slicing, self._selection))
         return self._parts[1]
 
-    def stage(self, plan: Plan) -> Staged:
+    def stage(self, plan: Plan, held: Layout | None = None) -> Staged:
         """Reads and checks a plan; raises Corrupt or Stale, with no target touched."""
         room, known = MemoryRoom(self._staging_bytes), self._written
         with self._forgetting():
@@ -192,7 +207,7 @@ class Receiver:
             return stage(
                 self._store,
                 plan,
-                self.parts(plan),
+                self.parts(plan, held),
                 self._pool,
                 room=room,
                 spool=Spool(room, self._spool_dir),
@@ -221,15 +236,42 @@ class Receiver:
             seconds=self._clock.now() - started,
         )
 
-    def prepare(self, current: WeightVersion | None, target: WeightVersion) -> Staged:
-        """plan and stage; where a chain from `current` is broken, from a full checkpoint."""
-        plan = self.plan(current, target)
-        if plan.current is not None:
+    def prepare(
+        self,
+        current: WeightVersion | None,
+        target: WeightVersion,
+        *,
+        held: Layout | None = None,
+    ) -> Staged:
+        """plan and stage, by the first way of which every part is intact.
+
+        `held`: what is there at `current`, with which a chain does where no full checkpoint can be
+        read. Raises what the first way was refused for.
+        """
+        refused: RoseMuxError | None = None
+        broken: set[tuple[VersionRef, ...]] = set()
+        ways = self._plans(current, target, layout_is_known=held is not None)
+        while True:
+            with self._forgetting():
+                plan = next(ways, None)
+            if plan is None:
+                break
+            steps = tuple(step.ref for step in plan.steps)
+            if steps in broken:
+                continue
             try:
-                return self.stage(plan)
-            except Corrupt:
-                plan = self.plan(None, target)
-        return self.stage(plan)
+                with self._forgetting():
+                    self.parts(plan, held)
+            except _BROKEN as refusal:
+                # The layout alone may be broken, which another full checkpoint has too.
+                refused = refused or refusal
+                continue
+            try:
+                return self.stage(plan, held)
+            except _BROKEN as refusal:
+                refused = refused or refusal
+                broken.add(steps)
+        raise refused or Corrupt(f"no way to version {target} is intact")
 
     def settle(self, staged: Staged, target: ApplyTarget) -> Applied:
         """apply; where a chain tears or ends in another state, again from a full checkpoint.
@@ -244,13 +286,14 @@ class Receiver:
             self.reapplied += 1
             if staged.full is not None:
                 raise
-        return self.apply(self.stage(self.plan(None, staged.plan.target)), target)
+        return self.apply(self.prepare(None, staged.plan.target), target)
 
     def sync(
         self, current: WeightVersion | None, target: WeightVersion, buffers: ApplyTarget
     ) -> Applied:
         """prepare and settle."""
-        return self.settle(self.prepare(current, target), buffers)
+        held = None if self.is_partial else buffers.layout()
+        return self.settle(self.prepare(current, target, held=held), buffers)
 
     @property
     def _known_version(self) -> WeightVersion | None:

@@ -1,26 +1,52 @@
-"""How loops are compiled: by numba, kept on disk, without Python's lock."""
+"""How loops are compiled: by numba, without Python's lock, kept on disk where that is allowed.
+
+A container without a writable place (read-only site-packages, no home) compiles in every process;
+so does one whose disk is full. `warm_up` in the codec decides when.
+"""
 
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
+from numba.core.caching import NullCache
 from numba.extending import intrinsic
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_loops: list[Any] = []
 
 
 def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """A loop over arrays and numbers."""
-    return cast(Callable[_P, _R], numba.njit(cache=True, nogil=True)(function))
+    return cast(Callable[_P, _R], _loop(numba.njit(nogil=True)(function)))
 
 
 def inlined(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """A part of a loop: compiled into it, where a call with arrays would take longer than it."""
-    made = numba.njit(cache=True, nogil=True, forceinline=True)(function)
-    return cast(Callable[_P, _R], made)
+    return cast(Callable[_P, _R], _loop(numba.njit(nogil=True, forceinline=True)(function)))
 
 
 def generated(function: Callable[..., Any]) -> Any:
     """A few instructions that numba cannot say, given as LLVM's; for compiled code only."""
     return intrinsic(function)
+
+
+def compiled_forms() -> int:
+    """Machine code forms of all loops so far, one for each combination of element types."""
+    return sum(len(loop.signatures) for loop in _loops)
+
+
+def forget_cache() -> None:
+    """Compiles without files from now on: what was kept cannot be written or read."""
+    for loop in _loops:
+        loop._cache = NullCache()  # noqa: SLF001 - numba can enable a cache, not disable it
+
+
+def _loop(loop: Any) -> Any:
+    try:
+        loop.enable_caching()
+    except RuntimeError:
+        # No directory that this user may write.
+        pass
+    _loops.append(loop)
+    return loop

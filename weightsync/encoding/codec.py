@@ -12,7 +12,7 @@ rosemux payload: bytes format, layout, width; varint elements; then by layout
 where a stream is varint packed length, bytes (see stream.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,7 +20,8 @@ import numpy as np
 
 from harvester.contracts.errors import Unsupported
 from weightsync.elements import kernels, state_hash
-from weightsync.elements.bits import Bits, Bytes, TensorSpec, bytes_of
+from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, Bytes, TensorSpec, bytes_of
+from weightsync.elements.compiled import forget_cache
 from weightsync.encoding.decoders import (
     decode_dense,
     decode_overwrite,
@@ -184,14 +185,32 @@ def apply_own(encoding: Encoding, payload: memoryview, spec: TensorSpec, bits: B
     checked_apply(decode(encoding, payload, spec), bits)
 
 
-def warm_up() -> None:
-    """Compiles or loads the kernels for 2-byte elements, so that no pause waits for them."""
-    old = np.zeros(2, dtype=np.uint16)
-    new = np.array([1, 9], dtype=np.uint16)
+_DTYPE_OF_WIDTH = {1: "I8", 2: "BF16", 4: "F32", 8: "I64"}
+_warm: set[int] = set()
+
+
+def warm_up(widths_bytes: Iterable[int] = (2,)) -> None:
+    """Compiles or loads the loops for elements of these widths, so that no pause waits for them.
+
+    Seconds for each width where they are compiled, a tenth of that where they are kept.
+    """
+    for width in sorted(set(widths_bytes) - _warm):
+        try:
+            _warm_up(width)
+        except OSError:
+            # A full disk, or files of another user: their loss costs time, not a version.
+            forget_cache()
+            _warm_up(width)
+        _warm.add(width)
+
+
+def _warm_up(width_bytes: int) -> None:
+    old = np.zeros(2, dtype=UNSIGNED_NUMPY[width_bytes])
+    new = np.array([1, 9], dtype=old.dtype)
     kernels.count_changes(old, new)
     kernels.share_changed(old, new, 1, 1)
     plain_payload(old, new)
-    spec = TensorSpec("BF16", (2,))
+    spec = TensorSpec(_DTYPE_OF_WIDTH[width_bytes], (2,))
     streams = compared(old, new)
     head = bytes((FORMAT, GROUPS, old.itemsize)) + varint(old.size)
     for payload in (

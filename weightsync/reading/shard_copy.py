@@ -7,7 +7,7 @@ before the shard is refused. Decides nothing about which bytes are needed.
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
-from harvester.contracts.errors import Corrupt
+from harvester.contracts.errors import Corrupt, RoseMuxError
 from weightsync.elements.bits import Bytes
 from weightsync.layout.chunk_digests import chunk_count, chunk_digest, digest_at
 from weightsync.layout.manifest import FileRecord
@@ -32,7 +32,9 @@ class ShardCopy:
         place: Place,
         *,
         piece_bytes: int,
+        missing: Callable[[], RoseMuxError],
     ) -> None:
+        """`missing`: the refusal to raise where the shard is not there."""
         self._source = source
         self._path = path
         self._size_bytes = size_bytes
@@ -40,6 +42,7 @@ class ShardCopy:
         self._chunk_bytes = record.chunk_bytes if record else 0
         self.place = place
         self._piece_bytes = piece_bytes
+        self._missing = missing
         self._is_whole = False
         self._here: set[int] = set()
         self.bytes_read = 0
@@ -101,7 +104,7 @@ class ShardCopy:
         try:
             each_span(self._source, spans, read)
         except FileNotFoundError as error:
-            raise Corrupt(f"{self._source}/{self._path} is missing") from error
+            raise self._missing() from error
 
     def _read_unchecked(self, span: Span) -> None:
         into = self.place.buffer(span)

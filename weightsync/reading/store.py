@@ -95,9 +95,7 @@ class Store:
             raise Stale(f"{self}/{ref.directory} is gone or was never finished") from error
         manifest = decoded_manifest(raw, expected=ref.version)
         if manifest.block is not None and not self._is_ready(ref):
-            raise Corrupt(
-                f"{self}/{ref.directory} has no {READY_FILE}: its publisher did not finish it"
-            )
+            raise self._missing(ref, f"{READY_FILE}: its publisher did not finish it")
         if ref.kind is Kind.ANCHOR and not manifest.is_full:
             raise Corrupt(f"{self}/{ref.directory} is not a full checkpoint")
         return manifest
@@ -137,7 +135,7 @@ class Store:
         try:
             return self._source.read_small(f"{ref.directory}/{name}", limit_bytes)
         except FileNotFoundError as error:
-            raise Corrupt(f"{self}/{ref.directory}/{name} is missing") from error
+            raise self._missing(ref, name) from error
 
     def shard(
         self, ref: VersionRef, manifest: Manifest, shard: str, spool: Spool, *, lent_bytes: int
@@ -152,7 +150,15 @@ class Store:
         piece_bytes = min(source.range_bytes, max(_PIECE_BYTES, lent_bytes // source.streams))
         path = f"{ref.directory}/{shard}"
         place = spool.place(size)
-        return ShardCopy(source, path, size, record, place, piece_bytes=piece_bytes)
+        return ShardCopy(
+            source,
+            path,
+            size,
+            record,
+            place,
+            piece_bytes=piece_bytes,
+            missing=lambda: self._missing(ref, shard),
+        )
 
     def _named_latest(self, raw: bytes | None) -> WeightVersion | None:
         if raw is None:
@@ -163,11 +169,20 @@ class Store:
         return ref.version
 
     def _is_ready(self, ref: VersionRef) -> bool:
+        return self._has(ref, READY_FILE)
+
+    def _has(self, ref: VersionRef, name: str) -> bool:
         try:
-            self._source.size_bytes(f"{ref.directory}/{READY_FILE}")
+            self._source.size_bytes(f"{ref.directory}/{name}")
         except FileNotFoundError:
             return False
         return True
+
+    def _missing(self, ref: VersionRef, what: str) -> RoseMuxError:
+        """A version loses its index before any other file, when it is pruned."""
+        if not self._has(ref, INDEX_FILE):
+            return Stale(f"{self}/{ref.directory} was pruned while it was read: take a newer one")
+        return Corrupt(f"{self}/{ref.directory} has no {what}")
 
     def _shard_layout(self, ref: VersionRef, manifest: Manifest, shard: str) -> Layout:
         path, size = f"{ref.directory}/{shard}", self._checked_bytes(ref, manifest, shard)
@@ -180,7 +195,7 @@ class Store:
                 head = self._read_head(path, needed)
             return parsed_header(head[8:needed], file_bytes=size).layout
         except FileNotFoundError as error:
-            raise Corrupt(f"{self}/{path} is missing") from error
+            raise self._missing(ref, shard) from error
         except Corrupt:
             self._source.doubt(path)
             raise
@@ -196,7 +211,7 @@ class Store:
         try:
             return self._source.size_bytes(f"{ref.directory}/{shard}")
         except FileNotFoundError as error:
-            raise Corrupt(f"{self}/{ref.directory}: shard missing: {shard}") from error
+            raise self._missing(ref, shard) from error
 
     def _checked_bytes(self, ref: VersionRef, manifest: Manifest, shard: str) -> int:
         """The size of a shard that is there as it was published."""
@@ -204,7 +219,7 @@ class Store:
         try:
             found = self._source.size_bytes(path)
         except FileNotFoundError as error:
-            raise Corrupt(f"{self}/{path} is missing") from error
+            raise self._missing(ref, shard) from error
         if found != size:
             self._source.doubt(path)
             raise Corrupt(f"{self}/{path}: {found} bytes where {size} were published")

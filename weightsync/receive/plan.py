@@ -1,14 +1,15 @@
 """Which versions a receiver reads to get from what it holds to what it wants.
 
-Reads manifests only. Takes the cheaper by bytes of the delta chain from the current version and a
-full checkpoint with the chain after it.
+Reads manifests only. The first way is the cheaper by bytes of the delta chain from the current
+version and a full checkpoint with the chain after it; the others are for a store of which a part is
+broken, and lead further back.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from harvester.contracts.errors import ConfigError, Corrupt, Stale
+from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.layout.manifest import Manifest
 from weightsync.reading.store import Kind, VersionRef
@@ -33,8 +34,8 @@ class Plan:
     """The version that the steps build on; None where they start from a full checkpoint."""
     target: WeightVersion
     steps: tuple[Step, ...]
-    root: Step
-    """The full checkpoint whose layout holds for all steps."""
+    root: Step | None
+    """The full checkpoint whose layout holds for all steps; None: that of the holder does."""
     manifest: Manifest
     """Of the target version."""
 
@@ -54,59 +55,93 @@ class _Link:
     """One version on the way back from the target."""
 
     version: WeightVersion
-    full: Step | None
+    fulls: tuple[Step, ...]
     delta: Step | None
 
 
-def planned(
+def plans(
     source: StepSource,
     *,
     current: WeightVersion | None,
     target: WeightVersion,
     latest: WeightVersion | None,
-) -> Plan:
-    """The cheapest plan; a chain wins a tie.
+    layout_is_known: bool = False,
+) -> Iterator[Plan]:
+    """Ways to the target: the cheapest first (a chain wins a tie), each read up to when asked for.
 
-    Raises ConfigError for a version that is not published, Stale for one that is older than what
-    is held or already pruned, Corrupt where an index is broken.
+    A directory whose index is broken is no part of any. `layout_is_known`: a chain that builds on
+    the current version may do without a full checkpoint. Raises ConfigError for a version that is
+    not published and Stale for one that is older than what is held; where there is no way, what
+    was found broken, else Stale.
     """
     if latest is None or target > latest:
         raise ConfigError(f"version {target} is not published yet; the newest is {latest}")
     if current is not None and target < current:
         raise Stale(f"version {target} is older than version {current}, which is loaded already")
-    root: Step | None = None
-    goal: Step | None = None
-    choices: list[tuple[WeightVersion | None, tuple[Step, ...]]] = []
+    faults: list[RoseMuxError] = []
+    goal: Manifest | None = None
     chain: tuple[Step, ...] = ()
-    for link in _walk(source, target):
-        goal = goal or link.delta or link.full
+    held: tuple[Step, ...] | None = None
+    fulls: list[tuple[Step, ...]] = []
+    found = False
+    for link in _walk(source, target, faults):
+        if link.version == target:
+            goal = next((step.manifest for step in (link.delta, *link.fulls) if step), None)
         if link.version == current:
-            choices.append((current, chain))
-        if link.full is not None:
-            root = root or link.full
-            choices.append((None, (link.full, *chain)))
-        if root is not None and (current is None or link.version <= current):
-            break
+            held = chain
+        fulls += [(full, *chain) for full in link.fulls]
+        if goal is not None and fulls and (current is None or link.version <= current):
+            found = True
+            yield from _ways(goal, fulls, current, held)
+            fulls.clear()
         if link.delta is not None:
             chain = (link.delta, *chain)
-    if root is None or goal is None:
+    if goal is not None and fulls:
+        found = True
+        yield from _ways(goal, fulls, current, held)
+    if goal is not None and held is not None and layout_is_known:
+        found = True
+        yield Plan(current=current, target=target, steps=held, root=None, manifest=goal)
+    if not found and faults:
+        raise faults[0]
+    if not found:
         raise Stale(f"version {target} was pruned or leads to no full checkpoint; take {latest}")
-    base, steps = min(
-        choices, key=lambda choice: (sum(step.size_bytes for step in choice[1]), choice[0] is None)
-    )
-    return Plan(current=base, target=target, steps=steps, root=root, manifest=goal.manifest)
 
 
-def _walk(source: StepSource, target: WeightVersion) -> Iterator[_Link]:
+def _ways(
+    goal: Manifest,
+    fulls: Sequence[tuple[Step, ...]],
+    current: WeightVersion | None,
+    held: tuple[Step, ...] | None,
+) -> list[Plan]:
+    """From each of these full checkpoints, and from the current version by their layout."""
+    target, root = goal.version, fulls[0][0]
+    ways = [
+        Plan(current=None, target=target, steps=steps, root=steps[0], manifest=goal)
+        for steps in fulls
+    ]
+    if held is not None:
+        ways.append(Plan(current=current, target=target, steps=held, root=root, manifest=goal))
+    return sorted(ways, key=lambda way: (way.size_bytes, way.current is None))
+
+
+def _walk(
+    source: StepSource, target: WeightVersion, faults: list[RoseMuxError]
+) -> Iterator[_Link]:
+    def look(kind: Kind, version: WeightVersion) -> Step | None:
+        try:
+            return source.step(VersionRef(kind, version))
+        except (Corrupt, Unsupported, Stale) as fault:
+            faults.append(fault)
+            return None
+
     at = target
     for _ in range(MAX_CHAIN):
-        weight = source.step(VersionRef(Kind.WEIGHT, at))
-        anchor = source.step(VersionRef(Kind.ANCHOR, at))
+        weight, anchor = look(Kind.WEIGHT, at), look(Kind.ANCHOR, at)
         delta = weight if weight is not None and not weight.manifest.is_full else None
-        yield _Link(at, anchor or (weight if delta is None else None), delta)
-        if delta is None:
-            return
-        base = delta.manifest.base_version
+        fulls = (anchor, weight if delta is None else None)
+        yield _Link(at, tuple(full for full in fulls if full is not None), delta)
+        base = None if delta is None else delta.manifest.base_version
         if base is None:
-            raise Corrupt(f"version {at} is a delta without a base version")
+            return
         at = base

@@ -181,7 +181,8 @@ class EngineWeights:
 
     def _prepared(self, receiver: Receiver, base: _Base, wanted: Wanted) -> _Prepared:
         receiver.select(base.target.selection if isinstance(base.target, SliceTarget) else None)
-        staged = receiver.prepare(base.version, wanted.version)
+        held = None if base.target is None or receiver.is_partial else base.target.layout()
+        staged = receiver.prepare(base.version, wanted.version, held=held)
         if base.target is not None and base.target.layout() != staged.layout:
             raise ConfigError(f"store {wanted.store} holds another model than this engine's")
         if not isinstance(base.target, LoaderMap):

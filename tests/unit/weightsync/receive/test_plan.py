@@ -1,15 +1,16 @@
 """Plans: the cheaper of chain and checkpoint, or a clear refusal."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
-from harvester.contracts.errors import ConfigError, Stale
+from harvester.contracts.errors import ConfigError, Corrupt, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.manifest import Manifest
 from weightsync.reading.store import Kind, VersionRef
-from weightsync.receive.plan import Plan, Step, planned
+from weightsync.receive.plan import Plan, Step, plans
 
 
 @dataclass
@@ -17,6 +18,8 @@ class FakeStore:
     """Versions by size; a base of None is a full one."""
 
     steps: dict[VersionRef, Step] = field(default_factory=dict)
+    broken: set[VersionRef] = field(default_factory=set)
+    asked: list[VersionRef] = field(default_factory=list)
 
     def add(self, kind: Kind, version: int, size_bytes: int, *, full: bool) -> None:
         ref = VersionRef(kind, WeightVersion(version))
@@ -31,7 +34,13 @@ class FakeStore:
         self.steps[ref] = Step(ref, manifest, size_bytes)
 
     def step(self, ref: VersionRef) -> Step | None:
+        self.asked.append(ref)
+        if ref in self.broken:
+            raise Corrupt(f"{ref.directory} is broken")
         return self.steps.get(ref)
+
+    def strike(self, kind: Kind, version: int) -> None:
+        self.broken.add(VersionRef(kind, WeightVersion(version)))
 
 
 @pytest.fixture
@@ -46,11 +55,18 @@ def store() -> FakeStore:
 
 
 def _plan(store: FakeStore, current: int | None, target: int, latest: int = 8) -> Plan:
-    return planned(
+    return next(_plans(store, current, target, latest))
+
+
+def _plans(
+    store: FakeStore, current: int | None, target: int, latest: int = 8, *, known: bool = False
+) -> Iterator[Plan]:
+    return plans(
         store,
         current=None if current is None else WeightVersion(current),
         target=WeightVersion(target),
         latest=WeightVersion(latest),
+        layout_is_known=known,
     )
 
 
@@ -62,6 +78,7 @@ def test_a_follower_takes_the_deltas_alone(store: FakeStore) -> None:
     plan = _plan(store, 6, 8)
     assert plan.current == 6
     assert _directories(plan) == ["weight_v000007", "weight_v000008"]
+    assert plan.root is not None
     assert plan.root.ref == VersionRef(Kind.ANCHOR, WeightVersion(5))
 
 
@@ -120,3 +137,61 @@ def test_a_pruned_version_is_stale(store: FakeStore) -> None:
     for current in (None, 2, 3):
         with pytest.raises(Stale, match="pruned"):
             _plan(store, current, 4)
+
+
+def test_a_broken_anchor_is_passed_on_the_way_to_an_older_one(store: FakeStore) -> None:
+    store.strike(Kind.ANCHOR, 5)
+    joins, follows = _plan(store, None, 7), _plan(store, 6, 8)
+    assert _directories(joins)[0] == "weight_v000001"
+    assert len(joins.steps) == 7
+    assert (follows.current, len(follows.steps)) == (6, 2)
+    assert follows.root is not None
+    assert follows.root.ref == VersionRef(Kind.WEIGHT, WeightVersion(1))
+
+
+def test_the_other_ways_are_older_checkpoints_and_their_layouts_for_the_same_chain(
+    store: FakeStore,
+) -> None:
+    ways = [
+        (way.current, None if way.root is None else way.root.ref.directory)
+        for way in _plans(store, 6, 8, known=True)
+    ]
+    assert ways == [
+        (6, "anchor_v000005"),
+        (None, "anchor_v000005"),
+        (6, "weight_v000001"),
+        (None, "weight_v000001"),
+        (6, None),
+    ]
+
+
+def test_an_older_way_is_read_only_when_the_first_is_refused(store: FakeStore) -> None:
+    ways = _plans(store, None, 8)
+    next(ways)
+    oldest_read = min(ref.version for ref in store.asked)
+    assert oldest_read == 5
+    next(ways)
+    assert min(ref.version for ref in store.asked) == 1
+
+
+def test_a_holder_needs_no_checkpoint_at_all_where_it_knows_its_own_layout(
+    store: FakeStore,
+) -> None:
+    store.strike(Kind.ANCHOR, 5)
+    store.strike(Kind.WEIGHT, 1)
+    with pytest.raises(Corrupt, match="anchor_v000005"):
+        _plan(store, 6, 8)
+    (way,) = _plans(store, 6, 8, known=True)
+    assert (way.root, _directories(way)) == (None, ["weight_v000007", "weight_v000008"])
+
+
+def test_a_broken_target_is_reached_by_the_anchor_beside_it(store: FakeStore) -> None:
+    store.strike(Kind.WEIGHT, 5)
+    assert _directories(_plan(store, 4, 5)) == ["anchor_v000005"]
+    assert _directories(_plan(store, 4, 6)) == ["anchor_v000005", "weight_v000006"]
+
+
+def test_where_nothing_is_intact_the_first_fault_is_told(store: FakeStore) -> None:
+    store.strike(Kind.WEIGHT, 8)
+    with pytest.raises(Corrupt, match="weight_v000008 is broken"):
+        _plan(store, 6, 8)
