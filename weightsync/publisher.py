@@ -88,8 +88,7 @@ class Publisher:
         write: FileWriter = write_durably,
     ) -> None:
         _check(anchor_every, keep_versions, threads, rank, ranks, encoding)
-        if encoding is Encoding.ROSEMUX:
-            warm_up()
+        self._encoding = encoding
         copies = None if copy_dir is None else Path(copy_dir)
         self._store = (
             writable_store(store, write=write, spool_dir=copies)
@@ -115,6 +114,7 @@ class Publisher:
                     adapter=adapter,
                 )
             self._copy = self._opened_copy(copies, rank)
+            self._warm_up()
             undo.pop_all()
         # Only now: rank 0 clears what an earlier trainer's ranks said.
         self._ranks = _agreeing(words, rank, ranks, rank_timeout_s, self._clock)
@@ -163,11 +163,18 @@ class Publisher:
             if self._lead is not None:
                 self._lead.sweep()
             raise
+        if published.is_full:
+            self._warm_up()
         if self._lead is not None:
             # The version is out: what cannot be deleted now is superseded next time as well.
             with suppress(Exhausted):
                 self._lead.prune()
         return published
+
+    def _warm_up(self) -> None:
+        """Compiles for the model's element types before the first change, not in it."""
+        if self._encoding is Encoding.ROSEMUX:
+            warm_up(spec.width_bytes for spec in self._copy.contents.layout.values())
 
     def _agreed(self, state: State, step: int, started: float) -> Published:
         with self._ranks.conversation(step) as talk:

@@ -5,6 +5,7 @@ so does one whose disk is full. `warm_up` in the codec decides when.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
@@ -39,14 +40,12 @@ def compiled_forms() -> int:
 def forget_cache() -> None:
     """Compiles without files from now on: what was kept cannot be written or read."""
     for loop in _loops:
-        loop._cache = NullCache()  # noqa: SLF001 - numba can enable a cache, not disable it
+        loop._cache = NullCache()
 
 
 def _loop(loop: Any) -> Any:
-    try:
+    # Refused where there is no directory that this user may write.
+    with suppress(RuntimeError):
         loop.enable_caching()
-    except RuntimeError:
-        # No directory that this user may write.
-        pass
     _loops.append(loop)
     return loop

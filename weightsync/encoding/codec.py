@@ -32,6 +32,7 @@ from weightsync.encoding.decoders import (
 from weightsync.encoding.delta import Delta, checked_apply
 from weightsync.encoding.grouped import GROUPS
 from weightsync.encoding.grouped_payload import grouped_payload, is_worth_groups
+from weightsync.encoding.plain import plain_deltas
 from weightsync.encoding.plain_payload import MAX_BYTES as PLAIN_BYTES
 from weightsync.encoding.plain_payload import OVERWRITE_BELOW_CHANGES, PlainPayload, plain_payload
 from weightsync.encoding.planes import PLANES, apply_planes_payload, planes_payload
@@ -186,6 +187,8 @@ def apply_own(encoding: Encoding, payload: memoryview, spec: TensorSpec, bits: B
 
 
 _DTYPE_OF_WIDTH = {1: "I8", 2: "BF16", 4: "F32", 8: "I64"}
+WIDTHS_BYTES = frozenset(_DTYPE_OF_WIDTH)
+_WARM_ELEMENTS = 1 << 14
 _warm: set[int] = set()
 
 
@@ -205,20 +208,31 @@ def warm_up(widths_bytes: Iterable[int] = (2,)) -> None:
 
 
 def _warm_up(width_bytes: int) -> None:
-    old = np.zeros(2, dtype=UNSIGNED_NUMPY[width_bytes])
-    new = np.array([1, 9], dtype=old.dtype)
+    """One change in each form that a payload may have, written and applied."""
+    old = np.zeros(_WARM_ELEMENTS, dtype=UNSIGNED_NUMPY[width_bytes])
+    new = old.copy()
+    new[::8], new[1] = 1, 9
+    dtype = _DTYPE_OF_WIDTH[width_bytes]
     kernels.count_changes(old, new)
     kernels.share_changed(old, new, 1, 1)
-    plain_payload(old, new)
-    spec = TensorSpec(_DTYPE_OF_WIDTH[width_bytes], (2,))
     streams = compared(old, new)
+    is_worth_groups(streams, old.size)
     head = bytes((FORMAT, GROUPS, old.itemsize)) + varint(old.size)
     for payload in (
         _encode_streams(old, streams),
         grouped_payload(head, old.size, streams),
         _encode_planes(old, new),
     ):
-        checked_apply(decode(Encoding.ROSEMUX, memoryview(payload), spec), old.copy())
+        delta = decode(Encoding.ROSEMUX, memoryview(payload), TensorSpec(dtype, old.shape))
+        for hashed in (False, True):
+            delta.apply(old.copy(), hashed=hashed)
+    small = TensorSpec(dtype, (PLAIN_BYTES // 64,))
+    lying = np.frombuffer(
+        plain_payload(old[: small.elements], new[: small.elements]).payload, np.uint8
+    )
+    for plain in plain_deltas(lying, [(0, lying.size)], [small]):
+        assert plain is not None
+        checked_apply(plain, old[: small.elements].copy())
 
 
 def encode_dense(new: Bits) -> bytes:

@@ -2,9 +2,14 @@
 
 A version is written into a `.tmp-` directory, by one process or several, fsynced, marked READY and
 renamed; only then does LATEST name it.
+
+A lock keeps a second publisher out where locks hold. On a file system whose locks are those of one
+host, the newest publisher takes the store over, as in an object store: its token is in the lock's
+file, and every publisher reads that before it changes what readers see.
 """
 
 import fcntl
+import os
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,17 +83,24 @@ class DirectoryWriter:
     def __init__(self, root: Path, write: FileWriter) -> None:
         self._root = root
         self._write = write
-        self._lock = (root / _LOCK_FILE).open("wb")
+        self._lock = os.open(root / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._owner = secrets.token_hex(16).encode()
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with refusals(root):
+                os.pwrite(self._lock, self._owner, 0)
+                os.fsync(self._lock)
         except BlockingIOError as error:
-            self._lock.close()
+            os.close(self._lock)
             raise ConfigError(f"{root} has a publisher already: stop it or use another") from error
+        except BaseException:
+            os.close(self._lock)
+            raise
         self.sweep()
         self.store = Store(root)
 
     def close(self) -> None:
-        self._lock.close()
+        os.close(self._lock)
 
     def refs(self) -> frozenset[VersionRef]:
         return self.store.refs()
@@ -97,6 +109,7 @@ class DirectoryWriter:
         return max((ref.version for ref in self.refs()), default=WeightVersion(0))
 
     def begin(self, ref: VersionRef) -> str:
+        self._check_owner()
         self.sweep()
         begun = f"{TEMPORARY}{ref.directory}-{secrets.token_hex(4)}"
         with refusals(self._root):
@@ -115,6 +128,7 @@ class DirectoryWriter:
         return names
 
     def finish(self, begun: str, ref: VersionRef, small: Mapping[str, bytes]) -> None:
+        self._check_owner()
         directory = self._root / begun
         for file, data in small.items():
             self._write(directory / file, [data])
@@ -125,6 +139,7 @@ class DirectoryWriter:
             sync_directory(self._root)
 
     def point_latest(self, version: WeightVersion) -> None:
+        self._check_owner()
         temporary = self._root / f"{TEMPORARY}{LATEST_FILE}"
         line = VersionRef(Kind.WEIGHT, version).directory + "\n"
         with refusals(self._root):
@@ -137,6 +152,7 @@ class DirectoryWriter:
             sync_directory(self._root)
 
     def remove(self, ref: VersionRef) -> None:
+        self._check_owner()
         doomed = self._root / f"{TEMPORARY}pruned-{ref.directory}"
         with refusals(self._root):
             (self._root / ref.directory).rename(doomed)
@@ -149,11 +165,25 @@ class DirectoryWriter:
         }
 
     def sweep(self) -> None:
+        if not self._is_owner():
+            return
         for leftover in self._root.glob(f"{TEMPORARY}*"):
             if leftover.is_dir() and not leftover.is_symlink():
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
                 leftover.unlink()
+
+    def _is_owner(self) -> bool:
+        # Opened anew: a network file system looks at the server then.
+        with refusals(self._root):
+            return (self._root / _LOCK_FILE).read_bytes() == self._owner
+
+    def _check_owner(self) -> None:
+        if not self._is_owner():
+            raise ConfigError(
+                f"{self._root} has another publisher: only the newest one may publish; stop one of "
+                "them, or give it a store of its own"
+            )
 
 
 def _refusing(write: FileWriter, root: Path) -> FileWriter:

@@ -125,9 +125,7 @@ def _ways(
     return sorted(ways, key=lambda way: (way.size_bytes, way.current is None))
 
 
-def _walk(
-    source: StepSource, target: WeightVersion, faults: list[RoseMuxError]
-) -> Iterator[_Link]:
+def _walk(source: StepSource, target: WeightVersion, faults: list[RoseMuxError]) -> Iterator[_Link]:
     def look(kind: Kind, version: WeightVersion) -> Step | None:
         try:
             return source.step(VersionRef(kind, version))

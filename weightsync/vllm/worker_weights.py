@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from harvester.contracts.errors import ConfigError
-from weightsync.encoding.codec import warm_up
+from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
 from weightsync.reading.memory_room import STAGING_BYTES
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
@@ -36,7 +36,7 @@ class WorkerWeights:
         root = _weight_root()
         if device.type == "cpu":
             cpu_linear.check_installed()
-        warm_up()
+        warm_up({tensor.element_size() for tensor in model.state_dict().values()} & WIDTHS_BYTES)
         base = EngineWeights(
             model,
             vllm_config.model_config,

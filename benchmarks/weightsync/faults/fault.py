@@ -17,6 +17,8 @@ class Fault:
     strike: Callable[[World], Mend]
     encoding: Encoding | None = None
     """None: any."""
+    in_store: bool = False
+    """Only files of the store are damaged: a holder goes on where they leave it a way."""
     newest: int | None = None
     """Newest version at the start; None: 6, reached by deltas, or 7, with an anchor beside it."""
 
@@ -39,4 +41,4 @@ def damaging(
         damage(world)
         return world.mend()
 
-    return Fault(name, strike, encoding=encoding, newest=newest)
+    return Fault(name, strike, encoding=encoding, in_store=True, newest=newest)

@@ -99,7 +99,8 @@ class MemoryHolder:
         newest = self._receiver.latest()
         if newest is None or newest == self.version:
             return
-        staged = self._receiver.prepare(self.version, newest)
+        held = self._target.layout()
+        staged = self._receiver.prepare(self.version, newest, held=held)
         self.version = None
         applied = self._receiver.settle(staged, self._target)
         self.version, self.state_hash = applied.version, applied.state_hash

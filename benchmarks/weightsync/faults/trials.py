@@ -37,6 +37,10 @@ class Tally:
     wrong_state: int = 0
     refused: int = 0
     """Faults at which the holder refused something before they were removed."""
+    passable: int = 0
+    """Faults in the store that left the holder an intact way to the newest version."""
+    passed: int = 0
+    """Those of them at which it got there before anything was mended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class Outcome:
 
     recovered: bool
     refused: bool = False
+    passable: bool = False
+    passed: bool = False
     story: str = ""
 
 
@@ -80,22 +86,36 @@ class Trials:
             tally.recovered += outcome.recovered
             tally.wrong_state += bool(world.wrong)
             tally.refused += outcome.refused
+            tally.passable += outcome.passable
+            tally.passed += outcome.passed
         for line in (outcome.story, *world.wrong):
             if line and len(self.failures) < _STORIES:
                 self.failures.append(f"{number}, {fault.name}: {line}")
 
 
 def struck(world: World, fault: Fault) -> Outcome:
-    """Strikes, lets the holder try, removes the cause, and sees whether it recovers."""
+    """Strikes, lets the holder try, removes the cause, and sees whether it recovers.
+
+    A holder that an intact way is left to has to get there before the cause is removed.
+    """
     before_bytes = _peak_bytes()
     try:
         mend = fault.strike(world)
+        passable = fault.in_store and world.has_a_way()
         refusal = world.attempt()
+        passed = passable and world.recovered()
         grew_bytes = _peak_bytes() - before_bytes
         mend()
         recovered = world.recovered()
     except Exception:
         return Outcome(recovered=False, story=traceback.format_exc(limit=-6))
+    if passable and not passed:
+        return Outcome(
+            recovered=False,
+            refused=True,
+            passable=True,
+            story=f"stopped at {refusal}, and another way was intact",
+        )
     if not recovered:
         return Outcome(
             recovered=False,
@@ -104,7 +124,7 @@ def struck(world: World, fault: Fault) -> Outcome:
         )
     if grew_bytes > _GREW_BYTES_MAX:
         return Outcome(recovered=False, story=f"it took {grew_bytes >> 20} MiB of memory")
-    return Outcome(recovered=True, refused=refusal is not None)
+    return Outcome(recovered=True, refused=refusal is not None, passable=passable, passed=passed)
 
 
 def classes(directory: Path) -> tuple[Fault, ...]:

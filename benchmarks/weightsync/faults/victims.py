@@ -170,10 +170,10 @@ def pull(task: Task, meter: Meter) -> None:
             meter.wrote_tensor(self._before[name], bits)
 
     class WatchedReceiver(Receiver):
-        def prepare(self, *arguments: Any) -> Any:
+        def prepare(self, *arguments: Any, **held: Any) -> Any:
             if task.phase == "stage":
                 meter.begin()
-            return super().prepare(*arguments)
+            return super().prepare(*arguments, **held)
 
     def write(directory: Path, record: Record) -> None:
         write_record(directory, record)

@@ -245,6 +245,32 @@ class World:
 
     # What is checked.
 
+    def has_a_way(self) -> bool:
+        """Whether the untouched directories lead the holder to the newest version.
+
+        Told from the files alone: a full checkpoint or the version that is held, and every delta
+        from there on.
+        """
+        if not _are_same(self.latest_file, self.pristine / LATEST_FILE):
+            return False
+        held = {claim.version for claim in self.holder.claims()}
+        fulls = {1} if self._is_untouched(1, Kind.WEIGHT) else set()
+        fulls |= {v for v in range(1, self.newest + 1) if self._is_untouched(v, Kind.ANCHOR)}
+        return any(
+            all(self._is_untouched(v, Kind.WEIGHT) for v in range(start + 1, self.newest + 1))
+            for start in held | fulls
+        )
+
+    def _is_untouched(self, version: int, kind: Kind) -> bool:
+        name = VersionRef(kind, WeightVersion(version)).directory
+        before, now = self.pristine / name, self.store / name
+        if not before.is_dir() or now.is_symlink() or not now.is_dir():
+            return False
+        files = {path.name for path in before.iterdir()}
+        return files == {path.name for path in now.iterdir()} and all(
+            _are_same(before / file, now / file) for file in files
+        )
+
     def attempt(self) -> str | None:
         """The holder tries once; returns what it refused with. Any other exception is a crash."""
         self.last_refusal = None
@@ -292,6 +318,12 @@ class World:
         return found.keys() == state.keys() and all(
             found[name] == bits.tobytes() for name, bits in state.items()
         )
+
+
+def _are_same(one: Path, other: Path) -> bool:
+    if any(path.is_symlink() or not path.is_file() for path in (one, other)):
+        return False
+    return one.read_bytes() == other.read_bytes()
 
 
 def _reached(port: int) -> None:

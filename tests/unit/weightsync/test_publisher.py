@@ -398,3 +398,33 @@ def test_a_torn_pointer_is_mended_by_the_next_version(
         (store / "LATEST").write_bytes(torn)
         assert publisher.publish(states[2]).version == 3
     assert same(_received(store, 3, states[0]), states[2])
+
+
+def test_of_two_publishers_whose_locks_do_not_meet_the_older_one_stops(
+    tmp_path: Path, states: tuple[State, ...], same: Same, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    store = tmp_path / "store"
+    with Publisher(store) as older:
+        older.publish(states[0])
+        with Publisher(store) as newer:
+            begun = store / ".tmp-weight_v000009-abcd"
+            begun.mkdir()
+            for _ in range(2):
+                with pytest.raises(ConfigError, match="another publisher"):
+                    older.publish(states[1])
+            assert begun.exists(), "the older one leaves alone what the newer one has begun"
+            published = newer.publish(states[2])
+    assert sorted(path.name for path in store.glob("weight_*")) == [
+        "weight_v000001",
+        f"weight_v{published.version:06d}",
+    ]
+    assert same(_received(store, published.version, states[2]), states[2])
+
+
+def test_a_publisher_that_ended_leaves_its_store_to_the_next(
+    tmp_path: Path, states: tuple[State, ...]
+) -> None:
+    for number, state in enumerate(states[:3], start=1):
+        with Publisher(tmp_path / "store") as publisher:
+            assert publisher.publish(state).version == number

@@ -1,0 +1,114 @@
+"""Loops are compiled ahead of any change, and import where nothing can be written."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+PACKAGES = ("weightsync", "harvester")
+
+_PUBLISH_AND_PULL = """
+import sys, tempfile
+from pathlib import Path
+import torch
+from weightsync.elements.compiled import compiled_forms
+from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
+from weightsync.publisher import Publisher
+from weightsync.receiver import Receiver
+from weightsync.target import TensorTarget
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64,
+          "f8": torch.float8_e4m3fn, "i8": torch.int8, "i64": torch.int64}
+SHARES = (0.0, 0.01, 0.3, 0.9, 0.001, 0.5)
+
+def state(at):
+    draw = torch.Generator().manual_seed(at)
+    made = {}
+    for name, dtype in DTYPES.items():
+        for elements in (9, 700, 60_000):
+            bits = torch.zeros(elements).to(dtype)
+            low = bits.view(torch.uint8)[:: bits.element_size()]
+            low[torch.rand(elements, generator=draw) < SHARES[at]] ^= 1
+            made[f"{name}.{elements}"] = bits
+    return made
+
+warm_up(WIDTHS_BYTES)
+before = compiled_forms()
+root = Path(tempfile.mkdtemp(dir=sys.argv[1]))
+with Publisher(root / "store", anchor_every=3) as publisher:
+    for at in range(len(SHARES)):
+        publisher.publish(state(at))
+for held in (None, 1, 4, 5):
+    tensors = {k: v.clone() for k, v in state((held or 1) - 1).items()}
+    receiver = Receiver(root / "store")
+    receiver.sync(held, 6, TensorTarget(tensors))
+    receiver.close()
+print("compiled later:", compiled_forms() - before)
+"""
+
+
+def _run(code: str, *arguments: str, **environment: str) -> str:
+    made = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={"PATH": os.environ["PATH"], **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd="/",
+    )
+    assert made.returncode == 0, made.stderr
+    return made.stdout
+
+
+def test_no_change_of_any_element_type_compiles_anything_after_the_warm_up(tmp_path: Path) -> None:
+    said = _run(_PUBLISH_AND_PULL, str(tmp_path), PYTHONPATH=str(ROOT), HOME=os.environ["HOME"])
+    assert said.split() == ["compiled", "later:", "0"]
+
+
+@pytest.fixture
+def read_only_packages(tmp_path: Path) -> Path:
+    """Copies of the packages that nobody can write beside: what should be a directory is a file."""
+    for name in PACKAGES:
+        for source in (ROOT / name).rglob("*.py"):
+            copy = tmp_path / source.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(source.read_bytes())
+            (copy.parent / "__pycache__").touch()
+    return tmp_path
+
+
+def test_weightsync_works_in_a_container_without_a_writable_place(read_only_packages: Path) -> None:
+    code = """
+import numpy as np
+from weightsync.elements import kernels
+import weightsync.publisher, weightsync.receiver
+print(kernels.count_changes(np.zeros(3, np.uint16), np.array([0, 1, 1], np.uint16)))
+"""
+    said = _run(code, PYTHONPATH=str(read_only_packages), HOME="/dev/null")
+    assert said.split() == ["2"]
+
+
+def test_a_cache_that_cannot_be_written_costs_time_and_no_version(tmp_path: Path) -> None:
+    code = """
+import numpy as np
+from numba.core.caching import IndexDataCacheFile
+def full(self, key, data):
+    raise OSError(28, "No space left on device")
+IndexDataCacheFile.save = full
+from weightsync.encoding import codec
+from weightsync.elements.compiled import forget_cache
+saved = []
+codec._warm_up, real = lambda width: (saved.append(width), _fails_once())[0], codec._warm_up
+def _fails_once():
+    if len(saved) == 1:
+        from weightsync.elements import kernels
+        kernels.count_changes(np.zeros(3, np.uint16), np.zeros(3, np.uint16))
+codec.warm_up((2,))
+print(len(saved))
+"""
+    said = _run(code, PYTHONPATH=str(ROOT), NUMBA_CACHE_DIR=str(tmp_path))
+    assert said.split() == ["2"]
