@@ -37,7 +37,7 @@ class Plan:
     root: Step | None
     """The full checkpoint whose layout holds for all steps; None: that of the holder does."""
     manifest: Manifest
-    """Of the target version."""
+    """Of the target version, as the last step tells it."""
 
     @property
     def size_bytes(self) -> int:
@@ -117,7 +117,7 @@ def _ways(
     """From each of these full checkpoints, and from the current version by their layout."""
     target, root = goal.version, fulls[0][0]
     ways = [
-        Plan(current=None, target=target, steps=steps, root=steps[0], manifest=goal)
+        Plan(current=None, target=target, steps=steps, root=steps[0], manifest=steps[-1].manifest)
         for steps in fulls
     ]
     if held is not None:

@@ -165,3 +165,16 @@ def test_a_joiner_whose_checkpoint_is_pruned_takes_another(
 
     monkeypatch.setattr(Store, "layout", pruned_first)
     assert same(_reached(store, None, states), states[7])
+
+
+@pytest.mark.parametrize("held", [None, 4])
+def test_an_anchor_is_judged_by_its_own_index_and_not_by_the_delta_s(
+    published: tuple[Path, list[Published]], states: tuple[State, ...], same: Same, held: int | None
+) -> None:
+    store, done = published
+    index = store / "weight_v000005" / INDEX
+    index.write_text(index.read_text().replace(done[4].state_hash, "0" * 32))
+    at = None if held is None else WeightVersion(held)
+    tensors = {name: tensor.clone() for name, tensor in states[(held or 1) - 1].items()}
+    Receiver(store).sync(at, WeightVersion(5), TensorTarget(tensors))
+    assert same(tensors, states[4])
