@@ -5,6 +5,9 @@ guest that was slow during a burst is tried again, with a few turns first. An en
 silent for longer than a turn should take is as slow as its silence: a closed gate gets no more. One
 that turns were taken off for its silence is left alone for a while, then tried with a few, and has
 all its places again with the first turn that ends on it: a gate opens as suddenly as it closes.
+One that refuses a turn keeps as many as it has and gets one more with each that ends there: it has
+shown its own limit. It is left alone for the time that it asks for only once it has refused two
+turns in a row, as one turn may be refused for what it is.
 """
 
 import math
@@ -43,10 +46,17 @@ class EngineLoad:
     learned_s: float = 0.0
     stalled_s: float | None = None
     """When a turn was last taken off for silence; None once a turn has ended here since."""
+    limit: int | None = None
+    """Places that the engine's refusals have left."""
+    refused: str = ""
+    """Turn that was refused last; empty once another one has ended here since."""
+    closed_until_s: float = -math.inf
 
     def full(self, *, half_life_s: float, now: float) -> bool:
         """A guest of unknown speed, or that fell silent, has places for a few turns only."""
-        places = self.concurrency
+        if now < self.closed_until_s:
+            return True
+        places = self.concurrency if self.limit is None else min(self.concurrency, self.limit)
         unknown = self.tokens * self._faded(half_life_s, now) < _GUESS_TOKENS
         if self.kind is EngineKind.GUEST and (unknown or self.stalled_s is not None):
             places = min(places, PROBE_TURNS)
@@ -67,10 +77,21 @@ class EngineLoad:
         self.open_turns -= 1
         self.stalled_s = now
 
+    def refuse(self, turn: str, *, retry_s: float, now: float) -> None:
+        """A turn came back at once. Nothing is learned of the engine's speed."""
+        self.open_turns -= 1
+        self.limit = max(1, self.open_turns)
+        if self.refused not in ("", turn):
+            self.closed_until_s = now + retry_s
+        self.refused = turn
+
     def leave(self, *, tokens: int, seconds: float, weight: float, now: float) -> None:
         """A turn lost without a token counts its time: a failing engine becomes a slow one."""
         if tokens:
             self.stalled_s = None
+            self.refused = ""
+            if self.limit is not None:
+                self.limit = self.limit + 1 if self.limit < self.concurrency else None
         alone_s = seconds / (1 + STEP_SHARE_PER_STREAM * self.open_turns)
         self.seconds = (1 - weight) * self.seconds + alone_s
         self.tokens = (1 - weight) * self.tokens + tokens

@@ -36,6 +36,7 @@ from scheduler.policy.routing_events import (
     RoutingEffect,
     RoutingEvent,
     TurnArrived,
+    TurnCleared,
     TurnLeft,
     TurnWithdrawn,
 )
@@ -76,7 +77,9 @@ class RoutingPolicy:
         self._engines: dict[EngineId, EngineLoad] = {}
         self._last: OrderedDict[TrajectoryId, EngineId] = OrderedDict()
         self._placed: dict[str, tuple[JobId, EngineId]] = {}
-        self._lines: dict[tuple[JobId, int, int], _Line] = {}
+        self._lines: dict[tuple[Any, ...], _Line] = {}
+        self._trials: dict[EngineId, TurnArrived] = {}
+        """Suspects that are not cleared yet, where they are."""
         self._queued: dict[str, _Queued] = {}
         self._target: Retargeted | None = None
         self._turn_tokens = config.default_turn_tokens
@@ -133,6 +136,13 @@ class RoutingPolicy:
         load = self._engines.get(engine)
         return load.s_per_token_alone if load else None
 
+    def may_serve(self, turn: TurnArrived) -> bool:
+        """Whether an engine is offered that the turn could wait for."""
+        return any(
+            load.offered and load.job == turn.job and _allows(turn, load.version)
+            for load in self._engines.values()
+        )
+
     def has_other_place(self, turn: TurnArrived, *, now: float) -> bool:
         """Whether a turn that stalls where it is could go on elsewhere at once."""
         _, here = self._placed.get(turn.turn, (turn.job, None))
@@ -146,6 +156,8 @@ class RoutingPolicy:
                 self._leave(event, now)
             case TurnWithdrawn():
                 self._queued.pop(event.turn, None)
+            case TurnCleared():
+                self._end_trial(event.turn)
             case EngineOffered():
                 self._offer(event)
             case EngineWithdrawn():
@@ -167,7 +179,7 @@ class RoutingPolicy:
         refused = self._refusal(turn)
         if refused is not None:
             return (refused,)
-        key = (turn.job, _pin(turn.exact), _pin(turn.minimum))
+        key = (turn.job, _pin(turn.exact), _pin(turn.minimum), turn.suspect, turn.avoid)
         line = self._lines.get(key)
         if line is None or not len(line):
             chosen = self._choose(turn, now, tail=not self._queued)
@@ -195,8 +207,12 @@ class RoutingPolicy:
         if placed is None:
             return
         _, engine = placed
+        self._end_trial(event.turn)
         if event.stalled:
             self._engines[engine].stall(now=now)
+            return
+        if event.refused_s is not None:
+            self._engines[engine].refuse(event.turn, retry_s=event.refused_s, now=now)
             return
         weight = self._config.speed_weight
         self._engines[engine].leave(
@@ -213,10 +229,7 @@ class RoutingPolicy:
             return RefuseTurn(turn=turn.turn, refusal=Refusal.JOB, reason=reason)
         if turn.exact is None and (turn.minimum or 0) <= target.version:
             return None
-        if turn.exact == target.version or any(
-            load.offered and load.job == turn.job and _allows(turn, load.version)
-            for load in self._engines.values()
-        ):
+        if turn.exact == target.version or self.may_serve(turn):
             return None
         wanted = turn.exact if turn.exact is not None else f"at least {turn.minimum}"
         reason = f"version {wanted} is served nowhere; job {turn.job} is at {target.version}"
@@ -278,6 +291,20 @@ class RoutingPolicy:
                 return turn
         return None
 
+    def _may_try(self, turn: TurnArrived, engine: EngineId) -> bool:
+        if engine in turn.avoid:
+            return False
+        return not turn.suspect or (
+            engine not in self._trials
+            and all(other.suspect != turn.suspect for other in self._trials.values())
+        )
+
+    def _end_trial(self, turn: str) -> None:
+        for engine, tried in self._trials.items():
+            if tried.turn == turn:
+                del self._trials[engine]
+                return
+
     def _expected_s(self, turn: TurnArrived, now: float) -> dict[EngineId, float]:
         """How long the turn would take on each engine that may serve it, full or not."""
         config, until_s = self._config, now + self._config.lease_margin_s
@@ -288,6 +315,7 @@ class RoutingPolicy:
             and load.job == turn.job
             and _allows(turn, load.version)
             and (load.usable_until_s is None or until_s < load.usable_until_s)
+            and self._may_try(turn, engine)
         }
         known = [load.s_per_token_alone for load in may.values()]
         guess_s = min((*filter(None, known), config.default_s_per_token))
@@ -350,6 +378,8 @@ class RoutingPolicy:
     ) -> DispatchTurn:
         load = self._engines[engine]
         load.begin(now=now)
+        if turn.suspect:
+            self._trials[engine] = turn
         self._placed[turn.turn] = (turn.job, engine)
         self._last[turn.trajectory] = engine
         self._last.move_to_end(turn.trajectory)

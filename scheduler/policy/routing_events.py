@@ -9,8 +9,9 @@ from scheduler.policy.model import EngineKind
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    queue_turns: int = 4096
-    """More are refused."""
+    queue_turns: int = 16384
+    """More are refused. A synchronous step asks for its whole batch at once: 1,024 prompts of 16
+    samples each wait here, with their prompts in memory."""
     lease_margin_s: float = 1.0
     """A guest takes no turn this shortly before its lease ends."""
     affinity_ratio: float = 2.0
@@ -68,6 +69,11 @@ class TurnArrived(msgspec.Struct, frozen=True, kw_only=True, tag="turn_arrived")
     minimum: WeightVersion | None = None
     resumed: bool = False
     """Lost its engine; it waits in front of all others."""
+    suspect: str = ""
+    """What engines may have died of. Until it is cleared no other suspect, and nothing of the same
+    name, is on its engine."""
+    avoid: tuple[EngineId, ...] = ()
+    """Engines that failed or refused the turn a moment ago."""
 
 
 class TurnLeft(msgspec.Struct, frozen=True, kw_only=True, tag="turn_left"):
@@ -79,6 +85,14 @@ class TurnLeft(msgspec.Struct, frozen=True, kw_only=True, tag="turn_left"):
     """On its engine, without the pauses of a guest's closed gate."""
     stalled: bool = False
     """Taken off an engine that had fallen silent."""
+    refused_s: float | None = None
+    """The engine did not take the turn: no more than what it has for this long."""
+
+
+class TurnCleared(msgspec.Struct, frozen=True, kw_only=True, tag="turn_cleared"):
+    """A suspect is none any more; it stays where it is."""
+
+    turn: str
 
 
 class TurnWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="turn_withdrawn"):
@@ -98,6 +112,7 @@ RoutingEvent = (
     | TurnArrived
     | TurnLeft
     | TurnWithdrawn
+    | TurnCleared
     | QueueReviewed
 )
 
@@ -124,6 +139,8 @@ class Refusal(StrEnum):
     VERSION = "version"
     JOB = "job"
     FULL = "full"
+    REQUEST = "request"
+    """The request itself is at fault; the same one is not served later either."""
 
 
 class RefuseTurn(msgspec.Struct, frozen=True, kw_only=True, tag="refuse_turn"):

@@ -5,9 +5,11 @@ and only the newest attempt may add to them, so that a late chunk of a lost engi
 Holds no socket and reads no clock.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import xxhash
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
@@ -22,6 +24,7 @@ from harvester.contracts.wire.rollouts import (
 )
 
 _SEED_MASK = (1 << 31) - 1
+_FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 @dataclass(slots=True)
@@ -36,7 +39,9 @@ class TurnCounters:
     refused: int = 0
     """Found no engine that may serve them, before their first token."""
     lost: int = 0
-    """Ended because no engine finished it within the bounded number of attempts."""
+    """Ended because no engine finished it within the bounded number of attempts, or in time."""
+    failed: int = 0
+    """Ended because of the request itself: an engine refused it, or two engines failed under it."""
     duplicated: int = 0
     """A second end for a turn that had ended: refused, and counted."""
     migrated: int = 0
@@ -83,7 +88,12 @@ class Turn:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    fault: str = ""
+    """Why it ended early, where that was not the job's wish."""
     attempts: int = 0
+    eos_token_ids: set[int] = field(default_factory=set)
+    """EOS tokens of the job's model as learned so far, shared by its turns."""
+    _content: str = ""
     _spans: list[Span] = field(default_factory=list)
     _open: Attempt | None = None
     _open_from: int = 0
@@ -96,12 +106,22 @@ class Turn:
         return f"{self.job}/{self.request.request_id}"
 
     @property
+    def content(self) -> str:
+        """Digest of prompt and sampling without the seed: equal for samples of one group."""
+        if not self._content:
+            sampling = self.request.sampling_params
+            digest = xxhash.xxh3_128(array("q", self.request.token_ids).tobytes())
+            digest.update(repr(msgspec.structs.replace(sampling, seed=None)).encode())
+            self._content = digest.hexdigest()
+        return self._content
+
+    @property
     def remaining_tokens(self) -> int:
         return self.request.sampling_params.max_tokens - len(self.token_ids)
 
     @property
     def outcome(self) -> str:
-        """`finish_reason`, or `lost` or `refused` where that says more."""
+        """`finish_reason`, or `lost`, `failed` or `refused` where that says more."""
         return self._outcome or (self.finish_reason.value if self.finish_reason else "open")
 
     @property
@@ -152,6 +172,15 @@ class Turn:
         self.logprobs += logprobs
         return True
 
+    def finish(self, attempt: Attempt, said: str) -> None:
+        """The engine said that the attempt has ended: final, whatever becomes of its stream."""
+        if attempt is not self._open:
+            return
+        if said == "stop" and self.token_ids and not self._at_stop_token():
+            # Strings never stop a turn, so its last token is an EOS of the model.
+            self.eos_token_ids.add(self.token_ids[-1])
+        self.end(_FINISHED.get(said, FinishReason.STOP))
+
     def lose(self, attempt: Attempt) -> None:
         """The attempt's engine is gone or has been told to stop.
 
@@ -159,11 +188,15 @@ class Turn:
         """
         if attempt is not self._open:
             return
+        grew = self._open_from < len(self.token_ids)
         self._close_span()
-        if self.token_ids and self.token_ids[-1] in self.request.sampling_params.stop_token_ids:
+        if grew and (self._at_stop_token() or self.token_ids[-1] in self.eos_token_ids):
             self.end(FinishReason.STOP)
         elif self.remaining_tokens <= 0:
             self.end(FinishReason.LENGTH)
+
+    def _at_stop_token(self) -> bool:
+        return self.token_ids[-1] in self.request.sampling_params.stop_token_ids
 
     def end(self, reason: FinishReason, *, lost: bool = False) -> bool:
         """End the turn. False, counted as duplicated, if it had ended already."""
@@ -183,6 +216,15 @@ class Turn:
             counters.completed += 1
         return True
 
+    def fail(self, fault: str) -> None:
+        """End a turn whose request is at fault, with the tokens that it has."""
+        if self.ended:
+            return
+        self._close_span()
+        self.finish_reason, self._outcome, self.fault = FinishReason.ABORT, "failed", fault
+        self.counters.output_tokens += len(self.token_ids)
+        self.counters.failed += 1
+
     def refuse(self) -> None:
         """End a turn that no engine may serve: aborted with its tokens, refused if it has none."""
         if self.token_ids or self.ended:
@@ -198,6 +240,7 @@ class Turn:
             logprobs=Logprobs(content=tuple(self.logprobs[start:])),
             finish_reason=self.finish_reason,
             spans=tuple(span for span in self._spans_now() if span.end > start),
+            fault=self.fault,
         )
 
     def _spans_now(self) -> list[Span]:
@@ -246,6 +289,7 @@ class TurnLedger:
         self.job = job
         self.counters = TurnCounters()
         self._open: dict[str, Turn] = {}
+        self._eos_token_ids: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -254,7 +298,13 @@ class TurnLedger:
         """A new turn, or None while one with this request id is open."""
         if request.request_id in self._open:
             return None
-        turn = Turn(request=request, job=self.job, trajectory=trajectory, counters=self.counters)
+        turn = Turn(
+            request=request,
+            job=self.job,
+            trajectory=trajectory,
+            counters=self.counters,
+            eos_token_ids=self._eos_token_ids,
+        )
         self._open[request.request_id] = turn
         self.counters.started += 1
         return turn

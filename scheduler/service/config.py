@@ -79,7 +79,13 @@ class Timeouts(_Settings):
     silence_s: Seconds = 60.0
     """No engine may be silent for longer, wherever the turn could go."""
     queue_s: Seconds = 60.0
-    """A turn that found no place for this long is refused."""
+    """A turn that no engine could serve for this long is refused. While engines serve its job it
+    waits as long as its client does: a synchronous step asks for its whole batch at once."""
+    stuck_s: Seconds = 600.0
+    """A turn whose attempts make no token for this long ends with what it has."""
+    rejoin_s: Seconds = 2.0
+    """A turn whose client has gone goes on for this long, and its end is kept as long: the client
+    may ask again under the same id."""
     update_s: Seconds = 120.0
     """One engine's version switch."""
     publish_s: Seconds = 120.0
@@ -112,7 +118,7 @@ class GatewaySettings(_Settings):
     journal_max_bytes: int = Field(default=64 << 20, ge=1 << 16)
     max_body_bytes: int = Field(default=16 << 20, ge=1 << 10)
     max_attempts: int = Field(default=8, ge=1)
-    """Engines that may fail under one turn before it ends as lost."""
+    """Engines that may die under one turn before it ends as lost."""
     capacity_period_s: Seconds = 1.0
     timeouts: Timeouts = Timeouts()
     routing: dict[str, Any] = {}

@@ -1,10 +1,12 @@
 """The shell around the routing policy: turns wait here for their place."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable
 
 from harvester.contracts.clock import Clock
+from harvester.contracts.ids import EngineId
 from scheduler.policy.routing import (
     RoutingPolicy,
 )
@@ -15,6 +17,7 @@ from scheduler.policy.routing_events import (
     RefuseTurn,
     RoutingEvent,
     TurnArrived,
+    TurnCleared,
     TurnLeft,
     TurnWithdrawn,
 )
@@ -44,19 +47,25 @@ class Dispatcher:
                     elif isinstance(effect, DispatchTurn):
                         self.leave(effect.turn)
 
-    async def place(self, turn: Turn, *, resumed: bool) -> DispatchTurn | RefuseTurn:
-        """Wait for a place. A refusal also ends a wait that became too long."""
-        arrived = arrival(turn, resumed=resumed)
+    async def place(
+        self,
+        turn: Turn,
+        *,
+        resumed: bool,
+        suspect: str = "",
+        avoid: tuple[EngineId, ...] = (),
+        until_s: float = math.inf,
+    ) -> DispatchTurn | RefuseTurn | None:
+        """Wait for a place, but no longer than `until_s` (None).
+
+        A turn is refused that no engine could serve for `queue_s`.
+        """
+        arrived = arrival(turn, resumed=resumed, suspect=suspect, avoid=avoid)
         waiting = asyncio.get_running_loop().create_future()
         self._waiting[arrived.turn] = waiting
         try:
             self.observe(arrived)
-            async with asyncio.timeout(self._queue_s):
-                placed: DispatchTurn | RefuseTurn = await asyncio.shield(waiting)
-        except TimeoutError:
-            self._give_up(arrived.turn, waiting)
-            reason = f"no engine had a place for {self._queue_s:.0f} s"
-            return RefuseTurn(turn=arrived.turn, refusal=Refusal.FULL, reason=reason)
+            placed = await self._wait(arrived, waiting, until_s)
         except asyncio.CancelledError:
             self._give_up(arrived.turn, waiting)
             raise
@@ -65,6 +74,29 @@ class Dispatcher:
         if isinstance(placed, DispatchTurn):
             self.dispatched[placed.reason] += 1
         return placed
+
+    async def _wait(
+        self,
+        arrived: TurnArrived,
+        waiting: "asyncio.Future[DispatchTurn | RefuseTurn]",
+        until_s: float,
+    ) -> DispatchTurn | RefuseTurn | None:
+        servable_s = self._clock.now()
+        while True:
+            left_s = max(0.0, until_s - self._clock.now())
+            done, _ = await asyncio.wait((waiting,), timeout=min(self._queue_s / 4, left_s))
+            if done:
+                return waiting.result()
+            now = self._clock.now()
+            if self.policy.may_serve(arrived):
+                servable_s = now
+            if now >= until_s:
+                self._give_up(arrived.turn, waiting)
+                return None
+            if now - servable_s >= self._queue_s:
+                self._give_up(arrived.turn, waiting)
+                reason = f"no engine has served job {arrived.job} for {self._queue_s:.0f} s"
+                return RefuseTurn(turn=arrived.turn, refusal=Refusal.FULL, reason=reason)
 
     def close(self) -> None:
         """Refuse all who wait."""
@@ -75,9 +107,22 @@ class Dispatcher:
                 waiting.set_result(RefuseTurn(turn=turn, refusal=Refusal.FULL, reason=reason))
 
     def leave(
-        self, turn: str, *, tokens: int = 0, seconds: float = 0.0, stalled: bool = False
+        self,
+        turn: str,
+        *,
+        tokens: int = 0,
+        seconds: float = 0.0,
+        stalled: bool = False,
+        refused_s: float | None = None,
     ) -> None:
-        self.observe(TurnLeft(turn=turn, tokens=tokens, seconds=seconds, stalled=stalled))
+        self.observe(
+            TurnLeft(
+                turn=turn, tokens=tokens, seconds=seconds, stalled=stalled, refused_s=refused_s
+            )
+        )
+
+    def cleared(self, turn: str) -> None:
+        self.observe(TurnCleared(turn=turn))
 
     def has_other_place(self, turn: Turn) -> bool:
         return self.policy.has_other_place(arrival(turn, resumed=True), now=self._clock.now())
@@ -90,7 +135,9 @@ class Dispatcher:
             self.observe(TurnWithdrawn(turn=turn))
 
 
-def arrival(turn: Turn, *, resumed: bool) -> TurnArrived:
+def arrival(
+    turn: Turn, *, resumed: bool, suspect: str = "", avoid: tuple[EngineId, ...] = ()
+) -> TurnArrived:
     pin = turn.request.weight_version
     return TurnArrived(
         turn=turn.key,
@@ -100,4 +147,6 @@ def arrival(turn: Turn, *, resumed: bool) -> TurnArrived:
         exact=pin.exact,
         minimum=pin.minimum,
         resumed=resumed,
+        suspect=suspect,
+        avoid=avoid,
     )

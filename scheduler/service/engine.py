@@ -23,14 +23,29 @@ _ENCODER = msgspec.json.Encoder()
 _MESSAGE_CHARS = 500
 _STAGE_POLL_S = 0.02
 _REPLY_BYTES = 1 << 20
+_RETRY_AFTER_S = 1.0
+_RETRY_AFTER_MAX_S = 30.0
+_WRONG_REQUEST = frozenset({400, 413, 422})
 
 
 class EngineLost(RoseMuxError):  # noqa: N818 - named for the state
-    """The engine does not answer, broke the stream or says that it is failing."""
+    """The engine does not answer or broke the stream."""
 
 
 class RequestRefused(RoseMuxError):  # noqa: N818 - as above
     """The engine says that the request itself is wrong; no other engine would take it."""
+
+
+class RequestFailed(RoseMuxError):  # noqa: N818 - as above
+    """The engine answered this request with a failure; others may be served all the same."""
+
+
+class EngineBusy(Exhausted):
+    """The engine takes no more for now."""
+
+    def __init__(self, message: str, *, retry_after_s: float = _RETRY_AFTER_S) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class _StageState(msgspec.Struct, frozen=True):
@@ -58,7 +73,7 @@ class EngineClient:
     ) -> AsyncGenerator[EngineChoice, None]:
         """Choices as they come. Leaving the iterator closes the connection: the engine aborts.
 
-        Raises RequestRefused, Stale (lease epoch), Exhausted (try elsewhere or later), EngineLost.
+        Raises RequestRefused, RequestFailed, Stale (lease epoch), EngineBusy or EngineLost.
         """
         body = _ENCODER.encode(generate_body(attempt, request_id, priority, self._model))
         headers = {"Content-Type": "application/json"}
@@ -72,7 +87,8 @@ class EngineClient:
                 timeout=self._stream_timeout,
             ) as response:
                 if response.status != 200:
-                    raise _refusal(response.status, await _message(response))
+                    retry_after = response.headers.get("Retry-After", "")
+                    raise _refusal(response.status, await _message(response), retry_after)
                 stream = EventStream()
                 while not stream.done:
                     data = await response.content.readany()
@@ -226,11 +242,20 @@ async def _message(response: aiohttp.ClientResponse) -> str:
     return raw.decode(errors="replace")[:_MESSAGE_CHARS]
 
 
-def _refusal(status: int, message: str) -> RoseMuxError:
+def _refusal(status: int, message: str, retry_after: str = "") -> RoseMuxError:
     if status == 409:
         return Stale(message)
     if status in (429, 503):
-        return Exhausted(message)
-    if 400 <= status < 500:
+        return EngineBusy(message, retry_after_s=_retry_after_s(retry_after))
+    if status in _WRONG_REQUEST:
         return RequestRefused(message)
-    return EngineLost(f"HTTP {status}: {message}")
+    return RequestFailed(f"HTTP {status}: {message}")
+
+
+def _retry_after_s(said: str) -> float:
+    """Dates, and what is no number, count as not said."""
+    try:
+        asked_s = float(said)
+    except ValueError:
+        return _RETRY_AFTER_S
+    return min(max(asked_s, 0.1), _RETRY_AFTER_MAX_S) if asked_s >= 0 else _RETRY_AFTER_S

@@ -76,6 +76,10 @@ class Member:
     numerics: str = ""
     running: set[Running] = field(default_factory=set)
     fault: str = ""
+    vocabulary_tokens: int | None = None
+    """Its token ids lie below this; None where it has not said so."""
+    model: str = ""
+    """Name of its model; empty where it has not said so."""
     quiesced_at_s: float | None = None
     updating: "asyncio.Task[None] | None" = None
 
@@ -106,6 +110,8 @@ class Fleet:
         self._parked: set[JobId] = set()
         self.last_refusal = ""
         self.on_served: Callable[[Member, float], None] = lambda _member, _seconds: None
+        self.on_lost: Callable[[Member, str], None] = lambda _member, _fault: None
+        """Called while its turns still are on it."""
 
     def add(self, engine: Engine, client: EngineClient, *, lease: Lease | None = None) -> Member:
         """Known, and not up before its first good health check. A lease counts as one."""
@@ -125,6 +131,8 @@ class Fleet:
         """Lost: its turns go on elsewhere, and when it is back its weights are unknown."""
         if not member.up:
             return
+        if cut is Cut.ENGINE:
+            self.on_lost(member, fault)
         member.up, member.fault, member.quiesced_at_s = False, fault, None
         self._dispatcher.observe(EngineWithdrawn(engine=member.engine.engine))
         if member.updating is not None:
@@ -160,6 +168,11 @@ class Fleet:
                 for running in tuple(member.running):
                     if running.turn.job == job:
                         running.cut(Cut.PERMIT)
+
+    def vocabulary_tokens(self) -> int | None:
+        """Of the engine with the smallest; None while none has said its own."""
+        known = (member.vocabulary_tokens for member in self.members.values())
+        return min((tokens for tokens in known if tokens), default=None)
 
     async def stage(self, job: JobId, *, store: str, version: WeightVersion) -> None:
         """Engines that serve the job prepare its next version while their turns run.

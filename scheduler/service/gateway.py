@@ -33,6 +33,7 @@ from scheduler.policy.routing_events import (
 from scheduler.policy.trajectories import Turn
 from scheduler.service.config import GatewaySettings
 from scheduler.service.engine import RequestRefused
+from scheduler.service.open_turns import IdInUse
 from scheduler.service.requests import checked_trajectory, decode_generate
 from scheduler.service.scheduler import Scheduler
 from scheduler.service.status import render_metrics, status
@@ -41,7 +42,14 @@ from scheduler.service.weight_sync import WeightSyncRoutes
 
 _ENCODER = msgspec.json.Encoder()
 _RETRY_AFTER_S = "1"
+_REFUSED_STATUS = {
+    Refusal.VERSION: 409,
+    Refusal.REQUEST: 422,
+    Refusal.JOB: 503,
+    Refusal.FULL: 503,
+}
 _SMALL_BODY_BYTES = 64 << 10
+_MODEL_CHARS = 200
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -78,8 +86,8 @@ async def errors_as_replies(request: web.Request, handler: Handler) -> web.Strea
     except (PeerProtocolError, RequestRefused) as error:
         return _error(400, str(error))
     except Refused as error:
-        return _error(409 if error.refusal is Refusal.VERSION else 503, str(error))
-    except Stale as error:
+        return _error(_REFUSED_STATUS[error.refusal], str(error))
+    except (Stale, IdInUse) as error:
         return _error(409, str(error))
     except Exhausted as error:
         return _error(503, str(error))
@@ -119,7 +127,7 @@ class Gateway:
         job = self._job(request, request.headers.get(JOB_HEADER))
         if self._closing:
             raise Exhausted("the gateway is shutting down")
-        asked = decode_generate(await request.read())
+        asked = self._checked(job, await request.read())
         session = request.headers.get(SESSION_HEADER)
         trajectory = checked_trajectory(session, request_id=asked.request_id)
         if asked.stream:
@@ -130,6 +138,17 @@ class Gateway:
         if refused is not None:
             raise Refused(refused)
         return _reply(GenerateReply(request_id=asked.request_id, choices=(turn.choice(),)))
+
+    def _checked(self, job: JobId, body: bytes) -> GenerateRequest:
+        vocabulary_tokens = self._scheduler.fleet.vocabulary_tokens()
+        asked = decode_generate(body, vocabulary_tokens=vocabulary_tokens)
+        names = self._scheduler.model_names(job)
+        if asked.model is not None and asked.model not in names:
+            raise PeerProtocolError(
+                f"model: {asked.model[:_MODEL_CHARS]!r} is not what job {job} trains; "
+                f"leave it out or name {' or '.join(sorted(names))}"
+            )
+        return asked
 
     async def _publish(self, request: web.Request) -> web.Response:
         job = self._job(request, request.match_info["job"])

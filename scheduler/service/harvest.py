@@ -36,7 +36,7 @@ from scheduler.policy.model import Engine, EngineKind, Lease
 from scheduler.service.config import EngineSettings
 from scheduler.service.decisions import DecisionLog
 from scheduler.service.engine import EngineClient
-from scheduler.service.fleet import Fleet, Member
+from scheduler.service.fleet import Cut, Fleet, Member
 from scheduler.service.leases import AgentClient
 from scheduler.service.state import SchedulerState
 
@@ -128,7 +128,7 @@ class Harvest:
         A new grant reaches the guest a beat after its lease reached us, so this alone ends no
         lease: the engine rests until its next health check, and the agent is asked.
         """
-        self._fleet.down(member, "refused the lease epoch")
+        self._fleet.down(member, "refused the lease epoch", cut=Cut.LEASE)
         if member.lease is not None:
             self._doubted.add(member.lease.lease)
             self.wake()

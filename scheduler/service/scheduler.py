@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
+from harvester.contracts.errors import ConfigError, Exhausted, Stale
 from harvester.contracts.ids import EngineId, JobId, SlotId, TenantId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SwitchState
 from scheduler.policy.capacity import CapacityConfig, CapacityPolicy, Demand
@@ -39,6 +39,7 @@ from scheduler.service.fleet import Fleet, Member, dedicated_places, watch_healt
 from scheduler.service.harvest import Harvest
 from scheduler.service.leases import AgentClient
 from scheduler.service.metrics import GatewayMetrics
+from scheduler.service.open_turns import Listen, OpenTurns
 from scheduler.service.state import SchedulerState
 from scheduler.service.turns import TurnRunner
 
@@ -95,6 +96,15 @@ class Scheduler:
             timeouts=times,
             max_attempts=settings.max_attempts,
         )
+        self._open_turns = {
+            job: OpenTurns(
+                ledger,
+                lambda turn, on_tokens: self.runner.run(turn, on_tokens=on_tokens),
+                on_end=self._count_end,
+                rejoin_s=times.rejoin_s,
+            )
+            for job, ledger in self.ledgers.items()
+        }
         self.harvest = self._make_harvest()
         self.dispatcher.on_queued = self.harvest.wake
 
@@ -187,6 +197,8 @@ class Scheduler:
     async def close(self) -> None:
         """Open turns end with what they have; leases are given back."""
         self.runner.close()
+        for open_turns in self._open_turns.values():
+            await open_turns.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -202,20 +214,23 @@ class Scheduler:
         trajectory: TrajectoryId,
         request: GenerateRequest,
         *,
-        on_turn: Callable[[Turn], Callable[[], None]] | None = None,
+        on_turn: Listen | None = None,
     ) -> tuple[Turn, RefuseTurn | None]:
-        """Serve one turn to its end. Cancelling the call aborts it on its engine."""
-        ledger = self.ledgers[job]
-        turn = ledger.open(request, trajectory=trajectory)
-        if turn is None:
-            raise PeerProtocolError(f"request_id {request.request_id!r} is still being served")
-        self._count_session(job, trajectory)
-        try:
-            on_tokens = on_turn(turn) if on_turn is not None else None
-            return turn, await self.runner.run(turn, on_tokens=on_tokens)
-        finally:
-            ledger.close(turn)
-            self._count_end(turn)
+        """Serve one turn to its end, or join it where the job asked for the same before.
+
+        A cancelled call leaves the turn for `rejoin_s`, then it is aborted on its engine.
+        """
+        return await self._open_turns[job].serve(
+            request,
+            trajectory=trajectory,
+            on_turn=on_turn,
+            on_begin=lambda: self._count_session(job, trajectory),
+        )
+
+    def model_names(self, job: JobId) -> set[str]:
+        """What a request of the job may name as its model."""
+        told = {member.model for member in self.fleet.members.values()}
+        return {job, self.jobs[job].adapter or job, *filter(None, told)}
 
     async def publish(
         self, job: JobId, *, store: str, version: WeightVersion, cut_exact: bool

@@ -1,30 +1,41 @@
-"""Carries one turn to its end: from engine to engine until it has ended, cancelled or lost."""
+"""Carries one turn to its end: from engine to engine until it has ended, cancelled or lost.
+
+What goes wrong belongs to somebody: a refusal to the request, a broken stream to the engine, an
+abort for want of slack or of a lease to nobody.
+"""
 
 import asyncio
 import math
-from collections.abc import Callable
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import Exhausted, Stale
-from harvester.contracts.ids import Epoch
+from harvester.contracts.errors import RoseMuxError, Stale
+from harvester.contracts.ids import EngineId, Epoch
 from harvester.contracts.wire.rollouts import FinishReason
+from scheduler.policy.blame import CLEARED_TOKENS, BlamePolicy
 from scheduler.policy.model import EngineKind
 from scheduler.policy.routing_events import (
     DispatchTurn,
     QueueReviewed,
+    Refusal,
     RefuseTurn,
 )
 from scheduler.policy.trajectories import Attempt, Turn
 from scheduler.service.config import Timeouts
 from scheduler.service.dispatch import Dispatcher
-from scheduler.service.engine import EngineLost
+from scheduler.service.engine import EngineBusy, EngineLost, RequestFailed, RequestRefused
 from scheduler.service.fleet import Cut, Fleet, Member
+from scheduler.service.stream import EngineChoice
 
 _WATCH_S = 0.25
-_FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_DRAIN_S = 1.0
+"""A finished stream is read to its end for this long, so that its connection can be used again."""
+_FAILED_PAUSE_S = 5.0
+_ABORTED_PAUSE_S = 0.25
+_PAUSE_MAX_S = 8.0
 
 
 class TurnObserver(Protocol):
@@ -44,6 +55,16 @@ class RunningAttempt:
     why_cut: Cut | None = None
     paused_s: float = 0.0
     """Waited for a guest's closed gate, which says nothing of its speed."""
+    trial: str = ""
+    """What is suspected of it; empty for a turn above suspicion."""
+    tokens: int = 0
+    refused_s: float | None = None
+    """The engine did not take it and wants no more for this long."""
+
+    @property
+    def request(self) -> str:
+        """What is to blame if the engine fails now: its prompt, or it with its tokens."""
+        return self.trial or (self.turn.key if self.turn.token_ids else self.turn.content)
 
     def hear(self, *, now: float, pause_s: float) -> None:
         """A chunk came; a gap of more than `pause_s` before it was a pause."""
@@ -55,6 +76,40 @@ class RunningAttempt:
         if self.why_cut is None and self.task is not None and not self.task.done():
             self.why_cut = why
             self.task.cancel()
+
+
+@dataclass(slots=True)
+class _Course:
+    """What became of one turn's attempts so far."""
+
+    resumed: bool = False
+    deaths: int = 0
+    """Engines that died under it, for whatever reason."""
+    setbacks: int = 0
+    """Attempts without a token since the last token."""
+    stuck_since_s: float | None = None
+    why: str = ""
+    suspect: str = ""
+    """As what it was placed last."""
+    avoided: dict[EngineId, float] = field(default_factory=dict)
+    """Until when it goes to other engines, or waits."""
+
+    def attempted(self, running: RunningAttempt) -> None:
+        self.resumed = True
+        if running.tokens:
+            self.setbacks, self.stuck_since_s = 0, None
+        elif self.stuck_since_s is None:
+            self.stuck_since_s = running.began_s
+
+    def avoid(self, engine: EngineId, pause_s: float, why: str, *, now: float) -> None:
+        grown_s = min(pause_s * 2.0 ** min(self.setbacks, 16), _PAUSE_MAX_S)
+        self.avoided[engine] = now + max(pause_s, grown_s)
+        self.setbacks += 1
+        self.why = why
+
+    def avoids(self, *, now: float) -> tuple[EngineId, ...]:
+        self.avoided = {at: until_s for at, until_s in self.avoided.items() if now < until_s}
+        return tuple(sorted(self.avoided))
 
 
 class TurnRunner:
@@ -75,24 +130,93 @@ class TurnRunner:
         self._timeouts = timeouts
         self._max_attempts = max_attempts
         self._closing = False
+        self.blame = BlamePolicy()
+        fleet.on_lost = self._engine_lost
 
     async def run(self, turn: Turn, *, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:
-        """Serve the turn to its end. A refusal is returned only where no token was made yet."""
-        failures, resumed = 0, False
+        """Serve the turn to its end. A refusal is returned only where no token was made yet.
+
+        Raises RequestRefused where an engine says, before any token, that the request is wrong.
+        """
+        course = _Course()
         while not turn.ended:
             if self._closing:
                 turn.end(FinishReason.ABORT)
                 return None
-            placed = await self._dispatcher.place(turn, resumed=resumed)
+            if (refused := self._given_up(turn, course)) is not None:
+                return None if turn.token_ids else refused
+            placed = await self._place(turn, course)
+            if placed is None:
+                continue
             if isinstance(placed, RefuseTurn):
+                turn.fault = placed.reason
                 turn.refuse()
                 return None if turn.token_ids else placed
-            failed = await self._attempt(turn, placed, on_tokens)
-            failures += failed
-            resumed = True
-            if not turn.ended and failures >= self._max_attempts:
-                turn.end(FinishReason.ABORT, lost=True)
+            try:
+                await self._attempt(turn, placed, course, on_tokens)
+            except RequestRefused as error:
+                turn.fail(str(error))
+                if not turn.token_ids:
+                    raise
         return None
+
+    def _given_up(self, turn: Turn, course: _Course) -> RefuseTurn | None:
+        """Ends a turn that is not to be tried again."""
+        now, stuck_s = self._clock.now(), self._timeouts.stuck_s
+        if reason := self._quarantined(turn, now):
+            turn.fail(reason)
+            return RefuseTurn(turn=turn.key, refusal=Refusal.REQUEST, reason=reason)
+        if course.deaths >= self._max_attempts:
+            reason = f"{course.deaths} engines died under it"
+        elif course.stuck_since_s is not None and now - course.stuck_since_s > stuck_s:
+            reason = f"no engine made a token of it for {stuck_s:.0f} s; lastly: {course.why}"
+        else:
+            return None
+        turn.fault = reason
+        if turn.token_ids:
+            turn.end(FinishReason.ABORT, lost=True)
+        else:
+            turn.refuse()
+        return RefuseTurn(turn=turn.key, refusal=Refusal.FULL, reason=reason)
+
+    async def _place(self, turn: Turn, course: _Course) -> DispatchTurn | RefuseTurn | None:
+        """None: the turn may be looked at anew."""
+        course.suspect = suspect = self._suspected(turn)
+        avoid = course.avoids(now=self._clock.now())
+        placed = await self._dispatcher.place(
+            turn,
+            resumed=course.resumed,
+            suspect=suspect,
+            avoid=avoid,
+            until_s=min(course.avoided.values(), default=math.inf),
+        )
+        # A request of the same content may have failed engines while this one waited.
+        accused = self._suspected(turn) or self._quarantined(turn, self._clock.now())
+        if isinstance(placed, DispatchTurn) and accused and not suspect:
+            self._dispatcher.leave(turn.key)
+            return None
+        return placed
+
+    def _suspected(self, turn: Turn) -> str:
+        if self.blame.idle:
+            return ""
+        names = (turn.key, turn.content)
+        return next((name for name in names if self.blame.suspected(name)), "")
+
+    def _quarantined(self, turn: Turn, now: float) -> str:
+        if self.blame.idle:
+            return ""
+        told = (self.blame.quarantined(name, now=now) for name in (turn.key, turn.content))
+        return next(filter(None, told), "")
+
+    def _engine_lost(self, member: Member, fault: str) -> None:
+        requests = [
+            running.request
+            for running in member.running
+            if isinstance(running, RunningAttempt) and not running.turn.ended
+        ]
+        now = self._clock.now()
+        self.blame.failed(member.engine.engine, requests, reason=fault, now=now)
 
     def close(self) -> None:
         """End every turn with what it has."""
@@ -123,37 +247,55 @@ class TurnRunner:
             running.cut(Cut.STALL)
 
     async def _attempt(
-        self, turn: Turn, placed: DispatchTurn, on_tokens: Callable[[], None] | None
-    ) -> bool:
-        """One attempt on one engine. True if the engine failed under it."""
-        now = self._clock.now()
-        running = RunningAttempt(turn, began_s=now, heard_s=now)
-        member = self._fleet.began(placed.engine, running)
+        self,
+        turn: Turn,
+        placed: DispatchTurn,
+        course: _Course,
+        on_tokens: Callable[[], None] | None,
+    ) -> None:
+        """One attempt on one engine."""
+        now, engine = self._clock.now(), placed.engine
+        running = RunningAttempt(turn, began_s=now, heard_s=now, trial=self._suspected(turn))
+        member = self._fleet.began(engine, running)
         if member is None:
             self._dispatcher.leave(turn.key)
-            return False
-        attempt = turn.begin(engine=placed.engine, version=placed.version, numerics=member.numerics)
-        before = len(turn.token_ids)
+            return
+        self.blame.placed(running.trial, engine)
+        if course.suspect and not running.trial:
+            self._dispatcher.cleared(turn.key)
         try:
+            _check_vocabulary(turn, member)
+            attempt = turn.begin(engine=engine, version=placed.version, numerics=member.numerics)
             running.task = asyncio.ensure_future(self._stream(attempt, running, member, on_tokens))
-            return await self._outcome(turn, attempt, running, member)
+            await self._outcome(turn, attempt, running, member, course)
         finally:
-            tokens = len(turn.token_ids) - before
-            self._observer.generated(turn, member, tokens)
+            if running.trial and turn.finish_reason not in (None, FinishReason.ABORT):
+                self._clear(running, engine)
+            self.blame.left(running.trial, engine)
+            course.attempted(running)
+            self._observer.generated(turn, member, running.tokens)
             self._dispatcher.leave(
                 turn.key,
-                tokens=tokens,
+                tokens=running.tokens,
                 seconds=self._clock.now() - running.began_s - running.paused_s,
                 stalled=running.why_cut is Cut.STALL,
+                refused_s=None if running.tokens else running.refused_s,
             )
             self._fleet.ended(member, running)
 
     async def _outcome(
-        self, turn: Turn, attempt: Attempt, running: RunningAttempt, member: Member
-    ) -> bool:
+        self,
+        turn: Turn,
+        attempt: Attempt,
+        running: RunningAttempt,
+        member: Member,
+        course: _Course,
+    ) -> None:
         assert running.task is not None
+        engine, why = member.engine.engine, "aborted"
         try:
-            finished = await running.task
+            await running.task
+            pause_s = _ABORTED_PAUSE_S
         except asyncio.CancelledError:
             if running.why_cut is None:
                 running.task.cancel()
@@ -161,20 +303,37 @@ class TurnRunner:
             turn.lose(attempt)
             if running.why_cut is Cut.END and not turn.ended:
                 turn.end(FinishReason.ABORT)
-            return running.why_cut in (Cut.STALL, Cut.ENGINE)
+            course.deaths += running.why_cut is Cut.ENGINE
+            course.why = f"{engine}: {running.why_cut}"
+            return
         except Stale:
             turn.lose(attempt)
+            course.why = f"{engine}: another lease epoch"
             self._observer.lease_refused(member)
-            return False
-        except (EngineLost, Exhausted) as error:
+            return
+        except EngineBusy as error:
+            why, pause_s = str(error), error.retry_after_s
+            running.refused_s = pause_s
+        except RequestFailed as error:
+            why, pause_s = str(error), _FAILED_PAUSE_S
+            if not await member.client.healthy():
+                turn.lose(attempt)
+                self._died(member, why, course)
+                return
+            running.refused_s = pause_s
+            self.blame.failed(engine, [running.request], reason=why, now=self._clock.now())
+        except EngineLost as error:
             turn.lose(attempt)
-            self._fleet.down(member, str(error))
-            return isinstance(error, EngineLost)
-        if finished is None:
-            turn.lose(attempt)
-        else:
-            turn.end(finished)
-        return finished is None
+            self._died(member, str(error), course)
+            return
+        turn.lose(attempt)
+        if not running.tokens or running.refused_s is not None:
+            course.avoid(engine, pause_s, f"{engine}: {why}", now=self._clock.now())
+
+    def _died(self, member: Member, fault: str, course: _Course) -> None:
+        course.deaths += 1
+        course.why = f"{member.engine.engine}: {fault}"
+        self._fleet.down(member, fault)
 
     async def _stream(
         self,
@@ -182,8 +341,8 @@ class TurnRunner:
         running: RunningAttempt,
         member: Member,
         on_tokens: Callable[[], None] | None,
-    ) -> FinishReason | None:
-        """How the engine finished; None if it aborted."""
+    ) -> None:
+        """Ends the turn with the engine's finish; without one the engine aborted it."""
         turn = running.turn
         epoch: Epoch | None = member.lease.epoch if member.lease else None
         choices = member.client.generate(
@@ -194,21 +353,51 @@ class TurnRunner:
         )
         guest = member.engine.kind is EngineKind.GUEST
         pause_s = self._timeouts.guest_stall_s / 4 if guest else math.inf
-        finish: str | None = None
         async with aclosing(choices):
             async for choice in choices:
                 running.hear(now=self._clock.now(), pause_s=pause_s)
                 if choice.token_ids:
-                    logprobs = choice.logprobs.content if choice.logprobs else None
-                    try:
-                        turn.accept(attempt, choice.token_ids, logprobs or ())
-                    except ValueError as error:
-                        raise EngineLost(f"protocol: {error}") from error
+                    self._accept(attempt, running, choice)
+                    if running.trial and running.tokens >= CLEARED_TOKENS:
+                        self._clear(running, member.engine.engine)
                     if on_tokens is not None:
                         on_tokens()
-                finish = choice.finish_reason or finish
-        # Up to 0.30 vLLM ends the stream of an aborted request without a word where no token is
-        # left to send with it.
-        if finish in (None, "abort", "error"):
-            return None
-        return _FINISHED.get(finish, FinishReason.STOP)
+                # Up to 0.30 vLLM ends the stream of an aborted request without a word where no
+                # token is left to send with it.
+                if choice.finish_reason not in (None, "abort", "error"):
+                    turn.finish(attempt, choice.finish_reason)
+                    await _drain(choices)
+                    return
+
+    def _accept(self, attempt: Attempt, running: RunningAttempt, choice: EngineChoice) -> None:
+        token_ids = choice.token_ids or ()
+        logprobs = choice.logprobs.content if choice.logprobs else None
+        try:
+            if running.turn.accept(attempt, token_ids, logprobs or ()):
+                running.tokens += len(token_ids)
+        except ValueError as error:
+            raise EngineLost(f"protocol: {error}") from error
+
+    def _clear(self, running: RunningAttempt, engine: EngineId) -> None:
+        self.blame.served(running.trial, engine)
+        self._dispatcher.cleared(running.turn.key)
+        running.trial = ""
+
+
+async def _drain(choices: AsyncGenerator[EngineChoice, None]) -> None:
+    """The turn has ended: nothing that still comes, or does not, changes it."""
+    with suppress(TimeoutError, RoseMuxError):
+        async with asyncio.timeout(_DRAIN_S):
+            async for _ in choices:
+                pass
+
+
+def _check_vocabulary(turn: Turn, member: Member) -> None:
+    """A turn may have waited since before any engine had said its vocabulary."""
+    bound = member.vocabulary_tokens
+    if bound is None:
+        return
+    request = turn.request
+    largest = max((*request.token_ids, *request.sampling_params.stop_token_ids))
+    if largest >= bound:
+        raise RequestRefused(f"token id {largest}: {member.engine.engine} knows {bound} token ids")

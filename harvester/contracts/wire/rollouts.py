@@ -38,6 +38,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     weight_version: VersionPin = VersionPin()
     priority: int = 0
+    model: str | None = None
+    """Checked against the job's model; None names none."""
 
 
 class FinishReason(StrEnum):
@@ -71,6 +73,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Logprobs = Logprobs()
     finish_reason: FinishReason | None = None
     spans: tuple[Span, ...] = ()
+    fault: str = ""
+    """Why the turn ended early, where it was not the job's wish."""
 
 
 class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):

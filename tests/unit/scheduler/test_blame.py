@@ -1,0 +1,258 @@
+"""Who is at fault when engines die: at most two die of one request, and its neighbours all end.
+
+The runner, routing and blame that ship, on engines in memory: no socket, no sleep.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.ids import EngineId, Epoch, JobId, TrajectoryId
+from harvester.contracts.wire.rollouts import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenLogprob,
+)
+from scheduler.policy.blame import CLEARED_TOKENS, QUARANTINE_S, BlamePolicy
+from scheduler.policy.model import Engine, EngineKind
+from scheduler.policy.routing import RoutingPolicy
+from scheduler.policy.routing_events import Refusal, RefuseTurn, RoutingConfig
+from scheduler.policy.trajectories import Attempt, Turn, TurnLedger
+from scheduler.policy.versions import VersionPolicy
+from scheduler.policy.versions_events import JobActivated
+from scheduler.service.config import Timeouts
+from scheduler.service.decisions import DecisionLog
+from scheduler.service.dispatch import Dispatcher
+from scheduler.service.engine import EngineLost, RequestFailed
+from scheduler.service.fleet import Fleet, Member
+from scheduler.service.stream import EngineChoice, _Logprobs
+from scheduler.service.turns import TurnRunner
+
+JOB = JobId("job")
+A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
+
+
+def failed(policy: BlamePolicy, engine: EngineId, *requests: str, now: float = 0.0) -> None:
+    policy.failed(engine, requests, reason="gone", now=now)
+
+
+def test_two_engines_that_die_under_one_request_quarantine_it_with_both_reasons() -> None:
+    policy = BlamePolicy()
+    failed(policy, A, "bad", "good")
+    assert policy.suspected("bad")
+    assert not policy.quarantined("bad", now=0)
+    policy.placed("bad", B)
+    failed(policy, B, "bad", "neighbour")
+    told = policy.quarantined("bad", now=0)
+    assert "a (gone)" in told
+    assert "b (gone)" in told
+    assert not policy.quarantined("good", now=0)
+    assert policy.suspected("neighbour"), "for the first time"
+
+
+def test_a_bystander_is_cleared_by_what_it_makes_elsewhere_and_not_blamed_for_the_next_death() -> (
+    None
+):
+    policy = BlamePolicy()
+    failed(policy, A, "bystander")
+    policy.placed("bystander", B)
+    policy.served("bystander", B)
+    assert not policy.suspected("bystander")
+    failed(policy, B, "bystander")
+    assert not policy.quarantined("bystander", now=0)
+
+
+def test_a_suspect_that_was_moved_before_its_trial_ended_is_tried_again() -> None:
+    policy = BlamePolicy()
+    failed(policy, A, "r")
+    policy.placed("r", B)
+    policy.left("r", B)
+    failed(policy, B, "r")
+    assert not policy.quarantined("r", now=0), "it was not on it"
+    policy.placed("r", C)
+    failed(policy, C, "r")
+    assert policy.quarantined("r", now=0)
+
+
+def test_a_quarantine_ends() -> None:
+    policy = BlamePolicy()
+    failed(policy, A, "r")
+    policy.placed("r", B)
+    failed(policy, B, "r", now=5.0)
+    assert policy.quarantined("r", now=QUARANTINE_S + 4)
+    assert not policy.quarantined("r", now=QUARANTINE_S + 6)
+    assert policy.idle
+
+
+@dataclass(eq=False)
+class Client:
+    """An engine that dies of requests whose first token is in `poison`, at that many tokens."""
+
+    poison: dict[int, int]
+    answers: dict[int, str] = field(default_factory=dict)
+    """First tokens of requests that it answers with a failure, and stays well."""
+    life: int = 0
+    dead: bool = False
+    deaths: int = 0
+    visits: list[int] = field(default_factory=list)
+
+    async def generate(
+        self, attempt: Attempt, *, request_id: str, epoch: Epoch | None, priority: int = 0
+    ) -> AsyncGenerator[EngineChoice, None]:
+        life, told = self.life, attempt.token_ids[0]
+        self.visits.append(told)
+        await asyncio.sleep(0)
+        if told in self.answers:
+            raise RequestFailed(self.answers[told])
+        for made in range(1, attempt.sampling_params.max_tokens + 1):
+            await asyncio.sleep(0)
+            if not self.dead and len(attempt.token_ids) + made > self.poison.get(told, 1 << 30):
+                self.dead, self.deaths, self.life = True, self.deaths + 1, self.life + 1
+            if self.dead or life != self.life:
+                raise EngineLost("the stream ended early")
+            token = len(attempt.token_ids) + made
+            finish = "length" if made == attempt.sampling_params.max_tokens else None
+            yield EngineChoice([token], _Logprobs([TokenLogprob(token, -1.0)]), finish)
+
+    async def healthy(self) -> bool:
+        return not self.dead
+
+    async def vllm_version(self) -> str:
+        return "0"
+
+    def forget(self) -> None:
+        pass
+
+
+class Nobody:
+    def generated(self, turn: Turn, member: Member, tokens: int) -> None: ...
+
+    def lease_refused(self, member: Member) -> None: ...
+
+
+class Cluster:
+    def __init__(self, engines: int, *, poison: dict[int, int], places: int = 4) -> None:
+        clock = MonotonicClock()
+        versions = VersionPolicy.from_config({"min_dedicated": 1})
+        dispatcher = Dispatcher(RoutingPolicy(RoutingConfig()), clock, queue_s=60)
+        log = DecisionLog(None, versions, {}, max_bytes=1 << 16)
+        self.fleet = Fleet(versions, dispatcher, log, clock, update_s=1)
+        self.runner = TurnRunner(
+            self.fleet, dispatcher, Nobody(), clock, timeouts=Timeouts(), max_attempts=8
+        )
+        self.ledger = TurnLedger(JOB)
+        self.clients = [Client(poison) for _ in range(engines)]
+        self.members = []
+        for index, client in enumerate(self.clients):
+            engine = Engine(
+                engine=EngineId(f"e{index}"),
+                kind=EngineKind.DEDICATED,
+                url="",
+                concurrency=places,
+                numerics="n",
+            )
+            given: Any = client
+            self.members.append(self.fleet.add(engine, given))
+        self.fleet.observe(JobActivated(job=JOB))
+
+    async def serve(
+        self, name: str, prompt: tuple[int, ...], tokens: int
+    ) -> tuple[Turn, RefuseTurn | None]:
+        sampling = SamplingParams(max_tokens=tokens)
+        request = GenerateRequest(request_id=name, token_ids=prompt, sampling_params=sampling)
+        turn = self.ledger.open(request, trajectory=TrajectoryId(name))
+        assert turn is not None
+        return turn, await self.runner.run(turn, on_tokens=None)
+
+    async def restart_engines(self) -> None:
+        while True:
+            for member, client in zip(self.members, self.clients, strict=True):
+                if not member.up:
+                    client.dead = False
+                    self.fleet.up(member)
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+    async def run(self, *turns: Any) -> list[tuple[Turn, RefuseTurn | None]]:
+        restarting = asyncio.create_task(self.restart_engines())
+        try:
+            async with asyncio.timeout(20):
+                return await asyncio.gather(*turns)
+        finally:
+            restarting.cancel()
+            await asyncio.gather(restarting, return_exceptions=True)
+            await self.fleet.close()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    engines=st.integers(1, 5),
+    others=st.integers(0, 14),
+    at=st.integers(0, 25),
+    places=st.integers(1, 6),
+    arrives=st.integers(0, 14),
+)
+def test_one_poisoned_request_costs_two_engines_and_its_neighbours_all_end(
+    engines: int, others: int, at: int, places: int, arrives: int
+) -> None:
+    async def case() -> None:
+        cluster = Cluster(engines, poison={99: 2 + at}, places=places)
+        turns = [cluster.serve(f"good{n}", (n,), 20 + n) for n in range(others)]
+        turns.insert(min(arrives, others), cluster.serve("bad", (99, 1), 40))
+        ended = await cluster.run(*turns)
+        assert sum(client.deaths for client in cluster.clients) <= 2
+        for turn, refused in ended:
+            if turn.request.request_id == "bad":
+                assert turn.outcome == "failed"
+                assert "failed twice" in turn.fault
+                assert (refused is None) == bool(turn.token_ids)
+            else:
+                assert turn.finish_reason is FinishReason.LENGTH, turn.fault
+                start = len(turn.request.token_ids)
+                wanted = turn.request.sampling_params.max_tokens
+                assert turn.token_ids == list(range(start + 1, start + 1 + wanted))
+
+    asyncio.run(case())
+
+
+def test_samples_of_one_poisoned_prompt_that_come_one_after_another_cost_two_engines() -> None:
+    async def case() -> None:
+        cluster = Cluster(2, poison={99: 2}, places=2)
+
+        async def group() -> tuple[Turn, RefuseTurn | None]:
+            for n in range(8):
+                last = await cluster.serve(f"bad{n}", (99, 1), 10)
+                assert last[1] is not None
+                assert last[1].refusal is Refusal.REQUEST
+            return last
+
+        await cluster.run(group())
+        assert sum(client.deaths for client in cluster.clients) == 2
+
+    asyncio.run(case())
+
+
+def test_an_engine_that_dies_of_itself_under_every_turn_costs_no_turn() -> None:
+    """Engines restarted one after another, faster than the turns end."""
+
+    async def case() -> None:
+        cluster = Cluster(3, poison={}, places=8)
+
+        async def restarts() -> tuple[Turn, RefuseTurn | None]:
+            for round_ in range(6):
+                for _ in range(40 * (CLEARED_TOKENS + 1)):
+                    await asyncio.sleep(0)
+                cluster.clients[round_ % 3].life += 1
+            return await cluster.serve("last", (1,), 1)
+
+        turns = [cluster.serve(f"t{n}", (n,), 400) for n in range(12)]
+        ended = await cluster.run(restarts(), *turns)
+        assert [turn.finish_reason for turn, _ in ended] == [FinishReason.LENGTH] * 13
+
+    asyncio.run(case())
