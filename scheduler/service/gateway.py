@@ -229,6 +229,7 @@ class _TurnStream:
         self._turn: Turn | None = None
         self._more = asyncio.Event()
         self._sent_tokens = 0
+        self._sent_end = False
 
     def follow(self, turn: Turn) -> Callable[[], None]:
         self._turn = turn
@@ -260,8 +261,9 @@ class _TurnStream:
         assert self._turn is not None
         choice = self._turn.choice(start=self._sent_tokens)
         ended = choice.finish_reason is not None
-        if not choice.token_ids and not ended:
+        if self._sent_end or (not choice.token_ids and not ended):
             return
+        self._sent_end = ended
         self._sent_tokens += len(choice.token_ids)
         if ended:
             choice = msgspec.structs.replace(choice, spans=self._turn.choice().spans)

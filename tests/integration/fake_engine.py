@@ -8,6 +8,7 @@ prints its address. `tests/contract/scheduler` holds it to what a real engine do
 import argparse
 import asyncio
 import json
+import os
 import signal
 from typing import Any
 
@@ -36,6 +37,15 @@ class FakeEngine:
         self.stalled = False
         self.ends_after = 0
         """Tokens after which the next stream ends whole and without a finish reason, once."""
+        self.eos: list[int] = []
+        self.after_finish = ""
+        """What follows the last chunk: `break` of the connection, or `wait` of a second."""
+        self.answers: dict[str, int] = {}
+        """Statuses with which requests are answered, by the first token of their prompt."""
+        self.dies_of = -1
+        """First token of a prompt that ends the process."""
+        self.aborts = 0
+        """Requests to come that are aborted without a token."""
         self.calls: list[str] = []
         self.open = 0
         self.most_open = 0
@@ -146,6 +156,10 @@ class FakeEngine:
         token_ids = list(body["token_ids"])
         if not token_ids or min(token_ids) < 0:
             return web.json_response({"error": {"message": "bad token id"}}, status=400)
+        if token_ids[0] == self.dies_of:
+            os._exit(1)
+        if (status := self.answers.get(str(token_ids[0]))) is not None:
+            return web.json_response({"error": {"message": "not this one"}}, status=status)
         if sampling["max_tokens"] < 1:
             return web.json_response({"error": {"message": "max_tokens"}}, status=400)
         if not body.get("stream"):
@@ -176,7 +190,10 @@ class FakeEngine:
         token_ids: list[int],
         sampling: dict[str, Any],
     ) -> None:
-        stops = sampling.get("stop_token_ids") or []
+        stops = [*(sampling.get("stop_token_ids") or []), *self.eos]
+        if self.aborts > 0:
+            self.aborts -= 1
+            sampling = {**sampling, "max_tokens": 0}
         for made in range(1, sampling["max_tokens"] + 1):
             await asyncio.sleep(self.step_s)
             while self.stalled or not self.running.is_set():  # noqa: ASYNC110 - set over HTTP
@@ -192,6 +209,11 @@ class FakeEngine:
             if made == self.ends_after:
                 self.ends_after = 0
                 break
+        if self.after_finish == "break":
+            await asyncio.sleep(0.01)
+            raise ConnectionError
+        if self.after_finish == "wait":
+            await asyncio.sleep(1.0)
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
 

@@ -1,0 +1,181 @@
+"""Faults that belong to one request stay with it; those of an engine cost no turn."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.integration.test_gateway_turns import (
+    PROMPT,
+    expected_tokens,
+    generate,
+    serving,
+    tokens_of,
+)
+
+BAD = [99, 1]
+
+
+async def bad(front, name: str = "bad", **more: Any) -> tuple[int, Any]:
+    return await generate(front, name, 10, **{"token_ids": BAD, **more})
+
+
+async def published(front, *engines: Any, version: int = 1) -> None:
+    await front.until("/v1/status", serving(len(engines)))
+    given = {"version": version, "store": "job.store"}
+    assert (await front.post("/v1/jobs/job/versions", given))[0] == 200
+
+
+async def updates(engines: Any) -> int:
+    calls = [(await engine.get("/_fake"))["calls"] for engine in engines]
+    return sum(call == "/update_weights" for each in calls for call in each)
+
+
+@pytest.mark.parametrize("status", [500, 503, 429, 404])
+async def test_a_request_that_engines_do_not_take_costs_no_other_turn(
+    fake_engine, gateway, status
+) -> None:
+    engines = [fake_engine(step_s=0.01) for _ in range(3)]
+    front = gateway(*engines, timeouts={"stuck_s": 0.5})
+    await published(front, *engines)
+    for engine in engines:
+        await engine.post("/_fake", {"answers": {"99": status}})
+    turns = [asyncio.create_task(generate(front, f"r{n}", 120)) for n in range(15)]
+    await front.until("/v1/status", lambda s: s["open_turns"] == 15)
+    code, reply = await bad(front)
+    assert code == (503 if status in (503, 429) else 422)
+    assert "not this one" in reply["error"]
+    for ended in await asyncio.gather(*turns):
+        assert tokens_of(ended[1]) == expected_tokens(PROMPT, 120, version=1)
+    counters = (await front.get("/v1/status"))["jobs"]["job"]["turns"]
+    assert (counters["completed"], counters["migrated"], counters["lost"]) == (15, 0, 0)
+    assert await updates(engines) == 3, "one for each engine, at the publish"
+
+
+async def test_a_request_that_kills_engines_costs_two_and_is_told_why(fake_engine, gateway) -> None:
+    engines = [fake_engine(step_s=0.01) for _ in range(4)]
+    front = gateway(*engines)
+    await front.until("/v1/status", serving(4))
+    for engine in engines:
+        await engine.post("/_fake", {"dies_of": 99})
+    turns = [asyncio.create_task(generate(front, f"r{n}", 100)) for n in range(12)]
+    await front.until("/v1/status", lambda s: s["open_turns"] == 12)
+    code, reply = await bad(front)
+    assert code == 422
+    assert "failed twice under this request" in reply["error"]
+    assert (await bad(front, "again"))[0] == 422, "the same content under another id"
+    for status, ended in await asyncio.gather(*turns):
+        assert status == 200
+        assert tokens_of(ended) == expected_tokens(PROMPT, 100)
+    assert sum(engine.process.poll() is not None for engine in engines) == 2
+    counters = (await front.get("/v1/status"))["jobs"]["job"]["turns"]
+    assert (counters["completed"], counters["failed"], counters["lost"]) == (12, 2, 0)
+
+
+@pytest.mark.parametrize("after", ["break", "wait"])
+async def test_a_finish_is_final_whatever_becomes_of_its_stream(
+    fake_engine, gateway, after
+) -> None:
+    engines = [fake_engine(step_s=0.002), fake_engine(step_s=0.002)]
+    front = gateway(*engines)
+    await published(front, *engines)
+    whole = expected_tokens(PROMPT, 60, version=1)
+    eos = whole[8]
+    ended = whole[: whole.index(eos) + 1]
+    for engine in engines:
+        await engine.post("/_fake", {"eos": [eos], "after_finish": after})
+    turns = [asyncio.create_task(generate(front, f"r{n}", 60)) for n in range(4)]
+    await asyncio.sleep(0.3)
+    await front.post("/v1/jobs/job/versions", {"version": 2, "store": "job.store"})
+    for status, reply in await asyncio.gather(*turns):
+        (choice,) = reply["choices"]
+        assert (status, choice["finish_reason"], tokens_of(reply)) == (200, "stop", ended)
+        assert [span["version"] for span in choice["spans"]] == [1]
+
+
+async def test_a_guests_aborts_are_no_failures_of_the_turn(fake_engine, gateway) -> None:
+    engine = fake_engine()
+    front = gateway(engine, max_attempts=2)
+    await front.until("/v1/status", serving(1))
+    await engine.post("/_fake", {"aborts": 4})
+    status, reply = await generate(front, "r")
+    assert (status, tokens_of(reply)) == (200, expected_tokens(PROMPT, 20))
+    assert (await engine.get("/_fake"))["calls"] is not None
+
+
+async def test_a_turn_that_nobody_makes_a_token_of_ends_in_time_and_says_why(
+    fake_engine, gateway
+) -> None:
+    engine = fake_engine()
+    front = gateway(engine, timeouts={"stuck_s": 0.5})
+    await front.until("/v1/status", serving(1))
+    await engine.post("/_fake", {"aborts": 1000})
+    status, reply = await generate(front, "r")
+    assert status == 503
+    assert "no engine made a token" in reply["error"]
+
+
+async def test_a_step_whose_batch_takes_longer_than_the_queue_time_is_served(
+    fake_engine, gateway
+) -> None:
+    engine = fake_engine(step_s=0.02)
+    front = gateway(engine, timeouts={"queue_s": 0.2})
+    await front.until("/v1/status", serving(1))
+    replies = await asyncio.gather(*(generate(front, f"r{n}", 20) for n in range(40)))
+    assert [status for status, _ in replies] == [200] * 40
+
+
+async def test_the_same_request_again_joins_the_turn_that_is_open(fake_engine, gateway) -> None:
+    engine = fake_engine(step_s=0.02)
+    front = gateway(engine)
+    first = asyncio.create_task(generate(front, "r", 40))
+    await front.until("/v1/status", lambda s: s["open_turns"] == 1)
+    again = asyncio.create_task(generate(front, "r", 40))
+    streamed = asyncio.create_task(generate(front, "r", 41))
+    assert (await streamed)[0] == 409
+    assert "another body" in (await streamed)[1]["error"]
+    assert (await first) == (await again)
+    assert tokens_of((await again)[1]) == expected_tokens(PROMPT, 40)
+    looked = await engine.get("/_fake")
+    assert len(looked["models"]) == 1, "sampled once"
+    counters = (await front.get("/v1/status"))["jobs"]["job"]["turns"]
+    assert (counters["started"], counters["completed"]) == (1, 1)
+
+
+@pytest.mark.parametrize("gone_s", [0.1, 0.9])
+async def test_a_client_that_timed_out_and_asks_again_gets_its_turn(
+    fake_engine, gateway, gone_s
+) -> None:
+    """Whether the turn is still running then or has ended."""
+    engine = fake_engine(step_s=0.02)
+    front = gateway(engine, timeouts={"rejoin_s": 5})
+    first = asyncio.create_task(generate(front, "r", 30))
+    await engine.until("/_fake", lambda looked: looked["open"] == 1)
+    first.cancel()
+    await asyncio.sleep(gone_s)
+    status, reply = await generate(front, "r", 30)
+    assert (status, tokens_of(reply)) == (200, expected_tokens(PROMPT, 30))
+    assert len((await engine.get("/_fake"))["models"]) == 1, "sampled once"
+    assert (await generate(front, "r", 30))[0] == 200
+    assert len((await engine.get("/_fake"))["models"]) == 2, "an answered id is free"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "another"}, "model: 'another'"),
+        ({"weight_verson": {"exact": 3}}, "did you mean 'weight_version'"),
+        ({"cache_salt": "mine"}, "cache_salt"),
+        ({"features": {"mm_hashes": {}}}, "features"),
+        ({"weight_version": {"exact": 3, "minimum": 5}}, "older than minimum"),
+        ({"token_ids": [1 << 20]}, "token_ids"),
+    ],
+)
+async def test_what_would_silently_be_ignored_is_refused_by_name(
+    fake_engine, gateway, given, said
+) -> None:
+    engine = fake_engine()
+    front = gateway(engine)
+    status, reply = await generate(front, "r", **given)
+    assert status == 400
+    assert said in reply["error"]
+    assert (await generate(front, "r", model="job"))[0] == 200
