@@ -31,7 +31,10 @@ def turn(
 
 
 def generate(gateway_url: str, job: str, trajectory: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The one choice. Raises HTTPError: 409 says that the version is served nowhere any more."""
+    """The one choice. Raises HTTPError: 409 says that the version is served nowhere any more.
+
+    A large batch waits in the gateway. After a timeout the same body asks for the same turn.
+    """
     request = urllib.request.Request(
         f"{gateway_url}/inference/v1/generate",
         data=json.dumps(body).encode(),
@@ -41,7 +44,7 @@ def generate(gateway_url: str, job: str, trajectory: str, body: dict[str, Any]) 
             "X-Session-ID": trajectory,
         },
     )
-    with urllib.request.urlopen(request, timeout=120) as reply:
+    with urllib.request.urlopen(request, timeout=3600) as reply:
         choice: dict[str, Any] = json.load(reply)["choices"][0]
     return choice
 

@@ -32,6 +32,10 @@ class EngineLost(RoseMuxError):  # noqa: N818 - named for the state
     """The engine does not answer or broke the stream."""
 
 
+class EngineUnreachable(EngineLost):
+    """No connection was made: the engine never saw the request."""
+
+
 class RequestRefused(RoseMuxError):  # noqa: N818 - as above
     """The engine says that the request itself is wrong; no other engine would take it."""
 
@@ -73,7 +77,8 @@ class EngineClient:
     ) -> AsyncGenerator[EngineChoice, None]:
         """Choices as they come. Leaving the iterator closes the connection: the engine aborts.
 
-        Raises RequestRefused, RequestFailed, Stale (lease epoch), EngineBusy or EngineLost.
+        Raises RequestRefused, RequestFailed, Stale (lease epoch), EngineBusy, EngineUnreachable or
+        another EngineLost.
         """
         body = _ENCODER.encode(generate_body(attempt, request_id, priority, self._model))
         headers = {"Content-Type": "application/json"}
@@ -99,6 +104,8 @@ class EngineClient:
                             raise _refusal(chunk.fault_status, fault)
                         for choice in chunk.choices:
                             yield choice
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise EngineUnreachable(f"{type(error).__name__}: {error}") from error
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise EngineLost(f"{type(error).__name__}: {error}") from error
         except PeerProtocolError as error:

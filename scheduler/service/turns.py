@@ -26,7 +26,13 @@ from scheduler.policy.routing_events import (
 from scheduler.policy.trajectories import Attempt, Turn
 from scheduler.service.config import Timeouts
 from scheduler.service.dispatch import Dispatcher
-from scheduler.service.engine import EngineBusy, EngineLost, RequestFailed, RequestRefused
+from scheduler.service.engine import (
+    EngineBusy,
+    EngineLost,
+    EngineUnreachable,
+    RequestFailed,
+    RequestRefused,
+)
 from scheduler.service.fleet import Cut, Fleet, Member
 from scheduler.service.stream import EngineChoice
 
@@ -58,6 +64,8 @@ class RunningAttempt:
     trial: str = ""
     """What is suspected of it; empty for a turn above suspicion."""
     tokens: int = 0
+    reached: bool = True
+    """Whether the engine may have seen it."""
     refused_s: float | None = None
     """The engine did not take it and wants no more for this long."""
 
@@ -213,7 +221,7 @@ class TurnRunner:
         requests = [
             running.request
             for running in member.running
-            if isinstance(running, RunningAttempt) and not running.turn.ended
+            if isinstance(running, RunningAttempt) and running.reached and not running.turn.ended
         ]
         now = self._clock.now()
         self.blame.failed(member.engine.engine, requests, reason=fault, now=now)
@@ -322,6 +330,12 @@ class TurnRunner:
                 return
             running.refused_s = pause_s
             self.blame.failed(engine, [running.request], reason=why, now=self._clock.now())
+        except EngineUnreachable as error:
+            running.reached = False
+            turn.lose(attempt)
+            course.why = f"{engine}: {error}"
+            self._fleet.down(member, str(error))
+            return
         except EngineLost as error:
             turn.lose(attempt)
             self._died(member, str(error), course)

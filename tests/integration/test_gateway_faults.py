@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+
 from tests.integration.test_gateway_turns import (
     PROMPT,
     expected_tokens,

@@ -10,6 +10,7 @@ from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.policy.trajectories import TurnLedger
 from scheduler.service.engine import generate_body
+from scheduler.service.requests import REFUSED_FIELDS, REFUSED_SAMPLING_FIELDS
 from scheduler.service.stream import EventStream
 
 pytestmark = pytest.mark.engine
@@ -63,3 +64,16 @@ def test_vllm_takes_the_request_that_we_send(protocol) -> None:
     assert (params.logprobs, params.detokenize, params.stop_token_ids) == (1, False, [5])
     assert taken.cache_salt == body["cache_salt"] != ""
     assert params.extra_args == {"rosemux_trajectory": "job/t"}
+
+
+def test_every_field_of_vllms_request_is_honoured_or_refused_by_name(protocol) -> None:
+    """A field that vLLM adds is decided on here before its version is supported."""
+    sampling = import_module("vllm.sampling_params").SamplingParams.__struct_fields__
+    ours = {
+        GenerateRequest: (set(protocol.GenerateRequest.model_fields), REFUSED_FIELDS),
+        SamplingParams: (set(sampling), REFUSED_SAMPLING_FIELDS),
+    }
+    for struct, (theirs, refused) in ours.items():
+        public = {name for name in theirs if not name.startswith("_")}
+        assert public <= {*struct.__struct_fields__, *refused}
+        assert not {*struct.__struct_fields__} & {*refused}

@@ -1,9 +1,10 @@
 """docs/protocol.md says what the code does: fields, routes, states, layout and examples."""
 
+import json
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
@@ -40,7 +41,12 @@ from harvester.contracts.page.seal import (
 from harvester.contracts.wire import leases, rollouts
 from scheduler.service.config import GatewaySettings
 from scheduler.service.gateway import Gateway
-from scheduler.service.requests import decode_generate
+from scheduler.service.requests import (
+    REFUSED_FIELDS,
+    REFUSED_SAMPLING_FIELDS,
+    RefusedField,
+    decode_generate,
+)
 from scheduler.service.tenants import Tenants
 from weightsync.layout.manifest import AdapterRecord, Block, FileRecord, decoded_manifest
 from weightsync.layout.slices import SliceRecord
@@ -144,6 +150,22 @@ def test_the_values_of_a_closed_set_are_all_named(
     meaning = row.split("|")[4]
 
     assert set(re.findall(r"`([a-z_]+)`", meaning)) == {each.value for each in of}
+
+
+@pytest.mark.parametrize(
+    ("mark", "fields"),
+    [
+        ("may be sent with a value that changes nothing", REFUSED_FIELDS),
+        ("that are not honoured:\n", REFUSED_SAMPLING_FIELDS),
+    ],
+)
+def test_every_field_of_vllm_that_is_not_honoured_is_listed_with_what_to_do(
+    mark: str, fields: Mapping[str, RefusedField], table_after: TableAfter
+) -> None:
+    assert [tuple(row) for row in table_after(PAGE, mark)] == [
+        (name, ", ".join(json.dumps(value) for value in rule.may_be), rule.instead)
+        for name, rule in fields.items()
+    ]
 
 
 def test_the_layout_of_a_page_is_that_of_the_code(table_after: TableAfter) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ from scheduler.policy.versions_events import JobActivated
 from scheduler.service.config import Timeouts
 from scheduler.service.decisions import DecisionLog
 from scheduler.service.dispatch import Dispatcher
-from scheduler.service.engine import EngineLost, RequestFailed
+from scheduler.service.engine import EngineLost, EngineUnreachable, RequestFailed, RequestRefused
 from scheduler.service.fleet import Fleet, Member
 from scheduler.service.stream import EngineChoice, _Logprobs
 from scheduler.service.turns import TurnRunner
@@ -99,6 +100,7 @@ class Client:
     """First tokens of requests that it answers with a failure, and stays well."""
     life: int = 0
     dead: bool = False
+    gone: bool = False
     deaths: int = 0
     visits: list[int] = field(default_factory=list)
 
@@ -108,6 +110,8 @@ class Client:
         life, told = self.life, attempt.token_ids[0]
         self.visits.append(told)
         await asyncio.sleep(0)
+        if self.gone:
+            raise EngineUnreachable("refused")
         if told in self.answers:
             raise RequestFailed(self.answers[told])
         for made in range(1, attempt.sampling_params.max_tokens + 1):
@@ -173,7 +177,7 @@ class Cluster:
     async def restart_engines(self) -> None:
         while True:
             for member, client in zip(self.members, self.clients, strict=True):
-                if not member.up:
+                if not member.up and not client.gone:
                     client.dead = False
                     self.fleet.up(member)
             for _ in range(5):
@@ -234,6 +238,54 @@ def test_samples_of_one_poisoned_prompt_that_come_one_after_another_cost_two_eng
 
         await cluster.run(group())
         assert sum(client.deaths for client in cluster.clients) == 2
+
+    asyncio.run(case())
+
+
+def test_a_request_that_no_engine_saw_is_blamed_for_none() -> None:
+    """Engines that were stopped while they had nothing to do."""
+
+    async def case() -> None:
+        cluster = Cluster(4, poison={})
+        for client in cluster.clients[:3]:
+            client.gone = True
+        ((turn, _),) = await cluster.run(cluster.serve("r", (1,), 4))
+        assert turn.finish_reason is FinishReason.LENGTH
+        assert cluster.runner.blame.idle
+
+    asyncio.run(case())
+
+
+def test_an_engine_is_not_asked_for_ids_that_it_does_not_know() -> None:
+    """A turn may have been taken before any engine had said its vocabulary."""
+
+    async def case() -> None:
+        cluster = Cluster(1, poison={})
+        cluster.members[0].vocabulary_tokens = 64
+        with pytest.raises(RequestRefused, match="knows 64 token ids"):
+            await cluster.run(cluster.serve("r", (64,), 4))
+        assert cluster.clients[0].visits == []
+        assert cluster.ledger.counters.failed == 1
+
+    asyncio.run(case())
+
+
+@settings(max_examples=20, deadline=None)
+@given(engines=st.integers(2, 5), others=st.integers(0, 9))
+def test_a_request_that_engines_answer_with_a_failure_visits_two_and_harms_none(
+    engines: int, others: int
+) -> None:
+    async def case() -> None:
+        cluster = Cluster(engines, poison={}, places=4)
+        for client in cluster.clients:
+            client.answers[99] = "HTTP 500: cannot"
+        turns = [cluster.serve(f"good{n}", (n,), 30) for n in range(others)]
+        ended = await cluster.run(cluster.serve("bad", (99,), 4), *turns)
+        assert sum(client.visits.count(99) for client in cluster.clients) == 2
+        assert max(client.visits.count(99) for client in cluster.clients) == 1
+        assert ended[0][0].outcome == "failed"
+        assert [turn.finish_reason for turn, _ in ended[1:]] == [FinishReason.LENGTH] * others
+        assert cluster.ledger.counters.migrated == 0
 
     asyncio.run(case())
 

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harvester.contracts.errors import PeerProtocolError
-from scheduler.service.requests import checked_trajectory, decode_generate
+from scheduler.service.requests import (
+    REFUSED_FIELDS,
+    REFUSED_SAMPLING_FIELDS,
+    UNKNOWN_VOCABULARY_TOKENS,
+    checked_trajectory,
+    decode_generate,
+)
 
 GOOD: dict[str, Any] = {
     "request_id": "r",
@@ -51,11 +57,63 @@ def test_takes_a_request_and_what_is_always_so() -> None:
         ({"sampling_params": {"logprobs": None}}, "logprobs"),
         ({"sampling_params": {"stop_token_ids": [-4]}}, "stop_token_ids"),
         ({"sampling_params": {"stop_token_ids": list(range(300))}}, "stop_token_ids"),
+        ({"sampling_params": {"stop_token_ids": [1 << 20]}}, "stop_token_ids"),
+        ({"sampling_params": {"max_tokns": 2}}, "did you mean 'max_tokens'"),
+        ({"sampling_params": {"n": True}}, "n: send one request"),
+        ({"weight_versoin": {"exact": 3}}, "did you mean 'weight_version'"),
+        ({"weight_version": {"exact": 3, "minimum": 5}}, "exact 3 is older than minimum 5"),
+        ({"weight_version": {"exact": -3}}, "versions are not negative"),
+        ({"priority": 1 << 63}, "priority"),
+        ({"nothing of the kind": 1}, "nothing of the kind: no such field"),
     ],
 )
 def test_names_the_field_that_is_wrong(changes, named) -> None:
     with pytest.raises(PeerProtocolError, match=named):
         decode_generate(_with(**changes))
+
+
+_REFUSED = [
+    *(({}, name, rule) for name, rule in REFUSED_FIELDS.items()),
+    *(({"max_tokens": 4}, name, rule) for name, rule in REFUSED_SAMPLING_FIELDS.items()),
+]
+
+
+@pytest.mark.parametrize(("sampling", "name", "rule"), _REFUSED, ids=lambda of: str(of)[:30])
+def test_every_field_of_vllm_that_is_not_honoured_is_refused_by_name_unless_it_changes_nothing(
+    sampling, name, rule
+) -> None:
+    def body(value: Any) -> bytes:
+        return _with(sampling_params={name: value}) if sampling else _with(**{name: value})
+
+    for neutral in rule.may_be:
+        assert decode_generate(body(neutral)).token_ids == (1, 2)
+    for other in ("x", 7, {"a": 1}, ["long" * 100]):
+        with pytest.raises(PeerProtocolError, match=f"{name}: "):
+            decode_generate(body(other))
+
+
+@given(st.integers(1, 1 << 18), st.integers(-3, 3), st.booleans())
+def test_no_engine_sees_an_id_that_its_vocabulary_does_not_have(vocabulary, beside, stop) -> None:
+    token_id = vocabulary + beside
+    sampling = {"stop_token_ids": [token_id if stop else 0]}
+    body = _with(token_ids=[0, 0 if stop else token_id], sampling_params=sampling)
+    if 0 <= token_id < vocabulary:
+        assert decode_generate(body, vocabulary_tokens=vocabulary)
+    else:
+        with pytest.raises(PeerProtocolError, match=f"between 0 and {vocabulary - 1}"):
+            decode_generate(body, vocabulary_tokens=vocabulary)
+
+
+def test_says_so_where_no_vocabulary_is_known_yet() -> None:
+    assert decode_generate(_with(token_ids=[UNKNOWN_VOCABULARY_TOKENS - 1]))
+    with pytest.raises(PeerProtocolError, match="no engine has said its vocabulary"):
+        decode_generate(_with(token_ids=[UNKNOWN_VOCABULARY_TOKENS]))
+
+
+@pytest.mark.parametrize("deep", [b"[" * 100_000, b'{"features":' + b"[" * 100_000])
+def test_what_is_nested_too_deep_is_a_protocol_error(deep: bytes) -> None:
+    with pytest.raises(PeerProtocolError):
+        decode_generate(deep)
 
 
 @given(st.binary(max_size=200))

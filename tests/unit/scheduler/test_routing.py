@@ -24,6 +24,7 @@ from scheduler.policy.routing_events import (
     Retargeted,
     RoutingConfig,
     TurnArrived,
+    TurnCleared,
     TurnLeft,
     TurnWithdrawn,
 )
@@ -436,3 +437,59 @@ class RoutingMachine(RuleBasedStateMachine):
 
 TestRoutingMachine = RoutingMachine.TestCase
 TestRoutingMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def _went(effects) -> dict[str, str]:
+    return {e.turn: e.engine for e in effects if isinstance(e, DispatchTurn)}
+
+
+def test_one_suspect_at_a_time_is_tried_on_an_engine_and_good_turns_go_on_there() -> None:
+    policy = _policy(_offer("a", concurrency=8))
+    assert _went(policy.observe(_turn("s1", suspect="x"), now=0)) == {"s1": "a"}
+    assert _went(policy.observe(_turn("s2", suspect="y"), now=0)) == {}
+    assert _went(policy.observe(_turn("good"), now=0)) == {"good": "a"}
+    assert _went(policy.observe(TurnCleared(turn="s1"), now=1)) == {"s2": "a"}
+
+
+def test_what_is_suspected_of_two_turns_is_tried_in_one_place_only() -> None:
+    policy = _policy(_offer("a", concurrency=8), _offer("b", concurrency=8))
+    assert len(_went(policy.observe(_turn("s1", suspect="x"), now=0))) == 1
+    assert _went(policy.observe(_turn("s2", suspect="x"), now=0)) == {}
+    assert set(_went(policy.observe(TurnLeft(turn="s1"), now=1))) == {"s2"}
+
+
+def test_a_turn_goes_elsewhere_than_to_what_it_avoids_or_waits() -> None:
+    policy = _policy(_offer("a"), _offer("b"))
+    avoid = (EngineId("a"),)
+    assert _went(policy.observe(_turn("r1", avoid=avoid), now=0)) == {"r1": "b"}
+    assert _went(policy.observe(_turn("r2", avoid=(*avoid, EngineId("b"))), now=0)) == {}
+    assert policy.may_serve(_turn("r2", avoid=(*avoid, EngineId("b"))))
+
+
+def test_an_engine_that_refuses_keeps_what_it_has_and_gets_one_more_with_each_end() -> None:
+    policy = _policy(_offer("a", concurrency=8))
+    for n in range(4):
+        policy.observe(_turn(f"t{n}"), now=0)
+    policy.observe(TurnLeft(turn="t3", refused_s=1.0), now=0)
+    assert _went(policy.observe(_turn("w0"), now=0)) == {}
+    policy.observe(_turn("w1"), now=0)
+    policy.observe(_turn("w2"), now=0)
+    ended = TurnLeft(turn="t0", tokens=16, seconds=1)
+    assert _went(policy.observe(ended, now=1)) == {"w0": "a", "w1": "a"}
+
+
+def test_an_engine_is_left_alone_once_it_refused_two_turns_in_a_row_and_not_for_one() -> None:
+    policy = _policy(_offer("a"))
+    for _ in range(3):
+        assert _went(policy.observe(_turn("odd"), now=0)) == {"odd": "a"}
+        policy.observe(TurnLeft(turn="odd", refused_s=5.0), now=0)
+    assert _went(policy.observe(_turn("good"), now=0)) == {"good": "a"}
+    policy.observe(TurnLeft(turn="good", refused_s=5.0), now=0)
+    assert _went(policy.observe(_turn("next"), now=4.9)) == {}
+    assert _went(policy.observe(QueueReviewed(), now=5.1)) == {"next": "a"}
+
+
+def test_a_synchronous_steps_whole_batch_finds_room_to_wait() -> None:
+    policy = _policy(_offer("a"))
+    effects = [policy.observe(_turn(f"t{n}"), now=0) for n in range(1024 * 16)]
+    assert not any(isinstance(effect, RefuseTurn) for each in effects for effect in each)

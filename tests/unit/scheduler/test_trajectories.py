@@ -162,3 +162,88 @@ def test_a_refused_turn_with_tokens_ends_as_aborted_and_keeps_them() -> None:
     other.refuse()
     assert other.outcome == "refused"
     assert (ledger.counters.aborted, ledger.counters.refused) == (1, 1)
+
+
+def test_a_finish_is_final_whatever_becomes_of_the_attempt() -> None:
+    turn = _open(TurnLedger(JOB), max_tokens=9)
+    attempt = _begin(turn, "a")
+    turn.accept(attempt, [4, 7], _logprobs([4, 7]))
+    turn.finish(attempt, "stop")
+    turn.lose(attempt)
+    assert not turn.accept(attempt, [8], _logprobs([8]))
+    assert (turn.finish_reason, turn.token_ids) == (FinishReason.STOP, [4, 7])
+    with pytest.raises(ValueError, match="has ended"):
+        _begin(turn, "b")
+
+
+def test_a_late_attempt_finishes_nothing() -> None:
+    turn = _open(TurnLedger(JOB), max_tokens=9)
+    late = _begin(turn, "a")
+    _begin(turn, "b")
+    turn.finish(late, "stop")
+    assert not turn.ended
+
+
+def test_an_eos_that_ended_one_turn_ends_the_next_though_its_reason_never_came() -> None:
+    ledger = TurnLedger(JOB)
+    first = ledger.open(
+        GenerateRequest(
+            request_id="first", token_ids=(1,), sampling_params=SamplingParams(max_tokens=9)
+        ),
+        trajectory=TrajectoryId("first"),
+    )
+    assert first is not None
+    attempt = _begin(first, "a")
+    first.accept(attempt, [4, 7], _logprobs([4, 7]))
+    first.finish(attempt, "stop")
+    turn = _open(ledger, max_tokens=9)
+    attempt = _begin(turn, "a")
+    turn.accept(attempt, [7, 4], _logprobs([7, 4]))
+    turn.lose(attempt)
+    assert not turn.ended, "EOS ends a turn as its last token"
+    attempt = _begin(turn, "b")
+    turn.accept(attempt, [7], _logprobs([7]))
+    turn.lose(attempt)
+    assert turn.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("said", ["length", "repetition"])
+def test_no_other_finish_teaches_an_eos(said: str) -> None:
+    ledger = TurnLedger(JOB)
+    turn = _open(ledger, max_tokens=2)
+    attempt = _begin(turn, "a")
+    turn.accept(attempt, [4, 7], _logprobs([4, 7]))
+    turn.finish(attempt, said)
+    assert turn.ended
+    assert not turn.eos_token_ids
+
+
+def test_samples_of_one_prompt_have_one_content_and_others_have_their_own() -> None:
+    def content(**changes) -> str:
+        sampling = SamplingParams(**{"max_tokens": 4, "seed": 1, **changes})
+        request = GenerateRequest(request_id="r", token_ids=(1, 2), sampling_params=sampling)
+        turn = TurnLedger(JOB).open(request, trajectory=TrajectoryId("t"))
+        assert turn is not None
+        return turn.content
+
+    assert content() == content(seed=2)
+    assert content() != content(max_tokens=5)
+
+
+def test_a_failed_turn_keeps_its_tokens_and_says_why() -> None:
+    ledger = TurnLedger(JOB)
+    turn = _open(ledger)
+    attempt = _begin(turn, "a")
+    turn.accept(attempt, [1], _logprobs([1]))
+    turn.fail("engines failed twice")
+    choice = turn.choice()
+    assert (turn.outcome, choice.token_ids, choice.fault) == (
+        "failed",
+        (1,),
+        "engines failed twice",
+    )
+    assert choice.finish_reason is FinishReason.ABORT
+    assert [(span.start, span.end) for span in choice.spans] == [(0, 1)]
+    ledger.close(turn)
+    counters = ledger.counters
+    assert (counters.failed, counters.aborted, counters.output_tokens) == (1, 0, 1)

@@ -1,0 +1,148 @@
+"""A turn and the clients that wait for it."""
+
+import asyncio
+
+import pytest
+
+from harvester.contracts.ids import JobId, TrajectoryId
+from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, SamplingParams
+from scheduler.policy.trajectories import Turn, TurnLedger
+from scheduler.service.engine import RequestRefused
+from scheduler.service.open_turns import IdInUse, OpenTurns
+
+
+class Work:
+    """Turns that end when `goes_on` is set."""
+
+    def __init__(self) -> None:
+        self.goes_on = asyncio.Event()
+        self.ended: list[Turn] = []
+        self.fault: Exception | None = None
+        self.ledger = TurnLedger(JobId("job"))
+
+    async def run(self, turn: Turn, on_tokens) -> None:
+        on_tokens()
+        await self.goes_on.wait()
+        if self.fault is not None:
+            raise self.fault
+        turn.end(FinishReason.LENGTH)
+
+    def open_turns(self, *, rejoin_s: float) -> OpenTurns:
+        return OpenTurns(self.ledger, self.run, on_end=self.ended.append, rejoin_s=rejoin_s)
+
+
+def serve(turns: OpenTurns, *, stream: bool = False, prompt: int = 1, trajectory: str = "t"):
+    request = GenerateRequest(
+        request_id="r",
+        token_ids=(prompt,),
+        stream=stream,
+        sampling_params=SamplingParams(max_tokens=4),
+    )
+    work = turns.serve(request, trajectory=TrajectoryId(trajectory), on_turn=None)
+    return asyncio.create_task(work)
+
+
+async def settle() -> None:
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+async def gone(client: "asyncio.Task[object]") -> None:
+    client.cancel()
+    await asyncio.gather(client, return_exceptions=True)
+
+
+async def test_who_asks_again_gets_the_turn_that_is_open_also_as_a_stream() -> None:
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    first, again = serve(turns), serve(turns, stream=True)
+    await settle()
+    await gone(first)
+    work.goes_on.set()
+    turn, refused = await again
+    assert (turn.finish_reason, refused) == (FinishReason.LENGTH, None)
+    assert work.ended == [turn]
+    assert len(work.ledger) == 0
+
+
+@pytest.mark.parametrize("changes", [{"prompt": 2}, {"trajectory": "u"}])
+async def test_another_request_under_an_open_id_is_refused_by_name(changes) -> None:
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    first = serve(turns)
+    await settle()
+    with pytest.raises(IdInUse, match="'r'"):
+        await serve(turns, **changes)
+    work.goes_on.set()
+    await first
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+async def test_a_turn_and_its_end_outlive_the_last_client_for_a_while(ends_first: bool) -> None:
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    first = serve(turns)
+    await settle()
+    await gone(first)
+    if ends_first:
+        work.goes_on.set()
+        await settle()
+    again = serve(turns)
+    await settle()
+    work.goes_on.set()
+    turn, _ = await again
+    assert work.ended == [turn]
+    next_, _ = await serve(turns)
+    assert next_ is not turn, "an id that was answered is free"
+
+
+async def test_after_that_it_is_aborted_and_its_id_is_free() -> None:
+    work = Work()
+    turns = work.open_turns(rejoin_s=0)
+    first = serve(turns)
+    await settle()
+    await gone(first)
+    await settle()
+    assert [turn.finish_reason for turn in work.ended] == [FinishReason.ABORT]
+    work.goes_on.set()
+    turn, _ = await serve(turns)
+    assert turn.finish_reason is FinishReason.LENGTH
+
+
+async def test_another_request_takes_the_id_that_its_client_has_left() -> None:
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    first = serve(turns)
+    await settle()
+    await gone(first)
+    others = [serve(turns, prompt=2), serve(turns, prompt=2)]
+    await settle()
+    assert [turn.finish_reason for turn in work.ended] == [FinishReason.ABORT]
+    work.goes_on.set()
+    (turn, _), (same, _) = await asyncio.gather(*others)
+    assert turn is same
+    assert turn.request.token_ids == (2,)
+
+
+async def test_a_refusal_reaches_all_who_wait_and_frees_the_id() -> None:
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    work.fault = RequestRefused("no")
+    clients = [serve(turns), serve(turns)]
+    await settle()
+    work.goes_on.set()
+    told = await asyncio.gather(*clients, return_exceptions=True)
+    assert [str(error) for error in told] == ["no", "no"]
+    work.fault = None
+    assert (await serve(turns))[0].finish_reason is FinishReason.LENGTH
+
+
+async def test_closing_ends_what_nobody_waits_for_any_more() -> None:
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    first = serve(turns)
+    await settle()
+    await gone(first)
+    await turns.close()
+    assert len(work.ended) == 1
+    assert len(work.ledger) == 0
