@@ -110,7 +110,8 @@ class OpenTurns:
         listener = on_turn(held.turn) if on_turn is not None else None
         if listener is not None:
             held.listeners.append(listener)
-            listener()
+            if held.turn.token_ids:
+                listener()
         heard = False
         try:
             await asyncio.wait((held.task,))

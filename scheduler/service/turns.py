@@ -411,7 +411,7 @@ def _check_vocabulary(turn: Turn, member: Member) -> None:
     bound = member.vocabulary_tokens
     if bound is None:
         return
-    request = turn.request
-    largest = max((*request.token_ids, *request.sampling_params.stop_token_ids))
+    asked = (turn.request.token_ids, turn.request.sampling_params.stop_token_ids)
+    largest = max(max(token_ids, default=0) for token_ids in asked)
     if largest >= bound:
         raise RequestRefused(f"token id {largest}: {member.engine.engine} knows {bound} token ids")

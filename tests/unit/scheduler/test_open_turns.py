@@ -8,7 +8,7 @@ from harvester.contracts.ids import JobId, TrajectoryId
 from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, SamplingParams
 from scheduler.policy.trajectories import Turn, TurnLedger
 from scheduler.service.engine import RequestRefused
-from scheduler.service.open_turns import IdInUse, OpenTurns
+from scheduler.service.open_turns import IdInUse, Listen, OpenTurns
 
 
 class Work:
@@ -16,12 +16,13 @@ class Work:
 
     def __init__(self) -> None:
         self.goes_on = asyncio.Event()
+        self.begun: list[Turn] = []
         self.ended: list[Turn] = []
         self.fault: Exception | None = None
         self.ledger = TurnLedger(JobId("job"))
 
     async def run(self, turn: Turn, on_tokens) -> None:
-        on_tokens()
+        self.begun.append(turn)
         await self.goes_on.wait()
         if self.fault is not None:
             raise self.fault
@@ -31,14 +32,21 @@ class Work:
         return OpenTurns(self.ledger, self.run, on_end=self.ended.append, rejoin_s=rejoin_s)
 
 
-def serve(turns: OpenTurns, *, stream: bool = False, prompt: int = 1, trajectory: str = "t"):
+def serve(
+    turns: OpenTurns,
+    *,
+    stream: bool = False,
+    prompt: int = 1,
+    trajectory: str = "t",
+    on_turn: Listen | None = None,
+):
     request = GenerateRequest(
         request_id="r",
         token_ids=(prompt,),
         stream=stream,
         sampling_params=SamplingParams(max_tokens=4),
     )
-    work = turns.serve(request, trajectory=TrajectoryId(trajectory), on_turn=None)
+    work = turns.serve(request, trajectory=TrajectoryId(trajectory), on_turn=on_turn)
     return asyncio.create_task(work)
 
 
@@ -146,3 +154,19 @@ async def test_closing_ends_what_nobody_waits_for_any_more() -> None:
     await turns.close()
     assert len(work.ended) == 1
     assert len(work.ledger) == 0
+
+
+async def test_a_stream_that_joins_hears_at_once_of_tokens_and_not_of_none() -> None:
+    """A stream's head is sent with its first tokens: before them a refusal still has a status."""
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    heard: list[str] = []
+    first = serve(turns, stream=True, on_turn=lambda turn: lambda: heard.append("first"))
+    await settle()
+    assert heard == []
+    work.begun[0].token_ids.append(1)
+    again = serve(turns, stream=True, on_turn=lambda turn: lambda: heard.append("again"))
+    await settle()
+    assert heard == ["again"]
+    work.goes_on.set()
+    await asyncio.gather(first, again)
