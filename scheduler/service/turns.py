@@ -8,7 +8,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from harvester.contracts.clock import Clock
@@ -16,6 +16,7 @@ from harvester.contracts.errors import RoseMuxError, Stale
 from harvester.contracts.ids import EngineId, Epoch
 from harvester.contracts.wire.rollouts import FinishReason
 from scheduler.policy.blame import CLEARED_TOKENS, BlamePolicy
+from scheduler.policy.course import TurnCourse
 from scheduler.policy.model import EngineKind
 from scheduler.policy.routing_events import (
     DispatchTurn,
@@ -41,7 +42,6 @@ _DRAIN_S = 1.0
 """A finished stream is read to its end for this long, so that its connection can be used again."""
 _FAILED_PAUSE_S = 5.0
 _ABORTED_PAUSE_S = 0.25
-_PAUSE_MAX_S = 8.0
 
 
 class TurnObserver(Protocol):
@@ -57,7 +57,7 @@ class RunningAttempt:
     turn: Turn
     began_s: float
     heard_s: float
-    task: "asyncio.Task[FinishReason | None] | None" = None
+    task: "asyncio.Task[None] | None" = None
     why_cut: Cut | None = None
     paused_s: float = 0.0
     """Waited for a guest's closed gate, which says nothing of its speed."""
@@ -86,40 +86,6 @@ class RunningAttempt:
             self.task.cancel()
 
 
-@dataclass(slots=True)
-class _Course:
-    """What became of one turn's attempts so far."""
-
-    resumed: bool = False
-    deaths: int = 0
-    """Engines that died under it, for whatever reason."""
-    setbacks: int = 0
-    """Attempts without a token since the last token."""
-    stuck_since_s: float | None = None
-    why: str = ""
-    suspect: str = ""
-    """As what it was placed last."""
-    avoided: dict[EngineId, float] = field(default_factory=dict)
-    """Until when it goes to other engines, or waits."""
-
-    def attempted(self, running: RunningAttempt) -> None:
-        self.resumed = True
-        if running.tokens:
-            self.setbacks, self.stuck_since_s = 0, None
-        elif self.stuck_since_s is None:
-            self.stuck_since_s = running.began_s
-
-    def avoid(self, engine: EngineId, pause_s: float, why: str, *, now: float) -> None:
-        grown_s = min(pause_s * 2.0 ** min(self.setbacks, 16), _PAUSE_MAX_S)
-        self.avoided[engine] = now + max(pause_s, grown_s)
-        self.setbacks += 1
-        self.why = why
-
-    def avoids(self, *, now: float) -> tuple[EngineId, ...]:
-        self.avoided = {at: until_s for at, until_s in self.avoided.items() if now < until_s}
-        return tuple(sorted(self.avoided))
-
-
 class TurnRunner:
     def __init__(
         self,
@@ -146,7 +112,7 @@ class TurnRunner:
 
         Raises RequestRefused where an engine says, before any token, that the request is wrong.
         """
-        course = _Course()
+        course = TurnCourse()
         while not turn.ended:
             if self._closing:
                 turn.end(FinishReason.ABORT)
@@ -168,17 +134,15 @@ class TurnRunner:
                     raise
         return None
 
-    def _given_up(self, turn: Turn, course: _Course) -> RefuseTurn | None:
+    def _given_up(self, turn: Turn, course: TurnCourse) -> RefuseTurn | None:
         """Ends a turn that is not to be tried again."""
-        now, stuck_s = self._clock.now(), self._timeouts.stuck_s
+        now = self._clock.now()
         if reason := self._quarantined(turn, now):
             turn.fail(reason)
             return RefuseTurn(turn=turn.key, refusal=Refusal.REQUEST, reason=reason)
-        if course.deaths >= self._max_attempts:
-            reason = f"{course.deaths} engines died under it"
-        elif course.stuck_since_s is not None and now - course.stuck_since_s > stuck_s:
-            reason = f"no engine made a token of it for {stuck_s:.0f} s; lastly: {course.why}"
-        else:
+        stuck_s = self._timeouts.stuck_s
+        reason = course.given_up(max_deaths=self._max_attempts, stuck_s=stuck_s, now=now)
+        if not reason:
             return None
         turn.fault = reason
         if turn.token_ids:
@@ -187,7 +151,7 @@ class TurnRunner:
             turn.refuse()
         return RefuseTurn(turn=turn.key, refusal=Refusal.FULL, reason=reason)
 
-    async def _place(self, turn: Turn, course: _Course) -> DispatchTurn | RefuseTurn | None:
+    async def _place(self, turn: Turn, course: TurnCourse) -> DispatchTurn | RefuseTurn | None:
         """None: the turn may be looked at anew."""
         course.suspect = suspect = self._suspected(turn)
         avoid = course.avoids(now=self._clock.now())
@@ -195,8 +159,8 @@ class TurnRunner:
             turn,
             resumed=course.resumed,
             suspect=suspect,
-            avoid=avoid,
-            until_s=min(course.avoided.values(), default=math.inf),
+            avoid=tuple(sorted(avoid)),
+            until_s=min(avoid.values(), default=math.inf),
         )
         # A request of the same content may have failed engines while this one waited.
         accused = self._suspected(turn) or self._quarantined(turn, self._clock.now())
@@ -258,7 +222,7 @@ class TurnRunner:
         self,
         turn: Turn,
         placed: DispatchTurn,
-        course: _Course,
+        course: TurnCourse,
         on_tokens: Callable[[], None] | None,
     ) -> None:
         """One attempt on one engine."""
@@ -280,7 +244,7 @@ class TurnRunner:
             if running.trial and turn.finish_reason not in (None, FinishReason.ABORT):
                 self._clear(running, engine)
             self.blame.left(running.trial, engine)
-            course.attempted(running)
+            course.attempted(tokens=running.tokens, began_s=running.began_s)
             self._observer.generated(turn, member, running.tokens)
             self._dispatcher.leave(
                 turn.key,
@@ -297,7 +261,7 @@ class TurnRunner:
         attempt: Attempt,
         running: RunningAttempt,
         member: Member,
-        course: _Course,
+        course: TurnCourse,
     ) -> None:
         assert running.task is not None
         engine, why = member.engine.engine, "aborted"
@@ -344,7 +308,7 @@ class TurnRunner:
         if not running.tokens or running.refused_s is not None:
             course.avoid(engine, pause_s, f"{engine}: {why}", now=self._clock.now())
 
-    def _died(self, member: Member, fault: str, course: _Course) -> None:
+    def _died(self, member: Member, fault: str, course: TurnCourse) -> None:
         course.deaths += 1
         course.why = f"{member.engine.engine}: {fault}"
         self._fleet.down(member, fault)

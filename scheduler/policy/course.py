@@ -1,0 +1,53 @@
+"""How one turn gets on: what its attempts came to since its last token, and where it goes not now.
+
+Time without a token bounds a turn, and deaths under it do; refusals and aborts are not counted.
+Reads no clock.
+"""
+
+from dataclasses import dataclass, field
+
+from harvester.contracts.ids import EngineId
+
+PAUSE_MAX_S = 8.0
+"""A pause doubles up to this with every attempt without a token; a longer one is kept as asked."""
+
+
+@dataclass(slots=True)
+class TurnCourse:
+    resumed: bool = False
+    """It has been on an engine."""
+    suspect: str = ""
+    """As what it was placed last."""
+    deaths: int = 0
+    """Engines that died under it, for whatever reason."""
+    why: str = ""
+    """What went wrong last."""
+    _setbacks: int = 0
+    _stuck_since_s: float | None = None
+    _avoided: dict[EngineId, float] = field(default_factory=dict)
+
+    def attempted(self, *, tokens: int, began_s: float) -> None:
+        self.resumed = True
+        if tokens:
+            self._setbacks, self._stuck_since_s = 0, None
+        elif self._stuck_since_s is None:
+            self._stuck_since_s = began_s
+
+    def avoid(self, engine: EngineId, pause_s: float, why: str, *, now: float) -> None:
+        doubled_s = min(pause_s * 2.0 ** min(self._setbacks, 16), PAUSE_MAX_S)
+        self._avoided[engine] = now + max(pause_s, doubled_s)
+        self._setbacks += 1
+        self.why = why
+
+    def avoids(self, *, now: float) -> dict[EngineId, float]:
+        """Engines that it does not go to, and until when."""
+        self._avoided = {at: until_s for at, until_s in self._avoided.items() if now < until_s}
+        return self._avoided
+
+    def given_up(self, *, max_deaths: int, stuck_s: float, now: float) -> str:
+        """The reason; empty while it is tried again."""
+        if self.deaths >= max_deaths:
+            return f"{self.deaths} engines died under it; lastly: {self.why}"
+        if self._stuck_since_s is not None and now - self._stuck_since_s > stuck_s:
+            return f"no engine made a token of it for {stuck_s:.0f} s; lastly: {self.why}"
+        return ""
