@@ -13,6 +13,8 @@ from time import thread_time_ns
 
 from coserve.gate import Closed, Decision, decide
 from coserve.guest_steps import GuestSteps, ProductionMoment
+from coserve.isolation import PREEMPTED, IsolationBackend
+from coserve.isolation_watch import IsolationWatch, Standing
 from coserve.step_time import StepTimeModel
 from harvester.contracts.bell import Word
 from harvester.contracts.clock import monotonic_ns
@@ -32,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 GUEST_PAGE_TTL_NS = 500_000_000
 _DEFAULT_GRACE_S = 10.0
+_FAULT_CHARACTERS = 300
 
 
 @dataclass(slots=True)
@@ -56,6 +59,7 @@ class EngineLoad:
     """Whether the weights go away when the slot falls asleep."""
     weights_away: bool = False
     isolation: str = ""
+    standing: Standing = field(default_factory=Standing)
     memory: GuestMemory = field(default_factory=GuestMemory)
 
 
@@ -130,6 +134,22 @@ class GuestSlot:
             words = [self._grant_page.peek(), *[page.peek() for page in pages]]
             return tuple([word for word in words if word is not None])
 
+    def isolation_watch(self) -> IsolationWatch | None:
+        """Not yet started; None where the isolation is none that could cease to hold."""
+        load = self.load
+        if load.isolation not in PREEMPTED:
+            return None
+
+        def tell(standing: Standing) -> None:
+            load.standing = standing
+
+        return IsolationWatch(
+            IsolationBackend(load.isolation),
+            self._directory,
+            guest=lambda: load.processes,
+            tell=tell,
+        )
+
     @property
     def closed_by_grant(self) -> bool:
         """As of the last decision no pulse can open the gate."""
@@ -194,7 +214,7 @@ class GuestSlot:
                 self._guest_page.close(unlink=True)
 
     def _record(self, now_ns: int) -> Guest:
-        decision, steps = self.last, self.steps
+        decision, steps, standing = self.last, self.steps, self.load.standing
         alone, beside = steps.calibrations(now_ns=now_ns)
         return Guest(
             epoch=self._epoch,
@@ -216,6 +236,8 @@ class GuestSlot:
             prefix_tokens_dropped_total=self.load.prefix_tokens_dropped_total,
             processes=self.load.processes,
             isolation=self.load.isolation,
+            blocking_ratio=standing.blocking_ratio,
+            isolation_fault=standing.fault[:_FAULT_CHARACTERS],
             memory=self.load.memory,
             weights_away=self.load.weights_away,
             step_over_ratio=steps.model.over_ratio,

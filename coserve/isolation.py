@@ -17,9 +17,11 @@ up to a tick: they wait a millisecond for each other where they would not (decis
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 
 from coserve.gpus import ComputeMode, Gpu
@@ -27,7 +29,7 @@ from coserve.mps import MpsShare
 from harvester.contracts.errors import ConfigError, Unsupported
 from harvester.contracts.idle_groups import IdleGroups
 from harvester.contracts.mps import NO_DAEMON, PIPE_VARIABLE
-from harvester.contracts.scheduling_group import ranks_below, scheduling_group
+from harvester.contracts.scheduling_group import Rank, is_below, ranks
 
 _GROUPS = IdleGroups()
 
@@ -175,19 +177,37 @@ def clear() -> None:
     _GROUPS.clear()
 
 
-def check_beside(isolation: Isolation, *, guest: int, production: int) -> None:
-    """Raises Unsupported where the backend does nothing between these two processes."""
-    if isolation.backend not in {IsolationBackend.IDLE, IsolationBackend.IDLE_GROUP}:
+PREEMPTED = {IsolationBackend.IDLE_GROUP: IDLE_GROUP, IsolationBackend.IDLE: IDLE_CLASS}
+"""Backends that hold by the kernel's order of threads on a core, which others may change."""
+
+
+def check_beside(isolation: Isolation, *, guest: Iterable[int], production: Iterable[int]) -> None:
+    """Both are process ids. Raises Unsupported where a thread of the guest could keep one of
+    production's waiting, or where the kernel does not show them."""
+    if isolation.backend not in PREEMPTED:
         return
-    guest_group, production_group = scheduling_group(guest), scheduling_group(production)
-    in_class = isolation.backend is IsolationBackend.IDLE and guest_group == production_group
-    if in_class or ranks_below(guest_group, production_group):
-        return
-    raise Unsupported(
-        f"isolation {isolation.backend} has no effect: the guest is in scheduling group "
-        f"{guest_group}, production in {production_group}; give the guest's control group "
-        "cpu.idle=1 (systemd: CPUWeight=idle), or set blocking_ratio to 1"
-    )
+    try:
+        below, above = _ranks(guest), _ranks(production)
+    except OSError as error:
+        raise Unsupported(f"isolation {isolation.backend} cannot be verified: {error}") from error
+    for one, other in product(below, above):
+        if not is_below(one, other):
+            raise Unsupported(
+                f"isolation {isolation.backend} has no effect: threads of the guest are in "
+                f"scheduling group {one}, of production in {other}; give the guest's control group "
+                "cpu.idle=1 (systemd: CPUWeight=idle)"
+            )
+
+
+def _ranks(pids: Iterable[int]) -> list[Rank]:
+    found: set[Rank] = set()
+    for pid in pids:
+        # A process that has ended since it was listed waits for nobody.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found |= ranks(pid)
+    if not found:
+        raise ProcessLookupError("no such process")
+    return sorted(found, key=str)
 
 
 def _threads(pid: int) -> list[int]:

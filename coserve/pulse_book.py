@@ -20,6 +20,7 @@ from coserve.engine_cores import EngineCores
 from coserve.engine_step import NO_SIBLINGS, EngineStep, Siblings
 from coserve.production_time import ProductionTime
 from harvester.contracts.page import Calibration, Pulse
+from harvester.contracts.process import ProcessId
 
 _RECENT = 32
 _PROMPTS = 512
@@ -76,6 +77,8 @@ class PulseBook:
     """API servers of the engine; 0 where it is not known."""
     shape: str = ""
     """Whose step times these are."""
+    root: ProcessId | None = None
+    """From which all processes of the engine descend."""
     alone_since_ns: int | None = 0
     """Since when no guest may step beside this engine; None while one may. Only what began and
     ended in such a time teaches `times`."""
@@ -207,6 +210,7 @@ class PulseBook:
             processes=self.processes,
             cores=self._cores.told,
             shape=self.shape,
+            root=self.root,
         )
 
     def _alone_since(self, begun_ns: int) -> bool:

@@ -121,6 +121,12 @@ _AGENT = (
         "1 for what the guest says that bounds its steps: idle, time-slicing, mps, none.",
     ),
     _agent(
+        "guest_isolation_holds",
+        Kind.GAUGE,
+        "slot",
+        "0 where the guest's threads do not rank below production's; NaN without a promise.",
+    ),
+    _agent(
         "mps_state",
         Kind.GAUGE,
         "slot state",

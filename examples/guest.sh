@@ -12,7 +12,7 @@
 set -euo pipefail
 
 export ROSEMUX_ROLE=guest ROSEMUX_ENGINE=guest ROSEMUX_PAGE_DIR=/run/rosemux/slot0
-export ROSEMUX_WEIGHT_ROOT=/srv/weights VLLM_SERVER_DEV_MODE=1
+export ROSEMUX_WEIGHT_ROOT=/srv/weights VLLM_SERVER_DEV_MODE=1 ROSEMUX_ISOLATION=idle
 
 exec chrt --idle 0 python -m vllm.entrypoints.openai.api_server \
     --model "${1:?usage: examples/guest.sh MODEL_DIRECTORY [more vLLM flags]}" "${@:2}" \

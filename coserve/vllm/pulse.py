@@ -10,6 +10,8 @@ here reaches one. After an error the pulse falls silent for good, which closes e
 
 import itertools
 import logging
+import multiprocessing
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from harvester.contracts.page import (
     Pulse,
     pulse_page,
 )
+from harvester.contracts.process import ProcessId, process_ids
 
 BEAT_S = 0.1
 PULSE_TTL_NS = 500_000_000
@@ -64,7 +67,7 @@ class PulseReporter:
         self._siblings: tuple[PageReader[Pulse], ...] = ()
         self._page: PageWriter[Pulse] | None = None
         self._why_no_page = ""
-        self._book = PulseBook()
+        self._book = PulseBook(root=_root())
         self._grant = self._directory.grant_reader()
         self._grant_seen: Word | None = None
         self._lock = threading.Lock()
@@ -178,6 +181,13 @@ class PulseReporter:
             return
         with self._lock:
             self._page = page
+
+
+def _root() -> ProcessId | None:
+    """vLLM starts its further API servers beside the engine's cores, as children of one process."""
+    parent = multiprocessing.parent_process()
+    pid = os.getpid() if parent is None or parent.pid is None else parent.pid
+    return next(iter(process_ids([pid])), None)
 
 
 _reporter: PulseReporter | None = None

@@ -49,6 +49,7 @@ class CoserveScheduler(AsyncScheduler):
         self._token_limit = self.max_num_scheduled_tokens
         self._slot = GuestSlot(environment.directory, token_limit=self._token_limit)
         self._slot.load.isolation = environment.isolation or ""
+        self._isolation = self._slot.isolation_watch()
         self._core: Any = None
         self._waker: Waker | None = None
         self._granted_tokens = 0
@@ -87,6 +88,8 @@ class CoserveScheduler(AsyncScheduler):
         self._kv.give_back_unused()
         self._ask_workers()
         self._measure_load()
+        if self._isolation is not None:
+            self._isolation.start()
         self._waker = Waker(self._slot, wake)
         self._waker.start()
 
@@ -164,6 +167,8 @@ class CoserveScheduler(AsyncScheduler):
         if self._waker is not None:
             self._waker.stop()
             self._waker.join(timeout=1.0)
+        if self._isolation is not None:
+            self._isolation.stop()
         self._slot.close()
         super().shutdown()
 

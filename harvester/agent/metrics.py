@@ -119,6 +119,11 @@ class AgentMetrics:
         self.isolation = self._gauge(
             "guest_isolation", "1 for what the guest says that bounds its steps.", "slot", "backend"
         )
+        self.isolation_holds = self._gauge(
+            "guest_isolation_holds",
+            "0 where threads of the guest do not rank below all of production's.",
+            "slot",
+        )
         self.mps = self._gauge(
             "mps_state", "1 for what the MPS daemon says; all 0 without consent.", "slot", "state"
         )

@@ -8,10 +8,13 @@ import math
 from harvester.agent.metrics import AgentMetrics
 from harvester.contracts.page import Grant, Guest, GuestMemory
 from harvester.policy.sample import MpsReading, SlotSample
+from harvester.policy.settings import AUTO
 from harvester.policy.slot import SlotPolicy
 
 BACKENDS = ("idle-group", "idle", "time-slicing", "mps", "none")
 """Of a guest's `isolation`; one that says nothing is none of them."""
+PREEMPTING = ("idle-group", "idle")
+"""Those by which production preempts a step, and which the guest looks after."""
 _MPS_STATES = ("together", "apart", "fault", "silent")
 _MEMORY_PARTS = ("weights", "graphs", "activations", "context", "kv")
 _SHARED_PARTS = ("used", "limit", "guest", "guest_limit")
@@ -31,12 +34,16 @@ class SharingExposition:
         metrics, slot = self._metrics, self._slot
         guest = None if sample is None else sample.guest.record
         observed = policy.blocking.ratio
-        metrics.blocking.labels(slot, "configured").set(policy.settings.blocking_ratio)
+        configured = policy.settings.blocking_ratio
+        metrics.blocking.labels(slot, "configured").set(
+            math.nan if configured == AUTO else configured
+        )
         metrics.blocking.labels(slot, "in_force").set(self._blocking)
         metrics.blocking.labels(slot, "observed").set(math.nan if observed is None else observed)
         for backend in BACKENDS:
             said = guest is not None and guest.isolation == backend
             metrics.isolation.labels(slot, backend).set(said)
+        metrics.isolation_holds.labels(slot).set(_holds(guest))
         away = math.nan if guest is None else guest.weights_away
         metrics.weights_away.labels(slot).set(away)
         bound = 0 if guest is None else guest.memory.asleep_bytes_max
@@ -48,6 +55,13 @@ class SharingExposition:
             metrics.memory.labels(slot, part).set(size)
         for part, size in zip(_SHARED_PARTS, _shared_bytes(sample), strict=True):
             metrics.shared_memory.labels(slot, part).set(size)
+
+
+def _holds(guest: Guest | None) -> float:
+    """NaN where nobody has promised anything."""
+    if guest is None or guest.isolation not in PREEMPTING:
+        return math.nan
+    return float(not guest.isolation_fault)
 
 
 def _mps_state(mps: MpsReading | None, guest: Guest | None) -> str:

@@ -28,6 +28,7 @@ from harvester.contracts.idle_groups import IdleGroups
 from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.mps import PIPE_VARIABLE, MpsControl
 from harvester.contracts.page import PageDirectory
+from harvester.policy.settings import AUTO
 
 _NAME = "guest"
 
@@ -108,12 +109,12 @@ def _guest(slot: SlotConfig) -> GuestConfig:
 
 
 def _wishes(slot: SlotConfig, wanted: GuestConfig) -> GuestWishes:
-    share = None
+    share, configured = None, slot.policy.blocking_ratio
     if slot.mps is not None:
         share = MpsShare(
             _daemon(slot.mps),
             active_thread_percentage=wanted.active_thread_percentage,
-            blocking_ratio=slot.policy.blocking_ratio,
+            blocking_ratio=1.0 if configured == AUTO else configured,
         )
     return GuestWishes(
         kv_cache_bytes=wanted.kv_cache_bytes,
@@ -161,7 +162,7 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path) -> list[str]:
     """What an operator has to know besides, and what production needs for it."""
     notes = []
     configured, promised = slot.policy.blocking_ratio, planned.isolation.blocking_ratio
-    if configured < promised:
+    if configured != AUTO and configured < promised:
         notes.append(
             f"blocking_ratio {configured:g} is yours: {planned.isolation.backend} promises "
             f"{promised:g}. Leave it only where you have measured it"

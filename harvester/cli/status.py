@@ -96,7 +96,7 @@ def _says(reading: Reading[Grant] | Reading[Guest] | Reading[Pulse]) -> str:
                 f"{guest.gate} {guest.reason}, epoch {guest.epoch}, running {guest.running}, "
                 f"waiting {guest.waiting}, {guest.tokens_total} tokens, "
                 f"{guest.kv_tokens_retained} retained, {guest.step_over_ratio:.0%} of steps longer "
-                f"than predicted{_held(guest)}{_isolated(guest.isolation)}{_floor(guest.memory)}"
+                f"than predicted{_held(guest)}{_isolated(guest)}{_floor(guest.memory)}"
                 f"{_asleep(guest)}"
             )
         case Pulse() as pulse:
@@ -121,7 +121,10 @@ def _held(guest: Guest) -> str:
     return f" (P50 and P90: {', '.join(said)})" if said else ""
 
 
-def _isolated(backend: str) -> str:
+def _isolated(guest: Guest) -> str:
+    backend, fault = guest.isolation, guest.isolation_fault
+    if fault:
+        return f"; isolation {backend} DOES NOT HOLD, its steps count whole: {fault}"
     fate = {
         "mps": " (shared fate: a fault of the guest ends production)",
         "time-slicing": " (takes turns with production on the GPU)",

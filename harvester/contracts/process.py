@@ -24,6 +24,32 @@ def start_ticks(pid: int) -> int | None:
         return None
 
 
+def family(pid: int) -> tuple[int, ...]:
+    """A process and all that descend from it, as far as the kernel shows them; ordered by pid.
+
+    Raises OSError where the process is not there, or the kernel does not tell children.
+    """
+    found, unseen = {pid}, [pid]
+    while unseen:
+        parent = unseen.pop()
+        try:
+            threads = list(Path(f"/proc/{parent}/task").iterdir())
+        except OSError:
+            if parent == pid:
+                raise
+            continue  # It ended since its parent was asked.
+        for thread in threads:
+            try:
+                children = {int(word) for word in (thread / "children").read_text().split()}
+            except (FileNotFoundError, ProcessLookupError):
+                if thread.exists():
+                    raise
+                continue
+            unseen += children - found
+            found |= children
+    return tuple(sorted(found))
+
+
 def process_ids(pids: list[int]) -> tuple[ProcessId, ...]:
     """Of those that there are."""
     found = [(pid, start_ticks(pid)) for pid in pids]

@@ -4,11 +4,13 @@ A guest writes its page ten times a second. One that ranks below production on i
 none of them for as long as production has work: it is silent then, and not lost.
 """
 
+from typing import Literal
+
 import msgspec
 
 from harvester.contracts.page.records import Guest
 from harvester.policy.sample import GuestReading
-from harvester.policy.settings import SlotSettings
+from harvester.policy.settings import AUTO, SlotSettings
 
 
 class GuestState(msgspec.Struct, kw_only=True):
@@ -20,6 +22,8 @@ class GuestState(msgspec.Struct, kw_only=True):
     """What its engine has, as it said last."""
     isolation: str = ""
     floor_bytes: int = 0
+    blocking_ratio: float = 1.0
+    isolation_fault: str = ""
     losses_s: list[float] = []
     """When it was lost under a lease."""
 
@@ -37,6 +41,10 @@ class GuestWatch:
         state.kv_tokens = guest.kv_tokens_total
         state.isolation = guest.isolation
         state.floor_bytes = guest.memory.floor_bytes
+        state.isolation_fault = guest.isolation_fault
+        promised = guest.blocking_ratio
+        # Whatever else a page says, also no number at all, promises nothing.
+        state.blocking_ratio = promised if 0.0 < promised <= 1.0 else 1.0
         stepping = guest.steps_launched > guest.steps_finished
         if stepping or guest.steps_finished != state.steps_finished:
             state.active_at_s = now
@@ -60,6 +68,20 @@ class GuestWatch:
         if not reading.lives_below or seen_at_s is None:
             return False
         return idle_at_s is None or idle_at_s - seen_at_s < self._settings.guest_away_s
+
+    def blocking_ratio(
+        self, configured: float | Literal["auto"], reading: GuestReading, *, now: float
+    ) -> float:
+        """What a running step of it counts as: all of it where its isolation does not hold, also
+        against a number, which was measured under that isolation."""
+        state = self.state
+        if state.isolation_fault:
+            return 1.0
+        if configured != AUTO:
+            return configured
+        # One that is starved of its page's beat runs no step and looks again when it does.
+        gone = reading.record is None and self.away(now=now) and not reading.lives_below
+        return 1.0 if gone else state.blocking_ratio
 
     def lose(self, reading: GuestReading, *, now: float) -> str:
         """Counts a loss under a lease. Returns why the slot is to be quarantined; "" is not yet."""

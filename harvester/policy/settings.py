@@ -8,8 +8,11 @@ the ranges of `harvester.policy.bounds`. Nothing here reads a file or an environ
 import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Final, Literal
 
 from harvester.contracts.page.records import Law
+
+AUTO: Final = "auto"
 
 
 class Mode(StrEnum):
@@ -177,7 +180,9 @@ class SlotSettings:
     """0 leaves the guest engine's own size."""
     phantom_prompt_tokens: int = 0
     """Prompt of the request that might arrive now; 0 takes the largest p99 of the pulses."""
-    blocking_ratio: float = 1.0
+    blocking_ratio: float | Literal["auto"] = AUTO
+    """Share of a running guest step that can delay production. By default what the guest's
+    isolation promises while it is seen to hold, else 1; a number is what an operator measured."""
     model_samples_min: int = 64
     """Steps behind production's model before it is believed."""
     profile: ProfileSettings = field(default_factory=ProfileSettings)
@@ -227,7 +232,10 @@ class SlotSettings:
         _check(0 <= self.epsilon <= 1e6, "epsilon must lie between 0 and 1e6")
         _check(self.step_tokens_max > 0, "step_tokens_max must be above 0")
         _check(self.kv_budget_tokens >= 0, "kv_budget_tokens may not be negative")
-        _check(0 <= self.blocking_ratio <= 1, "blocking_ratio must lie between 0 and 1")
+        _check(
+            self.blocking_ratio == AUTO or 0 < self.blocking_ratio <= 1,
+            "blocking_ratio must be auto, or above 0 and at most 1",
+        )
         _check(0 < self.memory_high_ratio <= 1, "memory_high_ratio must lie between 0 and 1")
         _check(self.kv_deadline_s > 0, "kv_deadline_s must be above 0")
         _check(0 <= self.kv_retained_ratio <= 1, "kv_retained_ratio must lie between 0 and 1")

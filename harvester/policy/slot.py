@@ -322,7 +322,9 @@ class SlotPolicy:
             production=production.model,
             own_models=production.own_models,
             blocking_ratio=gpu_sharing.blocking_ratio(
-                settings.blocking_ratio, sample.mps, self.reclaim.state.processes
+                self.guest.blocking_ratio(settings.blocking_ratio, sample.guest, now=now),
+                sample.mps,
+                self.reclaim.state.processes,
             ),
             abort_grace_s=settings.abort_grace_s,
             law=settings.law,

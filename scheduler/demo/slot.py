@@ -150,7 +150,9 @@ class ServingSlot:
         # The open-loop client lives in this process and should not take turns with production.
         os.sched_setaffinity(0, {self.agent_core})
         self.isolate(self.isolation)
-        guest, production = (running[name].process.pid for name in (GUEST, PRODUCTION))
+        guest, production = (
+            [process.pid for process in running[name].tree()] for name in (GUEST, PRODUCTION)
+        )
         isolation.check_beside(self.isolation, guest=guest, production=production)
 
     def isolate(self, backend: Isolation) -> None:

@@ -127,6 +127,9 @@ class Pulse(PulseHead, frozen=True, kw_only=True):
     shape: str = ""
     """Model, parallelism and accelerator, as the engine says: times learned on another shape are
     not its times. "" is not known."""
+    root: ProcessId | None = None
+    """The process from which all of the engine's on this machine descend, so that a guest can ask
+    the kernel whether it ranks below them. None is not said."""
 
 
 class GrantMode(StrEnum):
@@ -255,3 +258,7 @@ class Guest(Record, frozen=True, kw_only=True):
     beside_calibration: Calibration = Calibration()
     """Those that production overlapped, over what they would have taken alone: 2 at the P50 is half
     of the accelerator."""
+    blocking_ratio: float = 1.0
+    """What its isolation promises while the guest sees it hold; 1 where it does not, or is none."""
+    isolation_fault: str = ""
+    """Why its isolation does not hold."""

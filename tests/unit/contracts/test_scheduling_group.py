@@ -1,10 +1,17 @@
 """Scheduling groups as the kernel writes them down, and which of two comes first."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from harvester.contracts.scheduling_group import ranks_below, scheduling_group
+from harvester.contracts.scheduling_group import (
+    Rank,
+    is_below,
+    ranks,
+    ranks_below,
+    scheduling_group,
+)
 
 
 def _process(
@@ -63,14 +70,56 @@ def test_the_unified_hierarchy_counts_where_it_has_a_cpu_weight(tmp_path: Path) 
         ("/pods/serving", "/guests", False),
         ("/autogroup-2", "/autogroup-1", False),
         ("/", "/autogroup-1", False),
+        # Two idle groups share what others leave evenly.
+        ("/guests", "/batch", False),
+        ("/guests", "/batch/serving", False),
+        ("/pods/guest", "/pods/batch", False),
+        # Out of this process's own namespace, where the two part is not to be seen.
+        ("/guests", "/../serving", False),
+        ("/../guests", "/serving", False),
     ],
 )
 def test_a_group_ranks_below_where_it_is_idle_at_the_fork(
     guest: str, production: str, below: bool, tmp_path: Path
 ) -> None:
     idle = {"guests": 1, "guests/slot-0": 0, "guests/inner": 0, "pods": 0, "pods/guest": 1}
+    idle |= {"batch": 1, "pods/batch": 1, "../guests": 1}
     for path, value in idle.items():
         folder = tmp_path / "cpu" / path
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "cpu.idle").write_text(f"{value}\n")
     assert ranks_below(guest, production, cgroups=tmp_path) is below
+
+
+def test_each_thread_has_a_rank_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proc = _process(tmp_path, cgroup="1:cpu:/pod\n0::/\n", autogroup="/autogroup-1")
+    for thread, group in ((7, "/pod"), (8, "/pod"), (9, "/")):
+        (proc / f"7/task/{thread}").mkdir(parents=True)
+        (proc / f"7/task/{thread}/cgroup").write_text(f"1:cpu:{group}\n0::/\n")
+    # One that ended after it was listed.
+    (proc / "7/task/10").mkdir()
+    monkeypatch.setattr(os, "sched_getscheduler", lambda t: os.SCHED_IDLE if t == 8 else 0)
+
+    found = ranks(7, proc=proc)
+
+    assert found == {Rank("/pod", False), Rank("/pod", True), Rank("/autogroup-1", False)}
+
+
+def test_a_process_that_is_not_shown_has_no_rank(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        ranks(7, proc=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("guest", "production", "below"),
+    [
+        (Rank("/a", True), Rank("/a", False), True),
+        (Rank("/a", False), Rank("/a", False), False),
+        (Rank("/a", True), Rank("/a", True), False),
+        (Rank("/a", True), Rank("/b", False), False),
+    ],
+)
+def test_the_idle_class_counts_within_one_group(
+    guest: Rank, production: Rank, below: bool, tmp_path: Path
+) -> None:
+    assert is_below(guest, production, cgroups=tmp_path) is below

@@ -10,6 +10,7 @@ import pytest
 from coserve import isolation
 from coserve.isolation import IDLE_CLASS, IDLE_GROUP, NO_ISOLATION, IsolationBackend
 from harvester.contracts.errors import Unsupported
+from harvester.contracts.scheduling_group import Rank
 
 
 @pytest.fixture
@@ -22,12 +23,33 @@ def test_the_idle_class_is_refused_where_it_would_do_nothing(
     sleeper: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = os.getpid()
-    isolation.check_beside(IDLE_CLASS, guest=sleeper, production=mine)
-    groups = {sleeper: "/autogroup-2", mine: "/autogroup-1"}
-    monkeypatch.setattr(isolation, "scheduling_group", groups.__getitem__)
+    with pytest.raises(Unsupported, match="no effect"):
+        isolation.check_beside(IDLE_CLASS, guest=[sleeper], production=[mine])
+    isolation.apply_to_process(IDLE_CLASS, sleeper)
+    isolation.check_beside(IDLE_CLASS, guest=[sleeper], production=[mine])
+    found = {sleeper: {Rank("/autogroup-2", True)}, mine: {Rank("/autogroup-1", False)}}
+    monkeypatch.setattr(isolation, "ranks", found.__getitem__)
     with pytest.raises(Unsupported, match=r"autogroup-2.*CPUWeight=idle"):
-        isolation.check_beside(IDLE_CLASS, guest=sleeper, production=mine)
-    isolation.check_beside(NO_ISOLATION, guest=sleeper, production=mine)
+        isolation.check_beside(IDLE_CLASS, guest=[sleeper], production=[mine])
+    isolation.check_beside(NO_ISOLATION, guest=[sleeper], production=[mine])
+
+
+@pytest.mark.parametrize("stray", ["guest", "production"])
+def test_one_stray_thread_of_many_is_enough(stray: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    below, above = Rank("/pod", True), Rank("/pod", False)
+    found = {1: {below}, 2: {below}, 11: {above}, 12: {above}}
+    monkeypatch.setattr(isolation, "ranks", found.__getitem__)
+    isolation.check_beside(IDLE_CLASS, guest=[1, 2], production=[11, 12])
+    found[2 if stray == "guest" else 12] |= {Rank("/elsewhere", stray == "guest")}
+    with pytest.raises(Unsupported, match="/elsewhere"):
+        isolation.check_beside(IDLE_CLASS, guest=[1, 2], production=[11, 12])
+
+
+def test_processes_that_are_not_to_be_seen_are_no_proof() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    with pytest.raises(Unsupported, match="cannot be verified"):
+        isolation.check_beside(IDLE_CLASS, guest=[os.getpid()], production=[ended.pid])
 
 
 def test_the_idle_class_is_put_on_and_taken_off(sleeper: int) -> None:
@@ -55,7 +77,6 @@ def test_a_cpu_takes_the_idle_group_where_it_can_and_the_class_elsewhere(
 def test_the_idle_group_is_refused_where_production_is_in_it_too(
     sleeper: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = {sleeper: "/rosemux-guest-7", os.getpid(): "/rosemux-guest-7"}
-    monkeypatch.setattr(isolation, "scheduling_group", groups.__getitem__)
+    monkeypatch.setattr(isolation, "ranks", lambda pid: {Rank("/rosemux-guest-7", False)})
     with pytest.raises(Unsupported, match="no effect"):
-        isolation.check_beside(IDLE_GROUP, guest=sleeper, production=os.getpid())
+        isolation.check_beside(IDLE_GROUP, guest=[sleeper], production=[os.getpid()])

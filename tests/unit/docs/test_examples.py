@@ -22,7 +22,7 @@ from coserve.vllm.capabilities import SUPPORTED
 from coserve.vllm.launch import EngineSpec
 from harvester.config import load_agent_config
 from harvester.contracts.wire.rollouts import PublishedVersion
-from harvester.policy.settings import Mode
+from harvester.policy.settings import AUTO, Mode
 from scheduler.plan.drafting import draft
 from scheduler.plan.jobs_file import read_jobs
 from scheduler.service.config import load_settings
@@ -49,7 +49,7 @@ def test_the_agent_s_configuration_loads_and_begins_with_observing(repository: P
     config = load_agent_config(repository / "examples/agent.yaml", environment={})
 
     assert config.mode is Mode.OBSERVE
-    assert IDLE_CLASS.blocking_ratio <= config.slots[0].policy.blocking_ratio < 1
+    assert config.slots[0].policy.blocking_ratio == AUTO
 
 
 @pytest.mark.parametrize("name", ["examples/agent.yaml", "deploy/systemd/agent.yaml"])
@@ -165,7 +165,8 @@ def test_the_guest_is_started_as_the_project_starts_it(repository: Path, tmp_pat
         max_num_seqs=16,
         vllm=SUPPORTED["0.32.0"],
     )
-    command = launch.guest(spec, pages=Path("/run/rosemux/slot0"), weights=Path("/srv/weights"))
+    pages, weights = Path("/run/rosemux/slot0"), Path("/srv/weights")
+    command = launch.guest(spec, pages=pages, weights=weights, isolation=IDLE_CLASS)
     plain = launch.dedicated(spec, weights=Path("/srv/weights"))
     production = launch.production(spec, pages=tmp_path)
     started = dict(pairwise(command.arguments))

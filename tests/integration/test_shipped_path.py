@@ -1,0 +1,235 @@
+"""The shipped files as they are, with real engines: what an idle production lends, and what it does
+when the guest's isolation falls.
+
+Only what a machine of its own sets is replaced: paths, ports, the model and the size of its KV.
+"""
+
+import asyncio
+import json
+import re
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from coserve import isolation
+from coserve.vllm import launch
+from coserve.vllm.capabilities import capabilities, installed_vllm_version
+from coserve.vllm.launch import EngineSpec
+from deploy.check_expressions import DEPLOY
+from harvester.config import AgentConfig, load_agent_config
+from harvester.contracts.clock import MonotonicClock, monotonic_ns
+from harvester.contracts.page import Guest, PageDirectory
+from harvester.contracts.process import family
+from harvester.contracts.wire.leases import EPOCH_HEADER
+from scheduler.demo.job.model import write_checkpoint
+from scheduler.demo.prerequisites import free_ports
+from scheduler.demo.processes import Child, Processes
+from tests.integration.engine_slot import (
+    CONTEXT_TOKENS,
+    PRODUCTION,
+    SHAPE,
+    Turn,
+    completed,
+    until,
+    wait_for,
+)
+
+pytestmark = pytest.mark.engine
+
+WANTED_TOKENS = 10_000
+WITHIN_S = 30.0
+COMMAND = (sys.executable, "-m", "harvester.cli")
+
+
+@dataclass
+class Shipped:
+    config: AgentConfig
+    production_url: str
+    guest: Child
+
+    @property
+    def agent_url(self) -> str:
+        return f"http://{self.config.http.host}:{self.config.http.port}"
+
+    @property
+    def guest_url(self) -> str:
+        return self.config.slots[0].engine_url
+
+    def slot(self) -> Any:
+        with urllib.request.urlopen(f"{self.agent_url}/v1/slots", timeout=5.0) as reply:
+            return json.load(reply)["slots"][0]
+
+    def metric(self, series: str) -> float:
+        with urllib.request.urlopen(f"{self.agent_url}/metrics", timeout=5.0) as reply:
+            found = re.search(rf"(?m)^{re.escape(series)} (\S+)$", reply.read().decode())
+        assert found is not None, series
+        return float(found[1])
+
+    def page(self) -> Guest:
+        reader = PageDirectory(self.config.pages_of(self.config.slots[0])).guest_reader()
+        try:
+            return reader.read_left().record or Guest()
+        finally:
+            reader.close()
+
+
+def redirected(root: Path, ports: tuple[int, int]) -> Path:
+    """The shipped file for this machine; every replacement must find what it replaces."""
+    text = (DEPLOY / "systemd/agent.yaml").read_text()
+    for shipped, here in (
+        ("/run/rosemux", f"{root}/run/rosemux"),
+        ("/var/lib/rosemux", f"{root}/state"),
+        ("/srv/models/policy", f"{root}/models/policy"),
+        ("/srv/weights", f"{root}/weights"),
+        ("port: 9711", f"port: {ports[0]}"),
+        ("127.0.0.1:8001", f"127.0.0.1:{ports[1]}"),
+        ("kv_cache_bytes: 8589934592", "kv_cache_bytes: 1073741824"),
+    ):
+        assert shipped in text, shipped
+        text = text.replace(shipped, here)
+    file = root / "agent.yaml"
+    file.write_text(text)
+    return file
+
+
+def make_directories(root: Path) -> None:
+    """As systemd-tmpfiles makes them of the shipped file, for this user."""
+    for line in (DEPLOY / "systemd/tmpfiles.conf").read_text().splitlines():
+        words = line.split()
+        if words[:1] == ["d"]:
+            folder = root / words[1].lstrip("/")
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(int(words[2], 8))
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shipped]:
+    root = tmp_path_factory.mktemp("shipped")
+    production, agent, guest = free_ports(3)
+    file = redirected(root, (agent, guest))
+    make_directories(root)
+    for name in ("policy", PRODUCTION):
+        write_checkpoint(root / "models" / name, SHAPE)
+    (root / "weights").mkdir()
+    (root / "state").mkdir()
+    config = load_agent_config(file, environment={})
+    spec = EngineSpec(
+        name=PRODUCTION,
+        model=root / "models" / PRODUCTION,
+        port=production,
+        max_model_len=CONTEXT_TOKENS,
+        max_num_seqs=8,
+        vllm=capabilities(installed_vllm_version()),
+        extra_arguments=("--load-format", "dummy"),
+    )
+    engine = launch.production(spec, pages=config.pages_of(config.slots[0]))
+    with Processes(root / "logs") as processes:
+        started = processes.start(PRODUCTION, engine.arguments, environment=engine.environment)
+        # What operations.md says once one has looked long enough.
+        harvest = ("agent", "--config", str(file), "--mode", "harvest")
+        processes.start("agent", (*COMMAND, *harvest))
+        child = processes.start("guest", (*COMMAND, "guest", "--config", str(file)))
+        slot = Shipped(config, f"http://127.0.0.1:{production}", child)
+        wait_for(slot.production_url, started)
+        wait_for(slot.guest_url, child)
+        yield slot
+
+
+@pytest.fixture
+async def learned(shipped: Shipped) -> None:
+    """Production has had requests of some lengths, so that its step times are known."""
+    async with asyncio.timeout(120.0):
+        while shipped.slot()["state"] == "learning":
+            await completed(shipped.production_url, PRODUCTION, 24)
+
+
+@asynccontextmanager
+async def leased(slot: Shipped) -> AsyncIterator[int]:
+    """A lease that is renewed like a scheduler's; its epoch."""
+    lease = {"slot": slot.config.slots[0].name, "tenant": "research", "job": "job"}
+    async with aiohttp.ClientSession(slot.agent_url) as session:
+
+        async def post(path: str, **body: Any) -> Any:
+            async with session.post(path, json=body) as response:
+                return await response.json()
+
+        async def renew(name: str) -> None:
+            while True:
+                await asyncio.sleep(2.0)
+                await post(f"/v1/leases/{name}/renew", lease=name, epoch=epoch, duration_s=10.0)
+
+        await until(lambda: slot.slot()["state"] == "offered", "offered", seen=slot.slot)
+        granted = await post(
+            "/v1/leases", request_id=f"r{monotonic_ns()}", duration_s=10.0, **lease
+        )
+        assert granted["type"] == "granted", granted
+        epoch = int(granted["epoch"])
+        renewing = asyncio.create_task(renew(granted["lease"]))
+        try:
+            yield epoch
+        finally:
+            renewing.cancel()
+            async with session.delete(f"/v1/leases/{granted['lease']}"):
+                pass
+
+
+@asynccontextmanager
+async def loaded(slot: Shipped, epoch: int) -> AsyncIterator[list[Turn]]:
+    """As many turns at a time as the slot has places, each followed by the next."""
+    turns: list[Turn] = []
+
+    async def place(number: int) -> None:
+        for salt in range(1000):
+            turn = Turn()
+            turns.append(turn)
+            sampling = {"max_tokens": 512, "ignore_eos": True, "detokenize": False}
+            prompt = [5 + (number * 31 + salt * 7 + i) % 200 for i in range(24)]
+            body = {"token_ids": prompt, "stream": True, "sampling_params": sampling}
+            await turn.follow(slot.guest_url, body, {EPOCH_HEADER: str(epoch)})
+
+    places = [asyncio.create_task(place(n)) for n in range(slot.config.slots[0].concurrency)]
+    try:
+        yield turns
+    finally:
+        for each in places:
+            each.cancel()
+        await asyncio.gather(*places, return_exceptions=True)
+
+
+@pytest.mark.usefixtures("learned")
+async def test_the_shipped_files_lend_an_idle_production(shipped: Shipped) -> None:
+    clock, tokens = MonotonicClock(), 0
+    until_s = clock.now() + WITHIN_S
+    async with leased(shipped) as epoch, loaded(shipped, epoch) as turns:
+        while tokens <= WANTED_TOKENS and clock.now() < until_s:
+            await asyncio.sleep(0.2)
+            tokens = sum(len(turn.tokens) for turn in turns)
+    assert tokens > WANTED_TOKENS, (tokens, shipped.page(), [t.said for t in turns if t.said][:3])
+    assert shipped.page().isolation_fault == ""
+    assert shipped.metric('harvester_guest_isolation_holds{slot="slot0"}') == 1.0
+    assert shipped.metric('harvester_blocking_ratio{kind="in_force",slot="slot0"}') < 1.0
+
+
+@pytest.mark.usefixtures("learned")
+async def test_an_isolation_that_falls_makes_guest_steps_count_whole(shipped: Shipped) -> None:
+    in_force = 'harvester_blocking_ratio{kind="in_force",slot="slot0"}'
+    await until(lambda: shipped.page().blocking_ratio < 1.0, "isolated", seen=shipped.page)
+    engine = [pid for pid in family(shipped.guest.process.pid) if pid != shipped.guest.process.pid]
+    assert {process.pid for process in shipped.page().processes} <= set(engine)
+    for pid in engine:
+        isolation.lift_from_process(pid)
+    await until(lambda: shipped.metric(in_force) == 1.0, "counted whole", seen=shipped.page)
+    assert "no effect" in shipped.page().isolation_fault
+    backend = isolation.choose(isolation.IsolationBackend(shipped.page().isolation))
+    for pid in engine:
+        if psutil.pid_exists(pid):
+            isolation.apply_to_process(backend, pid, guest=shipped.guest.process.pid)
+    await until(lambda: shipped.metric(in_force) < 1.0, "isolated again", seen=shipped.page)
