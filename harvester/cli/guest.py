@@ -17,11 +17,11 @@ from coserve.gpus import Gpu, gpus
 from coserve.isolation import IsolationBackend
 from coserve.mps import MpsShare
 from coserve.vllm import launch
-from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.guest_plan import Answer, GuestPlan, GuestWishes, answers, plan
 from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.guest_place import GuestPlace
 from harvester.agent.mps import MpsWatch
+from harvester.cli.guest_checks import checks, refuse_bad, supported_vllm
 from harvester.config import AgentConfig, GuestConfig, MpsConfig, SlotConfig, load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.idle_groups import IdleGroups
@@ -38,16 +38,20 @@ def guest(
     slot: Annotated[str | None, typer.Option(help="Which slot; the only one by default.")] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Say what would be chosen, why, and the command; stop."),
+        typer.Option("--dry-run", help="Check what it needs, say what would be chosen, why; stop."),
     ] = False,
 ) -> None:
     """Start a slot's guest as this machine, this vLLM and your consent allow; say why."""
     agent = load_agent_config(config)
     chosen = _slot(agent, slot)
     wanted, pages = _guest(chosen), agent.pages_of(chosen)
-    vllm = capabilities(installed_vllm_version())
-    wishes = _wishes(chosen, wanted)
     console = Console()
+    found = checks(wanted, pages, imports=dry_run)
+    for check in found:
+        mark = "good" if check.good else "WRONG"
+        console.print(f"{check.what}: {mark}: {check.says}", soft_wrap=True, highlight=False)
+    vllm = supported_vllm()
+    wishes = _wishes(chosen, wanted)
     console.print(_table(answers(wishes, vllm), title=f"Slot {chosen.name}, vLLM {vllm.version}"))
     planned = plan(wishes, vllm)
     spec = launch.EngineSpec(
@@ -66,8 +70,9 @@ def guest(
         console.print(f"- {note}", soft_wrap=True, highlight=False)
     if dry_run:
         _print_command(command, planned)
+    refuse_bad(found)
+    if dry_run:
         return
-    _check_place(wanted, pages)
     segment = None
     if wishes.shared_kv:
         segment = KvSegment(wishes.shared_kv, owners=frozenset((os.getuid(),)))
@@ -203,22 +208,6 @@ def _clients(mps: MpsConfig) -> int:
 
 def _daemon(mps: MpsConfig) -> MpsControl:
     return MpsControl(mps.pipe_directory, mps.control, mps.timeout_s)
-
-
-def _check_place(wanted: GuestConfig, pages: Path) -> None:
-    """Before minutes go into a start that would come to nothing."""
-    for name, path in (("model", wanted.model), ("weights", wanted.weights)):
-        if not path.is_dir():
-            raise ConfigError(f"guest.{name}: {path} is no directory")
-    try:
-        owner = pages.stat().st_uid
-    except OSError as error:
-        raise ConfigError(f"no pages at {pages}: start `rosemux agent` first") from error
-    if owner not in {0, os.getuid()}:
-        raise ConfigError(
-            f"{pages} belongs to user {owner} and you are {os.getuid()}: a guest believes its own "
-            "user's pages and root's alone"
-        )
 
 
 def _watch(share: MpsShare | None, planned: GuestPlan) -> MpsWatch | None:

@@ -14,10 +14,12 @@ from typing import get_args
 import pytest
 
 from coserve.isolation import IsolationBackend
+from coserve.vllm.capabilities import installed_vllm_version
 from harvester.agent.sharing_exposition import BACKENDS
 from harvester.cli import main
 from harvester.config import GuestConfig
-from harvester.contracts.page import PageDirectory
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.page import Grant, GrantMode, PageDirectory
 from tests.mps_daemon import EXECUTABLE, MpsDaemon
 
 SLOT = """\
@@ -48,10 +50,23 @@ time.sleep(300)
 Write = Callable[..., Path]
 
 
+def prepare(folder: Path) -> None:
+    """What a guest needs, in one folder."""
+    (folder / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    PageDirectory.create(folder / "pages/slot0")
+
+
+def play_vllm(folder: Path, text: str) -> None:
+    """What a process that finds `folder` first imports as vLLM: the real one takes seconds."""
+    (folder / "vllm").mkdir(parents=True)
+    (folder / "vllm/__init__.py").write_text(text)
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     def write(*more: str) -> Path:
         """Lines added to the guest, or, with four spaces less, to the slot."""
+        prepare(tmp_path)
         file = tmp_path / "agent.yaml"
         text = SLOT.format(folder=tmp_path) + "".join(f"      {line}\n" for line in more)
         file.write_text(text.replace("      ^", "    "))
@@ -67,6 +82,8 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("COLUMNS", "300")
+    play_vllm(tmp_path / "played", "")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/played:{os.environ.get('PYTHONPATH', '')}")
     return folder
 
 
@@ -160,10 +177,9 @@ def test_the_slot_s_gpus_are_named_where_there_are_several(
     write: Write, driver: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver("GPU-1, Default\\nGPU-2, Default\\nGPU-3, Default\\n")
-    assert said(write(), capsys) == (
-        2,
-        "rosemux: gpus: name those of the slot, of GPU-1, GPU-2, GPU-3",
-    )
+    code, shown = said(write(), capsys)
+    assert code == 2
+    assert shown.endswith("rosemux: gpus: name those of the slot, of GPU-1, GPU-2, GPU-3")
     code, shown = said(write("gpus: [GPU-9]"), capsys)
     assert (code, "GPU-9 not here; nvidia-smi knows GPU-1" in shown) == (2, True)
     code, shown = said(write("gpus: [GPU-3, GPU-1]", "arguments: [--seed, '7']"), capsys)
@@ -190,6 +206,7 @@ def test_a_driver_that_is_ill_is_no_machine_without_a_gpu(
         (("model: {folder}", "model: {folder}/absent"), "guest.model"),
         (("kv_cache_bytes: 2147483648", "kv_cache_bytes: 7"), "at least one"),
         ((" ", " "), "start `rosemux agent` first"),
+        (("weights: {folder}", "weights: {folder}/absent"), "guest.weights"),
     ],
 )
 def test_what_an_operator_has_to_repair_is_one_line(
@@ -216,7 +233,6 @@ def test_starts_the_engine_and_leaves_nothing(
     driver("GPU-1, Default\\n")
     agreed = f"^mps: {{pipe_directory: {daemon.pipes}, timeout_s: 30}}"
     config = write("isolation: mps", agreed)
-    PageDirectory.create(tmp_path / "pages/slot0")
     server = tmp_path / "python/vllm/entrypoints/openai/api_server.py"
     server.parent.mkdir(parents=True)
     server.write_text(SERVER)
@@ -252,3 +268,71 @@ def test_the_file_s_words_are_the_backends() -> None:
     (words, none) = get_args(GuestConfig.model_fields["isolation"].annotation)
     assert set(get_args(words)) == set(IsolationBackend) == set(BACKENDS)
     assert none is type(None)
+
+
+def test_a_dry_run_says_of_each_thing_that_a_guest_needs_whether_it_is_there(
+    write: Write, programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write()
+    code, shown = said(config, capsys)
+    assert code == 0, shown
+    assert f"vLLM: good: {installed_vllm_version()}, run by {sys.executable}" in shown
+    assert "model: good: Qwen2ForCausalLM" in shown
+    assert "weights: good" in shown
+    assert "pages: good" in shown
+    assert "grant missing: the guest would wait for `rosemux agent`" in shown
+    pages = PageDirectory(tmp_path / "pages/slot0")
+    pages.grant_writer().write(
+        Grant(epoch=1, mode=GrantMode.CLOSED, reason="no lease"),
+        now_ns=monotonic_ns(),
+        ttl_ns=3_600_000_000_000,
+    )
+    assert "grant closed (no lease)" in said(config, capsys)[1]
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"architectures": []}', "\x00"])
+def test_a_model_that_cannot_be_loaded_is_found_before_the_start(
+    text: str | None,
+    write: Write,
+    programs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = write()
+    if text is None:
+        (tmp_path / "config.json").unlink()
+    else:
+        (tmp_path / "config.json").write_text(text)
+    code, shown = said(config, capsys)
+    assert (code, "model: WRONG: guest.model" in shown) == (2, True), shown
+    assert "the guest would not start: guest.model" in shown
+
+
+def test_an_environment_without_vllm_says_whose_it_is_and_what_else_is_wrong(
+    write: Write,
+    programs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = write()
+    (tmp_path / "config.json").unlink()
+    monkeypatch.setattr("coserve.vllm.capabilities.DISTRIBUTIONS", ())
+    code, shown = said(config, capsys)
+    assert code == 2
+    assert "No vLLM is installed in this environment" in shown
+    assert f"({sys.executable} would run the guest)" in shown
+    assert "model: WRONG" in shown
+
+
+def test_a_vllm_that_cannot_be_imported_is_found_by_a_dry_run(
+    write: Write,
+    programs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    play_vllm(tmp_path / "python", "raise ImportError('libcudart is not here')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/python:{os.environ.get('PYTHONPATH', '')}")
+    code, shown = said(write(), capsys)
+    assert (code, "libcudart is not here" in shown) == (2, True), shown

@@ -1,0 +1,129 @@
+"""What a guest needs before minutes go into its start: each is looked at, and said in a line."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from coserve.vllm.capabilities import Capabilities, capabilities, installed_vllm_version
+from harvester.config import GuestConfig
+from harvester.contracts.errors import ConfigError, RoseMuxError, Unsupported
+from harvester.contracts.page import PageDirectory
+
+_IMPORT_S = 300.0
+_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    what: str
+    good: bool
+    says: str
+
+
+def checks(wanted: GuestConfig, pages: Path, *, imports: bool) -> tuple[Check, ...]:
+    """`imports` tries vLLM in a process of its own, which takes seconds."""
+    return (
+        _checked("vLLM", lambda: _vllm(supported_vllm(), imports=imports)),
+        _checked("model", lambda: _model(wanted.model)),
+        _checked("weights", lambda: _weights(wanted.weights)),
+        _checked("pages", lambda: _pages(PageDirectory(pages))),
+    )
+
+
+def refuse_bad(found: tuple[Check, ...]) -> None:
+    """Raises ConfigError that names all that is wrong."""
+    wrong = [check.says for check in found if not check.good]
+    if wrong:
+        raise ConfigError(f"the guest would not start: {'; '.join(wrong)}")
+
+
+def supported_vllm() -> Capabilities:
+    """vLLM of this interpreter, which runs the guest too. Raises ConfigError."""
+    try:
+        return capabilities(installed_vllm_version())
+    except (ConfigError, Unsupported) as error:
+        raise ConfigError(f"{error} ({sys.executable} would run the guest)") from error
+
+
+def _checked(what: str, look: Callable[[], str]) -> Check:
+    try:
+        return Check(what, True, look())
+    except RoseMuxError as error:
+        return Check(what, False, str(error))
+
+
+def _vllm(vllm: Capabilities, *, imports: bool) -> str:
+    said = f"{vllm.version}, run by {sys.executable}"
+    if not imports:
+        return said
+    try:
+        subprocess.run(
+            [sys.executable, "-c", "import vllm"],
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=_IMPORT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"`import vllm` takes longer than {_IMPORT_S:g} s") from error
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ConfigError(f"{sys.executable} cannot import vLLM {vllm.version}: {why}") from error
+    return said
+
+
+def _model(folder: Path) -> str:
+    file = _folder("model", folder) / "config.json"
+    try:
+        with file.open("rb") as opened:
+            config = json.loads(opened.read(_CONFIG_BYTES))
+    except OSError as error:
+        raise ConfigError(f"guest.model: {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"guest.model: {file} is not JSON: {error}") from error
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(architectures, list) or not architectures:
+        raise ConfigError(f"guest.model: {file} names no architectures: is it a model's?")
+    return f"{', '.join(map(str, architectures))} in {folder}"
+
+
+def _weights(folder: Path) -> str:
+    stores = [entry for entry in _folder("weights", folder).iterdir() if entry.is_dir()]
+    return f"{len(stores)} stores in {folder}"
+
+
+def _folder(field: str, folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ConfigError(f"guest.{field}: {folder} is no directory that user {os.geteuid()} sees")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise ConfigError(f"guest.{field}: user {os.geteuid()} may not read {folder}")
+    return folder
+
+
+def _pages(pages: PageDirectory) -> str:
+    try:
+        owner = pages.path.stat().st_uid
+    except OSError as error:
+        raise ConfigError(f"no pages at {pages.path}: start `rosemux agent` first") from error
+    if owner not in {0, os.getuid()}:
+        raise ConfigError(
+            f"{pages.path} belongs to user {owner} and you are {os.getuid()}: a guest believes its "
+            "own user's pages and root's alone"
+        )
+    return f"{pages.path}, {_granted(pages)}"
+
+
+def _granted(pages: PageDirectory) -> str:
+    reader = pages.grant_reader()
+    try:
+        grant = reader.read()
+    finally:
+        reader.close()
+    if grant.record is None:
+        # A guest starts all the same: the agent may come later, and until then it is closed.
+        return f"grant {grant.fault}: the guest would wait for `rosemux agent`"
+    return f"grant {grant.record.mode} ({grant.record.reason})"
