@@ -119,7 +119,7 @@ def variable_values(dashboard: dict[str, Any], prometheus: Prometheus) -> dict[s
         if variable["type"] != "query":
             continue
         if variable.get("multi"):
-            values[variable["name"]] = ".+"
+            values[variable["name"]] = variable.get("allValue") or ".+"
             continue
         query = re.fullmatch(r"label_values\((.+),\s*(\w+)\)", variable["query"])
         if query is None:

@@ -31,7 +31,9 @@ def _variables() -> tuple[builder.DatasourceVariable | builder.QueryVariable, ..
             "Instance",
             f'label_values({_RUNNING}{{job=~"$job", model_name=~"$model_name"}}, instance)',
         ),
-        choice("slot", "Slot", "label_values(harvester_mode, slot)"),
+        # A scrape without the shipped relabelling gives no node: All shows it all the same.
+        choice("node", "Node", "label_values(harvester_mode, node)", everything=".*"),
+        choice("slot", "Slot", 'label_values(harvester_mode{node=~"$node"}, slot)'),
         choice(
             "ttft_slo",
             "TTFT SLO (s)",

@@ -3,7 +3,7 @@
 from grafana_foundation_sdk.builders.timeseries import Panel as Lines
 
 from deploy.grafana.panels import BYTES, COUNT, RATIO, lines
-from deploy.grafana.queries import SLOT, latest
+from deploy.grafana.queries import PLACE, SLOT, latest
 
 
 def gpu_guests() -> tuple[Lines, ...]:
@@ -11,48 +11,62 @@ def gpu_guests() -> tuple[Lines, ...]:
     return (
         lines(
             "Isolation of the guest",
-            "1 for what each guest says that bounds its steps.",
+            "1 for what each guest says that bounds its steps. Holds: 0 where the guest sees that "
+            "it does not; its steps count whole then.",
             COUNT,
-            (latest("harvester_guest_isolation", SLOT, "slot, backend"), "{{slot}} {{backend}}"),
+            (latest("harvester_guest_isolation_holds", SLOT), "{{node}} {{slot}} holds"),
+            (
+                latest("harvester_guest_isolation", SLOT, f"{PLACE}, backend"),
+                "{{node}} {{slot}} {{backend}}",
+            ),
         ),
         lines(
             "MPS",
             "By consent only. Apart: the two take turns, whatever was configured. Fault: also "
             "production must start anew.",
             COUNT,
-            (latest("harvester_mps_state", SLOT, "slot, state"), "{{slot}} {{state}}"),
+            (latest("harvester_mps_state", SLOT, f"{PLACE}, state"), "{{node}} {{slot}} {{state}}"),
         ),
         lines(
             "Share of a guest step that production waits for",
             "Configured, in force, and observed at the P99.",
             RATIO,
-            (latest("harvester_blocking_ratio", SLOT, "slot, kind"), "{{slot}} {{kind}}"),
+            (
+                latest("harvester_blocking_ratio", SLOT, f"{PLACE}, kind"),
+                "{{node}} {{slot}} {{kind}}",
+            ),
         ),
         lines(
             "What the guest holds of the accelerator",
             "All but kv stays while its gate is closed.",
             BYTES,
-            (latest("harvester_guest_memory_bytes", SLOT, "slot, part"), "{{slot}} {{part}}"),
+            (
+                latest("harvester_guest_memory_bytes", SLOT, f"{PLACE}, part"),
+                "{{node}} {{slot}} {{part}}",
+            ),
         ),
         lines(
             "Memory shared with production",
             "Of the control group, or of the KV by pages: at nine tenths of the limit the guest's "
             "budget is halved.",
             BYTES,
-            (latest("harvester_shared_memory_bytes", SLOT, "slot, part"), "{{slot}} {{part}}"),
+            (
+                latest("harvester_shared_memory_bytes", SLOT, f"{PLACE}, part"),
+                "{{node}} {{slot}} {{part}}",
+            ),
         ),
         lines(
             "Weights asleep",
             "1 while the guest's weights are in host memory.",
             COUNT,
-            (latest("harvester_guest_weights_away", SLOT), "{{slot}}"),
+            (latest("harvester_guest_weights_away", SLOT), "{{node}} {{slot}}"),
         ),
         lines(
             "Held asleep over what may stay",
             "Above 1 a guest whose weights are away holds more than it said that it would; 0 is "
             "awake.",
             RATIO,
-            (_held_asleep(), "{{slot}}"),
+            (_held_asleep(), "{{node}} {{slot}}"),
         ),
     )
 

@@ -76,8 +76,13 @@ def number(
     )
 
 
-def choice(name: str, label: str, query: str, *, first: str | None = None) -> QueryVariable:
-    """A variable filled from label values: several at once, or one that starts as `first`."""
+def choice(
+    name: str, label: str, query: str, *, first: str | None = None, everything: str = ".+"
+) -> QueryVariable:
+    """A variable filled from label values: several at once, or one that starts as `first`.
+
+    `everything` is what All matches.
+    """
     variable = (
         QueryVariable(name)
         .label(label)
@@ -88,11 +93,11 @@ def choice(name: str, label: str, query: str, *, first: str | None = None) -> Qu
     if first is not None:
         chosen = VariableOption(selected=True, text=first, value=first)
         return variable.sort(VariableSort.NUMERICAL_ASC).current(chosen)
-    everything = VariableOption(selected=True, text="All", value="$__all")
+    all_of_them = VariableOption(selected=True, text="All", value="$__all")
     return (
         variable.multi(True)
         .include_all(True)
-        .all_value(".+")
+        .all_value(everything)
         .sort(VariableSort.ALPHABETICAL_ASC)
-        .current(everything)
+        .current(all_of_them)
     )

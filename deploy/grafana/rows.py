@@ -4,9 +4,10 @@ from grafana_foundation_sdk.builders.stat import Panel as Stat
 from grafana_foundation_sdk.builders.timeseries import Panel as Lines
 
 from deploy.grafana.panels import BYTES, COUNT, PER_SECOND, RATIO, SECONDS, lines, number
-from deploy.grafana.queries import SLOT, latest, quantiles, rate
+from deploy.grafana.queries import PLACE, SLOT, latest, quantiles, rate
 
-_VLLM = 'job=~"$job", model_name=~"$model_name", instance=~"$instance"'
+_VLLM = 'node=~"$node", job=~"$job", model_name=~"$model_name", instance=~"$instance"'
+_ENGINES = "node, job"
 _TTFT = "vllm:time_to_first_token_seconds"
 _ITL = "vllm:inter_token_latency_seconds"
 _RECLAIM = "harvester_reclaim_duration_seconds"
@@ -15,43 +16,52 @@ _SWITCH = "scheduler_version_switch_duration_seconds"
 
 
 def _attainment(histogram: str, edge: str) -> str:
-    within = rate(f"{histogram}_bucket", "job", f'{_VLLM}, le="{edge}"')
-    return f"{within} / {rate(f'{histogram}_count', 'job', _VLLM)}"
+    within = rate(f"{histogram}_bucket", _ENGINES, f'{_VLLM}, le="{edge}"')
+    return f"{within} / {rate(f'{histogram}_count', _ENGINES, _VLLM)}"
 
 
 def production() -> tuple[Lines | Stat, ...]:
     """Does production feel it?"""
-    engine = "job, instance"
+    engine = f"{_ENGINES}, instance"
     return (
-        quantiles("Time to first token", "From arrival at the engine.", _TTFT, "job", _VLLM),
-        quantiles("Inter-token latency", "Between tokens.", _ITL, "job", _VLLM),
+        quantiles("Time to first token", "From arrival at the engine.", _TTFT, _ENGINES, _VLLM),
+        quantiles("Inter-token latency", "Between tokens.", _ITL, _ENGINES, _VLLM),
         lines(
             "Impact of harvesting",
             "Latency with grants over latency in randomised slices without, minus 1. Harvesting "
             "stops itself when the lower bound exceeds the limit.",
             RATIO,
-            (latest("harvester_impact_ratio", SLOT, "slot, slo, bound"), "{{slo}} {{bound}}"),
-            (latest("harvester_impact_limit_ratio", SLOT), "limit"),
+            (
+                latest("harvester_impact_ratio", SLOT, f"{PLACE}, slo, bound"),
+                "{{node}} {{slot}} {{slo}} {{bound}}",
+            ),
+            (latest("harvester_impact_limit_ratio", SLOT), "{{node}} {{slot}} limit"),
         ),
         lines(
             "SLO attainment",
             "Share of requests (TTFT) and tokens (ITL) within the chosen bucket edges.",
             RATIO,
-            (_attainment(_TTFT, "$ttft_slo"), "{{job}} TTFT"),
-            (_attainment(_ITL, "$itl_slo"), "{{job}} ITL"),
+            (_attainment(_TTFT, "$ttft_slo"), "{{node}} {{job}} TTFT"),
+            (_attainment(_ITL, "$itl_slo"), "{{node}} {{job}} ITL"),
         ),
         lines(
             "Requests in the engines",
             "Running batch and queue.",
             COUNT,
-            (latest("vllm:num_requests_running", _VLLM, engine, "sum"), "{{instance}} running"),
-            (latest("vllm:num_requests_waiting", _VLLM, engine, "sum"), "{{instance}} waiting"),
+            (
+                latest("vllm:num_requests_running", _VLLM, engine, "sum"),
+                "{{node}} {{instance}} running",
+            ),
+            (
+                latest("vllm:num_requests_waiting", _VLLM, engine, "sum"),
+                "{{node}} {{instance}} waiting",
+            ),
         ),
         lines(
             "KV cache in use",
             "Production preempts its own requests when it runs full.",
             RATIO,
-            (latest("vllm:kv_cache_usage_perc", _VLLM, engine), "{{job}} {{instance}}"),
+            (latest("vllm:kv_cache_usage_perc", _VLLM, engine), "{{node}} {{job}} {{instance}}"),
         ),
     )
 
@@ -63,41 +73,47 @@ def verdicts() -> tuple[Lines | Stat, ...]:
             "Error budget spent",
             "Harvesting's misses in 28 days over its share of the budget; it stops at 100 %.",
             RATIO,
-            (latest("harvester_error_budget_spent_ratio", SLOT), "{{slot}}"),
+            (latest("harvester_error_budget_spent_ratio", SLOT), "{{node}} {{slot}}"),
             bad_above=1.0,
         ),
         number(
             "Burn rate, 1 h",
             "Times too fast. Harvesting stops at 7.2, a page goes out at 14.4.",
             COUNT,
-            (latest("slot:harvester_slo_burn:ratio_rate1h", SLOT), "{{slot}}"),
+            (latest("slot:harvester_slo_burn:ratio_rate1h", SLOT), "{{node}} {{slot}}"),
             bad_above=7.2,
         ),
         number(
             "Oldest signal",
             "Age of the oldest pulse or guest page; a stale one closes the slot.",
             SECONDS,
-            (latest("harvester_signal_age_seconds", SLOT), "{{slot}}"),
+            (latest("harvester_signal_age_seconds", SLOT), "{{node}} {{slot}}"),
             bad_above=0.5,
         ),
         number(
             "Kill switch",
             "1 while an operator holds or drains.",
             COUNT,
-            (latest("harvester_kill_switch_engaged", by="level"), "{{level}}"),
+            (
+                latest("harvester_kill_switch_engaged", 'node=~"$node"', "node, level"),
+                "{{node}} {{level}}",
+            ),
             bad_above=1.0,
         ),
         number(
             "Leases active",
             "By tenant.",
             COUNT,
-            (latest("harvester_leases_active", SLOT, "tenant", "sum"), "{{tenant}}"),
+            (
+                latest("harvester_leases_active", SLOT, f"{PLACE}, tenant", "sum"),
+                "{{node}} {{slot}} {{tenant}}",
+            ),
         ),
         number(
             "Idle share",
             "Share of recent time in which production had nothing to step.",
             RATIO,
-            (latest("harvester_idle_ratio", SLOT), "{{slot}}"),
+            (latest("harvester_idle_ratio", SLOT), "{{node}} {{slot}}"),
         ),
     )
 
@@ -110,37 +126,43 @@ def harvesting() -> tuple[Lines | Stat, ...]:
             "1 - recent latency / SLO; below 0 is a breach.",
             RATIO,
             (
-                latest("harvester_slo_headroom_ratio", SLOT, "slot, slo", "min"),
-                "{{slot}} {{slo}}",
+                latest("harvester_slo_headroom_ratio", SLOT, f"{PLACE}, slo", "min"),
+                "{{node}} {{slot}} {{slo}}",
             ),
         ),
         lines(
             "Slot state",
             "1 for the state that each slot is in.",
             COUNT,
-            (latest("harvester_mode", SLOT, "slot, mode"), "{{slot}} {{mode}}"),
+            (latest("harvester_mode", SLOT, f"{PLACE}, mode"), "{{node}} {{slot}} {{mode}}"),
         ),
         lines(
             "Grant",
             "Token cap per guest step, 0 while closed.",
             COUNT,
-            (latest("harvester_grant_step_tokens", SLOT), "{{slot}}"),
+            (latest("harvester_grant_step_tokens", SLOT), "{{node}} {{slot}}"),
         ),
         lines(
             "Decisions",
             "Grants written per second, by reason.",
             PER_SECOND,
             (
-                rate("harvester_admission_decisions_total", "decision, reason", SLOT),
-                "{{decision}} {{reason}}",
+                rate("harvester_admission_decisions_total", f"{PLACE}, decision, reason", SLOT),
+                "{{node}} {{slot}} {{decision}} {{reason}}",
             ),
         ),
         lines(
             "Evictions and ended leases",
             "Per second.",
             PER_SECOND,
-            (rate("harvester_evictions_total", "reason", SLOT), "evicted: {{reason}}"),
-            (rate("harvester_leases_ended_total", "reason", SLOT), "lease ended: {{reason}}"),
+            (
+                rate("harvester_evictions_total", f"{PLACE}, reason", SLOT),
+                "{{node}} {{slot}} evicted: {{reason}}",
+            ),
+            (
+                rate("harvester_leases_ended_total", f"{PLACE}, reason", SLOT),
+                "{{node}} {{slot}} lease ended: {{reason}}",
+            ),
         ),
     )
 
@@ -152,7 +174,7 @@ def giving_back() -> tuple[Lines | Stat, ...]:
             "Time to give back",
             "From the decision to close until the guest's last launched step ended.",
             _RECLAIM,
-            "slot",
+            PLACE,
             SLOT,
         ),
         lines(
@@ -160,28 +182,34 @@ def giving_back() -> tuple[Lines | Stat, ...]:
             "Tokens held by requests, retained for trajectories away at their tools, free, and "
             "withheld: given back to production.",
             COUNT,
-            (latest("harvester_guest_kv_tokens", SLOT, "slot, state"), "{{slot}} {{state}}"),
+            (
+                latest("harvester_guest_kv_tokens", SLOT, f"{PLACE}, state"),
+                "{{node}} {{slot}} {{state}}",
+            ),
         ),
         lines(
             "Memory that was due",
             "Returned in time, or missed: the guest was ended. Per second.",
             PER_SECOND,
-            (rate("harvester_kv_reclaims_total", "slot, outcome", SLOT), "{{slot}} {{outcome}}"),
+            (
+                rate("harvester_kv_reclaims_total", f"{PLACE}, outcome", SLOT),
+                "{{node}} {{slot}} {{outcome}}",
+            ),
         ),
         lines(
             "Retained prefixes",
             "Tokens kept for a trajectory away at its tools: used by it, or dropped. Per second.",
             PER_SECOND,
             (
-                rate("harvester_guest_prefix_tokens_total", "slot, outcome", SLOT),
-                "{{slot}} {{outcome}}",
+                rate("harvester_guest_prefix_tokens_total", f"{PLACE}, outcome", SLOT),
+                "{{node}} {{slot}} {{outcome}}",
             ),
         ),
         lines(
             "Guest steps longer than predicted",
             "A tenth is what the step-time model promises.",
             RATIO,
-            (latest("harvester_guest_step_over_ratio", SLOT), "{{slot}}"),
+            (latest("harvester_guest_step_over_ratio", SLOT), "{{node}} {{slot}}"),
         ),
         lines(
             "Guest steps over what was predicted",
@@ -189,8 +217,8 @@ def giving_back() -> tuple[Lines | Stat, ...]:
             "model promises; beside production 2 is half of the accelerator.",
             RATIO,
             (
-                latest("harvester_guest_step_percentile_ratio", SLOT, "slot, kind, percentile"),
-                "{{slot}} {{kind}} p{{percentile}}",
+                latest("harvester_guest_step_percentile_ratio", SLOT, f"{PLACE}, kind, percentile"),
+                "{{node}} {{slot}} {{kind}} p{{percentile}}",
             ),
         ),
         lines(
@@ -199,9 +227,9 @@ def giving_back() -> tuple[Lines | Stat, ...]:
             RATIO,
             (
                 latest(
-                    "harvester_production_step_percentile_ratio", SLOT, "slot, kind, percentile"
+                    "harvester_production_step_percentile_ratio", SLOT, f"{PLACE}, kind, percentile"
                 ),
-                "{{slot}} {{kind}} p{{percentile}}",
+                "{{node}} {{slot}} {{kind}} p{{percentile}}",
             ),
         ),
     )
@@ -216,7 +244,7 @@ def rollouts() -> tuple[Lines | Stat, ...]:
             "By kind of engine: what dedicated engines make and what harvesting adds.",
             PER_SECOND,
             (rate("scheduler_generated_tokens_total", "rl_job, kind"), "{{rl_job}} {{kind}}"),
-            (rate("harvester_guest_tokens_total", "slot", SLOT), "{{slot}} guest steps"),
+            (rate("harvester_guest_tokens_total", PLACE, SLOT), "{{node}} {{slot}} guest steps"),
         ),
         lines(
             "Turns",

@@ -6,6 +6,7 @@ through the client library that the real ones use, with counters that grow.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -16,6 +17,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -25,7 +27,16 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 
-from deploy.check_expressions import DASHBOARD, DEPLOY, Prometheus, find, main
+from deploy.check_expressions import (
+    DASHBOARD,
+    DEPLOY,
+    Prometheus,
+    dashboard_expressions,
+    find,
+    main,
+    substitute,
+    variable_values,
+)
 from deploy.local_prometheus import render, run_prometheus
 from deploy.metrics import METRICS, Exporter, Kind, Metric
 from harvester.contracts.clock import MonotonicClock
@@ -56,6 +67,8 @@ LABEL_VALUES = {
     "start": ("cold", "warm"),
     "state": ("kept", "owed", "used", "missing", "held", "free", "together", "apart"),
 }
+NODES = ("127.0.0.1", "127.0.0.2")
+"""Two machines that export the same: slots and engines of one name."""
 BUCKETS = ("0.01", "0.05", "0.25", "1.0", "+Inf")
 
 pytestmark = [
@@ -121,12 +134,12 @@ def prometheus_url() -> Iterator[str]:
     """A Prometheus that scrapes all exporters and has evaluated all rules."""
     with ExitStack() as stack:
         targets: dict[str, list[str]] = {}
-        for job, exporter in EXPORTERS.items():
-            server, thread = start_http_server(0, addr="127.0.0.1", registry=registry_of(exporter))
+        for (job, exporter), host in product(EXPORTERS.items(), NODES):
+            server, thread = start_http_server(0, addr=host, registry=registry_of(exporter))
             stack.callback(thread.join, 5)
             stack.callback(server.server_close)
             stack.callback(server.shutdown)
-            targets[job] = [f"127.0.0.1:{server.server_port}"]
+            targets.setdefault(job, []).append(f"{host}:{server.server_port}")
         url = stack.enter_context(run_prometheus(targets))
         wait_for_rules(Prometheus(url))
         yield url
@@ -158,6 +171,48 @@ def test_our_names_pass_the_linter_of_prometheus(exporter: Exporter) -> None:
 def test_every_expression_returns_data(prometheus_url: str) -> None:
     assert [found.line for found in find(Prometheus(prometheus_url))] == []
     assert main(["--prometheus", prometheus_url]) == 0
+
+
+def test_two_nodes_are_two_lines_of_every_panel(prometheus_url: str) -> None:
+    prometheus = Prometheus(prometheus_url)
+    board = json.loads(DASHBOARD.read_text())
+    values = variable_values(board, prometheus)
+    assert prometheus.label_values("node", "harvester_mode") == NODES
+    of_a_node = 0
+    for panel in dashboard_expressions(board):
+        asked = substitute(panel.text, values, window="1m")
+        if 'node=~"' in asked:
+            of_a_node += 1
+            assert len(prometheus.values(f"count by (node) ({asked})")) == 2, panel
+            one = asked.replace('node=~".*"', f'node=~"{NODES[0]}"')
+            assert 2 * len(prometheus.values(one)) == len(prometheus.values(asked)), panel
+    assert of_a_node > 30
+
+
+@pytest.mark.parametrize(
+    ("address", "labels", "node"),
+    [
+        ("127.0.0.1:9711", {}, "127.0.0.1"),
+        ("gpu-7.example:9711", {}, "gpu-7.example"),
+        ("gpu-7", {}, "gpu-7"),
+        ("[fd00::7]:9711", {}, "fd00::7"),
+        ("127.0.0.1:9711", {"node": "rack3-7"}, "rack3-7"),
+    ],
+)
+def test_a_node_is_the_host_unless_the_target_names_it(
+    address: str, labels: dict[str, str], node: str
+) -> None:
+    """As Prometheus relabels: an anchored expression over the joined labels."""
+    config = yaml.safe_load((CONFIG / "prometheus.yml").read_text())
+    jobs = {job["job_name"]: job for job in config["scrape_configs"]}
+    for job in ("rosemux-agent", "vllm-production", "vllm-rollout"):
+        (rule,) = jobs[job]["relabel_configs"]
+        target = labels | {"__address__": address}
+        text = rule["separator"].join(target.get(name, "") for name in rule["source_labels"])
+        found = re.fullmatch(rule["regex"], text)
+        if found is not None:
+            target[rule["target_label"]] = found[1]
+        assert target["node"] == node
 
 
 def test_names_of_vllm_keep_their_colon(prometheus_url: str) -> None:

@@ -6,20 +6,25 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deploy.check_expressions import (
     DASHBOARD,
     DEPLOY,
+    RULES,
     Expression,
     dashboard_expressions,
     metric_names,
     rule_expressions,
+    selectors,
 )
 from deploy.metrics import METRICS, Exporter, Kind
 
 KNOWN = {series: metric for metric in METRICS for series in metric.series}
 RECORDED = {one.where.removeprefix("rule "): one for one in rule_expressions() if not one.is_alert}
-SCRAPER_LABELS = {"job", "instance", "le"}
+SCRAPER_LABELS = {"node", "job", "instance", "le"}
+OF_A_NODE = {Exporter.AGENT, Exporter.VLLM}
+"""Two nodes have slots and engines of one name."""
 
 
 def all_expressions() -> tuple[Expression, ...]:
@@ -73,3 +78,51 @@ def test_the_installed_vllm_has_every_vllm_metric() -> None:
     for metric in METRICS:
         if metric.exported_by is Exporter.VLLM:
             assert f'"{metric.name.removesuffix("_total")}"' in source
+
+
+def place_of(expression: Expression) -> set[str]:
+    """Labels without which its series would be those of several slots or engines."""
+    place: set[str] = set()
+    for name in metric_names(expression.text):
+        for metric in [KNOWN[one] for one in underlying(name)]:
+            if metric.exported_by in OF_A_NODE:
+                place |= {"node"} | set(metric.labels) & {"slot"}
+    return place
+
+
+def underlying(name: str) -> set[str]:
+    if name not in RECORDED:
+        return {name}
+    return set().union(*(underlying(one) for one in metric_names(RECORDED[name].text)))
+
+
+@pytest.mark.parametrize("expression", all_expressions(), ids=lambda one: one.where)
+def test_nothing_is_added_up_over_nodes_or_slots(expression: Expression) -> None:
+    for group in re.findall(r"\bby\s*\(([^)]*)\)", expression.text):
+        kept = {label.strip() for label in group.split(",")}
+        assert place_of(expression) <= kept, expression.text
+
+
+@pytest.mark.parametrize(
+    "expression",
+    dashboard_expressions(json.loads(DASHBOARD.read_text())),
+    ids=lambda one: one.where,
+)
+def test_every_panel_of_a_node_s_series_obeys_the_choice_of_nodes(expression: Expression) -> None:
+    chosen = "node" in place_of(expression)
+    for selector in selectors(expression.text):
+        assert ('node=~"$node"' in selector) is chosen, selector
+
+
+def test_every_legend_and_alert_names_the_place() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    for panel in board["panels"]:
+        for target in panel.get("targets", ()):
+            for label in place_of(Expression(where=panel["title"], text=target["expr"])):
+                assert f"{{{{{label}}}}}" in target["legendFormat"], panel["title"]
+    for group in yaml.safe_load(RULES.read_text())["groups"]:
+        for rule in group["rules"]:
+            if "alert" in rule:
+                said = rule["annotations"]["summary"]
+                for label in place_of(Expression(where=rule["alert"], text=rule["expr"])):
+                    assert f"$labels.{label}" in said, rule["alert"]
