@@ -44,7 +44,11 @@ def build_editable(folder, *_):
         for name, text in ABOUT.items():
             wheel.writestr(f"us-1.dist-info/{name}", text)
     return "us-1-py3-none-any.whl"
+build_wheel = build_editable
 """
+
+
+Install = Callable[..., tuple[int, str]]
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -111,17 +115,17 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def install(checkout: Path, index: str, tmp_path: Path) -> Callable[[str], tuple[int, str]]:
-    def install(torch_at: str) -> tuple[int, str]:
+def install(checkout: Path, index: str, tmp_path: Path) -> Install:
+    def install(torch_at: str, *arguments: str) -> tuple[int, str]:
         """`torch_at` is the registry that has torch; "" none. Exit status and all that is said."""
         registry = tmp_path / "index" / (torch_at or "elsewhere")
         files = {"torch.py": ""}
         line = add_wheel(registry, "torch", "1.0+cpu", files=files)
         lock = checkout / "requirements.lock"
         lock.write_text(lock.read_text() + line)
-        return run()
+        return run(*arguments)
 
-    def run() -> tuple[int, str]:
+    def run(*arguments: str) -> tuple[int, str]:
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -135,8 +139,8 @@ def install(checkout: Path, index: str, tmp_path: Path) -> Callable[[str], tuple
             "FAKE_TORCH_INDEX": f"{index}/pytorch",
         }
         done = subprocess.run(
-            ["deploy/lock/install"],
-            cwd=checkout,
+            [checkout / "deploy/lock/install", *arguments],
+            cwd=tmp_path,
             env=environment,
             capture_output=True,
             text=True,
@@ -148,21 +152,19 @@ def install(checkout: Path, index: str, tmp_path: Path) -> Callable[[str], tuple
     return install
 
 
-def imports(checkout: Path, *names: str) -> bool:
-    command = [checkout / ".venv/bin/python", "-c", f"import {', '.join(names)}"]
+def imports(checkout: Path, *names: str, venv: str = ".venv") -> bool:
+    command = [checkout / venv / "bin/python", "-c", f"import {', '.join(names)}"]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def test_what_pip_is_configured_with_comes_first(
-    checkout: Path, install: Callable[[str], tuple[int, str]]
-) -> None:
+def test_what_pip_is_configured_with_comes_first(checkout: Path, install: Install) -> None:
     code, said = install("main")
     assert (code, ASKING in said) == (0, False), said
     assert imports(checkout, "torch", "small")
 
 
 def test_elsewhere_torch_alone_comes_from_pytorch_s_own_index(
-    checkout: Path, install: Callable[[str], tuple[int, str]]
+    checkout: Path, install: Install
 ) -> None:
     code, said = install("pytorch")
     assert code == 0, said
@@ -170,9 +172,7 @@ def test_elsewhere_torch_alone_comes_from_pytorch_s_own_index(
     assert imports(checkout, "torch", "small")
 
 
-def test_a_build_that_is_not_the_locked_one_is_refused(
-    checkout: Path, install: Callable[[str], tuple[int, str]]
-) -> None:
+def test_a_build_that_is_not_the_locked_one_is_refused(checkout: Path, install: Install) -> None:
     lock = checkout / "requirements.lock"
     wrong = "0" * 64
     lock.write_text(f"torch==1.0+cpu \\\n    --hash=sha256:{wrong}\n" + lock.read_text())
@@ -184,7 +184,25 @@ def test_a_build_that_is_not_the_locked_one_is_refused(
 
 
 def test_a_machine_with_neither_gets_the_sentence(
-    install: Callable[[str], tuple[int, str]],
+    install: Install,
 ) -> None:
     code, said = install("")
     assert (code, SENTENCE in said) == (1, True), said
+
+
+def test_an_environment_elsewhere_has_a_copy_and_the_checkout_has_none(
+    checkout: Path, install: Install, tmp_path: Path
+) -> None:
+    code, said = install("main", "opt/rosemux")
+    assert code == 0, said
+    assert imports(tmp_path, "torch", "small", venv="opt/rosemux")
+    assert not (checkout / ".venv").exists()
+
+
+def test_an_environment_of_somebody_else_is_left_alone(install: Install, tmp_path: Path) -> None:
+    (tmp_path / "opt/vllm/bin").mkdir(parents=True)
+    theirs = tmp_path / "opt/vllm/bin/python"
+    theirs.write_text("")
+    code, said = install("main", str(tmp_path / "opt/vllm"))
+    assert (code, "was not made by this script" in said) == (1, True), said
+    assert [*(tmp_path / "opt/vllm").rglob("*")] == [theirs.parent, theirs]
