@@ -10,7 +10,7 @@ import pytest
 
 from deploy.check_expressions import DEPLOY
 from harvester.config import load_agent_config
-from harvester.policy.settings import Mode
+from harvester.policy.settings import AUTO, Mode
 
 UNIT = DEPLOY / "systemd" / "rosemux-agent.service"
 
@@ -88,6 +88,18 @@ def test_every_variable_of_the_example_is_a_field() -> None:
 
     assert "ROSEMUX_AGENT_MODE" in environment
     assert config.mode is Mode.OFF
+
+
+def test_the_environment_file_as_shipped_overrides_nothing() -> None:
+    lines = (DEPLOY / "systemd" / "agent.env").read_text().splitlines()
+
+    assert [line for line in lines if line.strip() and not line.startswith("#")] == []
+
+
+def test_the_settings_as_shipped_lend_by_what_the_guest_s_isolation_promises() -> None:
+    config = load_agent_config(DEPLOY / "systemd" / "agent.yaml", environment={})
+
+    assert {config.settings_of(slot).blocking_ratio for slot in config.slots} == {AUTO}
 
 
 def test_the_unit_and_the_settings_mean_the_same_directories() -> None:
