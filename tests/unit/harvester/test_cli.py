@@ -139,6 +139,12 @@ def test_status_says_what_a_guest_holds_while_closed_and_whose_fate_it_shares(
     assert says.endswith("; asleep, weights in host memory, where at most 2.00 GiB may stay")
 
 
+def test_status_says_why_an_isolation_does_not_hold() -> None:
+    fallen = Guest(isolation="idle-group", isolation_fault="production moved")
+    says = _says(Reading(fallen, None, 0))
+    assert "isolation idle-group DOES NOT HOLD, its steps count whole: production moved" in says
+
+
 def test_status_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["status", "--pages", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err.replace("\n", "")

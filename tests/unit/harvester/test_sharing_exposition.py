@@ -90,3 +90,29 @@ def test_memory_that_is_not_known_is_no_number(scene: Any, value: Any) -> None:
     scene.memory, scene.guest_kv = MemoryReading(), KvReading(fault="no segment")
     assert math.isnan(value("shared_memory_bytes", part="limit"))
     assert math.isnan(value("shared_memory_bytes", part="guest"))
+
+
+@pytest.mark.parametrize(
+    ("guest", "holds"),
+    [
+        (Guest(isolation="idle-group", blocking_ratio=0.02), 1.0),
+        (Guest(isolation="idle", isolation_fault="production moved"), 0.0),
+        (Guest(isolation="time-slicing"), math.nan),
+        (None, math.nan),
+    ],
+)
+def test_whether_an_isolation_holds_is_known_of_those_that_promise_anything(
+    guest: Guest | None, holds: float, scene: Any, value: Any
+) -> None:
+    scene.guest = guest
+    assert value("guest_isolation_holds") == pytest.approx(holds, nan_ok=True)
+
+
+def test_what_the_guest_decides_is_no_number_of_the_configuration(make_scene: Any) -> None:
+    scene, metrics = make_scene(), AgentMetrics(version="1")
+    SharingExposition("slot0", metrics).refresh(scene.sample(), scene.policy)
+    found = metrics.registry.get_sample_value(
+        "harvester_blocking_ratio", {"slot": "slot0", "kind": "configured"}
+    )
+    assert found is not None
+    assert math.isnan(found)

@@ -1,7 +1,10 @@
 """The reporter of one production process, over real pages."""
 
+import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -19,6 +22,7 @@ from harvester.contracts.page import (
     Pulse,
     Reading,
 )
+from harvester.contracts.process import process_ids
 
 SetRole = Callable[[str, Path], None]
 BEATS = 50
@@ -198,3 +202,16 @@ def test_a_shape_that_cannot_be_read_silences_the_pulse_and_nothing_else(
     assert "_api_process_count" in caplog.text
     reporter.finish(reporter.arrive(body_bytes=500))
     assert reading(tmp_path).record is None
+
+
+@pytest.mark.parametrize("spawned", [False, True])
+def test_names_the_process_that_all_of_the_engine_s_descend_from(
+    spawned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of several API servers is vLLM's child, and a sibling of the engine's cores."""
+    parent = SimpleNamespace(pid=os.getppid()) if spawned else None
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
+    reporter_in(tmp_path).report(lambda now_ns: None)
+    record = reading(tmp_path).record
+    assert record is not None
+    assert record.root == process_ids([os.getppid() if spawned else os.getpid()])[0]
