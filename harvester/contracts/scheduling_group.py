@@ -122,6 +122,8 @@ def hierarchies(cgroups: Path = CGROUPS) -> tuple[Path, ...]:
 
 def _with_cpu_controller(path: str, cgroups: Path) -> str:
     """The nearest group upwards that the unified hierarchy gives a CPU weight of its own."""
+    if ".." in Path(path).parts:
+        return path  # Out of this process's namespace: its files are not here.
     while path != "/" and not (cgroups / path.lstrip("/") / "cpu.weight").exists():
         path = str(Path(path).parent)
     return path

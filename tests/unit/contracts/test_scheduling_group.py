@@ -56,6 +56,11 @@ def test_the_unified_hierarchy_counts_where_it_has_a_cpu_weight(tmp_path: Path) 
     assert scheduling_group(7, proc=proc, cgroups=tmp_path / "cgroup") == "/autogroup-1"
 
 
+def test_a_group_out_of_this_namespace_is_not_taken_for_the_root(tmp_path: Path) -> None:
+    proc = _process(tmp_path / "proc", cgroup="0::/../serving\n", autogroup="/autogroup-1")
+    assert scheduling_group(7, proc=proc, cgroups=tmp_path / "cgroup") == "/../serving"
+
+
 @pytest.mark.parametrize(
     ("guest", "production", "below"),
     [
