@@ -78,7 +78,7 @@ class GuestSlot:
         self.last = Decision(0, Closed.NO_GRANT, 0.0)
         self._grant: Reading[Grant] = self._grant_page.read()
         self._epoch = 0
-        self._abort_grace_s = _DEFAULT_GRACE_S
+        self.abort_grace_s = _DEFAULT_GRACE_S
         self._budget_tokens: int | None = None
         self.asleep = False
         """By the last grant; without one nothing falls asleep or wakes up."""
@@ -104,7 +104,7 @@ class GuestSlot:
             if grant.record is not None:
                 self._granted_ns = now_ns
                 self._epoch = grant.record.epoch
-                self._abort_grace_s = grant.record.abort_grace_s
+                self.abort_grace_s = grant.record.abort_grace_s
                 budget_tokens = grant.record.kv_budget_tokens or None
                 self.asleep = grant.record.asleep
                 self._budget_tokens = 0 if self.asleep else budget_tokens
@@ -159,7 +159,7 @@ class GuestSlot:
         """At the last decision the grant had been gone for longer than its grace."""
         if self._grant.record is not None:
             return False
-        return monotonic_ns() - self._granted_ns > self._abort_grace_s * 1e9
+        return monotonic_ns() - self._granted_ns > self.abort_grace_s * 1e9
 
     def kv_budget_tokens(self) -> int | None:
         """KV that the guest may keep as of the last decision; None for all that it has."""

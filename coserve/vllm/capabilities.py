@@ -76,6 +76,9 @@ class Capabilities:
     weight_version_spans: bool
     weight_checker: bool
 
+    loop_watch_dog: bool
+    """The engine loop feeds a watch dog of vLLM's, which is to be told of a sleep."""
+
 
 _0_24_0 = Capabilities(
     version="0.24.0",
@@ -99,6 +102,7 @@ _0_24_0 = Capabilities(
     kv_memory_release=False,
     weight_version_spans=False,
     weight_checker=False,
+    loop_watch_dog=False,
 )
 _0_25_0 = replace(
     _0_24_0,
@@ -148,6 +152,7 @@ _0_32_0 = replace(
     weight_version_spans=True,
     weight_checker=True,
 )
+_0_33_0 = replace(_0_32_0, version="0.33.0", torch_version="2.14.0", loop_watch_dog=True)
 
 SUPPORTED: dict[str, Capabilities] = {
     table.version: table
@@ -163,6 +168,7 @@ SUPPORTED: dict[str, Capabilities] = {
         _0_30_0,
         _0_31_0,
         _0_32_0,
+        _0_33_0,
     )
 }
 """Every supported version, oldest first."""

@@ -62,6 +62,8 @@ def holds(symbol: Symbol, tree: SourceTree) -> bool:
     match symbol.use:
         case Use.READ:
             return node is not None and _strings(node).issuperset(symbol.details)
+        case Use.ASK:
+            return node is not None and _attributes(node).issuperset(symbol.details)
         case Use.SUBCLASS:
             return isinstance(node, ast.ClassDef) and _bases(node) == symbol.details
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -116,6 +118,10 @@ def _strings(node: ast.AST) -> set[str]:
         for part in ast.walk(node)
         if isinstance(part, ast.Constant) and isinstance(part.value, str)
     }
+
+
+def _attributes(node: ast.AST) -> set[str]:
+    return {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
 
 
 def _routes(module: ast.Module) -> set[tuple[str, str]]:

@@ -1,9 +1,10 @@
 """Entry point `vllm.general_plugins`: makes a stock engine a guest, in the guest's processes only.
 
-Three methods are wrapped, once. The engine loop, because the scheduler needs the input queue that
-it is woken through and stock vLLM does not hand it out. The readers of vLLM's shared-memory queues,
-which spin for a second after each message. And the start of the workers, which on a GPU waits
-until no other guest is starting there, and in which a single rank's process groups share a device.
+Three methods are wrapped, once. The engine loop, because the scheduler needs the core whose input
+queue it sleeps in and is woken through (gated_loop.py), and stock vLLM does not hand it out. The
+readers of vLLM's shared-memory queues, which spin for a second after each message. And the start of
+the workers, which on a GPU waits until no other guest is starting there, and in which a single
+rank's process groups share a device.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """The guest's scheduler: stock vLLM's, asked by the gate before every step.
 
-Give it to vLLM with `--scheduler-cls coserve.vllm.scheduler.CoserveScheduler`. A closed gate
-reports "no requests" instead of scheduling empty steps, so the engine loop sleeps in its input
-queue; aborts, pauses and weight updates come through that queue and still pass.
+Give it to vLLM with `--scheduler-cls coserve.vllm.scheduler.CoserveScheduler`. While the gate is
+closed the engine loop sleeps in its input queue (gated_loop.py), where aborts, pauses and weight
+updates still pass; what vLLM asks about requests is answered truly all the while.
 """
 
 import logging
@@ -11,12 +11,14 @@ from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
 from coserve.guest_slot import GuestSlot
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.environment import Role, slot_environment
+from coserve.vllm.gated_loop import GatedLoop
 from coserve.vllm.kv_reserve import KvReserve
 from coserve.vllm.kv_shared import KvShared, check, is_shared
 from coserve.vllm.launch import AUTOPATCH_VARIABLE, SEGMENT_VARIABLE, WORKER_EXTENSION
@@ -36,9 +38,14 @@ _BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPP
 
 
 class CoserveScheduler(AsyncScheduler):
-    """One per guest engine core. `attach` is called once by the engine loop's thread."""
+    """One per guest engine core. `attach` is called by the engine loop's thread."""
 
     _residency: Residency | None = None
+    _granted_tokens: int | None = None
+    """Of the step that is to be launched next; None where none is admitted."""
+    _drains_since_s: float | None = None
+    """Since when a pause has waited for turns that a closed gate holds up."""
+    in_step = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -52,7 +59,6 @@ class CoserveScheduler(AsyncScheduler):
         self._isolation = self._slot.isolation_watch()
         self._core: Any = None
         self._waker: Waker | None = None
-        self._granted_tokens = 0
         self.kv_cache_manager: Any
         self._extended = self.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
         self._kv = self._memory()
@@ -76,7 +82,9 @@ class CoserveScheduler(AsyncScheduler):
         return KvReserve(pool, tokens_per_block=self.block_size, give_back=give_back)
 
     def attach(self, core: Any, wake: Any) -> None:
-        """Called with the engine core once its loop is about to run."""
+        """Called with the engine core whenever its loop is about to run."""
+        if self._core is not None:
+            return
         self._core = core
         self._residency = residency(
             self.vllm_config,
@@ -90,6 +98,7 @@ class CoserveScheduler(AsyncScheduler):
         self._measure_load()
         if self._isolation is not None:
             self._isolation.start()
+        GatedLoop(core, self, capabilities(installed_vllm_version()))
         self._waker = Waker(self._slot, wake)
         self._waker.start()
 
@@ -104,36 +113,64 @@ class CoserveScheduler(AsyncScheduler):
         super().add_request(request)
 
     def has_requests(self) -> bool:
-        """Whether a step may start now: there is work and the gate is open."""
-        self._granted_tokens = 0
+        """vLLM's own answer; within a step, whether one is to be launched."""
+        if self.in_step:
+            return self._granted_tokens is not None
         self._keep_within_budget()
+        return bool(super().has_requests())
+
+    def admits(self) -> bool:
+        """Decides, once, whether a step may be launched now: there is work and the gate is open."""
+        self._granted_tokens = self._admitted_tokens()
+        return self._granted_tokens is not None
+
+    @property
+    def sleep_s(self) -> float | None:
+        """A pause that waits for turns gives up on them after the grace of a lost grant, counted
+        while no step starts: production may need the machine for ever."""
+        if self._drains_since_s is None:
+            return None
+        waited_s = self._clock.now() - self._drains_since_s
+        return max(0.0, self._slot.abort_grace_s - waited_s)
+
+    def _admitted_tokens(self) -> int | None:
+        drains_since_s, self._drains_since_s = self._drains_since_s, None
         if not super().has_requests():
-            return False
-        if self._waker is None:
-            raise Unsupported(
-                "no gate holds this engine loop: run the guest as a vLLM server with one "
-                "data-parallel rank and the plugin 'rosemux_coserve' enabled"
-            )
+            return None
         if not self._core.is_running():
             # The engine must be able to flush and end; its turns go on elsewhere.
             self._abort(list(self.requests))
-            self._granted_tokens = self._token_limit
-            return True
+            return self._token_limit
         self._measure_load()
         decision = self._slot.decide(for_step=True)
         if self._slot.grace_over():
             self._abort(list(self.requests))
         # A grant may have come since sleep was last followed: no step without weights.
-        if not decision.open or self._slot.load.weights_away:
+        if decision.open and not self._slot.load.weights_away:
+            return decision.tokens
+        if self.has_unfinished_requests() and self.pause_state is PauseState.PAUSED_NEW:
+            self._drains_since_s = drains_since_s or self._clock.now()
+            if self.sleep_s == 0.0:
+                self._abort(list(self.requests))
+        if self.finished_req_ids and not self.has_unfinished_requests():
+            # Tells the workers which requests are over and computes nothing: behind a gate that
+            # stays closed an engine without turns would never be idle, and no pause complete.
+            self._drains_since_s = None
+            return 0
+        if self._waker is not None:
             self._waker.arm()
-            return False
-        self._granted_tokens = decision.tokens
-        return True
+        return None
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self._granted_tokens is None:
+            raise Unsupported(
+                "no gate holds this engine loop: run the guest as a vLLM server with one "
+                "data-parallel rank and the plugin 'rosemux_coserve' enabled"
+            )
         self.max_num_scheduled_tokens = self._granted_tokens
         now = self._clock.now()
         self._prefixes.make_room(self._blocks_of_step(), now=now)
+        self._granted_tokens = None
         output = super().schedule(*args, **kwargs)
         stepping = output.num_scheduled_tokens
         self._prefixes.stepped(stepping, open_requests=self.requests, now=now)
@@ -250,7 +287,7 @@ class CoserveScheduler(AsyncScheduler):
 
         A waiting request gives way to kept prefixes, unless nothing else could go on.
         """
-        blocks: int = self._granted_tokens // self.block_size + len(self.running)
+        blocks: int = self.max_num_scheduled_tokens // self.block_size + len(self.running)
         if self.requests and not self.running:
             blocks += max(one.num_tokens for one in self.requests.values()) // self.block_size + 1
         return blocks

@@ -13,6 +13,9 @@ class Use(StrEnum):
     READ = "read"
     """It exists; its definition mentions each string of `details`."""
 
+    ASK = "ask"
+    """Its definition takes each attribute of `details`: we rely on that it asks us there."""
+
     OVERRIDE = "override"
     """Ours replaces it: its parameters are exactly `details`."""
 
@@ -51,4 +54,10 @@ def overrides(
     return tuple(
         Symbol(Use.OVERRIDE, module, f"{owner}.{name}", parameters)
         for name, parameters in methods.items()
+    )
+
+
+def asks(module: str, definitions: Mapping[str, tuple[str, ...]]) -> tuple[Symbol, ...]:
+    return tuple(
+        Symbol(Use.ASK, module, name, attributes) for name, attributes in definitions.items()
     )

@@ -7,7 +7,7 @@ stand in upstream_weights.py, those for HTTP in upstream_routes.py. Decides noth
 imports neither vllm nor torch.
 """
 
-from coserve.vllm.symbol import Symbol, Use, overrides, reads
+from coserve.vllm.symbol import Symbol, Use, asks, overrides, reads
 from coserve.vllm.upstream_routes import ROUTES
 from coserve.vllm.upstream_weights import ADAPTERS, WEIGHTS
 
@@ -132,6 +132,32 @@ ENGINE_LOOP: tuple[Symbol, ...] = (
             "_handle_client_request": ("request_type", "request"),
             "_send_abort_outputs": ("aborted_reqs",),
         },
+    ),
+    *asks(
+        _CORE,
+        {
+            "EngineCoreProc.run_busy_loop": ("_process_input_queue", "_process_engine_step"),
+            "EngineCoreProc._process_input_queue": (
+                "has_work",
+                "is_running",
+                "input_queue",
+                "_handle_client_request",
+                "_notify_idle_state_callbacks",
+            ),
+            "EngineCoreProc._process_engine_step": ("step_fn",),
+            "EngineCoreProc.has_work": ("has_requests", "batch_queue"),
+            "EngineCoreProc.pause_scheduler": ("_pause_complete", "_idle_state_callbacks"),
+            "EngineCoreProc._pause_complete": ("has_work",),
+            "EngineCore.step": ("has_requests", "schedule"),
+            "EngineCore.step_with_batch_queue": ("has_requests", "schedule", "batch_queue"),
+        },
+    ),
+    *reads(_CORE, "EngineCore.step_fn"),
+    Symbol(
+        Use.CALL,
+        "vllm.utils.watch_dog",
+        "get_watch_dog",
+        when=lambda table: table.loop_watch_dog,
     ),
     *reads(
         _CORE,

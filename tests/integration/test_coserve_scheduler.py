@@ -14,6 +14,9 @@ from harvester.contracts.page import Grant, GrantMode, PageDirectory
 
 pytestmark = pytest.mark.engine
 
+pytest.importorskip("vllm")
+from vllm.v1.core.sched.interface import PauseState  # noqa: E402
+
 HOUR_NS = 3_600_000_000_000
 
 
@@ -64,7 +67,7 @@ class Scene:
         self.core, self.waker = Core(), Waker()
         scheduler = self.scheduler = object.__new__(scheduler_class)
         scheduler._slot = GuestSlot(path, token_limit=512)
-        scheduler._token_limit, scheduler._granted_tokens = 512, 0
+        scheduler._token_limit = 512
         scheduler._core, scheduler._waker = self.core, self.waker
         scheduler._measure_load = lambda: None
         scheduler._kv = SimpleNamespace(tokens_withheld=0, keep_within=lambda _: 0)
@@ -75,14 +78,27 @@ class Scene:
         scheduler.waiting = []
         scheduler.requests = dict.fromkeys(("a", "b"))
         scheduler.running = []
+        scheduler._pause_state = PauseState.UNPAUSED
+        scheduler.finished_req_ids = set()
         scheduler.finish_requests = self._finish
-        self.unflushed = False
+        scheduler.has_unfinished_requests = lambda: bool(scheduler.requests)
 
     def _finish(self, request_ids: list[str], _status: Any) -> list[str]:
         for request_id in request_ids:
             del self.scheduler.requests[request_id]
-        self.unflushed = True
+        self.scheduler.finished_req_ids |= set(request_ids)
         return list(request_ids)
+
+    def admits(self) -> bool:
+        """As the loop asks: is there work, and may a step be launched."""
+        self.scheduler.has_requests()
+        return bool(self.scheduler.admits())
+
+    def flushes(self) -> bool:
+        """A step without tokens is admitted, after which the workers know who is over."""
+        admitted = self.admits() and self.scheduler._granted_tokens == 0
+        self.scheduler.finished_req_ids.clear()
+        return admitted
 
     def grant(
         self,
@@ -90,8 +106,9 @@ class Scene:
         mode: GrantMode = GrantMode.UNGATED,
         ttl_ns: int = HOUR_NS,
         asleep: bool = False,
+        abort_grace_s: float = 0.0,
     ) -> None:
-        grant = Grant(epoch=1, mode=mode, abort_grace_s=0.0, asleep=asleep)
+        grant = Grant(epoch=1, mode=mode, abort_grace_s=abort_grace_s, asleep=asleep)
         self._grants.write(grant, now_ns=monotonic_ns(), ttl_ns=ttl_ns)
 
 
@@ -105,53 +122,99 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
 
     def has_requests(self: Any) -> bool:
         # As upstream: aborted requests count until a step has told the workers.
-        return bool(self.requests) or scene.unflushed
+        return bool(self.requests) or bool(self.finished_req_ids)
 
     monkeypatch.setattr(AsyncScheduler, "has_requests", has_requests)
     scene.grant()
     return scene
 
 
-def test_reports_work_while_the_gate_is_open(scene: Scene) -> None:
-    assert scene.scheduler.has_requests()
+def test_admits_a_step_while_the_gate_is_open(scene: Scene) -> None:
+    assert scene.admits()
     assert scene.waker.armed == 0
 
 
-def test_reports_no_work_and_asks_to_be_woken_while_the_gate_is_closed(scene: Scene) -> None:
+def test_admits_none_and_asks_to_be_woken_while_the_gate_is_closed(scene: Scene) -> None:
     scene.grant(mode=GrantMode.CLOSED)
-    assert not scene.scheduler.has_requests()
+    assert not scene.admits()
     assert scene.waker.armed == 1
     assert scene.core.ended == []
+    assert scene.scheduler.has_requests(), "what there is to do is told truly"
+
+
+def test_within_a_step_an_admission_holds_once(scene: Scene) -> None:
+    assert scene.admits()
+    scene.scheduler.in_step = True
+    assert scene.scheduler.has_requests()
+    scene.scheduler._granted_tokens = None
+    assert not scene.scheduler.has_requests()
+
+
+def test_a_turn_that_ended_behind_a_closed_gate_leaves_an_idle_engine(scene: Scene) -> None:
+    scene.grant(mode=GrantMode.CLOSED)
+    scene.scheduler._abort(["a"])
+    assert not scene.admits(), "the other one waits"
+    scene.scheduler._abort(["b"])
+    assert scene.flushes()
+    assert not scene.scheduler.has_requests()
+    assert not scene.admits()
+
+
+@pytest.mark.parametrize("state", ["PAUSED_NEW", "PAUSED_ALL", "UNPAUSED"])
+def test_a_pause_that_waits_for_turns_gives_up_on_them_after_the_grace(
+    scene: Scene, state: str
+) -> None:
+    scene.grant(mode=GrantMode.CLOSED)
+    scene.scheduler._pause_state = PauseState[state]
+    scene.admits()
+    assert scene.core.ended == (["a", "b"] if state == "PAUSED_NEW" else [])
+
+
+def test_the_grace_of_a_pause_begins_again_with_each_pause_and_step(scene: Scene) -> None:
+    scheduler = scene.scheduler
+    scene.grant(mode=GrantMode.CLOSED, abort_grace_s=60.0)
+    scheduler._pause_state = PauseState.PAUSED_NEW
+    assert not scene.admits()
+    assert 0 < scheduler.sleep_s <= 60.0
+    scheduler._pause_state = PauseState.UNPAUSED
+    assert not scene.admits()
+    assert scheduler.sleep_s is None
+    scheduler._pause_state = PauseState.PAUSED_NEW
+    assert not scene.admits()
+    assert scheduler.sleep_s is not None
+    scene.grant()
+    assert scene.admits()
+    assert scheduler.sleep_s is None
 
 
 def test_without_requests_nobody_needs_to_be_woken(scene: Scene) -> None:
     scene.scheduler.requests.clear()
     scene.grant(mode=GrantMode.CLOSED)
-    assert not scene.scheduler.has_requests()
+    assert not scene.admits()
     assert scene.waker.armed == 0
 
 
 def test_an_engine_loop_without_a_gate_takes_no_step(scene: Scene) -> None:
-    scene.scheduler._waker = None
+    assert scene.scheduler.has_requests()
     with pytest.raises(Unsupported, match="data-parallel"):
-        scene.scheduler.has_requests()
+        scene.scheduler.schedule()
 
 
 def test_gives_everything_back_once_the_grace_is_over(scene: Scene) -> None:
-    scene.scheduler.has_requests()
+    scene.admits()
     scene.grant(ttl_ns=0)
-    assert not scene.scheduler.has_requests()
+    assert scene.flushes()
     assert scene.core.ended == ["a", "b"]
-    assert not scene.scheduler.has_requests()
+    assert not scene.admits()
     assert scene.core.ended == ["a", "b"], "and once only"
 
 
 def test_a_grant_that_is_back_before_the_loop_wakes_aborts_nothing(scene: Scene) -> None:
-    scene.scheduler.has_requests()
+    scene.admits()
     scene.grant(ttl_ns=0)
     scene.scheduler._slot.decide()
     scene.grant()
-    assert scene.scheduler.has_requests()
+    assert scene.admits()
     assert scene.core.ended == []
 
 
@@ -164,7 +227,7 @@ def test_a_turn_that_the_budget_cannot_hold_does_not_wait_for_ever(
     scheduler._kv = SimpleNamespace(tokens_withheld=900, tokens_total=1000, keep_within=lambda _: 0)
     setattr(scheduler, queue, [SimpleNamespace(request_id="a", num_tokens=100)])
     scheduler._slot.load.kv_budget_tokens = scheduler._slot.kv_budget_tokens()
-    assert scheduler.has_requests(), "the other turn goes on"
+    assert scene.admits(), "the other turn goes on"
     assert scene.core.ended == ["a"]
     assert list(scheduler.requests) == ["b"]
 
@@ -174,26 +237,27 @@ def test_a_guest_that_shuts_down_ends_its_requests_instead_of_stepping_ungated(
 ) -> None:
     scene.grant(mode=GrantMode.CLOSED)
     scene.core.running = False
-    assert scene.scheduler.has_requests(), "the workers are told"
+    assert scene.admits(), "the workers are told"
     assert scene.core.ended == ["a", "b"]
-    scene.unflushed = False
+    scene.scheduler.finished_req_ids.clear()
     assert not scene.scheduler.has_requests()
+    assert not scene.admits()
 
 
 @pytest.mark.timeout(60)
 def test_a_guest_whose_grant_stays_away_does_not_spin(scene: Scene) -> None:
     from coserve.vllm.waker import Waker as RealWaker
 
-    scene.scheduler.has_requests()
+    scene.admits()
     scene.grant(ttl_ns=0)
     woken = threading.Semaphore(0)
     waker = scene.scheduler._waker = RealWaker(scene.scheduler._slot, woken.release)
     waker.start()
     wakes = 0
-    assert not scene.scheduler.has_requests()
+    assert scene.flushes()
     while woken.acquire(timeout=0.3):
         wakes += 1
-        assert not scene.scheduler.has_requests()
+        assert not scene.admits()
         assert wakes < 5
     waker.stop()
     waker.join(timeout=5.0)
@@ -276,13 +340,13 @@ def test_no_step_starts_without_weights(
     scene.scheduler.requests = {"b": None}
     # A grant comes after sleep was followed and before the gate is asked.
     monkeypatch.setattr(scene.scheduler, "_keep_within_budget", scene.grant)
-    assert not scene.scheduler.has_requests()
+    assert not scene.admits()
     assert scene.waker.armed
     monkeypatch.undo()
 
 
 def test_an_agent_that_is_gone_neither_wakes_nor_lays_down(scene: Scene, sleeper: Sleeper) -> None:
-    scene.scheduler._slot._abort_grace_s = 60.0
+    scene.scheduler._slot.abort_grace_s = 60.0
     scene.grant(ttl_ns=0)
     scene.scheduler._slot.decide()
     scene.scheduler.has_requests()

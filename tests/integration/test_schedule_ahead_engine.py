@@ -103,6 +103,7 @@ class Scene:
     def __init__(self, root: Path, pages: PageDirectory) -> None:
         self.pages = pages
         self.workers = PlayedWorkers()
+        self._calls = 0
         self._grants, self._pulses = pages.grant_writer(), pages.pulse_writer("prod", 0)
         self.pulse()
         self.grant()
@@ -110,8 +111,15 @@ class Scene:
         self._loop = threading.Thread(target=self._run, daemon=True)
         self._loop.start()
 
-    def grant(self, mode: GrantMode = GrantMode.OPEN) -> None:
-        record = Grant(epoch=1, mode=mode, pulses=(PULSE,), ttft_slo_s=1.0, epsilon=math.inf)
+    def grant(self, mode: GrantMode = GrantMode.OPEN, *, abort_grace_s: float = 60.0) -> None:
+        record = Grant(
+            epoch=1,
+            mode=mode,
+            pulses=(PULSE,),
+            ttft_slo_s=1.0,
+            epsilon=math.inf,
+            abort_grace_s=abort_grace_s,
+        )
         self._grants.write(record, now_ns=monotonic_ns(), ttl_ns=HOUR_NS)
 
     def pulse(self, **fields: Any) -> None:
@@ -151,6 +159,33 @@ class Scene:
         from vllm.v1.engine import EngineCoreRequestType
 
         self.core.input_queue.put_nowait((EngineCoreRequestType.ABORT, [name]))
+
+    def ask(self, method: str, *given: Any) -> Callable[[], Any]:
+        """Calls a method as a front end does; the answer of vLLM's loop, None until it comes."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        call, self._calls = self._calls, self._calls + 1
+        self.core.input_queue.put_nowait((EngineCoreRequestType.UTILITY, (0, call, method, given)))
+
+        def answer() -> Any:
+            said = [item[1].utility_output for item in list(self.core.output_queue.queue)]
+            return next((one for one in said if one is not None and one.call_id == call), None)
+
+        return answer
+
+    def said(self, method: str, *given: Any) -> Any:
+        answer = self.ask(method, *given)
+        until(answer, f"{method} is answered")
+        return answer()
+
+    def close_the_gate(self, *, abort_grace_s: float = 60.0) -> None:
+        """With a turn unfinished and no step left in the queue."""
+        until(lambda: self.workers.running == DEPTH, "two steps are launched")
+        self.grant(GrantMode.CLOSED, abort_grace_s=abort_grace_s)
+        self.workers.release()
+        self.workers.release()
+        until(lambda: self.guest().steps_finished == DEPTH, "they have ended")
+        until(lambda: self.guest().gate == "closed", "the gate is closed")
 
     def tokens(self) -> dict[str, int]:
         """That came out of the engine so far, by request."""
@@ -194,6 +229,7 @@ class Scene:
                 self.output_queue: Any = queue.Queue()
                 self.engines_running = self.publish_dp_lb_stats = self.has_coordinator = False
                 self.process_input_queue_block = True
+                self._idle_state_callbacks: list[Any] = []
                 self.shutdown_state = EngineShutdownState.RUNNING
                 self.engine_index = 0
                 EngineCore.__init__(self, config, executor_class(workers), log_stats=False)
@@ -295,3 +331,105 @@ def test_aborts_pass_a_closed_gate_with_steps_in_the_queue(scene: Scene) -> None
     scene.grant()
     until(lambda: len(workers.launched) > DEPTH, "the other goes on")
     assert all("a" not in tokens for tokens in workers.launched[DEPTH:])
+
+
+def test_behind_a_closed_gate_vllm_is_told_what_is_unfinished(scene: Scene) -> None:
+    scene.begin("a", max_tokens=50)
+    scene.close_the_gate()
+    scheduler = scene.core.scheduler
+    assert scheduler.has_requests()
+    assert scheduler.has_unfinished_requests()
+    assert scheduler.get_num_unfinished_requests() == 1
+    assert scene.core.has_work()
+    assert not scene.core._pause_complete()
+
+
+def test_a_pause_that_waits_behind_a_closed_gate_waits_for_the_turns(scene: Scene) -> None:
+    scene.begin("a", max_tokens=4)
+    scene.close_the_gate()
+    paused = scene.ask("pause_scheduler", "wait", False)
+    scene.said("is_scheduler_paused")
+    assert paused() is None, "a turn is unfinished"
+    assert list(scene.core.scheduler.requests) == ["a"]
+    scene.grant()
+    for _ in range(2):
+        scene.workers.release()
+    until(paused, "the pause completes once the turn has ended")
+    assert scene.tokens() == {"a": 4}
+    assert paused().failure_message is None
+
+
+def test_a_pause_waits_no_longer_than_the_grace_for_a_gate_that_stays_closed(scene: Scene) -> None:
+    scene.begin("a", max_tokens=50)
+    scene.close_the_gate(abort_grace_s=0.3)
+    paused = scene.ask("pause_scheduler", "wait", False)
+    until(paused, "the pause completes")
+    assert paused().failure_message is None
+    assert not scene.core.scheduler.requests, "the turn has ended with what it had"
+    assert len(scene.workers.launched) == DEPTH, "and nothing was computed for it"
+
+
+def test_a_pause_that_is_over_starts_no_grace_for_the_next(scene: Scene) -> None:
+    scene.begin("a", max_tokens=50)
+    scene.close_the_gate()
+    scene.ask("pause_scheduler", "wait", False)
+    scene.said("resume_scheduler")
+    assert scene.core.scheduler.sleep_s is None
+    assert list(scene.core.scheduler.requests) == ["a"]
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_a_pause_that_ends_or_keeps_turns_completes_behind_a_closed_gate(
+    scene: Scene, mode: str
+) -> None:
+    """Also where the workers do not know yet that a turn is over."""
+    scene.begin("a", max_tokens=50)
+    scene.begin("b", max_tokens=50)
+    scene.close_the_gate()
+    scene.abort("b")
+    assert scene.said("pause_scheduler", mode, False).failure_message is None
+    assert len(scene.workers.launched) == DEPTH
+
+
+def test_kv_is_not_released_under_turns_that_a_closed_gate_holds_up(scene: Scene) -> None:
+    if not hasattr(scene.core, "release_kv_cache_memory"):
+        pytest.skip("this vLLM releases no KV alone")
+    scene.begin("a", max_tokens=50)
+    scene.close_the_gate()
+    scene.ask("pause_scheduler", "wait", False)
+    assert "completed pause" in scene.said("release_kv_cache_memory").failure_message
+
+
+def test_the_gate_decides_once_for_each_launched_step(scene: Scene) -> None:
+    slot, decided = scene.core.scheduler._slot, [0]
+    decide = slot.decide
+
+    def counted(*, for_step: bool = False) -> Any:
+        decided[0] += for_step
+        return decide(for_step=for_step)
+
+    slot.decide = counted
+    scene.begin("a", max_tokens=100)
+    until(lambda: scene.workers.running == DEPTH, "two steps are launched")
+    before, launched = decided[0], len(scene.workers.launched)
+    for _ in range(20):
+        scene.workers.release()
+        until(lambda: scene.workers.running == DEPTH, "the next is launched")
+    assert decided[0] - before == len(scene.workers.launched) - launched == 20
+
+
+def test_a_loop_behind_a_closed_gate_sleeps(scene: Scene) -> None:
+    scene.begin("a", max_tokens=50)
+    scene.close_the_gate()
+    core, turns = scene.core, [0]
+    has_work = core.has_work
+
+    def counted() -> bool:
+        turns[0] += 1
+        return bool(has_work())
+
+    core.has_work = counted
+    scene.said("is_scheduler_paused")
+    turns[0] = 0
+    time.sleep(0.5)
+    assert turns[0] == 0

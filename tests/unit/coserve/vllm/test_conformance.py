@@ -66,6 +66,12 @@ def test_a_call_may_leave_out_only_what_has_a_default() -> None:
     assert not one(Use.CALL, "Engine.step", "limit", "gone")
 
 
+def test_a_definition_is_relied_on_to_ask() -> None:
+    assert one(Use.ASK, "Engine.__init__", "queue", "done")
+    assert not one(Use.ASK, "Engine.__init__", "queue", "gone")
+    assert not one(Use.ASK, "Engine.gone")
+
+
 def test_a_subclass_relies_on_the_bases() -> None:
     assert one(Use.SUBCLASS, "Engine", "Base")
     assert not one(Use.SUBCLASS, "Engine", "Other")

@@ -1,0 +1,72 @@
+"""vLLM's engine loop, stopped beside its own predicates while the gate is closed.
+
+What vLLM asks of its scheduler (is there a request, is one unfinished) stays true, so that a pause,
+a release of KV and a shutdown know what is left. The gate stands between two of the loop's own
+calls: after the input queue was looked at, and before a step. While it is closed the loop sleeps in
+the very queue that aborts, pauses and weight updates come through. It decides nothing.
+"""
+
+import queue
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from coserve.vllm.capabilities import Capabilities
+
+
+class StepGate(Protocol):
+    """The gated scheduler, as its loop sees it."""
+
+    in_step: bool
+    """Within a step vLLM's `has_requests` means: is one to be launched."""
+
+    def admits(self) -> bool:
+        """One decision: whether a step may be launched now. It holds for one `schedule`."""
+        ...
+
+    @property
+    def sleep_s(self) -> float | None:
+        """How long the loop may sleep unless it is woken; None is without end."""
+        ...
+
+
+class GatedLoop:
+    """Stands before two methods of one engine core; used by the loop's thread alone."""
+
+    def __init__(self, core: Any, gate: StepGate, vllm: Capabilities) -> None:
+        self._core, self._gate = core, gate
+        self._process_input_queue = core._process_input_queue
+        self._step = core.step_fn
+        self._idle = _watched(vllm)
+        core._process_input_queue = self.process_input_queue
+        core.step_fn = self.step
+
+    def process_input_queue(self) -> None:
+        """Returns when a step is to be made: one is admitted, or one that was launched may end."""
+        core = self._core
+        self._process_input_queue()
+        while not self._gate.admits() and core.has_work() and not core.batch_queue:
+            try:
+                with self._idle():
+                    request = core.input_queue.get(timeout=self._gate.sleep_s)
+            except queue.Empty:
+                continue
+            core._handle_client_request(*request)
+            # Those behind it; without work left, vLLM ends its pauses here and sleeps by itself.
+            self._process_input_queue()
+
+    def step(self) -> Any:
+        self._gate.in_step = True
+        try:
+            return self._step()
+        finally:
+            self._gate.in_step = False
+
+
+def _watched(vllm: Capabilities) -> Callable[[], AbstractContextManager[None]]:
+    """To vLLM's watch dog its own sleep in the queue is no stall; ours is none either."""
+    if not vllm.loop_watch_dog:
+        return nullcontext
+    from vllm.utils.watch_dog import get_watch_dog  # type: ignore[import-not-found,unused-ignore]
+
+    return lambda: get_watch_dog().disable()
