@@ -1,7 +1,8 @@
-"""What one decision of the guest's gate costs: `python -m benchmarks.step_gate --json PATH`.
+"""What a guest step costs beside vLLM's own work: `python -m benchmarks.step_gate --json PATH`.
 
 Real pages in shared memory, a real `GuestSlot`; no engine. Two cases in turn, block by block: no
-page changed since the last decision, and every pulse written anew before it.
+page changed since the last step, and every pulse written anew before it. A step is one decision,
+the account at its launch and at its end, and the guest page written after it.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from harvester.contracts.page import (
 )
 
 BLOCKS = 30
-DECISIONS = 500
+STEPS = 500
+DECODES = 16
 HOUR_NS = 3_600_000_000_000
 SAMPLES_S = tuple(0.01 + 1e-4 * place for place in range(32))
 MODEL = ProductionModel(prefill_base_s=0.02, prefill_s_per_token=1e-4, decode_base_s=0.01)
@@ -43,8 +45,8 @@ def main() -> None:
     )
 
 
-def measured(pulses: int) -> dict[str, dict[str, float]]:
-    """Microseconds per decision over `pulses` production processes."""
+def measured(pulses: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Microseconds of each part of a step over `pulses` production processes."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         pages = PageDirectory.create(Path(directory))
         writers = [pages.pulse_writer("production", process) for process in range(pulses)]
@@ -66,23 +68,34 @@ def measured(pulses: int) -> dict[str, dict[str, float]]:
             "changed": lambda turn: write_all(writers, turn),
         }
         write_all(writers, 0)
-        taken: dict[str, list[float]] = {name: [] for name in cases}
+        taken: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
         for _ in range(BLOCKS):
             for name, before in cases.items():
                 taken[name].append(block_us(slot, before))
         slot.close()
-    return {name: summary(values) for name, values in taken.items()}
+    return {
+        name: {part: summary([block[part] for block in blocks]) for part in blocks[0]}
+        for name, blocks in taken.items()
+    }
 
 
-def block_us(slot: GuestSlot, before: Callable[[int], None]) -> float:
-    """Mean of one block; what happens before each decision is not counted."""
-    total_ns = 0
-    for turn in range(DECISIONS):
+def block_us(slot: GuestSlot, before: Callable[[int], None]) -> dict[str, float]:
+    """Means of one block, in the thread's own time; what happens before a step is not counted."""
+    parts: dict[str, Callable[[], object]] = {
+        "decide": lambda: slot.decide(for_step=True),
+        "launched": lambda: slot.launched(decodes=DECODES, prefill_tokens=0),
+        "finished": slot.finished,
+        "publish": slot.publish,
+    }
+    total_ns = dict.fromkeys(parts, 0)
+    for turn in range(STEPS):
         before(turn)
-        start_ns = time.perf_counter_ns()
-        slot.decide(for_step=True)
-        total_ns += time.perf_counter_ns() - start_ns
-    return total_ns / DECISIONS / 1e3
+        for part, act in parts.items():
+            start_ns = time.thread_time_ns()
+            act()
+            total_ns[part] += time.thread_time_ns() - start_ns
+    means = {part: taken_ns / STEPS / 1e3 for part, taken_ns in total_ns.items()}
+    return means | {"step": sum(means.values())}
 
 
 def write_all(writers: list[PageWriter[Pulse]], turn: int) -> None:

@@ -56,6 +56,9 @@ class Capabilities:
     sleep_backends: bool
     endpoint_plugins: bool
     weight_sync_client: bool
+    draft_weight_updates: bool
+    """An update of a speculative draft model begins with a call of its own."""
+
     abort_route: bool
     """`/abort_requests` is among the RL routes (before, only beside the token routes)."""
 
@@ -93,6 +96,7 @@ _0_24_0 = Capabilities(
     sleep_backends=False,
     endpoint_plugins=False,
     weight_sync_client=False,
+    draft_weight_updates=False,
     abort_route=False,
     weight_version_api=False,
     preempt_drops_output=False,
@@ -113,7 +117,12 @@ _0_25_0 = replace(
 )
 _0_25_1 = replace(_0_25_0, version="0.25.1")
 _0_26_0 = replace(
-    _0_25_1, version="0.26.0", endpoint_plugins=True, weight_sync_client=True, abort_route=True
+    _0_25_1,
+    version="0.26.0",
+    endpoint_plugins=True,
+    weight_sync_client=True,
+    draft_weight_updates=True,
+    abort_route=True,
 )
 _0_27_0 = replace(
     _0_26_0,

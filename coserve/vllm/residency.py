@@ -9,10 +9,12 @@ loop's thread, as vLLM's own `/sleep` and `/wake_up` do; it decides nothing.
 
 A new version comes through while the guest sleeps: the weights alone are woken for it, written,
 verified, and go back to sleep with it. Nothing guards vLLM's own update, which would write to
-addresses that no memory is behind and lose the context.
+addresses that no memory is behind and lose the context; so each call of one finds the weights
+awake, whatever slept or woke since the call before it.
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from coserve.vllm.capabilities import Capabilities
@@ -20,6 +22,9 @@ from harvester.contracts.errors import ConfigError, Unsupported
 
 _WEIGHTS = "weights"
 """vLLM's tag of them."""
+_ALL = frozenset({_WEIGHTS, "kv_cache"})
+_CALLS = ("start_weight_update", "start_draft_weight_update", "update_weights")
+"""Of an update, in a worker; the second is there in some versions."""
 
 _AWAY = "_rosemux_weights_away"
 
@@ -87,7 +92,10 @@ def follow_updates(worker: Any) -> None:
     before they go, and none is begun while they are away: the update prepares by itself.
     """
     update = _Update(worker)
-    for name in ("start_weight_update", "finish_weight_update", "sleep", "wake_up"):
+    for name in _CALLS:
+        if hasattr(worker, name):
+            setattr(worker, name, update.on_awake_weights(getattr(worker, name)))
+    for name in ("finish_weight_update", "sleep", "wake_up"):
         setattr(worker, name, getattr(update, name))
 
 
@@ -100,17 +108,23 @@ class _Update:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._start, self._finish = worker.start_weight_update, worker.finish_weight_update
+        self._finish = self.on_awake_weights(worker.finish_weight_update)
         self._sleep, self._wake_up = worker.sleep, worker.wake_up
+        self._asleep: frozenset[str] = frozenset()
         self._sleeps_again = False
 
-    def start_weight_update(self, *args: Any, **kwargs: Any) -> Any:
-        if weights_away(self._worker):
-            # vLLM's executor goes on counting the weights as asleep, which is how this ends.
-            self.wake_up([_WEIGHTS])
-            self._sleeps_again = True
-            _log.info("the weights are awake for an update")
-        return self._start(*args, **kwargs)
+    def on_awake_weights(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if _WEIGHTS in self._asleep:
+                # vLLM's executor goes on counting the weights as asleep, which is how this ends;
+                # but where KV was woken alone, it would be unmapped with them.
+                sleeps_again = self._asleep == _ALL
+                self.wake_up([_WEIGHTS])
+                self._sleeps_again = sleeps_again
+                _log.info("the weights are awake for an update")
+            return call(*args, **kwargs)
+
+        return called
 
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> Any:
         # After a failed update they stay awake until one succeeds: what is there is in doubt, and
@@ -122,17 +136,18 @@ class _Update:
 
     def sleep(self, level: int = LEVEL) -> Any:
         self._sleeps_again = False
-        self._tell_weights(away=True)
+        self._tell(_ALL)
         return self._sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> Any:
         self._sleeps_again = False
         done = self._wake_up(tags)
-        self._tell_weights(away=False)
+        self._tell(self._asleep - frozenset(tags or _ALL))
         return done
 
-    def _tell_weights(self, *, away: bool) -> None:
+    def _tell(self, asleep: frozenset[str]) -> None:
         # vLLM's own state says as much of a worker whose KV alone is released.
+        self._asleep, away = asleep, _WEIGHTS in asleep
         setattr(self._worker, _AWAY, away)
         engine = getattr(self._worker, "weight_transfer_engine", None)
         rest = getattr(engine, "rest", None)

@@ -68,6 +68,12 @@ WEIGHTS: tuple[Symbol, ...] = (
         ("is_checkpoint_format",),
         lambda table: table.weight_engine_api is WeightEngineApi.LOADER,
     ),
+    Symbol(
+        Use.OVERRIDE,
+        _WORKER,
+        "Worker.start_draft_weight_update",
+        when=lambda table: table.draft_weight_updates,
+    ),
     *overrides(_WORKER, "Worker", {"update_weights": ("update_info",), "finish_weight_update": ()}),
     *reads(_WORKER, "Worker._weight_update_active", "Worker.vllm_config", "Worker.device"),
     Symbol(

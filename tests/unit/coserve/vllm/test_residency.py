@@ -12,7 +12,7 @@ from vllm.v1.executor.abstract import Executor
 
 from coserve.vllm.capabilities import capabilities
 from coserve.vllm.memory_report import report
-from coserve.vllm.residency import Residency, check, follow_updates, residency
+from coserve.vllm.residency import Residency, check, follow_updates, residency, weights_away
 from harvester.contracts.errors import ConfigError, Unsupported
 
 TAGS = ("weights", "kv_cache")
@@ -47,6 +47,9 @@ class Worker:
 
     def start_weight_update(self) -> None:
         assert "weights" in self.mapped, "the context would be lost"
+
+    def start_draft_weight_update(self) -> None:
+        self.start_weight_update()
 
     def update_weights(self, version: int) -> None:
         assert "weights" in self.mapped
@@ -143,6 +146,74 @@ def test_a_version_comes_through_with_the_weights_alone_awake(
     assert worker.mapped == set(TAGS)
     update(worker, 9)
     assert worker.mapped == set(TAGS), "awake it stays awake"
+
+
+@pytest.mark.parametrize("before", ["start", "update", "finish"])
+def test_a_guest_that_falls_asleep_within_an_update_writes_no_unmapped_memory(
+    executor: PlayedExecutor, before: str
+) -> None:
+    """The engine loop obeys a grant that says asleep between two calls of a trainer."""
+    found = residency(config(sleeps=True), executor, NEW, shared_kv=False)
+    assert found is not None
+    worker = executor.worker
+    calls = {
+        "start": worker.start_weight_update,
+        "update": lambda: worker.update_weights(7),
+        "finish": worker.finish_weight_update,
+    }
+    for name, call in calls.items():
+        if name == before:
+            found.fall_asleep()
+        call()
+    assert worker.weight_transfer_engine.version == 7
+    assert worker.mapped == set(), "as the grant said"
+    assert found.asleep
+    assert weights_away(worker)
+    found.wake()
+    assert worker.mapped == set(TAGS)
+
+
+def test_a_guest_that_sleeps_and_wakes_again_and_again_within_an_update_takes_it(
+    executor: PlayedExecutor, asleep: Residency
+) -> None:
+    worker = executor.worker
+    worker.start_weight_update()
+    asleep.wake()
+    asleep.fall_asleep()
+    worker.update_weights(7)
+    assert worker.mapped == {"weights"}
+    asleep.wake()
+    asleep.fall_asleep()
+    worker.finish_weight_update()
+    assert worker.mapped == set()
+    assert worker.weight_transfer_engine.version == 7
+
+
+def test_kv_that_was_woken_before_the_weights_is_not_taken_by_an_update(
+    executor: PlayedExecutor, asleep: Residency
+) -> None:
+    """vLLM wakes what a caller names, in any order."""
+    worker = executor.worker
+    executor.wake_up(["kv_cache"])
+    assert weights_away(worker)
+    update(worker, 7)
+    assert worker.mapped == set(TAGS), "vLLM counts this KV as awake"
+    executor.wake_up(["weights"])
+    assert not weights_away(worker)
+    assert not asleep.asleep
+    update(worker, 8)
+    assert worker.mapped == set(TAGS)
+
+
+def test_an_update_of_a_draft_model_finds_the_weights_awake(
+    executor: PlayedExecutor, asleep: Residency
+) -> None:
+    worker = executor.worker
+    worker.start_draft_weight_update()
+    worker.update_weights(7)
+    worker.finish_weight_update()
+    assert worker.mapped == set()
+    assert asleep.asleep
 
 
 def test_a_guest_that_is_woken_within_an_update_stays_awake(
