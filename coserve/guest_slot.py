@@ -15,6 +15,7 @@ from coserve.gate import Closed, Decision, decide
 from coserve.guest_steps import GuestSteps, ProductionMoment
 from coserve.isolation import PREEMPTED, IsolationBackend
 from coserve.isolation_watch import IsolationWatch, Standing
+from coserve.memory_deadline import MemoryDeadline
 from coserve.step_time import StepTimeModel
 from harvester.contracts.bell import Word
 from harvester.contracts.clock import monotonic_ns
@@ -24,6 +25,7 @@ from harvester.contracts.page import (
     Guest,
     GuestMemory,
     PageDirectory,
+    PageFault,
     PageReader,
     PulseHead,
     Reading,
@@ -33,8 +35,15 @@ from harvester.contracts.process import ProcessId
 _log = logging.getLogger(__name__)
 
 GUEST_PAGE_TTL_NS = 500_000_000
+GRANT_AGE_MAX_NS = 5_000_000_000
+"""A grant older than this is none, however long its writer said that it holds: ten times what an
+agent says unless it was told otherwise, and as long as production is ever left to an agent that is
+gone. An expiry of a day, of a mistaken or a foreign agent, would hold the gate open for a day."""
+WAIT_MAX_S = 60.0
+"""Nor does the guest keep its memory for longer than this after the grant or the deadline."""
 _DEFAULT_GRACE_S = 10.0
 _FAULT_CHARACTERS = 300
+_DEFAULT_DEADLINE_S = 2.0
 
 
 @dataclass(slots=True)
@@ -76,10 +85,12 @@ class GuestSlot:
         self.steps = GuestSteps()
         self.load = EngineLoad()
         self.last = Decision(0, Closed.NO_GRANT, 0.0)
-        self._grant: Reading[Grant] = self._grant_page.read()
+        self._grant: Reading[Grant] = self._read_grant(monotonic_ns())
         self._epoch = 0
         self.abort_grace_s = _DEFAULT_GRACE_S
         self._budget_tokens: int | None = None
+        self._kv_deadline_s = _DEFAULT_DEADLINE_S
+        self._memory_deadline = MemoryDeadline()
         self.asleep = False
         """By the last grant; without one nothing falls asleep or wakes up."""
         self.kv_retained_ratio = 0.0
@@ -99,12 +110,13 @@ class GuestSlot:
         with self._lock:
             # Of this thread alone: beside production the idle class is preempted at any moment.
             began_ns, now_ns = thread_time_ns(), monotonic_ns()
-            grant = self._grant = self._grant_page.read(now_ns=now_ns)
+            grant = self._grant = self._read_grant(now_ns)
             pulses = self._read_pulses(now_ns)
             if grant.record is not None:
                 self._granted_ns = now_ns
                 self._epoch = grant.record.epoch
-                self.abort_grace_s = grant.record.abort_grace_s
+                self.abort_grace_s = min(grant.record.abort_grace_s, WAIT_MAX_S)
+                self._kv_deadline_s = min(grant.record.kv_deadline_s, WAIT_MAX_S)
                 budget_tokens = grant.record.kv_budget_tokens or None
                 self.asleep = grant.record.asleep
                 self._budget_tokens = 0 if self.asleep else budget_tokens
@@ -172,6 +184,17 @@ class GuestSlot:
         if load.sleeps and load.weights_away != self.asleep:
             return True
         return load.kv_tokens_short > 0 or load.kv_budget_tokens != self.kv_budget_tokens()
+
+    def memory_missed(self) -> bool:
+        """By the last decision the guest has held more than its budget for longer than its
+        deadline. One that falls asleep gives up what nobody waits for. Asked by one thread."""
+        waits = self.grace_over() or not self.asleep
+        return self._memory_deadline.missed(
+            usable_tokens=self.load.kv_tokens_total - self.load.kv_tokens_withheld,
+            budget_tokens=self.kv_budget_tokens() if waits else None,
+            deadline_s=self._kv_deadline_s,
+            now=monotonic_ns() * 1e-9,
+        )
 
     @property
     def step_time(self) -> StepTimeModel:
@@ -248,6 +271,12 @@ class GuestSlot:
             closings_total=self._closings,
             decide_s_mean=self._decide_s,
         )
+
+    def _read_grant(self, now_ns: int) -> Reading[Grant]:
+        reading = self._grant_page.read(now_ns=now_ns)
+        if reading.record is not None and now_ns - reading.stamp_ns > GRANT_AGE_MAX_NS:
+            return Reading(None, PageFault.EXPIRED)
+        return reading
 
     def _read_pulses(self, now_ns: int) -> list[Reading[PulseHead]]:
         record = self._grant.record

@@ -16,6 +16,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
 from coserve.guest_slot import GuestSlot
+from coserve.isolation import IsolationBackend
+from coserve.memory_deadline import end_guest
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.environment import Role, slot_environment
 from coserve.vllm.gated_loop import GatedLoop
@@ -99,7 +101,9 @@ class CoserveScheduler(AsyncScheduler):
         if self._isolation is not None:
             self._isolation.start()
         GatedLoop(core, self, capabilities(installed_vllm_version()))
-        self._waker = Waker(self._slot, wake)
+        # Killed at its work, a client of MPS takes production with it: the agent ends it in order.
+        by_itself = self._slot.load.isolation != IsolationBackend.MPS
+        self._waker = Waker(self._slot, wake, end=end_guest if by_itself else None)
         self._waker.start()
 
     def add_request(self, request: Any) -> None:

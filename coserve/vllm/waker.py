@@ -8,17 +8,20 @@ closed gate, and that one may wait.
 
 It decides nothing that the engine loop would not decide again: the loop is woken when the gate
 opens, when it has to give memory back or may take it again, and once when the grace after a lost
-grant is over.
+grant is over. A loop that is stuck gives nothing back: at the deadline the guest is ended from
+here.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from coserve.guest_slot import GuestSlot
+from coserve.memory_deadline import end_guest
 from harvester.contracts.bell import PrivateBell, Word, sleep_until_rung
 from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.process import ProcessId
 
 # A grant comes this often. Without one in so long the pages are read for what no writer tells of:
 # one that expired, was deleted and made anew, a grace that is over.
@@ -32,10 +35,18 @@ _log = logging.getLogger(__name__)
 class Waker(threading.Thread):
     """Armed by the engine loop when it stops for a closed gate."""
 
-    def __init__(self, slot: GuestSlot, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        slot: GuestSlot,
+        wake: Callable[[], None],
+        *,
+        end: Callable[[Iterable[ProcessId]], None] | None = end_guest,
+    ) -> None:
+        """`end`: None where the guest must not be ended by itself."""
         super().__init__(name="rosemux-waker", daemon=True)
         self._slot = slot
         self._wake = wake
+        self._end = end
         self._bell = PrivateBell()
         self._armed = False
         self._stopped = threading.Event()
@@ -72,7 +83,7 @@ class Waker(threading.Thread):
         self._told_grace_over &= self._slot.grace_over()
         if self._slot.owes_memory():
             self._wake()
-        self._publish()
+        self._beat()
         if not self._armed:
             self._sleep((rung, *written), timeout_s=BEAT_S, grant_only=True)
 
@@ -87,7 +98,7 @@ class Waker(threading.Thread):
                 self._armed = False
                 self._wake()
                 return
-            self._publish()
+            self._beat()
             if self._slot.closed_by_grant == grant_only:
                 self._sleep((rung, *written), timeout_s=BEAT_S, grant_only=grant_only)
             time.sleep(max(0, looked_ns + _PAUSE_NS - monotonic_ns()) * 1e-9)
@@ -102,10 +113,14 @@ class Waker(threading.Thread):
             if (self._bell.word(), *self._slot.written(grant_only=grant_only)) != words:
                 return
 
-    def _publish(self) -> None:
+    def _beat(self) -> None:
         now_ns = monotonic_ns()
         if now_ns >= self._publish_ns:
             self._publish_ns = now_ns + int(0.9e9 * BEAT_S)
+            if self._end is not None and self._slot.memory_missed():
+                _log.critical("memory that production needs is not back in time: this guest ends")
+                self._slot.close()
+                self._end(self._slot.load.processes)
             self._slot.publish()
 
     def _must_wake(self) -> bool:

@@ -330,4 +330,5 @@ class SlotPolicy:
             law=settings.law,
             asleep=asleep,
             kv_retained_ratio=settings.kv_retained_ratio,
+            kv_deadline_s=settings.kv_deadline_s,
         )

@@ -45,6 +45,7 @@ class WideProduction:
     url: str
     pages: PageDirectory
     child: Child
+    granted: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._readers = {name: self.pages.pulse_reader(name) for name in PULSES}
@@ -116,12 +117,23 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WideProduction]:
 @pytest.fixture
 async def guest(wide: WideProduction) -> AsyncIterator[GuestSlot]:
     slot = GuestSlot(wide.pages.path, token_limit=512)
+    renewing = asyncio.create_task(keep_granted(wide))
     yield slot
+    renewing.cancel()
     slot.close()
+
+
+async def keep_granted(wide: WideProduction) -> None:
+    """A grant is believed for seconds."""
+    while True:
+        await asyncio.sleep(1.0)
+        if wide.granted:
+            grant(wide, wide.granted)
 
 
 def grant(wide: WideProduction, pulses: tuple[str, ...]) -> None:
     """No slack at all while production decodes; ten seconds of it while production is idle."""
+    wide.granted = pulses
     record = Grant(
         epoch=1,
         mode=GrantMode.OPEN,

@@ -105,8 +105,11 @@ class Scene:
         self.workers = PlayedWorkers()
         self._calls = 0
         self._grants, self._pulses = pages.grant_writer(), pages.pulse_writer("prod", 0)
+        self._granting, self._over = threading.Lock(), threading.Event()
         self.pulse()
         self.grant()
+        self._renewing = threading.Thread(target=self._agent, daemon=True)
+        self._renewing.start()
         self.core = self._made(root)
         self._loop = threading.Thread(target=self._run, daemon=True)
         self._loop.start()
@@ -120,7 +123,15 @@ class Scene:
             epsilon=math.inf,
             abort_grace_s=abort_grace_s,
         )
-        self._grants.write(record, now_ns=monotonic_ns(), ttl_ns=HOUR_NS)
+        with self._granting:
+            self._granted = record
+            self._grants.write(record, now_ns=monotonic_ns(), ttl_ns=HOUR_NS)
+
+    def _agent(self) -> None:
+        """A grant is believed for seconds."""
+        while not self._over.wait(1.0):
+            with self._granting:
+                self._grants.write(self._granted, now_ns=monotonic_ns(), ttl_ns=HOUR_NS)
 
     def pulse(self, **fields: Any) -> None:
         self._pulses.write(Pulse(**fields), now_ns=monotonic_ns(), ttl_ns=HOUR_NS)
@@ -199,6 +210,9 @@ class Scene:
 
     def close(self) -> None:
         from vllm.v1.engine import EngineCoreRequestType
+
+        self._over.set()
+        self._renewing.join()
         from vllm.v1.engine.core import EngineShutdownState
 
         self.core.stopped = True

@@ -185,6 +185,8 @@ class Grant(Record, frozen=True, kw_only=True):
     own_models: bool = False
     """Each engine's deadlines come from what its own pulses have learned, not from `production`:
     engines of one slot may be unlike. A phantom of 0 tokens is each engine's own P99 prompt."""
+    kv_deadline_s: float = 2.0
+    """A guest that has held more than its budget for longer than this is ended."""
 
 
 class GuestMemory(msgspec.Struct, frozen=True, kw_only=True):

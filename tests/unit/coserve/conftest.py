@@ -47,9 +47,9 @@ class Slot:
         self._grant = self.directory.grant_writer()
         self._pulse = self.directory.pulse_writer("prod", 0)
 
-    def grant(self, *, ttl_ns: int = HOUR_NS, **changes: Any) -> None:
+    def grant(self, *, ttl_ns: int = HOUR_NS, age_ns: int = 0, **changes: Any) -> None:
         grant = msgspec.structs.replace(OPEN_GRANT, **changes)
-        self._grant.write(grant, now_ns=monotonic_ns(), ttl_ns=ttl_ns)
+        self._grant.write(grant, now_ns=monotonic_ns() - age_ns, ttl_ns=ttl_ns)
 
     def pulse(self, *, ttl_ns: int = HOUR_NS, **fields: Any) -> None:
         self._pulse.write(Pulse(**fields), now_ns=monotonic_ns(), ttl_ns=ttl_ns)

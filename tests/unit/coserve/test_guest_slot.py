@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from coserve.gate import Closed
-from coserve.guest_slot import GuestSlot
+from coserve.guest_slot import GRANT_AGE_MAX_NS, GuestSlot
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import GrantMode, PageFault, Pulse
 from tests.unit.coserve.conftest import HOUR_NS, Slot
@@ -285,3 +285,59 @@ def test_the_context_of_running_requests_counts(guest: GuestSlot) -> None:
     assert guest.decide().open
     guest.load.kv_tokens = 16 * 1024
     assert not guest.decide().open
+
+
+def test_a_grant_is_believed_for_seconds_however_long_it_says_that_it_holds(
+    slot: Slot, guest: GuestSlot
+) -> None:
+    """A mistaken or foreign agent wrote an expiry of a day, and is gone."""
+    slot.grant(ttl_ns=24 * HOUR_NS, age_ns=GRANT_AGE_MAX_NS - 2_000_000_000)
+    assert guest.decide().open
+    slot.grant(ttl_ns=24 * HOUR_NS, age_ns=GRANT_AGE_MAX_NS + 1)
+    decision = guest.decide()
+    assert (decision.reason, decision.fault) == (Closed.GRANT_FAULT, PageFault.EXPIRED)
+
+
+def test_a_grant_that_was_believed_ages_without_being_written_again(
+    slot: Slot, guest: GuestSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot.pulse(ttl_ns=24 * HOUR_NS)
+    slot.grant(ttl_ns=24 * HOUR_NS, mode=GrantMode.UNGATED, abort_grace_s=86_400.0)
+    assert guest.decide().open
+    late_ns = monotonic_ns() + GRANT_AGE_MAX_NS
+    monkeypatch.setattr("coserve.guest_slot.monotonic_ns", lambda: late_ns)
+    assert not guest.decide().open
+    assert not guest.grace_over()
+    late_ns += 61_000_000_000
+    assert guest.grace_over(), "nor does a grace last for a day"
+    assert guest.kv_budget_tokens() == 0
+
+
+def missed_after(guest: GuestSlot, monkeypatch: pytest.MonkeyPatch, seconds: float) -> bool:
+    guest.decide()
+    guest.memory_missed()
+    later_ns = monotonic_ns() + int(seconds * 1e9)
+    with monkeypatch.context() as patch:
+        patch.setattr("coserve.guest_slot.monotonic_ns", lambda: later_ns)
+        return guest.memory_missed()
+
+
+def test_memory_above_the_budget_is_missed_after_the_deadline_that_the_grant_says(
+    slot: Slot, guest: GuestSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guest.load.kv_tokens_total = 1000
+    assert not missed_after(guest, monkeypatch, 3600.0), "no budget"
+    slot.grant(kv_budget_tokens=400, kv_deadline_s=4.0)
+    assert not missed_after(guest, monkeypatch, 4.5)
+    assert missed_after(guest, monkeypatch, 5.1)
+    guest.load.kv_tokens_withheld = 600
+    assert not missed_after(guest, monkeypatch, 3600.0)
+
+
+def test_a_guest_that_falls_asleep_has_all_the_time_it_needs(
+    slot: Slot, guest: GuestSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guest.load.kv_tokens_total = 1000
+    slot.grant(mode=GrantMode.CLOSED, asleep=True)
+    # Less than the grace of a grant, after which its agent is gone.
+    assert not missed_after(guest, monkeypatch, 9.0)

@@ -3,6 +3,8 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,8 +27,10 @@ class FakeSlot:
         self.decision = SHUT
         self.page = PrivateBell()
         self.pulse = PrivateBell()
-        self.over = self.owes = False
+        self.over = self.owes = self.missed = self.closed = False
+        self.load = SimpleNamespace(processes=("engine", "worker"))
         self.error: Exception | None = None
+        self.unwritable: Exception | None = None
         self.decisions = self.published = 0
         self.asked = threading.Semaphore(0)
         self.told = threading.Semaphore(0)
@@ -52,7 +56,15 @@ class FakeSlot:
     def owes_memory(self) -> bool:
         return self.owes
 
+    def memory_missed(self) -> bool:
+        return self.missed
+
+    def close(self) -> None:
+        self.closed = True
+
     def publish(self) -> None:
+        if self.unwritable is not None:
+            raise self.unwritable
         self.published += 1
         self.told.release()
 
@@ -61,8 +73,15 @@ class Scene:
     def __init__(self) -> None:
         self.slot = FakeSlot()
         self.woken = threading.Semaphore(0)
-        self.waker = Waker(self.slot, self.woken.release)  # type: ignore[arg-type]
+        self.ended: list[Any] = []
+        self.over = threading.Event()
+        self.waker = Waker(self.slot, self.woken.release, end=self.end)  # type: ignore[arg-type]
         self.waker.start()
+
+    def end(self, processes: Any) -> None:
+        assert self.slot.closed, "no page says any more what is held"
+        self.ended.append(processes)
+        self.over.set()
 
     def arm_and_look(self) -> None:
         """Arm, and wait until the waker has evaluated the gate."""
@@ -204,6 +223,35 @@ def test_wakes_the_loop_for_memory_that_is_due_whether_or_not_there_is_work(
     prepare(scene)
     scene.slot.owes = True
     assert eventually(scene.woken)
+
+
+@pytest.mark.parametrize("prepare", [Scene.arm_and_look, lambda scene: None])
+def test_ends_the_guest_whose_memory_is_not_back_in_time(
+    scene: Scene, prepare: Callable[[Scene], None]
+) -> None:
+    prepare(scene)
+    assert scene.ended == []
+    scene.slot.missed = True
+    assert scene.over.wait(WAIT_S)
+    assert scene.ended[0] == ("engine", "worker")
+
+
+def test_ends_the_guest_also_where_its_page_cannot_be_written(scene: Scene) -> None:
+    scene.slot.missed = True
+    scene.slot.unwritable = OSError("no space left")
+    assert scene.over.wait(WAIT_S)
+
+
+def test_leaves_a_guest_to_its_agent_that_must_not_end_itself() -> None:
+    slot = FakeSlot()
+    slot.missed = True
+    waker = Waker(slot, lambda: None, end=None)  # type: ignore[arg-type]
+    waker.start()
+    assert eventually(slot.told)
+    assert eventually(slot.told)
+    waker.stop()
+    waker.join(timeout=WAIT_S)
+    assert not slot.closed
 
 
 def test_lives_on_after_an_error_and_still_wakes(
