@@ -8,6 +8,7 @@ Chosen by capability, reported in the grant as `blocking_ratio` and undone on ex
     time-slicing  CUDA's default: contexts take turns on the GPU; a fault stays with who caused it
     mps           CUDA, by consent only: both run at once, the guest on a share of the GPU and at
                   lower priority; without fault isolation, see coserve/mps.py
+                  under both the guest's threads on the host rank below production's as well
     none          nothing; the whole of a running step delays production
 
 The idle class ranks a process among those of its own scheduling group only, and groups share a core
@@ -32,6 +33,10 @@ from harvester.contracts.mps import NO_DAEMON, PIPE_VARIABLE
 from harvester.contracts.scheduling_group import Rank, is_below, ranks
 
 _GROUPS = IdleGroups()
+_GPU_GUEST_NICE = 19
+"""Of a GPU guest's threads on the host: a sixtieth of a core beside each of production's. Not the
+idle class: production may wait for a lock of the driver that a thread of the guest holds, and one
+that gets no core at all never lets it go."""
 
 
 class IsolationBackend(StrEnum):
@@ -151,7 +156,7 @@ def apply_to_process(isolation: Isolation, pid: int = 0, *, guest: int = 0) -> N
     """Put a process (0: this one) and every thread of it under the backend. Raises Unsupported.
 
     `guest` is the first process of the guest that it is one of; 0 where it is that itself.
-    Those of a GPU hold from a process's first call of CUDA: `Isolation.environment`, not this.
+    On the GPU itself a backend holds from a process's first call of CUDA: `Isolation.environment`.
     Children and threads made later inherit it, so it is called before an engine starts its own.
     """
     if isolation.backend is IsolationBackend.IDLE_GROUP:
@@ -160,6 +165,10 @@ def apply_to_process(isolation: Isolation, pid: int = 0, *, guest: int = 0) -> N
     elif isolation.backend is IsolationBackend.IDLE:
         for thread in _threads(pid):
             os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+    elif isolation.backend in {IsolationBackend.TIME_SLICING, IsolationBackend.MPS}:
+        for thread in _threads(pid):
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, thread, _GPU_GUEST_NICE)
 
 
 def lift_from_process(pid: int = 0) -> None:

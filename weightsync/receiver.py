@@ -9,7 +9,7 @@ a full checkpoint has been applied: `settle` does that by itself.
 """
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,14 +82,18 @@ class Receiver:
         selection: Selection | None = None,
         staging_bytes: int = STAGING_BYTES,
         spool_dir: Path | None = None,
+        work_pool: Executor | None = None,
         clock: Clock | None = None,
     ) -> None:
+        """`work_pool`: where its pieces of decoding, writing and hashing run, in place of threads
+        of its own; it stays its owner's."""
         MemoryRoom(staging_bytes)
         self._store = Store(store)
         self.base = base
         """What an adapter is to work on; None for whole models."""
         self._clock = clock or MonotonicClock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-receive")
+        self._work_pool = work_pool or self._pool
         self._present: frozenset[VersionRef] = frozenset()
         self._steps: dict[VersionRef, Step] = {}
         self._selection = selection
@@ -208,7 +212,7 @@ class Receiver:
                 self._store,
                 plan,
                 self.parts(plan, held),
-                self._pool,
+                self._work_pool,
                 room=room,
                 spool=Spool(room, self._spool_dir),
                 known=known.table if known else {},
@@ -223,7 +227,7 @@ class Receiver:
         started = self._clock.now()
         known, self._written = self._written, None
         with self._forgetting():
-            found, cut = write_state(staged, target, self._pool, known.cut if known else {})
+            found, cut = write_state(staged, target, self._work_pool, known.cut if known else {})
         if staged.plan.manifest.block is not None:
             # Of another system's deltas nobody tells whole digests to go on from.
             self._written = _Written(staged.plan.target, staged.table, cut)

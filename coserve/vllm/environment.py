@@ -13,8 +13,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from coserve.isolation import IsolationBackend
+from coserve.work_gate import WorkGate
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.mps import PIPE_VARIABLE
+from harvester.contracts.page import PageDirectory
 from harvester.contracts.page.directory import DIRECTORY_VARIABLE, pulse_page
 
 ROLE_VARIABLE = "ROSEMUX_ROLE"
@@ -62,6 +64,14 @@ def slot_environment() -> SlotEnvironment | None:
     except ConfigError as error:
         raise ConfigError(f"{ENGINE_VARIABLE}: {error}") from error
     return SlotEnvironment(Role(role), engine, Path(directory), _isolation())
+
+
+def work_gate() -> WorkGate:
+    """That of this process's slot. Raises ConfigError outside one."""
+    environment = slot_environment()
+    if environment is None:
+        raise ConfigError("this process belongs to no slot")
+    return WorkGate(PageDirectory(environment.directory))
 
 
 def _isolation() -> IsolationBackend | None:

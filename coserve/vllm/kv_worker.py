@@ -12,8 +12,10 @@ import msgspec
 import torch
 
 from coserve.kv_pages import Plane, give_back, whole_pages
+from coserve.vllm.environment import work_gate
 from coserve.vllm.memory_report import report
 from coserve.vllm.residency import follow_updates
+from coserve.work_gate import WorkGate
 
 
 class KvPages:
@@ -33,9 +35,21 @@ class KvPages:
         said: dict[str, Any] = msgspec.to_builtins(report(self))
         return said
 
+    def rosemux_pace(self) -> None:
+        """From now on what this worker does with weights asks the slot for slack, in pieces."""
+        paced_by = getattr(getattr(self, "weight_transfer_engine", None), "paced_by", None)
+        if paced_by is not None:
+            paced_by(self._rosemux_gate())
+
     def rosemux_follow_updates(self) -> None:
         """New versions come through while this worker sleeps."""
-        follow_updates(self)
+        follow_updates(self, self._rosemux_gate())
+
+    def _rosemux_gate(self) -> WorkGate:
+        gate = getattr(self, "_rosemux_work_gate", None)
+        if gate is None:
+            gate = self._rosemux_work_gate = work_gate()
+        return gate
 
     def _rosemux_planes(self, total: int) -> list[Plane]:
         planes = getattr(self, "_rosemux_known_planes", None)

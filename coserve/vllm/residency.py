@@ -18,10 +18,13 @@ from collections.abc import Callable
 from typing import Any
 
 from coserve.vllm.capabilities import Capabilities
+from coserve.work_gate import WorkGate
 from harvester.contracts.errors import ConfigError, Unsupported
 
 _WEIGHTS = "weights"
 """vLLM's tag of them."""
+WAKE = "wake"
+"""The kind of work that copying them back is."""
 _ALL = frozenset({_WEIGHTS, "kv_cache"})
 _CALLS = ("start_weight_update", "start_draft_weight_update", "update_weights")
 """Of an update, in a worker; the second is there in some versions."""
@@ -85,13 +88,14 @@ def residency(
     return Residency(executor)
 
 
-def follow_updates(worker: Any) -> None:
+def follow_updates(worker: Any, gate: WorkGate) -> None:
     """Let one worker's updates through while it sleeps; called once, in the worker's process.
+    Waking the weights for one asks the gate.
 
     A version that is being staged is read from the weights in the background, so it is dropped
     before they go, and none is begun while they are away: the update prepares by itself.
     """
-    update = _Update(worker)
+    update = _Update(worker, gate)
     for name in _CALLS:
         if hasattr(worker, name):
             setattr(worker, name, update.on_awake_weights(getattr(worker, name)))
@@ -106,8 +110,9 @@ def weights_away(worker: Any) -> bool:
 class _Update:
     """Stands before a worker's own methods."""
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Any, gate: WorkGate) -> None:
         self._worker = worker
+        self._gate = gate
         self._finish = self.on_awake_weights(worker.finish_weight_update)
         self._sleep, self._wake_up = worker.sleep, worker.wake_up
         self._asleep: frozenset[str] = frozenset()
@@ -119,7 +124,8 @@ class _Update:
                 # vLLM's executor goes on counting the weights as asleep, which is how this ends;
                 # but where KV was woken alone, it would be unmapped with them.
                 sleeps_again = self._asleep == _ALL
-                self.wake_up([_WEIGHTS])
+                with self._gate.piece(WAKE):
+                    self.wake_up([_WEIGHTS])
                 self._sleeps_again = sleeps_again
                 _log.info("the weights are awake for an update")
             return call(*args, **kwargs)

@@ -19,14 +19,14 @@ from coserve.guest_slot import GuestSlot
 from coserve.isolation import IsolationBackend
 from coserve.memory_deadline import end_guest
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
-from coserve.vllm.environment import Role, slot_environment
+from coserve.vllm.environment import Role, slot_environment, work_gate
 from coserve.vllm.gated_loop import GatedLoop
 from coserve.vllm.kv_reserve import KvReserve
 from coserve.vllm.kv_shared import KvShared, check, is_shared
 from coserve.vllm.launch import AUTOPATCH_VARIABLE, SEGMENT_VARIABLE, WORKER_EXTENSION
 from coserve.vllm.memory_report import largest
 from coserve.vllm.prefix_keeper import PrefixKeeper
-from coserve.vllm.residency import Residency, residency
+from coserve.vllm.residency import WAKE, Residency, residency
 from coserve.vllm.waker import Waker
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Unsupported
@@ -34,6 +34,9 @@ from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.process import process_ids
 
 _log = logging.getLogger(__name__)
+
+_WAKE_BYTES_PER_S = 10e9
+"""Weights that are copied back from host memory, until it was measured."""
 
 _BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 """How a turn ends after which its trajectory may come back with another one."""
@@ -97,6 +100,10 @@ class CoserveScheduler(AsyncScheduler):
         self._slot.load.sleeps = self._residency is not None
         self._kv.give_back_unused()
         self._ask_workers()
+        self._work = work_gate()
+        self._work.expect(WAKE, self._slot.load.memory.weights_bytes / _WAKE_BYTES_PER_S)
+        if self._extended:
+            core.model_executor.collective_rpc("rosemux_pace")
         self._measure_load()
         if self._isolation is not None:
             self._isolation.start()
@@ -161,7 +168,8 @@ class CoserveScheduler(AsyncScheduler):
             # stays closed an engine without turns would never be idle, and no pause complete.
             self._drains_since_s = None
             return 0
-        if self._waker is not None:
+        # For weights that are owed the waker comes by itself, and no more often than once a beat.
+        if self._waker is not None and not self._slot.load.weights_away:
             self._waker.arm()
         return None
 
@@ -231,7 +239,8 @@ class CoserveScheduler(AsyncScheduler):
             # By the pages of now: a grant may be back since the last decision.
             self._slot.decide()
         if self._slot.owes_memory():
-            self._wake_weights()
+            if not self._weights_are_there():
+                return
             budget_tokens = self._slot.kv_budget_tokens()
             short_tokens = self._kv.keep_within(budget_tokens)
             if short_tokens:
@@ -262,11 +271,17 @@ class CoserveScheduler(AsyncScheduler):
         was preempted while steps of it were in flight."""
         return [*self.waiting, *getattr(self, "skipped_waiting", ())]
 
-    def _wake_weights(self) -> None:
-        """Before the first block is anybody's again."""
-        if self._residency is not None and self._residency.asleep and not self._slot.asleep:
+    def _weights_are_there(self) -> bool:
+        """Before the first block is anybody's again, unless they are to be away. Without slack for
+        waking them the loop sleeps on, and is back here in a beat: the slot owes it."""
+        if self._residency is None or not self._residency.asleep or self._slot.asleep:
+            return True
+        if not self._work.admits(WAKE):
+            return False
+        with self._work.measured(WAKE):
             self._residency.wake()
-            self._tell_residency(away=False)
+        self._tell_residency(away=False)
+        return True
 
     def _lay_weights_down(self) -> None:
         """Once no request, no step that was launched and no cached prefix is left."""

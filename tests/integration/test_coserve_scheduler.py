@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from coserve.guest_slot import GuestSlot
+from coserve.work_gate import WorkGate
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import Unsupported
 from harvester.contracts.page import Grant, GrantMode, PageDirectory
@@ -272,6 +273,7 @@ class Sleeper:
         scheduler = scene.scheduler
         self.weights = scheduler._residency = Weights(self.log)
         scheduler._slot.load.sleeps = True
+        scheduler._work = WorkGate(scene.directory)
         scheduler.block_size, scheduler._extended = 16, False
         scheduler._ask_workers = lambda: None
         scheduler._kv = SimpleNamespace(tokens_withheld=0, keep_within=self._keep)
@@ -333,6 +335,27 @@ def test_weights_are_back_before_the_first_block_is(scene: Scene, sleeper: Sleep
     assert not scene.scheduler._slot.load.weights_away
 
 
+def test_weights_wait_for_slack_before_they_wake(
+    scene: Scene, sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper.slept()
+    sleeper.log.clear()
+    slack = [False]
+    monkeypatch.setattr(scene.scheduler._work, "admits", lambda kind: slack[0])
+    scene.scheduler.requests = {"b": None}
+    scene.scheduler.waiting = [SimpleNamespace(request_id="b", num_tokens=10)]
+    scene.scheduler._kv.tokens_withheld = 64
+    scene.grant()
+    for _ in range(3):
+        assert not scene.admits()
+    assert sleeper.log == [], "nothing is mapped or handed out, and the turn waits"
+    assert list(scene.scheduler.requests) == ["b"]
+    slack[0] = True
+    scene.scheduler._kv.tokens_withheld = 0
+    assert scene.admits()
+    assert sleeper.log == ["weights back", "4 blocks"]
+
+
 def test_no_step_starts_without_weights(
     scene: Scene, sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,8 +363,10 @@ def test_no_step_starts_without_weights(
     scene.scheduler.requests = {"b": None}
     # A grant comes after sleep was followed and before the gate is asked.
     monkeypatch.setattr(scene.scheduler, "_keep_within_budget", scene.grant)
+    armed = scene.waker.armed
     assert not scene.admits()
-    assert scene.waker.armed
+    assert scene.waker.armed == armed, "no loop and waker that call each other without a pause"
+    assert scene.scheduler._slot.owes_memory(), "the waker comes by itself"
     monkeypatch.undo()
 
 

@@ -18,6 +18,7 @@ from weightsync.layout.manifest import AdapterRecord
 from weightsync.receiver import Applied
 from weightsync.vllm.adapter_stores import AdapterCopy, AdapterStores
 from weightsync.vllm.engine_weights import EngineWeights, Wanted
+from weightsync.vllm.paced_pool import Pace
 from weightsync.vllm.stager import Stager, StageState, StageStatus
 
 
@@ -94,6 +95,11 @@ class AdaptedWeights:
                 "as `adapter`"
             )
         return self._load_adapter(checked_name(wanted.adapter, what="adapter"), wanted, record)
+
+    def paced_by(self, pace: Pace) -> None:
+        """See EngineWeights."""
+        self._base.paced_by(pace)
+        self._stores.paced_by(pace)
 
     def rest(self) -> None:
         self._base.rest()

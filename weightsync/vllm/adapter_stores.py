@@ -6,7 +6,6 @@ when, adapted_weights.py decides.
 """
 
 from collections.abc import Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from weightsync.reading.store import Kind, Store, VersionRef
 from weightsync.receive.staged import Staged, check_state
 from weightsync.receiver import Applied, Receiver
 from weightsync.transport.location import StoreRoot
+from weightsync.vllm.paced_pool import Pace, PacedPool
 
 THREADS = 2
 MAX_REMEMBERED = 64
@@ -58,10 +58,14 @@ class AdapterStores:
     def __init__(self, root: StoreRoot, *, clock: Clock | None = None) -> None:
         self._root = root
         self._clock = clock or MonotonicClock()
-        self._pool: Executor = ThreadPoolExecutor(THREADS, thread_name_prefix="adapter-copy")
+        self._pool = PacedPool(THREADS)
         self._stores: dict[str, Store] = {}
         self._receivers: dict[str, Receiver] = {}
         self._manifests: dict[tuple[str, WeightVersion], Manifest] = {}
+
+    def paced_by(self, pace: Pace) -> None:
+        """See EngineWeights."""
+        self._pool.pace = pace
 
     def manifest(self, store: str, version: WeightVersion) -> Manifest | None:
         """The index of a version; None where it cannot be had: whoever loads it says why.
@@ -163,7 +167,7 @@ class AdapterStores:
 
     def _receiver(self, store: str) -> Receiver:
         if store not in self._receivers:
-            self._receivers[store] = Receiver(self._root.store(store))
+            self._receivers[store] = Receiver(self._root.store(store), work_pool=self._pool)
         return self._receivers[store]
 
 

@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.v1.worker.gpu_worker import Worker
 
 from harvester.contracts.errors import Unsupported
+from weightsync.vllm.paced_pool import Pace
 from weightsync.vllm.update_info import InitInfo, UpdateInfo
 from weightsync.vllm.worker_weights import WorkerWeights, add_worker_methods
 
@@ -55,6 +56,10 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def rest(self, *, away: bool) -> None:
         """Around the worker's sleep."""
         self._weights.rest(away=away)
+
+    def paced_by(self, pace: Pace) -> None:
+        """Called where production is beside this engine."""
+        self._weights.paced_by(pace)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """The base class waits for the accelerator here; a CPU has none to wait for."""

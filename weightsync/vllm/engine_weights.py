@@ -9,7 +9,6 @@ is read and whether a state is the published one. Knows nothing of vLLM's wire.
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
@@ -27,6 +26,7 @@ from weightsync.vllm.derived_layers import DerivedLayers
 from weightsync.vllm.in_place import applied_in_place, is_hashed_whole
 from weightsync.vllm.layers import check_layers, derived_layers
 from weightsync.vllm.loader_map import LoaderMap, traced
+from weightsync.vllm.paced_pool import Pace, PacedPool
 from weightsync.vllm.rehearsal import rehearsed
 from weightsync.vllm.shadow_target import ShadowTarget
 from weightsync.vllm.slice_target import SliceTarget, traced_slices
@@ -70,7 +70,8 @@ class EngineWeights:
 
     `root`: where the stores are. `packed_ahead_bytes`: how much memory an update may take for
     packed forms before its pause; layers over it are packed in the pause. `staging_bytes`: see
-    Receiver. `sliced`: the model is one rank of several that share a checkpoint.
+    Receiver. `sliced`: the model is one rank of several that share a checkpoint. `settle`: see
+    PacedPool.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class EngineWeights:
         packed_ahead_bytes: int,
         staging_bytes: int = STAGING_BYTES,
         sliced: bool = False,
+        settle: Callable[[], None] | None = None,
     ) -> None:
         check_layers(model)
         self._sliced = sliced
@@ -93,7 +95,8 @@ class EngineWeights:
         self._packed = cpu_linear.packed_layers(model)
         self._receivers: dict[str, Receiver] = {}
         self._stager: Stager[_Prepared] = Stager()
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weight-apply")
+        self._pool = PacedPool(THREADS, settle=settle)
+        self._receive_pool = PacedPool(THREADS, settle=settle)
         self._base = _Base()
         self._forms: Mapping[Any, PackedForm] = {}
         self._retired: list[object] = []
@@ -137,6 +140,10 @@ class EngineWeights:
         self._base = _Base(target, applied.version)
         self._loaded = (wanted.store, applied)
         return applied
+
+    def paced_by(self, pace: Pace) -> None:
+        """From now on every piece of work asks."""
+        self._pool.pace = self._receive_pool.pace = pace
 
     def rest(self) -> None:
         """Waits for what runs in the background and forgets what was staged."""
@@ -248,7 +255,9 @@ class EngineWeights:
     def _receiver(self, store: str) -> Receiver:
         if store not in self._receivers:
             source = self._root.store(store)
-            self._receivers[store] = Receiver(source, staging_bytes=self._staging_bytes)
+            self._receivers[store] = Receiver(
+                source, staging_bytes=self._staging_bytes, work_pool=self._receive_pool
+            )
         return self._receivers[store]
 
 

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from harvester.contracts.errors import ConfigError, Unsupported
 from weightsync.vllm.layers import check_layers
+from weightsync.vllm.paced_pool import Pace
 from weightsync.vllm.update_info import InitInfo, UpdateInfo
 from weightsync.vllm.worker_weights import WorkerWeights, add_worker_methods
 
@@ -31,12 +32,15 @@ class LoaderShapedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, parallel_config, model)
         check_layers(model)
         self._weights: WorkerWeights | None = None
+        self._pace: Pace | None = None
         redirect(Worker)
 
     def attach(self, worker: Any) -> None:
         """Learns what vLLM does not tell an engine; once."""
         if self._weights is None:
             self._weights = WorkerWeights(self.model, worker.vllm_config, worker.device)
+            if self._pace is not None:
+                self._weights.paced_by(self._pace)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """No rendezvous: an engine may join at any time."""
@@ -50,6 +54,11 @@ class LoaderShapedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def stage(self, update_info: UpdateInfo) -> dict[str, str]:
         return self._attached.stage(update_info)
+
+    def paced_by(self, pace: Pace) -> None:
+        self._pace = pace
+        if self._weights is not None:
+            self._weights.paced_by(pace)
 
     def finish(self) -> None:
         self._attached.finish()

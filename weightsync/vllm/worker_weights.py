@@ -4,6 +4,7 @@ Decides what is made for a worker's model and settings, and what may be called i
 """
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from weightsync.vllm.adapter_stores import AdapterStores
 from weightsync.vllm.engine_weights import EngineWeights
 from weightsync.vllm.layers import check_experts_beside_adapters
 from weightsync.vllm.lora_slots import LoraSlots
+from weightsync.vllm.paced_pool import Pace
 from weightsync.vllm.rank_parts import is_partial
 from weightsync.vllm.update_info import UpdateInfo
 
@@ -45,7 +47,9 @@ class WorkerWeights:
             staging_bytes=_bytes_of(STAGING_VARIABLE, STAGING_BYTES),
             # Ranks that share out experts alone are data-parallel engines, each a world of its own.
             sliced=vllm_config.parallel_config.world_size > 1 or is_partial(model),
+            settle=None if device.type == "cpu" else _stream_is_done,
         )
+        self._pace: Pace | None = None
         self._device = device
         self._away = False
         self._weights: EngineWeights | AdaptedWeights = base
@@ -68,7 +72,13 @@ class WorkerWeights:
         while they are away, and what was prepared from them in the background is dropped."""
         self._away = away
         if away:
-            self._weights.rest()
+            with nullcontext() if self._pace is None else self._pace.hurry():
+                self._weights.rest()
+
+    def paced_by(self, pace: Pace) -> None:
+        """Production is beside this engine: each piece of work on weights asks from now on."""
+        self._pace = pace
+        self._weights.paced_by(pace)
 
     def load(self, update_info: UpdateInfo) -> None:
         """Loads the version; raises where the engine does not hold exactly it afterwards."""
@@ -103,6 +113,11 @@ def add_worker_methods(worker_class: Any) -> None:
 
     setattr(worker_class, REPORT_METHOD, rosemux_weights)
     setattr(worker_class, STAGE_METHOD, rosemux_stage)
+
+
+def _stream_is_done() -> None:
+    """What a thread has left to its own stream; the engine's steps have another."""
+    torch.accelerator.current_stream().synchronize()
 
 
 def _weight_root() -> StoreRoot:

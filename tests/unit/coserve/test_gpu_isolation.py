@@ -1,11 +1,22 @@
 """What a GPU guest is isolated by: time-slicing by itself, MPS by an operator's consent alone."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from coserve.gpus import ComputeMode, Gpu, gpus
-from coserve.isolation import NO_ISOLATION, TIME_SLICING, Isolation, IsolationBackend, choose
+from coserve.isolation import (
+    NO_ISOLATION,
+    TIME_SLICING,
+    Isolation,
+    IsolationBackend,
+    apply_to_process,
+    choose,
+    lift_from_process,
+)
 from coserve.mps import MpsShare
 from harvester.contracts.errors import ConfigError, Unsupported
 from harvester.contracts.mps import DEFAULT_PIPE_DIRECTORY, PIPE_VARIABLE
@@ -37,6 +48,18 @@ def test_a_guest_without_consent_looks_for_a_daemon_where_there_is_none(
     looked = Path(dict(without_mps.environment)[PIPE_VARIABLE])
     assert looked != DEFAULT_PIPE_DIRECTORY
     assert not looked.exists(), "CUDA would join it without a word"
+
+
+@pytest.mark.parametrize("backend", [IsolationBackend.TIME_SLICING, IsolationBackend.MPS])
+def test_a_gpu_guests_threads_on_the_host_rank_below_productions(
+    backend: IsolationBackend,
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        apply_to_process(Isolation(backend, blocking_ratio=1.0), process.pid)
+        assert os.sched_getscheduler(process.pid) == os.SCHED_BATCH
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+        lift_from_process(process.pid)
+        assert os.sched_getscheduler(process.pid) == os.SCHED_OTHER
 
 
 def test_a_backend_that_cannot_work_on_these_gpus_is_refused() -> None:

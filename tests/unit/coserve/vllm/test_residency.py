@@ -1,6 +1,7 @@
 """A guest's weights while it sleeps, over vLLM's own executor and a worker that plays the GPU's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,18 @@ class WeightEngine:
         self.away = away
 
 
+class PlayedGate:
+    """Notes for what work slack was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    @contextmanager
+    def piece(self, kind: str) -> Iterator[None]:
+        self.asked.append(kind)
+        yield
+
+
 class Worker:
     """Memory by tag, as vLLM keeps it: what sleeps has an address and nothing behind it."""
 
@@ -36,6 +49,7 @@ class Worker:
         self.weight_transfer_engine = WeightEngine()
         self.device = "cpu"
         self.fails = False
+        self.gate = PlayedGate()
 
     def sleep(self, level: int = 1) -> None:
         assert level == 1
@@ -62,7 +76,7 @@ class Worker:
         assert "weights" in self.mapped
 
     def rosemux_follow_updates(self) -> None:
-        follow_updates(self)
+        follow_updates(self, self.gate)  # type: ignore[arg-type]
 
 
 class PlayedExecutor(Executor):  # type: ignore[misc]
@@ -136,6 +150,7 @@ def test_a_version_comes_through_with_the_weights_alone_awake(
     worker = executor.worker
     worker.start_weight_update()
     assert worker.mapped == {"weights"}, "its KV is production's"
+    assert worker.gate.asked == ["wake"], "and slack was asked for"
     worker.update_weights(7)
     worker.finish_weight_update()
     assert worker.mapped == set()

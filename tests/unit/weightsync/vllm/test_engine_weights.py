@@ -9,6 +9,7 @@ import torch
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from tests.unit.weightsync.vllm.plain_model import PlainModel
+from tests.unit.weightsync.vllm.test_paced_pool import CountingPace
 from weightsync.publisher import Published, Publisher
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.engine_weights import EngineWeights, Wanted
@@ -49,6 +50,24 @@ def test_a_staged_version_changes_nothing_until_it_is_loaded(
     applied = weights.load(wanted(4))
     assert model.holds(states[3])
     assert not applied.from_full
+
+
+def test_beside_production_every_piece_of_a_version_asks_and_the_bits_are_the_same(
+    weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
+) -> None:
+    pace = CountingPace()
+    weights.paced_by(pace)
+    weights.load(wanted(3))
+    assert model.holds(states[2])
+    loaded = pace.begun
+    assert loaded > 0
+    assert staged(weights, 4) is StageState.READY
+    prepared = pace.begun
+    assert prepared > loaded, "decoded and rehearsed in pieces"
+    weights.load(wanted(4))
+    assert pace.begun > prepared, "and written in pieces"
+    assert model.holds(states[3])
+    assert pace.begun == pace.ended
 
 
 def test_the_loader_runs_once_for_all_versions(weights: EngineWeights, model: PlainModel) -> None:

@@ -1,0 +1,96 @@
+"""A worker's pieces over a slot's real pages."""
+
+import math
+import threading
+
+import pytest
+
+from coserve.guest_slot import GuestSlot
+from coserve.work_gate import WorkGate
+from harvester.contracts.clock import VirtualClock
+from harvester.contracts.page import GrantMode
+from tests.unit.coserve.conftest import Slot
+
+WITHIN_S = 20.0
+
+
+@pytest.fixture
+def gate(slot: Slot) -> WorkGate:
+    return WorkGate(slot.directory)
+
+
+def test_beside_idle_production_work_goes_at_full_speed(gate: WorkGate) -> None:
+    done = 0
+    for _ in range(50):
+        with gate.piece():
+            done += 1
+    assert done == 50
+    assert gate.budget_s() > 0.5
+
+
+def test_the_pages_of_now_are_asked(slot: Slot, gate: WorkGate) -> None:
+    assert gate.budget_s() > 0.0
+    slot.production_arrives()
+    assert gate.budget_s() < 0.0
+    slot.pulse()
+    assert gate.budget_s() > 0.0
+    slot.grant(ttl_ns=0)
+    assert gate.budget_s() == -math.inf
+    slot.grant(mode=GrantMode.CLOSED, pulses=("pulse.prod.1",))
+    assert gate.budget_s() == -math.inf
+    slot.grant(pulses=("../grant",))
+    assert gate.budget_s() == -math.inf
+
+
+def test_a_piece_without_slack_is_late_and_not_stuck(slot: Slot) -> None:
+    clock = VirtualClock()
+    gate = WorkGate(slot.directory, clock=clock)
+    slot.production_arrives()
+    assert not gate.admits("weights")
+    clock.advance_to(0.5)
+    assert gate.admits("weights")
+    assert not gate.admits("weights")
+
+
+def test_pieces_of_one_kind_say_nothing_of_another(slot: Slot) -> None:
+    clock = VirtualClock()
+    gate = WorkGate(slot.directory, clock=clock)
+    gate.expect("wake", 3.0)
+    assert not gate.admits("wake"), "an idle production has less slack than that"
+    assert gate.admits("weights")
+    with gate.measured("wake"):
+        clock.advance_to(0.1)
+    clock.advance_to(1000.0)
+    assert gate.admits("wake")
+
+
+def test_who_owes_memory_is_done_as_soon_as_can_be(
+    slot: Slot, guest: GuestSlot, gate: WorkGate
+) -> None:
+    guest.load.kv_tokens_total = 1000
+    guest.publish()
+    slot.production_arrives()
+    slot.grant(kv_budget_tokens=400)
+    assert gate.budget_s() == math.inf
+    guest.load.kv_tokens_withheld = 600
+    guest.publish()
+    assert gate.budget_s() < 0.0
+
+
+def test_nobody_waits_while_somebody_waits_for_all_of_them(slot: Slot) -> None:
+    gate = WorkGate(slot.directory, clock=VirtualClock())
+    slot.production_arrives()
+    done = threading.Event()
+
+    def work() -> None:
+        for _ in range(3):
+            with gate.piece():
+                pass
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert not done.wait(0.1), "on this clock no time passes, and there is no slack"
+    with gate.hurry():
+        assert done.wait(WITHIN_S)
+    thread.join()

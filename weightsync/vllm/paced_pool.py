@@ -1,0 +1,53 @@
+"""Threads that do an engine's work on weights piece by piece, and ask before each.
+
+Beside production on the same accelerator a version that is decoded or written may take no more of
+it than a step may. Who says when, and by what, is not known here.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Pace(Protocol):
+    """Called from any thread."""
+
+    def piece(self) -> AbstractContextManager[None]:
+        """Waits until a piece of work may run; measures it."""
+        ...
+
+    def hurry(self) -> AbstractContextManager[None]:
+        """No piece waits within it."""
+        ...
+
+
+class PacedPool(Executor):
+    """Every call is a piece: the callers hand over batches of megabytes (see batches.py), or one
+    tensor."""
+
+    def __init__(self, threads: int, *, settle: Callable[[], None] | None = None) -> None:
+        """`settle` waits for what a piece has left to an accelerator; None where that is nothing"""
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="weight-apply")
+        self._settle = settle
+        self.pace: Pace | None = None
+        """None: nobody is beside this engine."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        pace = self.pace
+        if pace is None:
+            return self._threads.submit(fn, *args, **kwargs)
+        return self._threads.submit(self._piece, pace, fn, args, kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._threads.shutdown(wait, cancel_futures=cancel_futures)
+
+    def _piece(self, pace: Pace, fn: Callable[..., T], args: Any, kwargs: Any) -> T:
+        with pace.piece():
+            done = fn(*args, **kwargs)
+            if self._settle is not None:
+                self._settle()
+            return done
