@@ -6,8 +6,9 @@ In each process that works, workers too: it reads pages and writes none. It know
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from time import thread_time
 
 from coserve.work_pace import WorkPace, work_budget_s
 from harvester.contracts.clock import Clock, MonotonicClock, monotonic_ns
@@ -20,13 +21,18 @@ _LOOK_S = 0.005
 class WorkGate:
     """Any thread may come with a piece; those that wait go one after the other."""
 
-    def __init__(self, pages: PageDirectory, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self, pages: PageDirectory, *, on_host: bool = False, clock: Clock | None = None
+    ) -> None:
+        """`on_host`: pieces cost what their threads take of a core. Else what they last: an
+        accelerator is theirs meanwhile."""
         self._pages = pages
         self._grant_page = pages.grant_reader()
         self._guest_page = pages.guest_reader()
         self._pulse_names: tuple[str, ...] = ()
         self._pulse_pages: list[PageReader[PulseHead]] = []
         self._clock = clock or MonotonicClock()
+        self._cost_s: Callable[[], float] = thread_time if on_host else self._clock.now
         self._paces: dict[str, WorkPace] = {}
         self._turn = threading.Lock()
         self._hurried = 0
@@ -46,11 +52,11 @@ class WorkGate:
 
     @contextmanager
     def measured(self, kind: str) -> Iterator[None]:
-        began = self._clock.now()
+        began_s = self._cost_s()
         try:
             yield
         finally:
-            self._pace(kind).observe(self._clock.now() - began)
+            self._pace(kind).observe(self._cost_s() - began_s)
 
     def expect(self, kind: str, piece_s: float) -> None:
         """Before the first piece of a kind was measured."""

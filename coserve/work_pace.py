@@ -19,7 +19,7 @@ SHARE = 0.05
 """Of the time that pieces without slack take altogether: the epsilon by which production's times
 may grow unless an operator says otherwise. Whatever production does, a version takes at most twenty
 times as long as alone."""
-_SLOWER_GAIN = 0.1
+_SLOWER_GAIN = 0.2
 
 
 def work_budget_s(
@@ -52,17 +52,22 @@ class WorkPace:
 
     piece_s: float = 0.001
     """Predicted: longer at once when a piece was, shorter slowly."""
-    _next_s: float | None = None
+    _admitted_s: float | None = None
+    _next_s: float = 0.0
     """When a piece may go without slack."""
 
     def admits(self, budget_s: float, *, now: float) -> bool:
         """Whether a piece may run now; asked again after each refusal."""
-        if self._next_s is None:
-            self._next_s = now + self.piece_s / SHARE
+        if self._admitted_s is None:
+            self._admitted_s, self._next_s = now, now + self.piece_s / SHARE
         if self.piece_s > budget_s and now < self._next_s:
             return False
-        self._next_s = now + self.piece_s / SHARE
+        self._admitted_s, self._next_s = now, now + self.piece_s / SHARE
         return True
 
     def observe(self, taken_s: float) -> None:
+        """What the piece that was admitted last has taken."""
         self.piece_s = max(taken_s, self.piece_s + _SLOWER_GAIN * (taken_s - self.piece_s))
+        if self._admitted_s is not None:
+            # By what it took: one long piece makes the fit cautious and no more than itself late.
+            self._next_s = self._admitted_s + taken_s / SHARE

@@ -66,12 +66,12 @@ def slot_environment() -> SlotEnvironment | None:
     return SlotEnvironment(Role(role), engine, Path(directory), _isolation())
 
 
-def work_gate() -> WorkGate:
-    """That of this process's slot. Raises ConfigError outside one."""
+def work_gate(*, on_host: bool = False) -> WorkGate:
+    """That of this process's slot; see WorkGate. Raises ConfigError outside one."""
     environment = slot_environment()
     if environment is None:
         raise ConfigError("this process belongs to no slot")
-    return WorkGate(PageDirectory(environment.directory))
+    return WorkGate(PageDirectory(environment.directory), on_host=on_host)
 
 
 def _isolation() -> IsolationBackend | None:

@@ -22,6 +22,7 @@ class KvPages:
     """Mixed into vLLM's worker, whose names it must not repeat."""
 
     model_runner: Any
+    device: Any
 
     def rosemux_give_back(self, blocks: list[int], total: int) -> int:
         """Return the pages of these of the pool's `total` blocks. Bytes."""
@@ -48,7 +49,8 @@ class KvPages:
     def _rosemux_gate(self) -> WorkGate:
         gate = getattr(self, "_rosemux_work_gate", None)
         if gate is None:
-            gate = self._rosemux_work_gate = work_gate()
+            on_host = torch.device(self.device).type == "cpu"
+            gate = self._rosemux_work_gate = work_gate(on_host=on_host)
         return gate
 
     def _rosemux_planes(self, total: int) -> list[Plane]:
