@@ -39,8 +39,9 @@ GRANT_AGE_MAX_NS = 5_000_000_000
 """A grant older than this is none, however long its writer said that it holds: ten times what an
 agent says unless it was told otherwise, and as long as production is ever left to an agent that is
 gone. An expiry of a day, of a mistaken or a foreign agent, would hold the gate open for a day."""
-WAIT_MAX_S = 60.0
-"""Nor does the guest keep its memory for longer than this after the grant or the deadline."""
+_GRACE_MAX_S, _DEADLINE_MAX_S = 600.0, 60.0
+"""Nor does the guest keep its memory for longer after a lost grant, or when it is due: the bounds of
+an agent's settings."""
 _DEFAULT_GRACE_S = 10.0
 _FAULT_CHARACTERS = 300
 _DEFAULT_DEADLINE_S = 2.0
@@ -115,8 +116,8 @@ class GuestSlot:
             if grant.record is not None:
                 self._granted_ns = now_ns
                 self._epoch = grant.record.epoch
-                self.abort_grace_s = min(grant.record.abort_grace_s, WAIT_MAX_S)
-                self._kv_deadline_s = min(grant.record.kv_deadline_s, WAIT_MAX_S)
+                self.abort_grace_s = min(grant.record.abort_grace_s, _GRACE_MAX_S)
+                self._kv_deadline_s = min(grant.record.kv_deadline_s, _DEADLINE_MAX_S)
                 budget_tokens = grant.record.kv_budget_tokens or None
                 self.asleep = grant.record.asleep
                 self._budget_tokens = 0 if self.asleep else budget_tokens
