@@ -40,8 +40,8 @@ GRANT_AGE_MAX_NS = 5_000_000_000
 agent says unless it was told otherwise, and as long as production is ever left to an agent that is
 gone. An expiry of a day, of a mistaken or a foreign agent, would hold the gate open for a day."""
 _GRACE_MAX_S, _DEADLINE_MAX_S = 600.0, 60.0
-"""Nor does the guest keep its memory for longer after a lost grant, or when it is due: the bounds of
-an agent's settings."""
+"""Nor does the guest keep its memory for longer after a lost grant, or when it is due: the bounds
+of an agent's settings."""
 _DEFAULT_GRACE_S = 10.0
 _FAULT_CHARACTERS = 300
 _DEFAULT_DEADLINE_S = 2.0
