@@ -19,6 +19,7 @@ class _Core:
     ours: int = 0
     """This process's requests that decode on it, as of its last step with one of them."""
     running: int = 0
+    waiting: int = 0
     kv_usage_ratio: float = 0.0
     told_ns: int = 0
 
@@ -44,11 +45,12 @@ class EngineCores:
         kv_usage_ratio: float | None,
         ours: int | None,
         now_ns: int,
+        waiting: int | None = None,
     ) -> int:
         """One step of a core; returns when its last one ended, 0 where there was none.
 
-        `running` and `kv_usage_ratio` are None where the statistics went to another process,
-        `ours` where the step held none of this process's requests.
+        `running`, `waiting` and `kv_usage_ratio` are None where the statistics went to another
+        process, `ours` where the step held none of this process's requests.
         """
         core = self._cores.setdefault(rank, _Core())
         previous_ns, core.last_step_ns = core.last_step_ns, now_ns
@@ -56,6 +58,8 @@ class EngineCores:
             core.ours = ours
         if running is not None:
             core.running, core.told_ns = running, now_ns
+        if waiting is not None:
+            core.waiting = waiting
         if kv_usage_ratio is not None:
             core.kv_usage_ratio, core.told_ns = kv_usage_ratio, now_ns
         self._sum_up()
@@ -83,9 +87,15 @@ class EngineCores:
         self.running = sum([core.running for core in cores])
         self.kv_usage_ratio = max([core.kv_usage_ratio for core in cores])
         told = [
-            EngineCore(rank=rank, told_ns=core.told_ns, kv_usage_ratio=core.kv_usage_ratio)
+            EngineCore(
+                rank=rank,
+                told_ns=core.told_ns,
+                kv_usage_ratio=core.kv_usage_ratio,
+                running=core.running,
+                waiting=core.waiting,
+            )
             for rank, core in self._cores.items()
         ]
         if len(told) > _TOLD_CORES:
-            told.sort(key=lambda core: core.kv_usage_ratio, reverse=True)
+            told.sort(key=lambda core: (core.running > 0, core.kv_usage_ratio), reverse=True)
         self.told = tuple(told[:_TOLD_CORES])

@@ -18,6 +18,19 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
     """Of the engine core, with data parallelism."""
     ours: bool = True
     """Whether requests of this process were in it."""
+    waiting: int | None = None
+    """As `running`: requests without a place in the batch."""
+
+    @property
+    def served(self) -> bool:
+        """Whether it gave requests of this process anything; outputs of aborted ones are not."""
+        return bool(
+            self.generation_tokens
+            or self.first_tokens
+            or self.prompt_tokens
+            or self.inter_token_s
+            or self.finished_prompt_tokens
+        )
 
 
 class Siblings(msgspec.Struct, frozen=True):

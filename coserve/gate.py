@@ -11,7 +11,7 @@ from random import random
 
 import msgspec
 
-from coserve.engine_terms import terms_of
+from coserve.engine_terms import idle, terms_of
 from coserve.laws import Admission, GuestLoad, rose_law, saturation_law, slack_law
 from coserve.slack import hung
 from coserve.step_time import StepTimeModel
@@ -105,11 +105,10 @@ def decide(
             admitted = saturation_law(present, guest, chance=chance())
     if admitted.tokens > 0:
         return Decision(admitted.tokens, None, admitted.slack_s)
-    if may_probe and _may_probe(admitted, present, guest):
+    if may_probe and _may_probe(admitted, guest) and idle(present, terms, now_ns=now_ns):
         return Decision(1, None, admitted.slack_s, probe=True)
     return Decision(0, Closed.NO_SLACK, admitted.slack_s)
 
 
-def _may_probe(admitted: Admission, pulses: Sequence[PulseHead], guest: GuestLoad) -> bool:
-    idle = not any(pulse.in_flight for pulse in pulses)
-    return idle and admitted.slack_s > 0.0 and guest.launched_s == 0.0 and guest.cap > 0
+def _may_probe(admitted: Admission, guest: GuestLoad) -> bool:
+    return admitted.slack_s > 0.0 and guest.launched_s == 0.0 and guest.cap > 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import thread_time_ns
 
+from coserve.engine_terms import idle, terms_of
 from coserve.gate import Closed, Decision, decide
 from coserve.guest_steps import GuestSteps, ProductionMoment
 from coserve.isolation import PREEMPTED, IsolationBackend
@@ -298,11 +299,15 @@ class GuestSlot:
             _log.error("grant of %s: %s", self._directory.path, error)
 
     def _production(self, now_ns: int) -> ProductionMoment | None:
-        idle, requests = True, 0
+        grant, pulses = self._grant.record, list[PulseHead]()
         for page in self._pulse_pages.values():
             pulse = page.read(now_ns=now_ns).record
             if pulse is None:
                 return None
-            idle = idle and pulse.in_flight == 0
-            requests += pulse.requests_total
-        return ProductionMoment(idle, requests)
+            pulses.append(pulse)
+        if grant is None:
+            return None
+        return ProductionMoment(
+            idle(pulses, terms_of(pulses, grant), now_ns=now_ns),
+            sum([pulse.requests_total for pulse in pulses]),
+        )

@@ -7,6 +7,9 @@ tokens are matched to arrivals in order. Touches no clock and no page.
 Other API servers of the engine have requests of their own in its steps, and with data parallelism
 there are several engine cores that step side by side. What then cannot be told apart teaches no
 step time; what is published is this process's own, whatever the others do.
+
+The middleware may miss requests: its flag is lost, they come by another door than HTTP, or they
+outlive their reply. Steps that serve requests while none is in flight are published as such.
 """
 
 from collections import deque
@@ -33,6 +36,8 @@ _ENVELOPE_BYTES = 100
 # An engine that never catches up still teaches, a little less exactly: a step that gives the last
 # first token of such a run may hold a piece of the next prompt.
 _RUN_STEPS_MAX = 16
+# Between steps of requests that nobody sees: a longer pause counts as idle.
+_UNSEEN_PAUSE_NS = 300_000_000
 
 
 class _Waiting(msgspec.Struct, frozen=True):
@@ -79,15 +84,25 @@ class PulseBook:
     """Whose step times these are."""
     root: ProcessId | None = None
     """From which all processes of the engine descend."""
+    middleware: bool | None = None
+    """Whether it is there to say when requests arrive; None is not known."""
     alone_since_ns: int | None = 0
     """Since when no guest may step beside this engine; None while one may. Only what began and
     ended in such a time teaches `times`."""
     _open: set[int] = field(default_factory=set)
+    _sockets: set[int] = field(default_factory=set)
+    """Open WebSockets: what the engine does for them, its cores alone say."""
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
     """In order of arrival."""
     _run: _PrefillRun | None = None
     _busy_since_ns: int = 0
     _busy_ns: int = 0
+    _busy_until_ns: int = 0
+    """Up to here busy time has been counted."""
+    _unseen_steps: int = 0
+    _unseen_step_ns: int = 0
+    _served_ns: int = 0
+    """When the last step ended that served a request."""
     _cores: EngineCores = field(default_factory=EngineCores)
     _beside: Siblings | None = NO_SIBLINGS
     """As of the last step."""
@@ -125,12 +140,18 @@ class PulseBook:
         self._waiting[key] = _Waiting(now_ns, bound, body_bytes)
         self._requests += 1
 
+    def connect(self, key: int) -> None:
+        """A WebSocket was opened: in flight until its end, and with work at times only."""
+        self._sockets.add(key)
+        self._requests += 1
+
     def finish(self, key: int, *, now_ns: int) -> None:
+        self._sockets.discard(key)
         if key not in self._open:
             return
         self._open.remove(key)
         if not self._open:
-            self._busy_ns += now_ns - self._busy_since_ns
+            self._count_busy(self._busy_since_ns, now_ns)
         if self._waiting.pop(key, None) is not None and self._run is not None:
             self._run.whole = False
             if not self._waiting:
@@ -139,12 +160,15 @@ class PulseBook:
     def step(self, step: EngineStep, *, now_ns: int, beside: Siblings | None = NO_SIBLINGS) -> None:
         """`beside` as in `arrive`."""
         going_on = step.first_tokens + len(step.inter_token_s) - len(step.finished_prompt_tokens)
+        if step.ours and step.served:
+            self._note_served(now_ns)
         previous_ns = self._cores.step(
             step.rank,
             running=step.running,
             kv_usage_ratio=step.kv_usage_ratio,
             ours=max(0, going_on) if step.ours else None,
             now_ns=now_ns,
+            waiting=step.waiting,
         )
         before, self._beside = self._beside, beside
         self._steps += 1
@@ -167,6 +191,21 @@ class PulseBook:
                 seconds = batch[len(batch) // 2]
                 self.times.observe_decode(requests=len(batch) + others, seconds=seconds)
 
+    def _note_served(self, now_ns: int) -> None:
+        if not self._open:
+            if not self._sockets:
+                self._unseen_steps += 1
+                self._unseen_step_ns = now_ns
+            went_on = self._cores.running > 0 or now_ns - self._served_ns <= _UNSEEN_PAUSE_NS
+            if self._served_ns and went_on:
+                self._count_busy(self._served_ns, now_ns)
+        self._served_ns = now_ns
+
+    def _count_busy(self, since_ns: int, now_ns: int) -> None:
+        since_ns = max(since_ns, self._busy_until_ns)
+        self._busy_ns += max(0, now_ns - since_ns)
+        self._busy_until_ns = now_ns
+
     def refit(self) -> None:
         """Renew the slow figures; about once a second is enough."""
         self.times.fit()
@@ -184,7 +223,7 @@ class PulseBook:
         decoding = len(self._open) - len(waiting)
         busy_ns = self._busy_ns + (now_ns - self._busy_since_ns if self._open else 0)
         return Pulse(
-            in_flight=len(self._open),
+            in_flight=len(self._open) + len(self._sockets),
             waiting=len(waiting),
             running=self._cores.running,
             decoding=decoding,
@@ -211,6 +250,10 @@ class PulseBook:
             cores=self._cores.told,
             shape=self.shape,
             root=self.root,
+            sockets=len(self._sockets),
+            unseen_step_ns=self._unseen_step_ns,
+            unseen_steps_total=self._unseen_steps,
+            middleware=self.middleware,
         )
 
     def _alone_since(self, begun_ns: int) -> bool:

@@ -14,7 +14,8 @@ idle machine has a finite slack too.
 At consent level `plugin` single requests are not visible, so the law works on bounds: one last step
 for all decodes, and the oldest waiting arrival with the largest waiting prompt or with none at all.
 Both, because a long prompt leaves less of an SLO and a short one has the smaller share epsilon; so
-with decodes that may be one batch or spread over data-parallel ranks.
+with decodes that may be one batch or spread over data-parallel ranks. Requests that the engine's
+cores hold and no middleware saw count as decodes since the core's last word.
 """
 
 import math
@@ -56,9 +57,8 @@ def slack_s(
             alone_s += of_engine.model.decode_base_s
             phantom = _phantom_slack_s(grant.ttft_slo_s, alone_s, grant.epsilon)
             slack = _lesser(slack, phantom)
-        if pulse.in_flight:
-            events = events_slack_s(pulse, grant, of_engine, epsilon=grant.epsilon, now_ns=now_ns)
-            slack = _lesser(slack, events)
+        events = events_slack_s(pulse, grant, of_engine, epsilon=grant.epsilon, now_ns=now_ns)
+        slack = _lesser(slack, events)
     return slack if phantom_of is not None else -math.inf
 
 
@@ -67,6 +67,8 @@ def events_slack_s(
 ) -> float:
     """Over the requests that are there, without the phantom; infinity where there is none."""
     model, slack = terms.model, math.inf
+    if terms.serves_unseen(now_ns=now_ns):
+        slack = _decode_slack_s(terms.unseen_since_ns, grant, terms, epsilon, now_ns)
     if pulse.in_flight == 0:
         return slack
     if pulse.waiting > 0:
@@ -77,14 +79,21 @@ def events_slack_s(
             event = deadline_s(grant.ttft_slo_s, alone_s, epsilon) - waited_s - alone_s
             slack = _lesser(slack, event)
     if pulse.decoding > 0:
-        since_s = max(0.0, (now_ns - pulse.last_step_end_ns) * 1e-9)
-        alone_s = model.decode_s(terms.decoding)
+        event = _decode_slack_s(pulse.last_step_end_ns, grant, terms, epsilon, now_ns)
+        slack = _lesser(slack, event)
+    return slack
+
+
+def _decode_slack_s(
+    last_step_end_ns: int, grant: Grant, terms: EngineTerms, epsilon: float, now_ns: int
+) -> float:
+    since_s = max(0.0, (now_ns - last_step_end_ns) * 1e-9)
+    alone_s = terms.model.decode_s(terms.decoding)
+    slack = deadline_s(grant.itl_slo_s, alone_s, epsilon) - since_s - alone_s
+    if terms.cores > 1:
+        alone_s = terms.model.decode_s(-(-terms.decoding // terms.cores))
         event = deadline_s(grant.itl_slo_s, alone_s, epsilon) - since_s - alone_s
         slack = _lesser(slack, event)
-        if terms.cores > 1:
-            alone_s = model.decode_s(-(-terms.decoding // terms.cores))
-            event = deadline_s(grant.itl_slo_s, alone_s, epsilon) - since_s - alone_s
-            slack = _lesser(slack, event)
     return slack
 
 
@@ -116,8 +125,8 @@ def _lesser(one_s: float, other_s: float) -> float:
 
 
 def hung(pulse: PulseHead, terms: EngineTerms, *, now_ns: int) -> bool:
-    """Requests in flight and no step for several predicted steps."""
-    if pulse.in_flight == 0:
+    """Requests in flight and no step for several predicted steps. An open WebSocket is none."""
+    if pulse.in_flight <= pulse.sockets:
         return False
     last_ns = max(pulse.last_step_end_ns, pulse.oldest_waiting_arrival_ns)
     since_s = (now_ns - last_ns) * 1e-9

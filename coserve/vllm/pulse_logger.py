@@ -66,4 +66,5 @@ def _engine_step(scheduler_stats: Any, iteration_stats: Any, rank: int) -> Engin
         finished_prompt_tokens=finished,
         rank=rank,
         ours=iteration_stats is not None,
+        waiting=None if scheduler_stats is None else scheduler_stats.num_waiting_reqs,
     )

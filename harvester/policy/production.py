@@ -1,7 +1,7 @@
 """What the pulses of one slot say together, and whether production may be believed at all.
 
-Missing data is danger, never idleness: a pulse that is absent, counters that went backwards, or
-requests without steps are conditions of their own. Nothing here decides what the guest may do.
+Missing data is danger, never idleness: a pulse that is absent, counters that went backwards,
+requests without steps, or steps without requests are conditions of their own. Nothing here decides what the guest may do.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,10 +10,11 @@ from functools import reduce
 
 import msgspec
 
-from harvester.contracts.page import EngineCore, ProductionModel, Pulse, engine_of
+from harvester.contracts.page import EngineCore, ProductionModel, Pulse, engine_of, latest_cores
 from harvester.policy.sample import PulseReading
 from harvester.policy.settings import SlotSettings
 from harvester.policy.states import Condition
+from harvester.policy.unseen import UnseenSteps, UnseenWatch
 
 _IDLE_WINDOW_S = 10.0
 
@@ -35,7 +36,7 @@ class Latencies:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductionView:
     condition: Condition | None
-    """SILENT, RESTARTED, UNLEARNED or HUNG; None when production may be believed."""
+    """SILENT, RESTARTED, UNSEEN, UNLEARNED or HUNG; None when production may be believed."""
     reason: str = ""
     model: ProductionModel = field(default_factory=ProductionModel)
     phantom_prompt_tokens: int = 0
@@ -46,7 +47,7 @@ class ProductionView:
     decoding: int = 0
     kv_usage_ratio: float = 0.0
     idle_at_s: float | None = None
-    """When nothing was in flight last."""
+    """When production had nothing to do last."""
 
 
 class PulseMemory(msgspec.Struct, kw_only=True):
@@ -55,12 +56,15 @@ class PulseMemory(msgspec.Struct, kw_only=True):
     samples_total: int
     itl_samples_total: int
     busy_s_total: float
+    unseen_steps_total: int = 0
 
 
 class WatchState(msgspec.Struct, kw_only=True):
     pulses: dict[str, PulseMemory] = {}
     progress_at_s: dict[str, float] = {}
-    """Per engine: when it last stepped or had nothing in flight."""
+    """Per engine: when it last stepped or had nothing to do."""
+    unseen: dict[str, UnseenSteps] = {}
+    """Per engine."""
     restarted_at_s: float | None = None
     observed_at_s: float | None = None
     idle_ratio: float | None = None
@@ -71,6 +75,7 @@ class ProductionWatch:
     def __init__(self, settings: SlotSettings, state: WatchState | None = None) -> None:
         self._settings = settings
         self.state = state or WatchState()
+        self._unseen = UnseenWatch(self.state.unseen)
 
     def observe(self, readings: tuple[PulseReading, ...], *, now: float) -> ProductionView:
         silent = _silence(readings)
@@ -78,11 +83,13 @@ class ProductionWatch:
         restarted = self._restarted(pulses, now)
         ttft, itl = self._latencies(pulses)
         self._note_idleness(pulses, now)
-        if not silent and not any(pulse.in_flight for pulse in pulses.values()):
+        engines = _by_engine(pulses)
+        unseen = self._unseen_requests(engines, now)
+        if not silent and not any(self._busy(members) for members in engines.values()):
             self.state.idle_at_s = now
-        hung = self._hung(pulses, now)
+        hung = self._hung(engines, now)
         self._remember(pulses, now)
-        condition, reason = self._condition(silent, restarted, hung, pulses)
+        condition, reason = self._condition(silent, restarted, unseen, hung, pulses)
         return ProductionView(
             condition=condition,
             reason=reason,
@@ -97,12 +104,14 @@ class ProductionWatch:
         )
 
     def _condition(
-        self, silent: str, restarted: str, hung: str, pulses: dict[str, Pulse]
+        self, silent: str, restarted: str, unseen: str, hung: str, pulses: dict[str, Pulse]
     ) -> tuple[Condition | None, str]:
         if silent:
             return Condition.SILENT, silent
         if restarted:
             return Condition.RESTARTED, restarted
+        if unseen:
+            return Condition.UNSEEN, unseen
         learned = _learned(pulses)
         if learned < self._settings.model_samples_min and not self._has_profile(pulses):
             reason = f"model rests on {learned} of {self._settings.model_samples_min} steps"
@@ -183,17 +192,40 @@ class ProductionWatch:
         last = idle if state.idle_ratio is None else state.idle_ratio
         state.idle_ratio = last + gain * (idle - last)
 
-    def _hung(self, pulses: dict[str, Pulse], now: float) -> str:
-        engines: dict[str, list[tuple[str, Pulse]]] = {}
-        for name, pulse in sorted(pulses.items()):
-            engines.setdefault(engine_of(name), []).append((name, pulse))
+    def _unseen_requests(self, engines: dict[str, dict[str, Pulse]], now: float) -> str:
         verdict = ""
         for engine, members in engines.items():
-            idle = all(pulse.in_flight == 0 for _, pulse in members)
-            if idle or any(self._stepped(name, pulse) for name, pulse in members):
+            pulses = tuple(members.values())
+            found = self._unseen.observe(
+                engine, pulses, patience_s=self._patience_s(members), now=now
+            )
+            verdict = verdict or found
+        return verdict
+
+    def _busy(self, members: dict[str, Pulse]) -> bool:
+        """Whether one engine has anything to do: for the middleware, in its cores or by its steps.
+
+        An open WebSocket is nothing to do.
+        """
+        pulses = tuple(members.values())
+        if any(pulse.in_flight > pulse.sockets for pulse in pulses):
+            return True
+        if any(core.running or core.waiting for core in latest_cores(pulses)):
+            return True
+        return any(self._served_unseen(name, pulse) for name, pulse in members.items())
+
+    def _served_unseen(self, name: str, pulse: Pulse) -> bool:
+        before = self.state.pulses.get(name)
+        return before is not None and pulse.unseen_steps_total != before.unseen_steps_total
+
+    def _hung(self, engines: dict[str, dict[str, Pulse]], now: float) -> str:
+        verdict = ""
+        for engine, members in engines.items():
+            stepped = any(self._stepped(name, pulse) for name, pulse in members.items())
+            if stepped or not self._busy(members):
                 self.state.progress_at_s[engine] = now
             stuck_s = now - self.state.progress_at_s.setdefault(engine, now)
-            if stuck_s > self._patience_s(dict(members)):
+            if stuck_s > self._patience_s(members):
                 verdict = verdict or f"{engine}: requests in flight, no step for {stuck_s:.1f} s"
         return verdict
 
@@ -216,8 +248,16 @@ class ProductionWatch:
                 samples_total=pulse.samples_total,
                 itl_samples_total=pulse.itl_samples_total,
                 busy_s_total=pulse.busy_s_total,
+                unseen_steps_total=pulse.unseen_steps_total,
             )
         self.state.observed_at_s = now
+
+
+def _by_engine(pulses: dict[str, Pulse]) -> dict[str, dict[str, Pulse]]:
+    engines: dict[str, dict[str, Pulse]] = {}
+    for name, pulse in sorted(pulses.items()):
+        engines.setdefault(engine_of(name), {})[name] = pulse
+    return engines
 
 
 def _silence(readings: tuple[PulseReading, ...]) -> str:

@@ -30,6 +30,7 @@ _LEASE_FATE: dict[Condition, tuple[EndReason, str]] = {
     Condition.QUARANTINED: (EndReason.GUEST_LOST, ""),
     Condition.SILENT: (EndReason.PRODUCTION_LOST, "production_lost_s"),
     Condition.RESTARTED: (EndReason.PRODUCTION_LOST, "production_lost_s"),
+    Condition.UNSEEN: (EndReason.PRODUCTION_LOST, "production_lost_s"),
     Condition.UNLEARNED: (EndReason.PRODUCTION_LOST, "production_lost_s"),
     Condition.HUNG: (EndReason.PRODUCTION_LOST, "production_lost_s"),
     Condition.OVERSPENT: (EndReason.BUDGET, ""),

@@ -30,6 +30,8 @@ class Condition(StrEnum):
     """An expected pulse is missing, expired, torn or foreign."""
     RESTARTED = "restarted"
     """A pulse's counters went backwards: a new engine, not an idle one."""
+    UNSEEN = "unseen"
+    """The engine steps while nothing is in flight: its requests arrive unseen."""
     UNLEARNED = "unlearned"
     HUNG = "hung"
     """Requests in flight and no step for several predicted steps."""
@@ -48,7 +50,15 @@ class Condition(StrEnum):
     CLEAR = "clear"
 
 
-DANGERS = frozenset({Condition.SILENT, Condition.HUNG, Condition.OVERSPENT, Condition.HARMFUL})
+DANGERS = frozenset(
+    {
+        Condition.SILENT,
+        Condition.UNSEEN,
+        Condition.HUNG,
+        Condition.OVERSPENT,
+        Condition.HARMFUL,
+    }
+)
 """Conditions after which quiet time must pass."""
 
 _TARGET: dict[Condition, State] = {
@@ -56,6 +66,7 @@ _TARGET: dict[Condition, State] = {
     Condition.QUARANTINED: State.OFF,
     Condition.SILENT: State.COOLDOWN,
     Condition.RESTARTED: State.LEARNING,
+    Condition.UNSEEN: State.COOLDOWN,
     Condition.UNLEARNED: State.LEARNING,
     Condition.HUNG: State.COOLDOWN,
     Condition.OVERSPENT: State.COOLDOWN,

@@ -38,6 +38,11 @@ class Request:
     produced: int = 0
     ttft_s: float = 0.0
     last_token_s: float = 0.0
+    leaves_after: int = 1 << 30
+    """Tokens after which the client goes. The engine learns of it a step later."""
+    unseen: bool = False
+    """It reaches the engine past the middleware."""
+    left: bool = False
 
 
 @dataclass
@@ -52,6 +57,8 @@ class PlayedProduction:
 
     def arrive(self, request: Request) -> None:
         self.waiting.append(request)
+        if request.unseen:
+            return
         body_bytes = 100 + _BYTES_PER_TOKEN * request.prompt_tokens
         self.book.arrive(request.key, body_bytes=body_bytes, now_ns=_ns(request.at_s))
 
@@ -78,7 +85,8 @@ class PlayedProduction:
                 if one.prefilled == one.prompt_tokens:
                     first.append(one)
         end_s = now + STEP_BASE_S + STEP_S_PER_TOKEN * pieces + STEP_S_PER_REQUEST * len(decodes)
-        gaps = tuple(end_s - one.last_token_s for one in decodes)
+        self._leave(now)
+        gaps = tuple(end_s - one.last_token_s for one in decodes if not one.left)
         for one in (*decodes, *first):
             one.produced += 1
             one.last_token_s = end_s
@@ -86,6 +94,13 @@ class PlayedProduction:
             one.ttft_s = end_s - one.at_s
         self._report(first, gaps, end_s)
         return end_s
+
+    def _leave(self, now: float) -> None:
+        """Clients that go while the next step is on its way: it runs with their requests in it."""
+        for one in self.running:
+            if not one.left and one.produced >= one.leaves_after:
+                one.left = True
+                self.book.finish(one.key, now_ns=_ns(now))
 
     def _admit(self) -> None:
         while self.waiting:
@@ -96,21 +111,26 @@ class PlayedProduction:
             self.running.append(self.waiting.popleft())
 
     def _report(self, first: list[Request], gaps: tuple[float, ...], end_s: float) -> None:
-        done = [one for one in self.running if one.produced >= one.output_tokens]
+        done = [one for one in self.running if one.produced >= one.output_tokens and not one.left]
+        gone = [one for one in self.running if one.left and one.produced > one.leaves_after + 1]
         step = EngineStep(
-            running=len(self.running),
+            running=len(self.running) - len(done) - len(gone),
+            waiting=len(self.waiting),
             kv_usage_ratio=self.kv_usage_ratio,
             first_tokens=len(first),
             prompt_tokens=sum(one.prompt_tokens for one in first),
             generation_tokens=len(first) + len(gaps),
             inter_token_s=gaps,
             finished_prompt_tokens=tuple(one.prompt_tokens for one in done),
+            ours=bool(first or gaps),
         )
         self.book.step(step, now_ns=_ns(end_s))
         for one in done:
             self.running.remove(one)
             self.served.append(one)
             self.book.finish(one.key, now_ns=_ns(end_s))
+        for one in gone:
+            self.running.remove(one)
 
 
 @dataclass

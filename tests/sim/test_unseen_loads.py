@@ -85,6 +85,55 @@ def test_a_restart_of_production_is_learnt_anew_before_the_guest_steps_again() -
     assert slot.production.book.times.learned >= slot.settings.model_samples_min
 
 
+def unseen(since_s: float, until_s: float, *, every_s: float) -> list[Request]:
+    requests = chat(since_s, until_s, every_s=every_s, output_tokens=200)
+    for one in requests:
+        one.unseen = True
+    return requests
+
+
+def test_the_guest_takes_no_step_beside_requests_that_no_middleware_saw() -> None:
+    """The profile is known and the flag is lost: only the statistics logger speaks."""
+    slot = PlayedSlot(guest=True)
+    slot.run(LEARNED_S + 5.0, learning())
+    assert slot.policy.condition is Condition.CLEAR
+    slot.run(LEARNED_S + 20.0, unseen(LEARNED_S + 5.0, LEARNED_S + 20.0, every_s=0.02))
+    # Only the first prompt is a surprise, and whatever step ran then.
+    late = [one for one in slot.guest_steps if LEARNED_S + 5.2 < one[0] < slot.now]
+    assert late == []
+    closed = [one for one in slot.beats if one.at_s > LEARNED_S + 5.5]
+    assert {one.grant.mode for one in closed} == {GrantMode.CLOSED}
+    assert slot.policy.condition is Condition.UNSEEN
+    assert "--middleware" in slot.policy.reason
+    assert slot.policy.idle_ratio is not None
+    assert slot.policy.idle_ratio < 0.3
+
+
+def test_requests_that_were_not_seen_keep_their_share_and_then_the_slot_is_closed() -> None:
+    slot = PlayedSlot(guest=True)
+    slot.run(LEARNED_S + 5.0, learning())
+    requests = unseen(LEARNED_S + 5.0, LEARNED_S + 30.0, every_s=3.0)
+    slot.run(LEARNED_S + 32.0, requests)
+    assert len(requests) > 5
+    for one in requests:
+        first_s, last_s = one.at_s + one.ttft_s, one.last_token_s
+        assert slot.guest_time_s(first_s, last_s) < 0.05 * (last_s - first_s)
+        assert slot.guest_time_s(first_s + 0.3, last_s) == 0.0
+
+
+def test_no_load_that_the_middleware_sees_is_taken_for_unseen_requests() -> None:
+    """Clients that go in the middle leave a step or two behind, with nothing in flight."""
+    arrivals = [*learning(), *chat(LEARNED_S, 158.0, every_s=0.4)]
+    for count, one in enumerate(arrivals):
+        if count % 3 == 0:
+            one.leaves_after = 1 + count % 17
+    slot = PlayedSlot(guest=True)
+    slot.run(160.0, arrivals)
+    assert not [one for one in slot.beats if "nothing is in flight" in one.grant.reason]
+    assert slot.production.book.pulse(now_ns=int(160e9)).unseen_steps_total == 0
+    assert slot.guest_time_s(LEARNED_S, 158.0) > 10.0
+
+
 def test_kv_filled_to_the_brim_takes_the_guest_s_memory_and_its_steps() -> None:
     # Twelve requests of 8k fill the KV; the thirteenth waits for room.
     slot = PlayedSlot(guest=True, kv_tokens=12 * 8_300)

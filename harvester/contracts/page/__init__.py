@@ -1,5 +1,6 @@
 """The page directory: what agent, production engines and guest of one slot tell each other."""
 
+from harvester.contracts.page.cores import latest_cores
 from harvester.contracts.page.directory import PageDirectory, PageName, engine_of, pulse_page
 from harvester.contracts.page.file import PageReader, PageWriter, Reading
 from harvester.contracts.page.records import (
@@ -40,5 +41,6 @@ __all__ = [
     "Reading",
     "Record",
     "engine_of",
+    "latest_cores",
     "pulse_page",
 ]

@@ -72,6 +72,10 @@ class EngineCore(msgspec.Struct, frozen=True, kw_only=True):
     told_ns: int = 0
     """When: with several API servers each step's statistics go to one of them alone."""
     kv_usage_ratio: float = 0.0
+    running: int = 0
+    """Requests in its batch, whichever API server or door they came through."""
+    waiting: int = 0
+    """Requests that wait for a place in it."""
 
 
 class PulseHead(Record, frozen=True, kw_only=True):
@@ -83,7 +87,8 @@ class PulseHead(Record, frozen=True, kw_only=True):
     KIND: ClassVar[int] = 1
 
     in_flight: int = 0
-    """Requests between arrival and last byte."""
+    """Requests between the end of their body and their last byte, and open WebSockets, as far as
+    the middleware sees them."""
     waiting: int = 0
     """Requests without a first token yet."""
     decoding: int = 0
@@ -98,6 +103,10 @@ class PulseHead(Record, frozen=True, kw_only=True):
     model: ProductionModel = ProductionModel()
     cores: tuple[EngineCore, ...] = ()
     """The engine's, as far as heard of; at most 16, the fullest."""
+    sockets: int = 0
+    """WebSockets among those in flight: they have work at times only, which the cores tell."""
+    unseen_step_ns: int = 0
+    """End of the last step that served requests of this process while none was in flight."""
 
 
 class Pulse(PulseHead, frozen=True, kw_only=True):
@@ -130,6 +139,11 @@ class Pulse(PulseHead, frozen=True, kw_only=True):
     root: ProcessId | None = None
     """The process from which all of the engine's on this machine descend, so that a guest can ask
     the kernel whether it ranks below them. None is not said."""
+    unseen_steps_total: int = 0
+    """Steps that served requests of this process while none was in flight."""
+    middleware: bool | None = None
+    """Whether the middleware is part of this process's server: without it nothing is ever in
+    flight. None is not known."""
 
 
 class GrantMode(StrEnum):

@@ -1,0 +1,31 @@
+"""What an engine's API servers say together of its cores.
+
+Each step's statistics reach one of them, so a core's newest word counts, wherever it stands.
+"""
+
+from collections.abc import Sequence
+
+from harvester.contracts.page.records import EngineCore, PulseHead
+
+_LATE_NS = 250_000_000
+"""A busy API server may read its statistics so much later than another one reads newer ones."""
+
+
+def latest_cores(pulses: Sequence[PulseHead]) -> Sequence[EngineCore]:
+    """One word for each core, from the pulses of one engine.
+
+    Words that are nearly as new as the newest cannot be put in order: the one with the fewest
+    requests counts, since an engine that goes on repeats itself and one that is idle says so once.
+    """
+    if len(pulses) == 1:
+        return pulses[0].cores
+    words: dict[int, list[EngineCore]] = {}
+    for pulse in pulses:
+        for core in pulse.cores:
+            words.setdefault(core.rank, []).append(core)
+    found: list[EngineCore] = []
+    for of_core in words.values():
+        newest_ns = max([core.told_ns for core in of_core])
+        near = [core for core in of_core if newest_ns - core.told_ns <= _LATE_NS]
+        found.append(min(near, key=lambda core: core.running + core.waiting))
+    return found

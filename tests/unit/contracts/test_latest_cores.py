@@ -1,0 +1,47 @@
+"""The newest word on each core of an engine, and the room that a page has for all of them."""
+
+import msgspec
+
+from harvester.contracts.page import EngineCore, Pulse, PulseHead, latest_cores
+from harvester.contracts.page.seal import MAX_RECORD_BYTES
+
+SECOND_NS = 1_000_000_000
+
+
+def word(rank: int, running: int, told_s: float) -> PulseHead:
+    told_ns = round(told_s * SECOND_NS)
+    return PulseHead(cores=(EngineCore(rank=rank, told_ns=told_ns, running=running),))
+
+
+def running(*pulses: PulseHead) -> dict[int, int]:
+    return {core.rank: core.running for core in latest_cores(pulses)}
+
+
+def test_one_process_is_believed_as_it_is() -> None:
+    assert running(word(0, 4, 1.0)) == {0: 4}
+    assert running(PulseHead()) == {}
+
+
+def test_the_newest_word_counts_rank_by_rank_whatever_the_order() -> None:
+    words = word(0, 4, 1.0), word(0, 7, 2.0), word(1, 3, 1.5)
+    assert running(*words) == running(*reversed(words)) == {0: 7, 1: 3}
+
+
+def test_words_that_are_too_near_to_be_put_in_order_count_as_the_least() -> None:
+    assert running(word(0, 1, 1.02), word(0, 0, 1.0)) == {0: 0}
+    assert running(word(0, 1, 1.3), word(0, 0, 1.0)) == {0: 1}
+
+
+def test_the_fullest_pulse_fits_into_its_page() -> None:
+    most = 2**62
+    core = EngineCore(rank=2**20, told_ns=most, kv_usage_ratio=0.1, running=2**20, waiting=2**20)
+    pulse = Pulse(
+        in_flight=2**31, waiting=2**31, decoding=2**31, oldest_waiting_arrival_ns=most,
+        largest_waiting_prompt_tokens=most, last_step_end_ns=most, requests_total=most,
+        kv_usage_ratio=0.1, prompt_tokens_p99=most, cores=(core,) * 16, sockets=2**20,
+        unseen_step_ns=most, running=2**31, steps_total=most, prompt_tokens_total=most,
+        generation_tokens_total=most, ttft_s_recent=(0.1,) * 32, itl_s_recent=(0.1,) * 32,
+        samples_total=most, itl_samples_total=most, model_samples=most, processes=2**16,
+        shape="x" * 120, unseen_steps_total=most, middleware=False,
+    )  # fmt: skip
+    assert len(msgspec.msgpack.encode(pulse)) <= MAX_RECORD_BYTES
