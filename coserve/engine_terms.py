@@ -13,7 +13,6 @@ import msgspec
 
 from harvester.contracts.page import Grant, ProductionModel, PulseHead, engine_of, latest_cores
 
-
 # The beat of a pulse is 100 ms: requests of one step each are seen at the end of it only.
 UNSEEN_HOLD_NS = 300_000_000
 """So long after a step for requests that no middleware saw the engine counts as busy with them."""
@@ -48,9 +47,9 @@ class EngineTerms(msgspec.Struct):
 def terms_of(pulses: Sequence[PulseHead], grant: Grant) -> list[EngineTerms]:
     """One for each pulse; `grant.pulses` names them in this order."""
     if len(pulses) == 1 and not grant.own_models:
-        terms = _of_one(pulses[0], grant)
-        _count_unseen(terms, pulses)
-        return [terms]
+        alone = _of_one(pulses[0], grant)
+        _count_unseen(alone, pulses)
+        return [alone]
     engines: dict[str, EngineTerms] = {}
     processes: dict[str, list[PulseHead]] = {}
     found: list[EngineTerms] = []
@@ -72,9 +71,9 @@ def terms_of(pulses: Sequence[PulseHead], grant: Grant) -> list[EngineTerms]:
 
 def idle(pulses: Sequence[PulseHead], terms: Sequence[EngineTerms], *, now_ns: int) -> bool:
     """Whether no engine of the slot has anything to do."""
-    if any([pulse.in_flight for pulse in pulses]):
+    if any(pulse.in_flight for pulse in pulses):
         return False
-    return not any([of_engine.serves_unseen(now_ns=now_ns) for of_engine in terms])
+    return not any(of_engine.serves_unseen(now_ns=now_ns) for of_engine in terms)
 
 
 def _of_one(pulse: PulseHead, grant: Grant) -> EngineTerms:
@@ -115,5 +114,5 @@ def _count_unseen(terms: EngineTerms, pulses: Sequence[PulseHead]) -> None:
     in_batch = running - sum([pulse.waiting for pulse in pulses])
     terms.unseen = max(0, in_batch - terms.decoding)
     terms.decoding += terms.unseen
-    if terms.decoding == 0 and not any([pulse.in_flight for pulse in pulses]):
+    if terms.decoding == 0 and not any(pulse.in_flight for pulse in pulses):
         terms.unseen = 1  # Of those without a place in the batch.

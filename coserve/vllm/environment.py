@@ -18,8 +18,8 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.mps import PIPE_VARIABLE
 from harvester.contracts.page import PageDirectory
 from harvester.contracts.page.directory import DIRECTORY_VARIABLE, pulse_page
+from harvester.contracts.stock_fallback import GUEST_ROLE, ROLE_VARIABLE
 
-ROLE_VARIABLE = "ROSEMUX_ROLE"
 ENGINE_VARIABLE = "ROSEMUX_ENGINE"
 ISOLATION_VARIABLE = "ROSEMUX_ISOLATION"
 """A guest's `IsolationBackend`; unset is not said."""
@@ -27,7 +27,7 @@ ISOLATION_VARIABLE = "ROSEMUX_ISOLATION"
 
 class Role(StrEnum):
     PRODUCTION = "production"
-    GUEST = "guest"
+    GUEST = GUEST_ROLE
 
 
 @dataclass(frozen=True, slots=True)

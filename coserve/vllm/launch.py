@@ -11,9 +11,10 @@ from pathlib import Path
 from coserve.isolation import Isolation
 from coserve.vllm import residency
 from coserve.vllm.capabilities import Capabilities
-from coserve.vllm.environment import ENGINE_VARIABLE, ISOLATION_VARIABLE, ROLE_VARIABLE, Role
+from coserve.vllm.environment import ENGINE_VARIABLE, ISOLATION_VARIABLE, Role
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page.directory import DIRECTORY_VARIABLE
+from harvester.contracts.stock_fallback import ROLE_VARIABLE
 
 WEIGHT_ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
 WORKER_EXTENSION = "coserve.vllm.kv_worker.KvPages"

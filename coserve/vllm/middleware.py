@@ -3,18 +3,20 @@
 coserve.vllm.middleware.PulseMiddleware    production: when requests arrive and end; read-only
 coserve.vllm.middleware.EpochMiddleware    guest: refuses stale lease epochs and ends requests
                                            of an older epoch when it rises
+
+vLLM imports this module without a guard: what else is needed is imported where it is used.
 """
 
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from coserve.vllm.environment import Role, slot_environment
-from coserve.vllm.pulse import process_reporter
-from harvester.contracts.ids import Epoch
-from harvester.contracts.page import Grant, PageDirectory, PageReader
-from harvester.contracts.wire.leases import EPOCH_HEADER
+from harvester.contracts.stock_fallback import guarded
+
+if TYPE_CHECKING:
+    from coserve.vllm.pulse import PulseReporter
+    from harvester.contracts.page import Grant, PageReader
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -22,7 +24,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_EPOCH_HEADER = EPOCH_HEADER.lower().encode()
 _WATCH_S = 0.1
 _PASSES = 4
 """Of the watch, between telling an app that its client is gone and cancelling it. An app of which
@@ -32,37 +33,94 @@ _PREFIXES = ("/v1/", "/v2/", "/inference/v1/", "/cohere/v2/")
 _ROUTES = frozenset(
     ("/classify", "/generative_scoring", "/invocations", "/pooling", "/rerank", "/score")
 )
+_OUTLIVING = "/v1/responses"
+"""Where a reply may end long before its request does: `"background": true`."""
+_POLICY_VIOLATION = 1008
 
 
 def is_inference(scope: Scope) -> bool:
-    """Whether this is a request that makes the engine step."""
-    if scope["type"] != "http" or scope["method"] != "POST":
+    """Whether this is a request that makes the engine step, or a WebSocket over which such come."""
+    kind = scope["type"]
+    if kind != "websocket" and (kind != "http" or scope["method"] != "POST"):
         return False
-    path: str = scope["path"]
+    path = _path(scope)
     if path.endswith("/abort_requests"):
         return False
     return path.startswith(_PREFIXES) or path in _ROUTES
 
 
+def _path(scope: Scope) -> str:
+    """As the router sees it: without the `--root-path` that a proxy leaves before it.
+
+    vLLM's own middlewares cut it off wherever it ends, and so lose the slash where it is "/".
+    """
+    path: str = scope["path"]
+    rest = path.removeprefix(scope.get("root_path") or "")
+    return rest if rest.startswith("/") else path
+
+
 class PulseMiddleware:
     def __init__(self, app: App) -> None:
         self._app = app
-        self._reporter = process_reporter()
+        self._reporter = guarded(_attached_reporter)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._reporter is None or not is_inference(scope):
             await self._app(scope, receive, send)
             return
-        key = self._reporter.arrive(body_bytes=_content_length(scope))
+        request = _Arrival(self._reporter, receive, socket=scope["type"] == "websocket")
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, request, send)
         finally:
-            self._reporter.finish(key)
+            request.end()
+
+
+def _attached_reporter() -> "PulseReporter | None":
+    from coserve.vllm.pulse import process_reporter
+
+    reporter = process_reporter()
+    if reporter is not None:
+        reporter.attach_middleware()
+    return reporter
+
+
+class _Arrival:
+    """Passes the client's messages on, and reports the request once its body is complete.
+
+    While a body is on its way the engine has nothing to do for it, and its latency has not begun.
+    """
+
+    def __init__(self, reporter: "PulseReporter", receive: Receive, *, socket: bool) -> None:
+        self._reporter = reporter
+        self._receive = receive
+        self._body_bytes = 0
+        self._key = reporter.connect() if socket else None
+        self._complete = socket
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if not self._complete and message["type"] == "http.request":
+            self._body_bytes += len(message.get("body", b""))
+            if not message.get("more_body", False):
+                self._complete = True
+                self._key = self._reporter.arrive(body_bytes=self._body_bytes)
+        return message
+
+    def end(self) -> None:
+        """The reply ended, or the client went. What comes afterwards is no request."""
+        self._complete = True
+        if self._key is not None:
+            self._reporter.finish(self._key)
 
 
 class EpochMiddleware:
     def __init__(self, app: App) -> None:
+        from coserve.vllm.environment import Role, slot_environment
+        from harvester.contracts.page import PageDirectory
+        from harvester.contracts.wire.leases import EPOCH_HEADER
+
         self._app = app
+        self._header = EPOCH_HEADER.lower().encode()
         environment = slot_environment()
         guest = environment is not None and environment.role is Role.GUEST
         self._grant: PageReader[Grant] | None = None
@@ -75,17 +133,24 @@ class EpochMiddleware:
         if self._grant is None or not is_inference(scope):
             await self._app(scope, receive, send)
             return
+        if scope["type"] == "websocket":
+            # Closed before it is accepted: what came over it later had no epoch.
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
+            return
+        if _path(scope) == _OUTLIVING:
+            await _refuse(send, 403, "a guest serves no responses that may outlive their request")
+            return
         grant = self._grant.read().record
         if grant is None:
             await _refuse(send, 503, "no grant: the node agent is silent")
             return
-        epoch = _epoch(scope)
+        epoch = _epoch(scope, self._header)
         if epoch != grant.epoch:
             await _refuse(send, 409, f"lease epoch {epoch}, in force is {grant.epoch}")
             return
-        await self._serve(scope, receive, send, Epoch(grant.epoch))
+        await self._serve(scope, receive, send, grant.epoch)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, epoch: Epoch) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, epoch: int) -> None:
         reply = _Reply(send, epoch)
         task = asyncio.create_task(_run(self._app, scope, _Receive(receive, reply), reply))
         self._open[task] = reply
@@ -129,7 +194,7 @@ class _Reply:
     `cut`, nothing of that passes, and neither do the app's errors.
     """
 
-    def __init__(self, send: Send, epoch: Epoch) -> None:
+    def __init__(self, send: Send, epoch: int) -> None:
         self._send = send
         self.epoch = epoch
         self.started = False
@@ -175,16 +240,9 @@ async def _run(app: App, scope: Scope, receive: Receive, reply: _Reply) -> None:
             raise
 
 
-def _content_length(scope: Scope) -> int:
+def _epoch(scope: Scope, header: bytes) -> int | None:
     for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and len(value) < _MAX_DIGITS:
-            return int(value)
-    return 0
-
-
-def _epoch(scope: Scope) -> int | None:
-    for name, value in scope["headers"]:
-        if name == _EPOCH_HEADER:
+        if name == header:
             return int(value) if value.isdigit() and len(value) < _MAX_DIGITS else None
     return None
 

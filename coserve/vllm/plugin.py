@@ -14,6 +14,7 @@ from coserve.vllm import gloo_device, start_turn
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.stock_fallback import guarded
 
 # Long enough that steps in a row find each other without a notification, short beside the second
 # of stock vLLM, which beside production is production's.
@@ -32,6 +33,10 @@ def register() -> None:
 
     Raises Unsupported, naming the supported range, in a guest of an unknown vLLM.
     """
+    guarded(_register)
+
+
+def _register() -> None:
     global _registered
     environment = slot_environment()
     if _registered or environment is None or environment.role is not Role.GUEST:

@@ -67,7 +67,7 @@ class PulseReporter:
         self._siblings: tuple[PageReader[Pulse], ...] = ()
         self._page: PageWriter[Pulse] | None = None
         self._why_no_page = ""
-        self._book = PulseBook(root=_root())
+        self._book = PulseBook(root=_root(), middleware=False)
         self._grant = self._directory.grant_reader()
         self._grant_seen: Word | None = None
         self._lock = threading.Lock()
@@ -78,8 +78,18 @@ class PulseReporter:
         self._find_page()
         threading.Thread(target=self._run, name="rosemux-pulse", daemon=True).start()
 
+    def attach_middleware(self) -> None:
+        """From now on requests are seen as they arrive."""
+        self.report(lambda _: setattr(self._book, "middleware", True))
+
+    def connect(self) -> int:
+        """A WebSocket was opened; the key is for `finish`."""
+        key = next(self._keys)
+        self.report(lambda _: self._book.connect(key))
+        return key
+
     def arrive(self, *, body_bytes: int) -> int:
-        """A request came in; the key is for `finish`."""
+        """A request came in, its body is complete; the key is for `finish`."""
         key = next(self._keys)
         self.report(lambda now_ns: self._arrive(key, body_bytes, now_ns))
         return key
@@ -103,13 +113,20 @@ class PulseReporter:
                     pulse = self._book.pulse(now_ns=now_ns)
                     self._page.write(pulse, now_ns=now_ns, ttl_ns=PULSE_TTL_NS)
             except Exception:
-                self._silent = True
-                _log.exception("RoseMux reports no pulse any more; production is not affected")
+                self._fall_silent()
+
+    def _fall_silent(self) -> None:
+        self._silent = True
+        _log.exception("RoseMux reports no pulse any more; production is not affected")
 
     def _run(self) -> None:
         timer = threading.Event()
-        while not timer.wait(BEAT_S):
-            self._find_page()
+        while not (timer.wait(BEAT_S) or self._silent):
+            try:
+                self._find_page()
+            except Exception:
+                with self._lock:
+                    self._fall_silent()
             self.report(self._beat)
 
     def _step(self, step: EngineStep, now_ns: int) -> None:

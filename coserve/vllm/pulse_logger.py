@@ -7,6 +7,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from coserve.engine_step import EngineStep
 from coserve.vllm.engine_shape import engine_shape
 from coserve.vllm.pulse import EngineShape, process_reporter
+from harvester.contracts.stock_fallback import guarded
 
 
 class PulseStatLogger(StatLoggerBase):
@@ -14,7 +15,7 @@ class PulseStatLogger(StatLoggerBase):
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self._rank = engine_index
-        self._reporter = process_reporter(lambda: _shape(vllm_config))
+        self._reporter = guarded(lambda: process_reporter(lambda: _shape(vllm_config)))
 
     def record(
         self,

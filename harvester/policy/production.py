@@ -1,7 +1,8 @@
 """What the pulses of one slot say together, and whether production may be believed at all.
 
 Missing data is danger, never idleness: a pulse that is absent, counters that went backwards,
-requests without steps, or steps without requests are conditions of their own. Nothing here decides what the guest may do.
+requests without steps, or steps without requests are conditions of their own. Nothing here decides
+what the guest may do.
 """
 
 from collections.abc import Iterable, Mapping

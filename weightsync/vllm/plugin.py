@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import logging
 
+from harvester.contracts.stock_fallback import guarded
 from weightsync.vllm import executor_replies
 from weightsync.vllm.adapter_names import register_resolver
 
@@ -26,6 +27,10 @@ _registered = False
 
 def register() -> None:
     """Registers the backend once a process; says why where it cannot."""
+    guarded(_register)
+
+
+def _register() -> None:
     global _registered
     if _registered or importlib.util.find_spec("vllm") is None:
         return

@@ -35,13 +35,14 @@ def scope_of(path: str = PATH, *, method: str = "POST", **headers: str) -> Scope
 class Client:
     """Sends one request to an app and keeps what comes back."""
 
-    def __init__(self, app: App, scope: Scope) -> None:
+    def __init__(self, app: App, scope: Scope, *, body: bytes = b"") -> None:
         self.messages: list[Message] = []
+        self._body = body
         self.task = asyncio.create_task(self._run(app, scope))
 
     async def _run(self, app: App, scope: Scope) -> None:
         async def receive() -> Message:
-            return {"type": "http.request", "body": b"", "more_body": False}
+            return {"type": "http.request", "body": self._body, "more_body": False}
 
         async def send(message: Message) -> None:
             assert not self.whole, "a message after the last one"
@@ -76,6 +77,8 @@ class Engine:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.calls += 1
         try:
+            while (await receive()).get("more_body"):
+                pass
             await self.begin.wait()
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"chunk", "more_body": True})
@@ -134,6 +137,75 @@ def test_knows_the_routes_that_make_the_engine_step(path: str) -> None:
 def test_an_operators_routes_pass_whatever_the_lease(path: str) -> None:
     assert not is_inference(scope_of(path))
     assert not is_inference({"type": "lifespan"})
+
+
+ROOTS = ("", "/", "/llm", "/llm/", "llm", "/v1", "/a/b")
+PATHS = (
+    "/v1/completions", "/llm/v1/completions", "/llm//v1/completions", "//v1/completions",
+    "/v1/v1/completions", "/a/b/v1/completions", "/llmv1/completions", "/llm/score", "/score",
+    "/llm/llm/v1/completions", "/metrics", "/llm/metrics", "/llm/health", "/tokenize",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("root", ROOTS)
+@pytest.mark.parametrize("path", PATHS)
+async def test_whatever_the_router_serves_under_a_root_path_is_known(root: str, path: str) -> None:
+    """vLLM's application is FastAPI's, with the root path of `--root-path`."""
+    fastapi = pytest.importorskip("fastapi")
+    known: list[bool] = []
+
+    class Listening:
+        def __init__(self, app: App) -> None:
+            self._app = app
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            known.append(is_inference(scope))
+            await self._app(scope, receive, send)
+
+    app = fastapi.FastAPI()
+    app.root_path = root
+    served: list[str] = []
+    for route in ("/v1/completions", "/score", "/metrics", "/health", "/tokenize"):
+        app.post(route)(lambda route=route: served.append(route))
+    app.add_middleware(Listening)
+    scope = scope_of(path) | {"query_string": b"", "raw_path": path.encode()}
+    await Client(app, scope).task
+    steps = [route for route in served if route in {"/v1/completions", "/score"}]
+    assert known[-1] or not steps, "a request that no middleware knows"
+    assert not (known[-1] and served and not steps), "a request that makes no step"
+
+
+async def test_under_a_root_path_a_guest_still_asks_for_the_epoch(grant: GrantPage) -> None:
+    engine = Engine()
+    client = Client(EpochMiddleware(engine), scope_of(f"/llm{PATH}") | {"root_path": "/llm"})
+    await client.task
+    assert (client.status, engine.calls) == (409, 0)
+
+
+@pytest.mark.parametrize("epoch", ["", "3"])
+async def test_a_guest_serves_no_responses_that_may_outlive_their_request(
+    grant: GrantPage, epoch: str
+) -> None:
+    """With `"background": true` a reply ends at once: no epoch could end what goes on."""
+    engine = Engine()
+    scope = scope_of("/v1/responses", x_rosemux_epoch=epoch)
+    client = Client(EpochMiddleware(engine), scope)
+    await client.task
+    assert (client.status, engine.calls) == (403, 0)
+
+
+async def test_a_guest_opens_no_websocket(grant: GrantPage) -> None:
+    engine, sent = Engine(), list[Message]()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "websocket.connect"}
+
+    scope = scope_of("/v1/realtime", x_rosemux_epoch="3") | {"type": "websocket"}
+    await EpochMiddleware(engine)(scope, receive, send)
+    assert ([message["type"] for message in sent], engine.calls) == (["websocket.close"], 0)
 
 
 async def test_the_epoch_in_force_passes(grant: GrantPage) -> None:
@@ -332,7 +404,7 @@ async def test_the_pulse_shows_a_request_from_its_arrival_to_its_last_byte(
     pages: PageDirectory,
 ) -> None:
     engine = Engine()
-    client = Client(PulseMiddleware(engine), scope_of("/v1/completions", content_length="1300"))
+    client = Client(PulseMiddleware(engine), scope_of("/v1/completions"), body=b"x" * 1300)
     await asyncio.sleep(0)
     arrived = pulse_in(pages)
     assert (arrived.in_flight, arrived.waiting, arrived.requests_total) == (1, 1, 1)
@@ -359,6 +431,131 @@ async def test_a_request_that_fails_or_is_cancelled_is_in_flight_no_more(
     cancelled.task.cancel()
     await asyncio.wait({cancelled.task})
     assert (pulse_in(pages).in_flight, pulse_in(pages).requests_total) == (0, 2)
+
+
+class Upload:
+    """A client that sends its body piece by piece, and may go in the middle."""
+
+    def __init__(self) -> None:
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+
+    def piece(self, body: bytes, *, last: bool = False) -> None:
+        self._messages.put_nowait({"type": "http.request", "body": body, "more_body": not last})
+
+    def go(self) -> None:
+        self._messages.put_nowait({"type": "http.disconnect"})
+
+    async def receive(self) -> Message:
+        return await self._messages.get()
+
+
+async def passes() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def nowhere(message: Message) -> None:
+    pass
+
+
+async def test_a_slow_upload_arrives_with_the_end_of_its_body(pages: PageDirectory) -> None:
+    engine, upload = Engine(), Upload()
+    middleware = PulseMiddleware(engine)
+    scope = scope_of("/v1/completions")
+    request = asyncio.create_task(middleware(scope, upload.receive, nowhere))
+    for _ in range(3):
+        upload.piece(b"x" * 1300)
+        await passes()
+        waiting = pulse_in(pages)
+        assert (waiting.in_flight, waiting.waiting, waiting.requests_total) == (0, 0, 0)
+    sent_ns = monotonic_ns()
+    upload.piece(b"x" * 100, last=True)
+    await passes()
+    arrived = pulse_in(pages)
+    assert (arrived.in_flight, arrived.waiting, arrived.requests_total) == (1, 1, 1)
+    assert arrived.oldest_waiting_arrival_ns >= sent_ns
+    assert arrived.largest_waiting_prompt_tokens == (4000 - 100) // 2, "of all pieces"
+    engine.begin.set(), engine.end.set()
+    await request
+    assert pulse_in(pages).in_flight == 0
+
+
+@pytest.mark.parametrize("pieces", [0, 2])
+async def test_a_client_that_goes_amid_its_upload_was_never_there(
+    pages: PageDirectory, pieces: int
+) -> None:
+    async def reading(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    upload = Upload()
+    for _ in range(pieces):
+        upload.piece(b"x")
+    upload.go()
+    await PulseMiddleware(reading)(scope_of("/v1/completions"), upload.receive, nowhere)
+    assert (pulse_in(pages).in_flight, pulse_in(pages).requests_total) == (0, 0)
+
+
+async def test_a_client_that_goes_amid_its_reply_is_in_flight_no_more(
+    pages: PageDirectory,
+) -> None:
+    async def streaming(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        assert pulse_in(pages).in_flight == 1
+        assert (await receive())["type"] == "http.disconnect"
+        raise ConnectionResetError
+
+    upload = Upload()
+    upload.piece(b"{}", last=True)
+    upload.go()
+    with pytest.raises(ConnectionResetError):
+        await PulseMiddleware(streaming)(scope_of("/v1/completions"), upload.receive, nowhere)
+    assert (pulse_in(pages).in_flight, pulse_in(pages).requests_total) == (0, 1)
+
+
+async def test_a_body_that_is_read_after_the_reply_is_no_request(pages: PageDirectory) -> None:
+    late: list[Receive] = []
+
+    async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
+        late.append(receive)
+
+    upload = Upload()
+    upload.piece(b"{}", last=True)
+    await PulseMiddleware(refusing)(scope_of("/v1/completions"), upload.receive, nowhere)
+    await late[0]()
+    assert (pulse_in(pages).in_flight, pulse_in(pages).requests_total) == (0, 0)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_a_websocket_is_in_flight_while_it_is_open(pages: PageDirectory, fails: bool) -> None:
+    async def talking(scope: Scope, receive: Receive, send: Send) -> None:
+        for _ in range(3):
+            await receive()
+            pulse = pulse_in(pages)
+            assert (pulse.in_flight, pulse.sockets, pulse.waiting) == (1, 1, 0)
+        if fails:
+            raise ConnectionResetError
+
+    async def receive() -> Message:
+        return {"type": "websocket.receive", "text": "{}"}
+
+    scope = scope_of("/v1/realtime") | {"type": "websocket"}
+    talk = PulseMiddleware(talking)(scope, receive, nowhere)
+    if fails:
+        with pytest.raises(ConnectionResetError):
+            await talk
+    else:
+        await talk
+    assert (pulse_in(pages).in_flight, pulse_in(pages).sockets) == (0, 0)
+
+
+async def test_a_pulse_says_whether_a_middleware_is_there(pages: PageDirectory) -> None:
+    reporter = pulse.process_reporter()
+    assert reporter is not None
+    reporter.finish(0)
+    assert pulse_in(pages).middleware is False
+    PulseMiddleware(Engine())
+    assert pulse_in(pages).middleware is True
 
 
 async def test_other_routes_leave_no_trace_in_the_pulse(pages: PageDirectory) -> None:

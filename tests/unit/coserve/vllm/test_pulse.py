@@ -215,3 +215,23 @@ def test_names_the_process_that_all_of_the_engine_s_descend_from(
     record = reading(tmp_path).record
     assert record is not None
     assert record.root == process_ids([os.getppid() if spawned else os.getpid()])[0]
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("ours"), MemoryError("none left")])
+def test_an_error_of_the_timer_silences_the_pulse_and_nothing_else(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Exception,
+) -> None:
+    reporter = reporter_in(tmp_path)
+    reporter.arrive(body_bytes=500)
+
+    def broken(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(reporter, "_find_page", broken)
+    assert within_beats(lambda: "reports no pulse any more" in caplog.text)
+    stamp_ns = reading(tmp_path).stamp_ns
+    reporter.finish(reporter.arrive(body_bytes=500))
+    assert reading(tmp_path).stamp_ns == stamp_ns, "half a pulse would be believed"

@@ -1,0 +1,35 @@
+"""No fault of ours keeps production down: what fails in a hook is logged, and vLLM serves as stock.
+
+Every entry point that vLLM loads goes through `guarded`. In a guest the fault passes on: a guest
+that lacks one of its hooks would run ungated, so it does not start. A guest whose role is misspelt
+counts as production here; its scheduler and its middleware, which only a guest has, refuse then.
+
+Imports nothing but the standard library, so that a broken installation is a fault like others.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+ROLE_VARIABLE = "ROSEMUX_ROLE"
+GUEST_ROLE = "guest"
+
+_Result = TypeVar("_Result")
+_log = logging.getLogger("vllm.rosemux")
+_told: set[str] = set()
+
+
+def guarded(hook: Callable[[], _Result]) -> _Result | None:
+    """The hook's result; None where it failed and vLLM goes on without it."""
+    try:
+        return hook()
+    except Exception as error:
+        if os.environ.get(ROLE_VARIABLE) == GUEST_ROLE:
+            raise
+        why = f"{type(error).__name__}: {error}"
+        if why not in _told:
+            # Once a process: several hooks fail for the same reason.
+            _told.add(why)
+            _log.error("RoseMux is off in this process, vLLM serves as stock: %s", why)
+        return None
