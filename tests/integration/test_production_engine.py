@@ -70,6 +70,25 @@ async def test_a_request_is_in_flight_from_its_arrival_to_its_last_byte(
     assert after.step_s_mean > 0
 
 
+async def test_a_client_that_goes_amid_its_reply_leaves_an_engine_that_says_it_is_idle(
+    engine_slot: EngineSlot,
+) -> None:
+    before = engine_slot.pulse()
+    assert before.middleware is True
+    for _ in range(3):
+        request = asyncio.create_task(complete(engine_slot, 3000))
+        await until(lambda: engine_slot.pulse().decoding == 1, "its first token is out")
+        assert [core.running for core in engine_slot.pulse().cores] == [1]
+        request.cancel()
+        await until(lambda: engine_slot.pulse().in_flight == 0, "nothing is in flight")
+        await until(
+            lambda: not any(core.running for core in engine_slot.pulse().cores),
+            "the engine holds nothing",
+            seen=engine_slot.pulse,
+        )
+    assert engine_slot.pulse().unseen_steps_total <= before.unseen_steps_total + 3
+
+
 async def test_a_guest_takes_no_step_while_production_has_no_slack(
     engine_slot: EngineSlot,
 ) -> None:

@@ -24,7 +24,14 @@ from coserve.vllm.launch import EngineSpec
 from harvester.agent.sense import SlotSensor
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.ids import Epoch
-from harvester.contracts.page import Grant, GrantMode, PageDirectory, PageFault, Pulse
+from harvester.contracts.page import (
+    Grant,
+    GrantMode,
+    PageDirectory,
+    PageFault,
+    Pulse,
+    latest_cores,
+)
 from harvester.policy.production import kv_usage_ratio
 from harvester.policy.sample import KillSwitch, LeaseView
 from scheduler.demo.job.model import write_checkpoint
@@ -196,6 +203,9 @@ async def test_both_servers_and_both_ranks_are_heard_and_an_idle_engine_holds_no
     await until(
         lambda: kv_usage_ratio(wide.pulses()) == 0.0, "the newest word is none", seen=wide.pulses
     )
+    held = [core.running + core.waiting for core in latest_cores(tuple(wide.pulses().values()))]
+    assert held == [0, 0], "nor does either server's word keep them busy"
+    assert wide.total("unseen_steps_total") == 0
 
 
 async def test_the_gate_needs_every_servers_pulse_and_obeys_each_of_them(
