@@ -145,14 +145,20 @@ class PulseBook:
         self._sockets.add(key)
         self._requests += 1
 
-    def finish(self, key: int, *, now_ns: int) -> None:
+    def finish(self, key: int, *, now_ns: int, outlived: bool = False) -> None:
+        """`outlived` says that the engine may go on with the request, whose reply is over."""
         self._sockets.discard(key)
         if key not in self._open:
             return
         self._open.remove(key)
         if not self._open:
             self._count_busy(self._busy_since_ns, now_ns)
-        if self._waiting.pop(key, None) is not None and self._run is not None:
+        if self._waiting.pop(key, None) is None:
+            return
+        if outlived:
+            # Its prefill may be in the next step, of which no core has told yet.
+            self._unseen_step_ns = now_ns
+        if self._run is not None:
             self._run.whole = False
             if not self._waiting:
                 self._run = None

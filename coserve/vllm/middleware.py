@@ -72,7 +72,7 @@ class PulseMiddleware:
         try:
             await self._app(scope, request, send)
         finally:
-            request.end()
+            request.end(outlived=_path(scope) == _OUTLIVING)
 
 
 def _attached_reporter() -> "PulseReporter | None":
@@ -106,11 +106,11 @@ class _Arrival:
                 self._key = self._reporter.arrive(body_bytes=self._body_bytes)
         return message
 
-    def end(self) -> None:
+    def end(self, *, outlived: bool) -> None:
         """The reply ended, or the client went. What comes afterwards is no request."""
         self._complete = True
         if self._key is not None:
-            self._reporter.finish(self._key)
+            self._reporter.finish(self._key, outlived=outlived)
 
 
 class EpochMiddleware:

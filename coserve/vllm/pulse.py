@@ -94,8 +94,8 @@ class PulseReporter:
         self.report(lambda now_ns: self._arrive(key, body_bytes, now_ns))
         return key
 
-    def finish(self, key: int) -> None:
-        self.report(lambda now_ns: self._book.finish(key, now_ns=now_ns))
+    def finish(self, key: int, *, outlived: bool = False) -> None:
+        self.report(lambda now_ns: self._book.finish(key, now_ns=now_ns, outlived=outlived))
 
     def step(self, read: Callable[[], EngineStep]) -> None:
         """`read` makes the step of upstream's objects; its errors stay in here."""

@@ -106,7 +106,8 @@ class PulseHead(Record, frozen=True, kw_only=True):
     sockets: int = 0
     """WebSockets among those in flight: they have work at times only, which the cores tell."""
     unseen_step_ns: int = 0
-    """End of the last step that served requests of this process while none was in flight."""
+    """When the last step ended that served requests of this process while none was in flight, or a
+    reply that its request may outlive before its first token."""
 
 
 class Pulse(PulseHead, frozen=True, kw_only=True):

@@ -258,6 +258,30 @@ def test_no_moment_is_busy_twice(events: list[tuple[str, float]]) -> None:
         before_s = busy_s
 
 
+def test_a_response_in_the_background_is_work_from_the_end_of_its_reply(
+    engine: Engine, grant: Grant
+) -> None:
+    engine.arrive(1)
+    engine.after(0.001)
+    engine.book.finish(1, now_ns=engine.now_ns, outlived=True)
+    engine.after(0.05)
+    assert decision(grant, engine.pulse(), now_ns=engine.now_ns).tokens == 0, "it prefills"
+    engine.step(running=1, first_tokens=1, prompt_tokens=40, generation_tokens=1)
+    for _ in range(20):
+        engine.decode(1)
+        engine.after(0.01)
+        assert decision(grant, engine.pulse(), now_ns=engine.now_ns).tokens == 0
+    engine.after(0.01).step(running=0, generation_tokens=1, finished_prompt_tokens=(40,))
+    engine.after(0.31)
+    assert decision(grant, engine.pulse(), now_ns=engine.now_ns).tokens == 512
+
+
+def test_a_request_that_is_refused_holds_nothing_back(engine: Engine, grant: Grant) -> None:
+    engine.arrive(1)
+    engine.finish(1)
+    assert decision(grant, engine.pulse(), now_ns=engine.now_ns).tokens == 512
+
+
 def test_an_open_websocket_is_in_flight_and_its_steps_are_seen(
     engine: Engine, grant: Grant
 ) -> None:

@@ -526,6 +526,17 @@ async def test_a_body_that_is_read_after_the_reply_is_no_request(pages: PageDire
     assert (pulse_in(pages).in_flight, pulse_in(pages).requests_total) == (0, 0)
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/llm/v1/responses", "/v1/completions"])
+async def test_a_reply_that_its_request_may_outlive_leaves_no_idle_engine(
+    pages: PageDirectory, path: str
+) -> None:
+    engine = Engine()
+    engine.begin.set(), engine.end.set()
+    scope = scope_of(path) | {"root_path": "/llm"}
+    await Client(PulseMiddleware(engine), scope).task
+    assert (pulse_in(pages).unseen_step_ns > 0) == path.endswith("/responses")
+
+
 @pytest.mark.parametrize("fails", [True, False])
 async def test_a_websocket_is_in_flight_while_it_is_open(pages: PageDirectory, fails: bool) -> None:
     async def talking(scope: Scope, receive: Receive, send: Send) -> None:
