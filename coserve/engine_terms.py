@@ -48,10 +48,10 @@ def terms_of(pulses: Sequence[PulseHead], grant: Grant) -> list[EngineTerms]:
     """One for each pulse; `grant.pulses` names them in this order."""
     if len(pulses) == 1 and not grant.own_models:
         alone = _of_one(pulses[0], grant)
-        _count_unseen(alone, pulses)
+        if _tells(pulses[0]):
+            _count_unseen(alone, pulses)
         return [alone]
     engines: dict[str, EngineTerms] = {}
-    processes: dict[str, list[PulseHead]] = {}
     found: list[EngineTerms] = []
     for place, pulse in enumerate(pulses):
         name = grant.pulses[place] if place < len(grant.pulses) else f".{place}"
@@ -59,13 +59,13 @@ def terms_of(pulses: Sequence[PulseHead], grant: Grant) -> list[EngineTerms]:
         terms = engines.get(engine)
         if terms is None:
             terms = engines[engine] = _of_one(pulse, grant)
-            processes[engine] = [pulse]
         else:
             _join(terms, pulse, grant)
-            processes[engine].append(pulse)
         found.append(terms)
-    for engine, terms in engines.items():
-        _count_unseen(terms, processes[engine])
+    if [pulse for pulse in pulses if _tells(pulse)]:
+        for terms in engines.values():
+            own = zip(pulses, found, strict=True)
+            _count_unseen(terms, [pulse for pulse, of_engine in own if of_engine is terms])
     return found
 
 
@@ -95,17 +95,17 @@ def _join(terms: EngineTerms, pulse: PulseHead, grant: Grant) -> None:
             terms.phantom_prompt_tokens = max(terms.phantom_prompt_tokens, pulse.prompt_tokens_p99)
 
 
+def _tells(pulse: PulseHead) -> bool:
+    """Whether there is anything to count: before most steps of a guest production is idle."""
+    return bool(
+        pulse.unseen_step_ns or [core for core in pulse.cores if core.running or core.waiting]
+    )
+
+
 def _count_unseen(terms: EngineTerms, pulses: Sequence[PulseHead]) -> None:
     """`pulses` are all of the engine's; those that wait for their first token may be in its batch
     already, and have a deadline of their own."""
-    told = False
-    for pulse in pulses:
-        if pulse.unseen_step_ns > terms.unseen_step_ns:
-            terms.unseen_step_ns = pulse.unseen_step_ns
-        for core in pulse.cores:
-            told = told or core.running > 0 or core.waiting > 0
-    if not told:
-        return  # As before most steps of a guest.
+    terms.unseen_step_ns = max([pulse.unseen_step_ns for pulse in pulses])
     holding = [core for core in latest_cores(pulses) if core.running or core.waiting]
     if not holding:
         return

@@ -57,8 +57,9 @@ def slack_s(
             alone_s += of_engine.model.decode_base_s
             phantom = _phantom_slack_s(grant.ttft_slo_s, alone_s, grant.epsilon)
             slack = _lesser(slack, phantom)
-        events = events_slack_s(pulse, grant, of_engine, epsilon=grant.epsilon, now_ns=now_ns)
-        slack = _lesser(slack, events)
+        if pulse.in_flight or of_engine.unseen or of_engine.unseen_step_ns:
+            events = events_slack_s(pulse, grant, of_engine, epsilon=grant.epsilon, now_ns=now_ns)
+            slack = _lesser(slack, events)
     return slack if phantom_of is not None else -math.inf
 
 
