@@ -58,8 +58,32 @@ def _vllm(name: str, kind: Kind, text: str, labels: str = "model_name engine") -
 
 _AGENT = (
     _agent("build_info", Kind.GAUGE, "version", "Always 1; the version is a label."),
-    _agent("mode", Kind.GAUGE, "slot mode", "1 for the state that the slot is in, 0 for others."),
+    _agent(
+        "mode",
+        Kind.GAUGE,
+        "slot mode",
+        "1 for the mode in force (off, observe, harvest), 0 for others: what the operator wants.",
+    ),
+    _agent(
+        "slot_state",
+        Kind.GAUGE,
+        "slot state",
+        "1 for the state that the slot is in (off, learning, closed, cooldown, open), 0 for "
+        "others: what the agent decided.",
+    ),
     _agent("quarantined", Kind.GAUGE, "slot", "1 while the slot waits for an operator."),
+    _agent(
+        "unrecorded",
+        Kind.GAUGE,
+        "slot",
+        "1 while the journal or a state file cannot be written: the slot is withdrawn.",
+    ),
+    _agent(
+        "journal_missing_lines_total",
+        Kind.COUNTER,
+        "slot",
+        "Decisions that could not be written into the journal.",
+    ),
     _agent(
         "slo_headroom_ratio",
         Kind.GAUGE,
@@ -177,7 +201,14 @@ _AGENT = (
         "kv_reclaims_total",
         Kind.COUNTER,
         "slot outcome",
-        "Memory that was due: returned in time, or missed (the guest was ended).",
+        "Memory that was due: returned in time, or missed (not by its deadline).",
+    ),
+    _agent(
+        "guest_actions_total",
+        Kind.COUNTER,
+        "slot action outcome",
+        "What the agent does to a guest's processes (lift, settle, kill): asked by the policy, "
+        "done, or failed.",
     ),
     _agent("leases_active", Kind.GAUGE, "slot tenant", "Leases in force."),
     _agent("leases_ended_total", Kind.COUNTER, "slot reason", "Leases ended, by reason."),

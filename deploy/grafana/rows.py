@@ -134,6 +134,15 @@ def harvesting() -> tuple[Lines | Stat, ...]:
             "Slot state",
             "1 for the state that each slot is in.",
             COUNT,
+            (
+                latest("harvester_slot_state", SLOT, f"{PLACE}, state"),
+                "{{node}} {{slot}} {{state}}",
+            ),
+        ),
+        lines(
+            "Mode",
+            "1 for the mode that is in force on each slot.",
+            COUNT,
             (latest("harvester_mode", SLOT, f"{PLACE}, mode"), "{{node}} {{slot}} {{mode}}"),
         ),
         lines(
@@ -189,11 +198,20 @@ def giving_back() -> tuple[Lines | Stat, ...]:
         ),
         lines(
             "Memory that was due",
-            "Returned in time, or missed: the guest was ended. Per second.",
+            "Returned in time, or missed. Per second.",
             PER_SECOND,
             (
                 rate("harvester_kv_reclaims_total", f"{PLACE}, outcome", SLOT),
                 "{{node}} {{slot}} {{outcome}}",
+            ),
+        ),
+        lines(
+            "What was done to the guest",
+            "Lifts, settles and kills: asked, done, or failed. Per second.",
+            PER_SECOND,
+            (
+                rate("harvester_guest_actions_total", f"{PLACE}, action, outcome", SLOT),
+                "{{node}} {{slot}} {{action}} {{outcome}}",
             ),
         ),
         lines(

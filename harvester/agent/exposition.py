@@ -9,17 +9,24 @@ from collections.abc import Callable
 from harvester.agent.metrics import AgentMetrics
 from harvester.agent.sharing_exposition import SharingExposition
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import Calibration, Grant, Guest, Pulse
+from harvester.contracts.page import Calibration, Grant, Guest, PageName, Pulse
 from harvester.contracts.wire.leases import EndReason, SlotState
-from harvester.policy.effects import Effect, WriteGrant
+from harvester.policy.effects import Effect, KillGuest, LiftGuest, SettleGuest, WriteGrant
 from harvester.policy.leases import Lease
-from harvester.policy.sample import SlotSample
+from harvester.policy.sample import GuestAction, SlotSample
+from harvester.policy.settings import Mode
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition, State
 
 _OTHER_TENANT = "other"
 _OUTCOMES = ("in_time", "missed")
 _PREFIX_OUTCOMES = ("used", "dropped")
+_ACTIONS = {
+    LiftGuest: GuestAction.LIFT,
+    SettleGuest: GuestAction.SETTLE,
+    KillGuest: GuestAction.KILL,
+}
+_BECAME = ("asked", "done", "failed")
 _PERCENTILES = ("50", "90", "99")
 _KV_STATES = ("held", "retained", "withheld", "free")
 
@@ -37,6 +44,9 @@ class SlotExposition:
         self._misses = metrics.misses.labels(slot)
         self._step_tokens = metrics.step_tokens.labels(slot)
         self._guest_tokens = metrics.guest_tokens.labels(slot)
+        self._unrecorded = metrics.unrecorded.labels(slot)
+        self._missing = metrics.missing_lines.labels(slot)
+        self._missed = 0
         self._guest: Guest | None = None
         self._was_open = False
         self._closing_at_ns: int | None = None
@@ -63,6 +73,11 @@ class SlotExposition:
         for effect in effects:
             if isinstance(effect, WriteGrant):
                 self._note_grant(effect.grant, policy)
+            elif (action := _ACTIONS.get(type(effect))) is not None:
+                self._metrics.guest_actions.labels(self._slot, action.value, "asked").inc()
+        for done in sample.outcomes:
+            became = "failed" if done.fault else "done"
+            self._metrics.guest_actions.labels(self._slot, done.action.value, became).inc()
         self._note_guest(sample.guest.record, policy)
         requests, misses = policy.accounted
         self._requests.inc(requests - self._counted[0])
@@ -81,15 +96,26 @@ class SlotExposition:
             self._tenant = tenant
         self._last = sample
 
+    def recorded(self, fault: str, missing_total: int) -> None:
+        """Whether everything can be written down, and how many decisions were not."""
+        self._unrecorded.set(fault != "")
+        self._missing.inc(missing_total - self._missed)
+        self._missed = missing_total
+
     def refresh(self, policy: SlotPolicy, seen_ns: dict[str, int]) -> None:
         """Before every scrape: what need not be counted per beat."""
         metrics, slot, settings = self._metrics, self._slot, policy.settings
         metrics.quarantined.labels(slot).set(policy.slot_state() is SlotState.QUARANTINED)
+        for mode in Mode:
+            metrics.mode.labels(slot, mode.value).set(mode is settings.mode)
         for state in State:
-            metrics.mode.labels(slot, state.value).set(state is policy.state)
+            metrics.state.labels(slot, state.value).set(state is policy.state)
         now_ns = monotonic_ns()
         for source, stamp_ns in seen_ns.items():
-            metrics.signal_age.labels(slot, source).set(max(0, now_ns - stamp_ns) / 1e9)
+            # A guest that was stopped on purpose has no age: nobody waits for it.
+            stopped = source == PageName.GUEST and policy.guest.state.stopped
+            age_s = math.nan if stopped else max(0, now_ns - stamp_ns) / 1e9
+            metrics.signal_age.labels(slot, source).set(age_s)
         for reading in self._last.pulses if self._last is not None else ():
             if reading.name not in seen_ns:
                 metrics.signal_age.labels(slot, reading.name).set(math.inf)
@@ -124,6 +150,9 @@ class SlotExposition:
             metrics.kv_reclaims.labels(slot, outcome)
         for outcome in _PREFIX_OUTCOMES:
             metrics.prefixes.labels(slot, outcome)
+        for action in GuestAction:
+            for became in _BECAME:
+                metrics.guest_actions.labels(slot, action.value, became)
         for condition in Condition:
             metrics.evictions.labels(slot, condition.value)
         for reason in EndReason:

@@ -7,6 +7,8 @@ the idle class counts within one. Should this process be killed, the kernel ends
 under MPS, where a signal unasked is worse than a guest left over. What is left to undo is the
 processes and, where KV is shared, their segment: of a dead guest it would count as memory in use.
 What stays of one that was killed the next guest removes (`guest_place`).
+
+An engine that is asked to stop is no loss: its page says so first, in its place.
 """
 
 import asyncio
@@ -17,11 +19,14 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
+import msgspec
 import psutil
 
 from harvester.agent.mps import MpsWatch
+from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError, Unsupported
 from harvester.contracts.kv_segment import KvSegment
+from harvester.contracts.page import Guest, PageDirectory, PageWriter
 from harvester.contracts.parent import end_with
 
 _log = logging.getLogger(__name__)
@@ -30,6 +35,8 @@ _LOOK_S = 0.1
 _LOOKS, _LOOKS_A_KILL = 100, 20
 _STOP_S = 30.0
 """vLLM gives its workers five seconds, and a worker may be in a step."""
+_LEAVING_TTL_NS = 60_000_000_000
+"""Longer than any stop: the page goes when the engine has ended."""
 
 
 class GuestEngine:
@@ -41,15 +48,19 @@ class GuestEngine:
         mps: MpsWatch | None = None,
         segment: KvSegment | None = None,
         inherits: Collection[int] = (),
+        pages: PageDirectory | None = None,
         stop_s: float = _STOP_S,
     ) -> None:
         """`environment` is added to this process's; `mps` is the daemon that the guest runs
-        under, not started; `inherits` are descriptors that its main process keeps open."""
+        under, not started; `inherits` are descriptors that its main process keeps open; `pages` are
+        its slot's."""
         self._arguments = list(arguments)
         self._environment = dict(environment)
         self._mps = mps
         self._segment = segment
         self._inherits = tuple(inherits)
+        self._pages = pages
+        self._leaving: PageWriter[Guest] | None = None
         self._stop_s = stop_s
         self._asked = asyncio.Event()
 
@@ -77,6 +88,8 @@ class GuestEngine:
             raise ConfigError(f"cannot start {self._arguments[0]}: {error.strerror}") from error
         times_asked = await self._until_it_ends(child)
         await self._sweep(child.pid)
+        if self._leaving is not None:
+            self._leaving.close(unlink=not _members(child.pid))
         status = child.returncode or 0
         return 0 if times_asked else status if status >= 0 else 128 - status
 
@@ -95,12 +108,30 @@ class GuestEngine:
             if asked.is_set():
                 asked.clear()
                 times_asked += 1
+                self._say_leaving()
                 patience_s = self._stop(child, insisted=times_asked > 1)
             elif patience_s is not None:
                 _log.error("the guest did not stop within %.0f s and is killed", self._stop_s)
                 patience_s = None
                 self._kill(child.pid)
         return times_asked
+
+    def _say_leaving(self) -> None:
+        """The engine writes no more: its page has a new owner, and the last record stands."""
+        if self._pages is None or self._leaving is not None:
+            return
+        reader = self._pages.guest_reader()
+        left = reader.read_left().record
+        reader.close()
+        if left is None:
+            return
+        try:
+            self._leaving = self._pages.guest_writer()
+        except ConfigError as error:
+            _log.warning("the agent is not told that the guest stops: %s", error)
+            return
+        record = msgspec.structs.replace(left, leaving=True)
+        self._leaving.write(record, now_ns=monotonic_ns(), ttl_ns=_LEAVING_TTL_NS)
 
     def _stop(self, child: asyncio.subprocess.Process, *, insisted: bool) -> float | None:
         """How long to wait for it; None where it was not signalled."""

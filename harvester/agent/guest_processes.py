@@ -6,26 +6,37 @@ it began with, and a control group that somebody else made idle is theirs to cha
 
 A page is written by its guest, so a name in it is believed only for a process of the page's owner
 that began when the guest says: a number alone would be somebody else's in another pid namespace, or
-a moment later. Where the agent sees no such process (in another pod, say), nothing happens.
+a moment later. Where the agent sees no such process (in another pod, say), nothing happens, and
+that is what is said: every action has an outcome, and one that was not done has its reason.
 """
 
 import logging
 import os
+import select
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
+from harvester import whole_file
 from harvester.agent.mps import MpsWatch
+from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import Unsupported
 from harvester.contracts.idle_groups import IdleGroups
 from harvester.contracts.process import ProcessId, start_ticks
 from harvester.contracts.scheduling_group import is_under_idle, scheduling_group
+from harvester.policy.sample import GuestAction, Outcome
 
 _log = logging.getLogger(__name__)
+
+_MAX_FAULT = 300
+_DYING_NS = 10_000_000_000
+"""The kernel takes its time where a process has much memory to give back."""
 
 
 class _Place(StrEnum):
@@ -36,6 +47,28 @@ class _Place(StrEnum):
 class _Lifted(msgspec.Struct, frozen=True, kw_only=True):
     process: ProcessId
     out_of: _Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """Of the processes that a guest names."""
+
+    own: tuple[ProcessId, ...]
+    """There, and the guest's."""
+    gone: tuple[ProcessId, ...]
+    """Were the guest's, and have ended."""
+    fault: str
+    """Why the rest cannot be acted on."""
+
+
+@dataclass(slots=True)
+class _Kill:
+    """Under way: what was signalled and has not ended yet, by its descriptor."""
+
+    ended: list[ProcessId]
+    faults: list[str]
+    until_ns: int
+    dying: dict[int, ProcessId] = field(default_factory=dict)
 
 
 class GuestProcesses:
@@ -55,77 +88,138 @@ class GuestProcesses:
         self._page = page
         self._memo = memo
         self._lifted = _remembered(memo)
+        self._named: tuple[ProcessId, ...] = ()
+        self._seen: frozenset[ProcessId] = frozenset()
+        self._kill: _Kill | None = None
+        self._killing = threading.Lock()
+        """Under MPS a kill goes on beside the beat."""
+        self._outcomes: deque[Outcome] = deque()
+        self.memo_fault = ""
+        """Why what is lifted cannot be written down."""
 
-    def lift(self, processes: Iterable[ProcessId]) -> bool:
-        """Out of the idle group or the idle class. False where any thread could not be."""
-        done = True
-        for process in self._own(processes):
+    def know(self, named: tuple[ProcessId, ...]) -> None:
+        """Which of the processes that the guest names now are seen here: one of them that is not
+        there later has ended, and is in no other pid namespace."""
+        if named != self._named:
+            self._named = named
+            here = {one for one in named if start_ticks(one.pid) == one.start_ticks}
+            self._seen = frozenset(here | (self._seen & set(named)))
+
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """Of actions since the last call, as far as they are known."""
+        with self._killing:
+            kill = self._kill
+            if kill is not None and (self._has_ended(kill) or monotonic_ns() > kill.until_ns):
+                self._conclude(kill)
+        if self.memo_fault:
+            self._remember()
+        known = []
+        while self._outcomes:
+            known.append(self._outcomes.popleft())
+        return tuple(known)
+
+    def lift(self, processes: Iterable[ProcessId]) -> None:
+        """Out of the idle group or the idle class."""
+        found = self._find(processes)
+        faults, lifted = [found.fault] if found.fault else [], []
+        for process in found.own:
             try:
                 self._lift(process)
+                lifted.append(process)
             except OSError as error:
-                _log.warning("guest process %s is not lifted: %s", process.pid, error.strerror)
-                done = False
+                faults.append(f"process {process.pid}: {error.strerror}")
             except Unsupported as error:
-                _log.warning("guest process %s is not lifted: %s", process.pid, error)
-                done = False
+                faults.append(f"process {process.pid}: {error}")
         self._remember()
-        return done
+        self._note(GuestAction.LIFT, lifted, faults)
 
     def settle(self) -> None:
-        """Back into it, with the threads that they have made since."""
+        """Back into it, with the threads that they have made since. What fails is tried again when
+        this is asked again."""
+        faults, settled, left = [], [], set()
         for lifted in self._lifted:
-            if start_ticks(lifted.process.pid) != lifted.process.start_ticks:
+            process = lifted.process
+            if start_ticks(process.pid) != process.start_ticks:
                 continue
             try:
                 self._put_back(lifted)
+                settled.append(process)
             except (OSError, Unsupported) as error:
-                _log.error("guest process %s stays lifted: %s", lifted.process.pid, error)
-        self._lifted.clear()
+                faults.append(f"process {process.pid}: {error}")
+                left.add(lifted)
+        self._lifted = left
         self._remember()
+        self._note(GuestAction.SETTLE, settled, faults)
 
-    def kill(self, processes: Iterable[ProcessId]) -> bool:
-        """False where none could be; under MPS it is under way, beside the beat, where True."""
-        own = self._own(processes)
+    def kill(self, processes: Iterable[ProcessId]) -> None:
+        """Under MPS the work on the GPU ends first, beside the beat."""
+        found = self._find(processes)
         if self._mps is None:
-            return self._signal(own)
-        if not own or (self._ending is not None and self._ending.is_alive()):
-            return False
-        self._ending = threading.Thread(target=self._end_under_mps, args=(self._mps, own))
-        self._ending.start()
-        return True
+            with self._killing:
+                self._signal(found)
+        elif self._ending is None or not self._ending.is_alive():
+            self._ending = threading.Thread(target=self._end_under_mps, args=(self._mps, found))
+            self._ending.start()
 
     def close(self) -> None:
-        """Back into its class what is lifted, and no thread left behind."""
-        self.settle()
+        """Back into its class what is lifted, and no thread or descriptor left behind."""
+        if self._lifted:
+            self.settle()
         if self._ending is not None:
             self._ending.join()
+        with self._killing:
+            if self._kill is not None:
+                self._conclude(self._kill)
 
-    def _end_under_mps(self, mps: MpsWatch, own: list[ProcessId]) -> None:
-        if mps.terminate(process.pid for process in own):
-            self._signal(own)
+    def _end_under_mps(self, mps: MpsWatch, found: _Found) -> None:
+        if mps.terminate(process.pid for process in found.own):
+            with self._killing:
+                self._signal(found)
             return
         # A signal in the middle of a kernel may take production's server with it.
-        _log.error(
-            "the guest lives on: MPS did not end its work on the GPU, and a signal is unsafe"
-        )
+        fault = "MPS did not end its work on the GPU, and a signal is unsafe"
+        self._note(GuestAction.KILL, [], [fault])
 
-    def _signal(self, own: list[ProcessId]) -> bool:
-        killed = False
-        for process in own:
+    def _signal(self, found: _Found) -> None:
+        if self._kill is not None:
+            # Dying already; what was signalled needs no second signal.
+            return
+        faults = [found.fault] if found.fault else []
+        kill = _Kill(list(found.gone), faults, monotonic_ns() + _DYING_NS)
+        for process in found.own:
             try:
-                # The descriptor stands for the process that is checked, whatever ends meanwhile.
-                descriptor = os.pidfd_open(process.pid)
-            except OSError:
-                continue
-            try:
-                if start_ticks(process.pid) == process.start_ticks:
-                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                    killed = True
+                descriptor = _signalled(process)
             except OSError as error:
-                _log.error("guest process %s lives on: %s", process.pid, error.strerror)
-            finally:
-                os.close(descriptor)
-        return killed
+                kill.faults.append(f"process {process.pid}: {error.strerror}")
+                continue
+            if descriptor is None:
+                kill.ended.append(process)
+            else:
+                kill.dying[descriptor] = process
+        if self._has_ended(kill):
+            self._conclude(kill)
+        else:
+            self._kill = kill
+
+    def _has_ended(self, kill: _Kill) -> bool:
+        """Whether nothing that was signalled is left."""
+        for descriptor in _ended(kill.dying):
+            kill.ended.append(kill.dying.pop(descriptor))
+            os.close(descriptor)
+        return not kill.dying
+
+    def _conclude(self, kill: _Kill) -> None:
+        """What has not ended by now was killed in vain."""
+        self._kill = None
+        self._has_ended(kill)
+        for descriptor, process in kill.dying.items():
+            kill.faults.append(f"process {process.pid}: signalled, and has not ended")
+            os.close(descriptor)
+        self._note(GuestAction.KILL, kill.ended, kill.faults)
+
+    def _note(self, action: GuestAction, processes: list[ProcessId], faults: list[str]) -> None:
+        fault = "; ".join(faults)[:_MAX_FAULT]
+        self._outcomes.append(Outcome(action=action, processes=tuple(processes), fault=fault))
 
     def _lift(self, process: ProcessId) -> None:
         if self._groups.lift(process.pid):
@@ -146,28 +240,42 @@ class GuestProcesses:
         for thread in _threads(lifted.process.pid):
             os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
-    def _own(self, processes: Iterable[ProcessId]) -> list[ProcessId]:
-        try:
-            owner = self._page.lstat().st_uid
-        except OSError:
-            return []
-        return [
-            process
-            for process in processes
-            if process.pid > 1
-            and process.pid != os.getpid()
-            and _owner(process.pid) == owner
-            and start_ticks(process.pid) == process.start_ticks
-        ]
+    def _find(self, processes: Iterable[ProcessId]) -> _Found:
+        owner = _owner_of(self._page)
+        own, gone, faults = [], [], []
+        for process in processes:
+            ticks = start_ticks(process.pid)
+            if owner is None:
+                faults.append("the guest has no page")
+            elif process.pid <= 1 or process.pid == os.getpid():
+                faults.append(f"process {process.pid}: none of a guest's")
+            elif ticks != process.start_ticks and process in self._seen:
+                gone.append(process)
+            elif ticks is None:
+                faults.append(f"process {process.pid}: not seen here; another pid namespace?")
+            elif ticks != process.start_ticks:
+                faults.append(f"process {process.pid}: another one here; another pid namespace?")
+            elif _owner_of(Path(f"/proc/{process.pid}")) != owner:
+                faults.append(f"process {process.pid}: not of the user whose page names it")
+            else:
+                own.append(process)
+        if not (own or gone or faults):
+            faults.append("the guest names no process")
+        return _Found(own=tuple(own), gone=tuple(gone), fault="; ".join(faults))
 
     def _remember(self) -> None:
         try:
             if self._lifted:
-                self._memo.write_bytes(msgspec.json.encode(tuple(self._lifted)))
+                whole_file.replace(self._memo, msgspec.json.encode(tuple(self._lifted)))
             else:
                 self._memo.unlink(missing_ok=True)
         except OSError as error:
-            _log.warning("%s: %s", self._memo, error.strerror)
+            fault = f"{self._memo.name}: {error.strerror}"
+            if fault != self.memo_fault:
+                _log.error("what is lifted cannot be written down: %s", fault)
+            self.memo_fault = fault
+        else:
+            self.memo_fault = ""
 
 
 def _remembered(memo: Path) -> set[_Lifted]:
@@ -177,11 +285,39 @@ def _remembered(memo: Path) -> set[_Lifted]:
         return set()
 
 
-def _owner(pid: int) -> int | None:
+def _owner_of(path: Path) -> int | None:
     try:
-        return Path(f"/proc/{pid}").stat().st_uid
+        return path.lstat().st_uid
     except OSError:
         return None
+
+
+def _signalled(process: ProcessId) -> int | None:
+    """Its descriptor, which stands for the process that was checked, whatever ends meanwhile; None
+    where it has ended already. Raises OSError where it may not be signalled."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
+    try:
+        if start_ticks(process.pid) == process.start_ticks:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            return descriptor
+    except ProcessLookupError:
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _ended(descriptors: Iterable[int]) -> list[int]:
+    """Of the processes behind these pidfds, those that have ended."""
+    watch = select.poll()
+    for descriptor in descriptors:
+        watch.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in watch.poll(0)]
 
 
 def _threads(pid: int) -> list[int]:

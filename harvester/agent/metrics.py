@@ -20,8 +20,17 @@ class AgentMetrics:
         self._gauge("build_info", "Always 1; the version is a label.", "version").labels(
             version
         ).set(1)
-        self.mode = self._gauge("mode", "1 for the slot's state, 0 for others.", "slot", "mode")
+        self.mode = self._gauge("mode", "1 for the mode in force, 0 for others.", "slot", "mode")
+        self.state = self._gauge(
+            "slot_state", "1 for the state that the slot is in, 0 for others.", "slot", "state"
+        )
         self.quarantined = self._gauge("quarantined", "1 while it waits for an operator.", "slot")
+        self.unrecorded = self._gauge(
+            "unrecorded", "1 while journal or state cannot be written.", "slot"
+        )
+        self.missing_lines = self._counter(
+            "journal_missing_lines", "Decisions that the journal lacks.", "slot"
+        )
         self.headroom = self._gauge(
             "slo_headroom_ratio", "1 - recent latency / SLO; below 0 is a breach.", "slot", "slo"
         )
@@ -56,6 +65,14 @@ class AgentMetrics:
             "kv_reclaims",
             "Shrinks of its budget that the guest owed memory for.",
             "slot",
+            "outcome",
+        )
+
+        self.guest_actions = self._counter(
+            "guest_actions",
+            "Lifts, settles and kills of a guest: asked, done, failed.",
+            "slot",
+            "action",
             "outcome",
         )
 

@@ -13,16 +13,19 @@ from harvester.agent.kv_sharing import SharedKv
 from harvester.agent.lease_file import LeaseFile
 from harvester.agent.memory import SharedMemory
 from harvester.agent.mps import MpsWatch
+from harvester.agent.record import SlotRecord
+from harvester.agent.release import ReleaseFile, release_path
 from harvester.agent.sense import SlotSensor
+from harvester.agent.state_file import StateFile
 from harvester.config import AgentConfig, MpsConfig, SlotConfig
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, SlotId
-from harvester.contracts.journal import JournalWriter, Opened, config_hash
+from harvester.contracts.journal import Opened, config_hash
 from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.mps import MpsControl
 from harvester.contracts.page import Grant, GrantMode, PageDirectory, PageName
-from harvester.contracts.wire.leases import EndReason, SlotOffer
+from harvester.contracts.wire.leases import EndReason, SlotOffer, SlotState
 from harvester.policy.effects import (
     Effect,
     EndLease,
@@ -33,7 +36,7 @@ from harvester.policy.effects import (
     WriteGrant,
 )
 from harvester.policy.leases import LeaseBook
-from harvester.policy.sample import KillSwitch
+from harvester.policy.sample import GuestAction, KillSwitch, SlotSample
 from harvester.policy.settings import SlotSettings
 from harvester.policy.slot import SlotPolicy
 
@@ -81,31 +84,57 @@ class Slot:
         # What an earlier agent had lifted when it ended.
         self._guest.settle()
         self.policy = SlotPolicy(config.settings_of(slot))
-        self._journal = JournalWriter(
-            journal_path(config, slot), max_bytes=config.journal_max_bytes
+        self._release = ReleaseFile(release_path(config, slot))
+        self._record = SlotRecord(
+            slot.name,
+            journal_path(config, slot),
+            max_bytes=config.journal_max_bytes,
+            state=StateFile(state_path(config, slot), node=config.node, slot=slot.name),
+            first_line=self._first_line,
         )
-        self._journal.opened(self._first_line(resumed=False))
+        self._record.resume(self.policy, now=now)
+        self._record.begin()
 
     def beat(self, kill_switch: KillSwitch, *, now: float) -> None:
         self._book.expire(now=now)
         self.lease_file.follow(self._book.live(self.name))
-        sample = self.sensor.sample(lease=self._book.view(self.name), kill_switch=kill_switch)
+        sample = self._sample(kill_switch, now)
         effects = self.policy.observe(sample, now=now)
-        try:
-            self._journal.decided(now=now, sample=sample, effects=effects)
-            if self._journal.full:
-                self._journal.rotate(self._first_line(resumed=True))
-        except OSError as error:
-            # What cannot be audited is not done.
-            effects = tuple(
-                _without_audit(effect, error)
-                for effect in effects
-                if not isinstance(effect, LiftGuest | KillGuest)
-            )
+        unrecorded = self._record.decided(now=now, sample=sample, effects=effects)
+        if unrecorded:
+            effects = tuple(effect.without_record(unrecorded) for effect in effects)
         for effect in effects:
             self._apply(effect, now)
-        self._book.offer(self.name, self.policy.slot_state(), self.policy.reason)
+        self._record.save(self.policy, now=now)
+        if sample.release:
+            self._release.taken()
+        state = SlotState.OFF if unrecorded else self.policy.slot_state()
+        self._book.offer(self.name, state, unrecorded or self.policy.reason)
         self._exposition.observe(sample, effects, self.policy, self._book.live(self.name))
+        self._exposition.recorded(self.fault, self._record.missing_total)
+
+    @property
+    def fault(self) -> str:
+        """Why something that must be on disk cannot be written."""
+        return self._record.fault or self._guest.memo_fault
+
+    def _sample(self, kill_switch: KillSwitch, now: float) -> SlotSample:
+        self._record.look(now=now)
+        sample = self.sensor.sample(lease=self._book.view(self.name), kill_switch=kill_switch)
+        if sample.guest.record is not None:
+            self._guest.know(sample.guest.record.processes)
+        outcomes = self._guest.outcomes()
+        for outcome in outcomes:
+            if outcome.fault:
+                said = "slot %s: %s of the guest was not done: %s"
+                _log.error(said, self.name, outcome.action, outcome.fault)
+            elif outcome.action is GuestAction.KILL:
+                _log.warning("slot %s: the guest has ended", self.name)
+        # A release is for the guest: not without its line.
+        release = "" if self.fault else self._release.read()
+        return msgspec.structs.replace(
+            sample, outcomes=outcomes, record_fault=self.fault, release=release
+        )
 
     def reconfigure(
         self, slot: SlotConfig, settings: SlotSettings, *, restart_needed: tuple[str, ...]
@@ -115,7 +144,7 @@ class Slot:
         policy.restore(self.policy.snapshot())
         self.policy, self.config = policy, slot
         self._restart_needed = restart_needed
-        self._journal.opened(self._first_line(resumed=True))
+        self._record.reopen()
 
     def offer(self) -> SlotOffer:
         state, reason, epoch = self._book.entry(self.name)
@@ -151,7 +180,8 @@ class Slot:
         if self._mps is not None:
             self._mps.close()
         self.sensor.close()
-        self._journal.close()
+        self._record.save(self.policy, now=now, last=True)
+        self._record.close()
         os.close(self._lock)
 
     def _apply(self, effect: Effect, now: float) -> None:
@@ -166,7 +196,7 @@ class Slot:
             case SettleGuest():
                 self._guest.settle()
             case KillGuest():
-                _log.error("slot %s: the guest is ended: %s", self.name, effect.reason)
+                _log.error("slot %s: the guest is to end: %s", self.name, effect.reason)
                 self._guest.kill(effect.processes)
             case Quarantine():
                 _log.error("slot %s is quarantined: %s", self.name, effect.reason)
@@ -181,14 +211,14 @@ class Slot:
         )
         self._book.end(lease.lease, effect.reason, deadline_s=effect.deadline_s, now=now)
 
-    def _first_line(self, *, resumed: bool) -> Opened:
+    def _first_line(self) -> Opened:
         config = msgspec.to_builtins(self.policy.settings)
         return Opened(
             actor=f"agent:{self.name}",
             policy=SlotPolicy.NAME,
             config=config,
             config_hash=config_hash(config),
-            snapshot=self.policy.snapshot() if resumed else None,
+            snapshot=self.policy.snapshot(),
             restart_needed=self._restart_needed,
         )
 
@@ -221,6 +251,10 @@ def journal_path(config: AgentConfig, slot: SlotConfig) -> Path:
     return config.state_dir / f"{slot.name}.journal"
 
 
+def state_path(config: AgentConfig, slot: SlotConfig) -> Path:
+    return config.state_dir / f"{slot.name}.state"
+
+
 def _lock(path: Path) -> int:
     """Two agents on one grant page would each undo the other's closing."""
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -241,11 +275,3 @@ def epoch_left(directory: PageDirectory) -> Epoch:
     grants.close()
     guests.close()
     return Epoch(max(grant.epoch if grant else 0, guest.epoch if guest else 0))
-
-
-def _without_audit(effect: Effect, error: OSError) -> Effect:
-    if not isinstance(effect, WriteGrant):
-        return effect
-    reason = f"journal: {error.strerror}"
-    grant = msgspec.structs.replace(effect.grant, mode=GrantMode.CLOSED, reason=reason)
-    return msgspec.structs.replace(effect, grant=grant, reason=reason)

@@ -27,6 +27,10 @@ COMMANDS: dict[str, LazyCommand] = {
         target="harvester.cli.guest:guest",
         summary="Start a slot's guest, or say how it would be isolated and what it would hold.",
     ),
+    "release": LazyCommand(
+        target="harvester.cli.release:release",
+        summary="Lift a slot's quarantine, and say why.",
+    ),
     "gateway": LazyCommand(
         target="scheduler.service.command:gateway",
         summary="Run the rollout gateway with its scheduler.",

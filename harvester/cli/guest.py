@@ -86,6 +86,7 @@ def guest(
         mps=_watch(wishes.mps, planned),
         segment=segment,
         inherits=(place.descriptor,),
+        pages=PageDirectory(pages),
     )
     try:
         isolation.apply_to_process(planned.isolation)

@@ -10,6 +10,7 @@ begins, which opens with the policy's snapshot so that each file replays by itse
 
 import os
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from harvester.contracts.clock import wall_time_utc
 from harvester.contracts.errors import Corrupt
 
 SCHEMA = 1
-MAX_LINE_BYTES = 1 << 20
+MAX_LINE_BYTES = 8 << 20
+"""A snapshot holds every proof slice that is remembered, which is up to 3 MB."""
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
@@ -37,6 +39,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     wall: str = ""
     restart_needed: tuple[str, ...] = ()
     """After a reload: fields of the configuration file that are not in force."""
+    missing: int = 0
+    """Decisions before this line that could not be written."""
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True, tag="decided"):
@@ -57,7 +61,10 @@ def config_hash(config: dict[str, Any]) -> str:
 
 
 class JournalWriter:
-    """Appends lines; a crash loses at most the line being written, never an earlier one."""
+    """Appends lines; a crash loses at most the line being written, never an earlier one.
+
+    Raises OSError where a line cannot be written; nothing of it is left then, and a later one may.
+    """
 
     def __init__(self, path: Path, *, max_bytes: int = 64 << 20) -> None:
         self._path = path
@@ -66,7 +73,7 @@ class JournalWriter:
         self._hash = ""
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
-        self._file = path.open("ab")
+        self._file = self._open()
 
     def opened(self, line: Opened) -> None:
         self._hash = line.config_hash
@@ -90,18 +97,43 @@ class JournalWriter:
         return self._file.tell() >= self._file_bytes
 
     def rotate(self, line: Opened) -> None:
-        # The old file is given up last, so that a full disk here leaves a writer that still works.
-        self._path.replace(self._path.with_name(self._path.name + ".1"))
-        old, self._file = self._file, self._path.open("ab")
-        self.opened(line)
+        # The old file is given up last, so that a full disk here leaves a writer that still works:
+        # under its older name already, if it came to that.
+        if self._in_place():
+            self._path.replace(self._path.with_name(self._path.name + ".1"))
+        old, self._file = self._file, self._open()
+        try:
+            self.opened(line)
+        except OSError:
+            self._file.close()
+            self._file = old
+            raise
         old.close()
 
     def close(self) -> None:
         self._file.close()
 
     def _append(self, line: Line) -> None:
-        self._file.write(self._encoder.encode(line) + b"\n")
-        self._file.flush()
+        encoded = memoryview(self._encoder.encode(line) + b"\n")
+        written, before_bytes = 0, self._file.tell()
+        try:
+            while written < len(encoded):
+                written += self._file.write(encoded[written:])
+        except OSError:
+            # A full disk takes a part of the line.
+            self._file.truncate(before_bytes)
+            self._file.seek(before_bytes)
+            raise
+
+    def _open(self) -> FileIO:
+        # Without a buffer: one would keep what a full disk refused, and raise again when closed.
+        return self._path.open("ab", buffering=0)
+
+    def _in_place(self) -> bool:
+        try:
+            return self._path.stat().st_ino == os.fstat(self._file.fileno()).st_ino
+        except FileNotFoundError:
+            return False
 
 
 def _cut_torn_line(path: Path) -> None:

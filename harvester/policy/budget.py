@@ -43,6 +43,20 @@ class Ring(msgspec.Struct, kw_only=True):
     misses: list[float]
     head: int = -1
 
+    def __post_init__(self) -> None:
+        if not self.period_s > 0 or not len(self.requests) == len(self.misses) > 0:
+            raise ValueError("a ring needs a period and as many requests as misses")
+
+    def moved(self, periods: int) -> "Ring":
+        """The same counts, that many periods later."""
+        by = periods % len(self.requests)
+        requests, misses = (
+            counts[-by:] + counts[:-by] if by else counts for counts in (self.requests, self.misses)
+        )
+        return Ring(
+            period_s=self.period_s, requests=requests, misses=misses, head=self.head + periods
+        )
+
     def add(self, *, requests: float, misses: float, now: float) -> None:
         self.advance(now)
         slot = self.head % len(self.requests)
@@ -114,6 +128,10 @@ class ErrorBudget:
             state.judged_minute = state.minutes.head
             self._judge(now)
         return self.stopped and self._settings.enforced
+
+    def stop(self, reason: str, *, now: float) -> None:
+        """As after a breach."""
+        self.state.stopped_at_s, self.state.reason = now, reason
 
     def _judge(self, now: float) -> None:
         state = self.state

@@ -26,6 +26,8 @@ class GuestState(msgspec.Struct, kw_only=True):
     isolation_fault: str = ""
     losses_s: list[float] = []
     """When it was lost under a lease."""
+    stopped: bool = False
+    """It said last that it was stopped on purpose."""
 
 
 class GuestWatch:
@@ -35,8 +37,10 @@ class GuestWatch:
 
     def observe(self, guest: Guest | None, *, now: float) -> None:
         state = self.state
-        if guest is None:
+        if guest is None or (guest.leaving and state.stopped):
+            # The last record of one that stops stands still, whatever step it was in.
             return
+        state.stopped = guest.leaving
         state.seen_at_s = now
         state.kv_tokens = guest.kv_tokens_total
         state.isolation = guest.isolation

@@ -3,7 +3,8 @@
 The KV budget falls first, in the grant. From the beat in which the guest holds more than that it is
 lifted out of its isolation backend, since a guest in the idle class beside saturated production
 would give nothing back for as long as production is saturated. What it still keeps at the deadline
-is taken by ending it. Both are effects, and both are counted.
+is taken by ending it. Both are effects; what became of them comes back with a later sample. A guest
+that speaks, owes memory and cannot be ended is out of reach: its slot is no place for one.
 
 Such a guest is often too starved to write its page, so what it said last stands until it says
 something else or its page is gone.
@@ -14,7 +15,7 @@ import msgspec
 from harvester.contracts.page.seal import PageFault
 from harvester.contracts.process import ProcessId
 from harvester.policy.effects import KillGuest, LiftGuest, SettleGuest
-from harvester.policy.sample import GuestReading, KvReading
+from harvester.policy.sample import GuestAction, GuestReading, KvReading, Outcome
 
 
 class ReclaimState(msgspec.Struct, kw_only=True):
@@ -28,6 +29,10 @@ class ReclaimState(msgspec.Struct, kw_only=True):
     usable_tokens: int = 0
     processes: tuple[ProcessId, ...] = ()
     """What the guest said last."""
+    ended: tuple[ProcessId, ...] = ()
+    """Known to have ended: what their page still says of memory is over."""
+    unreached: str = ""
+    """Why the guest could not be ended, while it owes memory."""
 
 
 class Reclaim:
@@ -42,6 +47,7 @@ class Reclaim:
         budget_tokens: int | None,
         now: float,
         shared: KvReading | None = None,
+        outcomes: tuple[Outcome, ...] = (),
     ) -> tuple[LiftGuest | SettleGuest | KillGuest, ...]:
         """`budget_tokens` is what this beat's grant leaves the guest; None is all that it has.
 
@@ -49,7 +55,8 @@ class Reclaim:
         guest's books has freed nothing while a page of it is still held.
         """
         state, guest = self.state, reading.record
-        if guest is not None:
+        self._note(outcomes)
+        if guest is not None and not (guest.processes and set(guest.processes) <= set(state.ended)):
             state.usable_tokens = guest.kv_tokens_total - guest.kv_tokens_withheld
             state.processes = guest.processes
         elif reading.fault is PageFault.MISSING:
@@ -74,10 +81,24 @@ class Reclaim:
         reason = f"{held} for {elapsed_s:.1f} s"
         return (KillGuest(processes=state.processes, reason=reason),)
 
+    def out_of_reach(self, reading: GuestReading) -> str:
+        """Why a guest that still speaks and owes memory cannot be ended; "" is not known so."""
+        return self.state.unreached if reading.record is not None else ""
+
+    def _note(self, outcomes: tuple[Outcome, ...]) -> None:
+        state = self.state
+        for outcome in outcomes:
+            if outcome.action is not GuestAction.KILL:
+                continue
+            state.unreached = outcome.fault if state.since_s is not None else ""
+            if not outcome.fault:
+                state.ended = outcome.processes
+                state.usable_tokens, state.processes = 0, ()
+
     def _settled(self) -> tuple[SettleGuest, ...]:
         state = self.state
         if state.since_s is None:
             return ()
         state.in_time += not state.killed
-        state.since_s, state.killed, state.kills = None, False, 0
+        state.since_s, state.killed, state.kills, state.unreached = None, False, 0, ""
         return (SettleGuest(reason="nothing is due"),)

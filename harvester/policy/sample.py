@@ -85,6 +85,24 @@ class MpsReading(msgspec.Struct, frozen=True, kw_only=True):
         return any(pids & set(group) and set(group) - pids for group in self.clients)
 
 
+class GuestAction(StrEnum):
+    """What the agent does to a guest's processes."""
+
+    LIFT = "lift"
+    SETTLE = "settle"
+    KILL = "kill"
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of an effect of an earlier beat on the guest's processes."""
+
+    action: GuestAction
+    processes: tuple[ProcessId, ...] = ()
+    """To which it was done: of a kill, those that have ended."""
+    fault: str = ""
+    """Why it was not done, or not to all of them."""
+
+
 class SlotSample(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
     pulses: tuple[PulseReading, ...]
     """One for each expected name, in the order of names. None expected is itself a fault."""
@@ -97,3 +115,9 @@ class SlotSample(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
     """None without an operator's consent to it."""
     guest_kv: KvReading | None = None
     """None where the guest's KV is its own."""
+    outcomes: tuple[Outcome, ...] = ()
+    """Known since the last beat."""
+    record_fault: str = ""
+    """Why the journal or the state file cannot be written."""
+    release: str = ""
+    """An operator's reason to lift the quarantine; "" is nobody asks for it."""

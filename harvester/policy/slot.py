@@ -16,6 +16,7 @@ from harvester.contracts.wire.leases import EndReason, SlotState
 from harvester.policy import gpu_sharing
 from harvester.policy.blocking import Blocking, BlockingState
 from harvester.policy.budget import BudgetState, ErrorBudget
+from harvester.policy.durable import DurableState
 from harvester.policy.effects import Effect, EndLease, Quarantine, WriteGrant
 from harvester.policy.guest_watch import GuestState, GuestWatch
 from harvester.policy.level import Level, LevelState, MissState, MissWindow
@@ -27,7 +28,8 @@ from harvester.policy.settings import Mode, SlotSettings
 from harvester.policy.states import DANGERS, TRANSITIONS, Condition, State
 
 _LEASE_FATE: dict[Condition, tuple[EndReason, str]] = {
-    Condition.QUARANTINED: (EndReason.GUEST_LOST, ""),
+    Condition.QUARANTINED: (EndReason.DRAIN, ""),
+    Condition.UNRECORDED: (EndReason.DRAIN, ""),
     Condition.SILENT: (EndReason.PRODUCTION_LOST, "production_lost_s"),
     Condition.RESTARTED: (EndReason.PRODUCTION_LOST, "production_lost_s"),
     Condition.UNSEEN: (EndReason.PRODUCTION_LOST, "production_lost_s"),
@@ -35,6 +37,7 @@ _LEASE_FATE: dict[Condition, tuple[EndReason, str]] = {
     Condition.HUNG: (EndReason.PRODUCTION_LOST, "production_lost_s"),
     Condition.OVERSPENT: (EndReason.BUDGET, ""),
     Condition.HARMFUL: (EndReason.BREACH, ""),
+    Condition.STOPPED: (EndReason.DRAIN, ""),
     Condition.GUESTLESS: (EndReason.GUEST_LOST, "guest_lost_s"),
 }
 """Conditions that end a lease, and the setting that says how long they must last first."""
@@ -92,6 +95,59 @@ class SlotPolicy:
     def restore(self, snapshot: dict[str, Any]) -> None:
         self._install(msgspec.convert(snapshot, SlotMemory))
 
+    def durable(self) -> DurableState:
+        """What must outlive this process."""
+        memory = self._memory
+        return DurableState(
+            quarantine=memory.quarantine,
+            danger_at_s=memory.danger_at_s,
+            step_level=self._step_level.state,
+            kv_level=self._kv_level.state,
+            misses=self._misses.state,
+            budget=self.budget.state,
+            guest_losses_s=self.guest.state.losses_s,
+            guest_stopped=self.guest.state.stopped,
+            blocking=self.blocking.state,
+            proof_ttft=self._proof_ttft.state,
+            proof_itl=self._proof_itl.state,
+        )
+
+    def resume(self, left: DurableState) -> None:
+        """Begin with what an earlier process left, its times in this one's."""
+        self._install(
+            SlotMemory(
+                quarantine=left.quarantine,
+                danger_at_s=left.danger_at_s,
+                step_level=left.step_level,
+                kv_level=left.kv_level,
+                misses=left.misses,
+                budget=left.budget,
+                guest=GuestState(losses_s=left.guest_losses_s, stopped=left.guest_stopped),
+                blocking=left.blocking,
+                proof_ttft=left.proof_ttft,
+                proof_itl=left.proof_itl,
+            )
+        )
+
+    def quarantine(self, reason: str) -> None:
+        self._memory.quarantine = reason
+
+    def presume_spent(self, reason: str, *, now: float) -> None:
+        """Of a history that is not known: the error budget counts as spent, for its hold."""
+        self.budget.stop(reason, now=now)
+
+    @property
+    def standing(self) -> tuple[object, ...]:
+        """Changes with every verdict that must outlive this process."""
+        return (
+            self._memory.quarantine,
+            self.budget.state.stopped_at_s,
+            self._proof_ttft.state.stopped_at_s,
+            self._proof_itl.state.stopped_at_s,
+            *self.guest.state.losses_s,
+            self.guest.state.stopped,
+        )
+
     @property
     def state(self) -> State:
         return self._memory.state
@@ -138,11 +194,15 @@ class SlotPolicy:
             return SlotState.OFF
         if memory.state is State.LEARNING:
             return SlotState.LEARNING
-        if memory.state is State.COOLDOWN or memory.condition is Condition.GUESTLESS:
+        if memory.state is State.COOLDOWN:
+            return SlotState.OFF
+        if memory.condition in {Condition.STOPPED, Condition.GUESTLESS}:
             return SlotState.OFF
         return SlotState.OFFERED
 
     def observe(self, sample: SlotSample, *, now: float) -> tuple[Effect, ...]:
+        if sample.release:
+            self._release()
         production = self._watch.observe(sample.pulses, now=now)
         self.guest.observe(sample.guest.record, now=now)
         overspent = self._account(production, sample, now)
@@ -161,9 +221,26 @@ class SlotPolicy:
         # A guest that falls asleep gives up what nobody waits for: it has all the time it needs.
         budget = grant.kv_budget_tokens or None if self.settings.mode is Mode.HARVEST else None
         due = self.reclaim.observe(
-            sample.guest, budget_tokens=budget, now=now, shared=sample.guest_kv
+            sample.guest,
+            budget_tokens=budget,
+            now=now,
+            shared=sample.guest_kv,
+            outcomes=sample.outcomes,
         )
-        return (write, *ending, *due)
+        return (write, *ending, *due, *self._quarantine_unreached(sample.guest))
+
+    def _release(self) -> None:
+        self._memory.quarantine = ""
+        self.guest.state.losses_s = []
+        self.reclaim.state.unreached = ""
+
+    def _quarantine_unreached(self, reading: GuestReading) -> tuple[Effect, ...]:
+        """A guest that nobody can end is not lost: it is there, and holds what production needs."""
+        fault = self.reclaim.out_of_reach(reading)
+        if not fault or self._memory.quarantine:
+            return ()
+        self._memory.quarantine = f"guest owes memory and could not be ended: {fault}"
+        return (Quarantine(reason=self._memory.quarantine),)
 
     def _install(self, memory: SlotMemory) -> None:
         settings = self.settings
@@ -222,6 +299,8 @@ class SlotPolicy:
         memory.quarantine = memory.quarantine or gpu_sharing.server_fault(sample.mps)
         if memory.quarantine:
             return Condition.QUARANTINED, memory.quarantine
+        if sample.record_fault:
+            return Condition.UNRECORDED, sample.record_fault
         if production.condition is not None:
             return production.condition, production.reason
         if overspent:
@@ -238,6 +317,8 @@ class SlotPolicy:
     ) -> tuple[Condition, str]:
         idle, reason = Condition.CLEAR, ""
         if self.settings.mode is Mode.HARVEST:
+            if self.guest.state.stopped:
+                return Condition.STOPPED, "guest stopped on purpose"
             if self.guest.away(now=now):
                 if self.guest.starved(sample.guest, idle_at_s=production.idle_at_s):
                     return Condition.STARVED, "guest alive and without a core"

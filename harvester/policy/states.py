@@ -11,7 +11,7 @@ from enum import StrEnum
 
 class State(StrEnum):
     OFF = "off"
-    """Harvesting is not allowed here: mode, kill switch or quarantine."""
+    """Harvesting is not allowed here: mode, kill switch, quarantine or no record of it."""
     LEARNING = "learning"
     """Production's model is not yet to be believed."""
     CLOSED = "closed"
@@ -26,6 +26,8 @@ class Condition(StrEnum):
 
     KILLED = "killed"
     QUARANTINED = "quarantined"
+    UNRECORDED = "unrecorded"
+    """The journal or the state file cannot be written."""
     SILENT = "silent"
     """An expected pulse is missing, expired, torn or foreign."""
     RESTARTED = "restarted"
@@ -43,6 +45,8 @@ class Condition(StrEnum):
     """The last danger is less than the quiet time ago."""
     STARVED = "starved"
     """The guest lives below production, which has left it no time to say so."""
+    STOPPED = "stopped"
+    """The guest said that it was stopped on purpose."""
     GUESTLESS = "guestless"
     UNLEASED = "unleased"
     WITHHELD = "withheld"
@@ -64,6 +68,7 @@ DANGERS = frozenset(
 _TARGET: dict[Condition, State] = {
     Condition.KILLED: State.OFF,
     Condition.QUARANTINED: State.OFF,
+    Condition.UNRECORDED: State.OFF,
     Condition.SILENT: State.COOLDOWN,
     Condition.RESTARTED: State.LEARNING,
     Condition.UNSEEN: State.COOLDOWN,
@@ -73,6 +78,7 @@ _TARGET: dict[Condition, State] = {
     Condition.HARMFUL: State.COOLDOWN,
     Condition.COOLING: State.COOLDOWN,
     Condition.STARVED: State.CLOSED,
+    Condition.STOPPED: State.CLOSED,
     Condition.GUESTLESS: State.CLOSED,
     Condition.UNLEASED: State.CLOSED,
     Condition.WITHHELD: State.CLOSED,

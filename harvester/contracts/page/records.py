@@ -279,3 +279,5 @@ class Guest(Record, frozen=True, kw_only=True):
     """What its isolation promises while the guest sees it hold; 1 where it does not, or is none."""
     isolation_fault: str = ""
     """Why its isolation does not hold."""
+    leaving: bool = False
+    """Stopped on purpose; whoever stops it says so in its place."""

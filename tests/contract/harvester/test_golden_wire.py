@@ -87,7 +87,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
             b'"guest":{"record":null,"fault":"missing","lives_below":false},'
             b'"lease":{"epoch":3,"lease":"l","ending":false,"tenant":"","job":""},'
             b'"kill_switch":"hold","memory":null,'
-            b'"mps":null,"guest_kv":null}'
+            b'"mps":null,"guest_kv":null,"outcomes":[],"record_fault":"","release":""}'
         ),
     ),
     (

@@ -1,7 +1,9 @@
 """The journal on disk."""
 
+import errno
 import os
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,66 @@ def test_a_rotation_that_fails_leaves_a_journal_that_goes_on(
         writer.rotate(first_line())
     decide(writer, 9.0)
     assert times(list(read_journal(path))) == [9.0]
+
+
+class SmallDisk(FileIO):
+    """Takes what it has room for, as a full disk does: the beginning of a write, then nothing."""
+
+    room_bytes = 1 << 20
+
+    def write(self, data: Any) -> int:
+        if len(data) and SmallDisk.room_bytes == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = super().write(data[: SmallDisk.room_bytes])
+        SmallDisk.room_bytes -= taken
+        return taken
+
+
+@pytest.fixture
+def small_disk(monkeypatch: pytest.MonkeyPatch) -> type[SmallDisk]:
+    monkeypatch.setattr(JournalWriter, "_open", lambda self: SmallDisk(self._path, "ab"))
+    monkeypatch.setattr(SmallDisk, "room_bytes", 1 << 20)
+    return SmallDisk
+
+
+@pytest.mark.parametrize("room_bytes", [0, 1, 7, 60, 100])
+def test_a_disk_that_is_full_at_any_byte_leaves_whole_lines_and_a_writer_that_goes_on(
+    path: Path, small_disk: type[SmallDisk], room_bytes: int
+) -> None:
+    writer = JournalWriter(path)
+    writer.opened(first_line())
+    small_disk.room_bytes = room_bytes
+    with pytest.raises(OSError, match="No space left"):
+        decide(writer, 1.0)
+    assert path.read_bytes().endswith(b"\n")
+    small_disk.room_bytes = 1 << 20
+    writer.opened(first_line(missing=1))
+    decide(writer, 2.0)
+    small_disk.room_bytes = 0
+    writer.close()
+    lines = list(read_journal(path))
+    assert times(lines) == [2.0]
+    assert [line.missing for line in lines if isinstance(line, Opened)] == [0, 1]
+
+
+def test_a_rotation_onto_a_full_disk_loses_no_line_and_is_gone_on_with(
+    path: Path, small_disk: type[SmallDisk]
+) -> None:
+    writer = JournalWriter(path, max_bytes=512)
+    writer.opened(first_line())
+    decide(writer, 1.0)
+    small_disk.room_bytes = 10
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space left"):
+            writer.rotate(first_line())
+    small_disk.room_bytes = 1 << 20
+    decide(writer, 2.0)
+    writer.rotate(first_line())
+    decide(writer, 3.0)
+    writer.close()
+    assert times(list(read_journal(path.with_name("slot.journal.1")))) == [1.0, 2.0]
+    assert times(list(read_journal(path))) == [3.0]
+    assert isinstance(next(read_journal(path)), Opened)
 
 
 def test_the_hash_of_a_configuration_knows_values_and_no_order() -> None:

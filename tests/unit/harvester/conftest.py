@@ -17,6 +17,7 @@ from harvester.policy.sample import (
     LeaseView,
     MemoryReading,
     MpsReading,
+    Outcome,
     PulseReading,
     SlotSample,
 )
@@ -43,6 +44,9 @@ class Scene:
     memory: MemoryReading | None = None
     mps: MpsReading | None = None
     guest_kv: KvReading | None = None
+    outcomes: tuple[Outcome, ...] = ()
+    record_fault: str = ""
+    release: str = ""
 
     def __post_init__(self) -> None:
         self.policy = SlotPolicy(self.settings)
@@ -65,6 +69,9 @@ class Scene:
             memory=self.memory,
             mps=self.mps,
             guest_kv=self.guest_kv,
+            outcomes=self.outcomes,
+            record_fault=self.record_fault,
+            release=self.release,
         )
 
     def beat(self) -> tuple[Effect, ...]:

@@ -12,8 +12,11 @@ import pytest
 
 from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.mps import MpsWatch
+from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.kv_segment import KvSegment
+from harvester.contracts.page import Guest, PageDirectory, PageName
+from harvester.contracts.process import ProcessId
 from tests.mps_daemon import MpsDaemon
 
 PRODUCTION_PID = 7
@@ -153,3 +156,60 @@ async def test_under_mps_a_guest_whose_work_goes_on_is_not_signalled_until_asked
 async def test_what_cannot_be_started_is_named() -> None:
     with pytest.raises(ConfigError, match="/nonexistent/vllm"):
         await GuestEngine(["/nonexistent/vllm"], {}).run()
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> PageDirectory:
+    """Where an engine has said what it does."""
+    pages = PageDirectory.create(tmp_path / "pages")
+    page = pages.guest_writer()
+    record = Guest(kv_tokens=7, processes=(ProcessId(pid=41, start_ticks=9),))
+    page.write(record, now_ns=monotonic_ns(), ttl_ns=500_000_000)
+    return pages
+
+
+async def test_one_that_is_asked_to_stop_says_so_on_its_page_until_it_has_ended(
+    tmp_path: Path, pages: PageDirectory
+) -> None:
+    guest = engine(tmp_path, text=DEAF, pages=pages, stop_s=1.0)
+    running = asyncio.create_task(guest.run())
+    await started(tmp_path)
+    assert not said_on(pages).leaving
+    guest.ask_to_stop()
+    await until(lambda: said_on(pages).leaving)
+    assert (said_on(pages).kv_tokens, len(said_on(pages).processes)) == (7, 1)
+    assert await running == 0
+
+
+async def test_the_page_of_one_that_was_stopped_goes_with_it(
+    tmp_path: Path, pages: PageDirectory
+) -> None:
+    guest = engine(tmp_path, pages=pages)
+    running = asyncio.create_task(guest.run())
+    await started(tmp_path)
+    guest.ask_to_stop()
+    assert await running == 0
+    assert not (pages.path / PageName.GUEST).exists()
+
+
+async def test_one_that_crashes_says_nothing(tmp_path: Path, pages: PageDirectory) -> None:
+    assert await engine(tmp_path, 0.0, pages=pages).run() == 3
+    assert not said_on(pages).leaving
+
+
+async def test_one_that_is_stopped_before_it_spoke_leaves_no_page(tmp_path: Path) -> None:
+    pages = PageDirectory.create(tmp_path / "pages")
+    guest = engine(tmp_path, pages=pages)
+    running = asyncio.create_task(guest.run())
+    await started(tmp_path)
+    guest.ask_to_stop()
+    assert await running == 0
+    assert not (pages.path / PageName.GUEST).exists()
+
+
+def said_on(pages: PageDirectory) -> Guest:
+    reader = pages.guest_reader()
+    record = reader.read_left().record
+    reader.close()
+    assert record is not None
+    return record

@@ -3,17 +3,20 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from harvester import whole_file
 from harvester.agent import guest_processes
 from harvester.agent.guest_processes import GuestProcesses
 from harvester.contracts.errors import Unsupported
 from harvester.contracts.idle_groups import IdleGroups
 from harvester.contracts.process import ProcessId, process_ids, start_ticks
 from harvester.contracts.scheduling_group import is_idle, scheduling_group
+from harvester.policy.sample import GuestAction, Outcome
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux only")
 
@@ -48,6 +51,12 @@ def guest(tmp_path: Path) -> GuestProcesses:
     return GuestProcesses(tmp_path / "guest", memo=tmp_path / "lifted")
 
 
+def fault_of(guest: GuestProcesses) -> str:
+    """Of the one action since the last look."""
+    (outcome,) = guest.outcomes()
+    return outcome.fault
+
+
 def idle(process: "subprocess.Popen[bytes]") -> bool:
     return os.sched_getscheduler(process.pid) == os.SCHED_IDLE
 
@@ -57,10 +66,13 @@ def test_lifts_an_idle_guest_and_puts_it_back(
     child: "subprocess.Popen[bytes]", named: tuple[ProcessId, ...], guest: GuestProcesses
 ) -> None:
     os.sched_setscheduler(child.pid, os.SCHED_IDLE, os.sched_param(0))
-    assert guest.lift(named)
+    guest.lift(named)
+    assert not fault_of(guest)
     assert not idle(child)
-    assert guest.lift(named), "once more changes nothing"
+    guest.lift(named)
+    assert not fault_of(guest), "once more changes nothing"
     guest.settle()
+    assert not fault_of(guest)
     assert idle(child)
 
 
@@ -75,7 +87,7 @@ def test_lifts_a_guest_out_of_the_idle_group_and_an_agent_that_comes_after_puts_
     groups.enter(child.pid, guest=child.pid)
     own = scheduling_group(child.pid)
     try:
-        assert guest.lift(named)
+        guest.lift(named)
         assert not is_idle(own)
         GuestProcesses(tmp_path / "guest", memo=tmp_path / "lifted").settle()
         assert is_idle(own)
@@ -88,7 +100,8 @@ def test_a_guest_in_an_operators_idle_group_is_not_said_to_be_lifted(
     named: tuple[ProcessId, ...], guest: GuestProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guest_processes, "is_under_idle", lambda group: True)
-    assert not guest.lift(named)
+    guest.lift(named)
+    assert "its operator's" in fault_of(guest)
 
 
 @privileged
@@ -114,7 +127,7 @@ def test_a_memo_that_is_damaged_is_no_memo(tmp_path: Path) -> None:
 def test_what_was_not_idle_is_not_made_idle(
     child: "subprocess.Popen[bytes]", named: tuple[ProcessId, ...], guest: GuestProcesses
 ) -> None:
-    assert guest.lift(named)
+    guest.lift(named)
     guest.settle()
     assert not idle(child)
 
@@ -122,8 +135,12 @@ def test_what_was_not_idle_is_not_made_idle(
 def test_ends_the_guest_s_processes(
     child: "subprocess.Popen[bytes]", named: tuple[ProcessId, ...], guest: GuestProcesses
 ) -> None:
-    assert guest.kill(named)
+    guest.know(named)
+    guest.kill(named)
     assert child.wait(timeout=10) == -9
+    assert guest.outcomes() == (Outcome(action=GuestAction.KILL, processes=named),)
+    guest.kill(named)
+    assert not fault_of(guest), "it was seen here, and has ended"
 
 
 def test_a_number_that_another_process_has_now_ends_nobody(
@@ -131,7 +148,8 @@ def test_a_number_that_another_process_has_now_ends_nobody(
 ) -> None:
     began = start_ticks(child.pid)
     assert began is not None
-    assert not guest.kill([ProcessId(pid=child.pid, start_ticks=began + 1)])
+    guest.kill([ProcessId(pid=child.pid, start_ticks=began + 1)])
+    assert "another one here" in fault_of(guest)
     assert child.poll() is None
 
 
@@ -143,24 +161,107 @@ def test_processes_of_another_user_than_the_page_s_are_left_alone(
     tmp_path: Path,
 ) -> None:
     os.chown(tmp_path / "guest", 65534, 65534)
-    assert not guest.kill(named)
+    guest.kill(named)
+    assert "not of the user" in fault_of(guest)
     assert child.poll() is None
 
 
 def test_a_guest_cannot_make_the_agent_end_itself(guest: GuestProcesses) -> None:
-    assert not guest.kill(process_ids([os.getpid()]))
+    guest.kill(process_ids([os.getpid()]))
+    assert "none of a guest's" in fault_of(guest)
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 1, 4_000_000])
 def test_names_that_are_no_process_of_the_guest_s_end_nobody(
     guest: GuestProcesses, pid: int
 ) -> None:
-    assert not guest.kill([ProcessId(pid=pid, start_ticks=start_ticks(pid) or 0)])
+    guest.kill([ProcessId(pid=pid, start_ticks=start_ticks(pid) or 0)])
+    assert fault_of(guest)
 
 
 def test_without_a_page_there_is_no_guest(
     child: "subprocess.Popen[bytes]", named: tuple[ProcessId, ...], tmp_path: Path
 ) -> None:
     absent = GuestProcesses(tmp_path / "guest", memo=tmp_path / "lifted")
-    assert not absent.kill(named)
+    absent.kill(named)
+    assert "no page" in fault_of(absent)
     assert child.poll() is None
+
+
+def test_a_guest_that_names_no_process_is_not_said_to_be_ended(guest: GuestProcesses) -> None:
+    guest.kill(())
+    assert "names no process" in fault_of(guest)
+
+
+@privileged
+def test_a_guest_that_an_agent_of_another_user_may_not_signal_is_not_said_to_be_ended(
+    child: "subprocess.Popen[bytes]", named: tuple[ProcessId, ...]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder, "guest")
+        page.touch()
+        page.parent.chmod(0o755)
+        reader, writer = os.pipe()
+        agent = os.fork()
+        if agent == 0:
+            os.setresuid(65534, 65534, 65534)
+            guest = GuestProcesses(page, memo=Path("/nowhere/memo"))
+            guest.kill(named)
+            os.write(writer, fault_of(guest).encode())
+            os._exit(0)
+        os.close(writer)
+        os.waitpid(agent, 0)
+        with os.fdopen(reader) as said:
+            assert "Operation not permitted" in said.read()
+    assert child.poll() is None
+
+
+@privileged
+def test_a_guest_in_another_pid_namespace_is_not_said_to_be_ended(
+    tmp_path: Path, child: "subprocess.Popen[bytes]"
+) -> None:
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no pid namespace can be made here")
+    (tmp_path / "guest").touch()
+    said = _as_another_agent(unshare, tmp_path / "guest", child.pid)
+    assert "another pid namespace?" in said
+    assert child.poll() is None
+
+
+def _as_another_agent(prefix: list[str], page: Path, pid: int) -> str:
+    """What an agent that was started so says of a kill of that process."""
+    named = ProcessId(pid=pid, start_ticks=start_ticks(pid) or 0)
+    code = (
+        "from pathlib import Path\n"
+        "from harvester.agent.guest_processes import GuestProcesses\n"
+        "from harvester.contracts.process import ProcessId\n"
+        f"guest = GuestProcesses(Path({str(page)!r}), memo=Path('/nowhere/memo'))\n"
+        f"guest.kill([ProcessId(pid={named.pid}, start_ticks={named.start_ticks})])\n"
+        "print(guest.outcomes()[0].fault)"
+    )
+    command = [*prefix, sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
+
+
+@privileged
+def test_what_cannot_be_written_down_is_lifted_all_the_same_and_written_when_there_is_room(
+    child: "subprocess.Popen[bytes]",
+    named: tuple[ProcessId, ...],
+    guest: GuestProcesses,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    os.sched_setscheduler(child.pid, os.SCHED_IDLE, os.sched_param(0))
+    monkeypatch.setattr(whole_file, "replace", full)
+    guest.lift(named)
+    assert not fault_of(guest)
+    assert "No space left" in guest.memo_fault
+    monkeypatch.undo()
+    guest.outcomes()
+    assert guest.memo_fault == ""
+    assert (tmp_path / "lifted").exists()

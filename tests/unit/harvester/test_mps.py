@@ -135,7 +135,7 @@ def test_a_guest_under_mps_is_killed_once_its_work_has_ended(
 ) -> None:
     daemon.serve({70: [PRODUCTION_PID, child.pid]})
     guest = guest_of(watch, tmp_path)
-    assert guest.kill(process_ids([child.pid]))
+    guest.kill(process_ids([child.pid]))
     assert child.wait(timeout=60) == -9
     guest.close()
     assert daemon.commands()[-1] == f"terminate_client 70 {child.pid}"
@@ -146,7 +146,7 @@ def test_a_guest_that_is_no_client_is_simply_killed(
 ) -> None:
     daemon.serve({70: [PRODUCTION_PID]})
     guest = guest_of(watch, tmp_path)
-    assert guest.kill(process_ids([child.pid]))
+    guest.kill(process_ids([child.pid]))
     guest.close()
     assert child.wait(timeout=60) == -9
     assert not any("terminate" in command for command in daemon.commands())
@@ -166,6 +166,8 @@ def test_without_the_daemon_s_help_a_guest_is_not_killed(
     guest = guest_of(watch, tmp_path)
     guest.kill(process_ids([child.pid]))
     guest.close()
+    (outcome,) = guest.outcomes()
+    assert "MPS did not end its work" in outcome.fault
     assert child.poll() is None, "a signal amid a kernel could take production with it"
 
 

@@ -108,7 +108,7 @@ def test_grants_under_the_epoch_of_the_lease(stage: Stage) -> None:
     lease = stage.harvest()
     grant = stage.grant()
     assert (grant.mode, grant.epoch) == ("open", lease.epoch)
-    assert stage.metric("harvester_mode", slot=SLOT, mode="open") == 1.0
+    assert stage.metric("harvester_slot_state", slot=SLOT, state="open") == 1.0
     assert stage.metric("harvester_leases_active", slot=SLOT, tenant="other") == 1.0
 
 

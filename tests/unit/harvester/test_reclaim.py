@@ -10,8 +10,9 @@ from harvester.agent.memory import SharedMemory
 from harvester.contracts.ids import Epoch
 from harvester.contracts.page import Guest, PageFault
 from harvester.contracts.process import ProcessId
-from harvester.policy.effects import KillGuest, LiftGuest, SettleGuest
-from harvester.policy.sample import LeaseView, MemoryReading
+from harvester.contracts.wire.leases import SlotState
+from harvester.policy.effects import KillGuest, LiftGuest, Quarantine, SettleGuest
+from harvester.policy.sample import GuestAction, LeaseView, MemoryReading, Outcome
 from harvester.policy.settings import Mode
 
 KV_TOKENS = 8192
@@ -179,3 +180,66 @@ def test_a_group_without_a_limit_is_never_full(tmp_path: Path) -> None:
     for name, text in (("memory.current", "700"), ("memory.max", "max"), ("memory.stat", "")):
         (tmp_path / name).write_text(text)
     assert SharedMemory(tmp_path).read().used_ratio < 1e-6
+
+
+def owes(scene: Any) -> None:
+    """Until the guest was to be ended for it."""
+    scene.memory = FULL
+    scene.beat()
+    scene.memory = ROOM
+    assert any(of(KillGuest, scene.beat()) for _ in range(25))
+
+
+def told(scene: Any, **outcome: Any) -> Any:
+    scene.outcomes = (Outcome(action=GuestAction.KILL, **outcome),)
+    effects = scene.beat()
+    scene.outcomes = ()
+    return effects
+
+
+def test_a_guest_that_has_ended_owes_nothing_whatever_its_page_still_says(scene: Any) -> None:
+    owes(scene)
+    assert of(SettleGuest, told(scene, processes=PROCESSES))
+    assert not any(of((LiftGuest, KillGuest), scene.beat()) for _ in range(5))
+    scene.guest, scene.guest_fault = None, PageFault.EXPIRED
+    assert not any(of((LiftGuest, KillGuest), scene.beat()) for _ in range(100))
+
+
+def test_the_guest_after_one_that_was_ended_owes_for_itself(scene: Any) -> None:
+    owes(scene)
+    told(scene, processes=PROCESSES)
+    next_one = (ProcessId(pid=43, start_ticks=9),)
+    scene.guest = msgspec.structs.replace(GUEST, processes=next_one)
+    (lift,) = of(LiftGuest, scene.beat())
+    assert lift.processes == next_one
+
+
+def test_a_guest_that_speaks_owes_and_cannot_be_ended_quarantines_its_slot_and_is_no_loss(
+    scene: Any, grant_in: Any, ended_in: Any
+) -> None:
+    owes(scene)
+    (quarantine,) = of(Quarantine, told(scene, fault="process 41: not seen here"))
+    assert "could not be ended: process 41: not seen here" in quarantine.reason
+    effects = scene.beat()
+    assert (grant_in(effects).mode, ended_in(effects)) == ("closed", ["drain"])
+    assert not of(Quarantine, effects), "once"
+    assert scene.policy.guest.state.losses_s == []
+
+
+def test_a_guest_that_is_gone_and_could_not_be_ended_is_no_reason_to_quarantine(
+    scene: Any,
+) -> None:
+    owes(scene)
+    scene.guest = None
+    assert not of(Quarantine, told(scene, fault="process 41: not seen here"))
+    scene.beats_for(1)
+    assert scene.policy.slot_state() is not SlotState.QUARANTINED
+
+
+def test_a_guest_that_gave_back_before_its_end_was_found_undone_is_left_in_peace(
+    scene: Any,
+) -> None:
+    owes(scene)
+    withhold(scene, KV_TOKENS // 2)
+    scene.beat()
+    assert not of(Quarantine, told(scene, fault="process 41: not seen here"))

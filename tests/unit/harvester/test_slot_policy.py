@@ -452,3 +452,66 @@ def test_a_profile_of_another_model_or_machine_is_not_believed(
 def test_a_profile_that_is_no_time_is_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="decode_base_s must be"):
         ProfileSettings(decode_base_s=wrong)
+
+
+def test_without_a_record_the_slot_is_withdrawn_and_comes_back_by_itself(
+    open_scene: Any, grant_in: Any, ended_in: Any
+) -> None:
+    open_scene.record_fault = "journal: No space left on device"
+    effects = open_scene.beat()
+    assert (grant_in(effects).mode, ended_in(effects)) == ("closed", ["drain"])
+    assert grant_in(effects).reason == "journal: No space left on device"
+    assert open_scene.policy.slot_state() is SlotState.OFF
+    open_scene.record_fault = ""
+    assert grant_in(open_scene.beats_for(0.3)).mode == "open"
+
+
+def test_a_guest_that_was_stopped_on_purpose_is_no_loss(open_scene: Any, ended_in: Any) -> None:
+    ended: list[str] = []
+    for stop in range(5):
+        open_scene.lease = LeaseView(epoch=Epoch(stop), lease=LeaseId("l"))
+        open_scene.guest = Guest()
+        open_scene.beats_for(1)
+        open_scene.guest = Guest(leaving=True)
+        ended += ended_in(open_scene.beat())
+        assert open_scene.policy.condition is Condition.STOPPED
+        open_scene.lease = LeaseView(epoch=Epoch(stop))
+        open_scene.guest, open_scene.guest_fault = None, PageFault.MISSING
+        open_scene.beats_for(60)
+        assert open_scene.policy.condition is Condition.STOPPED
+        assert open_scene.policy.slot_state() is SlotState.OFF
+    assert ended == ["drain"] * 5
+    assert open_scene.policy.guest.state.losses_s == []
+
+
+def test_a_guest_that_crashes_after_one_that_was_stopped_is_lost(
+    open_scene: Any, ended_in: Any
+) -> None:
+    open_scene.guest = Guest(leaving=True)
+    open_scene.beat()
+    open_scene.guest = Guest()
+    open_scene.beats_for(1)
+    open_scene.guest = None
+    open_scene.beats_for(7)
+    assert ended_in(open_scene.beats_for(0.1)) == ["guest_lost"]
+
+
+def test_the_last_record_of_a_guest_that_stops_in_a_step_is_no_step_without_end(
+    open_scene: Any,
+) -> None:
+    open_scene.guest = Guest(steps_launched=7, steps_finished=6, leaving=True)
+    open_scene.beats_for(5)
+    assert not open_scene.policy.guest.stepped_during(0.5, now=open_scene.now)
+
+
+def test_an_operator_s_release_ends_a_quarantine_and_forgets_its_losses(
+    open_scene: Any, grant_in: Any
+) -> None:
+    open_scene.policy.quarantine("guest lost 3 times")
+    open_scene.policy.guest.state.losses_s = [open_scene.now] * 3
+    assert grant_in(open_scene.beats_for(1)).mode == "closed"
+    open_scene.release = "driver replaced"
+    open_scene.beat()
+    open_scene.release = ""
+    assert grant_in(open_scene.beats_for(0.3)).mode == "open"
+    assert open_scene.policy.guest.state.losses_s == []

@@ -1,0 +1,167 @@
+"""What a slot leaves on disk: its journal, line by line, and its durable state.
+
+Neither ever stops the agent. Where one cannot be written `fault` says why, once in the log and at
+every beat to the policy; both are tried again until there is room.
+"""
+
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from harvester.agent.state_file import StateFile
+from harvester.contracts.errors import Corrupt
+from harvester.contracts.journal import JournalWriter, Opened
+from harvester.policy.effects import Effect
+from harvester.policy.sample import SlotSample
+from harvester.policy.slot import SlotPolicy
+
+_log = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+_SAVE_S = 60.0
+"""A state that has no news is saved so often ..."""
+_SAVE_SPENT_S = 5.0
+"""... and one with new misses of production so often."""
+_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+"""Faults that pass; any other at start is the user's to mend."""
+
+
+class SlotRecord:
+    def __init__(
+        self,
+        slot: str,
+        journal: Path,
+        *,
+        max_bytes: int,
+        state: StateFile,
+        first_line: Callable[[], Opened],
+    ) -> None:
+        self._slot = slot
+        self._path = journal
+        self._max_bytes = max_bytes
+        self._state = state
+        self._first_line = first_line
+        self._journal: JournalWriter | None = None
+        self._journal_fault = self._state_fault = self._said = ""
+        self._retry_at_s = self._resave_at_s = 0.0
+        self._saved: tuple[object, ...] | None = None
+        self._saved_at_s = self._saved_misses = 0.0
+        self._missing = 0
+        self.missing_total = 0
+        """Decisions that the journal lacks."""
+
+    @property
+    def fault(self) -> str:
+        """Why something cannot be written; "" while all can."""
+        return self._journal_fault or self._state_fault
+
+    def resume(self, policy: SlotPolicy, *, now: float) -> None:
+        """What an earlier agent left. Where that is not known, nothing is offered on trust."""
+        try:
+            left = self._state.load(now=now)
+        except Corrupt as error:
+            _log.error("slot %s: history not known: %s", self._slot, error)
+            self._state.put_aside()
+            policy.quarantine(f"history not known: {error}")
+            return
+        if left is not None:
+            policy.resume(left)
+        elif self._path.exists():
+            _log.warning("slot %s: a journal and no state: its budget counts as spent", self._slot)
+            policy.presume_spent("history not known: a journal and no state", now=now)
+
+    def begin(self) -> None:
+        """The journal's first line. Raises OSError for what no waiting mends."""
+        try:
+            self._begin()
+        except OSError as error:
+            if error.errno not in _DISK:
+                raise
+            self._journal_fault = _said("journal", error)
+        self._tell()
+
+    def look(self, *, now: float) -> str:
+        """Before a beat: `fault`, after another try where it is due."""
+        if self._journal_fault and now >= self._retry_at_s:
+            self._retry_at_s = now + _RETRY_S
+            self.reopen()
+        return self.fault
+
+    def reopen(self) -> None:
+        """Go on with a line that stands for all before it."""
+        try:
+            self._begin()
+            self._journal_fault = ""
+        except OSError as error:
+            self._journal_fault = _said("journal", error)
+        self._tell()
+
+    def decided(self, *, now: float, sample: SlotSample, effects: tuple[Effect, ...]) -> str:
+        """Why these effects are not on record; "" where they are."""
+        if self._journal is None or self._journal_fault:
+            return self._miss()
+        try:
+            self._journal.decided(now=now, sample=sample, effects=effects)
+        except OSError as error:
+            self._journal_fault = _said("journal", error)
+            self._tell()
+            return self._miss()
+        if self._journal.full:
+            self.reopen()
+        return ""
+
+    def save(self, policy: SlotPolicy, *, now: float, last: bool = False) -> None:
+        """The durable state, where it is due: at once where a verdict changed."""
+        standing, (_, misses) = policy.standing, policy.accounted
+        patience_s = _SAVE_S if misses == self._saved_misses else _SAVE_SPENT_S
+        due = last or standing != self._saved or now - self._saved_at_s >= patience_s
+        if not due or (now < self._resave_at_s and not last):
+            return
+        try:
+            self._state.save(policy.durable(), now=now)
+        except OSError as error:
+            self._state_fault, self._resave_at_s = _said("state", error), now + _RETRY_S
+        else:
+            self._state_fault, self._saved = "", standing
+            self._saved_at_s, self._saved_misses = now, misses
+        self._tell()
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+
+    def _begin(self) -> None:
+        line = msgspec.structs.replace(self._first_line(), missing=self._missing)
+        if self._journal is None:
+            self._journal = JournalWriter(self._path, max_bytes=self._max_bytes)
+        if self._journal.full:
+            self._journal.rotate(line)
+        else:
+            self._journal.opened(line)
+        self._missing = 0
+
+    def _miss(self) -> str:
+        self._missing += 1
+        self.missing_total += 1
+        return self.fault
+
+    def _tell(self) -> None:
+        """Once for each change."""
+        if self.fault == self._said:
+            return
+        if self.fault:
+            _log.error("slot %s is withdrawn: %s", self._slot, self.fault)
+        else:
+            _log.warning(
+                "slot %s: journal and state are written again; %d decisions are missing in all",
+                self._slot,
+                self.missing_total,
+            )
+        self._said = self.fault
+
+
+def _said(what: str, error: OSError) -> str:
+    return f"{what}: {error.strerror or error}"

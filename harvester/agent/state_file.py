@@ -1,0 +1,91 @@
+"""One slot's durable state on disk: a line that says what it is, and a line with the state.
+
+A file that is not whole, or another slot's, says nothing of this one: the history is then not
+known, and what to do about that is its reader's to decide.
+"""
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from harvester import whole_file
+from harvester.contracts.clock import monotonic_origin, wall_time_utc
+from harvester.contracts.errors import Corrupt
+from harvester.policy.durable import DurableState, moved
+
+SCHEMA = 1
+MAX_BYTES = 16 << 20
+
+
+class StateHead(msgspec.Struct, frozen=True, kw_only=True, tag="slot_state"):
+    schema: int = SCHEMA
+    """Of a state that an older agent could not read; new fields do not raise it."""
+    node: str
+    slot: str
+    origin: str
+    """What `at_s` counts from."""
+    at_s: float
+    wall: str = ""
+    digest: str
+    """xxh3-64 of the second line."""
+
+
+class StateFile:
+    def __init__(self, path: Path, *, node: str, slot: str) -> None:
+        self.path = path
+        self._node = node
+        self._slot = slot
+        self._origin = monotonic_origin()
+
+    def save(self, state: DurableState, *, now: float) -> None:
+        """Raises OSError; what was saved before stays then."""
+        body = msgspec.json.encode(state)
+        head = StateHead(
+            node=self._node,
+            slot=self._slot,
+            origin=self._origin,
+            at_s=now,
+            wall=wall_time_utc(),
+            digest=xxhash.xxh3_64_hexdigest(body),
+        )
+        whole_file.replace(self.path, msgspec.json.encode(head) + b"\n" + body + b"\n")
+
+    def load(self, *, now: float) -> DurableState | None:
+        """What was saved last, in times that compare with `now`; None where nothing ever was.
+
+        Raises Corrupt where there is a file that cannot be believed.
+        """
+        try:
+            with self.path.open("rb") as file:
+                raw = file.read(MAX_BYTES + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise Corrupt(f"{self.path}: {error.strerror}") from error
+        head, state = self._decoded(raw)
+        if head.origin == self._origin != "" and head.at_s <= now:
+            return moved(state, from_s=head.at_s, to_s=head.at_s)
+        return moved(state, from_s=head.at_s, to_s=now)
+
+    def put_aside(self) -> None:
+        """Keep what could not be believed, for people."""
+        with contextlib.suppress(OSError):
+            self.path.replace(self.path.with_name(self.path.name + ".refused"))
+
+    def _decoded(self, raw: bytes) -> tuple[StateHead, DurableState]:
+        first, _, rest = raw.partition(b"\n")
+        body, end, after = rest.partition(b"\n")
+        try:
+            head = msgspec.json.decode(first, type=StateHead)
+            whole = bool(end) and not after and xxhash.xxh3_64_hexdigest(body) == head.digest
+            if head.schema != SCHEMA:
+                raise Corrupt(f"{self.path}: schema {head.schema}, this agent reads {SCHEMA}")
+            if not whole:
+                raise Corrupt(f"{self.path}: not what was written")
+            if (head.node, head.slot) != (self._node, self._slot):
+                raise Corrupt(f"{self.path}: of slot {head.slot} on node {head.node}")
+            return head, msgspec.json.decode(body, type=DurableState)
+        except msgspec.MsgspecError as error:
+            raise Corrupt(f"{self.path}: {error}") from error

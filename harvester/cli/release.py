@@ -1,0 +1,54 @@
+"""`rosemux release`: an operator's word that a quarantined slot may be offered again."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harvester import whole_file
+from harvester.agent.release import MAX_BYTES, release_path
+from harvester.config import load_agent_config
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError
+
+_LOOK_S = 0.05
+_PATIENCE_S = 3.0
+
+
+def release(
+    config: Annotated[Path, typer.Option(help="The agent's YAML file.")],
+    reason: Annotated[str, typer.Option(help="What was done about it; stands in the journal.")],
+    slot: Annotated[str | None, typer.Option(help="Which slot; the only one by default.")] = None,
+) -> None:
+    """Lift a slot's quarantine, and say why. An agent that is down obeys when it starts."""
+    agent = load_agent_config(config)
+    names = [one.name for one in agent.slots]
+    if (slot is None and len(names) > 1) or (slot is not None and slot not in names):
+        raise ConfigError(f"--slot: choose one of {', '.join(names)}")
+    said = reason.strip().encode()
+    if not said or len(said) > MAX_BYTES:
+        raise ConfigError(f"--reason: say it in 1 to {MAX_BYTES} bytes")
+    chosen = next(one for one in agent.slots if slot in {None, one.name})
+    path = release_path(agent, chosen)
+    try:
+        whole_file.replace(path, said + b"\n", mode=0o644)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    obeyed = _obeyed(path)
+    typer.echo(
+        f"{chosen.name}: released"
+        if obeyed
+        else f"{chosen.name}: no agent has obeyed yet; one that starts, or can write its journal "
+        f"again, will ({path})"
+    )
+
+
+def _obeyed(path: Path) -> bool:
+    clock = MonotonicClock()
+    until_s = clock.now() + _PATIENCE_S
+    while path.exists():
+        if clock.now() >= until_s:
+            return False
+        time.sleep(_LOOK_S)
+    return True

@@ -1,0 +1,101 @@
+"""What a restart must not forget, in the times of whatever clock comes after it."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harvester.contracts.page import Guest
+from harvester.contracts.wire.leases import SlotState
+from harvester.policy.budget import ErrorBudget
+from harvester.policy.durable import DurableState, moved
+from harvester.policy.proof import ProofState
+from harvester.policy.settings import BudgetSettings, SlotSettings
+from harvester.policy.slot import SlotPolicy
+from harvester.policy.states import Condition
+
+DAY_S = 86_400.0
+
+
+def restarted(scene: Any, *, now: float) -> None:
+    """Another agent's policy goes on with what this one left, at another clock's `now`."""
+    left = moved(scene.policy.durable(), from_s=scene.now, to_s=now)
+    scene.policy, scene.now = SlotPolicy(scene.settings), now
+    scene.policy.resume(left)
+
+
+@given(
+    at_s=st.floats(0, 90 * DAY_S),
+    to_s=st.floats(0, 90 * DAY_S),
+    counts=st.lists(st.tuples(st.floats(0, 3 * DAY_S), st.integers(0, 99)), max_size=8),
+)
+def test_an_error_budget_is_the_same_on_any_clock(
+    at_s: float, to_s: float, counts: list[tuple[float, int]]
+) -> None:
+    budget = ErrorBudget(BudgetSettings())
+    for back_s, misses in sorted(counts, reverse=True):
+        if back_s <= at_s:
+            budget.observe(requests=1000, misses=misses, now=at_s - back_s)
+    budget.observe(requests=0, misses=0, now=at_s)
+    left = moved(DurableState(budget=budget.state), from_s=at_s, to_s=to_s)
+    later = ErrorBudget(BudgetSettings(), left.budget)
+    stopped = later.observe(requests=0, misses=0, now=to_s)
+    assert (later.spent, later.allowance) == (budget.spent, budget.allowance)
+    assert later.burn_rate(60) == budget.burn_rate(60)
+    assert stopped == budget.stopped
+
+
+@pytest.mark.parametrize("to_s", [0.0, 100.0, 1e7])
+def test_a_harm_stop_goes_on_for_as_long_as_it_had_left(make_scene: Any, to_s: float) -> None:
+    scene = make_scene()
+    scene.beats_for(1)
+    stopped = ProofState(stopped_at_s=scene.now - 3000.0)
+    scene.policy.resume(DurableState(proof_itl=stopped))
+    restarted(scene, now=to_s)
+    scene.beats_for(590)
+    assert scene.policy.condition is Condition.HARMFUL
+    scene.beats_for(20)
+    assert scene.policy.condition is not Condition.HARMFUL
+
+
+def test_a_quarantine_and_its_reason_outlive_the_agent(open_scene: Any) -> None:
+    open_scene.policy.quarantine("guest lost 3 times")
+    restarted(open_scene, now=5.0)
+    open_scene.beats_for(60)
+    assert open_scene.policy.slot_state() is SlotState.QUARANTINED
+    assert open_scene.policy.reason == "guest lost 3 times"
+
+
+def test_losses_are_counted_over_restarts(open_scene: Any) -> None:
+    for now in (1e6, 10.0, 500.0):
+        open_scene.guest = Guest()
+        open_scene.beats_for(1)
+        open_scene.guest = None
+        open_scene.beats_for(7.1)
+        restarted(open_scene, now=now)
+    open_scene.beat()
+    assert open_scene.policy.slot_state() is SlotState.QUARANTINED
+
+
+def test_a_level_that_was_halved_stays_halved(open_scene: Any, grant_in: Any) -> None:
+    open_scene.guest_steps()
+    open_scene.latencies(ttft=(0.9,) * 5)
+    cap = grant_in(open_scene.beat()).step_tokens_cap
+    restarted(open_scene, now=3.0)
+    assert grant_in(open_scene.beat()).step_tokens_cap == cap < 2048
+
+
+def test_danger_that_is_not_over_cools_on(open_scene: Any) -> None:
+    open_scene.policy.resume(DurableState(danger_at_s=open_scene.now - 1.0))
+    restarted(open_scene, now=4.0)
+    open_scene.beat()
+    assert open_scene.policy.condition is Condition.COOLING
+
+
+def test_a_history_that_is_not_known_counts_as_spent_for_the_budget_s_hold() -> None:
+    policy = SlotPolicy(SlotSettings())
+    policy.presume_spent("history not known", now=50.0)
+    assert policy.budget.observe(requests=0, misses=0, now=649.0)
+    assert policy.budget.reason == "history not known"
+    assert not policy.budget.observe(requests=0, misses=0, now=720.0)

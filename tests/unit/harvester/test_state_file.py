@@ -1,0 +1,133 @@
+"""A slot's durable state on disk: whole, this slot's, or not believed."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harvester import whole_file
+from harvester.agent import state_file
+from harvester.agent.state_file import StateFile
+from harvester.contracts.errors import Corrupt
+from harvester.policy.durable import DurableState
+
+STATE = DurableState(quarantine="guest lost", danger_at_s=90.0, guest_losses_s=[70.0, 80.0])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> StateFile:
+    return StateFile(tmp_path / "slot0.state", node="node-0", slot="slot0")
+
+
+def test_gives_back_what_was_saved_last(file: StateFile) -> None:
+    file.save(DurableState(), now=50.0)
+    file.save(STATE, now=100.0)
+    assert file.load(now=500.0) == STATE
+
+
+def test_a_slot_that_never_was_has_no_history(file: StateFile) -> None:
+    assert file.load(now=1.0) is None
+
+
+@pytest.mark.parametrize("now", [7.0, 1e6])
+def test_after_another_boot_every_age_is_what_it_was(
+    file: StateFile, monkeypatch: pytest.MonkeyPatch, now: float
+) -> None:
+    file.save(STATE, now=100.0)
+    monkeypatch.setattr(state_file, "monotonic_origin", lambda: "another boot")
+    later = StateFile(file.path, node="node-0", slot="slot0").load(now=now)
+    assert later is not None
+    assert later.danger_at_s == pytest.approx(now - 10.0)
+    assert later.guest_losses_s == pytest.approx([now - 30.0, now - 20.0])
+
+
+def test_without_a_name_for_the_boot_no_time_is_believed_to_have_passed(
+    file: StateFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_file, "monotonic_origin", lambda: "")
+    unnamed = StateFile(file.path, node="node-0", slot="slot0")
+    unnamed.save(STATE, now=100.0)
+    later = unnamed.load(now=9000.0)
+    assert later is not None
+    assert later.danger_at_s == pytest.approx(8990.0)
+
+
+def test_a_clock_that_went_back_makes_nothing_older(file: StateFile) -> None:
+    file.save(STATE, now=100.0)
+    later = file.load(now=40.0)
+    assert later is not None
+    assert later.danger_at_s == pytest.approx(30.0)
+
+
+def test_a_file_cut_at_any_byte_is_not_believed(file: StateFile) -> None:
+    file.save(STATE, now=100.0)
+    whole = file.path.read_bytes()
+    for size in range(len(whole)):
+        file.path.write_bytes(whole[:size])
+        with pytest.raises(Corrupt, match=r"slot0\.state"):
+            file.load(now=100.0)
+
+
+def test_a_bit_that_turned_is_not_believed(file: StateFile) -> None:
+    file.save(STATE, now=100.0)
+    whole = file.path.read_bytes()
+    begin = whole.index(b"\n") + 1
+    for at in range(begin, len(whole)):
+        file.path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(Corrupt):
+            file.load(now=100.0)
+
+
+def test_a_kill_at_any_byte_of_a_save_leaves_the_one_before(file: StateFile) -> None:
+    file.save(STATE, now=100.0)
+    before = file.path.read_bytes()
+    for size in range(len(before)):
+        file.path.with_name("slot0.state.new").write_bytes(before[:size])
+        assert file.load(now=100.0) == STATE
+    file.save(DurableState(), now=110.0)
+    assert file.load(now=110.0) == DurableState()
+    assert [path.name for path in file.path.parent.iterdir()] == ["slot0.state"]
+
+
+def test_a_save_that_fails_leaves_the_one_before(
+    file: StateFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    file.save(STATE, now=100.0)
+    monkeypatch.setattr(whole_file.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        file.save(DurableState(), now=110.0)
+    assert file.load(now=110.0) == STATE
+    assert [path.name for path in file.path.parent.iterdir()] == ["slot0.state"]
+
+
+@pytest.mark.parametrize(("node", "slot"), [("node-1", "slot0"), ("node-0", "slot1")])
+def test_another_slot_s_state_is_not_believed(file: StateFile, node: str, slot: str) -> None:
+    file.save(STATE, now=100.0)
+    with pytest.raises(Corrupt, match="of slot slot0 on node node-0"):
+        StateFile(file.path, node=node, slot=slot).load(now=100.0)
+
+
+def test_a_schema_of_a_later_agent_is_not_guessed_at(file: StateFile) -> None:
+    file.save(STATE, now=100.0)
+    first, _, body = file.path.read_bytes().partition(b"\n")
+    head = {**msgspec.json.decode(first), "schema": 2}
+    file.path.write_bytes(msgspec.json.encode(head) + b"\n" + body)
+    with pytest.raises(Corrupt, match="schema 2"):
+        file.load(now=100.0)
+
+
+def test_fields_that_are_missing_or_unknown_are_an_older_or_newer_agent_s(
+    file: StateFile,
+) -> None:
+    file.save(STATE, now=100.0)
+    first, body, _ = file.path.read_bytes().split(b"\n")
+    fields = msgspec.json.decode(body)
+    del fields["proof_ttft"], fields["kv_level"]
+    changed = msgspec.json.encode({**fields, "later": 1})
+    digest = state_file.xxhash.xxh3_64_hexdigest(changed)
+    head = msgspec.json.encode({**msgspec.json.decode(first), "digest": digest, "later": True})
+    file.path.write_bytes(head + b"\n" + changed + b"\n")
+    assert file.load(now=100.0) == STATE
