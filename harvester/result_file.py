@@ -3,6 +3,7 @@
 import tempfile
 from pathlib import Path
 
+from harvester import whole_file
 from harvester.contracts.errors import ConfigError
 
 
@@ -21,10 +22,8 @@ def make_writable(path: Path) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Replaces the file only once the text is whole. Raises ConfigError where it cannot."""
-    new = path.with_name(path.name + ".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
+        whole_file.replace(path, text.encode(), mode=0o644)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

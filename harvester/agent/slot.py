@@ -108,8 +108,11 @@ class Slot:
         self._record.save(self.policy, now=now)
         if sample.release:
             self._release.taken()
-        state = SlotState.OFF if unrecorded else self.policy.slot_state()
-        self._book.offer(self.name, state, unrecorded or self.policy.reason)
+        state, reason = self.policy.slot_state(), self.policy.reason
+        if unrecorded and state is SlotState.OFFERED:
+            # The policy knows it from the next beat on.
+            state, reason = SlotState.OFF, unrecorded
+        self._book.offer(self.name, state, reason)
         self._exposition.observe(sample, effects, self.policy, self._book.live(self.name))
         self._exposition.recorded(self.fault, self._record.missing_total)
 
