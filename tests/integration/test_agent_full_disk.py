@@ -7,14 +7,11 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.journal import Opened, read_journal
-from harvester.contracts.page import Guest, Pulse
-from harvester.contracts.process import process_ids
 from scheduler.sim.replay import replay_journal
+from tests.integration.owing_guest import owing_guest
 from tests.integration.test_agent_process import Agent, Beats, wait_for
 
 SIZE_KIB = 1024
@@ -149,27 +146,12 @@ def test_an_agent_that_starts_on_a_full_disk_runs_and_lends_nothing(
 
 
 def test_a_guest_that_owes_memory_is_ended_on_a_full_disk(agent: SmallAgent) -> None:
-    guest = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-    pulse_page, guest_page = agent.pages.pulse_writer("prod", 0), agent.pages.guest_writer()
-    record = Guest(kv_tokens_total=1000, kv_tokens=900, processes=process_ids([guest.pid]))
-    pulse = Pulse(model_samples=1000)
-
-    def speak() -> None:
-        pulse_page.write(pulse, now_ns=monotonic_ns(), ttl_ns=5 * 10**9)
-        guest_page.write(record, now_ns=monotonic_ns(), ttl_ns=5 * 10**9)
-
-    try:
-        speak()
+    with owing_guest(agent.pages) as guest:
+        guest.speak(kv_usage_ratio=0.2)
         agent.take("r1")
         agent.fill()
         agent.line("is withdrawn")
-        pulse = msgspec.structs.replace(pulse, kv_usage_ratio=0.97)
-        speak()
-        assert guest.wait(timeout=20) == -9
+        guest.speak(kv_usage_ratio=0.97)
+        assert guest.process.wait(timeout=20) == -9
         done = 'harvester_guest_actions_total{action="kill",outcome="done",slot="slot0"} 1.0'
         wait_for(lambda: done in agent.metrics())
-    finally:
-        guest.kill()
-        guest.wait()
-        pulse_page.close()
-        guest_page.close()

@@ -1,0 +1,42 @@
+"""A guest process that owes memory as soon as production's KV is full, and gives none back."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.page import Guest, PageDirectory, PageWriter, Pulse
+from harvester.contracts.process import process_ids
+
+_TTL_NS = 60 * 10**9
+
+
+@dataclass
+class OwingGuest:
+    process: "subprocess.Popen[bytes]"
+    pulse: PageWriter[Pulse]
+    page: PageWriter[Guest]
+
+    def speak(self, *, kv_usage_ratio: float) -> None:
+        """What production and guest say from now on."""
+        now_ns = monotonic_ns()
+        pulse = Pulse(model_samples=1000, kv_usage_ratio=kv_usage_ratio)
+        self.pulse.write(pulse, now_ns=now_ns, ttl_ns=_TTL_NS)
+        named = process_ids([self.process.pid])
+        record = Guest(kv_tokens_total=1000, kv_tokens=900, processes=named)
+        self.page.write(record, now_ns=now_ns, ttl_ns=_TTL_NS)
+
+
+@contextmanager
+def owing_guest(pages: PageDirectory) -> Iterator[OwingGuest]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    guest = OwingGuest(process, pages.pulse_writer("prod", 0), pages.guest_writer())
+    try:
+        yield guest
+    finally:
+        process.kill()
+        process.wait()
+        guest.pulse.close()
+        guest.page.close()
