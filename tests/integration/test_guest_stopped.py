@@ -25,6 +25,7 @@ GUEST = """\
       weights: {root}/weights
       context_tokens: {context}
       kv_cache_bytes: 1073741824
+      isolation: none
       arguments: [--load-format, dummy]
 """
 START_S, STOP_S = 200.0, 60.0
