@@ -106,7 +106,7 @@ class Slot:
         for effect in effects:
             self._apply(effect, now)
         self._record.save(self.policy, now=now)
-        if sample.release:
+        if sample.release and not unrecorded:
             self._release.taken()
         state, reason = self.policy.slot_state(), self.policy.reason
         if unrecorded and state is SlotState.OFFERED:

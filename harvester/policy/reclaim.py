@@ -91,8 +91,10 @@ class Reclaim:
             if outcome.action is not GuestAction.KILL:
                 continue
             state.unreached = outcome.fault if state.since_s is not None else ""
-            if not outcome.fault:
-                state.ended = outcome.processes
+            if outcome.fault:
+                continue
+            state.ended = outcome.processes
+            if set(state.processes) <= set(state.ended):
                 state.usable_tokens, state.processes = 0, ()
 
     def _settled(self) -> tuple[SettleGuest, ...]:

@@ -214,6 +214,17 @@ def test_the_guest_after_one_that_was_ended_owes_for_itself(scene: Any) -> None:
     assert lift.processes == next_one
 
 
+def test_the_late_end_of_one_guest_is_not_the_end_of_the_next(scene: Any) -> None:
+    owes(scene)
+    next_one = (ProcessId(pid=43, start_ticks=9),)
+    scene.guest = msgspec.structs.replace(GUEST, processes=next_one)
+    scene.beat()
+    scene.guest = None
+    told(scene, processes=PROCESSES)
+    kills = [effect for _ in range(25) for effect in of(KillGuest, scene.beat())]
+    assert {effect.processes for effect in kills} == {next_one}
+
+
 def test_a_guest_that_speaks_owes_and_cannot_be_ended_quarantines_its_slot_and_is_no_loss(
     scene: Any, grant_in: Any, ended_in: Any
 ) -> None:
