@@ -51,21 +51,22 @@ EXPORTERS = {
     "vllm-rollout": Exporter.VLLM,
 }
 LABEL_VALUES = {
+    "action": ("lift", "settle", "kill"),
     "backend": ("idle-group", "idle", "time-slicing", "mps", "none"),
     "bound": ("low", "mean", "high"),
     "decision": ("open", "closed"),
     "engine": ("0",),
     "kind": ("dedicated", "guest"),
     "level": ("node",),
-    "mode": ("off", "learning", "closed", "cooldown", "open"),
-    "outcome": ("started", "lost", "duplicated", "migrated", "in_time", "missed"),
+    "mode": ("off", "observe", "harvest"),
+    "outcome": ("started", "lost", "duplicated", "migrated", "in_time", "missed", "done", "failed"),
     "part": ("weights", "context", "kv", "used"),
     "phase": ("rollout", "training"),
     "reason": ("breach", "silent"),
     "slo": ("ttft", "itl"),
     "source": ("pulse.prod.0", "guest"),
     "start": ("cold", "warm"),
-    "state": ("kept", "owed", "used", "missing", "held", "free", "together", "apart"),
+    "state": ("kept", "owed", "used", "missing", "held", "free", "together", "apart", "off"),
 }
 NODES = ("127.0.0.1", "127.0.0.2")
 """Two machines that export the same: slots and engines of one name."""
