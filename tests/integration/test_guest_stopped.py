@@ -59,9 +59,10 @@ class Slot(Agent):
         return str(line.rpartition(" ")[2])
 
     def end(self) -> None:
-        for process in psutil.Process(self.guest.pid).children(recursive=True):
-            process.kill()
-        self.guest.kill()
+        if self.guest.poll() is None:
+            for process in psutil.Process(self.guest.pid).children(recursive=True):
+                process.kill()
+            self.guest.kill()
         self.guest.wait()
         super().end()
 
