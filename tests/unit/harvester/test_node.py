@@ -199,7 +199,7 @@ def many_slots(root: Path) -> tuple[Stage, list[LeaseGranted]]:
 def kill(stage: Stage) -> None:
     """As by a signal: nothing is drained, and what it had open goes with the process."""
     for slot in stage.node.slots:
-        slot._journal.close()
+        slot._record.close()
         slot._writer.close()
         slot.sensor.close()
         os.close(slot._lock)

@@ -70,7 +70,7 @@ class Stage:
             job=JobId("j"),
             duration_s=10.0,
         )
-        return self.node.book.take(request, now=self.node.clock.now())
+        return self.node.take(request)
 
     def grant(self) -> Grant:
         record = self.pages.grant_reader().read().record
@@ -295,7 +295,7 @@ def test_the_journal_of_an_agent_that_resumed_replays(stage: Stage) -> None:
     stage.beats(5)
     replayed = replay_journal(stage.journal)
     assert replayed.difference is None
-    assert replayed.decisions == 10
+    assert replayed.decisions == 11
 
 
 @pytest.mark.parametrize("text", [b"", b"{}\n{}\n", os.urandom(64)])
