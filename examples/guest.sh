@@ -19,6 +19,7 @@ exec chrt --idle 0 python -m vllm.entrypoints.openai.api_server \
     --host 127.0.0.1 --port 8001 \
     --scheduler-cls coserve.vllm.scheduler.CoserveScheduler \
     --middleware coserve.vllm.middleware.EpochMiddleware \
+    --middleware coserve.vllm.identity.IdentityMiddleware \
     --worker-extension-cls coserve.vllm.kv_worker.KvPages \
     --weight-transfer-config '{"backend": "rosemux"}' \
     --load-format dummy \

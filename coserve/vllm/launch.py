@@ -21,6 +21,10 @@ WORKER_EXTENSION = "coserve.vllm.kv_worker.KvPages"
 """Lets a guest give its KV memory back page by page. Without the flag it keeps what it took."""
 
 
+IDENTITY = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
+"""Lets the gateway see with each reply that the engine is the one it gave its weights to. The last
+middleware is the outermost: refusals of the others carry the identity as well."""
+
 SEGMENT_VARIABLE = "KVCACHED_IPC_NAME"
 AUTOPATCH_VARIABLE = "KVCACHED_AUTOPATCH"
 
@@ -108,6 +112,7 @@ def guest(
         "coserve.vllm.middleware.EpochMiddleware",
         "--worker-extension-cls",
         WORKER_EXTENSION,
+        *IDENTITY,
     )
     slot = _slot(spec, Role.GUEST, pages)
     under = {} if isolation is None else _isolation(isolation)
@@ -117,7 +122,7 @@ def guest(
 
 def dedicated(spec: EngineSpec, *, weights: Path) -> EngineCommand:
     """A rollout engine on accelerators of its own."""
-    arguments = (*_server(spec), *_rollout(spec.vllm))
+    arguments = (*_server(spec), *_rollout(spec.vllm), *IDENTITY)
     environment = _environment(spec) | HUGE_PAGES | _compiler(spec)
     return EngineCommand(arguments, environment | _weights(weights))
 

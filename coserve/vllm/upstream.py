@@ -262,7 +262,16 @@ PLUGINS: tuple[Symbol, ...] = (
     Symbol(Use.CALL, _EXECUTOR, "Executor.wake_up", ("tags",)),
     *reads(_EXECUTOR, "Executor.is_sleeping"),
     *overrides(_WORKER, "Worker", {"sleep": ("level",), "wake_up": ("tags",)}),
-    *reads("vllm.config", "ModelConfig.enable_sleep_mode"),
+    *reads(
+        "vllm.config",
+        "ModelConfig.enable_sleep_mode",
+        "ModelConfig.get_vocab_size",
+        "ModelConfig.logprobs_mode",
+        "ModelConfig.max_model_len",
+        "ModelConfig.served_model_name",
+        "ModelConfig.hf_config",
+        "ModelConfig.dtype",
+    ),
     *reads("vllm.v1.worker.cpu_worker", "CPUWorker"),
     Symbol(
         Use.READ,

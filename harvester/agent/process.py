@@ -49,6 +49,7 @@ class AgentProcess:
             runner = await self._serve(node, token)
             self._handle_signals(node)
             probes = [asyncio.create_task(probe.run()) for probe in self._probes()]
+            probes += [asyncio.create_task(slot.guest_description.run()) for slot in node.slots]
             self._notifier.ready()
             await self._beats(node)
             self._notifier.stopping()

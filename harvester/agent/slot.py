@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from harvester.agent.exposition import SlotExposition
+from harvester.agent.guest_description import GuestDescription
 from harvester.agent.guest_processes import GuestProcesses
 from harvester.agent.kv_sharing import SharedKv
 from harvester.agent.lease_file import LeaseFile
@@ -58,6 +59,7 @@ class Slot:
         self.name = SlotId(slot.name)
         self.config = slot
         self._restart_needed: tuple[str, ...] = ()
+        self.guest_description = GuestDescription(lambda: self.config.engine_url)
         self._book = book
         self._exposition = exposition
         directory = PageDirectory.create(config.pages_of(slot), mode=0o1777)
@@ -167,6 +169,7 @@ class Slot:
             floor_bytes=self.policy.guest_floor_bytes,
             tenant=lease.tenant if lease is not None else "",
             job=lease.job if lease is not None else "",
+            engine=self.guest_description.latest,
         )
 
     def close(self, *, now: float) -> None:

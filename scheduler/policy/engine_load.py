@@ -36,6 +36,7 @@ class EngineLoad:
     job: JobId = NO_JOB
     version: WeightVersion = BASE_VERSION
     usable_until_s: float | None = None
+    context_tokens: int = 0
     offered: bool = False
     open_turns: int = 0
     heard_s: float = 0.0
@@ -51,6 +52,10 @@ class EngineLoad:
     refused: str = ""
     """Turn that was refused last; empty once another one has ended here since."""
     closed_until_s: float = -math.inf
+
+    def fits(self, context_tokens: int) -> bool:
+        """Whether a turn can come to its own end here; an engine of unknown context may do."""
+        return not self.context_tokens or context_tokens <= self.context_tokens
 
     def full(self, *, half_life_s: float, now: float) -> bool:
         """A guest of unknown speed, or that fell silent, has places for a few turns only."""

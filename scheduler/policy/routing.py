@@ -9,14 +9,17 @@ A place that is expected to end the turn later than waiting for a faster engine 
 slow harvested engine gets the share that fits its speed. When none queues the batch is at its tail,
 and the turn goes where it is expected to end first, so that no straggler sits on a slow engine; a
 guest, whose gate may close any moment, must be clearly faster for that, even where the prefix is.
-Only engines that serve the turn's job at a version its pin allows are eligible.
+Only engines that serve the turn's job at a version its pin allows, and whose context holds its
+prompt and all that it may say, are eligible: a turn never ends early because of its place.
 A decision costs O(engines). Opens no connection and reads no clock.
 """
 
+import math
+from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
@@ -24,6 +27,7 @@ from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from scheduler.policy.engine_load import EngineLoad
 from scheduler.policy.model import EngineKind
 from scheduler.policy.routing_events import (
+    ContextLimited,
     DispatchReason,
     DispatchTurn,
     EngineOffered,
@@ -42,15 +46,14 @@ from scheduler.policy.routing_events import (
 )
 
 _RESUMED, _BEGUN, _FRESH = 0, 1, 2
+_LineKey: TypeAlias = tuple[JobId, int, int, str, tuple[EngineId, ...], int]
+"""Job, exact and least version, suspect, engines to avoid, and which have the context."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Line:
     """Queued turns that differ in nothing that routing looks at but age."""
 
-    job: JobId
-    exact: WeightVersion | None
-    minimum: WeightVersion | None
     waiting: tuple[deque[TurnArrived], ...] = field(
         default_factory=lambda: (deque(), deque(), deque())
     )
@@ -77,11 +80,14 @@ class RoutingPolicy:
         self._engines: dict[EngineId, EngineLoad] = {}
         self._last: OrderedDict[TrajectoryId, EngineId] = OrderedDict()
         self._placed: dict[str, tuple[JobId, EngineId]] = {}
-        self._lines: dict[tuple[Any, ...], _Line] = {}
+        self._lines: dict[_LineKey, _Line] = {}
         self._trials: dict[EngineId, TurnArrived] = {}
         """Suspects that are not cleared yet, where they are."""
         self._queued: dict[str, _Queued] = {}
         self._target: Retargeted | None = None
+        self._contexts: list[int] = []
+        """Of all engines offered so far, sorted: between two of them turns fit the same ones."""
+        self._context_limit: int | None = None
         self._turn_tokens = config.default_turn_tokens
 
     @classmethod
@@ -139,7 +145,10 @@ class RoutingPolicy:
     def may_serve(self, turn: TurnArrived) -> bool:
         """Whether an engine is offered that the turn could wait for."""
         return any(
-            load.offered and load.job == turn.job and _allows(turn, load.version)
+            load.offered
+            and load.job == turn.job
+            and _allows(turn, load.version)
+            and load.fits(turn.context_tokens)
             for load in self._engines.values()
         )
 
@@ -167,6 +176,9 @@ class RoutingPolicy:
             case Retargeted():
                 self._target = event
                 return (*self._drain(now), *self._refuse_stale())
+            case ContextLimited():
+                self._context_limit = event.tokens
+                return (*self._drain(now), *self._refuse_stale())
         return self._drain(now)
 
     def _offer(self, event: EngineOffered) -> None:
@@ -174,13 +186,16 @@ class RoutingPolicy:
         load.kind, load.concurrency = event.kind, event.concurrency
         load.job, load.version = event.job, event.version
         load.usable_until_s, load.offered = event.usable_until_s, True
+        load.context_tokens = event.context_tokens
+        if event.context_tokens and event.context_tokens not in self._contexts:
+            insort(self._contexts, event.context_tokens)
+            self._split_lines()
 
     def _arrive(self, turn: TurnArrived, now: float) -> tuple[RoutingEffect, ...]:
         refused = self._refusal(turn)
         if refused is not None:
             return (refused,)
-        key = (turn.job, _pin(turn.exact), _pin(turn.minimum), turn.suspect, turn.avoid)
-        line = self._lines.get(key)
+        line = self._lines.get(self._line_key(turn))
         if line is None or not len(line):
             chosen = self._choose(turn, now, tail=not self._queued)
             if chosen is not None:
@@ -188,19 +203,35 @@ class RoutingPolicy:
         if len(self._queued) >= self._config.queue_turns and not turn.resumed:
             reason = f"{len(self._queued)} turns are waiting"
             return (RefuseTurn(turn=turn.turn, refusal=Refusal.FULL, reason=reason),)
-        if line is None:
-            line = self._lines[key] = _Line(turn.job, turn.exact, turn.minimum)
         last = self._last.get(turn.trajectory)
         begun = last is not None and self._config.begun_first
-        rank = _RESUMED if turn.resumed else _BEGUN if begun else _FRESH
+        self._queued[turn.turn] = _Queued(turn.job, now)
+        self._wait(turn, _RESUMED if turn.resumed else _BEGUN if begun else _FRESH)
+        return (QueueTurn(turn=turn.turn), *self._drain(now))
+
+    def _wait(self, turn: TurnArrived, rank: int) -> None:
+        line = self._lines.setdefault(self._line_key(turn), _Line())
         line.waiting[rank].append(turn)
+        last = self._last.get(turn.trajectory)
         if rank == _BEGUN and last is not None:
             near = line.begun_on.setdefault(last, deque())
             while near and near[0].turn not in self._queued:
                 near.popleft()
             near.append(turn)
-        self._queued[turn.turn] = _Queued(turn.job, now)
-        return (QueueTurn(turn=turn.turn), *self._drain(now))
+
+    def _line_key(self, turn: TurnArrived) -> _LineKey:
+        fits = bisect_left(self._contexts, turn.context_tokens)
+        pins = (_pin(turn.exact), _pin(turn.minimum))
+        return (turn.job, *pins, turn.suspect, turn.avoid, fits)
+
+    def _split_lines(self) -> None:
+        """An engine of another context is there: who waited alike may fit different engines."""
+        lines, self._lines = self._lines, {}
+        for line in lines.values():
+            for rank, waiting in enumerate(line.waiting):
+                for turn in waiting:
+                    if turn.turn in self._queued:
+                        self._wait(turn, rank)
 
     def _leave(self, event: TurnLeft, now: float) -> None:
         placed = self._placed.pop(event.turn, None)
@@ -227,6 +258,13 @@ class RoutingPolicy:
             active = target.job if target else "none"
             reason = f"job {turn.job} is not active (active: {active}); activate it first"
             return RefuseTurn(turn=turn.turn, refusal=Refusal.JOB, reason=reason)
+        limit = self._context_limit
+        if limit is not None and turn.context_tokens > limit:
+            reason = (
+                f"prompt and max_tokens are {turn.context_tokens} tokens together; "
+                f"the largest context of any engine is {limit}"
+            )
+            return RefuseTurn(turn=turn.turn, refusal=Refusal.CONTEXT, reason=reason)
         if turn.exact is None and (turn.minimum or 0) <= target.version:
             return None
         if turn.exact == target.version or self.may_serve(turn):
@@ -252,31 +290,42 @@ class RoutingPolicy:
                 del self._lines[key]
 
     def _drain(self, now: float) -> tuple[RoutingEffect, ...]:
-        """Give freed places to waiting turns, rank before rank, in each rank line by line."""
+        """Give freed places to waiting turns, rank before rank, in each rank the oldest first.
+
+        A turn that no free engine may serve holds up nobody but the turns that are like it.
+        """
         if not self._queued:
             self._lines.clear()
             return ()
         placed: list[RoutingEffect] = []
         for rank in (_RESUMED, _BEGUN, _FRESH):
-            for line in self._lines.values():
-                waiting = line.waiting[rank]
-                while waiting:
-                    turn = waiting[0]
-                    if turn.turn not in self._queued:
-                        waiting.popleft()
-                        continue
-                    chosen = self._choose(turn, now, tail=False)
-                    if chosen is None:
-                        break
-                    engine, reason = chosen
-                    nearer = None
-                    if rank == _BEGUN and reason is not DispatchReason.AFFINITY:
-                        nearer = self._nearer(line, engine, older=turn, now=now)
-                    if nearer is not None:
-                        turn, reason = nearer, DispatchReason.AFFINITY
-                    del self._queued[turn.turn]
-                    placed.append(self._dispatch(turn, engine, reason, now))
+            open_lines = list(self._lines.values())
+            while (line := self._oldest(open_lines, rank)) is not None:
+                turn = line.waiting[rank][0]
+                chosen = self._choose(turn, now, tail=False)
+                if chosen is None:
+                    open_lines.remove(line)
+                    continue
+                engine, reason = chosen
+                nearer = None
+                if rank == _BEGUN and reason is not DispatchReason.AFFINITY:
+                    nearer = self._nearer(line, engine, older=turn, now=now)
+                if nearer is not None:
+                    turn, reason = nearer, DispatchReason.AFFINITY
+                del self._queued[turn.turn]
+                placed.append(self._dispatch(turn, engine, reason, now))
         return tuple(placed)
+
+    def _oldest(self, lines: list[_Line], rank: int) -> _Line | None:
+        """The line whose first turn of this rank has waited longest; None if none waits."""
+        found, since_s = None, math.inf
+        for line in lines:
+            waiting = line.waiting[rank]
+            while waiting and waiting[0].turn not in self._queued:
+                waiting.popleft()
+            if waiting and (at_s := self._queued[waiting[0].turn].since_s) < since_s:
+                found, since_s = line, at_s
+        return found
 
     def _nearer(
         self, line: _Line, engine: EngineId, *, older: TurnArrived, now: float
@@ -314,6 +363,7 @@ class RoutingPolicy:
             if load.offered
             and load.job == turn.job
             and _allows(turn, load.version)
+            and load.fits(turn.context_tokens)
             and (load.usable_until_s is None or until_s < load.usable_until_s)
             and self._may_try(turn, engine)
         }

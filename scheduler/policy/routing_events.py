@@ -46,6 +46,8 @@ class EngineOffered(msgspec.Struct, frozen=True, kw_only=True, tag="engine_offer
     job: JobId
     version: WeightVersion
     usable_until_s: float | None = None
+    context_tokens: int = 0
+    """Prompt and output of a turn together; 0 is not known."""
 
 
 class EngineWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="engine_withdrawn"):
@@ -59,12 +61,20 @@ class Retargeted(msgspec.Struct, frozen=True, kw_only=True, tag="retargeted"):
     version: WeightVersion
 
 
+class ContextLimited(msgspec.Struct, frozen=True, kw_only=True, tag="context_limited"):
+    """The largest context of all engines that there are or may be; None where one is unknown."""
+
+    tokens: int | None
+
+
 class TurnArrived(msgspec.Struct, frozen=True, kw_only=True, tag="turn_arrived"):
     turn: str
     trajectory: TrajectoryId
     job: JobId
     tokens: int
     """Still to be generated, at most."""
+    context_tokens: int = 0
+    """Of prompt and whole output, wherever the turn is; an engine with less would cut it short."""
     exact: WeightVersion | None = None
     minimum: WeightVersion | None = None
     resumed: bool = False
@@ -109,6 +119,7 @@ RoutingEvent = (
     EngineOffered
     | EngineWithdrawn
     | Retargeted
+    | ContextLimited
     | TurnArrived
     | TurnLeft
     | TurnWithdrawn
@@ -139,6 +150,8 @@ class Refusal(StrEnum):
     VERSION = "version"
     JOB = "job"
     FULL = "full"
+    CONTEXT = "context"
+    """No engine has the context that the turn needs."""
     REQUEST = "request"
     """The request itself is at fault; the same one is not served later either."""
 

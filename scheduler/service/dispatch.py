@@ -144,6 +144,7 @@ def arrival(
         trajectory=turn.trajectory,
         job=turn.job,
         tokens=turn.remaining_tokens,
+        context_tokens=len(turn.request.token_ids) + turn.request.sampling_params.max_tokens,
         exact=pin.exact,
         minimum=pin.minimum,
         resumed=resumed,

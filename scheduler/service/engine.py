@@ -14,15 +14,19 @@ import xxhash
 from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxError, Stale
 from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.reply import body_of
+from harvester.contracts.wire.engines import ENGINE_HEADER, WEIGHTS_FEATURE, EngineDescription
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
 from scheduler.policy.trajectories import Attempt
+from scheduler.service.identity import HeldWeights, IdentityQuestions
 from scheduler.service.stream import EngineChoice, EventStream
 
 _ENCODER = msgspec.json.Encoder()
 _MESSAGE_CHARS = 500
 _STAGE_POLL_S = 0.02
 _REPLY_BYTES = 1 << 20
+_BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
+IDENTITY_FLAG = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
 _RETRY_AFTER_S = 1.0
 _RETRY_AFTER_MAX_S = 30.0
 _WRONG_REQUEST = frozenset({400, 413, 422})
@@ -34,6 +38,10 @@ class EngineLost(RoseMuxError):  # noqa: N818 - named for the state
 
 class EngineUnreachable(EngineLost):
     """No connection was made: the engine never saw the request."""
+
+
+class EngineChanged(EngineLost):
+    """Another process answers, or one whose weights may be others than those that it was given."""
 
 
 class RequestRefused(RoseMuxError):  # noqa: N818 - as above
@@ -71,19 +79,32 @@ class EngineClient:
         self._transfer_ready = False
         self._model: str | None = None
         """What requests name as their model: the adapter of the version that is served."""
+        self._questions = IdentityQuestions(session, self._url, timeout_s=connect_s)
+        self._identity = ""
+        """To which the version in force was applied; "" before that, and where none is told."""
+        self._stamped = False
+        """Whether every reply carries the identity."""
+
+    @property
+    def identity(self) -> str:
+        """Of the engine that the version in force was applied to; "" where it tells none."""
+        return self._identity
 
     async def generate(
         self, attempt: Attempt, *, request_id: str, epoch: Epoch | None, priority: int = 0
     ) -> AsyncGenerator[EngineChoice, None]:
         """Choices as they come. Leaving the iterator closes the connection: the engine aborts.
 
-        Raises RequestRefused, RequestFailed, Stale (lease epoch), EngineBusy, EngineUnreachable or
-        another EngineLost.
+        Raises RequestRefused, RequestFailed, Stale (lease epoch), EngineBusy, EngineUnreachable,
+        EngineChanged (before the first token of an engine that is not the one that was given the
+        version) or another EngineLost.
         """
         body = _ENCODER.encode(generate_body(attempt, request_id, priority, self._model))
         headers = {"Content-Type": "application/json"}
         if epoch is not None:
             headers[EPOCH_HEADER] = str(epoch)
+        if self._stamped:
+            headers[ENGINE_HEADER] = self._identity
         try:
             async with self._session.post(
                 f"{self._url}/inference/v1/generate",
@@ -91,6 +112,7 @@ class EngineClient:
                 headers=headers,
                 timeout=self._stream_timeout,
             ) as response:
+                await self._check_identity(response)
                 if response.status != 200:
                     retry_after = response.headers.get("Retry-After", "")
                     raise _refusal(response.status, await _message(response), retry_after)
@@ -111,6 +133,28 @@ class EngineClient:
         except PeerProtocolError as error:
             raise EngineLost(str(error)) from error
 
+    async def describe(self) -> EngineDescription:
+        """Raises EngineLost."""
+        try:
+            report, _ = await self._questions.report()
+        except _BROKEN as error:
+            raise EngineLost(f"what the engine is: {error!r}") from error
+        return report.description
+
+    async def changed(self, *, frugal: bool = False) -> bool:
+        """Whether the engine is seen to be another one than the version was applied to.
+
+        Silence is no change. `frugal` asks no engine whose whole metrics it takes to know.
+        """
+        given = self._identity
+        if not given or (frugal and not self._stamped):
+            return False
+        try:
+            report, _ = await self._questions.report()
+        except _BROKEN:
+            return False
+        return self._identity == given != report.identity
+
     async def stage(self, *, store: str, version: WeightVersion, timeout_s: float) -> bool:
         """Have the engine prepare a version while it samples; whether it has.
 
@@ -127,7 +171,7 @@ class EngineClient:
 
     async def switch(
         self, *, store: str, version: WeightVersion, timeout_s: float, adapter: str | None = None
-    ) -> None:
+    ) -> EngineDescription:
         """Bring the engine to a version; on return it samples with nothing older.
 
         `adapter`: the store holds LoRA adapters; requests after this ask for the version by that
@@ -147,10 +191,59 @@ class EngineClient:
                 await self._post("/finish_weight_update", {"weight_version": str(version)})
                 await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
                 await self._post("/resume")
+                wanted = HeldWeights(store=store, version=version)
+                description = await self._confirm(wanted, adapter=adapter)
             self._model = adapter
-        except (aiohttp.ClientError, TimeoutError, ConnectionError, EngineLost) as error:
+            return description
+        except (*_BROKEN, EngineLost) as error:
             self.forget()
             raise EngineLost(f"switch to {store} {version}: {error!r}") from error
+
+    async def serve_base(self, *, timeout_s: float) -> EngineDescription:
+        """Take the weights that the engine started with for version 0. Raises EngineLost."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                description = await self._confirm(HeldWeights())
+            self._model = None
+            return description
+        except (*_BROKEN, EngineLost) as error:
+            self.forget()
+            raise EngineLost(f"version 0: {error!r}") from error
+
+    async def _confirm(
+        self, wanted: HeldWeights, *, adapter: str | None = None
+    ) -> EngineDescription:
+        """The engine that is there holds what is wanted; from here on it must stay this engine."""
+        before, stamped = await self._questions.report()
+        told = WEIGHTS_FEATURE in before.description.features
+        if wanted.version and not before.identity:
+            raise EngineLost(f"it tells no identity: start it with {' '.join(IDENTITY_FLAG)}")
+        # A stock engine that has been given no weights may have no such call.
+        held = await self._questions.held() if told or wanted.version else (HeldWeights(),)
+        for worker in [each.of(adapter) for each in held]:
+            if (worker.store, worker.version) != (wanted.store, wanted.version):
+                named = f"{worker.store} {worker.version}" if worker.store else "its first weights"
+                raise EngineLost(f"a worker holds {named}")
+        if not held:
+            raise EngineLost("no worker says what it holds")
+        after, _ = await self._questions.report()
+        if before.identity != after.identity:
+            raise EngineChanged(f"{after.identity} answers, {before.identity} did before")
+        self._identity, self._stamped = after.identity, stamped
+        return after.description
+
+    async def _check_identity(self, reply: aiohttp.ClientResponse) -> None:
+        """A stock engine's process is asked for once its reply has begun: if the one that has the
+        port now had it when the version was applied, no other can have made the reply."""
+        given = self._identity
+        if not given:
+            return
+        if self._stamped:
+            told = reply.headers.get(ENGINE_HEADER, "" if reply.status == 200 else given)
+        else:
+            told = await self._questions.start_time() if reply.status == 200 else given
+        if told != given:
+            raise EngineChanged(f"{told or 'an unknown engine'} answers, not {given}")
 
     async def _stage_states(self, call: dict[str, Any]) -> set[str]:
         """Of all its workers."""
@@ -177,6 +270,7 @@ class EngineClient:
     def forget(self) -> None:
         """The engine may be another process when it is back."""
         self._transfer_ready = False
+        self._identity, self._stamped = "", False
 
     async def healthy(self) -> bool:
         timeout = aiohttp.ClientTimeout(total=self._connect_s)

@@ -5,15 +5,18 @@ The shell around the version policy: it carries out quiesce, update and serve, a
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
+from harvester.contracts.wire.engines import EngineDescription
+from scheduler.policy.fault_streak import FaultStreak
 from scheduler.policy.model import Engine, EngineKind, Lease
 from scheduler.policy.routing_events import (
+    ContextLimited,
     EngineOffered,
     EngineWithdrawn,
     Retargeted,
@@ -39,7 +42,9 @@ from scheduler.policy.versions_events import (
 )
 from scheduler.service.decisions import DecisionLog
 from scheduler.service.dispatch import Dispatcher
-from scheduler.service.engine import EngineClient, EngineLost
+from scheduler.service.engine import EngineChanged, EngineClient, EngineLost
+
+T = TypeVar("T")
 
 STAGE_S = 10.0
 """Longest wait for engines that prepare a version while they sample."""
@@ -74,14 +79,34 @@ class Member:
     up: bool = False
     lease: Lease | None = None
     numerics: str = ""
+    description: EngineDescription | None = None
+    """As it last said; None until it has."""
+    is_described: bool = False
+    """Since it joined."""
+    seen_context_tokens: int = 0
+    """Where it ended a turn that had not come to its end; 0: nowhere."""
     running: set[Running] = field(default_factory=set)
     fault: str = ""
-    vocabulary_tokens: int | None = None
-    """Its token ids lie below this; None where it has not said so."""
-    model: str = ""
-    """Name of its model; empty where it has not said so."""
+    streak: FaultStreak = field(default_factory=FaultStreak)
+    probing: "asyncio.Task[bool] | None" = None
     quiesced_at_s: float | None = None
     updating: "asyncio.Task[None] | None" = None
+
+    @property
+    def vocabulary_tokens(self) -> int | None:
+        """Its token ids lie below this; None where it has not said so."""
+        return (self.description.vocabulary if self.description else 0) or None
+
+    @property
+    def model(self) -> str:
+        """Name of its model; empty where it has not said so."""
+        return self.description.model if self.description else ""
+
+    @property
+    def context_tokens(self) -> int:
+        """0 is not known. What it does counts for more than what it says."""
+        told = self.description.context_tokens if self.description else 0
+        return min(filter(None, (told, self.seen_context_tokens)), default=0)
 
 
 class Fleet:
@@ -105,10 +130,13 @@ class Fleet:
         self._adapter_of = adapter_of
         self._events: deque[VersionsEvent] = deque()
         self._observing = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._settled = asyncio.Condition()
         self._parked: set[JobId] = set()
         self.last_refusal = ""
+        self._context_limit: int | None = None
+        self.leasable_contexts: Callable[[], Iterable[int]] = tuple
+        """Contexts of engines that may yet be leased; 0 is not known."""
         self.on_served: Callable[[Member, float], None] = lambda _member, _seconds: None
         self.on_lost: Callable[[Member, str], None] = lambda _member, _fault: None
         """Called while its turns still are on it."""
@@ -117,6 +145,7 @@ class Fleet:
         """Known, and not up before its first good health check. A lease counts as one."""
         member = Member(engine=engine, client=client, lease=lease, numerics=engine.numerics)
         self.members[engine.engine] = member
+        self.review_contexts()
         if lease is not None:
             self.up(member)
         return member
@@ -134,6 +163,8 @@ class Fleet:
         if cut is Cut.ENGINE:
             self.on_lost(member, fault)
         member.up, member.fault, member.quiesced_at_s = False, fault, None
+        member.is_described, member.seen_context_tokens = False, 0
+        member.streak.succeed()
         self._dispatcher.observe(EngineWithdrawn(engine=member.engine.engine))
         if member.updating is not None:
             member.updating.cancel()
@@ -142,6 +173,34 @@ class Fleet:
         self.observe(EngineLeft(engine=member.engine.engine))
         for running in tuple(member.running):
             running.cut(cut)
+
+    def review_contexts(self) -> None:
+        """Turns that no engine fits are refused, once it is known of every engine."""
+        known = [*(m.context_tokens for m in self.members.values()), *self.leasable_contexts()]
+        limit = max(known) if known and all(known) else None
+        if limit != self._context_limit:
+            self._context_limit = limit
+            self._dispatcher.observe(ContextLimited(tokens=limit))
+
+    def context_ended(self, member: Member, tokens: int) -> None:
+        """The engine ended a turn at so many tokens, though the turn may say more."""
+        member.seen_context_tokens = tokens
+        target = self.policy.target
+        if target is not None and self._serving(member.engine.engine):
+            self._offer(member, target.job, target.version)
+        self.review_contexts()
+
+    async def attempt_broke(self, member: Member, error: EngineLost, *, began_s: float) -> bool:
+        """The engine is down (True) if it is another one, does not answer, or breaks them all."""
+        gone = isinstance(error, EngineChanged)
+        gone = member.streak.fail(began_s=began_s, now=self._clock.now()) or gone
+        if not gone and member.up:
+            if member.probing is None or member.probing.done():
+                member.probing = self._spawn(_is_well(member.client))
+            gone = not await asyncio.shield(member.probing)
+        if gone:
+            self.down(member, str(error))
+        return gone
 
     def may_use_dedicated(self, job: JobId) -> bool:
         return job not in self._parked
@@ -198,6 +257,7 @@ class Fleet:
         if member is not None:
             self.down(member, reason, cut=Cut.LEASE)
             del self.members[engine]
+            self.review_contexts()
 
     def renewed(self, engine: EngineId, lease: Lease) -> None:
         member = self.members.get(engine)
@@ -299,18 +359,25 @@ class Fleet:
     async def _update(self, member: Member, effect: UpdateEngine) -> None:
         fault = ""
         try:
+            if not member.is_described:
+                member.description = await member.client.describe()
+                member.is_described = True
+            if fault := self._clash_of_member(member):
+                raise EngineLost(fault)
             if effect.version:
-                await member.client.switch(
+                member.description = await member.client.switch(
                     store=effect.store,
                     version=effect.version,
                     timeout_s=self._update_s,
                     adapter=self._adapter_of(effect.job),
                 )
-            if not member.numerics:
-                version = await member.client.vllm_version()
-                member.numerics = f"vllm {version}".strip()
+            else:
+                member.description = await member.client.serve_base(timeout_s=self._update_s)
+            member.numerics = member.engine.numerics or await self._numerics(member)
+            fault = self._clash_of_member(member)
         except EngineLost as error:
             fault = str(error)
+        self.review_contexts()
         if member.updating is asyncio.current_task():
             member.updating, member.fault = None, fault
             self.observe(
@@ -318,6 +385,47 @@ class Fleet:
                     engine=effect.engine, job=effect.job, version=effect.version, fault=fault
                 )
             )
+            if not fault:
+                self._end_clashes()
+
+    def clash_of(self, guest: EngineDescription) -> str:
+        """Why such a guest cannot make tokens beside the engines that serve; "" if it can."""
+        return self._clash(guest, among=self.members.values())
+
+    def _clash_of_member(self, member: Member) -> str:
+        """A dedicated engine need not be as leased guests are: they go, it stays."""
+        guest = member.engine.kind is EngineKind.GUEST
+        others = [
+            other
+            for other in self.members.values()
+            if other is not member and (guest or other.engine.kind is EngineKind.DEDICATED)
+        ]
+        return self._clash(member.description, among=others) if member.description else ""
+
+    def _clash(self, described: EngineDescription, *, among: Iterable[Member]) -> str:
+        for other in among:
+            if other.description is None or not self._serving(other.engine.engine):
+                continue
+            if clash := described.disagreement(other.description):
+                return f"{clash} as on {other.engine.engine}"
+        return ""
+
+    def _end_clashes(self) -> None:
+        """A dedicated engine that joins stays; guests that clash with it go."""
+        for other in tuple(self.members.values()):
+            if (
+                other.up
+                and self._serving(other.engine.engine)
+                and (fault := self._clash_of_member(other))
+            ):
+                self.down(other, fault)
+
+    async def _numerics(self, member: Member) -> str:
+        said = member.description
+        version = await member.client.vllm_version()
+        known = [f"vllm {version}" if version else ""]
+        known += [said.dtype, said.logprobs_mode] if said is not None else []
+        return " ".join(filter(None, known))
 
     def _serve(self, member: Member, effect: ServeEngine) -> None:
         began_s, member.quiesced_at_s = member.quiesced_at_s, None
@@ -337,6 +445,7 @@ class Fleet:
                 job=job,
                 version=version,
                 usable_until_s=lease.expires_s if lease else None,
+                context_tokens=member.context_tokens,
             )
         )
 
@@ -344,17 +453,27 @@ class Fleet:
         async with self._settled:
             self._settled.notify_all()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
 
+async def _is_well(client: EngineClient) -> bool:
+    """It answers, and has not died and come back meanwhile."""
+    return await client.healthy() and not await client.changed()
+
+
 async def watch_health(fleet: Fleet, *, period_s: float) -> None:
     """Bring engines that answer into the fleet and give failed updates their next try."""
     while True:
         waiting = [m for m in fleet.members.values() if not m.up]
+        quiet = [m for m in fleet.members.values() if m.up and not m.running and not m.updating]
+        changed = await asyncio.gather(*(member.client.changed(frugal=True) for member in quiet))
+        for member, is_changed in zip(quiet, changed, strict=True):
+            if is_changed and not member.updating:
+                fleet.down(member, "another engine answers in its place")
         answers = await asyncio.gather(*(member.client.healthy() for member in waiting))
         for member, healthy in zip(waiting, answers, strict=True):
             if healthy and fleet.members.get(member.engine.engine) is member:

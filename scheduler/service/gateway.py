@@ -45,6 +45,7 @@ _RETRY_AFTER_S = "1"
 _REFUSED_STATUS = {
     Refusal.VERSION: 409,
     Refusal.REQUEST: 422,
+    Refusal.CONTEXT: 400,
     Refusal.JOB: 503,
     Refusal.FULL: 503,
 }

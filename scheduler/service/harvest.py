@@ -80,6 +80,15 @@ class Harvest:
         self.offers: dict[SlotId, tuple[str, SlotOffer]] = {}
         self.silent_agents: dict[str, str] = {}
 
+    def leasable_contexts(self) -> list[int]:
+        """Of slots that this scheduler may lease, whoever has them now; 0 is not known."""
+        return [
+            offer.engine.context_tokens
+            for _, offer in self.offers.values()
+            if offer.state in (SlotState.OFFERED, SlotState.LEASED, SlotState.LEARNING)
+            and not self._fleet.clash_of(offer.engine)
+        ]
+
     def wake(self) -> None:
         """Something changed; look at once instead of at the next period."""
         self._wake.set()
@@ -108,7 +117,8 @@ class Harvest:
                 OfferedSlot(
                     slot=offer.slot,
                     agent=agent,
-                    free=offer.state is SlotState.OFFERED,
+                    free=offer.state is SlotState.OFFERED
+                    and not self._fleet.clash_of(offer.engine),
                     idle_ratio=offer.idle_ratio,
                 )
                 for agent, offer in self.offers.values()
@@ -174,6 +184,7 @@ class Harvest:
             self.silent_agents[name] = f"agent {first} offers {', '.join(twice)} too: rename them"
         fresh = {o.slot: (name, o) for o in offers.slots if o.slot not in others}
         self.offers = {**others, **fresh}
+        self._fleet.review_contexts()
 
     async def _apply(self, effect: CapacityEffect) -> None:
         try:

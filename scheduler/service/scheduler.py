@@ -106,6 +106,7 @@ class Scheduler:
             for job, ledger in self.ledgers.items()
         }
         self.harvest = self._make_harvest()
+        self.fleet.leasable_contexts = self.harvest.leasable_contexts
         self.dispatcher.on_queued = self.harvest.wake
 
     def _make_harvest(self) -> Harvest:

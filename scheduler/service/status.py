@@ -29,6 +29,9 @@ def status(scheduler: Scheduler, *, now: float) -> dict[str, Any]:
                 "s_per_token_alone": routing.s_per_token_alone(engine),
                 "epoch": member.lease.epoch if member.lease else None,
                 "numerics": member.numerics,
+                "identity": member.client.identity,
+                "context_tokens": member.context_tokens,
+                "description": member.description,
                 "fault": member.fault,
             }
             for engine, member in sorted(scheduler.fleet.members.items())

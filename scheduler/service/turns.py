@@ -29,6 +29,7 @@ from scheduler.service.config import Timeouts
 from scheduler.service.dispatch import Dispatcher
 from scheduler.service.engine import (
     EngineBusy,
+    EngineChanged,
     EngineLost,
     EngineUnreachable,
     RequestFailed,
@@ -301,9 +302,15 @@ class TurnRunner:
             self._fleet.down(member, str(error))
             return
         except EngineLost as error:
+            # Another engine in its place has seen nothing of the request.
+            running.reached = not isinstance(error, EngineChanged)
             turn.lose(attempt)
-            self._died(member, str(error), course)
+            course.why = f"{engine}: {error}"
+            if await self._fleet.attempt_broke(member, error, began_s=running.began_s):
+                course.deaths += running.reached
             return
+        if turn.ended:
+            member.streak.succeed()
         turn.lose(attempt)
         if not running.tokens or running.refused_s is not None:
             course.avoid(engine, pause_s, f"{engine}: {why}", now=self._clock.now())
@@ -342,6 +349,11 @@ class TurnRunner:
                         on_tokens()
                 # Up to 0.30 vLLM ends the stream of an aborted request without a word where no
                 # token is left to send with it.
+                if choice.finish_reason == "length" and turn.remaining_tokens > 0:
+                    # The engine's length, not the client's: its context is full.
+                    said = len(turn.request.token_ids) + len(turn.token_ids)
+                    self._fleet.context_ended(member, said)
+                    return
                 if choice.finish_reason not in (None, "abort", "error"):
                     turn.finish(attempt, choice.finish_reason)
                     await _drain(choices)

@@ -9,13 +9,16 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import signal
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import xxhash
 from aiohttp import web
 
 VOCABULARY = 256
+WEIGHT_CALLS = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 
 
 def next_token(token_ids: list[int], version: int) -> int:
@@ -24,7 +27,21 @@ def next_token(token_ids: list[int], version: int) -> int:
 
 
 class FakeEngine:
-    def __init__(self, *, step_s: float, epoch: str | None) -> None:
+    def __init__(
+        self, *, step_s: float, epoch: str | None, context: int = 1 << 20, stock: bool = False
+    ) -> None:
+        self.instance = secrets.token_hex(8)
+        self.weight_calls = 0
+        self.started_s = secrets.randbelow(1 << 31)
+        self.context = context
+        self.told_context: int | None = None
+        """What it says that its context is, where that is not true; 0 says nothing."""
+        self.vocabulary = VOCABULARY
+        self.logprobs_mode = "processed_logprobs"
+        self.stock = stock
+        """Without coserve's middleware."""
+        self.mute = False
+        """Of a stock engine: its metrics do not say when it started."""
         self.step_s = step_s
         self.epoch = epoch
         self.version = 0
@@ -37,6 +54,10 @@ class FakeEngine:
         self.stalled = False
         self.ends_after = 0
         """Tokens after which the next stream ends whole and without a finish reason, once."""
+        self.breaks_after, self.breaks = 0, 1
+        """The token before which the next so many streams are reset; 0 resets none."""
+        self.replaced_after = ""
+        """The control route after which another process is here, once."""
         self.eos: list[int] = []
         self.after_finish = ""
         """What follows the last chunk: `break` of the connection, or `wait` of a second."""
@@ -54,14 +75,18 @@ class FakeEngine:
         self.running.set()
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=64 << 20)
+        app = web.Application(client_max_size=64 << 20, middlewares=[self.identify])
         app.add_routes(
             [
                 web.post("/inference/v1/generate", self.generate),
                 web.get("/health", self.health),
                 web.get("/version", self.say_version),
                 web.get("/weight_info", self.weight_info),
-                web.post("/collective_rpc", self.stage),
+                web.get("/v1/models", self.say_models),
+                web.get("/metrics", self.say_metrics),
+                web.get("/metrics/", self.say_metrics),
+                web.get("/rosemux/engine", self.say_engine),
+                web.post("/collective_rpc", self.call_workers),
                 web.get("/_fake", self.look),
                 web.post("/_fake", self.set),
                 *(
@@ -89,10 +114,70 @@ class FakeEngine:
     async def weight_info(self, _request: web.Request) -> web.Response:
         return web.json_response({"weight_version": str(self.version)})
 
-    async def stage(self, request: web.Request) -> web.Response:
-        """Prepared on the second time of asking; what was open then is remembered."""
+    @property
+    def identity(self) -> str:
+        return f"{self.instance}.{self.weight_calls}"
+
+    @web.middleware
+    async def identify(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """As coserve's IdentityMiddleware: on every reply, and only the engine meant serves."""
+        if not self.stock:
+            wanted = request.headers.get("X-RoseMux-Engine", self.identity)
+            if wanted != self.identity:
+                error = {"error": f"this is engine {self.identity}"}
+                return self.stamped(web.json_response(error, status=412))
+            if request.path in WEIGHT_CALLS:
+                self.weight_calls += 1
+        return self.stamped(await handler(request))
+
+    def stamped(self, response: web.StreamResponse) -> web.StreamResponse:
+        if not self.stock and not response.prepared:
+            response.headers["X-RoseMux-Engine"] = self.identity
+        return response
+
+    async def say_engine(self, _request: web.Request) -> web.Response:
+        if self.stock:
+            raise web.HTTPNotFound
+        told = self.context if self.told_context is None else self.told_context
+        description = {
+            "model": "fake",
+            "architecture": "FakeForCausalLM",
+            "context_tokens": told,
+            "vocabulary": self.vocabulary,
+            "dtype": "bfloat16",
+            "logprobs_mode": self.logprobs_mode,
+            "features": ["rosemux-weights"],
+        }
+        return web.json_response({"identity": self.identity, "description": description})
+
+    async def say_models(self, _request: web.Request) -> web.Response:
+        told = self.context if self.told_context is None else self.told_context
+        return web.json_response({"data": [{"id": "fake", "max_model_len": told or None}]})
+
+    async def say_metrics(self, _request: web.Request) -> web.Response:
+        line = "" if self.mute else f"process_start_time_seconds {self.started_s}\n"
+        return web.Response(text=f"# TYPE vllm:num_requests_running gauge\n{line}")
+
+    async def call_workers(self, request: web.Request) -> web.Response:
         body = await request.json()
-        assert body["method"] == "rosemux_stage"
+        if body["method"] == "rosemux_stage":
+            return await self.stage(body)
+        assert body["method"] == "rosemux_weights"
+        return web.json_response({"results": [self.held()]})
+
+    def held(self) -> dict[str, Any]:
+        if self.updated is None or self.version == 0:
+            return {}
+        told = {"state_hash": f"{self.version:032x}", "reapplied": 0}
+        held = {"store": self.updated["store"], "version": self.updated["version"], **told}
+        if adapter := self.updated.get("adapter"):
+            return {"store": "base", "version": 1, **told, "adapters": {adapter: held}}
+        return held
+
+    async def stage(self, body: dict[str, Any]) -> web.Response:
+        """Prepared on the second time of asking; what was open then is remembered."""
         asked = [*body["kwargs"].values(), self.open]
         known = any(seen[:2] == asked[:2] for seen in self.staged)
         self.staged.append(asked)
@@ -117,6 +202,10 @@ class FakeEngine:
         body = await request.json() if request.can_read_body else {}
         self.calls.append(path + (f"?{request.query_string}" if request.query_string else ""))
         fault = self._control(path, body)
+        if path == self.replaced_after:
+            self.replaced_after = ""
+            self.instance, self.started_s = secrets.token_hex(8), self.started_s + 1
+            self.version, self.updated, self.initialised, self.updating = 0, None, False, False
         if fault:
             return web.json_response({"error": fault}, status=500)
         return web.json_response({"message": "ok", "success": True, "status": "ok"})
@@ -141,7 +230,8 @@ class FakeEngine:
                     return "state hash mismatch"
                 self.updated = body["update_info"]
             case "/finish_weight_update":
-                assert self.updated is not None
+                if self.updated is None:
+                    return "no version is loaded"
                 self.updating = False
                 self.version = self.updated["version"]
                 assert body["weight_version"] == str(self.version)
@@ -164,8 +254,11 @@ class FakeEngine:
             return web.json_response({"error": {"message": "max_tokens"}}, status=400)
         if not body.get("stream"):
             return web.json_response({"error": {"message": "only streams here"}}, status=400)
+        if len(token_ids) >= self.context:
+            message = f"prompt of {len(token_ids)} tokens, max_model_len {self.context}"
+            return web.json_response({"error": {"message": message}}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        await self.stamped(response).prepare(request)
         if max(token_ids) >= 1 << 17:
             # As vLLM does: found out where the stream has begun.
             error = {"message": "bad token id", "code": 400}
@@ -175,9 +268,12 @@ class FakeEngine:
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         try:
-            await self._stream(response, body["request_id"], token_ids, sampling)
+            meant = request.headers.get("X-RoseMux-Engine", "")
+            await self._stream(response, body["request_id"], token_ids, sampling, meant)
         except (ConnectionError, asyncio.CancelledError):
             self.aborted += 1
+            if request.transport is not None:
+                request.transport.abort()
             raise
         finally:
             self.open -= 1
@@ -189,6 +285,7 @@ class FakeEngine:
         request_id: str,
         token_ids: list[int],
         sampling: dict[str, Any],
+        meant: str,
     ) -> None:
         stops = [*(sampling.get("stop_token_ids") or []), *self.eos]
         if self.aborts > 0:
@@ -198,10 +295,18 @@ class FakeEngine:
             await asyncio.sleep(self.step_s)
             while self.stalled or not self.running.is_set():  # noqa: ASYNC110 - set over HTTP
                 await asyncio.sleep(0.01)
+            if meant not in ("", self.identity):
+                return
+            if self.breaks_after == made:
+                self.breaks -= 1
+                self.breaks_after = self.breaks_after if self.breaks else 0
+                raise ConnectionResetError
             token = next_token(token_ids, self.version)
             token_ids.append(token)
             finish = "stop" if token in stops else None
-            if finish is None and made == sampling["max_tokens"]:
+            if finish is None and sampling["max_tokens"] == made:
+                finish = "length"
+            if finish is None and len(token_ids) >= self.context:
                 finish = "length"
             await response.write(_chunk(request_id, token, finish))
             if finish:
@@ -239,8 +344,12 @@ async def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--step-s", type=float, default=0.002)
     parser.add_argument("--epoch", default=None)
+    parser.add_argument("--context", type=int, default=1 << 20)
+    parser.add_argument("--stock", action="store_true")
     options = parser.parse_args()
-    engine = FakeEngine(step_s=options.step_s, epoch=options.epoch)
+    engine = FakeEngine(
+        step_s=options.step_s, epoch=options.epoch, context=options.context, stock=options.stock
+    )
     runner = web.AppRunner(
         engine.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
     )

@@ -15,6 +15,7 @@ from enum import StrEnum
 import msgspec
 
 from harvester.contracts.ids import Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
+from harvester.contracts.wire.engines import EngineDescription
 
 EPOCH_HEADER = "X-RoseMux-Epoch"
 SESSION_HEADER = "X-Session-ID"
@@ -49,6 +50,8 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     """Whose lease is in force; "" where there is none."""
     job: str = ""
+    engine: EngineDescription = EngineDescription()
+    """What the guest's engine says of itself."""
 
 
 class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ import pytest
 from harvester.contracts.ids import Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
 from harvester.contracts.page import Guest, PageFault
 from harvester.contracts.process import ProcessId
+from harvester.contracts.wire.engines import EngineDescription, EngineReport
 from harvester.contracts.wire.leases import (
     EndReason,
     LeaseEnded,
@@ -66,8 +67,28 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         (
             b'{"node":"n","slots":[{"slot":"s","node":"n","state":"offered","engine_url":"u",'
             b'"model":"m","epoch":1,"concurrency":16,"kv_tokens":4096,"idle_ratio":null,"reason":"",'
-            b'"isolation":"","floor_bytes":0,"tenant":"","job":""}],'
+            b'"isolation":"","floor_bytes":0,"tenant":"","job":"","engine":{"model":"","architecture":"",'
+            b'"context_tokens":0,"vocabulary":0,"dtype":"","logprobs_mode":"","features":[]}}],'
             b'"restart_needed":[]}'
+        ),
+    ),
+    (
+        EngineReport(
+            identity="a.1",
+            description=EngineDescription(
+                model="m",
+                architecture="A",
+                context_tokens=4096,
+                vocabulary=512,
+                dtype="bfloat16",
+                logprobs_mode="processed_logprobs",
+                features=("lora",),
+            ),
+        ),
+        (
+            b'{"identity":"a.1","description":{"model":"m","architecture":"A",'
+            b'"context_tokens":4096,"vocabulary":512,"dtype":"bfloat16",'
+            b'"logprobs_mode":"processed_logprobs","features":["lora"]}}'
         ),
     ),
     (
@@ -106,6 +127,13 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
 def test_writes_and_reads_the_agreed_bytes(value: Any, wire: bytes) -> None:
     assert msgspec.json.encode(value) == wire
     assert msgspec.json.decode(wire, type=type(value)) == value
+
+
+def test_an_offer_from_an_older_agent_is_of_an_unknown_engine() -> None:
+    (_, wire), *_ = [each for each in GOLDEN if isinstance(each[0], SlotOffers)]
+    older = wire[: wire.index(b',"engine"')] + b"}]}"
+    (offer,) = msgspec.json.decode(older, type=SlotOffers).slots
+    assert offer.engine == EngineDescription()
 
 
 def test_a_reply_from_a_newer_agent_with_another_field_is_read() -> None:

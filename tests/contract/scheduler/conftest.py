@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import pytest
 _FAKE = Path(__file__).parents[2] / "integration" / "fake_engine.py"
 
 
-@pytest.fixture(scope="module")
-def fake_engine_url() -> Iterator[str]:
-    process = subprocess.Popen([sys.executable, str(_FAKE)], stdout=subprocess.PIPE, text=True)
+@contextmanager
+def _running(*arguments: str) -> Iterator[str]:
+    command = [sys.executable, str(_FAKE), "--context", "4096", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     yield process.stdout.readline().strip()
     process.kill()
@@ -20,11 +22,24 @@ def fake_engine_url() -> Iterator[str]:
     process.stdout.close()
 
 
-@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.engine)])
+@pytest.fixture(scope="module")
+def fake_engine_url() -> Iterator[str]:
+    with _running() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def stock_fake_engine_url() -> Iterator[str]:
+    """Without coserve's middleware."""
+    with _running("--stock") as url:
+        yield url
+
+
+@pytest.fixture(params=["fake", "stock_fake", pytest.param("real", marks=pytest.mark.engine)])
 def engine_url(request: pytest.FixtureRequest) -> str:
     """`real_engine_url` comes from the session-wide fixture of the engine tests."""
-    if request.param == "fake":
-        return str(request.getfixturevalue("fake_engine_url"))
+    if request.param != "real":
+        return str(request.getfixturevalue(f"{request.param}_engine_url"))
     try:
         return str(request.getfixturevalue("real_engine_url"))
     except pytest.FixtureLookupError:

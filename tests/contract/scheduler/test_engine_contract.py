@@ -94,6 +94,27 @@ async def says_that_it_is_healthy_and_which_vllm_it_is(client: EngineClient) -> 
     assert await client.vllm_version()
 
 
+async def says_what_fits_it_and_stays_the_same_engine(client: EngineClient) -> None:
+    described = await client.serve_base(timeout_s=20.0)
+    assert described.model
+    assert described.context_tokens > len(PROMPT)
+    identity = client.identity
+    assert identity
+    assert await collect(client, attempt(4), "e")
+    assert not await client.changed()
+    await client.serve_base(timeout_s=20.0)
+    assert client.identity == identity
+
+
+async def a_context_that_is_full_ends_a_turn_with_length(client: EngineClient) -> None:
+    context = (await client.describe()).context_tokens
+    prompt = tuple(each % 32 + 3 for each in range(context - 4))
+    choices = await collect(client, attempt(64, prompt=prompt, seed=None), "g")
+    made = sum(len(choice.token_ids or ()) for choice in choices)
+    assert made <= 4
+    assert choices[-1].finish_reason == ("length" if made == 4 else "stop")
+
+
 CHECKS = [
     streams_every_token_with_its_logprob_and_a_reason_at_the_end,
     the_same_seed_says_the_same,
@@ -102,6 +123,8 @@ CHECKS = [
     a_request_that_no_engine_would_take_is_the_jobs_fault,
     leaving_a_stream_early_leaves_the_engine_ready,
     says_that_it_is_healthy_and_which_vllm_it_is,
+    says_what_fits_it_and_stays_the_same_engine,
+    a_context_that_is_full_ends_a_turn_with_length,
 ]
 
 

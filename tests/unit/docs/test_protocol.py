@@ -38,7 +38,7 @@ from harvester.contracts.page.seal import (
     RECORD_OFFSET,
     SEQUENCE_OFFSET,
 )
-from harvester.contracts.wire import leases, rollouts
+from harvester.contracts.wire import engines, leases, rollouts
 from scheduler.service.config import GatewaySettings
 from scheduler.service.gateway import Gateway
 from scheduler.service.requests import (
@@ -77,6 +77,8 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     rollouts.Span,
     rollouts.PublishedVersion,
     rollouts.VersionSwitched,
+    engines.EngineReport,
+    engines.EngineDescription,
     Block,
     FileRecord,
     SliceRecord,
@@ -223,4 +225,6 @@ def test_the_examples_are_accepted(repository: Path) -> None:
     assert published.store == "job-a"
     manifest = decoded_manifest(found.pop("index 4").encode(), expected=WeightVersion(4))
     assert manifest.base_version == 3
+    report = msgspec.json.decode(found.pop("EngineReport"), type=engines.EngineReport)
+    assert report.description.features == (engines.WEIGHTS_FEATURE,)
     assert not found

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import EngineId, Epoch, JobId, TrajectoryId
+from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.rollouts import (
     FinishReason,
     GenerateRequest,
@@ -103,6 +104,8 @@ class Client:
     gone: bool = False
     deaths: int = 0
     visits: list[int] = field(default_factory=list)
+    served_life: int = 0
+    vocabulary: int = 0
 
     async def generate(
         self, attempt: Attempt, *, request_id: str, epoch: Epoch | None, priority: int = 0
@@ -126,6 +129,16 @@ class Client:
 
     async def healthy(self) -> bool:
         return not self.dead
+
+    async def changed(self, *, frugal: bool = False) -> bool:
+        return self.served_life != self.life
+
+    async def describe(self) -> EngineDescription:
+        return EngineDescription(vocabulary=self.vocabulary)
+
+    async def serve_base(self, *, timeout_s: float) -> EngineDescription:
+        self.served_life = self.life
+        return EngineDescription(vocabulary=self.vocabulary)
 
     async def vllm_version(self) -> str:
         return "0"
@@ -261,7 +274,7 @@ def test_an_engine_is_not_asked_for_ids_that_it_does_not_know() -> None:
 
     async def case() -> None:
         cluster = Cluster(1, poison={})
-        cluster.members[0].vocabulary_tokens = 64
+        cluster.clients[0].vocabulary = 64
         with pytest.raises(RequestRefused, match="knows 64 token ids"):
             await cluster.run(cluster.serve("r", (64,), 4))
         assert cluster.clients[0].visits == []

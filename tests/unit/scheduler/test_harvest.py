@@ -7,6 +7,7 @@ import pytest
 
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import EngineId, Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
+from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.leases import (
     EndReason,
     LeaseEnded,
@@ -50,6 +51,11 @@ class Fleet:
 
     def renewed(self, engine: EngineId, lease: Lease) -> None:
         self.guests[engine] = (self.guests[engine][0], lease)
+
+    def review_contexts(self) -> None: ...
+
+    def clash_of(self, _engine: EngineDescription) -> str:
+        return ""
 
 
 @dataclass

@@ -13,6 +13,7 @@ from scheduler.policy.routing import (
     RoutingPolicy,
 )
 from scheduler.policy.routing_events import (
+    ContextLimited,
     DispatchReason,
     DispatchTurn,
     EngineOffered,
@@ -44,6 +45,7 @@ def _offer(
     concurrency: int = 2,
     version: int = 1,
     until_s: float | None = None,
+    context: int = 0,
 ) -> EngineOffered:
     return EngineOffered(
         engine=EngineId(engine),
@@ -52,6 +54,7 @@ def _offer(
         job=JOB,
         version=WeightVersion(version),
         usable_until_s=until_s,
+        context_tokens=context,
     )
 
 
@@ -73,6 +76,88 @@ def _engine_of(effects) -> str:
     (effect,) = effects
     assert isinstance(effect, DispatchTurn)
     return effect.engine
+
+
+def test_a_turn_goes_only_where_its_prompt_and_whole_output_fit() -> None:
+    policy = _policy(_offer("small", context=512), _offer("large", GUEST, context=4096))
+    assert _engine_of(policy.observe(_turn("1", context_tokens=512), now=0.0)) == "small"
+    assert _engine_of(policy.observe(_turn("2", context_tokens=513), now=0.0)) == "large"
+
+
+def test_a_turn_that_fits_waits_for_its_engine_and_not_for_a_smaller_one() -> None:
+    policy = _policy(_offer("small", context=512), _offer("large", concurrency=1, context=4096))
+    policy.observe(_turn("1", context_tokens=4000), now=0.0)
+    assert policy.observe(_turn("2", context_tokens=4000), now=0.0) == (QueueTurn(turn="2"),)
+    assert not policy.has_other_place(_turn("1", context_tokens=4000), now=0.0)
+    (placed,) = policy.observe(TurnLeft(turn="1", tokens=16, seconds=0.1), now=0.1)
+    assert (placed.turn, placed.engine) == ("2", "large")
+
+
+def test_a_moved_turn_does_not_go_back_to_a_smaller_engine_for_its_prefix() -> None:
+    policy = _policy(_offer("a", context=512), _offer("b", context=4096))
+    assert _engine_of(policy.observe(_turn("1", "t", context_tokens=100), now=0.0)) == "a"
+    policy.observe(TurnLeft(turn="1", tokens=16, seconds=0.1), now=0.1)
+    moved = _turn("2", "t", context_tokens=1000, resumed=True)
+    assert _engine_of(policy.observe(moved, now=0.2)) == "b"
+
+
+def test_a_turn_that_waits_for_a_large_engine_holds_up_no_smaller_one() -> None:
+    policy = _policy(_offer("small", concurrency=1, context=512))
+    policy.observe(_offer("large", concurrency=1, context=4096), now=0.0)
+    policy.observe(_turn("large1", context_tokens=4000), now=0.0)
+    policy.observe(_turn("small1", context_tokens=100), now=0.0)
+    policy.observe(_turn("large2", context_tokens=4000), now=0.1)
+    policy.observe(_turn("small2", context_tokens=100), now=0.2)
+    (placed,) = policy.observe(TurnLeft(turn="small1", tokens=16, seconds=0.1), now=0.3)
+    assert (placed.turn, placed.engine) == ("small2", "small")
+
+
+def test_turns_that_waited_alike_are_told_apart_when_a_smaller_engine_joins() -> None:
+    policy = _policy()
+    policy.observe(_turn("large", context_tokens=4000), now=0.0)
+    policy.observe(_turn("small", context_tokens=100), now=0.1)
+    (placed,) = policy.observe(_offer("e", context=512), now=0.2)
+    assert placed.turn == "small"
+    assert policy.queued_turns == 1
+
+
+def test_a_freed_place_goes_to_the_oldest_turn_whatever_its_size() -> None:
+    policy = _policy(_offer("large", concurrency=1, context=4096), _offer("s", context=512))
+    policy.observe(EngineWithdrawn(engine=EngineId("s")), now=0.0)
+    policy.observe(_turn("first", context_tokens=100), now=0.0)
+    for at, (name, tokens) in enumerate(
+        [("small1", 100), ("large1", 4000), ("small2", 100), ("large2", 4000)]
+    ):
+        policy.observe(_turn(name, context_tokens=tokens), now=0.1 + at)
+    order, last = [], "first"
+    for at in range(4):
+        left = TurnLeft(turn=last, tokens=16, seconds=0.1)
+        (placed,) = policy.observe(left, now=10.0 + at)
+        last = placed.turn
+        order.append(last)
+    assert order == ["small1", "large1", "small2", "large2"]
+
+
+def test_a_turn_that_no_engine_fits_is_refused_with_the_limit() -> None:
+    policy = _policy(_offer("small", context=512), _offer("large", context=4096))
+    policy.observe(ContextLimited(tokens=4096), now=0.0)
+    (refused,) = policy.observe(_turn("1", context_tokens=4097), now=0.0)
+    assert (refused.refusal, "4096" in refused.reason) == (Refusal.CONTEXT, True)
+    assert _engine_of(policy.observe(_turn("2", context_tokens=4096), now=0.0)) == "large"
+
+
+def test_a_waiting_turn_is_refused_once_the_limit_is_known() -> None:
+    policy = _policy(_offer("small", context=512))
+    assert policy.observe(_turn("1", context_tokens=1000), now=0.0) == (QueueTurn(turn="1"),)
+    (refused,) = policy.observe(ContextLimited(tokens=512), now=1.0)
+    assert (refused.turn, refused.refusal) == ("1", Refusal.CONTEXT)
+    assert policy.queued_turns == 0
+
+
+def test_an_engine_of_unknown_context_may_serve_any_turn() -> None:
+    policy = _policy(_offer("a"))
+    policy.observe(ContextLimited(tokens=None), now=0.0)
+    assert _engine_of(policy.observe(_turn("1", context_tokens=1 << 20), now=0.0)) == "a"
 
 
 def test_goes_back_to_the_trajectorys_last_engine() -> None:
@@ -332,7 +417,7 @@ def test_a_silent_engine_gets_no_more_turns_while_another_has_room() -> None:
 @dataclass
 class _Fleet:
     version: int = 1
-    offered: dict[str, tuple[int, int]] = field(default_factory=dict)
+    offered: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     placed: dict[str, str] = field(default_factory=dict)
     waiting: dict[str, TurnArrived] = field(default_factory=dict)
     over: set[str] = field(default_factory=set)
@@ -358,7 +443,8 @@ class RoutingMachine(RuleBasedStateMachine):
                     assert effect.turn in fleet.waiting
                 case DispatchTurn():
                     turn = fleet.waiting.pop(effect.turn)
-                    version, concurrency = fleet.offered[effect.engine]
+                    version, concurrency, context = fleet.offered[effect.engine]
+                    assert not context or turn.context_tokens <= context
                     assert turn.exact in (None, version)
                     assert (turn.minimum or 0) <= version == effect.version
                     fleet.placed[effect.turn] = effect.engine
@@ -372,12 +458,16 @@ class RoutingMachine(RuleBasedStateMachine):
         engine=st.sampled_from("abc"),
         concurrency=st.integers(1, 3),
         kind=st.sampled_from(EngineKind),
+        context=st.sampled_from([0, 10, 20]),
     )
-    def offer(self, engine, concurrency, kind) -> None:
+    def offer(self, engine, concurrency, kind, context) -> None:
         on_it = sum(placed == engine for placed in self.fleet.placed.values())
         concurrency = max(concurrency, on_it)
-        self.fleet.offered[engine] = (self.fleet.version, concurrency)
-        self._observe(_offer(engine, kind, concurrency=concurrency, version=self.fleet.version))
+        version = self.fleet.version
+        self.fleet.offered[engine] = (version, concurrency, context)
+        self._observe(
+            _offer(engine, kind, concurrency=concurrency, version=version, context=context)
+        )
 
     @rule(engine=st.sampled_from("abc"))
     def withdraw(self, engine) -> None:
@@ -394,14 +484,19 @@ class RoutingMachine(RuleBasedStateMachine):
         pin=st.sampled_from(["exact", "minimum", "none"]),
         lag=st.integers(-1, 1),
         resumed=st.booleans(),
+        context=st.sampled_from([5, 10, 15, 25]),
     )
-    def arrive(self, trajectory, pin, lag, resumed) -> None:
+    def arrive(self, trajectory, pin, lag, resumed, context) -> None:
         self.turns += 1
         version = WeightVersion(max(0, self.fleet.version - lag))
         pins = {} if pin == "none" else {pin: version}
-        turn = _turn(str(self.turns), trajectory, resumed=resumed, **pins)
+        turn = _turn(str(self.turns), trajectory, resumed=resumed, context_tokens=context, **pins)
         self.fleet.waiting[turn.turn] = turn
         self._observe(turn)
+
+    @rule(tokens=st.sampled_from([None, 10, 20]))
+    def limit(self, tokens) -> None:
+        self._observe(ContextLimited(tokens=tokens))
 
     @rule(data=st.data())
     def end(self, data) -> None:
@@ -429,8 +524,10 @@ class RoutingMachine(RuleBasedStateMachine):
         for turn in self.fleet.waiting.values():
             fitting = {
                 engine
-                for engine, (version, _) in self.fleet.offered.items()
-                if turn.exact in (None, version) and (turn.minimum or 0) <= version
+                for engine, (version, _, context) in self.fleet.offered.items()
+                if turn.exact in (None, version)
+                and (turn.minimum or 0) <= version
+                and (not context or turn.context_tokens <= context)
             }
             assert not fitting or fitting & busy
 

@@ -19,6 +19,7 @@ from coserve.vllm.launch import (
 )
 from harvester.contracts.errors import ConfigError, Unsupported
 
+IDENTITY = "coserve.vllm.identity.IdentityMiddleware"
 MODEL, PAGES, WEIGHTS = Path("/models/tiny"), Path("/dev/shm/rosemux/s"), Path("/weights")
 
 
@@ -38,9 +39,14 @@ def flag(command: EngineCommand, name: str) -> str:
     return command.arguments[command.arguments.index(name) + 1]
 
 
+def flags(command: EngineCommand, name: str) -> list[str]:
+    given = command.arguments
+    return [given[at + 1] for at, each in enumerate(given) if each == name]
+
+
 def test_production_is_stock_but_for_one_flag_and_three_variables() -> None:
     command = production(spec(), pages=PAGES)
-    assert flag(command, "--middleware") == "coserve.vllm.middleware.PulseMiddleware"
+    assert flags(command, "--middleware") == ["coserve.vllm.middleware.PulseMiddleware"]
     rosemux = {k: v for k, v in command.environment.items() if k.startswith("ROSEMUX_")}
     assert rosemux == {
         "ROSEMUX_ROLE": "production",
@@ -54,7 +60,7 @@ def test_production_is_stock_but_for_one_flag_and_three_variables() -> None:
 def test_a_guest_is_gated_fenced_and_takes_weights() -> None:
     command = guest(spec(name="guest"), pages=PAGES, weights=WEIGHTS)
     assert flag(command, "--scheduler-cls") == "coserve.vllm.scheduler.CoserveScheduler"
-    assert flag(command, "--middleware") == "coserve.vllm.middleware.EpochMiddleware"
+    assert flags(command, "--middleware") == ["coserve.vllm.middleware.EpochMiddleware", IDENTITY]
     assert flag(command, "--weight-transfer-config") == '{"backend": "rosemux"}'
     assert command.environment["ROSEMUX_ROLE"] == "guest"
     assert command.environment["ROSEMUX_WEIGHT_ROOT"] == str(WEIGHTS)
@@ -63,7 +69,8 @@ def test_a_guest_is_gated_fenced_and_takes_weights() -> None:
 def test_a_dedicated_engine_takes_weights_and_belongs_to_no_slot() -> None:
     command = dedicated(spec(), weights=WEIGHTS)
     assert flag(command, "--weight-transfer-config") == '{"backend": "rosemux"}'
-    assert not {"--scheduler-cls", "--middleware"} & set(command.arguments)
+    assert "--scheduler-cls" not in command.arguments
+    assert flag(command, "--middleware") == IDENTITY
     assert "ROSEMUX_ROLE" not in command.environment
 
 

@@ -1,0 +1,45 @@
+"""An engine's answers about itself: which process it is, and what it can serve.
+
+    GET /rosemux/engine -> EngineReport
+
+Each reply of such an engine carries `ENGINE_HEADER`: its instance and how often its weights may
+have changed since it started. Two replies with the same value come from the same process with the
+same weights. Decides nothing; stock vLLM has neither the route nor the header.
+"""
+
+import msgspec
+
+ENGINE_HEADER = "X-RoseMux-Engine"
+ENGINE_ROUTE = "/rosemux/engine"
+WEIGHTS_FEATURE = "rosemux-weights"
+"""The engine follows versions, and tells by `/collective_rpc` what its workers hold."""
+
+
+class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts that hold for the whole life of an engine process. Zero and "" mean unknown."""
+
+    model: str = ""
+    """The name under which it serves its model."""
+    architecture: str = ""
+    context_tokens: int = 0
+    """Prompt and output of one turn together (vLLM's `max_model_len`)."""
+    vocabulary: int = 0
+    """Token ids lie below this number."""
+    dtype: str = ""
+    logprobs_mode: str = ""
+    """vLLM's `--logprobs-mode`: log-probabilities before or after temperature and top-p."""
+    features: tuple[str, ...] = ()
+
+    def disagreement(self, other: "EngineDescription") -> str:
+        """Why the two cannot make tokens of one job; "" if they can. Unknown facts agree."""
+        for what in ("architecture", "vocabulary", "logprobs_mode"):
+            mine, its = getattr(self, what), getattr(other, what)
+            if mine and its and mine != its:
+                return f"{what} {mine}, not {its}"
+        return ""
+
+
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+    identity: str
+    """As in `ENGINE_HEADER`."""
+    description: EngineDescription

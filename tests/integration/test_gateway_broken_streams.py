@@ -1,0 +1,66 @@
+"""A broken stream is a fault of its attempt; a broken engine is down."""
+
+import asyncio
+
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway_in_process import PROMPT, continued, gateway_on
+
+
+def fake(*, step_s: float = 0.001) -> FakeEngine:
+    return FakeEngine(step_s=step_s, epoch=None)
+
+
+async def test_one_reset_stream_costs_no_other_turn_and_no_update() -> None:
+    engine = fake(step_s=0.005)
+    async with gateway_on(engine) as gateway:
+        await gateway.publish(1)
+        engine.calls.clear()
+        beside = [asyncio.create_task(gateway.generate(f"b{each}", 40)) for each in range(5)]
+        engine.breaks_after = 20
+        status, choice = await gateway.generate("t", 40)
+        assert (status, choice["finish_reason"]) == (200, "length")
+        assert choice["token_ids"] == continued(PROMPT, 40, version=1)
+        for status, choice in await asyncio.gather(*beside):
+            assert (status, choice["token_ids"]) == (200, continued(PROMPT, 40, version=1))
+        assert engine.calls == []
+        assert gateway.scheduler.ledgers["job"].counters.retried == 1
+
+
+async def test_streams_reset_side_by_side_count_once() -> None:
+    engine = fake(step_s=0.005)
+    async with gateway_on(engine) as gateway:
+        await gateway.publish(1)
+        engine.calls.clear()
+        engine.breaks_after, engine.breaks = 20, 6
+        turns = [gateway.generate(f"t{each}", 40) for each in range(6)]
+        for status, choice in await asyncio.gather(*turns):
+            assert (status, choice["token_ids"]) == (200, continued(PROMPT, 40, version=1))
+        assert engine.calls == []
+
+
+async def test_an_engine_that_breaks_every_stream_is_down_and_the_turn_goes_on_elsewhere() -> None:
+    broken = fake()
+    async with gateway_on(broken, fake(step_s=0.01)) as gateway:
+        await gateway.publish(1)
+        broken.calls.clear()
+        broken.breaks_after, broken.breaks = 1, 1 << 30
+        turns = [gateway.generate(f"t{each}", 20) for each in range(4)]
+        for status, choice in await asyncio.gather(*turns):
+            assert (status, choice["token_ids"]) == (200, continued(PROMPT, 20, version=1))
+        # What was down is updated before it serves again.
+        assert "/update_weights" in broken.calls
+
+
+async def test_an_engine_that_is_gone_is_down_at_the_first_broken_stream() -> None:
+    slow = fake(step_s=0.01)
+    async with gateway_on(slow, fake(), timeouts={"health_s": 30, "connect_s": 0.5}) as gateway:
+        await gateway.publish(1)
+        turns = [asyncio.create_task(gateway.generate(f"t{each}", 60)) for each in range(6)]
+        async with asyncio.timeout(10):
+            while not slow.open:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await gateway.sites[0].close()
+        for status, choice in await asyncio.gather(*turns):
+            assert (status, choice["token_ids"]) == (200, continued(PROMPT, 60, version=1))
+        assert not (await gateway.status())["engines"]["e0"]["up"]

@@ -1,0 +1,95 @@
+"""Engines of unlike contexts: no turn ends early, or is refused, because of where it was put."""
+
+import asyncio
+
+import pytest
+
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway_in_process import PROMPT, continued, gateway_on
+
+SMALL, LARGE = 40, 200
+
+
+def fake(context: int, *, step_s: float = 0.001, stock: bool = False) -> FakeEngine:
+    return FakeEngine(step_s=step_s, epoch=None, context=context, stock=stock)
+
+
+async def serving(gateway, *engines: str) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            status = (await gateway.status())["engines"]
+            if all(status[engine]["state"] == "serving" for engine in engines):
+                return
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["with description", "stock"])
+async def test_no_turn_ends_short_and_no_prompt_is_refused_beside_a_smaller_engine(stock) -> None:
+    async with gateway_on(fake(LARGE, stock=stock), fake(SMALL, stock=stock)) as gateway:
+        await serving(gateway, "e0", "e1")
+        long = [gateway.generate(f"x{each}", 100) for each in range(12)]
+        prompts = [gateway.generate(f"y{each}", 10, prompt=[1] * 60) for each in range(12)]
+        short = [gateway.generate(f"z{each}", 10) for each in range(12)]
+        for status, choice in await asyncio.gather(*long):
+            assert (status, choice["finish_reason"], len(choice["token_ids"])) == (
+                200,
+                "length",
+                100,
+            )
+        for status, choice in await asyncio.gather(*prompts):
+            assert (status, len(choice["token_ids"])) == (200, 10)
+        engines = {choice["spans"][0]["engine"] for _, choice in await asyncio.gather(*short)}
+        assert engines == {"e0", "e1"}
+
+
+async def test_a_turn_whose_engine_is_lost_keeps_its_tokens_and_waits_for_a_large_one() -> None:
+    large = fake(LARGE, step_s=0.005)
+    async with gateway_on(large, fake(SMALL)) as gateway:
+        await serving(gateway, "e0", "e1")
+        turn = asyncio.create_task(gateway.generate("t", 100))
+        async with asyncio.timeout(10):
+            while not large.open:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await gateway.sites[0].serve(fake(LARGE).app())
+        status, choice = await turn
+        assert (status, choice["finish_reason"]) == (200, "length")
+        assert choice["token_ids"] == continued(PROMPT, 100, version=0)
+
+
+async def test_a_turn_that_fits_no_engine_is_told_the_limit_at_once() -> None:
+    large = fake(LARGE)
+    async with gateway_on(large, fake(SMALL)) as gateway:
+        await serving(gateway, "e0", "e1")
+        status, reply = await gateway.generate("t", LARGE)
+        assert status == 400
+        assert str(LARGE) in reply["error"]
+        assert large.models == []
+        assert (await gateway.generate("u", LARGE - len(PROMPT)))[0] == 200
+
+
+@pytest.mark.parametrize("told", [0, 10 * LARGE], ids=["says nothing", "says too much"])
+async def test_a_length_that_is_the_engines_is_continued_on_a_larger_one(told) -> None:
+    small = fake(SMALL)
+    small.told_context = told
+    async with gateway_on(small, fake(LARGE), routing={"affinity_ratio": 1.0}) as gateway:
+        await serving(gateway, "e0", "e1")
+        turns = [gateway.generate(f"t{each}", 100) for each in range(12)]
+        for status, choice in await asyncio.gather(*turns):
+            assert (status, choice["finish_reason"]) == (200, "length")
+            assert choice["token_ids"] == continued(PROMPT, 100, version=0)
+        assert small.models
+        engine = (await gateway.status())["engines"]["e0"]
+        assert engine["context_tokens"] == SMALL
+
+
+async def test_a_context_that_ends_a_turn_everywhere_is_no_length_of_the_clients() -> None:
+    small = fake(SMALL)
+    small.told_context = 0
+    async with gateway_on(small) as gateway:
+        await serving(gateway, "e0")
+        status, choice = await gateway.generate("t", 100)
+        assert (status, choice["finish_reason"]) == (200, "abort")
+        assert choice["token_ids"] == continued(PROMPT, SMALL - len(PROMPT), version=0)
+        assert str(SMALL) in choice["fault"]
+        assert (await gateway.generate("u", 100))[0] == 400

@@ -1,0 +1,162 @@
+"""An engine that is not the one a version was given to: no token of it counts as that version."""
+
+import asyncio
+
+import pytest
+
+from scheduler.service.engine import EngineClient
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway_in_process import PROMPT, GatewayInProcess, continued, gateway_on
+
+SWITCH = (
+    "/pause",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/resume",
+)
+
+
+def fake(*, stock: bool = False, step_s: float = 0.001, context: int = 1 << 20) -> FakeEngine:
+    return FakeEngine(step_s=step_s, epoch=None, stock=stock, context=context)
+
+
+@pytest.fixture
+def only_replies_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway does not find a change out between two turns."""
+
+    async def never(_client: EngineClient, **_: bool) -> bool:
+        return False
+
+    monkeypatch.setattr(EngineClient, "changed", never)
+
+
+async def until(gateway: GatewayInProcess, engine: str, state: str) -> None:
+    async with asyncio.timeout(10):
+        while (await gateway.status())["engines"][engine]["state"] != state:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def assert_true_to_its_spans(choice: dict, prompt: list[int] = PROMPT) -> None:
+    said = list(prompt)
+    for span in choice["spans"]:
+        count = span["end"] - span["start"]
+        expected = continued(said, count, version=span["version"])
+        assert choice["token_ids"][span["start"] : span["end"]] == expected, span
+        said += expected
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["with identity", "stock"])
+async def test_an_engine_replaced_while_idle_labels_no_token(only_replies_tell, stock) -> None:
+    async with gateway_on(fake(stock=stock)) as gateway:
+        await gateway.publish(1)
+        await gateway.generate("before", 5)
+        await gateway.sites[0].serve(fake(stock=stock).app())
+        for turn in range(30):
+            status, choice = await gateway.generate(f"after{turn}", 5, weight_version={"exact": 1})
+            assert status == 200
+            assert choice["token_ids"] == continued(PROMPT, 5, version=1)
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["with identity", "stock"])
+async def test_an_engine_replaced_mid_stream_costs_the_turn_nothing(stock) -> None:
+    slow = fake(stock=stock, step_s=0.01)
+    async with gateway_on(slow, fake(stock=stock)) as gateway:
+        await gateway.publish(1)
+        turns = [asyncio.create_task(gateway.generate(f"t{each}", 60)) for each in range(6)]
+        async with asyncio.timeout(10):
+            while not slow.open:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await gateway.sites[0].serve(fake(stock=stock).app())
+        for status, choice in await asyncio.gather(*turns):
+            assert (status, choice["finish_reason"]) == (200, "length")
+            assert choice["token_ids"] == continued(PROMPT, 60, version=1)
+
+
+async def test_weights_changed_by_another_hand_mid_stream_end_the_attempt(
+    only_replies_tell,
+) -> None:
+    engine = fake(step_s=0.01)
+    async with gateway_on(engine) as gateway:
+        await gateway.publish(1)
+        turn = asyncio.create_task(gateway.generate("t", 60))
+        async with asyncio.timeout(10):
+            while not engine.open:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        engine.weight_calls += 1
+        engine.version = 9
+        status, choice = await turn
+        assert (status, choice["finish_reason"]) == (200, "length")
+        assert choice["token_ids"] == continued(PROMPT, 60, version=1)
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["with identity", "stock"])
+@pytest.mark.parametrize("route", SWITCH)
+async def test_an_engine_replaced_during_its_update_is_updated_again(route, stock) -> None:
+    engine = fake(stock=stock)
+    async with gateway_on(engine, versions={"retry_s": 0.05}) as gateway:
+        engine.replaced_after = route
+        assert (await gateway.publish(1))[0] == 200
+        status, choice = await gateway.generate("t", 10, weight_version={"exact": 1})
+        assert status == 200
+        assert choice["token_ids"] == continued(PROMPT, 10, version=1)
+
+
+async def test_a_replaced_engine_that_nobody_asks_for_tokens_is_found_and_updated() -> None:
+    async with gateway_on(fake()) as gateway:
+        await gateway.publish(1)
+        other = fake()
+        await gateway.sites[0].serve(other.app())
+        async with asyncio.timeout(10):
+            while other.version != 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await until(gateway, "e0", "serving")
+
+
+async def test_an_engine_that_tells_no_identity_serves_no_version(only_replies_tell) -> None:
+    mute = fake(stock=True)
+    mute.mute = True
+    async with gateway_on(mute, timeouts={"publish_s": 0.5}) as gateway:
+        status, choice = await gateway.generate("base", 5)
+        assert (status, choice["spans"][0]["version"]) == (200, 0)
+        status, reply = await gateway.publish(1)
+        assert status == 503
+        assert "IdentityMiddleware" in reply["error"]
+        engine = (await gateway.status())["engines"]["e0"]
+        assert (engine["state"], engine["identity"]) == ("failed", "")
+
+
+async def test_weights_of_an_earlier_gateway_are_not_the_first_weights() -> None:
+    engine = fake()
+    engine.version, engine.updated = 5, {"store": "job.store", "version": 5}
+    async with gateway_on(engine, versions={"retry_s": 0.05}) as gateway:
+        await until(gateway, "e0", "failed")
+        assert "holds job.store 5" in (await gateway.status())["engines"]["e0"]["fault"]
+        assert (await gateway.publish(6))[0] == 200
+        _, choice = await gateway.generate("t", 5)
+        assert choice["token_ids"] == continued(PROMPT, 5, version=6)
+
+
+@pytest.mark.parametrize(
+    ("what", "value"), [("vocabulary", 300), ("logprobs_mode", "raw_logprobs")]
+)
+async def test_an_engine_that_computes_something_else_does_not_join(what, value) -> None:
+    odd = fake()
+    setattr(odd, what, value)
+    async with gateway_on(fake(), odd) as gateway:
+        await asyncio.wait(
+            {asyncio.create_task(until(gateway, e, "serving")) for e in ("e0", "e1")},
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        async with asyncio.timeout(10):
+            while True:
+                engines = (await gateway.status())["engines"]
+                if {engine["state"] for engine in engines.values()} == {"serving", "failed"}:
+                    break
+                await asyncio.sleep(0.02)
+        (fault,) = (engine["fault"] for engine in engines.values() if engine["fault"])
+        assert fault.startswith(what)

@@ -1,0 +1,30 @@
+"""When broken attempts are an engine's fault."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.policy.fault_streak import MOST_IN_A_ROW, FaultStreak
+
+
+def test_one_broken_attempt_is_not_the_engines_fault() -> None:
+    assert not FaultStreak().fail(began_s=0.0, now=1.0)
+
+
+def test_several_in_a_row_are() -> None:
+    streak = FaultStreak()
+    verdicts = [streak.fail(began_s=float(at), now=at + 0.5) for at in range(MOST_IN_A_ROW)]
+    assert verdicts == [False] * (MOST_IN_A_ROW - 1) + [True]
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=200))
+def test_attempts_that_ran_side_by_side_count_once(began) -> None:
+    streak = FaultStreak()
+    assert not any(streak.fail(began_s=at_s, now=1.5) for at_s in began)
+
+
+def test_an_attempt_that_comes_to_its_end_ends_the_row() -> None:
+    streak = FaultStreak()
+    for at in range(10 * MOST_IN_A_ROW):
+        assert not streak.fail(began_s=float(at), now=at + 0.5)
+        if at % (MOST_IN_A_ROW - 1) == MOST_IN_A_ROW - 2:
+            streak.succeed()
