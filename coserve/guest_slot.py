@@ -22,11 +22,13 @@ from harvester.contracts.bell import Word
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.page import (
+    OWN_USER,
     Grant,
     Guest,
     GuestMemory,
     PageDirectory,
     PageFault,
+    PageOwners,
     PageReader,
     PulseHead,
     Reading,
@@ -43,6 +45,8 @@ gone. An expiry of a day, of a mistaken or a foreign agent, would hold the gate 
 _GRACE_MAX_S, _DEADLINE_MAX_S = 600.0, 60.0
 """Nor does the guest keep its memory for longer after a lost grant, or when it is due: the bounds
 of an agent's settings."""
+_LOOK_NS = 100_000_000
+"""How often the guest sees to it that its page is still there."""
 _DEFAULT_GRACE_S = 10.0
 _FAULT_CHARACTERS = 300
 _DEFAULT_DEADLINE_S = 2.0
@@ -77,10 +81,14 @@ class EngineLoad:
 class GuestSlot:
     """Decisions and accounts of one guest on one slot."""
 
-    def __init__(self, directory: Path, *, token_limit: int) -> None:
-        self._directory = PageDirectory(directory)
+    def __init__(self, directory: Path, *, token_limit: int, owners: PageOwners = OWN_USER) -> None:
+        """Raises ConfigError and Exhausted where there can be no guest page, and PageHeld where
+        another guest lives on the slot."""
+        self._directory = PageDirectory(directory, owners)
         self._grant_page = self._directory.grant_reader()
-        self._guest_page = self._directory.guest_writer()
+        self._guest_page = self._directory.guest_page()
+        self._guest_page.make()
+        self._look_ns = 0
         self._pulse_names: tuple[str, ...] = ()
         self._pulse_pages: dict[str, PageReader[PulseHead]] = {}
         self._token_limit = token_limit
@@ -227,6 +235,9 @@ class GuestSlot:
         with self._lock:
             if not self._closed:
                 now_ns = monotonic_ns()
+                if now_ns >= self._look_ns:
+                    self._look_ns = now_ns + _LOOK_NS
+                    self._guest_page.keep()
                 self._guest_page.write(
                     self._record(now_ns), now_ns=now_ns, ttl_ns=GUEST_PAGE_TTL_NS
                 )

@@ -7,6 +7,7 @@ over the file, an experiment, an SLO that dashboards cannot count. This module d
 opens no socket.
 """
 
+import grp
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ from harvester.contracts.bearer import is_loopback
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import NAME_PATTERN, checked_name
 from harvester.contracts.mps import DEFAULT_CONTROL
+from harvester.contracts.page.owners import PageOwners, uids
 from harvester.policy.bounds import Range, beyond
 from harvester.policy.settings import Mode, SlotSettings, more_careful
 from harvester.policy.slo_edges import slo_warnings
@@ -130,6 +132,16 @@ class GuestConfig(_Model):
     """More flags of vLLM, after ours."""
 
 
+class OwnersConfig(_Model):
+    """Users by name or number, each of which may write its own kind of page and no other. A kind
+    without users is the agent's own user's. Root is always believed."""
+
+    agent: tuple[str | int, ...] = Field(default=(), max_length=8)
+    """Whose grants engines believe; the agent starts as one of these or not at all."""
+    production: tuple[str | int, ...] = Field(default=(), max_length=32)
+    guest: tuple[str | int, ...] = Field(default=(), max_length=32)
+
+
 class SlotConfig(_Model):
     """One production engine replica and the guest beside it."""
 
@@ -139,8 +151,8 @@ class SlotConfig(_Model):
     pulses: tuple[str, ...] = Field(default=(), max_length=32)
     """Pulse files that must be fresh; by default whichever are present, at least one, and one for
     each API server that an engine says it has."""
-    trusted_uids: tuple[int, ...] = ()
-    """Users whose pages are believed besides the agent's own and root."""
+    owners: OwnersConfig | None = None
+    """In the place of the node's, where this slot's engines run as other users."""
     engine_url: str = ""
     """Where a lease holder reaches the guest."""
     model: str = ""
@@ -157,6 +169,16 @@ class SlotConfig(_Model):
     guest: GuestConfig | None = None
     """For `rosemux guest`; a guest may also be started by other means."""
     policy: SlotSettings = SlotSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _owners_of_each_kind(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "trusted_uids" in values:
+            raise ValueError(
+                "trusted_uids has become `owners`, which names the users of production and guest "
+                "apart, and `page_group` beside it"
+            )
+        return values
 
     @model_validator(mode="after")
     def _one_kind_of_memory(self) -> "SlotConfig":
@@ -192,6 +214,12 @@ class AgentConfig(_Model):
     mode: Mode = Mode.OBSERVE
     """off, observe (decide and journal, grant nothing) or harvest."""
     page_root: Path = Path("/dev/shm/rosemux")
+    """Only the agent's user and root may own it."""
+    owners: OwnersConfig = OwnersConfig()
+    """Users of agent, production and guest, where they are not one."""
+    page_group: str | int | None = None
+    """Group of those users, by name or number: its members may put pages into a slot's directory,
+    and others cannot enter it. By default the agent's user alone may."""
     state_dir: Path = Path("/var/lib/rosemux")
     """Journals."""
     journal_max_bytes: int = Field(default=64 << 20, ge=1 << 16, le=1 << 40)
@@ -222,6 +250,40 @@ class AgentConfig(_Model):
 
     def pages_of(self, slot: SlotConfig) -> Path:
         return slot.pages or self.page_root / slot.name
+
+    def owners_of(self, slot: SlotConfig) -> PageOwners:
+        """Raises ConfigError where a user is not known here, or could put no page."""
+        named = slot.owners or self.owners
+        agent, production, guest = (
+            uids(users, what=kind)
+            for kind, users in (
+                ("agent", named.agent),
+                ("production", named.production),
+                ("guest", named.guest),
+            )
+        )
+        own = agent or frozenset((os.geteuid(),))
+        if slot.metrics_url is not None and production:
+            production |= own  # The agent itself writes what the scrape says.
+        if (production | guest) - own - {0} and self.page_group is None:
+            raise ConfigError(
+                "page_group: name a group of the users in owners, so that they can put their pages "
+                "into the slots' directories and nobody else can"
+            )
+        return PageOwners(agent=agent, production=production, guest=guest)
+
+    @property
+    def page_gid(self) -> int | None:
+        """Raises ConfigError where there is no such group."""
+        group = self.page_group
+        if isinstance(group, str) and not group.isdecimal():
+            try:
+                return grp.getgrnam(group).gr_gid
+            except KeyError:
+                raise ConfigError(
+                    f"page_group: there is no group {group!r} here; make it, or give its number"
+                ) from None
+        return None if group is None else int(group)
 
     def settings_of(self, slot: SlotConfig) -> SlotSettings:
         return replace(slot.policy, mode=more_careful(self.mode, slot.policy.mode))

@@ -1,5 +1,5 @@
-"""How a stock vLLM process learns that it is part of a slot: three environment variables, and for a
-guest that says what it is isolated by, a fourth.
+"""How a stock vLLM process learns that it is part of a slot: three environment variables; a
+fourth where pages are other users', and a fifth for a guest that says what it is isolated by.
 
 Without them every hook of RoseMux in this process does nothing, so a vLLM that merely has RoseMux
 installed beside it behaves as stock.
@@ -18,6 +18,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.mps import PIPE_VARIABLE
 from harvester.contracts.page import PageDirectory
 from harvester.contracts.page.directory import DIRECTORY_VARIABLE, pulse_page
+from harvester.contracts.page.owners import OWN_USER, PageOwners, owners_told
 from harvester.contracts.stock_fallback import GUEST_ROLE, ROLE_VARIABLE
 
 ENGINE_VARIABLE = "ROSEMUX_ENGINE"
@@ -36,6 +37,7 @@ class SlotEnvironment:
     engine: str
     directory: Path
     isolation: IsolationBackend | None = None
+    owners: PageOwners = OWN_USER
 
     @property
     def process(self) -> int:
@@ -63,7 +65,7 @@ def slot_environment() -> SlotEnvironment | None:
         pulse_page(engine, 0)
     except ConfigError as error:
         raise ConfigError(f"{ENGINE_VARIABLE}: {error}") from error
-    return SlotEnvironment(Role(role), engine, Path(directory), _isolation())
+    return SlotEnvironment(Role(role), engine, Path(directory), _isolation(), owners_told())
 
 
 def work_gate(*, on_host: bool = False) -> WorkGate:

@@ -125,7 +125,7 @@ class EpochMiddleware:
         guest = environment is not None and environment.role is Role.GUEST
         self._grant: PageReader[Grant] | None = None
         if environment is not None and guest:
-            self._grant = PageDirectory(environment.directory).grant_reader()
+            self._grant = PageDirectory(environment.directory, environment.owners).grant_reader()
         self._open: dict[asyncio.Task[None], _Reply] = {}
         self._watcher: asyncio.Task[None] | None = None
 

@@ -5,7 +5,9 @@ event and by a timer of its own, because an idle engine emits nothing and silenc
 idleness. The slot's grant is watched too: production's step times are learned while it is closed.
 So are the pulses of the engine's other API servers, while there is something to learn: their
 requests are in the same steps. Read-only for production: no request is touched, and no error in
-here reaches one. After an error the pulse falls silent for good, which closes every gate.
+here reaches one. After an error the pulse falls silent for good, which closes every gate. A page
+that cannot be written (no room, another user's, another living engine of the same name) is tried
+again on every beat; production serves on without it.
 """
 
 import itertools
@@ -19,14 +21,12 @@ from dataclasses import dataclass
 from coserve.engine_step import NO_SIBLINGS, EngineStep, Siblings
 from coserve.pulse_book import PulseBook
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
-from harvester.contracts.bell import Word
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import (
+    KeptPage,
     PageDirectory,
     PageFault,
     PageReader,
-    PageWriter,
     Pulse,
     pulse_page,
 )
@@ -62,19 +62,19 @@ class PulseReporter:
         shape: Callable[[], EngineShape] = EngineShape,
     ) -> None:
         """`shape` reads upstream's configuration; its errors stay in here."""
-        self._directory = PageDirectory(environment.directory)
+        self._directory = PageDirectory(environment.directory, environment.owners)
         self._engine, self._process = environment.engine, environment.process
         self._siblings: tuple[PageReader[Pulse], ...] = ()
-        self._page: PageWriter[Pulse] | None = None
-        self._why_no_page = ""
         self._book = PulseBook(root=_root(), middleware=False)
         self._grant = self._directory.grant_reader()
-        self._grant_seen: Word | None = None
+        self._grant_seen: bytes | None = None
         self._lock = threading.Lock()
         self._keys = itertools.count(1)
         self._silent = False
         self._beats = 0
+        self._page: KeptPage[Pulse] | None = None
         self.report(lambda _: self._take(shape()))
+        self._page = self._directory.own_pulse(self._engine, self._process)
         self._find_page()
         threading.Thread(target=self._run, name="rosemux-pulse", daemon=True).start()
 
@@ -130,7 +130,7 @@ class PulseReporter:
             self.report(self._beat)
 
     def _step(self, step: EngineStep, now_ns: int) -> None:
-        if self._grant.peek() != self._grant_seen:
+        if self._grant.sequence() != self._grant_seen:
             self._look_at_grant(now_ns)
         self._book.step(step, now_ns=now_ns, beside=self._beside(now_ns))
 
@@ -169,7 +169,7 @@ class PulseReporter:
     def _look_at_grant(self, now_ns: int) -> None:
         """A grant that is no more closes the guest's gate; one that only we cannot read may not."""
         grant = self._grant.read(now_ns=now_ns)
-        self._grant_seen = self._grant.peek()
+        self._grant_seen = self._grant.sequence()
         if grant.record is None:
             closed = grant.fault in (PageFault.MISSING, PageFault.EXPIRED)
         else:
@@ -186,18 +186,10 @@ class PulseReporter:
             self._book.refit()
 
     def _find_page(self) -> None:
-        """Make the page, also anew where it was deleted or its directory came later."""
-        if self._page is not None and self._page.in_place():
-            return
-        try:
-            page = self._directory.pulse_writer(self._engine, self._process)
-        except (ConfigError, OSError) as error:
-            if str(error) != self._why_no_page:
-                self._why_no_page = str(error)
-                _log.warning("no pulse until this is mended: %s", error)
-            return
-        with self._lock:
-            self._page = page
+        """Make the page, also anew where it was lost, its directory came later or it was another
+        engine's."""
+        assert self._page is not None
+        self._page.keep()
 
 
 def _root() -> ProcessId | None:

@@ -59,7 +59,9 @@ class CoserveScheduler(AsyncScheduler):
             raise ConfigError("CoserveScheduler runs in a guest: set ROSEMUX_ROLE=guest")
         self.max_num_scheduled_tokens: int
         self._token_limit = self.max_num_scheduled_tokens
-        self._slot = GuestSlot(environment.directory, token_limit=self._token_limit)
+        self._slot = GuestSlot(
+            environment.directory, token_limit=self._token_limit, owners=environment.owners
+        )
         self._slot.load.isolation = environment.isolation or ""
         self._isolation = self._slot.isolation_watch()
         self._core: Any = None

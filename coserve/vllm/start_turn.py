@@ -12,9 +12,10 @@ from typing import Any
 from coserve.launch_lock import LaunchLock
 from coserve.vllm.environment import SlotEnvironment
 from harvester.contracts.errors import ConfigError
+from harvester.contracts.page.directory import LAUNCH_DIRECTORY
 
 LOCKS_VARIABLE = "ROSEMUX_GPU_LOCKS"
-"""Directory of the locks; by default the one above the slot's pages, common to a node's slots."""
+"""Directory of the locks; by default one beside the slot's pages, common to a node's slots."""
 TIMEOUT_VARIABLE = "ROSEMUX_GPU_LOCK_TIMEOUT_S"
 
 _TIMEOUT_S = 1800.0
@@ -29,7 +30,7 @@ def begin(environment: SlotEnvironment, platform: Any, *, workers: int) -> None:
     gpus = _gpus(platform, workers)
     if not gpus or _turn is not None:
         return
-    directory = Path(os.environ.get(LOCKS_VARIABLE) or environment.directory.parent)
+    directory = Path(os.environ.get(LOCKS_VARIABLE) or _locks_beside(environment.directory))
     turn = LaunchLock(directory, gpus)
     _log.info("this guest waits for its turn to start on %s", ", ".join(gpus))
     turn.acquire(timeout_s=_timeout_s())
@@ -42,6 +43,12 @@ def end() -> None:
     if _turn is not None:
         _turn.release()
         _turn = None
+
+
+def _locks_beside(pages: Path) -> Path:
+    """Guests that are no agents may not write in the directory above their slots'."""
+    common = pages.parent / LAUNCH_DIRECTORY
+    return common if common.is_dir() else pages.parent
 
 
 def _gpus(platform: Any, workers: int) -> list[str]:

@@ -1,6 +1,7 @@
 """All slots of one node on one beat: the agent without its sockets."""
 
 import logging
+import os
 import secrets
 
 from harvester.agent.exposition import SlotExposition
@@ -12,6 +13,8 @@ from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import LeaseId, NodeId, SlotId
+from harvester.contracts.page.directory import LAUNCH_DIRECTORY
+from harvester.contracts.page.trusted_directory import make_directory
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRequest
 from harvester.policy.leases import LeaseBook
 from harvester.policy.sample import KillSwitch
@@ -34,6 +37,7 @@ class Node:
             node=NodeId(config.node),
             ttl_s=config.lease_ttl_s,
         )
+        _make_root(config)
         self._switch = KillSwitchFile(config.kill_switch)
         self._switched = KillSwitch.NONE
         self._expositions: dict[str, SlotExposition] = {}
@@ -139,3 +143,18 @@ class Node:
             name = self._slot_of_lease.pop(ended.lease, None)
             if name is not None:
                 self._expositions[name].ended(ended.reason.value)
+
+
+def _make_root(config: AgentConfig) -> None:
+    """The directory of kill switch and slots. Raises ConfigError where it is a stranger's."""
+    root = config.page_root
+    if all(slot.pages is not None for slot in config.slots) and not root.exists():
+        return
+    own = frozenset((os.geteuid(),))
+    try:
+        make_directory(root, owners=own, group=None)
+        if config.page_gid is not None:
+            # Guests of all slots wait there for their turn on a GPU.
+            make_directory(root / LAUNCH_DIRECTORY, owners=own, group=config.page_gid)
+    except OSError as error:
+        raise ConfigError(f"cannot make page_root {root}: {error.strerror}") from error

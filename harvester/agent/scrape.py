@@ -93,7 +93,7 @@ class MetricsProbe:
         self._url = url
         self._narrow: str | None = narrowed(url)
         """None once the whole page told what this one did not."""
-        self._writer = PageDirectory.create(pages, mode=0o1777).pulse_writer(ENGINE, 0)
+        self._page = PageDirectory(pages).own_pulse(ENGINE, 0)
         self._busy_s = 0.0
         self._failing = False
 
@@ -146,7 +146,8 @@ class MetricsProbe:
             steps_total=int(levels.prompt_tokens_total + levels.generation_tokens_total),
             kv_usage_ratio=min(1.0, levels.kv_usage_ratio),
         )
-        self._writer.write(pulse, now_ns=monotonic_ns(), ttl_ns=_TTL_NS)
+        self._page.keep()
+        self._page.write(pulse, now_ns=monotonic_ns(), ttl_ns=_TTL_NS)
 
 
 async def _levels(session: aiohttp.ClientSession, url: str) -> VllmLevels | None:

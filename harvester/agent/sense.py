@@ -65,7 +65,6 @@ class SlotSensor:
         directory: PageDirectory,
         *,
         pulses: tuple[str, ...],
-        owners: frozenset[int],
         memory: SharedMemory | SharedKv | None = None,
         mps: MpsWatch | None = None,
     ) -> None:
@@ -78,9 +77,8 @@ class SlotSensor:
         self._present: tuple[str, ...] = ()
         self._listed_ns = -1
         self._beats_listed = 0
-        self._owners = owners
         self._pulses: dict[str, PageReader[Pulse]] = {}
-        self._guest = PageReader(directory.path / PageName.GUEST, Guest, owners=owners)
+        self._guest = directory.guest_reader()
         self._guest_processes: tuple[ProcessId, ...] = ()
         self.seen_ns: dict[str, int] = {}
         """Stamp of the newest whole reading of each source."""
@@ -135,8 +133,7 @@ class SlotSensor:
     def _pulse(self, name: str, now_ns: int) -> PulseReading:
         reader = self._pulses.get(name)
         if reader is None:
-            path = self._directory.path / name
-            reader = self._pulses[name] = PageReader(path, Pulse, owners=self._owners)
+            reader = self._pulses[name] = self._directory.pulse_reader(name)
         reading = reader.read(now_ns=now_ns)
         if reading.record is not None:
             self.seen_ns[name] = reading.stamp_ns

@@ -1,6 +1,5 @@
 """One slot of the agent: sense, decide, act and record, once per beat."""
 
-import fcntl
 import logging
 import os
 from pathlib import Path
@@ -25,7 +24,15 @@ from harvester.contracts.ids import Epoch, SlotId
 from harvester.contracts.journal import Opened, config_hash
 from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.mps import MpsControl
-from harvester.contracts.page import Grant, GrantMode, PageDirectory, PageName
+from harvester.contracts.page import (
+    Grant,
+    GrantMode,
+    KeptPage,
+    PageDirectory,
+    PageHeld,
+    PageName,
+    PageOwners,
+)
 from harvester.contracts.wire.leases import EndReason, SlotOffer, SlotState
 from harvester.policy.effects import (
     Effect,
@@ -62,19 +69,21 @@ class Slot:
         self.guest_description = GuestDescription(lambda: self.config.engine_url)
         self._book = book
         self._exposition = exposition
-        directory = PageDirectory.create(config.pages_of(slot), mode=0o1777)
-        self._lock = _lock(directory.path)
+        directory = PageDirectory.create(
+            config.pages_of(slot), owners=_owners(config, slot), group=config.page_gid
+        )
+        self._grant_page = directory.grant_page()
+        _reserve(self._grant_page)
         self.lease_file = LeaseFile(config.state_dir / f"{slot.name}.lease")
         # Its holder counts from an earlier moment: the lease ends for it first.
         recorded = self.lease_file.read(ends_s=now + book.ttl_s)
         book.add_slot(self.name, epoch=epoch_left(directory), recorded=recorded)
-        self._writer = directory.grant_writer()
+        self._grant_page.make()
         self._mps = _watch(slot.mps)
-        shared = _shared(slot)
+        shared = _shared(slot, directory.owners)
         self.sensor = SlotSensor(
             directory,
             pulses=slot.pulses,
-            owners=frozenset(slot.trusted_uids),
             memory=shared,
             mps=self._mps,
         )
@@ -180,21 +189,21 @@ class Slot:
         self.lease_file.follow(self._book.live(self.name))
         epoch = self._book.view(self.name).epoch
         grant = Grant(epoch=epoch, mode=GrantMode.CLOSED, reason="agent stopped")
-        self._writer.write(grant, now_ns=monotonic_ns(), ttl_ns=0)
-        self._writer.close()
+        self._grant_page.write(grant, now_ns=monotonic_ns(), ttl_ns=0)
+        self._grant_page.close()
         self._guest.close()
         if self._mps is not None:
             self._mps.close()
         self.sensor.close()
         self._record.save(self.policy, now=now, last=True)
         self._record.close()
-        os.close(self._lock)
 
     def _apply(self, effect: Effect, now: float) -> None:
         match effect:
             case WriteGrant():
                 ttl_ns = int(effect.ttl_s * 1e9)
-                self._writer.write(effect.grant, now_ns=monotonic_ns(), ttl_ns=ttl_ns)
+                self._grant_page.keep()
+                self._grant_page.write(effect.grant, now_ns=monotonic_ns(), ttl_ns=ttl_ns)
             case EndLease():
                 self._end_lease(effect, now)
             case LiftGuest():
@@ -229,14 +238,15 @@ class Slot:
         )
 
 
-def _shared(slot: SlotConfig) -> SharedMemory | SharedKv | None:
+def _shared(slot: SlotConfig, owners: PageOwners) -> SharedMemory | SharedKv | None:
     """What production and guest have in common, by consent."""
     if slot.kvcached is not None:
-        owners = frozenset((os.getuid(), 0, *slot.trusted_uids))
         shared = slot.kvcached
+        own = frozenset((os.geteuid(),))
+        production, guest = (users or own for users in (owners.production, owners.guest))
         return SharedKv(
-            tuple(KvSegment(name, owners=owners) for name in shared.production),
-            KvSegment(shared.guest, owners=owners),
+            tuple(KvSegment(name, owners=production | {0}) for name in shared.production),
+            KvSegment(shared.guest, owners=guest | {0}),
             total_bytes=shared.total_bytes,
         )
     return None if slot.memory_group is None else SharedMemory(slot.memory_group)
@@ -261,17 +271,26 @@ def state_path(config: AgentConfig, slot: SlotConfig) -> Path:
     return config.state_dir / f"{slot.name}.state"
 
 
-def _lock(path: Path) -> int:
-    """Two agents on one grant page would each undo the other's closing."""
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
+def _owners(config: AgentConfig, slot: SlotConfig) -> PageOwners:
+    """Engines believe the grants of the agent's user alone, so a wrong one opens no gate."""
+    owners = config.owners_of(slot)
+    if owners.agent and os.geteuid() not in owners.agent:
         raise ConfigError(
-            f"another agent runs on pages {path}: stop it, or give this one other pages"
+            f"owners.agent names user {' or '.join(map(str, sorted(owners.agent)))}, and this is "
+            f"user {os.geteuid()}: start the agent as the user that is named"
+        )
+    return owners
+
+
+def _reserve(page: KeptPage[Grant]) -> None:
+    """Two agents on one grant page would each undo the other's closing."""
+    try:
+        page.reserve()
+    except PageHeld as error:
+        raise ConfigError(
+            f"another agent runs on pages {page.path.parent}: {error}; stop it, or give this one "
+            "other pages"
         ) from error
-    return lock
 
 
 def epoch_left(directory: PageDirectory) -> Epoch:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -27,7 +28,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.idle_groups import IdleGroups
 from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.mps import PIPE_VARIABLE, MpsControl
-from harvester.contracts.page import PageDirectory
+from harvester.contracts.page import PageDirectory, PageOwners
 from harvester.policy.settings import AUTO
 
 _NAME = "guest"
@@ -46,7 +47,8 @@ def guest(
     chosen = _slot(agent, slot)
     wanted, pages = _guest(chosen), agent.pages_of(chosen)
     console = Console()
-    found = checks(wanted, pages, imports=dry_run)
+    owners = agent.owners_of(chosen)
+    found = checks(wanted, PageDirectory(pages, owners), imports=dry_run)
     for check in found:
         mark = "good" if check.good else "WRONG"
         console.print(f"{check.what}: {mark}: {check.says}", soft_wrap=True, highlight=False)
@@ -66,7 +68,8 @@ def guest(
         extra_arguments=(*_ranks(wishes.gpus), *wanted.arguments),
     )
     command = launch.guest(spec, pages=pages, weights=wanted.weights, isolation=planned.isolation)
-    for note in _notes(chosen, planned, pages):
+    command = replace(command, environment=command.environment | owners.variable())
+    for note in _notes(chosen, planned, pages, owners):
         console.print(f"- {note}", soft_wrap=True, highlight=False)
     if dry_run:
         _print_command(command, planned)
@@ -76,7 +79,7 @@ def guest(
     segment = None
     if wishes.shared_kv:
         segment = KvSegment(wishes.shared_kv, owners=frozenset((os.getuid(),)))
-    place = GuestPlace(PageDirectory(pages))
+    place = GuestPlace(PageDirectory(pages, owners))
     place.take()
     if segment is not None:
         place.clear(segment)
@@ -164,7 +167,7 @@ def _port(slot: SlotConfig) -> int:
     return port
 
 
-def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path) -> list[str]:
+def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners) -> list[str]:
     """What an operator has to know besides, and what production needs for it."""
     notes = []
     configured, promised = slot.policy.blocking_ratio, planned.isolation.blocking_ratio
@@ -175,7 +178,7 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path) -> list[str]:
         )
     if slot.mps is not None and planned.isolation.fault_isolated:
         notes.append("mps is agreed to and not asked for: guest.isolation: mps would use it")
-    production = {}
+    production = owners.variable()
     if not planned.isolation.fault_isolated and slot.mps is not None:
         production[PIPE_VARIABLE] = str(slot.mps.pipe_directory)
         notes.append(

@@ -24,13 +24,13 @@ class Check:
     says: str
 
 
-def checks(wanted: GuestConfig, pages: Path, *, imports: bool) -> tuple[Check, ...]:
+def checks(wanted: GuestConfig, pages: PageDirectory, *, imports: bool) -> tuple[Check, ...]:
     """`imports` tries vLLM in a process of its own, which takes seconds."""
     return (
         _checked("vLLM", lambda: _vllm(supported_vllm(), imports=imports)),
         _checked("model", lambda: _model(wanted.model)),
         _checked("weights", lambda: _weights(wanted.weights)),
-        _checked("pages", lambda: _pages(PageDirectory(pages))),
+        _checked("pages", lambda: _pages(pages)),
     )
 
 
@@ -106,13 +106,14 @@ def _folder(field: str, folder: Path) -> Path:
 
 def _pages(pages: PageDirectory) -> str:
     try:
-        owner = pages.path.stat().st_uid
+        pages.path.lstat()
     except OSError as error:
         raise ConfigError(f"no pages at {pages.path}: start `rosemux agent` first") from error
-    if owner not in {0, os.getuid()}:
+    pages.check()
+    if pages.owners.guest and os.geteuid() not in pages.owners.guest:
         raise ConfigError(
-            f"{pages.path} belongs to user {owner} and you are {os.getuid()}: a guest believes its "
-            "own user's pages and root's alone"
+            f"owners.guest names user {' or '.join(map(str, sorted(pages.owners.guest)))}, and you "
+            f"are user {os.geteuid()}: the agent would not believe this guest"
         )
     return f"{pages.path}, {_granted(pages)}"
 

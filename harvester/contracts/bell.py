@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from mmap import mmap
+from mmap import PROT_READ, mmap
 
 import msgspec
 
@@ -132,8 +132,30 @@ def sleep_until_rung(words: Sequence[Word], *, timeout_s: float) -> None:
     time.sleep(NAP_S)
 
 
-def address_of(memory: mmap) -> int:
-    """Where a mapping lies. It stays mapped for as long as its owner keeps it open."""
+class FileWord:
+    """Four bytes of a file at an address that is only ever passed to the kernel.
+
+    This process neither reads nor writes there: where the file was cut short that is a signal which
+    ends the process (SIGBUS), while the kernel's own look at it is an error (EFAULT).
+    """
+
+    def __init__(self, file: int, *, offset: int) -> None:
+        """`file` is an open descriptor; it may be closed afterwards. A file that is too short has
+        no address."""
+        self.address = 0
+        try:
+            self._map = mmap(file, offset + 4, prot=PROT_READ)
+        except (OSError, ValueError):
+            return
+        self.address = _address_of(self._map) + offset
+
+    def close(self) -> None:
+        if self.address:
+            self.address = 0
+            self._map.close()
+
+
+def _address_of(memory: mmap) -> int:
     buffer = _Buffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(buffer), 0)
     try:

@@ -154,7 +154,7 @@ def grant(wide: WideProduction, pulses: tuple[str, ...]) -> None:
 
 def expected(wide: WideProduction) -> tuple[str, ...]:
     """What an agent without a list finds that must be there."""
-    sensor = SlotSensor(wide.pages, pulses=(), owners=frozenset())
+    sensor = SlotSensor(wide.pages, pulses=())
     try:
         sample = sensor.sample(lease=LeaseView(epoch=Epoch(1)), kill_switch=KillSwitch.NONE)
     finally:

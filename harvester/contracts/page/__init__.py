@@ -2,7 +2,9 @@
 
 from harvester.contracts.page.cores import latest_cores
 from harvester.contracts.page.directory import PageDirectory, PageName, engine_of, pulse_page
-from harvester.contracts.page.file import PageReader, PageWriter, Reading
+from harvester.contracts.page.kept import KeptPage
+from harvester.contracts.page.owners import OWN_USER, OWNERS_VARIABLE, PageOwners, owners_told
+from harvester.contracts.page.reader import PageReader, Reading
 from harvester.contracts.page.records import (
     MOST_SHAPE_CHARACTERS,
     Calibration,
@@ -18,10 +20,14 @@ from harvester.contracts.page.records import (
     Record,
 )
 from harvester.contracts.page.seal import LAYOUT_VERSION, PAGE_BYTES, PageFault
+from harvester.contracts.page.writer import PageWriter
+from harvester.contracts.page.writer_lock import PageHeld
 
 __all__ = [
     "LAYOUT_VERSION",
     "MOST_SHAPE_CHARACTERS",
+    "OWNERS_VARIABLE",
+    "OWN_USER",
     "PAGE_BYTES",
     "Calibration",
     "EngineCore",
@@ -29,10 +35,13 @@ __all__ = [
     "GrantMode",
     "Guest",
     "GuestMemory",
+    "KeptPage",
     "Law",
     "PageDirectory",
     "PageFault",
+    "PageHeld",
     "PageName",
+    "PageOwners",
     "PageReader",
     "PageWriter",
     "ProductionModel",
@@ -42,5 +51,6 @@ __all__ = [
     "Record",
     "engine_of",
     "latest_cores",
+    "owners_told",
     "pulse_page",
 ]

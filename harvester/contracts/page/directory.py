@@ -3,6 +3,7 @@
 grant                       the agent
 guest                       the guest
 pulse.<engine>.<process>    each API-server process of each production engine
+.<page>.lock                a page's writer, which holds a lock on it for as long as it lives
 """
 
 import os
@@ -14,11 +15,18 @@ from pathlib import Path
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import checked_name, is_name
-from harvester.contracts.page.file import PageReader, PageWriter
+from harvester.contracts.page.kept import KeptPage
+from harvester.contracts.page.owners import OWN_USER, PageOwners
+from harvester.contracts.page.reader import PageReader
 from harvester.contracts.page.records import Grant, Guest, Pulse, PulseHead
+from harvester.contracts.page.trusted_directory import check_directory, make_directory
+from harvester.contracts.page.writer import PageWriter
 
 DIRECTORY_VARIABLE = "ROSEMUX_PAGE_DIR"
 """Environment variable by which an engine learns its slot's directory."""
+
+LAUNCH_DIRECTORY = "launch"
+"""Beside the slots' directories where these are of several users: locks of guests that start."""
 
 _PULSE = re.compile(r"pulse\.[A-Za-z0-9][A-Za-z0-9_-]*\.[0-9]{1,6}")
 _ENGINE_NAME_LENGTH = 51
@@ -53,37 +61,58 @@ def engine_of(name: str) -> str:
 @dataclass(frozen=True, slots=True)
 class PageDirectory:
     path: Path
+    owners: PageOwners = OWN_USER
 
     @staticmethod
-    def create(path: Path, *, mode: int = 0o755) -> "PageDirectory":
-        """Make the directory if needed. Mode 0o1777 lets engines of other users add pulses."""
-        path.mkdir(parents=True, exist_ok=True)
-        if path.stat().st_uid == os.geteuid():
-            path.chmod(mode)
-        return PageDirectory(path)
+    def create(
+        path: Path, *, owners: PageOwners = OWN_USER, group: int | None = None
+    ) -> "PageDirectory":
+        """Make the directory if needed: see `make_directory`."""
+        directory = PageDirectory(path, owners)
+        make_directory(path, owners=directory.own, group=group)
+        return directory
+
+    @property
+    def own(self) -> frozenset[int]:
+        """Users besides root whose directory it may be."""
+        return self.owners.agent or frozenset((os.geteuid(),))
+
+    def check(self) -> None:
+        """The directory is the agent's or root's, and no stranger can change it. Raises
+        ConfigError."""
+        check_directory(self.path, owners=self.own)
 
     def grant_writer(self) -> PageWriter[Grant]:
         return PageWriter(self.path / PageName.GRANT, Grant)
 
+    def grant_page(self) -> KeptPage[Grant]:
+        return KeptPage(self.path / PageName.GRANT, Grant)
+
     def grant_reader(self) -> PageReader[Grant]:
-        return PageReader(self.path / PageName.GRANT, Grant)
+        return PageReader(self.path / PageName.GRANT, Grant, owners=self.owners.agent)
 
     def guest_writer(self) -> PageWriter[Guest]:
         return PageWriter(self.path / PageName.GUEST, Guest)
 
+    def guest_page(self) -> KeptPage[Guest]:
+        return KeptPage(self.path / PageName.GUEST, Guest)
+
     def guest_reader(self) -> PageReader[Guest]:
-        return PageReader(self.path / PageName.GUEST, Guest)
+        return PageReader(self.path / PageName.GUEST, Guest, owners=self.owners.guest)
 
     def pulse_writer(self, engine: str, process: int) -> PageWriter[Pulse]:
         return PageWriter(self.path / pulse_page(engine, process), Pulse)
 
+    def own_pulse(self, engine: str, process: int) -> KeptPage[Pulse]:
+        return KeptPage(self.path / pulse_page(engine, process), Pulse)
+
     def pulse_reader(self, name: str) -> PageReader[Pulse]:
         """`name` comes from a grant: it is checked before it becomes a path."""
-        return PageReader(self._pulse_path(name), Pulse)
+        return PageReader(self._pulse_path(name), Pulse, owners=self.owners.production)
 
     def pulse_head_reader(self, name: str) -> PageReader[PulseHead]:
         """As `pulse_reader`, of what a gate decides from."""
-        return PageReader(self._pulse_path(name), PulseHead)
+        return PageReader(self._pulse_path(name), PulseHead, owners=self.owners.production)
 
     def pulse_names(self) -> tuple[str, ...]:
         """Pulse files present, sorted. What bears another name is no engine's and left out."""

@@ -14,8 +14,9 @@ A page is a sequence-locked envelope around one msgpack record:
     40      ...    record, msgpack map; fields are added with defaults and never renamed
 
 Readers of layout N accept N and N-1, and a layout N-1 reader skips fields that it does not know.
-The checksum binds the record to its sequence number, so that one sequence number means one record
-on every machine, however weakly it orders its stores.
+The checksum binds the record to its sequence number, so that one sequence number means one record:
+a page that was copied while it was written does not pass. A page that two processes want to write
+has another magic, "RMXC", and is believed by no reader of any version.
 This module touches no file: it packs and checks bytes.
 """
 
@@ -27,6 +28,7 @@ import msgspec
 
 PAGE_BYTES = 4096
 MAGIC = b"RMXP"
+CONTESTED = b"RMXC"
 _UNWRITTEN = bytes(len(MAGIC))
 """A page whose writer has made the file and written nothing yet."""
 LAYOUT_VERSION = 1
@@ -56,6 +58,7 @@ class PageFault(StrEnum):
     VERSION = "version"
     EXPIRED = "expired"
     CLOCK = "clock"
+    CONFLICT = "conflict"
 
 
 class Sealed(msgspec.Struct, frozen=True):
@@ -66,8 +69,8 @@ class Sealed(msgspec.Struct, frozen=True):
     record: bytes
 
 
-def pack_head(*, kind: int, sequence: int) -> bytes:
-    return _HEAD.pack(MAGIC, LAYOUT_VERSION, kind, sequence)
+def pack_head(*, kind: int, sequence: int, contested: bool = False) -> bytes:
+    return _HEAD.pack(CONTESTED if contested else MAGIC, LAYOUT_VERSION, kind, sequence)
 
 
 def pack_body(record: bytes, *, sequence: int, stamp_ns: int, expires_ns: int) -> bytes:
@@ -88,11 +91,15 @@ def sequence_of(page: bytes) -> int:
 
 
 def unseal(page: bytes, *, kind: int, now_ns: int) -> Sealed | PageFault:
-    """Check a copied page; the caller has already compared sequence numbers."""
+    """Check a copied page, which may be shorter than a whole one."""
+    if len(page) < RECORD_OFFSET:
+        return PageFault.TORN
     head = _PAGE.unpack_from(page)
     magic, version, found_kind, sequence, stamp_ns, expires_ns, length, crc = head
     if magic == _UNWRITTEN:
         return PageFault.MISSING
+    if magic == CONTESTED and found_kind == kind:
+        return PageFault.CONFLICT
     if magic != MAGIC or found_kind != kind:
         return PageFault.FOREIGN
     if not OLDEST_READABLE_VERSION <= version <= LAYOUT_VERSION + 1:

@@ -1,5 +1,6 @@
 """Which files a slot's directory has, and how they are called."""
 
+import os
 import stat
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from harvester.contracts.page import (
     GrantMode,
     Guest,
     PageDirectory,
+    PageOwners,
     ProductionModel,
     Pulse,
     PulseHead,
@@ -33,17 +35,87 @@ def test_each_record_goes_through_the_page_of_its_name(tmp_path: Path) -> None:
     assert directory.guest_reader().read(now_ns=NOW_NS).record == guest
     assert directory.pulse_reader("pulse.prod.0").read(now_ns=NOW_NS).record == pulse
     assert sorted(file.name for file in tmp_path.glob("slot/*")) == [
+        ".grant.lock",
+        ".guest.lock",
+        ".pulse.prod.0.lock",
         "grant",
         "guest",
         "pulse.prod.0",
     ]
 
 
-def test_makes_the_directory_with_the_mode_that_was_asked_for(tmp_path: Path) -> None:
-    directory = PageDirectory.create(tmp_path / "a" / "slot", mode=0o1777)
-    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o1777
-    assert PageDirectory.create(directory.path, mode=0o755) == directory
-    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o755
+def test_only_the_owner_may_put_pages_into_a_new_directory_whatever_the_umask(
+    tmp_path: Path,
+) -> None:
+    before = os.umask(0)
+    try:
+        directory = PageDirectory.create(tmp_path / "a" / "slot")
+    finally:
+        os.umask(before)
+    assert mode_of(directory.path) == 0o755
+    assert mode_of(directory.path.parent) == 0o755
+
+
+def test_a_group_may_put_its_own_pages_into_the_directory_and_others_cannot_enter(
+    tmp_path: Path,
+) -> None:
+    directory = PageDirectory.create(tmp_path / "slot", group=os.getegid())
+    assert mode_of(directory.path) == 0o1770
+
+
+def test_a_directory_that_an_older_agent_left_open_to_everybody_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "slot"
+    path.mkdir()
+    path.chmod(0o1777)
+    PageDirectory.create(path)
+    assert mode_of(path) == 0o1755
+
+
+def test_a_directory_of_a_stranger_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    directory = PageDirectory.create(tmp_path / "slot")
+    owner = directory.path.stat().st_uid
+    if owner == 0:  # To root there is no stranger but one who owns it.
+        owner = 4242
+        os.chown(directory.path, owner, -1)
+    others = PageDirectory(directory.path, PageOwners(agent=frozenset({owner + 1})))
+    with pytest.raises(ConfigError, match=rf"belongs to user {owner}.* chown"):
+        others.check()
+    PageDirectory(directory.path, PageOwners(agent=frozenset({owner}))).check()
+
+
+@pytest.mark.parametrize(("mode", "advice"), [(0o1777, "chmod o-w"), (0o775, r"chmod \+t")])
+def test_a_directory_in_which_others_may_act_is_refused_with_what_to_do(
+    tmp_path: Path, mode: int, advice: str
+) -> None:
+    directory = PageDirectory.create(tmp_path / "slot")
+    directory.path.chmod(mode)
+    with pytest.raises(ConfigError, match=advice):
+        directory.check()
+
+
+def test_a_directory_below_one_in_which_others_may_swap_it_is_refused(tmp_path: Path) -> None:
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    with pytest.raises(ConfigError, match="swap"):
+        PageDirectory.create(open_to_all / "slot")
+    assert not (open_to_all / "slot").exists()
+
+
+def test_a_link_in_the_place_of_the_directory_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    target.chmod(0o700)
+    (tmp_path / "slot").symlink_to(target)
+    with pytest.raises(ConfigError, match="link"):
+        PageDirectory.create(tmp_path / "slot")
+    with pytest.raises(ConfigError, match="link"):
+        PageDirectory(tmp_path / "slot").check()
+    assert mode_of(target) == 0o700
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def test_lists_pulses_in_order_and_nothing_that_no_engine_can_have_written(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from harvester.contracts.page import (
     Grant,
     GrantMode,
     PageFault,
+    PageHeld,
     PageReader,
     PageWriter,
     Pulse,
@@ -73,21 +74,31 @@ def test_a_page_without_its_first_record_is_torn(path: Path) -> None:
 
 
 def test_a_successor_ends_what_its_predecessor_said(path: Path) -> None:
-    written(path, in_flight=1)
+    written(path, in_flight=1).close()
     reader = PageReader(path, Pulse)
     read(reader)
     PageWriter(path, Pulse)
     assert read(reader).fault is PageFault.TORN
 
 
-def test_the_newest_of_two_writers_wins(path: Path) -> None:
-    first, second = PageWriter(path, Pulse), PageWriter(path, Pulse)
-    reader = PageReader(path, Pulse)
-    for count in range(5):
-        first.write(Pulse(in_flight=100 + count), now_ns=NOW_NS, ttl_ns=TTL_NS)
-        second.write(Pulse(in_flight=count), now_ns=NOW_NS, ttl_ns=TTL_NS)
-        first.write(Pulse(in_flight=200 + count), now_ns=NOW_NS, ttl_ns=TTL_NS)
-        assert read(reader).record == Pulse(in_flight=count)
+def test_a_page_has_one_living_writer(path: Path) -> None:
+    first, reader = written(path, in_flight=41), PageReader(path, Pulse)
+    with pytest.raises(PageHeld, match=rf"process {os.getpid()} .*still runs"):
+        PageWriter(path, Pulse)
+    assert read(reader).record == Pulse(in_flight=41)
+    first.close()
+    successor = written(path, in_flight=2)
+    assert read(reader).record == Pulse(in_flight=2)
+    successor.close()
+
+
+def test_a_writer_that_is_closed_writes_no_more(path: Path) -> None:
+    first = written(path, in_flight=1)
+    first.close()
+    successor = written(path, in_flight=2)
+    first.write(Pulse(in_flight=3), now_ns=NOW_NS, ttl_ns=TTL_NS)
+    assert read(PageReader(path, Pulse)).record == Pulse(in_flight=2)
+    successor.close()
 
 
 def test_a_page_of_another_kind_is_foreign(path: Path) -> None:
@@ -209,20 +220,14 @@ def test_closing_removes_the_own_page_on_request(path: Path) -> None:
     assert not path.exists()
 
 
-def test_closing_leaves_the_page_that_a_successor_took_over(path: Path) -> None:
-    old = written(path, in_flight=1)
-    written(path, in_flight=2)
-    old.close(unlink=True)
-    assert read(PageReader(path, Pulse)).record == Pulse(in_flight=2)
-
-
 def test_closing_leaves_the_page_that_a_successor_made_anew(path: Path) -> None:
     old = written(path, in_flight=1)
-    path.unlink()
-    assert not old.in_place()
+    for file in path.parent.iterdir():
+        file.unlink()
+    assert not old.look()
     successor = written(path, in_flight=2)
     old.close(unlink=True)
-    assert successor.in_place()
+    assert successor.look()
     assert read(PageReader(path, Pulse)).record == Pulse(in_flight=2)
 
 

@@ -9,15 +9,8 @@ import pytest
 from coserve.gate import Closed
 from coserve.guest_slot import GRANT_AGE_MAX_NS, GuestSlot
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import GrantMode, PageFault, Pulse
+from harvester.contracts.page import GrantMode, PageFault, PageHeld, Pulse
 from tests.unit.coserve.conftest import HOUR_NS, Slot
-
-
-@pytest.fixture
-def other_guest(slot: Slot) -> Iterator[GuestSlot]:
-    guest = GuestSlot(slot.directory.path, token_limit=512)
-    yield guest
-    guest.close()
 
 
 def test_opens_on_a_fresh_grant_and_idle_production(guest: GuestSlot) -> None:
@@ -218,14 +211,27 @@ def test_closing_removes_the_guest_page_and_quiets_later_calls(
     assert slot.guest_fault() is PageFault.MISSING
 
 
-def test_a_guest_that_leaves_late_takes_no_page_from_its_successor(
-    slot: Slot, guest: GuestSlot, other_guest: GuestSlot
-) -> None:
+def test_a_second_guest_is_refused_while_the_first_lives(slot: Slot, guest: GuestSlot) -> None:
     guest.publish()
-    other_guest.load.running = 5
-    other_guest.publish()
+    with pytest.raises(PageHeld):
+        GuestSlot(slot.directory.path, token_limit=512)
+    guest.close()
+    successor = GuestSlot(slot.directory.path, token_limit=512)
+    successor.load.running = 5
+    successor.publish()
     guest.close()
     assert slot.guest().running == 5
+    successor.close()
+
+
+def test_a_guest_page_that_was_lost_is_made_again(slot: Slot, guest: GuestSlot) -> None:
+    guest.publish()
+    (slot.directory.path / "guest").unlink()
+    assert slot.guest_fault() is PageFault.MISSING
+    until_ns = monotonic_ns() + 10**10
+    while slot.guest_fault() is not None and monotonic_ns() < until_ns:
+        guest.publish()
+    assert slot.guest_fault() is None
 
 
 @pytest.fixture

@@ -172,6 +172,7 @@ def test_a_successor_goes_on_from_the_epoch_left_on_the_page(tmp_path: Path) -> 
     pages = PageDirectory.create(tmp_path / "pages" / SLOT)
     left = pages.grant_writer()
     left.write(Grant(epoch=Epoch(7), mode=GrantMode.OPEN), now_ns=monotonic_ns(), ttl_ns=1)
+    left.close()
     stage = Stage(tmp_path)
     stage.production()
     stage.guest(epoch=7)

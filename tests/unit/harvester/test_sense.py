@@ -15,7 +15,7 @@ from harvester.policy.sample import GuestReading, KillSwitch, LeaseView
 
 def test_who_wrote_an_expired_page_lives_until_its_process_ends(tmp_path: Path) -> None:
     pages = PageDirectory.create(tmp_path)
-    sensor = SlotSensor(pages, pulses=(), owners=frozenset({os.geteuid()}))
+    sensor = SlotSensor(pages, pulses=())
 
     def read() -> GuestReading:
         lease = LeaseView(epoch=Epoch(1))

@@ -1,0 +1,147 @@
+"""One page as its one writer sees it.
+
+Nothing here touches mapped memory: a file system that is full and a page that somebody cuts short
+are errors of a call (`Exhausted`), never a signal that ends the process.
+"""
+
+import os
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from harvester.contracts.bell import FileWord, ring
+from harvester.contracts.page.records import Record
+from harvester.contracts.page.seal import (
+    BODY_OFFSET,
+    PAGE_BYTES,
+    SEQUENCE_OFFSET,
+    pack_body,
+    pack_head,
+    sequence_of,
+)
+from harvester.contracts.page.writer_lock import WriterLock, check_own, refusal
+
+R = TypeVar("R", bound=Record)
+
+# Each writer counts in a range of its own, above that of the one before it.
+_TERM = 1 << 32
+_TERMS = 1 << 31
+
+
+class PageWriter(Generic[R]):
+    """Creates the page, or takes over the one that an earlier process of the same user left."""
+
+    def __init__(self, path: Path, kind: type[R], *, lock: WriterLock | None = None) -> None:
+        """With a `lock` of the caller's, which it goes on holding where this fails, a refusal is
+        seen by the page's writer.
+
+        Raises PageHeld, ConfigError for what the user must mend, and Exhausted.
+        """
+        self.path = path
+        self.contested = False
+        """Another process wants to write it too: nothing that is written is believed."""
+        self._kind = kind
+        self._encoder = msgspec.msgpack.Encoder()
+        self._fd = -1
+        self._lock = WriterLock(path) if lock is None else lock
+        self._lock.take(claim=lock is not None)
+        try:
+            self._fd = _opened(path)
+            self._sequence = _next_term(os.pread(self._fd, BODY_OFFSET, 0))
+            os.pwrite(self._fd, pack_head(kind=kind.KIND, sequence=self._sequence + 1), 0)
+        except OSError as error:
+            self._give_up(lock)
+            raise refusal(path, error) from error
+        except BaseException:
+            self._give_up(lock)
+            raise
+        self.contested = self._lock.contested()
+        self._bell = FileWord(self._fd, offset=SEQUENCE_OFFSET)
+
+    def write(self, record: R, *, now_ns: int, ttl_ns: int) -> None:
+        """Once closed, and in a child made by fork, it writes nothing.
+
+        Raises Exhausted where there is no room any more, and ValueError for a record that does not
+        fit; the page then says what it said.
+        """
+        if not self._lock.held:
+            return
+        sequence = self._sequence + 2
+        head = pack_head(kind=self._kind.KIND, sequence=sequence, contested=self.contested)
+        body = pack_body(
+            self._encoder.encode(record),
+            sequence=sequence,
+            stamp_ns=now_ns,
+            expires_ns=now_ns + ttl_ns,
+        )
+        try:
+            os.pwrite(self._fd, head + body, 0)
+        except OSError as error:
+            raise refusal(self.path, error) from error
+        self._sequence = sequence
+        if self._bell.address:
+            ring(self._bell.address)
+
+    def look(self) -> bool:
+        """Whether this is still the page: not deleted, made anew or cut short, and neither is its
+        lock. Learns whether another process wants it; from time to time is enough."""
+        if not self._lock.in_place():
+            return False
+        self.contested = self._lock.contested()
+        return self._in_place() and os.fstat(self._fd).st_size >= PAGE_BYTES
+
+    def close(self, *, unlink: bool = False) -> None:
+        """`unlink` removes the page, unless a successor has made it anew."""
+        if self._fd < 0:
+            return
+        if unlink and self._lock.held and self._in_place():
+            self.path.unlink(missing_ok=True)
+        self._bell.close()
+        os.close(self._fd)
+        self._fd = -1
+        self._lock.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _in_place(self) -> bool:
+        if self._fd < 0:
+            return False
+        mine = os.fstat(self._fd)
+        try:
+            there = self.path.lstat()
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+    def _give_up(self, callers: WriterLock | None) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if callers is None:
+            self._lock.close()
+
+
+def _next_term(head: bytes) -> int:
+    """The lower half goes on counting: it is what a sleeping reader sees of the sequence."""
+    count = sequence_of(head) if len(head) == BODY_OFFSET else 0
+    if count == 0:
+        # New or cut short: a number that was used before would make an old record of a new one.
+        count = int.from_bytes(os.urandom(8), "little")
+    return (count // _TERM + 1) % _TERMS * _TERM + (count % _TERM & ~1)
+
+
+def _opened(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o644)
+    try:
+        check_own(path, os.fstat(fd))
+        # Whatever the umask: readers of other users are what a page is for.
+        os.fchmod(fd, 0o644)
+        # All of it now: a page that is there can be written until its file system is unmounted.
+        os.posix_fallocate(fd, 0, PAGE_BYTES)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
