@@ -16,6 +16,7 @@ from harvester.contracts.page.writer_lock import WriterLock
 
 R = TypeVar("R", bound=Record)
 
+_NEW = "not made yet"
 _log = logging.getLogger(__name__)
 
 
@@ -24,7 +25,7 @@ class KeptPage(Generic[R]):
 
     def __init__(self, path: Path, kind: type[R]) -> None:
         self.path = path
-        self.absence = "not made yet"
+        self.absence = _NEW
         """Why nothing is written; "" while it is."""
         self._kind = kind
         # Outlives each file that it locks: a refused process never stops saying that it is there.
@@ -52,7 +53,7 @@ class KeptPage(Generic[R]):
             self._tell_contest(page)
             return
         if page is not None:
-            self._lose(page, "deleted, replaced or cut short")
+            self._lose(page)
         try:
             made = PageWriter(self.path, self._kind, lock=self._lock)
         except (ConfigError, Exhausted, OSError) as error:
@@ -60,7 +61,9 @@ class KeptPage(Generic[R]):
             return
         with self._writing:
             self._page = made
-        if self.absence:
+        if page is not None:
+            _log.warning("page %s was deleted, replaced or cut short, and is made again", self.path)
+        elif self.absence != _NEW:
             _log.warning("page %s is written now", self.path)
         self.absence = ""
         self._tell_contest(made)
@@ -88,11 +91,10 @@ class KeptPage(Generic[R]):
                 page.close(unlink=unlink)
             self._lock.close()
 
-    def _lose(self, page: PageWriter[R], reason: str) -> None:
+    def _lose(self, page: PageWriter[R]) -> None:
         with self._writing:
             self._page = None
             page.close()
-        self._absent(f"page {self.path} was {reason}")
 
     def _absent(self, reason: str) -> None:
         if reason != self.absence:
