@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from harvester.contracts.page import PageDirectory
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.page import PageDirectory, PageFault
 
 TIMEOUT_S = 60
 
@@ -120,7 +121,8 @@ import json, os, sys, time, logging
 from pathlib import Path
 from coserve.vllm.environment import Role, SlotEnvironment
 from coserve.vllm.pulse import BEAT_S, PulseReporter
-from harvester.contracts.page import PageDirectory
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.page import PageDirectory, PageFault
 logged = []
 class Kept(logging.Handler):
     def emit(self, record):
@@ -289,3 +291,32 @@ def test_production_serves_on_a_full_file_system_and_says_why_it_has_no_page(
         "once there is room again": True,
     }
     assert sum("No space left" in line for line in logged) == 2, "once for each time"
+
+
+def test_two_engines_of_one_name_close_the_slot_until_one_is_killed(tmp_path: Path) -> None:
+    pages, stop = PageDirectory.create(tmp_path / "pages"), tmp_path / "stop"
+    reader = pages.pulse_reader("pulse.production.0")
+
+    def sees(fault: PageFault | None) -> bool:
+        until_ns = monotonic_ns() + TIMEOUT_S * 10**9
+        while (seen := reader.read().fault is fault) is False and monotonic_ns() < until_ns:
+            time.sleep(0.02)
+        return seen
+
+    with reaped(started(PRODUCTION, pages.path, stop)) as first:
+        assert sees(None)
+        with reaped(started(PRODUCTION, pages.path, stop)) as second:
+            assert sees(PageFault.CONFLICT)
+            first.kill()
+            first.wait()
+            assert sees(None), "the second has the page"
+            with reaped(started(PRODUCTION, pages.path, stop)) as third:
+                assert sees(PageFault.CONFLICT)
+                third.kill()
+                third.wait()
+                assert sees(None), "the second is alone again"
+            stop.touch()
+            (tmp_path / "stopped").touch()
+            out, _ = second.communicate(timeout=TIMEOUT_S)
+            assert second.returncode == 0
+            assert not json.loads(out.splitlines()[-1])["silent"]

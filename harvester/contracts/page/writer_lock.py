@@ -14,6 +14,7 @@ import fcntl
 import os
 import stat
 import struct
+from contextlib import suppress
 from pathlib import Path
 from weakref import WeakSet
 
@@ -140,18 +141,25 @@ def _opened(path: Path) -> int:
 def check_own(path: Path, found: os.stat_result) -> None:
     """Raises ConfigError for a file that was put there by somebody else, or is no plain file."""
     if found.st_uid != os.geteuid():
-        raise ConfigError(
-            f"{path} belongs to another user ({found.st_uid}) than this process "
-            f"({os.geteuid()}); remove it first"
-        )
+        raise _stranger(path, found.st_uid)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         raise ConfigError(f"{path} is not a regular file of one name; remove it first")
+
+
+def _stranger(path: Path, owner: int) -> ConfigError:
+    return ConfigError(
+        f"{path} belongs to another user ({owner}) than this process ({os.geteuid()}); remove it "
+        "first"
+    )
 
 
 def refusal(path: Path, error: OSError) -> ConfigError | Exhausted:
     """The error of one that cannot be opened or written: mended by the user, or by time."""
     if error.errno in _SHORTAGES:
         return Exhausted(f"no room for page {path}: {error.strerror}")
+    with suppress(OSError):
+        if (owner := path.lstat().st_uid) != os.geteuid():
+            return _stranger(path, owner)
     return ConfigError(f"cannot write page {path}: {error.strerror}")
 
 

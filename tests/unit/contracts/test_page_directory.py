@@ -2,6 +2,7 @@
 
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from harvester.contracts.page import (
     GrantMode,
     Guest,
     PageDirectory,
+    PageFault,
     PageOwners,
     ProductionModel,
     Pulse,
@@ -112,6 +114,35 @@ def test_a_link_in_the_place_of_the_directory_is_not_followed(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="link"):
         PageDirectory(tmp_path / "slot").check()
     assert mode_of(target) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give pages to other users")
+def test_each_user_is_believed_for_its_own_kind_of_page_alone(tmp_path: Path) -> None:
+    users = {"agent": 4241, "production": 4242, "guest": 4243, "nobody": 4244}
+    owners = PageOwners(**{kind: frozenset({users[kind]}) for kind in ("agent", "production")})
+    directory = PageDirectory(tmp_path, replace(owners, guest=frozenset({users["guest"]})))
+    directory.grant_writer().write(Grant(epoch=1, mode=GrantMode.OPEN), now_ns=NOW_NS, ttl_ns=1)
+    directory.guest_writer().write(Guest(), now_ns=NOW_NS, ttl_ns=1)
+    directory.pulse_writer("prod", 0).write(Pulse(), now_ns=NOW_NS, ttl_ns=1)
+    believed = set()
+    for user, uid in users.items():
+        for file in ("grant", "guest", "pulse.prod.0"):
+            os.chown(tmp_path / file, uid, uid)
+        readings = {
+            "grant": directory.grant_reader().read(now_ns=NOW_NS),
+            "guest": directory.guest_reader().read(now_ns=NOW_NS),
+            "pulse": directory.pulse_reader("pulse.prod.0").read(now_ns=NOW_NS),
+            "head": directory.pulse_head_reader("pulse.prod.0").read(now_ns=NOW_NS),
+        }
+        believed |= {(user, page) for page, reading in readings.items() if reading.record}
+        faults = {reading.fault for reading in readings.values() if reading.record is None}
+        assert faults == {PageFault.FOREIGN}
+    assert believed == {
+        ("agent", "grant"),
+        ("guest", "guest"),
+        ("production", "pulse"),
+        ("production", "head"),
+    }
 
 
 def mode_of(path: Path) -> int:

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from coserve.engine_step import EngineStep
+from coserve.guest_slot import GuestSlot
 from coserve.vllm import pulse
 from coserve.vllm.environment import Role, SlotEnvironment
 from coserve.vllm.pulse import EngineShape, PulseReporter, process_reporter
@@ -71,6 +72,22 @@ def test_beats_while_idle(tmp_path: Path) -> None:
     assert within_beats(lambda: reading(tmp_path).record is not None)
     first_ns = reading(tmp_path).stamp_ns
     assert within_beats(lambda: reading(tmp_path).stamp_ns > first_ns)
+
+
+def test_two_engines_of_one_name_both_serve_and_close_the_gate(
+    tmp_path: Path, make_grant: Callable[..., Grant]
+) -> None:
+    first = reporter_in(tmp_path)
+    first.arrive(body_bytes=500)
+    second = reporter_in(tmp_path)
+    assert within_beats(lambda: reading(tmp_path).fault is PageFault.CONFLICT)
+    second.finish(second.arrive(body_bytes=500))
+    first.step(lambda: STEP)
+    assert reading(tmp_path).fault is PageFault.CONFLICT
+    grant = make_grant(pulses=("pulse.prod.0",))
+    PageDirectory(tmp_path).grant_writer().write(grant, now_ns=monotonic_ns(), ttl_ns=10**11)
+    decision = GuestSlot(tmp_path, token_limit=512).decide()
+    assert (decision.tokens, decision.fault) == (0, PageFault.CONFLICT)
 
 
 def test_begins_once_the_agent_has_made_the_directory(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""Who is believed for which page, as the environment of an engine says it."""
+
+import os
+import pwd
+
+import pytest
+
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.page import OWN_USER, OWNERS_VARIABLE, PageOwners, owners_told
+
+
+def told(text: str) -> PageOwners:
+    return owners_told({OWNERS_VARIABLE: text})
+
+
+def test_nobody_is_named_where_nothing_is_said() -> None:
+    assert owners_told({}) == told("") == OWN_USER
+    assert OWN_USER.variable() == {}
+
+
+def test_what_one_process_says_another_understands() -> None:
+    owners = PageOwners(
+        agent=frozenset({990}), production=frozenset({991, 1000}), guest=frozenset({992})
+    )
+    assert owners_told(owners.variable()) == owners
+
+
+def test_users_may_be_named() -> None:
+    own = pwd.getpwuid(os.getuid())
+    assert told(f"guest:{own.pw_name}") == PageOwners(guest=frozenset({own.pw_uid}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "agent",
+        "agent:",
+        "everybody:1",
+        "guest:-1",
+        "guest:4294967296",
+        "guest:no such user",
+        "a" * 5000,
+    ],
+)
+def test_what_names_no_user_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"(?i)owners"):
+        told(text)
