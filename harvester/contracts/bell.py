@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from mmap import PROT_READ, mmap
+from mmap import PROT_READ, PROT_WRITE, mmap
 
 import msgspec
 
@@ -139,12 +139,13 @@ class FileWord:
     ends the process (SIGBUS), while the kernel's own look at it is an error (EFAULT).
     """
 
-    def __init__(self, file: int, *, offset: int) -> None:
+    def __init__(self, file: int, *, offset: int, rings: bool = False) -> None:
         """`file` is an open descriptor; it may be closed afterwards. A file that is too short has
-        no address."""
+        no address. To one that `rings` the mapping is writable: the kernel finds a page that it may
+        write in half of the time."""
         self.address = 0
         try:
-            self._map = mmap(file, offset + 4, prot=PROT_READ)
+            self._map = mmap(file, offset + 4, prot=PROT_READ | (PROT_WRITE if rings else 0))
         except (OSError, ValueError):
             return
         self.address = _address_of(self._map) + offset

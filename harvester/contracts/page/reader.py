@@ -67,7 +67,10 @@ class PageReader(Generic[R]):
             fault = self._open()
             if fault is not None:
                 return Reading(None, fault)
-        page = _copied(self._fd)
+        try:
+            page = os.pread(self._fd, PAGE_BYTES, 0)
+        except OSError:
+            page = b""
         if page[_SEQUENCE] == self._sequence:
             # Decoded before: one sequence number is one record, and only its age can spoil it.
             last = self._last

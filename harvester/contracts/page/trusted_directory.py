@@ -31,14 +31,15 @@ def make_directory(path: Path, *, owners: frozenset[int], group: int | None) -> 
         try:
             found = os.fstat(opened)
             if found.st_uid == os.geteuid() and group is not None:
-                os.fchown(opened, -1, group)
+                if found.st_gid != group:
+                    os.fchown(opened, -1, group)
                 os.fchmod(opened, 0o1770)
             elif found.st_uid == os.geteuid():
                 os.fchmod(opened, stat.S_IMODE(found.st_mode) & ~0o022)
         except OSError as error:
             raise ConfigError(
-                f"cannot give pages {path} to group {group}: {error.strerror}; make the agent's "
-                "user a member of it"
+                f"cannot give pages {path} to group {group}: {error.strerror}; make it by "
+                "tmpfiles, or the agent's user a member of the group"
             ) from error
         finally:
             os.close(opened)

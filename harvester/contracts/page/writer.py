@@ -57,7 +57,7 @@ class PageWriter(Generic[R]):
             self._give_up(lock)
             raise
         self.contested = self._lock.contested()
-        self._bell = FileWord(self._fd, offset=SEQUENCE_OFFSET)
+        self._bell = FileWord(self._fd, offset=SEQUENCE_OFFSET, rings=True)
 
     def write(self, record: R, *, now_ns: int, ttl_ns: int) -> None:
         """Once closed, and in a child made by fork, it writes nothing.

@@ -111,7 +111,17 @@ def test_the_unit_and_the_settings_mean_the_same_directories() -> None:
     assert config.page_root.parent == Path("/run")
     assert f"StateDirectory={config.state_dir.name}\n" in unit
     for slot in config.slots:
-        assert f"d {config.pages_of(slot)} 1777" in directories
+        line = rf"^d {config.pages_of(slot)} +1770 rosemux rosemux-pages -$"
+        assert re.search(line, directories, re.MULTILINE)
+
+
+def test_the_users_are_three_and_members_of_the_group_of_the_slots_directories() -> None:
+    lines = (DEPLOY / "systemd" / "sysusers.conf").read_text().splitlines()
+    users = {line.split()[1] for line in lines if line.startswith("u ")}
+    members = {line.split()[1] for line in lines if line.startswith("m ")}
+    assert users == {"rosemux", "rosemux-guest"}
+    assert members == users | {"vllm"}
+    assert all(line.split()[2] == "rosemux-pages" for line in lines if line.startswith("m "))
 
 
 GUEST_UNIT = DEPLOY / "systemd" / "rosemux-guest@.service"

@@ -5,6 +5,7 @@ import pytest
 
 from harvester.config import load_agent_config
 from harvester.contracts.errors import ConfigError
+from harvester.contracts.page import PageOwners
 from harvester.policy.settings import Mode
 
 GOOD = """\
@@ -138,3 +139,46 @@ def test_a_misspelt_variable_is_refused(write: Any) -> None:
         load_agent_config(write(GOOD), environment={"ROSEMUX_AGENT_MODUS": "off"})
     with pytest.raises(ConfigError, match="ROSEMUX_AGENT_SLOTS__9__NAME"):
         load_agent_config(write(GOOD), environment={"ROSEMUX_AGENT_SLOTS__9__NAME": "x"})
+
+
+OWNERS = "owners: {agent: [1], production: [2], guest: [3]}\n"
+
+
+def test_owners_of_a_node_hold_for_its_slots_unless_a_slot_names_its_own(write: Any) -> None:
+    text = OWNERS + "page_group: 5\n" + GOOD + "  - name: slot1\n    owners: {production: [4]}\n"
+    config = load_agent_config(write(text), environment={})
+    node, own = (config.owners_of(slot) for slot in config.slots)
+    assert node == PageOwners(agent=frozenset({1}), production=frozenset({2}), guest=frozenset({3}))
+    assert own == PageOwners(production=frozenset({4}))
+    assert config.page_gid == 5
+
+
+def test_users_who_could_put_no_page_are_refused_with_what_to_do(write: Any) -> None:
+    config = load_agent_config(write(OWNERS + GOOD), environment={})
+    with pytest.raises(ConfigError, match="page_group: name a group"):
+        config.owners_of(config.slots[0])
+
+
+def test_an_agent_that_scrapes_is_production_of_that_slot(write: Any) -> None:
+    text = GOOD + "    metrics_url: http://127.0.0.1:8000/metrics\n" + OWNERS + "page_group: 5\n"
+    config = load_agent_config(write(text), environment={})
+    assert config.owners_of(config.slots[0]).production == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("owners: {guest: [no-such-user]}\n", "no user 'no-such-user'"),
+        ("owners: {guest: [-1]}\n", "no user's number"),
+        ("page_group: no-such-group\nowners: {guest: [3]}\n", "no group 'no-such-group'"),
+    ],
+)
+def test_users_and_groups_that_are_not_here_are_named(write: Any, text: str, said: str) -> None:
+    config = load_agent_config(write(text + GOOD), environment={})
+    with pytest.raises(ConfigError, match=said):
+        _ = config.page_gid, config.owners_of(config.slots[0])
+
+
+def test_an_older_file_is_told_what_has_become_of_trusted_uids(write: Any) -> None:
+    with pytest.raises(ConfigError, match="`owners`"):
+        load_agent_config(write(GOOD + "    trusted_uids: [2]\n"), environment={})
