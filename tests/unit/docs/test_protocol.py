@@ -171,7 +171,7 @@ def test_every_field_of_vllm_that_is_not_honoured_is_listed_with_what_to_do(
 
 
 def test_the_layout_of_a_page_is_that_of_the_code(table_after: TableAfter) -> None:
-    rows = table_after(PAGE, "mapped into memory, little-endian")
+    rows = table_after(PAGE, "copied by one `pread`, little-endian")
     offsets = [int(row[0]) for row in rows]
     sizes = [int(row[1].removeprefix("up to ")) for row in rows]
     named = {row[2].split(",")[0].split(" ")[0]: int(row[0]) for row in rows}

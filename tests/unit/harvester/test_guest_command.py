@@ -129,6 +129,36 @@ def test_a_gpu_guest_without_consent_takes_turns_and_joins_no_daemon(
     assert "production needs" not in shown
 
 
+def test_engines_are_told_whose_pages_they_may_believe(
+    write: Write,
+    driver: Callable[[str], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver("")
+    monkeypatch.setenv("ROSEMUX_AGENT_PAGE_GROUP", "5")
+    code, shown = said(write("^owners: {agent: [1], production: [2], guest: [3]}"), capsys)
+    assert code == 0
+    owners = "ROSEMUX_PAGE_OWNERS=agent:1,production:2,guest:3"
+    assert f"production needs, with one restart: {owners}" in shown
+    assert shown.count(owners) == 2
+
+
+def test_a_guest_of_a_user_that_the_agent_would_not_believe_is_not_started(
+    tmp_path: Path,
+    write: Write,
+    driver: Callable[[str], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver("")
+    monkeypatch.setenv("ROSEMUX_AGENT_PAGE_GROUP", "5")
+    PageDirectory.create(tmp_path / "pages/slot0")
+    stranger = os.geteuid() + 1
+    code, shown = said(write(f"^owners: {{guest: [{stranger}]}}"), capsys, dry_run=False)
+    assert (code, f"owners.guest names user {stranger}" in shown) == (2, True), shown
+
+
 def test_mps_is_consent_in_the_slot_and_a_word_in_the_guest(
     write: Write,
     driver: Callable[[str], None],
