@@ -47,8 +47,8 @@ class PageWriter(Generic[R]):
         self._lock = WriterLock(path) if lock is None else lock
         self._lock.take(claim=lock is not None)
         try:
-            self._fd = _opened(path)
-            self._sequence = _next_term(os.pread(self._fd, BODY_OFFSET, 0))
+            self._fd, new = _opened(path)
+            self._sequence = _TERM if new else _next_term(os.pread(self._fd, BODY_OFFSET, 0))
             os.pwrite(self._fd, pack_head(kind=kind.KIND, sequence=self._sequence + 1), 0)
         except OSError as error:
             self._give_up(lock)
@@ -127,14 +127,18 @@ def _next_term(head: bytes) -> int:
     """The lower half goes on counting: it is what a sleeping reader sees of the sequence."""
     count = sequence_of(head) if len(head) == BODY_OFFSET else 0
     if count == 0:
-        # New or cut short: a number that was used before would make an old record of a new one.
+        # Cut short: a number that was used before would make an old record of a new one.
         count = int.from_bytes(os.urandom(8), "little")
     return (count // _TERM + 1) % _TERMS * _TERM + (count % _TERM & ~1)
 
 
-def _opened(path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    fd = os.open(path, flags, 0o644)
+def _opened(path: Path) -> tuple[int, bool]:
+    """The page, and whether it was made just now."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        fd, new = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644), True
+    except FileExistsError:
+        fd, new = os.open(path, flags), False
     try:
         check_own(path, os.fstat(fd))
         # Whatever the umask: readers of other users are what a page is for.
@@ -144,4 +148,4 @@ def _opened(path: Path) -> int:
     except BaseException:
         os.close(fd)
         raise
-    return fd
+    return fd, new

@@ -56,6 +56,14 @@ def test_another_kind_or_another_magic_is_foreign() -> None:
     assert unseal(b"ELF!" + sealed_page()[4:], kind=KIND, now_ns=STAMP_NS) is PageFault.FOREIGN
 
 
+def test_a_page_that_two_want_to_write_is_a_conflict_and_foreign_to_older_readers() -> None:
+    head = pack_head(kind=KIND, sequence=2, contested=True)
+    assert head.hex() == "524d584301000" + f"{KIND:x}00" + "0200000000000000"
+    page = head + sealed_page()[len(head) :]
+    assert unseal(page, kind=KIND, now_ns=STAMP_NS) is PageFault.CONFLICT
+    assert unseal(page, kind=KIND + 1, now_ns=STAMP_NS) is PageFault.FOREIGN
+
+
 @pytest.mark.parametrize("version", [LAYOUT_VERSION - 1, LAYOUT_VERSION + 1])
 def test_the_neighbouring_layout_versions_are_read(version: int) -> None:
     page = with_version(sealed_page(), version)
