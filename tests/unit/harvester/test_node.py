@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from harvester.agent.node import Node
-from harvester.config import AgentConfig
+from harvester.config import AgentConfig, OwnersConfig
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, JobId, SlotId, TenantId
@@ -153,6 +153,29 @@ def test_a_second_agent_on_the_same_pages_is_refused(stage: Stage) -> None:
         Node(stage.config, clock=MonotonicClock(), version="1")
     stage.beats()
     assert stage.grant().mode == "open"
+
+
+def test_a_grant_page_that_was_lost_is_made_again(stage: Stage) -> None:
+    stage.harvest()
+    (stage.pages.path / "grant").unlink()
+    (stage.pages.path / ".grant.lock").unlink()
+    stage.beats()
+    assert stage.grant().mode == "open"
+
+
+def test_owners_take_a_restart(stage: Stage) -> None:
+    changed = stage.config.model_copy(
+        update={"slots": (stage.config.slots[0].model_copy(update={"owners": OwnersConfig()}),)}
+    )
+    with pytest.raises(ConfigError, match=r"restart is needed .* their .*owners"):
+        stage.node.reconfigure(changed)
+
+
+def test_several_users_have_a_directory_for_their_turns_on_a_gpu(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, page_group=os.getegid())
+    launch = tmp_path / "pages" / "launch"
+    assert launch.stat().st_mode & 0o7777 == 0o1770
+    stage.node.close()
 
 
 def test_leaves_a_closed_and_expired_page_and_ends_its_leases(tmp_path: Path) -> None:

@@ -57,6 +57,15 @@ def test_the_gpus_of_the_engine_are_taken_until_it_has_started(
     assert is_free(tmp_path, "GPU-a")
 
 
+def test_a_guest_that_is_not_the_agent_waits_where_guests_may_write(
+    slot: SlotEnvironment, tmp_path: Path
+) -> None:
+    (tmp_path / "launch").mkdir()
+    start_turn.begin(slot, Gpus("GPU-a"), workers=1)
+    assert not is_free(tmp_path / "launch", "GPU-a")
+    assert is_free(tmp_path, "GPU-a")
+
+
 def test_a_cpu_engine_waits_for_nobody(slot: SlotEnvironment, tmp_path: Path) -> None:
     start_turn.begin(slot, Gpus(), workers=1)
     assert list(tmp_path.glob("*.launch")) == []
