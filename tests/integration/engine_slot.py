@@ -94,6 +94,8 @@ class PlayedAgent:
     def come_back(self) -> None:
         """A successor takes the grant page over."""
         with self._lock:
+            if self._grants is not None:
+                self._grants.close()
             self._grants = self._pages.grant_writer()
 
     def stop_pulse(self) -> None:
@@ -117,6 +119,7 @@ class PlayedAgent:
 
     def restart_pulse(self) -> None:
         with self._lock:
+            self._pulses.close()
             self._pulses = self._pages.pulse_writer("played", 0)
             self._pulse = True
 
