@@ -164,11 +164,9 @@ def test_a_grant_page_that_was_lost_is_made_again(stage: Stage) -> None:
 
 
 def test_owners_take_a_restart(stage: Stage) -> None:
-    changed = stage.config.model_copy(
-        update={"slots": (stage.config.slots[0].model_copy(update={"owners": OwnersConfig()}),)}
-    )
-    with pytest.raises(ConfigError, match=r"restart is needed .* their .*owners"):
-        stage.node.reconfigure(changed)
+    named = OwnersConfig(guest=(4242,))
+    changed = stage.config.model_copy(update={"owners": named, "page_group": 5})
+    assert stage.node.reconfigure(changed).restart_needed == ("owners.guest", "page_group")
 
 
 def test_several_users_have_a_directory_for_their_turns_on_a_gpu(tmp_path: Path) -> None:
