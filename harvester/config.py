@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
@@ -32,6 +32,11 @@ from harvester.yaml_file import Where, explained, named, parse_fields, parse_val
 
 ENVIRONMENT_PREFIX = "ROSEMUX_AGENT_"
 _NAME = Field(pattern=NAME_PATTERN)
+_Account = (
+    Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
+    | Annotated[str, Field(min_length=1, max_length=64)]
+)
+"""A user or a group, by number or name."""
 _LEASE_TTL_S = Range(1.0, 300.0, "s", "a holder that falls silent keeps the slot for as long")
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
@@ -136,10 +141,10 @@ class OwnersConfig(_Model):
     """Users by name or number, each of which may write its own kind of page and no other. A kind
     without users is the agent's own user's. Root is always believed."""
 
-    agent: tuple[str | int, ...] = Field(default=(), max_length=8)
+    agent: tuple[_Account, ...] = Field(default=(), max_length=8)
     """Whose grants engines believe; the agent starts as one of these or not at all."""
-    production: tuple[str | int, ...] = Field(default=(), max_length=32)
-    guest: tuple[str | int, ...] = Field(default=(), max_length=32)
+    production: tuple[_Account, ...] = Field(default=(), max_length=32)
+    guest: tuple[_Account, ...] = Field(default=(), max_length=32)
 
 
 class SlotConfig(_Model):
@@ -217,7 +222,7 @@ class AgentConfig(_Model):
     """Only the agent's user and root may own it."""
     owners: OwnersConfig = OwnersConfig()
     """Users of agent, production and guest, where they are not one."""
-    page_group: str | int | None = None
+    page_group: _Account | None = None
     """Group of those users, by name or number: its members may put pages into a slot's directory,
     and others cannot enter it. By default the agent's user alone may."""
     state_dir: Path = Path("/var/lib/rosemux")

@@ -30,6 +30,7 @@ state_dir: {{root}}/state
 http: {{{{port: 0}}}}
 owners: {{{{agent: [{AGENT}], production: [{PRODUCTION}], guest: [{GUEST}]}}}}
 page_group: {GROUP}
+unsafe_experiments: true
 slots:
   - name: slot0
     engine_url: http://127.0.0.1:8001

@@ -16,6 +16,7 @@ from harvester.config import (
     HttpConfig,
     KvcachedConfig,
     MpsConfig,
+    OwnersConfig,
     SlotConfig,
     load_agent_config,
     read_agent_config,
@@ -54,6 +55,7 @@ PARTS: dict[type, tuple[str, Where]] = {
     GuestConfig: ("guest", ("slots", 0, "guest")),
     MpsConfig: ("mps", ("slots", 0, "mps")),
     KvcachedConfig: ("kvcached", ("slots", 0, "kvcached")),
+    OwnersConfig: ("", ("owners",)),
 }
 
 
@@ -101,7 +103,8 @@ ZERO_IS_HARMLESS: dict[str, str] = {
     "slots.policy.profile.decode_s_per_request": "no profile is given",
 }
 WRONG = [0, -1, -1e-9, INF, -INF, NAN, HUGE, 2**63, "many", True, False, [1], {"a": 1}]
-LISTS = {"slots.trusted_uids": "ids of users, whatever they are"}
+ACCOUNTS = ("page_group", "owners.agent", "owners.production", "owners.guest")
+"""Users and groups, whatever their numbers and names are."""
 
 
 def dotted(where: Where) -> str:
@@ -121,7 +124,7 @@ def with_value(base: str, where: Where, value: Any) -> dict[str, Any]:
     ("base", "where"), list(numbers()), ids=[dotted(where) for _, where in numbers()]
 )
 def test_no_number_is_taken_that_does_not_protect(base: str, where: Where, tmp_path: Path) -> None:
-    if dotted(where) in LISTS:
+    if dotted(where) in ACCOUNTS:
         return
     for value in WRONG:
         given = with_value(base, where, value)
@@ -135,6 +138,15 @@ def test_no_number_is_taken_that_does_not_protect(base: str, where: Where, tmp_p
     path.write_text(yaml.safe_dump(with_value(base, where, -1)))
     with pytest.raises(ConfigError, match=f"{path} line "):
         load_agent_config(path, environment={})
+
+
+@pytest.mark.parametrize("value", [-1, 0.5, INF, NAN, HUGE, 2**32, True, "", "x" * 65, {"a": 1}])
+@pytest.mark.parametrize("name", ACCOUNTS)
+def test_a_user_or_a_group_is_a_name_or_a_number_of_one(name: str, value: Any) -> None:
+    where = tuple(name.split("."))
+    given = with_value("", where, [value] if len(where) > 1 else value)
+    with pytest.raises(ConfigError, match=where[-1]):
+        load_agent_config(None, flags=given, environment={})
 
 
 def test_every_section_of_the_configuration_is_looked_at() -> None:

@@ -169,7 +169,6 @@ def test_an_agent_that_scrapes_is_production_of_that_slot(write: Any) -> None:
     ("text", "said"),
     [
         ("owners: {guest: [no-such-user]}\n", "no user 'no-such-user'"),
-        ("owners: {guest: [-1]}\n", "no user's number"),
         ("page_group: no-such-group\nowners: {guest: [3]}\n", "no group 'no-such-group'"),
     ],
 )

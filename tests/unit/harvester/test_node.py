@@ -222,9 +222,8 @@ def kill(stage: Stage) -> None:
     """As by a signal: nothing is drained, and what it had open goes with the process."""
     for slot in stage.node.slots:
         slot._record.close()
-        slot._writer.close()
+        slot._grant_page.close()
         slot.sensor.close()
-        os.close(slot._lock)
 
 
 def test_a_successor_gives_every_lease_back_to_its_own_slot_and_job(tmp_path: Path) -> None:

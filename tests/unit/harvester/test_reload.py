@@ -17,6 +17,7 @@ from harvester.config import (
     HttpConfig,
     KvcachedConfig,
     MpsConfig,
+    OwnersConfig,
     SlotConfig,
 )
 from harvester.contracts.clock import MonotonicClock
@@ -31,10 +32,13 @@ Where = tuple[str, ...]
 FULL = AgentConfig(
     kill_switch_file=Path("/k"),
     http=HttpConfig(token_file=Path("/t")),
+    owners=OwnersConfig(agent=(1,)),
+    page_group=5,
     slots=(
         SlotConfig(
             name="slot0",
             pages=Path("/p"),
+            owners=OwnersConfig(guest=(2,)),
             pulses=("pulse.a.0",),
             memory_group=Path("/g"),
             metrics_url="http://h:1/metrics",
