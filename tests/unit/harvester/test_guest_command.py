@@ -130,6 +130,7 @@ def test_a_gpu_guest_without_consent_takes_turns_and_joins_no_daemon(
 
 
 def test_engines_are_told_whose_pages_they_may_believe(
+    tmp_path: Path,
     write: Write,
     driver: Callable[[str], None],
     capsys: pytest.CaptureFixture[str],
@@ -137,9 +138,12 @@ def test_engines_are_told_whose_pages_they_may_believe(
 ) -> None:
     driver("")
     monkeypatch.setenv("ROSEMUX_AGENT_PAGE_GROUP", "5")
-    code, shown = said(write("^owners: {agent: [1], production: [2], guest: [3]}"), capsys)
-    assert code == 0
-    owners = "ROSEMUX_PAGE_OWNERS=agent:1,production:2,guest:3"
+    own, pages = os.geteuid(), tmp_path / "pages/slot0"
+    PageDirectory.create(pages)
+    named = f"^owners: {{agent: [{own}], production: [4242], guest: [{own}]}}"
+    code, shown = said(write(named), capsys)
+    assert f"pages: good: {pages}" in shown
+    owners = f"ROSEMUX_PAGE_OWNERS=agent:{own},production:4242,guest:{own}"
     assert f"production needs, with one restart: {owners}" in shown
     assert shown.count(owners) == 2
 
