@@ -73,7 +73,7 @@ def work_gate(*, on_host: bool = False) -> WorkGate:
     environment = slot_environment()
     if environment is None:
         raise ConfigError("this process belongs to no slot")
-    return WorkGate(PageDirectory(environment.directory), on_host=on_host)
+    return WorkGate(PageDirectory(environment.directory, environment.owners), on_host=on_host)
 
 
 def _isolation() -> IsolationBackend | None:

@@ -141,7 +141,7 @@ def test_engines_are_told_whose_pages_they_may_believe(
     own, pages = os.geteuid(), tmp_path / "pages/slot0"
     PageDirectory.create(pages)
     named = f"^owners: {{agent: [{own}], production: [4242], guest: [{own}]}}"
-    code, shown = said(write(named), capsys)
+    _, shown = said(write(named), capsys)
     assert f"pages: good: {pages}" in shown
     owners = f"ROSEMUX_PAGE_OWNERS=agent:{own},production:4242,guest:{own}"
     assert f"production needs, with one restart: {owners}" in shown
