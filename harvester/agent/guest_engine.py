@@ -8,7 +8,7 @@ under MPS, where a signal unasked is worse than a guest left over. What is left 
 processes and, where KV is shared, their segment: of a dead guest it would count as memory in use.
 What stays of one that was killed the next guest removes (`guest_place`).
 
-An engine that is asked to stop is no loss: its page says so first, in its place.
+An engine that is asked to stop is no loss: a page beside its own says so first.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ import psutil
 
 from harvester.agent.mps import MpsWatch
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
 from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.page import Guest, PageDirectory, PageWriter
 from harvester.contracts.parent import end_with
@@ -89,7 +89,10 @@ class GuestEngine:
         times_asked = await self._until_it_ends(child)
         await self._sweep(child.pid)
         if self._leaving is not None:
-            self._leaving.close(unlink=not _members(child.pid))
+            ended = not _members(child.pid)
+            if ended:
+                self._remove_page()
+            self._leaving.close(unlink=ended)
         status = child.returncode or 0
         return 0 if times_asked else status if status >= 0 else 128 - status
 
@@ -117,7 +120,7 @@ class GuestEngine:
         return times_asked
 
     def _say_leaving(self) -> None:
-        """The engine writes no more: its page has a new owner, and the last record stands."""
+        """The engine may write on: while it does, and afterwards, its last record stands."""
         if self._pages is None or self._leaving is not None:
             return
         reader = self._pages.guest_reader()
@@ -126,12 +129,18 @@ class GuestEngine:
         if left is None:
             return
         try:
-            self._leaving = self._pages.guest_writer()
-        except ConfigError as error:
+            self._leaving = self._pages.leaving_writer()
+        except (ConfigError, Exhausted) as error:
             _log.warning("the agent is not told that the guest stops: %s", error)
             return
         record = msgspec.structs.replace(left, leaving=True)
         self._leaving.write(record, now_ns=monotonic_ns(), ttl_ns=_LEAVING_TTL_NS)
+
+    def _remove_page(self) -> None:
+        """Of an engine that was killed; one that ended by itself has done it."""
+        assert self._pages is not None
+        with contextlib.suppress(ConfigError, Exhausted):
+            self._pages.guest_writer().close(unlink=True)
 
     def _stop(self, child: asyncio.subprocess.Process, *, insisted: bool) -> float | None:
         """How long to wait for it; None where it was not signalled."""

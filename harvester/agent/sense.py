@@ -78,14 +78,14 @@ class SlotSensor:
         self._listed_ns = -1
         self._beats_listed = 0
         self._pulses: dict[str, PageReader[Pulse]] = {}
-        self._guest = directory.guest_reader()
+        self._guest, self._leaving = directory.guest_reader(), directory.leaving_reader()
         self._guest_processes: tuple[ProcessId, ...] = ()
         self.seen_ns: dict[str, int] = {}
         """Stamp of the newest whole reading of each source."""
 
     def sample(self, *, lease: LeaseView, kill_switch: KillSwitch) -> SlotSample:
         now_ns = monotonic_ns()
-        guest = self._guest.read(now_ns=now_ns)
+        guest = self._guest_said(now_ns)
         if self._expected:
             pulses = self._pulses_of(self._expected, now_ns)
         else:
@@ -104,6 +104,15 @@ class SlotSensor:
         for reader in self._pulses.values():
             reader.close()
         self._guest.close()
+        self._leaving.close()
+
+    def _guest_said(self, now_ns: int) -> Reading[Guest]:
+        """Its own page, unless it is being stopped on purpose."""
+        guest, leaving = self._guest.read(now_ns=now_ns), self._leaving.read(now_ns=now_ns)
+        if leaving.record is None:
+            return guest
+        another = guest.record is not None and guest.record.processes != leaving.record.processes
+        return guest if another else leaving
 
     def _guest_reading(self, found: Reading[Guest]) -> GuestReading:
         if found.record is None:

@@ -2,6 +2,7 @@
 
 grant                       the agent
 guest                       the guest
+leaving                     whoever stops the guest on purpose: its last record
 pulse.<engine>.<process>    each API-server process of each production engine
 .<page>.lock                a page's writer, which holds a lock on it for as long as it lives
 """
@@ -35,6 +36,7 @@ _ENGINE_NAME_LENGTH = 51
 class PageName(StrEnum):
     GRANT = "grant"
     GUEST = "guest"
+    LEAVING = "leaving"
 
 
 def pulse_page(engine: str, process: int) -> str:
@@ -99,6 +101,12 @@ class PageDirectory:
 
     def guest_reader(self) -> PageReader[Guest]:
         return PageReader(self.path / PageName.GUEST, Guest, owners=self.owners.guest)
+
+    def leaving_writer(self) -> PageWriter[Guest]:
+        return PageWriter(self.path / PageName.LEAVING, Guest)
+
+    def leaving_reader(self) -> PageReader[Guest]:
+        return PageReader(self.path / PageName.LEAVING, Guest, owners=self.owners.guest)
 
     def pulse_writer(self, engine: str, process: int) -> PageWriter[Pulse]:
         return PageWriter(self.path / pulse_page(engine, process), Pulse)

@@ -12,11 +12,14 @@ import pytest
 
 from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.mps import MpsWatch
+from harvester.agent.sense import SlotSensor
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import Epoch
 from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.page import Guest, PageDirectory, PageName
 from harvester.contracts.process import ProcessId
+from harvester.policy.sample import KillSwitch, LeaseView
 from tests.mps_daemon import MpsDaemon
 
 PRODUCTION_PID = 7
@@ -168,17 +171,36 @@ def pages(tmp_path: Path) -> PageDirectory:
     return pages
 
 
-async def test_one_that_is_asked_to_stop_says_so_on_its_page_until_it_has_ended(
+async def test_of_one_that_is_asked_to_stop_it_is_said_until_it_has_ended_though_it_writes_on(
     tmp_path: Path, pages: PageDirectory
 ) -> None:
+    said, living = said_on(pages), pages.guest_writer()
+    living.write(said, now_ns=monotonic_ns(), ttl_ns=500_000_000)
     guest = engine(tmp_path, text=DEAF, pages=pages, stop_s=1.0)
     running = asyncio.create_task(guest.run())
     await started(tmp_path)
     assert not said_on(pages).leaving
     guest.ask_to_stop()
     await until(lambda: said_on(pages).leaving)
+    living.write(said, now_ns=monotonic_ns(), ttl_ns=500_000_000)
+    assert said_on(pages).leaving
     assert (said_on(pages).kv_tokens, len(said_on(pages).processes)) == (7, 1)
+    living.close()
     assert await running == 0
+    assert not (pages.path / PageName.LEAVING).exists()
+
+
+async def test_a_guest_that_comes_after_one_that_left_speaks_for_itself(
+    pages: PageDirectory,
+) -> None:
+    said = said_on(pages)
+    pages.leaving_writer().write(Guest(leaving=True), now_ns=monotonic_ns(), ttl_ns=10**11)
+    pages.guest_writer().write(said, now_ns=monotonic_ns(), ttl_ns=10**11)
+    sample = SlotSensor(pages, pulses=()).sample(
+        lease=LeaseView(epoch=Epoch(1)), kill_switch=KillSwitch.NONE
+    )
+    assert sample.guest.record is not None
+    assert not sample.guest.record.leaving
 
 
 async def test_the_page_of_one_that_was_stopped_goes_with_it(
@@ -208,8 +230,8 @@ async def test_one_that_is_stopped_before_it_spoke_leaves_no_page(tmp_path: Path
 
 
 def said_on(pages: PageDirectory) -> Guest:
-    reader = pages.guest_reader()
-    record = reader.read_left().record
-    reader.close()
+    """What the agent takes for the guest's word, however old."""
+    leaving = pages.leaving_reader().read().record
+    record = leaving or pages.guest_reader().read_left().record
     assert record is not None
     return record
