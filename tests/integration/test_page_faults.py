@@ -24,9 +24,10 @@ from pathlib import Path
 from coserve.engine_step import EngineStep
 from coserve.vllm.environment import Role, SlotEnvironment
 from coserve.vllm.pulse import PulseReporter
-STEP = EngineStep(running=1, kv_usage_ratio=0.5, prompt_tokens=10, generation_tokens=1,
+STEP = EngineStep(running=0, kv_usage_ratio=0.5, prompt_tokens=10, generation_tokens=1,
                   first_tokens=1, inter_token_s=(), finished_prompt_tokens=())
 reporter = PulseReporter(SlotEnvironment(Role.PRODUCTION, "production", Path(sys.argv[1])))
+reporter.attach_middleware()
 print("up", flush=True)
 requests = 0
 while not Path(sys.argv[2]).exists():
@@ -61,7 +62,7 @@ while not Path(sys.argv[2]).exists():
 until = time.monotonic() + 5
 while not slot.decide().open and time.monotonic() < until:
     look()
-print(json.dumps({"closed": closed, "opens": slot.decide().open}))
+print(json.dumps({"closed": closed, "opens": slot.decide().open, "why": slot.decide().reason}))
 """
 
 AGENT = """
@@ -231,7 +232,7 @@ def test_pages_cut_deleted_and_replaced_under_load_end_no_process(tmp_path: Path
     assert said["production"]["requests"] > 100
     assert not said["production"]["silent"]
     assert said["guest"]["closed"] > 0, "trouble closes the gate"
-    assert said["guest"]["opens"], "and without trouble it opens again"
+    assert said["guest"]["opens"], said["guest"]
     assert set(said["agent"]["faults"]) > {"None"}, "and the agent sees faults"
 
 

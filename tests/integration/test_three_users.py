@@ -47,7 +47,7 @@ def become(user, *groups):
 """
 
 AGENT_PROCESS = """
-import encodings.idna, sys
+import encodings.ascii, encodings.idna, sys
 import harvester.agent.process
 from harvester.cli import main
 sys.argv = ["rosemux", "agent", "--config", sys.argv[1]]
@@ -232,7 +232,7 @@ class Scene:
 
     def _url(self) -> str | None:
         said = [line for line in self.agent.lines if "listens on " in line]
-        assert said or self.agent.process.poll() is None, self.agent.lines
+        assert said or self.agent.process.poll() is None, "".join(self.agent.lines)
         return "http://" + said[0].split("listens on ")[1].split()[0] if said else None
 
 
