@@ -4,7 +4,8 @@ The KV budget falls first, in the grant. From the beat in which the guest holds 
 lifted out of its isolation backend, since a guest in the idle class beside saturated production
 would give nothing back for as long as production is saturated. What it still keeps at the deadline
 is taken by ending it. Both are effects; what became of them comes back with a later sample. A guest
-that speaks, owes memory and cannot be ended is out of reach: its slot is no place for one.
+of another user ends itself soon after the deadline. One that still speaks and owes memory then, and
+cannot be ended, is out of reach: its slot is no place for one.
 
 Such a guest is often too starved to write its page, so what it said last stands until it says
 something else or its page is gone.
@@ -16,6 +17,10 @@ from harvester.contracts.page.seal import PageFault
 from harvester.contracts.process import ProcessId
 from harvester.policy.effects import KillGuest, LiftGuest, SettleGuest
 from harvester.policy.sample import GuestAction, GuestReading, KvReading, Outcome
+
+SELF_END_S = 3.0
+"""From the deadline on, for a guest that only its own user can end: it does so after one second,
+and its page is missed within half a second more. Twice that, for a machine where both are late."""
 
 
 class ReclaimState(msgspec.Struct, kw_only=True):
@@ -81,9 +86,13 @@ class Reclaim:
         reason = f"{held} for {elapsed_s:.1f} s"
         return (KillGuest(processes=state.processes, reason=reason),)
 
-    def out_of_reach(self, reading: GuestReading) -> str:
+    def out_of_reach(self, reading: GuestReading, *, now: float) -> str:
         """Why a guest that still speaks and owes memory cannot be ended; "" is not known so."""
-        return self.state.unreached if reading.record is not None else ""
+        since_s = self.state.since_s
+        if reading.record is None or since_s is None:
+            return ""
+        had_its_time = now - since_s >= self._deadline_s + SELF_END_S
+        return self.state.unreached if had_its_time else ""
 
     def _note(self, outcomes: tuple[Outcome, ...]) -> None:
         state = self.state

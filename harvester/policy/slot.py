@@ -227,16 +227,16 @@ class SlotPolicy:
             shared=sample.guest_kv,
             outcomes=sample.outcomes,
         )
-        return (write, *ending, *due, *self._quarantine_unreached(sample.guest))
+        return (write, *ending, *due, *self._quarantine_unreached(sample.guest, now))
 
     def _release(self) -> None:
         self._memory.quarantine = ""
         self.guest.state.losses_s = []
         self.reclaim.state.unreached = ""
 
-    def _quarantine_unreached(self, reading: GuestReading) -> tuple[Effect, ...]:
+    def _quarantine_unreached(self, reading: GuestReading, now: float) -> tuple[Effect, ...]:
         """A guest that nobody can end is not lost: it is there, and holds what production needs."""
-        fault = self.reclaim.out_of_reach(reading)
+        fault = self.reclaim.out_of_reach(reading, now=now)
         if not fault or self._memory.quarantine:
             return ()
         self._memory.quarantine = f"guest owes memory and could not be ended: {fault}"

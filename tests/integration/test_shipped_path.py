@@ -1,11 +1,12 @@
 """The shipped files as they are, with real engines: what an idle production lends, and what it does
 when the guest's isolation falls.
 
-Only what a machine of its own sets is replaced: paths, ports, the model and the size of its KV.
+Only what a machine of its own sets is replaced: paths, ports, users, model and size of its KV.
 """
 
 import asyncio
 import json
+import os
 import re
 import sys
 import urllib.request
@@ -107,6 +108,10 @@ def redirected(root: Path, ports: tuple[int, int]) -> Path:
         ("port: 9711", f"port: {ports[0]}"),
         ("127.0.0.1:8001", f"127.0.0.1:{ports[1]}"),
         ("kv_cache_bytes: 8589934592", "kv_cache_bytes: 1073741824"),
+        ("agent: [rosemux]", f"agent: [{os.geteuid()}]"),
+        ("production: [vllm]", f"production: [{os.geteuid()}]"),
+        ("guest: [rosemux-guest]", f"guest: [{os.geteuid()}]"),
+        ("page_group: rosemux-pages", f"page_group: {os.getegid()}"),
     ):
         assert shipped in text, shipped
         text = text.replace(shipped, here)

@@ -152,11 +152,15 @@ def test_guests_rank_below_everything_on_the_machine() -> None:
     assert f"Slice={GUEST_SLICE.name}\n" in GUEST_UNIT.read_text()
 
 
-def test_guest_and_agent_are_one_user_of_one_file() -> None:
+def test_guest_and_agent_are_two_users_that_one_file_names() -> None:
     def said(unit: Path, key: str) -> list[str]:
         return re.findall(rf"(?m)^{key}=(.*)$", unit.read_text())
 
-    for key in ("User", "Group", "EnvironmentFile"):
-        assert said(GUEST_UNIT, key) == said(UNIT, key)
+    config = load_agent_config(DEPLOY / "systemd" / "agent.yaml", environment={})
+    assert said(UNIT, "User") == list(config.owners.agent) == ["rosemux"]
+    assert said(GUEST_UNIT, "User") == list(config.owners.guest) == ["rosemux-guest"]
+    assert list(config.owners.production) == ["vllm"]
+    assert config.page_group == "rosemux-pages"
+    assert said(GUEST_UNIT, "EnvironmentFile") == said(UNIT, "EnvironmentFile")
     (agent,), (guest,) = said(UNIT, "ExecStart"), said(GUEST_UNIT, "ExecStart")
     assert re.findall(r"--config \S+", agent) == re.findall(r"--config \S+", guest)

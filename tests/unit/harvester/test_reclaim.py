@@ -229,12 +229,21 @@ def test_a_guest_that_speaks_owes_and_cannot_be_ended_quarantines_its_slot_and_i
     scene: Any, grant_in: Any, ended_in: Any
 ) -> None:
     owes(scene)
-    (quarantine,) = of(Quarantine, told(scene, fault="process 41: not seen here"))
+    assert not of(Quarantine, told(scene, fault="process 41: not seen here"))
+    (quarantine,) = [one for _ in range(40) for one in of(Quarantine, scene.beat())]
     assert "could not be ended: process 41: not seen here" in quarantine.reason
     effects = scene.beat()
     assert (grant_in(effects).mode, ended_in(effects)) == ("closed", ["drain"])
     assert not of(Quarantine, effects), "once"
     assert scene.policy.guest.state.losses_s == []
+
+
+def test_a_guest_of_another_user_has_the_time_to_end_itself(scene: Any) -> None:
+    owes(scene)
+    told(scene, fault="process 41: Operation not permitted")
+    assert not [one for _ in range(15) for one in of(Quarantine, scene.beat())]
+    scene.guest, scene.guest_fault = None, PageFault.EXPIRED
+    assert not [one for _ in range(60) for one in of(Quarantine, scene.beat())]
 
 
 def test_a_guest_that_is_gone_and_could_not_be_ended_is_no_reason_to_quarantine(
