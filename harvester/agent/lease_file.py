@@ -1,12 +1,12 @@
 """The lease in force on one slot, kept on disk so that a restarted agent knows what was granted."""
 
 import logging
-import os
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from harvester import whole_file
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId
 from harvester.policy.leases import Lease
 
@@ -65,18 +65,7 @@ class LeaseFile:
             job=lease.job,
             request_id=lease.request_id,
         )
-        new = self._path.with_name(self._path.name + ".new")
-        try:
-            with suppress(FileNotFoundError):
-                new.unlink()
-            file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(file, "wb") as opened:
-                opened.write(msgspec.json.encode(record))
-            new.replace(self._path)
-        except OSError:
-            with suppress(OSError):
-                new.unlink()
-            raise
+        whole_file.replace(self._path, msgspec.json.encode(record))
         self._kept = lease.lease
 
     def follow(self, live: Lease | None) -> None:

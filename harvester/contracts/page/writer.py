@@ -20,7 +20,7 @@ from harvester.contracts.page.seal import (
     pack_head,
     sequence_of,
 )
-from harvester.contracts.page.writer_lock import WriterLock, check_own, refusal
+from harvester.contracts.page.writer_lock import WriterLock, check_own, is_at, refusal
 
 R = TypeVar("R", bound=Record)
 
@@ -106,14 +106,7 @@ class PageWriter(Generic[R]):
         self.close()
 
     def _in_place(self) -> bool:
-        if self._fd < 0:
-            return False
-        mine = os.fstat(self._fd)
-        try:
-            there = self.path.lstat()
-        except OSError:
-            return False
-        return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+        return self._fd >= 0 and is_at(self.path, self._fd)
 
     def _give_up(self, callers: WriterLock | None) -> None:
         if self._fd >= 0:

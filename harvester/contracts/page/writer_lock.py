@@ -32,6 +32,16 @@ class PageHeld(ConfigError):  # noqa: N818 - named for the state, not for a faul
     """Another living process writes the page."""
 
 
+def is_at(path: Path, fd: int) -> bool:
+    """Whether the path names the open file: not deleted, not made anew."""
+    mine = os.fstat(fd)
+    try:
+        there = path.lstat()
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+
 class WriterLock:
     """Of one page; used by one thread at a time."""
 
@@ -74,14 +84,7 @@ class WriterLock:
 
     def in_place(self) -> bool:
         """Whether the path still names the file that is locked."""
-        if self._fd < 0:
-            return False
-        mine = os.fstat(self._fd)
-        try:
-            there = self.path.lstat()
-        except OSError:
-            return False
-        return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+        return self._fd >= 0 and is_at(self.path, self._fd)
 
     def close(self) -> None:
         """Give lock and claim up; they may be taken again."""
