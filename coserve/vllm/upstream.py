@@ -184,7 +184,9 @@ ENGINE_LOOP: tuple[Symbol, ...] = (
     *reads("vllm.platforms.cuda", "NvmlCudaPlatform.get_device_uuid"),
     *reads("vllm.platforms.interface", "Platform.is_cuda"),
     *reads("vllm.v1.worker.worker_base", "WorkerBase.device"),
-    *reads("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),
+    *reads(
+        "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model", "GPUModelRunner._dummy_run"
+    ),
     *reads(
         "vllm.third_party.pynvml",
         "nvmlInit",

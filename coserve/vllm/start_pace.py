@@ -1,0 +1,45 @@
+"""A guest on a GPU asks for slack while it starts: each pass that vLLM makes to measure and warm up.
+
+Only where one process works for the engine. With several ranks one that waits keeps the others
+spinning on their GPUs, which production would feel more than the pass itself. Loading weights is
+not paced: it is copies. On a CPU the guest's idle group bounds its start as everything else.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from coserve.work_gate import WorkGate
+
+_KIND = "start"
+_PIECE_S = 0.05
+"""A decode batch's pass, before one was measured."""
+
+_paced: tuple[Any, Callable[..., Any]] | None = None
+
+
+def begin(runner: Any, gate: WorkGate, synchronize: Callable[[], None]) -> None:
+    """From now on each of the runner class's dummy passes waits; nothing outlives `end`."""
+    global _paced
+    if _paced is not None:
+        return
+    stock = runner._dummy_run
+    gate.expect(_KIND, _PIECE_S)
+
+    def paced_dummy_run(self: Any, *arguments: Any, **options: Any) -> Any:
+        with gate.piece(_KIND):
+            made = stock(self, *arguments, **options)
+            # A pass is over when the GPU is done with it, not when it was launched.
+            synchronize()
+        return made
+
+    runner._dummy_run = paced_dummy_run
+    _paced = (runner, stock)
+
+
+def end() -> None:
+    """The engine's loop is about to run: a dummy pass is a step's from here on."""
+    global _paced
+    if _paced is not None:
+        runner, stock = _paced
+        runner._dummy_run = stock
+        _paced = None
