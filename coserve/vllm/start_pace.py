@@ -1,4 +1,4 @@
-"""A guest on a GPU asks for slack while it starts: each pass that vLLM makes to measure and warm up.
+"""A GPU guest asks for slack while it starts: each pass that vLLM makes to measure and warm up.
 
 Only where one process works for the engine. With several ranks one that waits keeps the others
 spinning on their GPUs, which production would feel more than the pass itself. Loading weights is
