@@ -73,7 +73,7 @@ def pulse_of(slot: EngineSlot, page: str) -> Pulse:
 def condition_of(slot: EngineSlot, page: str) -> tuple[Condition | None, str]:
     """What a node agent with a profile thinks of it."""
     settings = SlotSettings(profile=ProfileSettings(prefill_base_s=0.01, decode_base_s=0.01))
-    sensor = SlotSensor(slot.pages, pulses=(page,), owners=frozenset())
+    sensor = SlotSensor(slot.pages, pulses=(page,))
     try:
         sample = sensor.sample(lease=LeaseView(epoch=Epoch(1)), kill_switch=KillSwitch.NONE)
     finally:
