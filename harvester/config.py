@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from harvester.contracts.bearer import is_loopback
+from harvester.contracts.bearer import is_loopback, read_token
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import NAME_PATTERN, checked_name
 from harvester.contracts.mps import DEFAULT_CONTROL
@@ -154,8 +154,8 @@ class SlotConfig(_Model):
     pages: Path | None = None
     """Page directory; by default the slot's name under `page_root`."""
     pulses: tuple[str, ...] = Field(default=(), max_length=32)
-    """Pulse files that must be fresh; by default whichever are present, at least one, and one for
-    each API server that an engine says it has."""
+    """Pulse files that must be fresh, besides whichever are present, at least one, and one for each
+    API server that an engine says it has."""
     owners: OwnersConfig | None = None
     """In the place of the node's, where this slot's engines run as other users."""
     engine_url: str = ""
@@ -289,6 +289,14 @@ class AgentConfig(_Model):
                     f"page_group: there is no group {group!r} here; make it, or give its number"
                 ) from None
         return None if group is None else int(group)
+
+    def check_here(self) -> None:
+        """Raises ConfigError where this machine lacks a user, the group or the token file."""
+        _ = self.page_gid
+        for slot in self.slots:
+            self.owners_of(slot)
+        if self.http.token_file is not None:
+            read_token(self.http.token_file)
 
     def settings_of(self, slot: SlotConfig) -> SlotSettings:
         return replace(slot.policy, mode=more_careful(self.mode, slot.policy.mode))

@@ -30,6 +30,7 @@ from harvester.contracts.page import (
     Pulse,
     pulse_page,
 )
+from harvester.contracts.page.owners import OWNERS_VARIABLE
 from harvester.contracts.process import ProcessId, process_ids
 
 BEAT_S = 0.1
@@ -68,6 +69,7 @@ class PulseReporter:
         self._book = PulseBook(root=_root(), middleware=False)
         self._grant = self._directory.grant_reader()
         self._grant_seen: bytes | None = None
+        self._told_stranger = False
         self._lock = threading.Lock()
         self._keys = itertools.count(1)
         self._silent = False
@@ -170,6 +172,14 @@ class PulseReporter:
         """A grant that is no more closes the guest's gate; one that only we cannot read may not."""
         grant = self._grant.read(now_ns=now_ns)
         self._grant_seen = self._grant.sequence()
+        if grant.fault is PageFault.FOREIGN and not self._told_stranger:
+            self._told_stranger = True
+            _log.warning(
+                "RoseMux: the grant in %s is of a user whom %s does not name as agent: step times "
+                "are not learned, and the slot stays closed",
+                self._grant.path.parent,
+                OWNERS_VARIABLE,
+            )
         if grant.record is None:
             closed = grant.fault in (PageFault.MISSING, PageFault.EXPIRED)
         else:

@@ -99,6 +99,7 @@ class AgentProcess:
         self._notifier.reloading()
         try:
             loaded = self._reload()
+            loaded.config.check_here()
         except ConfigError as error:
             node.metrics.reload_successful.set(0)
             _log.error("configuration not reloaded, the old one stays: %s", error)

@@ -1,6 +1,8 @@
 """Reads a slot's pages and the kill switch into one sample. It judges nothing."""
 
+import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from harvester.agent.kv_sharing import SharedKv
@@ -16,10 +18,13 @@ from harvester.contracts.page import (
     Pulse,
     Reading,
 )
+from harvester.contracts.page.owners import user_name
 from harvester.contracts.process import ProcessId, start_ticks
 from harvester.contracts.scheduling_group import is_under_idle, scheduling_group
 from harvester.policy.expected_pulses import FOREIGN_PULSE, MAX_PULSES, expected
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
+
+_log = logging.getLogger(__name__)
 
 _SWITCH_BYTES = 64
 _RELIST_BEATS = 5
@@ -68,28 +73,26 @@ class SlotSensor:
         memory: SharedMemory | SharedKv | None = None,
         mps: MpsWatch | None = None,
     ) -> None:
-        """`pulses` are the pages that must be there; none means whichever are, and those that
-        these name."""
+        """`pulses` must be there, besides whichever are and those that these name."""
         self._memory = memory
         self._mps = mps
         self._directory = directory
-        self._expected = pulses
+        self._expected = frozenset(pulses)
         self._present: tuple[str, ...] = ()
         self._listed_ns = -1
         self._beats_listed = 0
         self._pulses: dict[str, PageReader[Pulse]] = {}
         self._guest, self._leaving = directory.guest_reader(), directory.leaving_reader()
         self._guest_processes: tuple[ProcessId, ...] = ()
+        self._strangers: set[Path] = set()
         self.seen_ns: dict[str, int] = {}
         """Stamp of the newest whole reading of each source."""
 
     def sample(self, *, lease: LeaseView, kill_switch: KillSwitch) -> SlotSample:
         now_ns = monotonic_ns()
         guest = self._guest_said(now_ns)
-        if self._expected:
-            pulses = self._pulses_of(self._expected, now_ns)
-        else:
-            pulses = expected(self._pulses_of(self._names(), now_ns))
+        names = tuple(sorted(self._expected.union(self._names())))
+        pulses = expected(self._pulses_of(names, now_ns), self._expected)
         return SlotSample(
             pulses=pulses,
             guest=self._guest_reading(guest),
@@ -99,6 +102,16 @@ class SlotSensor:
             mps=None if self._mps is None else self._mps.read(),
             guest_kv=self._memory.read_guest() if isinstance(self._memory, SharedKv) else None,
         )
+
+    def _tell_stranger(self, path: Path, fault: PageFault | None) -> None:
+        """Once: nothing else names the user that owns a page and is not believed."""
+        if fault is not PageFault.FOREIGN:
+            self._strangers.discard(path)
+        elif path not in self._strangers:
+            self._strangers.add(path)
+            with suppress(OSError):
+                user = user_name(path.lstat().st_uid)
+                _log.warning("%s is of user %s, whom `owners` does not name for it", path, user)
 
     def close(self) -> None:
         for reader in self._pulses.values():
@@ -115,6 +128,7 @@ class SlotSensor:
         return guest if another else leaving
 
     def _guest_reading(self, found: Reading[Guest]) -> GuestReading:
+        self._tell_stranger(self._guest.path, found.fault)
         if found.record is None:
             below = any(_lives_below(process) for process in self._guest_processes)
             return GuestReading(fault=found.fault, lives_below=below)
@@ -146,4 +160,5 @@ class SlotSensor:
         reading = reader.read(now_ns=now_ns)
         if reading.record is not None:
             self.seen_ns[name] = reading.stamp_ns
+        self._tell_stranger(reader.path, reading.fault)
         return PulseReading(name=name, record=reading.record, fault=reading.fault)

@@ -34,6 +34,7 @@ def agent(
     loaded = load()
     checked = loaded.config
     if check_config:
+        checked.check_here()
         for note in loaded.notes:
             typer.echo(f"note: {note}")
         names = ", ".join(slot.name for slot in checked.slots)

@@ -22,6 +22,7 @@ from harvester.contracts.page import (
     Pulse,
     Reading,
 )
+from harvester.contracts.page.owners import user_name
 from harvester.contracts.wire.leases import SlotOffers
 
 _TIMEOUT_S = 3.0
@@ -58,14 +59,15 @@ def _slot_directories(pages: Path) -> list[PageDirectory]:
 
 
 def _page_table(directories: list[PageDirectory]) -> Table:
-    table = Table("slot", "page", "age", "says", title="Pages", title_justify="left")
+    table = Table("slot", "page", "user", "age", "says", title="Pages", title_justify="left")
     for directory in directories:
-        for page, age, says in _page_rows(directory):
-            table.add_row(directory.path.name, page, age, says)
+        for row in _page_rows(directory):
+            table.add_row(directory.path.name, *row)
     return table
 
 
-def _page_rows(directory: PageDirectory) -> list[tuple[str, str, str]]:
+def _page_rows(directory: PageDirectory) -> list[tuple[str, str, str, str]]:
+    """Each page as its own user wrote it: the agent's log says which user it believes instead."""
     now_ns = monotonic_ns()
     rows = []
     for name in (PageName.GRANT, *directory.pulse_names(), PageName.GUEST):
@@ -73,7 +75,7 @@ def _page_rows(directory: PageDirectory) -> list[tuple[str, str, str]]:
         owners = frozenset({path.stat().st_uid}) if path.exists() else frozenset()
         reading = _read(path, name, owners, now_ns)
         age = f"{(now_ns - reading.stamp_ns) / 1e6:.0f} ms" if reading.record else ""
-        rows.append((str(name), age, _says(reading)))
+        rows.append((str(name), ", ".join(map(user_name, owners)), age, _says(reading)))
     return rows
 
 

@@ -1,7 +1,8 @@
-"""Which pulses must be there, where no configuration lists them: those that are, and their word.
+"""Pulses that must be there: those that are, those that these announce, those configured.
 
 Each pulse says how many API servers its engine has. One of them that never showed itself is missing
-and not idle; one left by an engine that had more of them is no engine's.
+and not idle; one left by an engine that had more of them is no engine's. A configured list adds to
+that: it never hides an engine that lives beside the listed ones.
 """
 
 from harvester.contracts.page import PageFault, engine_of, pulse_page
@@ -15,8 +16,13 @@ FOREIGN_PULSE = "pulse.foreign.0"
 _GONE = frozenset((PageFault.EXPIRED, PageFault.MISSING))
 
 
-def expected(present: tuple[PulseReading, ...]) -> tuple[PulseReading, ...]:
-    """`present` less what was left over, with those that are missing, in the order of names."""
+def expected(
+    present: tuple[PulseReading, ...], configured: frozenset[str] = frozenset()
+) -> tuple[PulseReading, ...]:
+    """`present` less what was left over, with those that are missing, in the order of names.
+
+    Where pulses are configured, the silent page of an engine that is not listed was left over too.
+    """
     processes: dict[str, int] = {}
     for reading in present:
         if reading.record is not None:
@@ -31,8 +37,9 @@ def expected(present: tuple[PulseReading, ...]) -> tuple[PulseReading, ...]:
         reading.name: reading
         for reading in present
         if reading.name in named
+        or reading.name in configured
         or reading.fault not in _GONE
-        or not processes.get(engine_of(reading.name))
+        or not (configured or processes.get(engine_of(reading.name)))
     }
     for name in named - kept.keys():
         kept[name] = PulseReading(name=name, fault=PageFault.MISSING)

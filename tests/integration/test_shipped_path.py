@@ -197,7 +197,8 @@ async def leased(slot: Shipped) -> AsyncIterator[int]:
         async def renew(name: str) -> None:
             while True:
                 await asyncio.sleep(2.0)
-                await post(f"/v1/leases/{name}/renew", lease=name, epoch=epoch, duration_s=10.0)
+                renewed = await post(f"/v1/leases/{name}/renew", epoch=epoch, duration_s=10.0)
+                assert renewed["type"] == "granted", renewed
 
         await until(lambda: slot.slot()["state"] == "offered", "offered", seen=slot.slot)
         granted = await post(

@@ -60,6 +60,14 @@ def uids(users: Iterable[str | int], *, what: str) -> frozenset[int]:
     return frozenset(_uid(user, what) for user in users)
 
 
+def user_name(uid: int) -> str:
+    """The number itself where nobody here has it, as in a container."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
 def _uid(user: str | int, what: str) -> int:
     if isinstance(user, str) and not user.isdecimal():
         try:

@@ -153,3 +153,16 @@ def test_status_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_status_names_an_agent_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["status", "--pages", "/nonexistent", "--agent", "ftp://x"]) == 2
     assert "http://HOST:PORT" in capsys.readouterr().err
+
+
+def test_a_configuration_that_this_machine_cannot_run_is_not_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "agent.yaml"
+    for lacking, said in (
+        ("owners: {production: [no-such-user]}\npage_group: 5\n", "no-such-user"),
+        ("http: {token_file: /nowhere/token}\n", "/nowhere/token"),
+    ):
+        path.write_text(lacking + "slots: [{name: slot0}]\n")
+        assert exit_code(["agent", "--config", str(path), "--check-config"]) == 2
+        assert said in capsys.readouterr().err

@@ -175,7 +175,7 @@ def test_an_agent_that_scrapes_is_production_of_that_slot(write: Any) -> None:
 def test_users_and_groups_that_are_not_here_are_named(write: Any, text: str, said: str) -> None:
     config = load_agent_config(write(text + GOOD), environment={})
     with pytest.raises(ConfigError, match=said):
-        _ = config.page_gid, config.owners_of(config.slots[0])
+        config.check_here()
 
 
 def test_an_older_file_is_told_what_has_become_of_trusted_uids(write: Any) -> None:

@@ -50,3 +50,20 @@ def test_an_engine_that_does_not_say_is_taken_as_it_is() -> None:
 def test_more_than_can_be_is_not_believed() -> None:
     (only,) = expected((fresh("pulse.a.0", processes=10**9),))
     assert (only.name, only.fault) == (FOREIGN_PULSE, PageFault.FOREIGN)
+
+
+def test_a_configured_list_hides_no_api_server_and_no_engine_that_lives_beside_it() -> None:
+    configured = frozenset({"pulse.a.0"})
+    present = (fresh("pulse.a.0", processes=2), fresh("pulse.b.0", processes=1))
+    found = expected(present, configured)
+    assert [(r.name, r.fault) for r in found] == [
+        ("pulse.a.0", None),
+        ("pulse.a.1", PageFault.MISSING),
+        ("pulse.b.0", None),
+    ]
+
+
+def test_a_configured_pulse_that_is_silent_stays_and_what_another_engine_left_does_not() -> None:
+    present = (silent("pulse.a.0"), silent("pulse.old.0"), silent("pulse.x.0", PageFault.FOREIGN))
+    found = expected(present, frozenset({"pulse.a.0"}))
+    assert [r.name for r in found] == ["pulse.a.0", "pulse.x.0"]

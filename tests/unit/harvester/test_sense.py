@@ -1,16 +1,20 @@
 """What one beat reads of a slot."""
 
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from harvester.agent.sense import SlotSensor
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.ids import Epoch
-from harvester.contracts.page import Guest, PageDirectory, PageFault
+from harvester.contracts.page import Guest, PageDirectory, PageFault, Pulse
+from harvester.contracts.page.owners import PageOwners
 from harvester.contracts.process import process_ids
-from harvester.policy.sample import GuestReading, KillSwitch, LeaseView
+from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading
 
 
 def test_who_wrote_an_expired_page_lives_until_its_process_ends(tmp_path: Path) -> None:
@@ -32,4 +36,42 @@ def test_who_wrote_an_expired_page_lives_until_its_process_ends(tmp_path: Path) 
         os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
         assert read() == GuestReading(fault=PageFault.EXPIRED, lives_below=True)
     assert read() == GuestReading(fault=PageFault.EXPIRED)
+    sensor.close()
+
+
+def _pulses(sensor: SlotSensor) -> tuple[PulseReading, ...]:
+    lease = LeaseView(epoch=Epoch(1))
+    return sensor.sample(lease=lease, kill_switch=KillSwitch.NONE).pulses
+
+
+def test_a_configured_list_leaves_no_living_engine_out(tmp_path: Path) -> None:
+    pages = PageDirectory.create(tmp_path)
+    for engine, processes in (("production", 2), ("another", 1)):
+        writer = pages.pulse_writer(engine, 0)
+        record = Pulse(in_flight=3, processes=processes)
+        writer.write(record, now_ns=monotonic_ns(), ttl_ns=3_600_000_000_000)
+    sensor = SlotSensor(pages, pulses=("pulse.production.0",))
+    found = {reading.name: reading.fault for reading in _pulses(sensor)}
+    assert found == {
+        "pulse.another.0": None,
+        "pulse.production.0": None,
+        "pulse.production.1": PageFault.MISSING,
+    }
+    sensor.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
+def test_the_owner_of_a_page_that_is_not_believed_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    PageDirectory.create(tmp_path).pulse_writer("production", 0)
+    believed = PageOwners(production=frozenset({os.geteuid() + 1}))
+    (tmp_path / "pulse.production.0").chmod(0o644)
+    os.chown(tmp_path / "pulse.production.0", os.geteuid() + 2, -1)
+    sensor = SlotSensor(PageDirectory(tmp_path, believed), pulses=())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert [reading.fault for reading in _pulses(sensor)] == [PageFault.FOREIGN]
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert "pulse.production.0 is of user" in said
     sensor.close()
