@@ -40,7 +40,13 @@ _Loader.add_implicit_resolver(
 
 def parse_value(text: str) -> Any:
     """A value as a settings file would hold it. Raises yaml.YAMLError."""
-    return yaml.load(text, Loader=_Loader)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except ValueError as error:
+        # What looks like a date or a number need not be one: 2024-13-45, 0x_.
+        raise yaml.YAMLError(str(error)) from error
+    except RecursionError as error:
+        raise yaml.YAMLError("nested too deeply") from error
 
 
 def read_text(path: Path) -> str:

@@ -97,11 +97,12 @@ class AgentProcess:
 
     def _reconfigure(self, node: Node) -> None:
         self._notifier.reloading()
+        # Whatever happens on the way; what is in force sets it anew.
+        node.metrics.reload_successful.set(0)
         try:
             loaded = self._reload()
             loaded.config.check_here()
         except ConfigError as error:
-            node.metrics.reload_successful.set(0)
             _log.error("configuration not reloaded, the old one stays: %s", error)
         else:
             _tell(loaded)
@@ -111,7 +112,8 @@ class AgentProcess:
                 _log.info("in force when the guest starts: %s", _listed(done.guest_start_needed))
             if done.restart_needed:
                 _log.error("needs a restart: %s", _listed(done.restart_needed))
-        self._notifier.ready()
+        finally:
+            self._notifier.ready()
 
     def _probes(self) -> list[MetricsProbe]:
         return [

@@ -1,5 +1,6 @@
 """A reload says of every field whether it is in force, and what it says is true."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
@@ -10,17 +11,21 @@ import pytest
 from pydantic import BaseModel
 
 from harvester.agent.node import Node
+from harvester.agent.process import AgentProcess
 from harvester.agent.reload import reload
+from harvester.agent.systemd import Notifier
 from harvester.config import (
     AgentConfig,
     GuestConfig,
     HttpConfig,
     KvcachedConfig,
+    LoadedConfig,
     MpsConfig,
     OwnersConfig,
     SlotConfig,
 )
 from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.journal import Opened, read_journal
 from harvester.contracts.page.records import Law
 from harvester.policy.sample import KillSwitch
@@ -254,6 +259,23 @@ def test_what_is_not_in_force_stands_in_metrics_journal_and_offers(
     node.reconfigure(node._config)
     assert sample(node, "harvester_config_restart_needed") == 0
     assert sample(node, "harvester_config_last_reload_successful") == 1
+
+
+@pytest.mark.parametrize("error", [ConfigError("no YAML"), RuntimeError("a mistake of ours")])
+def test_a_reload_that_fails_is_counted_and_ends(
+    node: Node, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def load() -> LoadedConfig:
+        raise error
+
+    said: list[str] = []
+    monkeypatch.setattr(Notifier, "_send", lambda _, message: said.append(message.split("=")[0]))
+    process = AgentProcess(LoadedConfig(config=FULL), reload=load, version="1")
+    # Asyncio logs what a signal's handler raises.
+    with contextlib.suppress(RuntimeError):
+        process._reconfigure(node)
+    assert said == ["RELOADING", "READY"]
+    assert sample(node, "harvester_config_last_reload_successful") == 0
 
 
 def test_the_sections_that_exclude_each_other_are_compared_too() -> None:

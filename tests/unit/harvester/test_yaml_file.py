@@ -4,9 +4,10 @@ import ast
 from pathlib import Path
 
 import pytest
+from yaml import YAMLError
 
 from harvester.contracts.errors import ConfigError
-from harvester.yaml_file import parse_fields
+from harvester.yaml_file import parse_fields, parse_value
 
 REPOSITORY = Path(__file__).parents[3]
 PACKAGES = ("harvester", "coserve", "weightsync", "scheduler")
@@ -25,6 +26,18 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(text: str, says: str) 
     with pytest.raises(ConfigError) as caught:
         parse_fields(text, Path("x.yaml"))
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["2024-13-45", "2024-01-01T99:00:00Z", "0x_", "0b_", "[" * 3000 + "]" * 3000, "{a: " * 3000],
+    ids=["month", "hour", "hexadecimal", "binary", "lists", "mappings"],
+)
+def test_a_value_that_yaml_chokes_on_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="not YAML"):
+        parse_fields(f"node: {value}\n", Path("x.yaml"))
+    with pytest.raises(YAMLError):
+        parse_value(value)
 
 
 def test_the_same_key_in_two_mappings_or_over_a_merged_one_is_good() -> None:
