@@ -8,6 +8,9 @@ A page is written by its guest, so a name in it is believed only for a process o
 that began when the guest says: a number alone would be somebody else's in another pid namespace, or
 a moment later. Where the agent sees no such process (in another pod, say), nothing happens, and
 that is what is said: every action has an outcome, and one that was not done has its reason.
+
+Production and guest may be of one user. Nothing that a pulse names as production's, nothing that
+descends from it and nothing that it descends from is acted on, whatever a guest's page says.
 """
 
 import logging
@@ -26,9 +29,9 @@ import msgspec
 from harvester import whole_file
 from harvester.agent.mps import MpsWatch
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.errors import Unsupported
+from harvester.contracts.errors import UNDECODABLE, Unsupported
 from harvester.contracts.idle_groups import IdleGroups
-from harvester.contracts.process import ProcessId, start_ticks
+from harvester.contracts.process import ProcessId, lineage, start_ticks
 from harvester.contracts.scheduling_group import is_under_idle, scheduling_group
 from harvester.policy.sample import GuestAction, Outcome
 
@@ -88,6 +91,7 @@ class GuestProcesses:
         self._page = page
         self._memo = memo
         self._lifted = _remembered(memo)
+        self._production: frozenset[ProcessId] = frozenset()
         self._named: tuple[ProcessId, ...] = ()
         self._seen: frozenset[ProcessId] = frozenset()
         self._kill: _Kill | None = None
@@ -104,6 +108,14 @@ class GuestProcesses:
             self._named = named
             here = {one for one in named if start_ticks(one.pid) == one.start_ticks}
             self._seen = frozenset(here | (self._seen & set(named)))
+
+    def spare(self, production: Iterable[ProcessId]) -> None:
+        """Never act on these, the first processes of production's engines, nor on their families.
+        They stay spared while they live, also when no pulse names them for a while."""
+        new = frozenset(production) - self._production
+        if new:
+            known = (one for one in self._production if _lives(one))
+            self._production = new.union(known)
 
     def outcomes(self) -> tuple[Outcome, ...]:
         """Of actions since the last call, as far as they are known."""
@@ -257,11 +269,22 @@ class GuestProcesses:
                 faults.append(f"process {process.pid}: another one here; another pid namespace?")
             elif _owner_of(Path(f"/proc/{process.pid}")) != owner:
                 faults.append(f"process {process.pid}: not of the user whose page names it")
+            elif self._is_production(process.pid):
+                faults.append(f"process {process.pid}: production's, and not the guest's")
             else:
                 own.append(process)
         if not (own or gone or faults):
             faults.append("the guest names no process")
         return _Found(own=tuple(own), gone=tuple(gone), fault="; ".join(faults))
+
+    def _is_production(self, pid: int) -> bool:
+        """Whether ending it would end an engine of production, or a part of one."""
+        line = lineage(pid)
+        return any(
+            root.pid in line or pid in lineage(root.pid)
+            for root in self._production
+            if _lives(root)
+        )
 
     def _remember(self) -> None:
         try:
@@ -281,8 +304,12 @@ class GuestProcesses:
 def _remembered(memo: Path) -> set[_Lifted]:
     try:
         return set(msgspec.json.decode(memo.read_bytes(), type=tuple[_Lifted, ...]))
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNDECODABLE):
         return set()
+
+
+def _lives(process: ProcessId) -> bool:
+    return start_ticks(process.pid) == process.start_ticks
 
 
 def _owner_of(path: Path) -> int | None:

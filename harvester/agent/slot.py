@@ -50,6 +50,8 @@ from harvester.policy.slot import SlotPolicy
 
 _log = logging.getLogger(__name__)
 
+_MOST_EPOCH = 10**15
+
 
 class Slot:
     """Takes over the pages of an earlier agent and owns the grant page until `close`."""
@@ -135,6 +137,8 @@ class Slot:
     def _sample(self, kill_switch: KillSwitch, now: float) -> SlotSample:
         self._record.look(now=now)
         sample = self.sensor.sample(lease=self._book.view(self.name), kill_switch=kill_switch)
+        pulses = (reading.record for reading in sample.pulses if reading.record is not None)
+        self._guest.spare(pulse.root for pulse in pulses if pulse.root is not None)
         if sample.guest.record is not None:
             self._guest.know(sample.guest.record.processes)
         outcomes = self._guest.outcomes()
@@ -294,9 +298,11 @@ def _reserve(page: KeptPage[Grant]) -> None:
 
 
 def epoch_left(directory: PageDirectory) -> Epoch:
-    """The highest epoch that the pages know of; 0 where there is none."""
+    """The highest epoch that the pages know of; 0 where there is none. A guest's is believed up to
+    a bound that no agent reaches: beyond the wire's integers no grant could be written."""
     grants, guests = directory.grant_reader(), directory.guest_reader()
     grant, guest = grants.read_left().record, guests.read_left().record
     grants.close()
     guests.close()
-    return Epoch(max(grant.epoch if grant else 0, guest.epoch if guest else 0))
+    said = guest.epoch if guest is not None and guest.epoch <= _MOST_EPOCH else 0
+    return Epoch(max(0, grant.epoch if grant else 0, said))

@@ -11,6 +11,12 @@
 Refusals that a policy expects are values with a reason, not exceptions. Catch where you can act.
 """
 
+import msgspec
+
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Everything that msgspec raises for bytes that somebody else wrote: it lets a string that is no
+UTF-8, and nesting without end, through as Python's own errors."""
+
 
 class RoseMuxError(Exception):
     """Root of every error that RoseMux raises on purpose."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+_PARENT_FIELD = 4
 _START_FIELD = 22
 """Of /proc/PID/stat; clock ticks since the machine started."""
 
@@ -16,12 +17,16 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
 
 def start_ticks(pid: int) -> int | None:
     """None where there is no such process, or none that this one may see."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-        # The name, in parentheses, may contain anything.
-        return int(text.rpartition(")")[2].split()[_START_FIELD - 3])
-    except (OSError, ValueError, IndexError):
-        return None
+    return _status(pid, _START_FIELD)
+
+
+def lineage(pid: int) -> tuple[int, ...]:
+    """A process and those that it descends from, nearest first, as far as the kernel shows them."""
+    line: list[int] = []
+    while pid and pid not in line:
+        line.append(pid)
+        pid = _status(pid, _PARENT_FIELD) or 0
+    return tuple(line)
 
 
 def family(pid: int) -> tuple[int, ...]:
@@ -54,3 +59,12 @@ def process_ids(pids: list[int]) -> tuple[ProcessId, ...]:
     """Of those that there are."""
     found = [(pid, start_ticks(pid)) for pid in pids]
     return tuple(ProcessId(pid=pid, start_ticks=ticks) for pid, ticks in found if ticks is not None)
+
+
+def _status(pid: int, field: int) -> int | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        # The name, in parentheses, may contain anything.
+        return int(text.rpartition(")")[2].split()[field - 3])
+    except (OSError, ValueError, IndexError):
+        return None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from harvester.contracts.process import family, start_ticks
+from harvester.contracts.process import family, lineage, start_ticks
 
 
 @pytest.fixture
@@ -28,9 +28,18 @@ def test_a_process_and_what_it_started_are_a_family(shell: "subprocess.Popen[str
     assert {shell.pid, child} <= set(family(os.getpid()))
 
 
+def test_a_process_descends_from_whoever_started_it(shell: "subprocess.Popen[str]") -> None:
+    assert shell.stdout is not None
+    child = int(shell.stdout.readline())
+
+    assert lineage(child)[:3] == (child, shell.pid, os.getpid())
+    assert lineage(os.getpid()) == lineage(child)[2:]
+
+
 def test_a_process_that_is_not_there_has_none() -> None:
     with subprocess.Popen(["true"]) as ended:
         pass
     assert start_ticks(ended.pid) is None
     with pytest.raises(OSError):
         family(ended.pid)
+    assert lineage(ended.pid) == (ended.pid,)

@@ -104,6 +104,65 @@ def test_a_guest_in_an_operators_idle_group_is_not_said_to_be_lifted(
     assert "its operator's" in fault_of(guest)
 
 
+@pytest.fixture
+def below() -> Iterator[tuple[ProcessId, ProcessId]]:
+    """A process and one that it started."""
+    script = "sleep 60 & echo $!; read line; kill $!; wait"
+    with subprocess.Popen(
+        ["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        parent, child = process_ids([process.pid, int(process.stdout.readline())])
+        yield parent, child
+        process.communicate("\n")
+
+
+def test_production_is_not_touched_whatever_a_guest_of_its_user_names(
+    below: tuple[ProcessId, ProcessId],
+    child: "subprocess.Popen[bytes]",
+    named: tuple[ProcessId, ...],
+    guest: GuestProcesses,
+) -> None:
+    for root in below:
+        guest.spare([root])
+        for one in below:
+            guest.kill([one])
+            assert "production's" in fault_of(guest)
+            guest.lift([one])
+            assert "production's" in fault_of(guest)
+            assert start_ticks(one.pid) == one.start_ticks
+    # Its pulse is late, and later another engine beats.
+    guest.spare([])
+    guest.spare([ProcessId(pid=1 << 22, start_ticks=1)])
+    guest.kill([*below, *named])
+    assert child.wait(5) == -9, "the guest's own is ended all the same"
+    assert "production's" in fault_of(guest)
+    assert [start_ticks(one.pid) for one in below] == [one.start_ticks for one in below]
+
+
+def test_a_root_of_another_pid_namespace_spares_nobody(
+    child: "subprocess.Popen[bytes]", named: tuple[ProcessId, ...], guest: GuestProcesses
+) -> None:
+    guest.spare([ProcessId(pid=one.pid, start_ticks=one.start_ticks + 1) for one in named])
+    guest.kill(named)
+    assert child.wait(5) == -9
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        b"{",
+        b'[{"process":{"pid":2,"start_ticks":1},"out_of":"\xff"}]',
+        b'[{"x":' + b"[" * 4000,
+    ],
+)
+def test_a_memo_that_does_not_decode_is_none(tmp_path: Path, left: bytes) -> None:
+    (tmp_path / "lifted").write_bytes(left)
+    guest = GuestProcesses(tmp_path / "guest", memo=tmp_path / "lifted")
+    guest.settle()
+    assert not fault_of(guest)
+
+
 @privileged
 def test_an_agent_that_comes_after_puts_back_what_the_one_before_had_lifted(
     child: "subprocess.Popen[bytes]",
