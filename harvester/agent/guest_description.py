@@ -9,6 +9,7 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
+from harvester.contracts.errors import UNDECODABLE
 from harvester.contracts.reply import body_of
 from harvester.contracts.wire.engines import ENGINE_ROUTE, EngineDescription, EngineReport
 
@@ -40,5 +41,5 @@ class GuestDescription:
             async with session.get(url + ENGINE_ROUTE) as reply:
                 raw = await body_of(reply, most_bytes=_MOST_BYTES)
             self.latest = msgspec.json.decode(raw, type=EngineReport).description
-        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):
+        except (aiohttp.ClientError, TimeoutError, *UNDECODABLE):
             self.latest = _UNKNOWN

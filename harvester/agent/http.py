@@ -13,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from harvester.agent.node import Node
 from harvester.contracts.bearer import is_sent
-from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
 from harvester.contracts.ids import LeaseId, checked_name
 from harvester.contracts.wire.leases import EndReason, LeaseRenewal, LeaseRequest, SlotOffers
 
@@ -112,7 +112,7 @@ async def _clear_errors(request: web.Request, handler: Handler) -> web.StreamRes
 async def _body(request: web.Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(await request.read(), type=kind)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise PeerProtocolError(f"{kind.__name__}: {error}") from error
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from harvester import whole_file
+from harvester.contracts.errors import UNDECODABLE
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId
 from harvester.policy.leases import Lease
 
@@ -39,7 +40,7 @@ class LeaseFile:
                 record = msgspec.json.decode(file.read(_MAX_BYTES), type=LeaseRecord)
         except FileNotFoundError:
             return None
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             _log.warning("%s is no record of a lease and is left out: %s", self._path, error)
             return None
         self._kept = record.lease

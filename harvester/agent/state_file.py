@@ -12,7 +12,7 @@ import xxhash
 
 from harvester import whole_file
 from harvester.contracts.clock import monotonic_origin, wall_time_utc
-from harvester.contracts.errors import Corrupt
+from harvester.contracts.errors import UNDECODABLE, Corrupt
 from harvester.policy.durable import DurableState, moved
 
 SCHEMA = 1
@@ -61,6 +61,9 @@ class StateFile:
             with self.path.open("rb") as file:
                 raw = file.read(MAX_BYTES + 1)
         except FileNotFoundError:
+            if self._refused.exists():
+                # The agent that refused it ended before it saved what it decided instead.
+                raise Corrupt(f"{self.path}: put aside, and none saved since") from None
             return None
         except OSError as error:
             raise Corrupt(f"{self.path}: {error.strerror}") from error
@@ -72,7 +75,11 @@ class StateFile:
     def put_aside(self) -> None:
         """Keep what could not be believed, for people."""
         with contextlib.suppress(OSError):
-            self.path.replace(self.path.with_name(self.path.name + ".refused"))
+            self.path.replace(self._refused)
+
+    @property
+    def _refused(self) -> Path:
+        return self.path.with_name(self.path.name + ".refused")
 
     def _decoded(self, raw: bytes) -> tuple[StateHead, DurableState]:
         first, _, rest = raw.partition(b"\n")
@@ -87,5 +94,5 @@ class StateFile:
             if (head.node, head.slot) != (self._node, self._slot):
                 raise Corrupt(f"{self.path}: of slot {head.slot} on node {head.node}")
             return head, msgspec.json.decode(body, type=DurableState)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise Corrupt(f"{self.path}: {error}") from error

@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from harvester.contracts.clock import wall_time_utc
-from harvester.contracts.errors import Corrupt
+from harvester.contracts.errors import UNDECODABLE, Corrupt
 
 SCHEMA = 1
 MAX_LINE_BYTES = 8 << 20
@@ -162,5 +162,5 @@ def read_journal(path: Path) -> Iterator[Line]:
                 return
             try:
                 yield decoder.decode(raw)
-            except msgspec.MsgspecError as error:
+            except UNDECODABLE as error:
                 raise Corrupt(f"{path.name} line {number}: {error}") from error

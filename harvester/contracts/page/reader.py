@@ -14,6 +14,7 @@ import msgspec
 
 from harvester.contracts.bell import FileWord, Word
 from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.errors import UNDECODABLE
 from harvester.contracts.page.records import Record
 from harvester.contracts.page.seal import (
     BODY_OFFSET,
@@ -161,7 +162,7 @@ class PageReader(Generic[R]):
             return Reading(None, sealed)
         try:
             reading = Reading(self._decoder.decode(sealed.record), None, sealed.stamp_ns)
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             return Reading(None, PageFault.TORN)
         self._sequence, self._expires_ns, self._last = page[_SEQUENCE], sealed.expires_ns, reading
         return reading

@@ -29,8 +29,10 @@ class Guest:
         lambda: web.Response(status=500),
         lambda: web.json_response({"description": 3}),
         lambda: web.Response(body=b"x" * (1 << 20)),
+        lambda: web.Response(body=b'{"identity": "\xff"}'),
+        lambda: web.Response(body=b'{"x": ' + b"[" * 4000),
     ],
-    ids=["no route", "failing", "nonsense", "endless"],
+    ids=["no route", "failing", "nonsense", "endless", "no UTF-8", "nested without end"],
 )
 async def test_a_guest_that_no_longer_says_what_it_is_is_unknown(reply) -> None:
     guest = Guest()

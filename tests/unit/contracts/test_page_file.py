@@ -123,10 +123,21 @@ def test_a_page_cut_short_is_torn(path: Path) -> None:
     assert read(PageReader(path, Pulse)).fault is PageFault.TORN
 
 
-def test_a_record_that_does_not_decode_is_torn(path: Path) -> None:
-    body = pack_body(b"\xc1", sequence=2, stamp_ns=NOW_NS, expires_ns=NOW_NS + 1)
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"\xc1",
+        b"\x81\xa5shape\xa2\xff\xfe",
+        b"\x81\xa5shape\x01",
+        b"\x81\xa1x" + b"\x91" * 3000 + b"\x00",
+    ],
+    ids=["no msgpack", "no UTF-8", "another type", "nested without end"],
+)
+def test_a_record_that_does_not_decode_is_torn(path: Path, record: bytes) -> None:
+    body = pack_body(record, sequence=2, stamp_ns=NOW_NS, expires_ns=NOW_NS + 1)
     path.write_bytes((pack_head(kind=Pulse.KIND, sequence=2) + body).ljust(PAGE_BYTES, b"\0"))
     assert read(PageReader(path, Pulse)).fault is PageFault.TORN
+    assert PageReader(path, Pulse).read_left().fault is PageFault.TORN
 
 
 def test_a_page_made_anew_is_found_once_the_old_one_expired(path: Path) -> None:

@@ -43,7 +43,14 @@ def test_bytes_on_disk_are_the_agreed_ones(path: Path) -> None:
     assert LeaseFile(path).read(ends_s=5.0) == LEASE
 
 
-@pytest.mark.parametrize("left", [b"", b"{", b"\xff" * 9000, b'{"lease": 4}', b"[]"])
+@pytest.mark.parametrize(
+    "left",
+    [
+        *(b"", b"{", b"\xff" * 9000, b'{"lease": 4}', b"[]"),
+        b'{"lease": "\xff"}',
+        b'{"x": ' + b"[" * 4000,
+    ],
+)
 def test_a_torn_record_is_no_lease(path: Path, left: bytes) -> None:
     path.write_bytes(left)
     assert LeaseFile(path).read(ends_s=1.0) is None

@@ -298,7 +298,15 @@ def test_the_journal_of_an_agent_that_resumed_replays(stage: Stage) -> None:
     assert replayed.decisions == 11
 
 
-@pytest.mark.parametrize("text", [b"", b"{}\n{}\n", bytes(range(64))])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"{}\n{}\n", bytes(range(64))),
+        b'{"type":"slot_state","node":"\xff","slot":"s","origin":"","at_s":1,"digest":""}\n{}\n',
+        b'{"x":' + b"[" * 100_000,
+    ],
+    ids=["empty", "no head", "no text", "no UTF-8", "nested without end"],
+)
 def test_a_state_that_cannot_be_believed_waits_for_an_operator(stage: Stage, text: bytes) -> None:
     stage.harvest()
     stage.node.close()

@@ -131,3 +131,14 @@ def test_fields_that_are_missing_or_unknown_are_an_older_or_newer_agent_s(
     head = msgspec.json.encode({**msgspec.json.decode(first), "digest": digest, "later": True})
     file.path.write_bytes(head + b"\n" + changed + b"\n")
     assert file.load(now=100.0) == STATE
+
+
+def test_after_a_refusal_nothing_is_believed_until_a_state_is_saved_again(file: StateFile) -> None:
+    file.path.write_bytes(b"torn")
+    for _ in range(3):
+        # As agents leave it that are killed before their first save.
+        with pytest.raises(Corrupt):
+            file.load(now=1.0)
+        file.put_aside()
+    file.save(STATE, now=2.0)
+    assert file.load(now=2.0) == STATE
