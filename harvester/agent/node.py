@@ -15,7 +15,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import LeaseId, NodeId, SlotId
 from harvester.contracts.page.directory import LAUNCH_DIRECTORY
 from harvester.contracts.page.trusted_directory import make_directory
-from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRequest
+from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRequest, SlotState
 from harvester.policy.leases import LeaseBook
 from harvester.policy.sample import KillSwitch
 from harvester.policy.states import Condition
@@ -47,6 +47,8 @@ class Node:
             self._expositions[slot.name] = exposition
             self.slots.append(self._slot(config, slot, exposition, started))
         self._slot_of_lease: dict[LeaseId, SlotId] = {}
+        self._faults: dict[SlotId, str] = {}
+        """Of slots whose last beat raised."""
         self._beat_at_s = started
         self.restart_needed: tuple[str, ...] = ()
         """Fields of the configuration file that are not in force."""
@@ -78,9 +80,24 @@ class Node:
             lease = self.book.live(slot.name)
             if lease is not None:
                 self._slot_of_lease[lease.lease] = slot.name
-            slot.beat(switch, now=now)
+            self._beat_slot(slot, switch, now)
         self._tell_ended()
         self._beat_at_s = now
+
+    def _beat_slot(self, slot: Slot, switch: KillSwitch, now: float) -> None:
+        """One slot's error is that slot's: its grant is not written and expires, and the other
+        slots go on."""
+        try:
+            slot.beat(switch, now=now)
+        except Exception as error:
+            fault = f"agent fault: {type(error).__name__}"
+            if self._faults.get(slot.name) != fault:
+                _log.exception("slot %s: no grant while this lasts", slot.name)
+            self._faults[slot.name] = fault
+            self.book.offer(slot.name, SlotState.OFF, fault)
+        else:
+            if self._faults.pop(slot.name, None) is not None:
+                _log.warning("slot %s: the agent decides again", slot.name)
 
     def take(self, request: LeaseRequest) -> LeaseGranted | LeaseRefused:
         """Granted is only what a restarted agent would know of."""
@@ -129,9 +146,9 @@ class Node:
 
     def silent_slots(self) -> list[tuple[str, str]]:
         return [
-            (slot.name, slot.policy.reason)
+            (slot.name, self._faults.get(slot.name, slot.policy.reason))
             for slot in self.slots
-            if slot.policy.condition is Condition.SILENT
+            if slot.name in self._faults or slot.policy.condition is Condition.SILENT
         ]
 
     def refresh_metrics(self) -> None:

@@ -138,8 +138,12 @@ class SlotSensor:
 
     def _names(self) -> tuple[str, ...]:
         """Pulse files present, listed anew when the directory changed and now and then besides:
-        two changes within one tick of the file system's clock look like one."""
-        changed_ns = self._directory.path.stat().st_mtime_ns
+        two changes within one tick of the file system's clock look like one. A directory that was
+        removed holds none."""
+        try:
+            changed_ns = self._directory.path.stat().st_mtime_ns
+        except OSError:
+            return ()
         self._beats_listed += 1
         if changed_ns != self._listed_ns or self._beats_listed >= _RELIST_BEATS:
             self._listed_ns, self._present = changed_ns, self._directory.pulse_names()

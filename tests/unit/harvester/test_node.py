@@ -2,6 +2,9 @@
 
 import math
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +27,11 @@ from harvester.contracts.page import (
     PageFault,
     Pulse,
 )
+from harvester.contracts.process import process_ids
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRenewal, LeaseRequest
-from harvester.policy.effects import Effect
+from harvester.policy.effects import Effect, KillGuest
 from harvester.policy.slot import SlotPolicy
+from harvester.policy.states import Condition
 
 SLOT = SlotId("slot0")
 
@@ -361,6 +366,81 @@ def test_says_which_slots_are_silent(stage: Stage) -> None:
     stage.production()
     stage.beats()
     assert stage.node.silent_slots() == []
+
+
+def test_one_slot_s_error_ends_neither_the_agent_nor_the_other_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage, _ = many_slots(tmp_path)
+    first, second, _ = stage.node.slots
+    grants = PageDirectory(tmp_path / "pages" / first.name).grant_reader()
+    others = PageDirectory(tmp_path / "pages" / second.name).grant_reader()
+    stage.beats(2)
+    assert grants.read().record is not None
+    before, other = grants.sequence(), others.read().stamp_ns
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first.policy, "observe", broken)
+        stage.beats(3)
+        assert grants.sequence() == before, "a grant that nobody decided expires"
+        assert others.read().stamp_ns > other
+        assert stage.node.silent_slots() == [(first.name, "agent fault: ZeroDivisionError")]
+        assert stage.node.book.entry(first.name)[1] == "agent fault: ZeroDivisionError"
+        assert stage.node.alive()
+    said = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(said) == 1
+    stage.beats()
+    assert stage.node.silent_slots() == []
+    assert grants.sequence() != before
+    stage.node.close()
+
+
+@pytest.mark.parametrize("epoch", [-1, 10**15 + 1, 2**63, 2**64 - 1])
+def test_a_guest_names_no_epoch_that_ours_would_overflow_from(tmp_path: Path, epoch: int) -> None:
+    stage = Stage(tmp_path)
+    stage.harvest()
+    stage.node.close()
+    left = stage.pages.grant_reader().read_left().record
+    assert left is not None
+    stage.guest(epoch=epoch)
+    stage.start()
+    stage.production()
+    stage.beats()
+    assert stage.grant().epoch == left.epoch
+    stage.node.close()
+
+
+def test_a_guest_that_names_production_does_not_end_it(tmp_path: Path) -> None:
+    policy = {"proof": {"share_ratio": 0.0}, "kv_deadline_s": 0.2, "kv_budget_tokens": 100}
+    stage = Stage(tmp_path, slots=[{"name": SLOT, "policy": policy}])
+    engine = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        (root,) = process_ids([engine.pid])
+        pulse = Pulse(model_samples=1000, root=root)
+        stage.pages.pulse_writer("prod", 0).write(pulse, now_ns=monotonic_ns(), ttl_ns=10**11)
+        stage.guest(kv_tokens_total=1000, processes=(root,))
+        stage.beats()
+        stage.node.slots[0]._apply(KillGuest(processes=(root,), reason="owes memory"), 0.0)
+        stage.beats()
+        assert stage.metric(
+            "harvester_guest_actions_total", slot=SLOT, action="kill", outcome="failed"
+        )
+        assert engine.poll() is None
+    finally:
+        engine.communicate(b"\n")
+        stage.node.close()
+
+
+def test_a_page_directory_that_was_removed_silences_its_slot(stage: Stage) -> None:
+    stage.harvest()
+    shutil.rmtree(stage.pages.path)
+    stage.beats(2)
+    slot = stage.node.slots[0]
+    assert slot.policy.condition is Condition.SILENT
+    assert [name for name, _ in stage.node.silent_slots()] == [SLOT]
 
 
 def test_a_directory_that_cannot_be_used_is_the_users_error(tmp_path: Path) -> None:
