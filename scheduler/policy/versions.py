@@ -188,10 +188,14 @@ class VersionPolicy:
 
     def _publish(self, event: VersionPublished) -> list[VersionsEffect]:
         before = self._published.get(event.job)
-        if before is not None and event.version < before.version:
-            reason = f"job {event.job} is at version {before.version}; versions only rise"
-            return [RefusePublish(job=event.job, version=event.version, reason=reason)]
         now_at = JobVersion(job=event.job, store=event.store, version=event.version)
+        # A version of a job is of one store for good: its number alone says what an engine holds.
+        if before is not None and now_at != before and event.version <= before.version:
+            reason = (
+                f"job {event.job} is at version {before.version} of store {before.store}; "
+                "versions only rise, whatever store they are in"
+            )
+            return [RefusePublish(job=event.job, version=event.version, reason=reason)]
         self._published[event.job] = now_at
         if self._target is None or self._target.job == event.job:
             return self._retarget(now_at, cut_exact=event.cut_exact)

@@ -91,6 +91,10 @@ async def test_pins_are_kept_and_a_version_that_is_nowhere_is_a_409(fake_engine,
         assert "job is at 3" in reply["error"]
     assert (await publish(front, 2))[0] == 409
     assert (await publish(front, 0))[0] == 400
+    status, reply = await front.post("/v1/jobs/job/versions", {"version": 3, "store": "again"})
+    assert status == 409
+    assert "store job.store" in reply["error"]
+    assert (await front.get("/v1/status"))["jobs"]["job"]["store"] == "job.store"
     status, _ = await front.post("/v1/jobs/job/versions", {"version": 4, "store": "../etc"})
     assert status == 400
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
+from harvester.contracts.wire.rollouts import SwitchState
 from scheduler.policy.model import EngineKind
 from scheduler.policy.versions import (
     TRANSITIONS,
@@ -34,8 +35,8 @@ JOB, OTHER = JobId("job"), JobId("other")
 DEDICATED, GUEST = EngineKind.DEDICATED, EngineKind.GUEST
 
 
-def _publish(version: int, job: JobId = JOB, **more: Any) -> VersionPublished:
-    return VersionPublished(job=job, store=f"{job}.store", version=WeightVersion(version), **more)
+def _publish(version: int, job: JobId = JOB, store: str = "store", **more: Any) -> VersionPublished:
+    return VersionPublished(job=job, store=f"{job}.{store}", version=WeightVersion(version), **more)
 
 
 def _join(engine: str, kind: EngineKind = DEDICATED) -> EngineJoined:
@@ -138,6 +139,19 @@ def test_versions_only_rise_and_a_repeated_publish_settles_again() -> None:
     assert _kinds(policy.observe(_publish(5), now=1.0)) == [SettlePublish]
 
 
+@pytest.mark.parametrize("version", [4, 5])
+def test_a_version_of_another_store_is_refused_unless_it_is_a_higher_one(version: int) -> None:
+    policy = _serving(_join("d"), version=5)
+    (refused,) = policy.observe(_publish(version, store="again"), now=1.0)
+    assert isinstance(refused, RefusePublish)
+    assert "store job.store" in refused.reason
+    assert policy.target is not None
+    assert policy.target.store == "job.store"
+    assert _kinds(policy.observe(_publish(6, store="again"), now=1.1)) == [Retarget, QuiesceEngine]
+    (update,) = policy.observe(_emptied("d"), now=1.2)
+    assert (update.store, update.version) == ("job.again", 6)
+
+
 def test_the_publisher_may_cut_turns_pinned_to_the_old_version() -> None:
     policy = _serving(_join("d"))
     (_, quiesce) = policy.observe(_publish(2), now=1.0)
@@ -165,7 +179,7 @@ def test_a_job_without_a_version_cannot_take_engines_that_hold_anothers_weights(
 events = st.one_of(
     st.builds(_join, st.sampled_from("dg"), st.just(DEDICATED)),
     st.builds(lambda engine: EngineLeft(engine=EngineId(engine)), st.sampled_from("dg")),
-    st.builds(_publish, st.integers(1, 4), st.sampled_from([JOB, OTHER])),
+    st.builds(_publish, st.integers(1, 4), st.sampled_from([JOB, OTHER]), st.sampled_from("ab")),
     st.builds(lambda job: JobActivated(job=job), st.sampled_from([JOB, OTHER])),
     st.builds(_emptied, st.sampled_from("dg")),
     st.just("update"),
@@ -181,6 +195,7 @@ def test_whatever_happens_only_engines_at_the_target_serve_and_updates_follow_an
     policy = VersionPolicy(VersionsConfig(retry_s=0.5))
     pending: dict[str, UpdateEngine] = {}
     quiesced: set[str] = set()
+    held: dict[str, UpdateEngine] = {}
     for step, (drawn, fails) in enumerate(plan):
         event = drawn
         if event == "update":
@@ -189,6 +204,7 @@ def test_whatever_happens_only_engines_at_the_target_serve_and_updates_follow_an
             engine, asked = sorted(pending.items())[0]
             del pending[engine]
             fault = "broken" if fails else ""
+            held[engine] = held[engine] if fails and engine in held else asked
             event = _updated(engine, asked.version, asked.job, fault)
         elif isinstance(event, EngineEmptied) and event.engine not in quiesced:
             continue
@@ -207,6 +223,9 @@ def test_whatever_happens_only_engines_at_the_target_serve_and_updates_follow_an
                     target = policy.target
                     assert target is not None
                     assert (effect.job, effect.version) == (target.job, target.version)
+        if (target := policy.target) is not None:
+            for engine, state in policy.switch_states(target.job, target.version).items():
+                assert state is not SwitchState.SWITCHED or held[engine].store == target.store
         snapshot = policy.snapshot()
         copy = VersionPolicy(VersionsConfig(retry_s=0.5))
         copy.restore(snapshot)
