@@ -1,13 +1,17 @@
 """How one turn gets on: what its attempts came to since its last token, and where it goes not now.
 
 Time without a token bounds a turn, and deaths under it do; refusals and aborts are not counted.
-Reads no clock.
+A silent engine cannot be told from one that computes a long prompt. Therefore a turn that was taken
+off one for its silence waits twice as long on the next, and comes back to none without a gate at
+once: its first token takes a small multiple of what a healthy engine needs. Reads no clock.
 """
 
 from dataclasses import dataclass, field
 
 from harvester.contracts.ids import EngineId
 
+USUAL_FIRST_TOKENS = 3.0
+"""No silence shorter than so many usual first tokens is one."""
 PAUSE_MAX_S = 8.0
 """A pause doubles up to this with every attempt without a token; a longer one is kept as asked."""
 
@@ -23,13 +27,15 @@ class TurnCourse:
     why: str = ""
     """What went wrong last."""
     _setbacks: int = 0
+    _stalls: int = 0
+    """Attempts taken off silent engines since its last token."""
     _stuck_since_s: float | None = None
     _avoided: dict[EngineId, float] = field(default_factory=dict)
 
     def attempted(self, *, tokens: int, began_s: float) -> None:
         self.resumed = True
         if tokens:
-            self._setbacks, self._stuck_since_s = 0, None
+            self._setbacks, self._stalls, self._stuck_since_s = 0, 0, None
         elif self._stuck_since_s is None:
             self._stuck_since_s = began_s
 
@@ -38,6 +44,18 @@ class TurnCourse:
         self._avoided[engine] = now + max(pause_s, doubled_s)
         self._setbacks += 1
         self.why = why
+
+    def stall_after_s(self, stall_s: float, *, usual_first_token_s: float) -> float:
+        """The silence after which it leaves an engine."""
+        doubled_s = stall_s * 2.0 ** min(self._stalls, 16)
+        return max(doubled_s, USUAL_FIRST_TOKENS * usual_first_token_s)
+
+    def stalled(self, engine: EngineId, *, gated: bool, now: float) -> None:
+        """It was taken off a silent engine. A closed gate opens as suddenly as it closes."""
+        self._stalls += 1
+        if not gated:
+            self._avoided[engine] = now + PAUSE_MAX_S
+        self.why = f"{engine}: stall"
 
     def avoids(self, *, now: float) -> dict[EngineId, float]:
         """Engines that it does not go to, and until when."""

@@ -57,15 +57,15 @@ class EngineLoad:
         """Whether a turn can come to its own end here; an engine of unknown context may do."""
         return not self.context_tokens or context_tokens <= self.context_tokens
 
-    def full(self, *, half_life_s: float, now: float) -> bool:
+    def free_places(self, *, half_life_s: float, now: float) -> int:
         """A guest of unknown speed, or that fell silent, has places for a few turns only."""
         if now < self.closed_until_s:
-            return True
+            return 0
         places = self.concurrency if self.limit is None else min(self.concurrency, self.limit)
         unknown = self.tokens * self._faded(half_life_s, now) < _GUESS_TOKENS
         if self.kind is EngineKind.GUEST and (unknown or self.stalled_s is not None):
             places = min(places, PROBE_TURNS)
-        return self.open_turns >= places
+        return max(0, places - self.open_turns)
 
     @property
     def s_per_token_alone(self) -> float | None:

@@ -152,10 +152,14 @@ class RoutingPolicy:
             for load in self._engines.values()
         )
 
-    def has_other_place(self, turn: TurnArrived, *, now: float) -> bool:
-        """Whether a turn that stalls where it is could go on elsewhere at once."""
+    def other_places(self, turn: TurnArrived, *, now: float) -> int:
+        """Where a turn that stalls where it is could go on at once."""
         _, here = self._placed.get(turn.turn, (turn.job, None))
-        return any(engine != here for engine in self._places(turn, now))
+        return sum(
+            self._engines[engine].free_places(half_life_s=self._config.speed_half_life_s, now=now)
+            for engine in self._places(turn, now)
+            if engine != here
+        )
 
     def observe(self, event: RoutingEvent, *, now: float) -> tuple[RoutingEffect, ...]:
         match event:
@@ -388,11 +392,11 @@ class RoutingPolicy:
         for engine, turn_s in sorted(expected.items(), key=lambda item: (item[1], item[0])):
             load = self._engines[engine]
             wait_s = fastest_s * (1 + ahead / faster_places) if faster_places else turn_s
-            full = load.full(half_life_s=self._config.speed_half_life_s, now=now)
+            free = load.free_places(half_life_s=self._config.speed_half_life_s, now=now)
             cost_s = turn_s
             if load.kind is EngineKind.GUEST and self._config.moved_after_s is not None:
                 cost_s = min(turn_s, self._config.moved_after_s + fastest_s)
-            if not full and (places or cost_s <= wait_s):
+            if free and (places or cost_s <= wait_s):
                 places[engine] = turn_s
             if not faster_places:
                 fastest_s = turn_s

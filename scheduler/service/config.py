@@ -71,7 +71,9 @@ class JobSettings(_Settings):
 class Timeouts(_Settings):
     connect_s: Seconds = 2.0
     stall_s: Seconds = 2.0
-    """A dedicated engine that sends no token for this long loses the turn, if another has room."""
+    """A dedicated engine that sends no token for this long, and for three times as long as such
+    engines usually take to a first one, loses the turn, if another has room. The bound doubles with
+    each engine that the turn leaves so without a token, also for guests."""
     guest_stall_s: Seconds = 6.0
     """The same for a guest, whose gate may be closed for good reasons."""
     guest_tail_stall_s: Seconds = 1.0

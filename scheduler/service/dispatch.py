@@ -124,8 +124,9 @@ class Dispatcher:
     def cleared(self, turn: str) -> None:
         self.observe(TurnCleared(turn=turn))
 
-    def has_other_place(self, turn: Turn) -> bool:
-        return self.policy.has_other_place(arrival(turn, resumed=True), now=self._clock.now())
+    def other_places(self, turn: Turn, *, avoid: tuple[EngineId, ...]) -> int:
+        arrived = arrival(turn, resumed=True, avoid=avoid)
+        return self.policy.other_places(arrived, now=self._clock.now())
 
     def _give_up(self, turn: str, waiting: asyncio.Future[DispatchTurn | RefuseTurn]) -> None:
         if waiting.done() and isinstance(waiting.result(), DispatchTurn):

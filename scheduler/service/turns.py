@@ -8,7 +8,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from harvester.contracts.clock import Clock
@@ -17,6 +17,7 @@ from harvester.contracts.ids import EngineId, Epoch
 from harvester.contracts.wire.rollouts import FinishReason
 from scheduler.policy.blame import CLEARED_TOKENS, BlamePolicy
 from scheduler.policy.course import TurnCourse
+from scheduler.policy.first_tokens import FirstTokens
 from scheduler.policy.model import EngineKind
 from scheduler.policy.routing_events import (
     DispatchTurn,
@@ -58,6 +59,7 @@ class RunningAttempt:
     turn: Turn
     began_s: float
     heard_s: float
+    course: TurnCourse = field(default_factory=TurnCourse)
     task: "asyncio.Task[None] | None" = None
     why_cut: Cut | None = None
     paused_s: float = 0.0
@@ -105,6 +107,8 @@ class TurnRunner:
         self._timeouts = timeouts
         self._max_attempts = max_attempts
         self._closing = False
+        self._first_tokens = FirstTokens()
+        """Those of dedicated engines: a guest's gate may be closed before one."""
         self.blame = BlamePolicy()
         fleet.on_lost = self._engine_lost
 
@@ -205,19 +209,28 @@ class TurnRunner:
         while True:
             await asyncio.sleep(period_s)
             self._dispatcher.observe(QueueReviewed())
+            moving = 0
             for member in tuple(self._fleet.members.values()):
                 for running in tuple(member.running):
                     if isinstance(running, RunningAttempt):
-                        self._check_stall(member, running)
+                        moving += self._check_stall(member, running, moving)
 
-    def _check_stall(self, member: Member, running: RunningAttempt) -> None:
-        silent_s = self._clock.now() - running.heard_s
+    def _check_stall(self, member: Member, running: RunningAttempt, moving: int) -> bool:
+        """Whether the turn leaves; `moving` others do, who have not taken their places yet."""
+        now, kind = self._clock.now(), member.engine.kind
+        silent_s = now - running.heard_s
         tail = not self._dispatcher.policy.queued_turns
-        limit_s = self._timeouts.moved_after_s(member.engine.kind, tail=tail)
-        if silent_s > self._timeouts.silence_s or (
-            silent_s > limit_s and self._dispatcher.has_other_place(running.turn)
+        usual_s = self._first_tokens.usual_s if kind is EngineKind.DEDICATED else 0.0
+        stall_s = self._timeouts.moved_after_s(kind, tail=tail)
+        stalls = silent_s > self._timeouts.silence_s
+        if not stalls and silent_s > running.course.stall_after_s(
+            stall_s, usual_first_token_s=usual_s
         ):
+            avoid = tuple(sorted(running.course.avoids(now=now)))
+            stalls = self._dispatcher.other_places(running.turn, avoid=avoid) > moving
+        if stalls:
             running.cut(Cut.STALL)
+        return stalls
 
     async def _attempt(
         self,
@@ -228,7 +241,9 @@ class TurnRunner:
     ) -> None:
         """One attempt on one engine."""
         now, engine = self._clock.now(), placed.engine
-        running = RunningAttempt(turn, began_s=now, heard_s=now, trial=self._suspected(turn))
+        running = RunningAttempt(
+            turn, began_s=now, heard_s=now, course=course, trial=self._suspected(turn)
+        )
         member = self._fleet.began(engine, running)
         if member is None:
             self._dispatcher.leave(turn.key)
@@ -246,6 +261,9 @@ class TurnRunner:
                 self._clear(running, engine)
             self.blame.left(running.trial, engine)
             course.attempted(tokens=running.tokens, began_s=running.began_s)
+            if running.why_cut is Cut.STALL:
+                gated = member.engine.kind is EngineKind.GUEST
+                course.stalled(engine, gated=gated, now=self._clock.now())
             self._observer.generated(turn, member, running.tokens)
             self._dispatcher.leave(
                 turn.key,
@@ -342,6 +360,8 @@ class TurnRunner:
             async for choice in choices:
                 running.hear(now=self._clock.now(), pause_s=pause_s)
                 if choice.token_ids:
+                    if not running.tokens and not guest:
+                        self._first_tokens.note(running.heard_s - running.began_s)
                     self._accept(attempt, running, choice)
                     if running.trial and running.tokens >= CLEARED_TOKENS:
                         self._clear(running, member.engine.engine)

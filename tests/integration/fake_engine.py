@@ -43,6 +43,8 @@ class FakeEngine:
         self.mute = False
         """Of a stock engine: its metrics do not say when it started."""
         self.step_s = step_s
+        self.prefill_s = 0.0
+        """To the first token of each request."""
         self.epoch = epoch
         self.version = 0
         self.updated: dict[str, Any] | None = None
@@ -291,6 +293,7 @@ class FakeEngine:
         if self.aborts > 0:
             self.aborts -= 1
             sampling = {**sampling, "max_tokens": 0}
+        await asyncio.sleep(self.prefill_s)
         for made in range(1, sampling["max_tokens"] + 1):
             await asyncio.sleep(self.step_s)
             while self.stalled or not self.running.is_set():  # noqa: ASYNC110 - set over HTTP

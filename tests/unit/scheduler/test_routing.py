@@ -84,11 +84,22 @@ def test_a_turn_goes_only_where_its_prompt_and_whole_output_fit() -> None:
     assert _engine_of(policy.observe(_turn("2", context_tokens=513), now=0.0)) == "large"
 
 
+def test_a_turn_that_stalls_counts_the_free_places_of_the_engines_that_it_may_go_to() -> None:
+    policy = _policy(_offer("a"))
+    assert _engine_of(policy.observe(_turn("1"), now=0.0)) == "a"
+    assert policy.other_places(_turn("1"), now=0.0) == 0
+    policy.observe(_offer("b", concurrency=3), now=0.0)
+    assert policy.other_places(_turn("1"), now=0.0) == 3
+    assert policy.other_places(_turn("1", avoid=(EngineId("b"),)), now=0.0) == 0
+    assert _engine_of(policy.observe(_turn("2", avoid=(EngineId("a"),)), now=0.0)) == "b"
+    assert policy.other_places(_turn("1"), now=0.0) == 2
+
+
 def test_a_turn_that_fits_waits_for_its_engine_and_not_for_a_smaller_one() -> None:
     policy = _policy(_offer("small", context=512), _offer("large", concurrency=1, context=4096))
     policy.observe(_turn("1", context_tokens=4000), now=0.0)
     assert policy.observe(_turn("2", context_tokens=4000), now=0.0) == (QueueTurn(turn="2"),)
-    assert not policy.has_other_place(_turn("1", context_tokens=4000), now=0.0)
+    assert policy.other_places(_turn("1", context_tokens=4000), now=0.0) == 0
     (placed,) = policy.observe(TurnLeft(turn="1", tokens=16, seconds=0.1), now=0.1)
     assert (placed.turn, placed.engine) == ("2", "large")
 

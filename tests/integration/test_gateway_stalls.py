@@ -1,0 +1,43 @@
+"""A turn leaves an engine that hangs, and not one that computes a long prompt."""
+
+import asyncio
+
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway_in_process import PROMPT, continued, gateway_on
+
+STALL_S = 0.3
+
+
+def fakes(*, prefill_s: float) -> list[FakeEngine]:
+    engines = [FakeEngine(step_s=0.001, epoch=None) for _ in range(2)]
+    for engine in engines:
+        engine.prefill_s = prefill_s
+    return engines
+
+
+async def test_turns_whose_first_token_takes_longer_than_the_bound_end() -> None:
+    async with gateway_on(*fakes(prefill_s=4 * STALL_S), timeouts={"stall_s": STALL_S}) as gateway:
+        await gateway.publish(1)
+        retried = gateway.scheduler.ledgers["job"].counters
+        async with asyncio.timeout(30):
+            for step in range(3):
+                turns = [gateway.generate(f"t{step}.{each}", 20) for each in range(6)]
+                for status, choice in await asyncio.gather(*turns):
+                    assert (status, choice["token_ids"]) == (200, continued(PROMPT, 20, version=1))
+                if step == 0:
+                    before = retried.retried
+        # Once the engines are known to be slow, nobody leaves them.
+        assert retried.retried == before
+
+
+async def test_turns_leave_a_hung_engine_for_the_places_that_there_are() -> None:
+    engines = fakes(prefill_s=0.0)
+    async with gateway_on(*engines, timeouts={"stall_s": STALL_S}) as gateway:
+        await gateway.publish(1)
+        turns = [asyncio.create_task(gateway.generate(f"t{n}", 600)) for n in range(12)]
+        async with asyncio.timeout(30):
+            while not engines[0].open:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            engines[0].stalled = True
+            for status, choice in await asyncio.gather(*turns):
+                assert (status, choice["token_ids"]) == (200, continued(PROMPT, 600, version=1))
