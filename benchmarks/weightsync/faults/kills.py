@@ -1,5 +1,6 @@
 """Kills: a real process that publishes, copies or pulls gets SIGKILL."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,9 +79,16 @@ def _copying(how: str) -> Callable[[World], Mend]:
 
 
 def _pull(world: World, phase: str, how: str, *, fresh: bool) -> None:
-    directory = world.root / "held"
+    directory, before = world.root / "held", world.root / "held before"
+    shutil.rmtree(before, ignore_errors=True)
+    if directory.exists():
+        shutil.copytree(directory, before)
 
     def task(death: Death, target: Path = directory) -> Task:
+        # A child that outlived its death has pulled: the next one would find nothing to do.
+        shutil.rmtree(directory, ignore_errors=True)
+        if before.exists():
+            shutil.copytree(before, directory)
         return Task(
             role="pull", store=str(world.store), target=str(target), phase=phase, death=death
         )
