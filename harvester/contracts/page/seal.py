@@ -16,7 +16,9 @@ A page is a sequence-locked envelope around one msgpack record:
 Readers of layout N accept N and N-1, and a layout N-1 reader skips fields that it does not know.
 The checksum binds the record to its sequence number, so that one sequence number means one record:
 a page that was copied while it was written does not pass. A page that two processes want to write
-has another magic, "RMXC", and is believed by no reader of any version.
+has another magic, "RMXC", and is believed by no reader of any version. Its writer renews it on each
+beat: past its expiry it was left by the dead. So is an odd sequence number over times that are
+past.
 This module touches no file: it packs and checks bytes.
 """
 
@@ -98,18 +100,23 @@ def unseal(page: bytes, *, kind: int, now_ns: int) -> Sealed | PageFault:
     magic, version, found_kind, sequence, stamp_ns, expires_ns, length, crc = head
     if magic == _UNWRITTEN:
         return PageFault.MISSING
-    if magic == CONTESTED and found_kind == kind:
-        return PageFault.CONFLICT
-    if magic != MAGIC or found_kind != kind:
+    if magic not in (MAGIC, CONTESTED) or found_kind != kind:
         return PageFault.FOREIGN
-    if not OLDEST_READABLE_VERSION <= version <= LAYOUT_VERSION + 1:
+    contested = magic == CONTESTED
+    if not contested and not OLDEST_READABLE_VERSION <= version <= LAYOUT_VERSION + 1:
         return PageFault.VERSION
-    if sequence % 2 or length > MAX_RECORD_BYTES:
-        return PageFault.TORN
-    record = page[RECORD_OFFSET : RECORD_OFFSET + length]
-    if zlib.crc32(record, zlib.crc32(page[SEQUENCE_OFFSET:CRC_OFFSET])) != crc:
-        return PageFault.TORN
     fault = time_fault(stamp_ns, expires_ns, now_ns=now_ns)
+    if sequence % 2 and fault is PageFault.EXPIRED:
+        # Its writer ended before it wrote: what it took over says how long that may be waited for.
+        return fault
+    record = page[RECORD_OFFSET : RECORD_OFFSET + min(length, MAX_RECORD_BYTES)]
+    crc_found = zlib.crc32(record, zlib.crc32(page[SEQUENCE_OFFSET:CRC_OFFSET]))
+    torn = sequence % 2 or len(record) != length or crc_found != crc
+    if contested:
+        # The one of them that writes does so on each of its beats: an old conflict has nobody.
+        return fault if fault is PageFault.EXPIRED and not torn else PageFault.CONFLICT
+    if torn:
+        return PageFault.TORN
     return Sealed(stamp_ns, expires_ns, record) if fault is None else fault
 
 

@@ -45,6 +45,10 @@ def seen(path: Path) -> Pulse | PageFault | None:
     return reading.record or reading.fault
 
 
+def fault_at(path: Path, now_ns: int) -> PageFault | None:
+    return PageReader(path, Pulse).read(now_ns=now_ns).fault
+
+
 def lock_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.lock")
 
@@ -115,6 +119,31 @@ def test_a_second_engine_is_found_out_though_files_were_deleted(
     beat(rival, IDLE)
     beat(page, BUSY)
     assert seen(path) is PageFault.CONFLICT
+
+
+def test_of_two_engines_that_both_ended_no_conflict_is_left(
+    path: Path, page: KeptPage[Pulse], rival: KeptPage[Pulse]
+) -> None:
+    beat(page, BUSY)
+    beat(rival, IDLE)
+    for later_ns in range(3):
+        page.keep()
+        page.write(BUSY, now_ns=NOW_NS + later_ns, ttl_ns=1)
+        assert fault_at(path, NOW_NS + later_ns) is PageFault.CONFLICT, "as long as they live"
+    rival.close()
+    page.close()
+    assert fault_at(path, NOW_NS + 3) is PageFault.EXPIRED
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["a new page", "one taken over"])
+def test_a_writer_that_ended_before_its_first_record_leaves_nothing_to_wait_for(
+    path: Path, page: KeptPage[Pulse], left: bool
+) -> None:
+    if left:
+        beat(page, BUSY)
+    page.close()
+    PageWriter(path, Pulse).close()
+    assert fault_at(path, NOW_NS + 1) is PageFault.EXPIRED
 
 
 def test_a_page_that_was_deleted_is_made_again(path: Path, page: KeptPage[Pulse]) -> None:

@@ -68,9 +68,9 @@ def test_no_file_is_missing_until_there_is_one(path: Path) -> None:
     assert read(reader).fault is None
 
 
-def test_a_page_without_its_first_record_is_torn(path: Path) -> None:
+def test_a_page_without_its_first_record_says_no_more_than_one_that_is_over(path: Path) -> None:
     PageWriter(path, Pulse)
-    assert read(PageReader(path, Pulse)).fault is PageFault.TORN
+    assert read(PageReader(path, Pulse)).fault is PageFault.EXPIRED
 
 
 def test_a_successor_ends_what_its_predecessor_said(path: Path) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harvester.contracts.page.seal import (
+    CONTESTED,
     FUTURE_TOLERANCE_NS,
     LAYOUT_VERSION,
     MAX_RECORD_BYTES,
@@ -62,6 +63,27 @@ def test_a_page_that_two_want_to_write_is_a_conflict_and_foreign_to_older_reader
     page = head + sealed_page()[len(head) :]
     assert unseal(page, kind=KIND, now_ns=STAMP_NS) is PageFault.CONFLICT
     assert unseal(page, kind=KIND + 1, now_ns=STAMP_NS) is PageFault.FOREIGN
+
+
+def test_a_conflict_whose_rivals_are_silent_is_as_old_as_any_page() -> None:
+    page = CONTESTED + sealed_page()[len(CONTESTED) :]
+    assert unseal(page, kind=KIND, now_ns=EXPIRES_NS - 1) is PageFault.CONFLICT
+    assert unseal(page, kind=KIND, now_ns=EXPIRES_NS) is PageFault.EXPIRED
+
+
+@pytest.mark.parametrize("offset", [16, 24, 30, 36, 41])
+def test_the_times_of_a_conflict_are_believed_where_its_checksum_holds(offset: int) -> None:
+    page = bytearray(CONTESTED + sealed_page()[len(CONTESTED) :])
+    page[offset] ^= 1
+    assert unseal(bytes(page), kind=KIND, now_ns=EXPIRES_NS) is PageFault.CONFLICT
+
+
+@pytest.mark.parametrize("left", [b"", sealed_page()[16:]], ids=["a new page", "one taken over"])
+def test_a_page_whose_writer_ended_before_its_first_record_is_as_old_as_what_it_took_over(
+    left: bytes,
+) -> None:
+    page = (pack_head(kind=KIND, sequence=9) + left).ljust(PAGE_BYTES, b"\0")
+    assert unseal(page, kind=KIND, now_ns=EXPIRES_NS) is PageFault.EXPIRED
 
 
 @pytest.mark.parametrize("version", [LAYOUT_VERSION - 1, LAYOUT_VERSION + 1])

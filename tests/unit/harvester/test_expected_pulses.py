@@ -40,6 +40,15 @@ def test_a_page_beyond_the_engines_number_that_lives_or_is_not_believed_stays() 
     assert expected(present) == present
 
 
+def test_a_conflict_beyond_the_engines_number_stays_while_somebody_writes_it() -> None:
+    present = (
+        fresh("pulse.a.0", processes=1),
+        silent("pulse.a.1", PageFault.CONFLICT),
+        silent("pulse.a.2", PageFault.TORN),
+    )
+    assert expected(present) == present
+
+
 def test_an_engine_that_does_not_say_is_taken_as_it_is() -> None:
     present = (fresh("pulse.a.0", processes=0), silent("pulse.a.1"))
     assert expected(present) == present
