@@ -27,7 +27,6 @@ from harvester.contracts.page import (
     Guest,
     GuestMemory,
     PageDirectory,
-    PageFault,
     PageOwners,
     PageReader,
     PulseHead,
@@ -38,13 +37,9 @@ from harvester.contracts.process import ProcessId
 _log = logging.getLogger(__name__)
 
 GUEST_PAGE_TTL_NS = 500_000_000
-GRANT_AGE_MAX_NS = 5_000_000_000
-"""A grant older than this is none, however long its writer said that it holds: ten times what an
-agent says unless it was told otherwise, and as long as production is ever left to an agent that is
-gone. An expiry of a day, of a mistaken or a foreign agent, would hold the gate open for a day."""
 _GRACE_MAX_S, _DEADLINE_MAX_S = 600.0, 60.0
-"""Nor does the guest keep its memory for longer after a lost grant, or when it is due: the bounds
-of an agent's settings."""
+"""The guest keeps its memory no longer after a lost grant, or when it is due, whatever the grant
+says: the bounds of an agent's settings."""
 _LOOK_NS = 100_000_000
 """How often the guest sees to it that its page is still there."""
 _DEFAULT_GRACE_S = 10.0
@@ -95,7 +90,7 @@ class GuestSlot:
         self.steps = GuestSteps()
         self.load = EngineLoad()
         self.last = Decision(0, Closed.NO_GRANT, 0.0)
-        self._grant: Reading[Grant] = self._read_grant(monotonic_ns())
+        self._grant: Reading[Grant] = self._grant_page.read()
         self._epoch = 0
         self.abort_grace_s = _DEFAULT_GRACE_S
         self._budget_tokens: int | None = None
@@ -120,7 +115,7 @@ class GuestSlot:
         with self._lock:
             # Of this thread alone: beside production the idle class is preempted at any moment.
             began_ns, now_ns = thread_time_ns(), monotonic_ns()
-            grant = self._grant = self._read_grant(now_ns)
+            grant = self._grant = self._grant_page.read(now_ns=now_ns)
             pulses = self._read_pulses(now_ns)
             if grant.record is not None:
                 self._granted_ns = now_ns
@@ -284,12 +279,6 @@ class GuestSlot:
             closings_total=self._closings,
             decide_s_mean=self._decide_s,
         )
-
-    def _read_grant(self, now_ns: int) -> Reading[Grant]:
-        reading = self._grant_page.read(now_ns=now_ns)
-        if reading.record is not None and now_ns - reading.stamp_ns > GRANT_AGE_MAX_NS:
-            return Reading(None, PageFault.EXPIRED)
-        return reading
 
     def _read_pulses(self, now_ns: int) -> list[Reading[PulseHead]]:
         record = self._grant.record

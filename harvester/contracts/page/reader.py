@@ -160,11 +160,14 @@ class PageReader(Generic[R]):
             page = _copied(self._fd)
         if isinstance(sealed, PageFault):
             return Reading(None, sealed)
+        expires_ns = min(sealed.expires_ns, sealed.stamp_ns + self._kind.AGE_MAX_NS)
+        if now_ns >= expires_ns:
+            return Reading(None, PageFault.EXPIRED)
         try:
             reading = Reading(self._decoder.decode(sealed.record), None, sealed.stamp_ns)
         except UNDECODABLE:
             return Reading(None, PageFault.TORN)
-        self._sequence, self._expires_ns, self._last = page[_SEQUENCE], sealed.expires_ns, reading
+        self._sequence, self._expires_ns, self._last = page[_SEQUENCE], expires_ns, reading
         return reading
 
 

@@ -17,6 +17,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the page records; `KIND` stands in the page's head."""
 
     KIND: ClassVar[int] = 0
+    AGE_MAX_NS: ClassVar[int] = 1 << 63
+    """Believed no longer than this, whatever expiry its writer gave it."""
 
 
 class ProductionModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,6 +176,9 @@ class Grant(Record, frozen=True, kw_only=True):
     """What the agent lets the guest do until the page expires."""
 
     KIND: ClassVar[int] = 2
+    AGE_MAX_NS: ClassVar[int] = 5_000_000_000
+    """The longest that an agent may be told to say (`grant_ttl_s`): an expiry of a day, of a
+    mistaken or a foreign agent that is gone, would hold the gate open for a day."""
 
     epoch: int
     mode: GrantMode

@@ -46,6 +46,19 @@ def test_each_record_goes_through_the_page_of_its_name(tmp_path: Path) -> None:
     ]
 
 
+def test_a_grant_of_a_day_is_believed_for_seconds_by_whoever_reads_it(tmp_path: Path) -> None:
+    directory = PageDirectory.create(tmp_path / "slot")
+    grant, day_ns = Grant(epoch=3, mode=GrantMode.OPEN), 86_400_000_000_000
+    directory.grant_writer().write(grant, now_ns=NOW_NS, ttl_ns=day_ns)
+    known = directory.grant_reader()
+    assert known.read(now_ns=NOW_NS + Grant.AGE_MAX_NS - 1).record == grant
+    for reader in (known, directory.grant_reader()):
+        assert reader.read(now_ns=NOW_NS + Grant.AGE_MAX_NS).fault is PageFault.EXPIRED
+    assert known.read_left().record == grant, "for a successor, however old"
+    directory.pulse_writer("prod", 0).write(Pulse(), now_ns=NOW_NS, ttl_ns=day_ns)
+    assert directory.pulse_reader("pulse.prod.0").read(now_ns=NOW_NS + day_ns - 1).record == Pulse()
+
+
 def test_only_the_owner_may_put_pages_into_a_new_directory_whatever_the_umask(
     tmp_path: Path,
 ) -> None:

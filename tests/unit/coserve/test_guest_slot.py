@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from coserve.gate import Closed
-from coserve.guest_slot import GRANT_AGE_MAX_NS, GuestSlot
+from coserve.guest_slot import GuestSlot
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import GrantMode, PageFault, PageHeld, Pulse
+from harvester.contracts.page import Grant, GrantMode, PageFault, PageHeld, Pulse
 from tests.unit.coserve.conftest import HOUR_NS, Slot
 
 
@@ -297,9 +297,9 @@ def test_a_grant_is_believed_for_seconds_however_long_it_says_that_it_holds(
     slot: Slot, guest: GuestSlot
 ) -> None:
     """A mistaken or foreign agent wrote an expiry of a day, and is gone."""
-    slot.grant(ttl_ns=24 * HOUR_NS, age_ns=GRANT_AGE_MAX_NS - 2_000_000_000)
+    slot.grant(ttl_ns=24 * HOUR_NS, age_ns=Grant.AGE_MAX_NS - 2_000_000_000)
     assert guest.decide().open
-    slot.grant(ttl_ns=24 * HOUR_NS, age_ns=GRANT_AGE_MAX_NS + 1)
+    slot.grant(ttl_ns=24 * HOUR_NS, age_ns=Grant.AGE_MAX_NS + 1)
     decision = guest.decide()
     assert (decision.reason, decision.fault) == (Closed.GRANT_FAULT, PageFault.EXPIRED)
 
@@ -310,7 +310,7 @@ def test_a_grant_that_was_believed_ages_without_being_written_again(
     slot.pulse(ttl_ns=24 * HOUR_NS)
     slot.grant(ttl_ns=24 * HOUR_NS, mode=GrantMode.UNGATED, abort_grace_s=86_400.0)
     assert guest.decide().open
-    late_ns = monotonic_ns() + GRANT_AGE_MAX_NS
+    late_ns = monotonic_ns() + Grant.AGE_MAX_NS
     monkeypatch.setattr("coserve.guest_slot.monotonic_ns", lambda: late_ns)
     assert not guest.decide().open
     assert not guest.grace_over()

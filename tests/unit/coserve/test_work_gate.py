@@ -9,7 +9,7 @@ from coserve.guest_slot import GuestSlot
 from coserve.work_gate import WorkGate
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.page import GrantMode
-from tests.unit.coserve.conftest import Slot
+from tests.unit.coserve.conftest import HOUR_NS, Slot
 
 WITHIN_S = 20.0
 
@@ -39,6 +39,11 @@ def test_the_pages_of_now_are_asked(slot: Slot, gate: WorkGate) -> None:
     slot.grant(mode=GrantMode.CLOSED, pulses=("pulse.prod.1",))
     assert gate.budget_s() == -math.inf
     slot.grant(pulses=("../grant",))
+    assert gate.budget_s() == -math.inf
+
+
+def test_a_grant_of_an_hour_is_obeyed_for_seconds(slot: Slot, gate: WorkGate) -> None:
+    slot.grant(mode=GrantMode.UNGATED, ttl_ns=HOUR_NS, age_ns=6_000_000_000)
     assert gate.budget_s() == -math.inf
 
 

@@ -100,9 +100,9 @@ class GrantPage:
     def __init__(self, path: Path) -> None:
         self._writer = PageDirectory.create(path).grant_writer()
 
-    def set(self, epoch: int, *, ttl_ns: int = HOUR_NS) -> None:
+    def set(self, epoch: int, *, ttl_ns: int = HOUR_NS, age_ns: int = 0) -> None:
         grant = Grant(epoch=epoch, mode=GrantMode.OPEN)
-        self._writer.write(grant, now_ns=monotonic_ns(), ttl_ns=ttl_ns)
+        self._writer.write(grant, now_ns=monotonic_ns() - age_ns, ttl_ns=ttl_ns)
 
 
 @pytest.fixture
@@ -234,8 +234,9 @@ async def test_a_request_without_an_epoch_is_refused(grant: GrantPage) -> None:
     assert client.status == 409
 
 
-async def test_without_a_grant_nothing_is_served(grant: GrantPage) -> None:
-    grant.set(3, ttl_ns=0)
+@pytest.mark.parametrize("gone", [{"ttl_ns": 0}, {"ttl_ns": HOUR_NS, "age_ns": 6_000_000_000}])
+async def test_without_a_grant_nothing_is_served(grant: GrantPage, gone: dict[str, int]) -> None:
+    grant.set(3, **gone)
     engine = Engine()
     client = Client(EpochMiddleware(engine), scope_of(x_rosemux_epoch="3"))
     await client.task
