@@ -38,6 +38,8 @@ _ENVELOPE_BYTES = 100
 _RUN_STEPS_MAX = 16
 # Between steps of requests that nobody sees: a longer pause counts as idle.
 _UNSEEN_PAUSE_NS = 300_000_000
+_SPEECH_NS = 5_000_000_000
+"""So long after a message over a WebSocket steps may be for it: who streams says more than this."""
 
 
 class _Waiting(msgspec.Struct, frozen=True):
@@ -89,9 +91,12 @@ class PulseBook:
     alone_since_ns: int | None = 0
     """Since when no guest may step beside this engine; None while one may. Only what began and
     ended in such a time teaches `times`."""
+    spoken_ns: int = 0
+    """When a message came or went over a WebSocket last."""
     _open: set[int] = field(default_factory=set)
     _sockets: set[int] = field(default_factory=set)
-    """Open WebSockets: what the engine does for them, its cores alone say."""
+    """Open WebSockets: what the engine does for them, its cores alone say. One request of each may
+    be in a step, while somebody speaks; the rest came by another door."""
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
     """In order of arrival."""
     _run: _PrefillRun | None = None
@@ -167,7 +172,8 @@ class PulseBook:
         """`beside` as in `arrive`."""
         going_on = step.first_tokens + len(step.inter_token_s) - len(step.finished_prompt_tokens)
         if step.ours and step.served:
-            self._note_served(now_ns)
+            requests = step.first_tokens + len(step.inter_token_s)
+            self._note_served(max(1, requests, len(step.finished_prompt_tokens)), now_ns)
         previous_ns = self._cores.step(
             step.rank,
             running=step.running,
@@ -197,11 +203,12 @@ class PulseBook:
                 seconds = batch[len(batch) // 2]
                 self.times.observe_decode(requests=len(batch) + others, seconds=seconds)
 
-    def _note_served(self, now_ns: int) -> None:
+    def _note_served(self, requests: int, now_ns: int) -> None:
         if not self._open:
-            if not self._sockets:
+            speaking = now_ns - self.spoken_ns <= _SPEECH_NS
+            if not speaking or requests > len(self._sockets):
                 self._unseen_steps += 1
-                self._unseen_step_ns = now_ns
+            self._unseen_step_ns = now_ns
             went_on = self._cores.running > 0 or now_ns - self._served_ns <= _UNSEEN_PAUSE_NS
             if self._served_ns and went_on:
                 self._count_busy(self._served_ns, now_ns)

@@ -68,9 +68,10 @@ class PulseMiddleware:
         if self._reporter is None or not is_inference(scope):
             await self._app(scope, receive, send)
             return
-        request = _Arrival(self._reporter, receive, socket=scope["type"] == "websocket")
+        socket = scope["type"] == "websocket"
+        request = _Arrival(self._reporter, receive, socket=socket)
         try:
-            await self._app(scope, request, send)
+            await self._app(scope, request, _speaking(self._reporter, send) if socket else send)
         finally:
             request.end(outlived=_path(scope) == _OUTLIVING)
 
@@ -84,6 +85,14 @@ def _attached_reporter() -> "PulseReporter | None":
     return reporter
 
 
+def _speaking(reporter: "PulseReporter", send: Send) -> Send:
+    async def speak(message: Message) -> None:
+        reporter.speak()
+        await send(message)
+
+    return speak
+
+
 class _Arrival:
     """Passes the client's messages on, and reports the request once its body is complete.
 
@@ -94,11 +103,14 @@ class _Arrival:
         self._reporter = reporter
         self._receive = receive
         self._body_bytes = 0
+        self._socket = socket
         self._key = reporter.connect() if socket else None
         self._complete = socket
 
     async def __call__(self) -> Message:
         message = await self._receive()
+        if self._socket:
+            self._reporter.speak()
         if not self._complete and message["type"] == "http.request":
             self._body_bytes += len(message.get("body", b""))
             if not message.get("more_body", False):

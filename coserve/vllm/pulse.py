@@ -90,6 +90,10 @@ class PulseReporter:
         self.report(lambda _: self._book.connect(key))
         return key
 
+    def speak(self) -> None:
+        """A message came or went over a WebSocket; published with the step that follows."""
+        self._book.spoken_ns = monotonic_ns()
+
     def arrive(self, *, body_bytes: int) -> int:
         """A request came in, its body is complete; the key is for `finish`."""
         key = next(self._keys)

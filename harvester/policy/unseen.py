@@ -1,4 +1,4 @@
-"""Steps of an engine while none of its API servers has a request in flight.
+"""Steps of an engine while none of its API servers has a request in flight; a WebSocket is none.
 
 One at the end of a request is nothing: a reply may end while its last step is being counted. Steps
 in two beats in a row of evidence, with no request seen in between, are requests that nobody sees
@@ -45,7 +45,7 @@ class UnseenWatch:
         requests = sum(pulse.requests_total for pulse in pulses)
         steps = sum(pulse.unseen_steps_total for pulse in pulses)
         known = self._state.get(engine)
-        seen = any(pulse.in_flight for pulse in pulses)
+        seen = any(pulse.in_flight > pulse.sockets for pulse in pulses)
         if known is None or seen or requests != known.requests_total:
             known = self._state[engine] = UnseenSteps(
                 requests_total=requests, steps_total=steps, last_steps_total=steps

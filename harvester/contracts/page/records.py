@@ -108,8 +108,8 @@ class PulseHead(Record, frozen=True, kw_only=True):
     sockets: int = 0
     """WebSockets among those in flight: they have work at times only, which the cores tell."""
     unseen_step_ns: int = 0
-    """When the last step ended that served requests of this process while none was in flight, or a
-    reply that its request may outlive before its first token."""
+    """When the last step ended that served requests of this process while none but WebSockets was
+    in flight, or a reply that its request may outlive before its first token."""
 
 
 class Pulse(PulseHead, frozen=True, kw_only=True):
@@ -143,7 +143,8 @@ class Pulse(PulseHead, frozen=True, kw_only=True):
     """The process from which all of the engine's on this machine descend, so that a guest can ask
     the kernel whether it ranks below them. None is not said."""
     unseen_steps_total: int = 0
-    """Steps that served requests of this process while none was in flight."""
+    """Steps that served requests of this process while none was in flight, nor a WebSocket over
+    which somebody spoke that they could be for."""
     middleware: bool | None = None
     """Whether the middleware is part of this process's server: without it nothing is ever in
     flight. None is not known."""

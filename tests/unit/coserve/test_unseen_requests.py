@@ -291,12 +291,63 @@ def test_an_open_websocket_is_in_flight_and_its_steps_are_seen(
     assert (pulse.in_flight, pulse.sockets, pulse.waiting, pulse.decoding) == (1, 1, 0, 0)
     assert pulse.busy_s_total == 0.0, "nobody speaks"
     assert decision(grant, pulse, now_ns=engine.now_ns).tokens == 512, "no hung engine either"
+    engine.book.spoken_ns = engine.now_ns
     engine.decode(1)
     engine.after(0.01)
     assert decision(grant, engine.pulse(), now_ns=engine.now_ns).tokens == 0
     assert engine.book.pulse(now_ns=engine.now_ns).unseen_steps_total == 0
     engine.book.finish(7, now_ns=engine.now_ns)
     assert engine.pulse().in_flight == 0
+
+
+def test_an_hour_of_websockets_that_speak_leaves_no_unseen_step(engine: Engine) -> None:
+    for key in range(3):
+        engine.book.connect(key)
+    for _ in range(3600):
+        engine.after(0.9)
+        engine.book.spoken_ns = engine.now_ns
+        engine.decode(3, step_s=0.1)
+    assert engine.book.pulse(now_ns=engine.now_ns).unseen_steps_total == 0
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "requests"), [(6.0, 1), (0.0, 2)], ids=["nobody speaks", "more than sockets"]
+)
+def test_a_websocket_hides_no_request_of_another_door(
+    engine: Engine, grant: Grant, silent_s: float, requests: int
+) -> None:
+    engine.book.connect(7)
+    engine.book.spoken_ns = engine.now_ns
+    engine.after(silent_s)
+    for _ in range(3):
+        engine.after(0.1).step(
+            running=0,
+            first_tokens=requests,
+            prompt_tokens=8000,
+            generation_tokens=requests,
+            finished_prompt_tokens=(8000,) * requests,
+        )
+    assert engine.book.pulse(now_ns=engine.now_ns).unseen_steps_total == 3
+
+
+def test_once_the_websocket_is_closed_it_explains_nothing(engine: Engine) -> None:
+    engine.book.connect(7)
+    engine.book.spoken_ns = engine.now_ns
+    engine.finish(7)
+    engine.step(running=1, prompt_tokens=512)
+    assert engine.book.pulse(now_ns=engine.now_ns).unseen_steps_total == 1
+
+
+def test_a_step_for_a_websocket_is_work_a_moment_later_too(engine: Engine, grant: Grant) -> None:
+    """Its next step may follow, and the cores tell of it at its end only."""
+    engine.book.connect(7)
+    engine.book.spoken_ns = engine.now_ns
+    engine.step(
+        running=0, first_tokens=1, prompt_tokens=40, generation_tokens=1,
+        finished_prompt_tokens=(40,),
+    )  # fmt: skip
+    assert decision(grant, engine.after(0.1).pulse(), now_ns=engine.now_ns).tokens == 0
+    assert decision(grant, engine.after(0.3).pulse(), now_ns=engine.now_ns).tokens == 512
 
 
 def core(requests: int, *, told_s: float, rank: int = 0) -> PulseHead:

@@ -165,6 +165,17 @@ def test_an_open_websocket_without_work_is_no_hung_engine_and_leaves_production_
         assert found.idle_at_s == engine.now
 
 
+def test_an_open_websocket_hides_no_unseen_steps() -> None:
+    engine = Served(servers=2, in_flight=1, sockets=1)
+    for _ in range(3):
+        engine.unseen_steps(4)
+        found = engine.beat()
+    assert found.condition is Condition.UNSEEN
+    engine.change(in_flight=2, requests_total=2)
+    engine.unseen_steps(4)
+    assert engine.beat().condition is None, "a request that was seen explains them"
+
+
 @pytest.mark.parametrize(
     "work",
     [

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from coserve.engine_step import EngineStep
 from coserve.vllm import pulse
 from coserve.vllm.middleware import (
     App,
@@ -560,6 +561,34 @@ async def test_a_websocket_is_in_flight_while_it_is_open(pages: PageDirectory, f
     else:
         await talk
     assert (pulse_in(pages).in_flight, pulse_in(pages).sockets) == (0, 0)
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+async def test_a_message_over_a_websocket_explains_the_step_that_follows(
+    pages: PageDirectory, way: str
+) -> None:
+    reporter = pulse.process_reporter()
+    assert reporter is not None
+    step = EngineStep(
+        running=1, kv_usage_ratio=0.1, first_tokens=0, prompt_tokens=0, generation_tokens=1,
+        inter_token_s=(0.02,), finished_prompt_tokens=(),
+    )  # fmt: skip
+
+    async def talking(scope: Scope, receive: Receive, send: Send) -> None:
+        reporter.step(lambda: step)
+        assert pulse_in(pages).unseen_steps_total == 1, "nobody has spoken"
+        if way == "in":
+            await receive()
+        else:
+            await send({"type": "websocket.send", "text": "{}"})
+        reporter.step(lambda: step)
+        assert pulse_in(pages).unseen_steps_total == 1
+
+    async def receive() -> Message:
+        return {"type": "websocket.receive", "text": "{}"}
+
+    scope = scope_of("/v1/realtime") | {"type": "websocket"}
+    await PulseMiddleware(talking)(scope, receive, nowhere)
 
 
 async def test_a_pulse_says_whether_a_middleware_is_there(pages: PageDirectory) -> None:
