@@ -12,6 +12,8 @@ from harvester.contracts.page.records import Guest
 from harvester.policy.sample import GuestReading
 from harvester.policy.settings import AUTO, SlotSettings
 
+_NO_ISOLATION = "none"
+
 
 class GuestState(msgspec.Struct, kw_only=True):
     seen_at_s: float | None = None
@@ -76,10 +78,11 @@ class GuestWatch:
     def blocking_ratio(
         self, configured: float | Literal["auto"], reading: GuestReading, *, now: float
     ) -> float:
-        """What a running step of it counts as: all of it where its isolation does not hold, also
-        against a number, which was measured under that isolation."""
+        """What a running step of it counts as: all of it where its isolation does not hold or is
+        none, also against a number, which was measured under an isolation. One that does not say
+        may be isolated from outside."""
         state = self.state
-        if state.isolation_fault:
+        if state.isolation_fault or state.isolation == _NO_ISOLATION:
             return 1.0
         if configured != AUTO:
             return configured

@@ -40,7 +40,17 @@ def test_an_isolation_that_does_not_hold_makes_a_step_count_whole(
 
 def test_a_number_of_the_operator_s_stands_where_nothing_has_fallen(ratio: Any) -> None:
     assert ratio(ISOLATED, blocking_ratio=0.3) == 0.3
-    assert ratio(Guest(), blocking_ratio=0.3) == 0.3
+    assert ratio(Guest(), blocking_ratio=0.3) == 0.3, "who says nothing may be isolated by others"
+
+
+def test_no_number_lowers_it_for_a_guest_that_says_it_has_no_isolation(
+    make_scene: Any, grant_in: Any
+) -> None:
+    scene = make_scene(blocking_ratio=0.02)
+    scene.guest = Guest(isolation="none")
+    assert grant_in(scene.beats_for(1.0)).blocking_ratio == 1.0
+    scene.guest = None
+    assert grant_in(scene.beats_for(30.0)).blocking_ratio == 1.0, "nor once it is gone"
 
 
 @pytest.mark.parametrize("promised", [math.nan, 0.0, -1.0, 1.5, math.inf])
