@@ -127,7 +127,8 @@ async def test_engines_prepare_a_version_while_their_turns_run(fake_engine, gate
     assert (await publish(front, 2))[0] == 200
     assert (await turn)[0] == 200
     looked = await engine.get("/_fake")
-    assert looked["staged"] == [["job.store", 2, 1]] * 2
+    # An engine that is up at the first publish has prepared that version as well.
+    assert [one for one in looked["staged"] if one[1] == 2] == [["job.store", 2, 1]] * 2
 
 
 async def test_a_publisher_may_end_pinned_turns_instead_of_waiting(fake_engine, gateway) -> None:
