@@ -18,7 +18,7 @@ from harvester.contracts.wire.engines import ENGINE_HEADER, WEIGHTS_FEATURE, Eng
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
 from scheduler.policy.trajectories import Attempt
-from scheduler.service.identity import HeldWeights, IdentityQuestions
+from scheduler.service.identity import Change, HeldWeights, IdentityQuestions, change_between
 from scheduler.service.stream import EngineChoice, EventStream
 
 _ENCODER = msgspec.json.Encoder()
@@ -42,6 +42,10 @@ class EngineUnreachable(EngineLost):
 
 class EngineChanged(EngineLost):
     """Another process answers, or one whose weights may be others than those that it was given."""
+
+    def __init__(self, message: str, change: Change = Change.PROCESS) -> None:
+        super().__init__(message)
+        self.change = change
 
 
 class RequestRefused(RoseMuxError):  # noqa: N818 - as above
@@ -141,19 +145,19 @@ class EngineClient:
             raise EngineLost(f"what the engine is: {error!r}") from error
         return report.description
 
-    async def changed(self, *, frugal: bool = False) -> bool:
+    async def changed(self, *, frugal: bool = False) -> Change:
         """Whether the engine is seen to be another one than the version was applied to.
 
         Silence is no change. `frugal` asks no engine whose whole metrics it takes to know.
         """
         given = self._identity
         if not given or (frugal and not self._stamped):
-            return False
+            return Change.NONE
         try:
             report, _ = await self._questions.report()
         except _BROKEN:
-            return False
-        return self._identity == given != report.identity
+            return Change.NONE
+        return change_between(given, report.identity) if self._identity == given else Change.NONE
 
     async def stage(self, *, store: str, version: WeightVersion, timeout_s: float) -> bool:
         """Have the engine prepare a version while it samples; whether it has.
@@ -243,7 +247,8 @@ class EngineClient:
         else:
             told = await self._questions.start_time() if reply.status == 200 else given
         if told != given:
-            raise EngineChanged(f"{told or 'an unknown engine'} answers, not {given}")
+            change = change_between(given, told)
+            raise EngineChanged(f"{told or 'an unknown engine'} answers, not {given}", change)
 
     async def _stage_states(self, call: dict[str, Any]) -> set[str]:
         """Of all its workers."""

@@ -4,6 +4,7 @@ The shell around the version policy: it carries out quiesce, update and serve, a
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.contracts.wire.engines import EngineDescription
 from scheduler.policy.fault_streak import FaultStreak
+from scheduler.policy.meddling import Meddling
 from scheduler.policy.model import Engine, EngineKind, Lease
 from scheduler.policy.routing_events import (
     ContextLimited,
@@ -43,8 +45,10 @@ from scheduler.policy.versions_events import (
 from scheduler.service.decisions import DecisionLog
 from scheduler.service.dispatch import Dispatcher
 from scheduler.service.engine import EngineChanged, EngineClient, EngineLost
+from scheduler.service.identity import Change
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 STAGE_S = 10.0
 """Longest wait for engines that prepare a version while they sample."""
@@ -62,6 +66,8 @@ class Cut(StrEnum):
     """The node is another job's now; the turn goes on where its job may run."""
     STALL = "stall"
     ENGINE = "engine"
+    WEIGHTS = "weights"
+    """Somebody else changed the engine's weights; it lives, and no turn is to blame."""
 
 
 class Running(Protocol):
@@ -88,9 +94,10 @@ class Member:
     running: set[Running] = field(default_factory=set)
     fault: str = ""
     streak: FaultStreak = field(default_factory=FaultStreak)
-    probing: "asyncio.Task[bool] | None" = None
+    probing: "asyncio.Task[Change] | None" = None
     quiesced_at_s: float | None = None
     updating: "asyncio.Task[None] | None" = None
+    meddling: Meddling = field(default_factory=Meddling)
 
     @property
     def vocabulary_tokens(self) -> int | None:
@@ -156,6 +163,9 @@ class Fleet:
             joined = EngineJoined(engine=member.engine.engine, kind=member.engine.kind)
             self.observe(joined)
 
+    def may_return(self, member: Member) -> bool:
+        return member.meddling.may_return(now=self._clock.now())
+
     def down(self, member: Member, fault: str, *, cut: Cut = Cut.ENGINE) -> None:
         """Lost: its turns go on elsewhere, and when it is back its weights are unknown."""
         if not member.up:
@@ -190,15 +200,33 @@ class Fleet:
             self._offer(member, target.job, target.version)
         self.review_contexts()
 
+    def meddled(self, member: Member) -> None:
+        """Somebody else changed its weights: it gets the version again, each time later."""
+        if not member.up:
+            return
+        fault = (
+            "somebody else changes its weights; let one scheduler own the engine, "
+            "and take it out of every other's configuration"
+        )
+        if member.meddling.seen(now=self._clock.now()):
+            _log.warning("engine %s: %s", member.engine.engine, fault)
+        self.down(member, fault, cut=Cut.WEIGHTS)
+
     async def attempt_broke(self, member: Member, error: EngineLost, *, began_s: float) -> bool:
-        """The engine is down (True) if it is another one, does not answer, or breaks them all."""
-        gone = isinstance(error, EngineChanged)
-        gone = member.streak.fail(began_s=began_s, now=self._clock.now()) or gone
-        if not gone and member.up:
+        """The engine has died (True) if another process is there, none answers, or it breaks all.
+
+        It is down as well if its weights are others now.
+        """
+        gone = member.streak.fail(began_s=began_s, now=self._clock.now())
+        change = error.change if isinstance(error, EngineChanged) else Change.NONE
+        if change is Change.NONE and member.up:
             if member.probing is None or member.probing.done():
-                member.probing = self._spawn(_is_well(member.client))
-            gone = not await asyncio.shield(member.probing)
-        if gone:
+                member.probing = self._spawn(_what_became(member.client))
+            change = await asyncio.shield(member.probing)
+        if change is Change.WEIGHTS:
+            self.meddled(member)
+            return False
+        if gone := gone or change is not Change.NONE:
             self.down(member, str(error))
         return gone
 
@@ -460,19 +488,21 @@ class Fleet:
         return task
 
 
-async def _is_well(client: EngineClient) -> bool:
-    """It answers, and has not died and come back meanwhile."""
-    return await client.healthy() and not await client.changed()
+async def _what_became(client: EngineClient) -> Change:
+    """One that does not answer is gone; one that does may have died and come back meanwhile."""
+    return await client.changed() if await client.healthy() else Change.PROCESS
 
 
 async def watch_health(fleet: Fleet, *, period_s: float) -> None:
     """Bring engines that answer into the fleet and give failed updates their next try."""
     while True:
-        waiting = [m for m in fleet.members.values() if not m.up]
+        waiting = [m for m in fleet.members.values() if not m.up and fleet.may_return(m)]
         quiet = [m for m in fleet.members.values() if m.up and not m.running and not m.updating]
         changed = await asyncio.gather(*(member.client.changed(frugal=True) for member in quiet))
-        for member, is_changed in zip(quiet, changed, strict=True):
-            if is_changed and not member.updating:
+        for member, change in zip(quiet, changed, strict=True):
+            if change is Change.WEIGHTS and not member.updating:
+                fleet.meddled(member)
+            elif change and not member.updating:
                 fleet.down(member, "another engine answers in its place")
         answers = await asyncio.gather(*(member.client.healthy() for member in waiting))
         for member, healthy in zip(waiting, answers, strict=True):

@@ -5,6 +5,8 @@ vLLM has neither: its process is known by the time at which it started, which it
 of what it can serve it tells the model's name and context.
 """
 
+import re
+from enum import IntEnum
 from typing import TypeVar
 
 import aiohttp
@@ -15,9 +17,28 @@ from harvester.contracts.reply import body_of
 from harvester.contracts.wire.engines import ENGINE_ROUTE, EngineDescription, EngineReport
 
 _MOST_BYTES = 8 << 20
+_COUNTED = re.compile(r"[^.\s]+\.\d+")
 _STARTED = b"process_start_time_seconds "
 
 T = TypeVar("T")
+
+
+class Change(IntEnum):
+    """What an engine is now, compared with what the version in force was applied to."""
+
+    NONE = 0
+    PROCESS = 1
+    """Another process: the one before has died."""
+    WEIGHTS = 2
+    """The same process, whose weights somebody else has called for."""
+
+
+def change_between(given: str, told: str) -> Change:
+    if given == told:
+        return Change.NONE
+    counted = _COUNTED.fullmatch(given) and _COUNTED.fullmatch(told)
+    same = counted and given.rpartition(".")[0] == told.rpartition(".")[0]
+    return Change.WEIGHTS if same else Change.PROCESS
 
 
 class _StockModel(msgspec.Struct, frozen=True):

@@ -160,3 +160,45 @@ async def test_an_engine_that_computes_something_else_does_not_join(what, value)
                 await asyncio.sleep(0.02)
         (fault,) = (engine["fault"] for engine in engines.values() if engine["fault"])
         assert fault.startswith(what)
+
+
+async def test_weights_changed_by_another_hand_are_no_turns_fault() -> None:
+    """As a second gateway does that publishes to the same engine."""
+    engines = [fake(step_s=0.05), fake(step_s=0.05)]
+    async with gateway_on(*engines) as gateway:
+        await gateway.publish(1)
+        turns = [
+            asyncio.create_task(gateway.generate(f"t{n}", 12, prompt=[1, n % 2])) for n in range(12)
+        ]
+        async with asyncio.timeout(10):
+            while sum(engine.open for engine in engines) < 12:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        engines[0].weight_calls += 1
+        async with asyncio.timeout(10):
+            while engines[0].calls.count("/update_weights") < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert gateway.scheduler.runner.blame.idle
+        for engine in engines:
+            engine.weight_calls += 1
+        for status, choice in await asyncio.gather(*turns):
+            assert (status, choice["finish_reason"]) == (200, "length")
+        assert gateway.scheduler.runner.blame.idle
+
+
+async def test_an_engine_with_two_owners_is_named_and_left_alone_for_longer(caplog) -> None:
+    engine = fake()
+    async with gateway_on(engine) as gateway:
+        await gateway.publish(1)
+        for updates in range(2, 4):
+            engine.weight_calls += 1
+            async with asyncio.timeout(10):
+                while (await gateway.status())["engines"]["e0"]["up"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                told = (await gateway.status())["engines"]["e0"]
+                while engine.calls.count("/update_weights") < updates:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                while not (await gateway.status())["engines"]["e0"]["version"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        assert "let one scheduler own the engine" in told["fault"], "while it is left alone"
+        said = [each for each in caplog.messages if "let one scheduler own" in each]
+        assert len(said) == 1
