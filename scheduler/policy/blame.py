@@ -1,18 +1,23 @@
 """Whether a request is at fault when engines fail under it.
 
     an engine dies, or answers a request with a failure     each request on it is a suspect
-    a suspect goes on                                       on trial: no second one on that engine
+    no engine has died for QUIET_S                          a suspect goes on: on trial, no second
+                                                            one on that engine
     it makes CLEARED_TOKENS there, or ends                  it is none any more
-    an engine fails under a request on trial                quarantined: two engines failed under it
+    the engine of its trial dies within KILLS_WITHIN_S,     quarantined: two engines failed under it
+    before a token of it, or answers it with a failure
+    that engine dies later                                  a suspect as before
 
 A request that kills at some place of its content fails in the first step of its trial, because it
-goes on from the tokens that it has, so it costs two engines. A bystander is cleared within a few
-steps, whatever the engine that it was on died of. Requests that fail before their first token are
-one request where their prompts are: a group of samples costs two engines as well, and not two each.
+goes on from the tokens that it has, so it costs two engines. A death that comes later is an engine
+that was stopped. Requests that fail before their first token are one request where their prompts
+are: a group of samples costs two engines as well, and not two each. A turn with tokens is excused
+once where another engine dies within WAVE_S without it: that is a restart. Two such turns that kill
+at the same time may cost three engines each.
 Opens no connection and reads no clock.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -22,10 +27,23 @@ from harvester.contracts.ids import EngineId
 CLEARED_TOKENS = 4
 """Engines schedule a step or two ahead, so the first tokens of a trial may still come."""
 
-QUARANTINE_S = 600.0
+KILLS_WITHIN_S = 0.5
+"""What kills an engine does so in its first step there."""
+
+QUIET_S = 1.0
+"""Engines that are stopped together die within this time, and no trial is among them."""
+
+HELD_S = 5.0
+"""A turn with tokens waits this long for its verdict: another engine may die without it."""
+
+WAVE_S = 60.0
+"""Deaths this close together may have one cause."""
+
+QUARANTINE_S = 60.0
 """A client that sends the request again for this long is told the reason at once."""
 
 _REMEMBERED = 4096
+_DEATHS = 256
 
 _T = TypeVar("_T")
 
@@ -35,6 +53,26 @@ class _Suspect:
     engine: EngineId
     reason: str
     trial: EngineId | None = None
+    excused: bool = False
+    verdict: str = ""
+    verdict_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A request that was on an engine when it died."""
+
+    request: str
+    age_s: float
+    """Since it came to that engine."""
+    tokens: int
+    """Made there."""
+    resumed: bool = False
+    """With tokens that it had when it came."""
+
+    @property
+    def just_begun(self) -> bool:
+        return not self.tokens and self.age_s <= KILLS_WITHIN_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +84,10 @@ class _Quarantined:
 class BlamePolicy:
     """`request` names what is suspected: a prompt, or a turn with the tokens that it has."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet_s: float = QUIET_S, held_s: float = HELD_S) -> None:
+        self._quiet_s = quiet_s
+        self._held_s = held_s
+        self._deaths: deque[tuple[float, frozenset[str]]] = deque(maxlen=_DEATHS)
         self._suspects: OrderedDict[str, _Suspect] = OrderedDict()
         self._quarantined: OrderedDict[str, _Quarantined] = OrderedDict()
 
@@ -60,11 +101,22 @@ class BlamePolicy:
 
     def quarantined(self, request: str, *, now: float) -> str:
         """The reason; empty where the request may run."""
+        suspect = self._suspects.get(request)
+        if suspect is not None and suspect.verdict and now >= suspect.verdict_s:
+            self._quarantine(request, suspect.verdict, now)
         held = self._quarantined.get(request)
         if held is not None and now >= held.until_s:
             del self._quarantined[request]
             held = None
         return held.reason if held else ""
+
+    def trial_in_s(self, request: str, *, now: float) -> float:
+        """How long its trial may not begin yet."""
+        suspect = self._suspects.get(request)
+        if suspect is None:
+            return 0.0
+        quiet_s = self._deaths[-1][0] + self._quiet_s if self._deaths else now
+        return max(0.0, quiet_s - now, suspect.verdict_s - now if suspect.verdict else 0.0)
 
     def placed(self, request: str, engine: EngineId) -> None:
         """A suspect goes on there: its trial."""
@@ -84,19 +136,63 @@ class BlamePolicy:
         if suspect is not None and suspect.trial == engine:
             suspect.trial = None
 
+    def died(self, engine: EngineId, ran: Iterable[Ran], *, reason: str, now: float) -> None:
+        """The engine died with these on it."""
+        ran = tuple(ran)
+        if not ran:
+            return
+        names, believed = frozenset(one.request for one in ran), []
+        self._excuse_all_but(names)
+        self._deaths.append((now, names))
+        for one in ran:
+            suspect = self._suspects.get(one.request)
+            if one.resumed and one.just_begun and suspect is not None and suspect.trial == engine:
+                self._judge_later(one.request, suspect, engine, reason, now)
+            elif one.just_begun or one.request not in self._suspects:
+                # Without a token in all that time, it was not what the engine died of.
+                if one.just_begun or one.tokens:
+                    believed.append(one.request)
+            elif one.tokens:
+                self.left(one.request, engine)
+            else:
+                self.served(one.request, engine)
+        self.failed(engine, believed, reason=reason, now=now)
+
     def failed(self, engine: EngineId, requests: Iterable[str], *, reason: str, now: float) -> None:
-        """The engine died with these on it, or lives and failed this one alone."""
+        """The engine failed under these for all that is known."""
         for request in sorted(set(requests)):
             suspect = self._suspects.get(request)
             if suspect is not None and suspect.trial == engine:
-                del self._suspects[request]
-                told = (
-                    f"engines failed twice under this request: {suspect.engine} "
-                    f"({suspect.reason}), then {engine} ({reason}); it is not tried again"
-                )
-                _remember(self._quarantined, request, _Quarantined(told, now + QUARANTINE_S))
+                self._quarantine(request, _told(suspect, engine, reason), now)
             elif suspect is None:
                 _remember(self._suspects, request, _Suspect(engine, reason))
+
+    def _judge_later(
+        self, request: str, suspect: _Suspect, engine: EngineId, reason: str, now: float
+    ) -> None:
+        """Excused once if engines die without it as well: they die of something else."""
+        suspect.trial = None
+        wave = (names for at_s, names in self._deaths if now - at_s <= WAVE_S)
+        if not suspect.excused and any(request not in names for names in wave):
+            suspect.excused = True
+        else:
+            suspect.verdict, suspect.verdict_s = _told(suspect, engine, reason), now + self._held_s
+
+    def _excuse_all_but(self, names: frozenset[str]) -> None:
+        for request, suspect in self._suspects.items():
+            if suspect.verdict and not suspect.excused and request not in names:
+                suspect.excused, suspect.verdict = True, ""
+
+    def _quarantine(self, request: str, told: str, now: float) -> None:
+        del self._suspects[request]
+        _remember(self._quarantined, request, _Quarantined(told, now + QUARANTINE_S))
+
+
+def _told(suspect: _Suspect, engine: EngineId, reason: str) -> str:
+    return (
+        f"engines failed twice under this request: {suspect.engine} "
+        f"({suspect.reason}), then {engine} ({reason}); it is not tried again"
+    )
 
 
 def _remember(held: OrderedDict[str, _T], request: str, what: _T) -> None:

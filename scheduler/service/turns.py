@@ -15,7 +15,7 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError, Stale
 from harvester.contracts.ids import EngineId, Epoch
 from harvester.contracts.wire.rollouts import FinishReason
-from scheduler.policy.blame import CLEARED_TOKENS, BlamePolicy
+from scheduler.policy.blame import CLEARED_TOKENS, BlamePolicy, Ran
 from scheduler.policy.course import TurnCourse
 from scheduler.policy.first_tokens import FirstTokens
 from scheduler.policy.model import EngineKind
@@ -67,6 +67,8 @@ class RunningAttempt:
     trial: str = ""
     """What is suspected of it; empty for a turn above suspicion."""
     tokens: int = 0
+    broke_s: float | None = None
+    """When it was seen to fail, which may be before its engine is known to have died."""
     reached: bool = True
     """Whether the engine may have seen it."""
     refused_s: float | None = None
@@ -75,7 +77,7 @@ class RunningAttempt:
     @property
     def request(self) -> str:
         """What is to blame if the engine fails now: its prompt, or it with its tokens."""
-        return self.trial or (self.turn.key if self.turn.token_ids else self.turn.content)
+        return suspected_as(self.turn)
 
     def hear(self, *, now: float, pause_s: float) -> None:
         """A chunk came; a gap of more than `pause_s` before it was a pause."""
@@ -87,6 +89,11 @@ class RunningAttempt:
         if self.why_cut is None and self.task is not None and not self.task.done():
             self.why_cut = why
             self.task.cancel()
+
+
+def suspected_as(turn: Turn) -> str:
+    """A prompt of which tokens were made is none that kills: from there the turn is meant alone."""
+    return turn.key if turn.token_ids else turn.content
 
 
 class TurnRunner:
@@ -159,6 +166,9 @@ class TurnRunner:
     async def _place(self, turn: Turn, course: TurnCourse) -> DispatchTurn | RefuseTurn | None:
         """None: the turn may be looked at anew."""
         course.suspect = suspect = self._suspected(turn)
+        if wait_s := self.blame.trial_in_s(suspect, now=self._clock.now()):
+            await asyncio.sleep(min(wait_s, _WATCH_S))
+            return None
         avoid = course.avoids(now=self._clock.now())
         placed = await self._dispatcher.place(
             turn,
@@ -169,7 +179,8 @@ class TurnRunner:
         )
         # A request of the same content may have failed engines while this one waited.
         accused = self._suspected(turn) or self._quarantined(turn, self._clock.now())
-        if isinstance(placed, DispatchTurn) and accused and not suspect:
+        early = self.blame.trial_in_s(suspect, now=self._clock.now()) > 0
+        if isinstance(placed, DispatchTurn) and accused and (early or not suspect):
             self._dispatcher.leave(turn.key)
             return None
         return placed
@@ -177,23 +188,36 @@ class TurnRunner:
     def _suspected(self, turn: Turn) -> str:
         if self.blame.idle:
             return ""
-        names = (turn.key, turn.content)
-        return next((name for name in names if self.blame.suspected(name)), "")
+        name = suspected_as(turn)
+        return name if self.blame.suspected(name) else ""
 
     def _quarantined(self, turn: Turn, now: float) -> str:
         if self.blame.idle:
             return ""
-        told = (self.blame.quarantined(name, now=now) for name in (turn.key, turn.content))
-        return next(filter(None, told), "")
+        return self.blame.quarantined(suspected_as(turn), now=now)
 
     def _engine_lost(self, member: Member, fault: str) -> None:
-        requests = [
-            running.request
+        engine, now = member.engine.engine, self._clock.now()
+        lost = [
+            running
             for running in member.running
             if isinstance(running, RunningAttempt) and running.reached and not running.turn.ended
         ]
-        now = self._clock.now()
-        self.blame.failed(member.engine.engine, requests, reason=fault, now=now)
+        broke_s = min((one.broke_s for one in lost if one.broke_s is not None), default=now)
+        for running in lost:
+            if running.trial not in ("", running.request):
+                # Its prompt, of which this engine has made tokens.
+                self.blame.served(running.trial, engine)
+        ran = [
+            Ran(
+                one.request,
+                age_s=broke_s - one.began_s,
+                tokens=one.tokens,
+                resumed=len(one.turn.token_ids) > one.tokens,
+            )
+            for one in lost
+        ]
+        self.blame.died(engine, ran, reason=fault, now=now)
 
     def close(self) -> None:
         """End every turn with what it has."""
@@ -307,6 +331,7 @@ class TurnRunner:
             running.refused_s = pause_s
         except RequestFailed as error:
             why, pause_s = str(error), _FAILED_PAUSE_S
+            running.broke_s = self._clock.now()
             if not await member.client.healthy():
                 turn.lose(attempt)
                 self._died(member, why, course)
@@ -320,6 +345,7 @@ class TurnRunner:
             self._fleet.down(member, str(error))
             return
         except EngineLost as error:
+            running.broke_s = self._clock.now()
             # Another engine in its place has seen nothing of the request.
             running.reached = not isinstance(error, EngineChanged)
             turn.lose(attempt)

@@ -21,7 +21,16 @@ from harvester.contracts.wire.rollouts import (
     SamplingParams,
     TokenLogprob,
 )
-from scheduler.policy.blame import CLEARED_TOKENS, QUARANTINE_S, BlamePolicy
+from scheduler.policy.blame import (
+    CLEARED_TOKENS,
+    HELD_S,
+    KILLS_WITHIN_S,
+    QUARANTINE_S,
+    QUIET_S,
+    WAVE_S,
+    BlamePolicy,
+    Ran,
+)
 from scheduler.policy.model import Engine, EngineKind
 from scheduler.policy.routing import RoutingPolicy
 from scheduler.policy.routing_events import Refusal, RefuseTurn, RoutingConfig
@@ -33,6 +42,7 @@ from scheduler.service.decisions import DecisionLog
 from scheduler.service.dispatch import Dispatcher
 from scheduler.service.engine import EngineLost, EngineUnreachable, RequestFailed, RequestRefused
 from scheduler.service.fleet import Fleet, Member
+from scheduler.service.identity import Change
 from scheduler.service.stream import EngineChoice, _Logprobs
 from scheduler.service.turns import TurnRunner
 
@@ -92,6 +102,77 @@ def test_a_quarantine_ends() -> None:
     assert policy.idle
 
 
+def died(
+    policy: BlamePolicy,
+    engine: EngineId,
+    *requests: str,
+    now: float,
+    age_s: float = 0.0,
+    tokens: int = 0,
+    resumed: bool = False,
+) -> None:
+    ran = [Ran(one, age_s=age_s, tokens=tokens, resumed=resumed) for one in requests]
+    policy.died(engine, ran, reason="gone", now=now)
+
+
+@pytest.mark.parametrize(("age_s", "tokens"), [(KILLS_WITHIN_S * 1.1, 0), (0.1, 1)])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_an_engine_that_dies_later_than_a_request_kills_shows_nothing(
+    age_s: float, tokens: int, resumed: bool
+) -> None:
+    policy = BlamePolicy(held_s=0)
+    died(policy, A, "r", now=0)
+    for round_ in range(1, 6):
+        policy.placed("r", B)
+        died(policy, B, "r", now=round_, age_s=age_s, tokens=tokens, resumed=resumed)
+        assert not policy.quarantined("r", now=round_)
+
+
+def test_a_prompt_that_waited_long_for_its_first_token_is_no_suspect() -> None:
+    policy = BlamePolicy()
+    died(policy, A, "r", now=0, age_s=KILLS_WITHIN_S * 1.1)
+    assert policy.idle
+
+
+def test_no_trial_begins_while_engines_die() -> None:
+    policy = BlamePolicy()
+    died(policy, A, "r", now=0)
+    died(policy, B, "other", now=0.75)
+    assert policy.trial_in_s("r", now=1) == pytest.approx(0.75 + QUIET_S - 1)
+    assert policy.trial_in_s("r", now=0.75 + QUIET_S) == 0
+    assert policy.trial_in_s("unsuspected", now=0.75) == 0
+
+
+@pytest.mark.parametrize("without_it_s", [-10.0, 2.0, 5.0 + HELD_S / 2])
+def test_a_turn_with_tokens_is_excused_once_where_an_engine_dies_without_it(
+    without_it_s: float,
+) -> None:
+    policy = BlamePolicy()
+    deaths = [(0.0, A, "r"), (5.0, B, "r"), (without_it_s, C, "other")]
+    for at_s, engine, request in sorted(deaths):
+        policy.placed(request, engine)
+        died(policy, engine, request, now=at_s, resumed=True)
+    assert not policy.quarantined("r", now=6 + HELD_S)
+    assert policy.suspected("r")
+    policy.placed("r", A)
+    died(policy, A, "r", now=20, resumed=True)
+    assert policy.trial_in_s("r", now=20) == HELD_S
+    assert policy.quarantined("r", now=20 + HELD_S), "once"
+
+
+@pytest.mark.parametrize("without_it_s", [-WAVE_S - 1, 5.1 + HELD_S])
+def test_a_turn_with_tokens_is_judged_when_no_other_engine_died_about_then(
+    without_it_s: float,
+) -> None:
+    policy = BlamePolicy()
+    for at_s, engine, request in sorted([(0.0, A, "r"), (5.0, B, "r"), (without_it_s, C, "x")]):
+        if at_s > 5:
+            assert policy.quarantined("r", now=at_s)
+        policy.placed(request, engine)
+        died(policy, engine, request, now=at_s, resumed=True)
+    assert policy.quarantined("r", now=5 + HELD_S)
+
+
 @dataclass(eq=False)
 class Client:
     """An engine that dies of requests whose first token is in `poison`, at that many tokens."""
@@ -106,6 +187,8 @@ class Client:
     visits: list[int] = field(default_factory=list)
     served_life: int = 0
     vocabulary: int = 0
+    slow: int = 0
+    """Steps before its first token."""
 
     async def generate(
         self, attempt: Attempt, *, request_id: str, epoch: Epoch | None, priority: int = 0
@@ -117,6 +200,8 @@ class Client:
             raise EngineUnreachable("refused")
         if told in self.answers:
             raise RequestFailed(self.answers[told])
+        for _ in range(self.slow):
+            await asyncio.sleep(0)
         for made in range(1, attempt.sampling_params.max_tokens + 1):
             await asyncio.sleep(0)
             if not self.dead and len(attempt.token_ids) + made > self.poison.get(told, 1 << 30):
@@ -130,8 +215,8 @@ class Client:
     async def healthy(self) -> bool:
         return not self.dead
 
-    async def changed(self, *, frugal: bool = False) -> bool:
-        return self.served_life != self.life
+    async def changed(self, *, frugal: bool = False) -> Change:
+        return Change.PROCESS if self.served_life != self.life else Change.NONE
 
     async def describe(self) -> EngineDescription:
         return EngineDescription(vocabulary=self.vocabulary)
@@ -154,7 +239,14 @@ class Nobody:
 
 
 class Cluster:
-    def __init__(self, engines: int, *, poison: dict[int, int], places: int = 4) -> None:
+    def __init__(
+        self,
+        engines: int,
+        *,
+        poison: dict[int, int],
+        places: int = 4,
+        blame: BlamePolicy | None = None,
+    ) -> None:
         clock = MonotonicClock()
         versions = VersionPolicy.from_config({"min_dedicated": 1})
         dispatcher = Dispatcher(RoutingPolicy(RoutingConfig()), clock, queue_s=60)
@@ -163,6 +255,7 @@ class Cluster:
         self.runner = TurnRunner(
             self.fleet, dispatcher, Nobody(), clock, timeouts=Timeouts(), max_attempts=8
         )
+        self.runner.blame = blame or BlamePolicy(quiet_s=0, held_s=0)
         self.ledger = TurnLedger(JOB)
         self.clients = [Client(poison) for _ in range(engines)]
         self.members = []
@@ -319,5 +412,63 @@ def test_an_engine_that_dies_of_itself_under_every_turn_costs_no_turn() -> None:
         turns = [cluster.serve(f"t{n}", (n,), 400) for n in range(12)]
         ended = await cluster.run(restarts(), *turns)
         assert [turn.finish_reason for turn, _ in ended] == [FinishReason.LENGTH] * 13
+
+    asyncio.run(case())
+
+
+@settings(max_examples=12, deadline=None)
+@given(restarts=st.permutations([0, 1, 2]), gaps=st.lists(st.integers(0, 25), min_size=3))
+def test_engines_that_are_restarted_together_cost_no_turn(
+    restarts: list[int], gaps: list[int]
+) -> None:
+    """Groups of samples that wait for a slow first token."""
+
+    async def case() -> None:
+        blame = BlamePolicy(quiet_s=0.3, held_s=0)
+        cluster = Cluster(3, poison={}, places=8, blame=blame)
+        for client in cluster.clients:
+            client.slow = 12
+
+        async def restart() -> tuple[Turn, RefuseTurn | None]:
+            for engine, gap in zip(restarts, gaps, strict=False):
+                for _ in range(gap):
+                    await asyncio.sleep(0)
+                cluster.clients[engine].life += 1
+            return await cluster.serve("last", (9,), 1)
+
+        turns = [cluster.serve(f"t{n}", (n % 2,), 6) for n in range(16)]
+        ended = await cluster.run(restart(), *turns)
+        assert [(turn.finish_reason, turn.fault) for turn, _ in ended] == (
+            [(FinishReason.LENGTH, "")] * 17
+        )
+
+    asyncio.run(case())
+
+
+def test_a_turn_with_tokens_does_not_end_by_the_verdict_on_its_prompt() -> None:
+    async def case() -> None:
+        cluster = Cluster(2, poison={})
+        request = GenerateRequest(
+            request_id="r", token_ids=(1,), sampling_params=SamplingParams(max_tokens=20)
+        )
+        turn = cluster.ledger.open(request, trajectory=TrajectoryId("r"))
+        assert turn is not None
+
+        def restart() -> None:
+            if len(turn.token_ids) == 5:
+                blame = cluster.runner.blame
+                failed(blame, A, turn.content)
+                blame.placed(turn.content, B)
+                failed(blame, B, turn.content)
+                assert blame.quarantined(turn.content, now=0)
+                for client in cluster.clients:
+                    client.life += 1
+
+        async def one() -> tuple[Turn, RefuseTurn | None]:
+            return turn, await cluster.runner.run(turn, on_tokens=restart)
+
+        await cluster.run(one())
+        assert turn.attempts == 2
+        assert turn.finish_reason is FinishReason.LENGTH, turn.fault
 
     asyncio.run(case())
