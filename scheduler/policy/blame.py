@@ -11,9 +11,9 @@
 A request that kills at some place of its content fails in the first step of its trial, because it
 goes on from the tokens that it has, so it costs two engines. A death that comes later is an engine
 that was stopped. Requests that fail before their first token are one request where their prompts
-are: a group of samples costs two engines as well, and not two each. A turn with tokens is excused
-once where another engine dies within WAVE_S without it: that is a restart. Two such turns that kill
-at the same time may cost three engines each.
+are: a group of samples costs two engines as well, and not two each. A request is excused once where
+another engine dies within WAVE_S without it: that is a restart. Two requests that kill at the same
+time may cost three engines each.
 Opens no connection and reads no clock.
 """
 
@@ -34,7 +34,7 @@ QUIET_S = 1.0
 """Engines that are stopped together die within this time, and no trial is among them."""
 
 HELD_S = 5.0
-"""A turn with tokens waits this long for its verdict: another engine may die without it."""
+"""A request waits this long for its verdict: another engine may die without it."""
 
 WAVE_S = 60.0
 """Deaths this close together may have one cause."""
@@ -67,8 +67,6 @@ class Ran:
     """Since it came to that engine."""
     tokens: int
     """Made there."""
-    resumed: bool = False
-    """With tokens that it had when it came."""
 
     @property
     def just_begun(self) -> bool:
@@ -146,7 +144,7 @@ class BlamePolicy:
         self._deaths.append((now, names))
         for one in ran:
             suspect = self._suspects.get(one.request)
-            if one.resumed and one.just_begun and suspect is not None and suspect.trial == engine:
+            if one.just_begun and suspect is not None and suspect.trial == engine:
                 self._judge_later(one.request, suspect, engine, reason, now)
             elif one.just_begun or one.request not in self._suspects:
                 # Without a token in all that time, it was not what the engine died of.

@@ -208,15 +208,7 @@ class TurnRunner:
             if running.trial not in ("", running.request):
                 # Its prompt, of which this engine has made tokens.
                 self.blame.served(running.trial, engine)
-        ran = [
-            Ran(
-                one.request,
-                age_s=broke_s - one.began_s,
-                tokens=one.tokens,
-                resumed=len(one.turn.token_ids) > one.tokens,
-            )
-            for one in lost
-        ]
+        ran = [Ran(one.request, age_s=broke_s - one.began_s, tokens=one.tokens) for one in lost]
         self.blame.died(engine, ran, reason=fault, now=now)
 
     def close(self) -> None:

@@ -109,22 +109,20 @@ def died(
     now: float,
     age_s: float = 0.0,
     tokens: int = 0,
-    resumed: bool = False,
 ) -> None:
-    ran = [Ran(one, age_s=age_s, tokens=tokens, resumed=resumed) for one in requests]
+    ran = [Ran(one, age_s=age_s, tokens=tokens) for one in requests]
     policy.died(engine, ran, reason="gone", now=now)
 
 
 @pytest.mark.parametrize(("age_s", "tokens"), [(KILLS_WITHIN_S * 1.1, 0), (0.1, 1)])
-@pytest.mark.parametrize("resumed", [False, True])
 def test_an_engine_that_dies_later_than_a_request_kills_shows_nothing(
-    age_s: float, tokens: int, resumed: bool
+    age_s: float, tokens: int
 ) -> None:
     policy = BlamePolicy(held_s=0)
     died(policy, A, "r", now=0)
     for round_ in range(1, 6):
         policy.placed("r", B)
-        died(policy, B, "r", now=round_, age_s=age_s, tokens=tokens, resumed=resumed)
+        died(policy, B, "r", now=round_, age_s=age_s, tokens=tokens)
         assert not policy.quarantined("r", now=round_)
 
 
@@ -144,24 +142,24 @@ def test_no_trial_begins_while_engines_die() -> None:
 
 
 @pytest.mark.parametrize("without_it_s", [-10.0, 2.0, 5.0 + HELD_S / 2])
-def test_a_turn_with_tokens_is_excused_once_where_an_engine_dies_without_it(
+def test_a_request_is_excused_once_where_an_engine_dies_without_it(
     without_it_s: float,
 ) -> None:
     policy = BlamePolicy()
     deaths = [(0.0, A, "r"), (5.0, B, "r"), (without_it_s, C, "other")]
     for at_s, engine, request in sorted(deaths):
         policy.placed(request, engine)
-        died(policy, engine, request, now=at_s, resumed=True)
+        died(policy, engine, request, now=at_s)
     assert not policy.quarantined("r", now=6 + HELD_S)
     assert policy.suspected("r")
     policy.placed("r", A)
-    died(policy, A, "r", now=20, resumed=True)
+    died(policy, A, "r", now=20)
     assert policy.trial_in_s("r", now=20) == HELD_S
     assert policy.quarantined("r", now=20 + HELD_S), "once"
 
 
 @pytest.mark.parametrize("without_it_s", [-WAVE_S - 1, 5.1 + HELD_S])
-def test_a_turn_with_tokens_is_judged_when_no_other_engine_died_about_then(
+def test_a_request_is_judged_when_no_other_engine_died_about_then(
     without_it_s: float,
 ) -> None:
     policy = BlamePolicy()
@@ -169,7 +167,7 @@ def test_a_turn_with_tokens_is_judged_when_no_other_engine_died_about_then(
         if at_s > 5:
             assert policy.quarantined("r", now=at_s)
         policy.placed(request, engine)
-        died(policy, engine, request, now=at_s, resumed=True)
+        died(policy, engine, request, now=at_s)
     assert policy.quarantined("r", now=5 + HELD_S)
 
 
