@@ -52,6 +52,7 @@ _T = TypeVar("_T")
 class _Suspect:
     engine: EngineId
     reason: str
+    since_s: float
     trial: EngineId | None = None
     excused: bool = False
     verdict: str = ""
@@ -116,6 +117,12 @@ class BlamePolicy:
         quiet_s = self._deaths[-1][0] + self._quiet_s if self._deaths else now
         return max(0.0, quiet_s - now, suspect.verdict_s - now if suspect.verdict else 0.0)
 
+    def shunned(self, request: str, *, now: float) -> dict[EngineId, float]:
+        """The engine that failed under it, and until when: it may be that engine's own fault."""
+        suspect = self._suspects.get(request)
+        until_s = suspect.since_s + self._held_s if suspect else now
+        return {suspect.engine: until_s} if suspect and now < until_s else {}
+
     def placed(self, request: str, engine: EngineId) -> None:
         """A suspect goes on there: its trial."""
         suspect = self._suspects.get(request)
@@ -163,7 +170,7 @@ class BlamePolicy:
             if suspect is not None and suspect.trial == engine:
                 self._quarantine(request, _told(suspect, engine, reason), now)
             elif suspect is None:
-                _remember(self._suspects, request, _Suspect(engine, reason))
+                _remember(self._suspects, request, _Suspect(engine, reason, now))
 
     def _judge_later(
         self, request: str, suspect: _Suspect, engine: EngineId, reason: str, now: float

@@ -169,7 +169,7 @@ class TurnRunner:
         if wait_s := self.blame.trial_in_s(suspect, now=self._clock.now()):
             await asyncio.sleep(min(wait_s, _WATCH_S))
             return None
-        avoid = course.avoids(now=self._clock.now())
+        avoid = self._shunned(suspect) | course.avoids(now=self._clock.now())
         placed = await self._dispatcher.place(
             turn,
             resumed=course.resumed,
@@ -184,6 +184,12 @@ class TurnRunner:
             self._dispatcher.leave(turn.key)
             return None
         return placed
+
+    def _shunned(self, suspect: str) -> dict[EngineId, float]:
+        """Only while another engine is there."""
+        shunned = self.blame.shunned(suspect, now=self._clock.now())
+        up = {engine for engine, member in self._fleet.members.items() if member.up}
+        return shunned if up - shunned.keys() else {}
 
     def _suspected(self, turn: Turn) -> str:
         if self.blame.idle:

@@ -141,6 +141,14 @@ def test_no_trial_begins_while_engines_die() -> None:
     assert policy.trial_in_s("unsuspected", now=0.75) == 0
 
 
+def test_a_suspect_shuns_the_engine_that_failed_under_it_for_a_while() -> None:
+    policy = BlamePolicy()
+    died(policy, A, "r", now=1)
+    assert policy.shunned("r", now=1) == {A: 1 + HELD_S}
+    assert policy.shunned("r", now=1 + HELD_S) == {}
+    assert policy.shunned("other", now=1) == {}
+
+
 @pytest.mark.parametrize("without_it_s", [-10.0, 2.0, 5.0 + HELD_S / 2])
 def test_a_request_is_excused_once_where_an_engine_dies_without_it(
     without_it_s: float,
