@@ -170,6 +170,8 @@ async def test_a_job_that_may_not_use_its_own_engine_goes_on_on_its_lease(
     turns = [asyncio.create_task(_generate(front, f"r{n}", 150)) for n in range(3)]
     await dedicated.until("/_fake", lambda looked: looked["open"] == 3)
     assert fake_agent.lease is None
+    # Some tokens each, of some 150 that take a second and a half.
+    await asyncio.sleep(0.4)
     status, told = await front.post("/v1/jobs/job/dedicated", {"enabled": False})
     assert (status, told) == (200, {"job": "job", "dedicated": False})
     await guest.until("/_fake", lambda looked: looked["open"] == 3)
