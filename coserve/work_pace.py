@@ -16,7 +16,7 @@ from coserve.slack import hung, slack_s
 from harvester.contracts.page import Grant, GrantMode, PulseHead, Reading
 
 SHARE = 0.05
-"""Of the time that pieces without slack take altogether: the epsilon by which production's times
+"""Share of time for pieces without slack: the epsilon by which production's times
 may grow unless an operator says otherwise. Whatever production does, a version takes at most twenty
 times as long as alone."""
 _SLOWER_GAIN = 0.2
@@ -66,7 +66,7 @@ class WorkPace:
         return True
 
     def observe(self, taken_s: float) -> None:
-        """What the piece that was admitted last has taken."""
+        """Learns the time of the piece that was admitted last."""
         self.piece_s = max(taken_s, self.piece_s + _SLOWER_GAIN * (taken_s - self.piece_s))
         if self._admitted_s is not None:
             # By what it took: one long piece makes the fit cautious and no more than itself late.

@@ -1,4 +1,4 @@
-"""What a slot's guest engine says of itself, asked anew every few seconds for the slot's offer.
+"""Description of a slot's guest engine by itself, asked every few seconds for the slot's offer.
 
 An engine that does not answer is unknown again: the one that comes back may be another.
 """

@@ -34,7 +34,7 @@ class LeaseFile:
         self._kept: LeaseId | None = None
 
     def read(self, *, ends_s: float) -> Lease | None:
-        """What is recorded, as a lease until `ends_s`. Raises OSError where it cannot be read."""
+        """The recorded lease, in force until `ends_s`. Raises OSError where it cannot be read."""
         try:
             with self._path.open("rb") as file:
                 record = msgspec.json.decode(file.read(_MAX_BYTES), type=LeaseRecord)

@@ -1,4 +1,4 @@
-"""What a slot leaves on disk: its journal, line by line, and its durable state.
+"""A slot's files on disk: its journal, line by line, and its durable state.
 
 Neither ever stops the agent. Where one cannot be written `fault` says why, once in the log and at
 every beat to the policy; both are tried again until there is room.
@@ -59,7 +59,7 @@ class SlotRecord:
         return self._journal_fault or self._state_fault
 
     def resume(self, policy: SlotPolicy, *, now: float) -> None:
-        """What an earlier agent left. Where that is not known, nothing is offered on trust."""
+        """Restores an earlier agent's state. Where that is unknown, nothing is offered on trust."""
         try:
             left = self._state.load(now=now)
         except Corrupt as error:

@@ -19,7 +19,7 @@ GUEST_FIELD = "guest"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reload:
     config: AgentConfig
-    """What is in force: the new values where they can be, the old ones elsewhere."""
+    """Configuration in force: new values where they can be, old ones elsewhere."""
     in_force: tuple[str, ...]
     restart_needed: tuple[str, ...]
     guest_start_needed: tuple[str, ...]

@@ -21,11 +21,11 @@ MAX_BYTES = 16 << 20
 
 class StateHead(msgspec.Struct, frozen=True, kw_only=True, tag="slot_state"):
     schema: int = SCHEMA
-    """Of a state that an older agent could not read; new fields do not raise it."""
+    """Raised for a state that an older agent could not read; new fields do not raise it."""
     node: str
     slot: str
     origin: str
-    """What `at_s` counts from."""
+    """Origin of `at_s`."""
     at_s: float
     wall: str = ""
     digest: str
@@ -53,7 +53,7 @@ class StateFile:
         whole_file.replace(self.path, msgspec.json.encode(head) + b"\n" + body + b"\n")
 
     def load(self, *, now: float) -> DurableState | None:
-        """What was saved last, in times that compare with `now`; None where nothing ever was.
+        """The state saved last, in times that compare with `now`; None where nothing ever was.
 
         Raises Corrupt where there is a file that cannot be believed.
         """

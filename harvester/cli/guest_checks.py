@@ -1,4 +1,4 @@
-"""What a guest needs before minutes go into its start: each is looked at, and said in a line."""
+"""Checks before a guest spends minutes on its start; each is told in a line."""
 
 import json
 import os

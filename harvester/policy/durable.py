@@ -1,4 +1,4 @@
-"""What a slot's policy knows that must outlive its process, and how it moves to another clock.
+"""State of a slot's policy that must outlive its process, and how it moves to another clock.
 
 Everything here keeps harvesting back. What is measured anew within a beat, such as pulses, the
 guest's page and leases, is left out, as are counters for people.

@@ -28,7 +28,7 @@ CLEARED_TOKENS = 4
 """Engines schedule a step or two ahead, so the first tokens of a trial may still come."""
 
 KILLS_WITHIN_S = 0.5
-"""What kills an engine does so in its first step there."""
+"""A poisonous request kills an engine in its first step there."""
 
 QUIET_S = 1.0
 """Engines that are stopped together die within this time, and no trial is among them."""

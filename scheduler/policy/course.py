@@ -25,7 +25,7 @@ class TurnCourse:
     deaths: int = 0
     """Engines that died under it, for whatever reason."""
     why: str = ""
-    """What went wrong last."""
+    """Reason of the latest failure."""
     _setbacks: int = 0
     _stalls: int = 0
     """Attempts taken off silent engines since its last token."""

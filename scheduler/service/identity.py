@@ -1,4 +1,4 @@
-"""What an engine says of itself: which process it is, what it can serve, what its workers hold.
+"""Identity of an engine by its own word: its process, what it can serve, what its workers hold.
 
 An engine with coserve's IdentityMiddleware tells in a route of its own and with every reply. Stock
 vLLM has neither: its process is known by the time at which it started, which its metrics tell, and
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Change(IntEnum):
-    """What an engine is now, compared with what the version in force was applied to."""
+    """An engine as it is now, compared with the one that the version was applied to."""
 
     NONE = 0
     PROCESS = 1
@@ -51,7 +51,7 @@ class _StockModels(msgspec.Struct, frozen=True):
 
 
 class HeldWeights(msgspec.Struct, frozen=True):
-    """What one worker says that it holds; empty before its first update and while in doubt."""
+    """Weights that one worker says it holds; empty before its first update and while in doubt."""
 
     store: str = ""
     version: int = 0
@@ -63,7 +63,7 @@ class HeldWeights(msgspec.Struct, frozen=True):
 
 
 class _Held(msgspec.Struct, frozen=True):
-    """What `/collective_rpc` tells of every worker."""
+    """Every worker's reply to `/collective_rpc`."""
 
     results: tuple[HeldWeights, ...]
 
@@ -102,7 +102,7 @@ class IdentityQuestions:
         return ""
 
     async def held(self) -> tuple[HeldWeights, ...]:
-        """By each worker. The caller bounds the wait: workers answer between two steps."""
+        """Weights held by each worker. The caller bounds the wait: workers answer between steps."""
         route = "/collective_rpc"
         async with self._session.post(
             self._url + route, json={"method": "rosemux_weights"}

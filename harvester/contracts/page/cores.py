@@ -1,4 +1,4 @@
-"""What an engine's API servers say together of its cores.
+"""State of an engine's cores, from all of its API servers.
 
 Each step's statistics reach one of them, so a core's newest word counts, wherever it stands.
 """

@@ -34,7 +34,7 @@ class PageOwners:
 
 
 OWN_USER = PageOwners()
-"""Nobody is named."""
+"""No user is named."""
 
 _KINDS = ("agent", "production", "guest")
 

@@ -172,7 +172,7 @@ class PageReader(Generic[R]):
 
 
 def _copied(file: int, size_bytes: int = PAGE_BYTES, offset: int = 0) -> bytes:
-    """What there is of it; a file system that fails leaves nothing."""
+    """The bytes that are there; none where the file system fails."""
     try:
         return os.pread(file, size_bytes, offset)
     except OSError:

@@ -43,7 +43,7 @@ def is_at(path: Path, fd: int) -> bool:
 
 
 class WriterLock:
-    """Of one page; used by one thread at a time."""
+    """Lock of one page; used by one thread at a time."""
 
     def __init__(self, page: Path) -> None:
         self._page = page
