@@ -72,6 +72,8 @@ class CudaDevice:
         self._device = torch.device("cuda", 0)
         torch.cuda.set_device(self._device)
         self._stream = stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        # Graphs run one at a time and leave nothing in it: they share what they compute in.
+        self._pool = torch.cuda.graph_pool_handle()
 
     @property
     def torch_device(self) -> torch.device:
@@ -88,7 +90,9 @@ class CudaDevice:
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Other threads of this process allocate while a green context's graphs are captured.
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             work()
         self.synchronize()
 

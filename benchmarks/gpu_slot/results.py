@@ -25,6 +25,17 @@ class ResultFile:
         write_whole(self.path, json.dumps(self.found, indent=1) + "\n")
 
 
+def under(name: str, put: Put) -> Put:
+    """Keeps results as fields of one result."""
+    found: dict[str, Any] = {}
+
+    def keep(field_name: str, result: Any) -> None:
+        found[field_name] = result
+        put(name, found)
+
+    return keep
+
+
 def left_in(path: Path) -> dict[str, Any]:
     """Results that a part left; none where it did not come to its first."""
     try:

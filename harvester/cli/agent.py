@@ -1,7 +1,6 @@
 """`rosemux agent`."""
 
 import logging
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ from yaml import YAMLError
 
 from harvester.config import LoadedConfig, read_agent_config
 from harvester.contracts.errors import ConfigError
+from harvester.distribution import rosemux_version
 from harvester.yaml_file import parse_value
 
 
@@ -47,7 +47,7 @@ def agent(
     )
     from harvester.agent.process import run_agent
 
-    run_agent(loaded, reload=load, version=version("rosemux"))
+    run_agent(loaded, reload=load, version=rosemux_version())
 
 
 def _flags(mode: str | None, port: int | None, assignments: list[str]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 failed, 2 wrong settings or an unsupported machine, 130 in
 
 import importlib
 import sys
-from importlib.metadata import version
 from typing import Any
 
 import typer
@@ -14,6 +13,7 @@ from typer.main import get_command
 
 from harvester.cli.commands import COMMANDS, LazyCommand
 from harvester.contracts.errors import ConfigError, RoseMuxError, Unsupported
+from harvester.distribution import rosemux_version
 
 EXIT_FAILED = 1
 EXIT_SETTINGS = 2
@@ -56,7 +56,7 @@ def load(name: str, command: LazyCommand) -> Any:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"rosemux {version('rosemux')}")
+        typer.echo(f"rosemux {rosemux_version()}")
         raise typer.Exit
 
 

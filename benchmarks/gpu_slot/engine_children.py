@@ -1,0 +1,138 @@
+"""Engine processes as the benchmark holds them: started, asked, ended."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from benchmarks.gpu_slot.engine_orders import (
+    REPLIES,
+    Broken,
+    EngineSetting,
+    Ready,
+    Reply,
+    Roll,
+    Rolled,
+    Serve,
+    Served,
+)
+from benchmarks.gpu_slot.request_load import Request
+from benchmarks.gpu_slot.step_log import GuestLog, ProductionLog
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.parent import end_with
+
+_LINE_BYTES_MAX = 1 << 28
+_START_S = 90.0
+_LATE_S = 40.0
+_END_S = 5.0
+
+
+@dataclass(slots=True)
+class EngineChild:
+    process: asyncio.subprocess.Process
+    ready: Ready
+    _replies: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
+    _orders: int = 0
+
+    async def serve(self, load: Sequence[Request], *, seconds: float) -> ProductionLog:
+        """Raises ConfigError where the engine fails."""
+        self._orders += 1
+        reply = await self._asked(
+            Serve(number=self._orders, load=tuple(load), seconds=seconds), seconds
+        )
+        assert isinstance(reply, Served)
+        return reply.log
+
+    async def roll(self, *, seconds: float, mixed: bool = False, seed: int = 0) -> GuestLog:
+        """Raises ConfigError where the engine fails."""
+        self._orders += 1
+        reply = await self._asked(
+            Roll(number=self._orders, seconds=seconds, mixed=mixed, seed=seed), seconds
+        )
+        assert isinstance(reply, Rolled)
+        return reply.log
+
+    async def _asked(self, order: Serve | Roll, seconds: float) -> Reply:
+        assert self.process.stdin is not None
+        answer = asyncio.get_running_loop().create_future()
+        self._replies[order.number] = answer
+        self.process.stdin.write(msgspec.json.encode(order) + b"\n")
+        await self.process.stdin.drain()
+        try:
+            async with asyncio.timeout(seconds + _LATE_S):
+                reply: Reply = await answer
+        except TimeoutError as error:
+            raise ConfigError(f"an engine did not end its {seconds:g} s") from error
+        if isinstance(reply, Broken):
+            raise ConfigError(f"an engine failed: {reply.error}")
+        return reply
+
+    async def read(self) -> None:
+        """Replies to those who wait, until the process ends."""
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            reply = REPLIES.decode(line)
+            if not isinstance(reply, Ready):
+                self._replies.pop(reply.number).set_result(reply)
+        for answer in self._replies.values():
+            answer.set_exception(ConfigError("an engine's process has ended"))
+
+
+@asynccontextmanager
+async def engine(
+    setting: EngineSetting, environment: Mapping[str, str]
+) -> AsyncIterator[EngineChild]:
+    """A process once it is ready; its errors go to this one's. Raises ConfigError."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_slot.engine_process",
+        msgspec.json.encode(setting).decode(),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=_LINE_BYTES_MAX,
+        env=os.environ | dict(environment),
+        preexec_fn=partial(end_with, os.getpid()),
+    )
+    try:
+        child = EngineChild(process, await _ready(process))
+        reading = asyncio.ensure_future(child.read())
+        try:
+            yield child
+        finally:
+            reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await reading
+    finally:
+        await _ended(process)
+
+
+async def _ready(process: asyncio.subprocess.Process) -> Ready:
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(_START_S):
+            line = await process.stdout.readline()
+    except TimeoutError as error:
+        raise ConfigError(f"an engine was not ready within {_START_S:.0f} s") from error
+    if not line:
+        raise ConfigError("an engine's process ended at its start; its error stands above")
+    reply = REPLIES.decode(line)
+    assert isinstance(reply, Ready)
+    return reply
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """By the end of its input first: a client of MPS is not to be killed in a kernel."""
+    assert process.stdin is not None
+    for end in (process.stdin.close, process.terminate, process.kill):
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                end()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    await process.wait()

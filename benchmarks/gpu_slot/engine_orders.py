@@ -1,0 +1,73 @@
+"""What an engine process is started with and asked: one JSON object a line, each way."""
+
+import msgspec
+
+from benchmarks.gpu_slot.request_load import Request
+from benchmarks.gpu_slot.step_log import GuestLog, ProductionLog
+from coserve.isolation import IsolationBackend
+
+
+class EngineForms(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps that an engine captures at its start."""
+
+    prefills: tuple[int, ...]
+    decodes: tuple[int, ...]
+    context_tokens: int
+    """Of each request of a decode."""
+
+
+class EngineSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """One process with production, with a guest, or with both."""
+
+    kind: str
+    tiny: bool
+    pages: str
+    production: EngineForms | None = None
+    guest: EngineForms | None = None
+    isolation: IsolationBackend = IsolationBackend.NONE
+    """What the guest's threads on the host are put under, and what it tells."""
+    partition_ratio: float = 0.0
+    """Both in one process: the guest's share of the multiprocessors by green contexts; 0 shares
+    all of them."""
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    start_s: float
+    multiprocessors: dict[str, int] = {}
+    """Those that production and guest may use, as far as it is known."""
+
+
+class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    number: int
+    load: tuple[Request, ...]
+    seconds: float
+
+
+class Roll(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    number: int
+    seconds: float
+    mixed: bool = False
+    seed: int = 0
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    number: int
+    log: ProductionLog
+
+
+class Rolled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    number: int
+    log: GuestLog
+
+
+class Broken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The order failed; a CUDA context may be lost with it."""
+
+    number: int
+    error: str
+
+
+Order = Serve | Roll
+Reply = Ready | Served | Rolled | Broken
+ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
+REPLIES: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)

@@ -1,0 +1,51 @@
+"""Steps and requests as both engines log them: nanoseconds of the machine's monotonic clock."""
+
+import msgspec
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    kind: str
+    """`decode` or `prefill`."""
+    size: int
+    """Requests of a decode, tokens of a prefill."""
+    start_ns: int
+    """Before the launch."""
+    end_ns: int
+    """When the device was seen to be done with it."""
+
+    @property
+    def step_s(self) -> float:
+        return (self.end_ns - self.start_ns) * 1e-9
+
+    @property
+    def form(self) -> tuple[str, int]:
+        """Steps of one form do the same work."""
+        return self.kind, self.size
+
+    @property
+    def tokens(self) -> int:
+        return self.size
+
+
+class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    arrival_ns: int
+    first_ns: int
+    """Its first token."""
+    end_ns: int
+    prompt_tokens: int
+    itl_s: tuple[float, ...] = ()
+
+    @property
+    def ttft_s(self) -> float:
+        return (self.first_ns - self.arrival_ns) * 1e-9
+
+
+class ProductionLog(msgspec.Struct, frozen=True, kw_only=True):
+    steps: tuple[Step, ...] = ()
+    requests: tuple[ServedRequest, ...] = ()
+
+
+class GuestLog(msgspec.Struct, frozen=True, kw_only=True):
+    steps: tuple[Step, ...] = ()
+    closed: dict[str, int] = {}
+    """Decisions that admitted no step, by reason."""

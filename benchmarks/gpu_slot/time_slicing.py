@@ -1,0 +1,62 @@
+"""CUDA's default: two processes whose contexts take turns on the GPU. On a CPU, its idle class.
+
+Here the shipped agent is measured as well, each arm with an agent that has just started.
+"""
+
+import asyncio
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from msgspec.structs import replace
+
+from benchmarks.gpu_slot.agent_arm import AgentArm
+from benchmarks.gpu_slot.engine_children import engine
+from benchmarks.gpu_slot.engine_orders import EngineSetting
+from benchmarks.gpu_slot.results import Put
+from benchmarks.gpu_slot.sharing import FULL, REHEARSED, Sharing
+from coserve.gpus import gpus
+from coserve.isolation import Isolation, IsolationBackend, choose
+from harvester.contracts.page import PageDirectory
+from harvester.contracts.page.records import Law
+from scheduler.demo.slot import SLOT
+
+_NO_BRAKES = {
+    "misses": {"limit_ratio": 0.999, "minimum_misses": 1e9},
+    "budget": {"enforced": False},
+    "proof": {"share_ratio": 0.0},
+}
+"""Another project's law is measured without our guards."""
+
+
+def measured(kind: str, *, tiny: bool, put: Put) -> None:
+    with TemporaryDirectory(prefix="rosemux-", dir="/dev/shm") as root:
+        pages = PageDirectory.create(Path(root, SLOT))
+        asyncio.run(_measure(kind, tiny, pages, put))
+
+
+async def _measure(kind: str, tiny: bool, pages: PageDirectory, put: Put) -> None:
+    isolation = _isolation(kind)
+    put("isolation", isolation.statement)
+    sizes = REHEARSED if tiny else FULL
+    shared = EngineSetting(kind=kind, tiny=tiny, pages=str(pages.path), isolation=isolation.backend)
+    environment = dict(isolation.environment)
+    async with (
+        engine(replace(shared, production=sizes.production), environment) as production,
+        engine(replace(shared, guest=sizes.guest), environment) as guest,
+    ):
+        put("start_s", {"production": production.ready.start_s, "guest": guest.ready.start_s})
+        sharing = Sharing(production, guest, pages, sizes, put)
+        await sharing.measure(_arms(pages), await sharing.calibrated_rate())
+
+
+def _isolation(kind: str) -> Isolation:
+    return choose(gpus=gpus()) if kind == "cuda" else choose(IsolationBackend.IDLE)
+
+
+def _arms(pages: PageDirectory) -> dict[str, AgentArm]:
+    rose = {"law": Law.ROSE.value, **_NO_BRAKES}
+    return {
+        "shipped": AgentArm(pages, {}),
+        "epsilon_0.25": AgentArm(pages, {"epsilon": 0.25}),
+        "rose_law": AgentArm(pages, rose, experiment=True),
+    }
