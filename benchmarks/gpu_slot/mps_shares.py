@@ -86,7 +86,7 @@ async def _shares(kind: str, tiny: bool, control: MpsControl | None, put: Put) -
         async with engine(replace(setting, production=sizes.production), served) as production:
             put("production_multiprocessors", production.ready.multiprocessors)
             rate_per_s = 0.0
-            for percentage, below_normal in SHARES:
+            for percentage, below_normal in SHARES[-1:] if tiny else SHARES:
                 environment: dict[str, str] = {}
                 if control is not None:
                     share = MpsShare(control, percentage, below_normal)

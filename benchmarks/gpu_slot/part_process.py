@@ -1,24 +1,26 @@
-"""One part in a process of its own: `python -m benchmarks.gpu_slot.part_process NAME KIND FILE`."""
+"""One part in its process: `python -m benchmarks.gpu_slot.part_process MODULE KIND FILE`."""
 
 import argparse
+import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.gpu_slot.parts import NOT_HERE, PARTS
+from benchmarks.gpu_slot.parts import NOT_HERE
 from benchmarks.gpu_slot.results import ResultFile
 from harvester.contracts.errors import Unsupported
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu_slot.part_process", description=__doc__)
-    parser.add_argument("name", choices=[part.name for part in PARTS])
+    parser.add_argument("module")
     parser.add_argument("kind", choices=("cuda", "cpu"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
-    part = next(part for part in PARTS if part.name == given.name)
+    measured: Callable[..., None] = importlib.import_module(given.module).measured
     try:
-        part.measure(given.kind, tiny=given.tiny, put=ResultFile(given.file).put)
+        measured(given.kind, tiny=given.tiny, put=ResultFile(given.file).put)
     except Unsupported as error:
         print(error, file=sys.stderr)
         sys.exit(NOT_HERE)

@@ -78,7 +78,7 @@ class PartRuns:
         return found
 
     def _status(self, part: Part, file: Path, log: Path, limit_s: float) -> Status:
-        command = [sys.executable, "-m", "benchmarks.gpu_slot.part_process", part.name, self.kind]
+        command = [sys.executable, "-m", "benchmarks.gpu_slot.part_process", part.module, self.kind]
         with (
             log.open("wb") as output,
             _whole_group(

@@ -1,10 +1,6 @@
 """The parts of the benchmark, in the order in which they run."""
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-
-from benchmarks.gpu_slot.results import Put
 
 NOT_HERE = 3
 """Exit status of a part that this machine cannot have, such as MPS without its daemon."""
@@ -12,19 +8,16 @@ NOT_HERE = 3
 
 @dataclass(frozen=True, slots=True)
 class Part:
+    """A module with `measured(kind, *, tiny, put)`, loaded in the part's own process alone.
+
+    `kind` is `cuda` or `cpu`; `tiny` are the shapes of the rehearsal. It raises Unsupported where
+    the machine lacks what the part measures.
+    """
+
     name: str
     module: str
-    """Has `measured(kind, *, tiny, put)`; loaded in the part's own process alone."""
     limit_s: float
     """The part is ended after this; what it has put by then counts."""
-
-    def measure(self, kind: str, *, tiny: bool, put: Put) -> None:
-        """`kind` is `cuda` or `cpu`; `tiny` are the shapes of the rehearsal.
-
-        Raises Unsupported where the machine lacks what the part measures.
-        """
-        measured: Callable[..., None] = importlib.import_module(self.module).measured
-        measured(kind, tiny=tiny, put=put)
 
 
 _HERE = "benchmarks.gpu_slot"
@@ -37,4 +30,4 @@ PARTS = (
     Part("weights", f"{_HERE}.device_weights", 90.0),
     Part("green_contexts", f"{_HERE}.green_contexts", 80.0),
 )
-"""Their usual times together are under nine minutes on one H200; their limits are more."""
+"""Usual times on one H200 are estimated at under nine minutes together; the limits are more."""

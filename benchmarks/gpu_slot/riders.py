@@ -41,7 +41,8 @@ def measured(kind: str, *, tiny: bool, put: Put) -> None:
 
     def step(rows: int) -> Work:
         if rows not in steps:
-            work = model.decode(batch=rows, context_tokens=context_tokens)
+            with device.current():
+                work = model.decode(batch=rows, context_tokens=context_tokens)
             steps[rows] = device.captured(work)
         return steps[rows]
 
