@@ -1,0 +1,157 @@
+"""A GPU's virtual memory over a played driver: the calls, their order and their failures."""
+
+import enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from benchmarks.gpu_slot import cuda_virtual_memory  # noqa: E402
+from benchmarks.gpu_slot.cuda_virtual_memory import CudaVirtualMemory, checked  # noqa: E402
+from benchmarks.gpu_slot.sleeping_pieces import SleepingPieces  # noqa: E402
+from benchmarks.gpu_slot.virtual_memory import CpuVirtualMemory  # noqa: E402
+from harvester.contracts.errors import Unsupported  # noqa: E402
+
+PAGE = CpuVirtualMemory().granularity_bytes
+STREAM = 77
+
+
+class CUresult(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+
+
+class PlayedDriver:
+    """The part of cuda.bindings.driver that is called, over pages of the host."""
+
+    CUresult = CUresult
+    CUdevice_attribute = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED="virtual",
+        CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED="rdma",
+    )
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
+    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+
+    def __init__(self) -> None:
+        self.memory = CpuVirtualMemory()
+        self.virtual = 1
+        self.room_bytes = 1 << 30
+        self.asked: list[str] = []
+        self.created: dict[str, int] = {}
+        self.freed: list[tuple[int, int]] = []
+
+    def CUmemAllocationProp(self) -> Any:  # noqa: N802
+        return SimpleNamespace(location=SimpleNamespace(), allocFlags=SimpleNamespace())
+
+    def CUmemAccessDesc(self) -> Any:  # noqa: N802
+        return SimpleNamespace(location=SimpleNamespace())
+
+    def cuDeviceGet(self, ordinal: int) -> Any:  # noqa: N802
+        return CUresult.CUDA_SUCCESS, ordinal
+
+    def cuDeviceGetAttribute(self, attribute: str, device: int) -> Any:  # noqa: N802
+        return CUresult.CUDA_SUCCESS, self.virtual if attribute == "virtual" else 1
+
+    def cuMemGetAllocationGranularity(self, asked: Any, option: int) -> Any:  # noqa: N802
+        assert (asked.type, asked.location.type, asked.location.id) == (1, 1, 0)
+        assert asked.allocFlags.gpuDirectRDMACapable == 1
+        return CUresult.CUDA_SUCCESS, PAGE
+
+    def cuMemAddressReserve(  # noqa: N802
+        self, size: int, alignment: int, address: int, flags: int
+    ) -> Any:
+        return CUresult.CUDA_SUCCESS, self.memory.reserve(size)
+
+    def cuMemCreate(self, size: int, asked: Any, flags: int) -> Any:  # noqa: N802
+        self.asked.append("create")
+        if sum(self.created.values()) + size > self.room_bytes:
+            return CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+        handle = f"handle {len(self.asked)}"
+        self.created[handle] = size
+        return CUresult.CUDA_SUCCESS, handle
+
+    def cuMemMap(  # noqa: N802
+        self, address: int, size: int, offset: int, handle: str, flags: int
+    ) -> Any:
+        assert self.created[handle] == size
+        self.asked.append("map")
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemSetAccess(self, address: int, size: int, asked: list[Any], count: int) -> Any:  # noqa: N802
+        assert (count, asked[0].flags, asked[0].location.id) == (1, 3, 0)
+        self.asked.append("access")
+        self.memory.map(address)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemUnmap(self, address: int, size: int) -> Any:  # noqa: N802
+        self.asked.append("unmap")
+        self.memory.unmap(address)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemRelease(self, handle: str) -> Any:  # noqa: N802
+        self.asked.append("release")
+        del self.created[handle]
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemAddressFree(self, address: int, size: int) -> Any:  # noqa: N802
+        self.freed.append((address, size))
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemcpyAsync(self, to: int, source: int, size: int, stream: int) -> Any:  # noqa: N802
+        assert stream == STREAM
+        self.asked.append("copy")
+        self.memory.copy(to=to, source=source, size_bytes=size)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuStreamSynchronize(self, stream: int) -> Any:  # noqa: N802
+        assert stream == STREAM
+        self.asked.append("wait")
+        return (CUresult.CUDA_SUCCESS,)
+
+
+def test_a_piece_sleeps_and_wakes_by_the_calls_of_vllm_s_allocator() -> None:
+    played = PlayedDriver()
+    memory = CudaVirtualMemory(played, STREAM)
+    assert memory.granularity_bytes == PAGE
+    host = torch.zeros(3 * PAGE, dtype=torch.uint8)
+    pieces = SleepingPieces(memory, torch.device("cpu"), [PAGE, 2 * PAGE], host)
+    played.asked.clear()
+    asleep = pieces.fall_asleep()
+    assert played.asked == ["copy", "wait", "unmap", "release"] * 2
+    assert not played.created, "asleep, nothing is behind the addresses"
+    played.asked.clear()
+    awake = pieces.wake()
+    assert played.asked == ["create", "map", "access", "copy", "wait"] * 2
+    assert pieces.damaged() == []
+    assert asleep.calls.keys() == {"copy", "cuMemUnmap", "cuMemRelease"}
+    assert awake.calls.keys() == {"copy", "cuMemCreate", "cuMemMap", "cuMemSetAccess"}
+    memory.close()
+    assert not played.created
+    assert sorted(size for _, size in played.freed) == [PAGE, 2 * PAGE]
+
+
+def test_a_call_that_fails_is_named_with_its_result() -> None:
+    played = PlayedDriver()
+    played.room_bytes = PAGE
+    memory = CudaVirtualMemory(played, STREAM)
+    with pytest.raises(RuntimeError, match=r"cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
+        memory.map(memory.reserve(2 * PAGE))
+    assert checked(played, "cuStreamSynchronize", STREAM) is None
+
+
+def test_a_machine_without_virtual_memory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedDriver()
+    played.virtual = 0
+    with pytest.raises(Unsupported, match="no virtual memory management"):
+        CudaVirtualMemory(played, STREAM)
+
+    def absent(name: str) -> Any:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(cuda_virtual_memory.importlib, "import_module", absent)
+    with pytest.raises(Unsupported, match="cuda-bindings"):
+        cuda_virtual_memory.driver()
