@@ -5,9 +5,11 @@ pools of their own, and activations; what the driver says that the process holds
 context, code and communicators. A guest holds all of it, but the KV, while its gate is closed.
 """
 
+import importlib
 import logging
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from coserve.vllm.residency import weights_away
 from harvester.contracts.page import GuestMemory
 
 _DEFAULT_POOL = (0, 0)
+_NVML = ("vllm.third_party.pynvml", "pynvml")
 _ASLEEP_BOUND = "_rosemux_asleep_bytes_max"
 
 _log = logging.getLogger(__name__)
@@ -80,18 +83,27 @@ def _held_bytes(device: torch.device) -> int | None:
 def process_bytes(uuid: str, pid: int) -> int | None:
     """What the driver says that a process holds on a GPU. None where it does not know the process,
     as in a pid namespace of its own."""
-    from vllm.third_party import pynvml
-
+    library = nvml()
+    if library is None:
+        return None
     try:
-        pynvml.nvmlInit()
+        library.nvmlInit()
         try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(_full(uuid))
-            running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            handle = library.nvmlDeviceGetHandleByUUID(_full(uuid))
+            running = library.nvmlDeviceGetComputeRunningProcesses(handle)
         finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
+            library.nvmlShutdown()
+    except library.NVMLError:
         return None
     return next((one.usedGpuMemory for one in running if one.pid == pid), None)
+
+
+def nvml() -> Any:
+    """NVML's Python bindings: vLLM's copy, else those of nvidia-ml-py. None where neither is."""
+    for name in _NVML:
+        with suppress(ImportError):
+            return importlib.import_module(name)
+    return None
 
 
 def _full(uuid: str) -> str:

@@ -1,6 +1,7 @@
 """What a worker holds, from its tensors and from what a driver says; no GPU is here to ask."""
 
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,6 +130,26 @@ def test_the_driver_is_asked_for_this_process_on_this_gpu(monkeypatch: pytest.Mo
     running.append(SimpleNamespace(pid=os.getpid(), usedGpuMemory=3 * MIB))
     assert process_bytes("GPU-1-2", os.getpid()) == 3 * MIB
     assert asked == ["GPU-1-2", "GPU-1-2"]
+
+
+def test_the_driver_is_asked_through_vllm_s_copy_or_else_nvidia_ml_py(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert memory_report.nvml() is pynvml
+    monkeypatch.setitem(sys.modules, "vllm.third_party.pynvml", None)
+    installed = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetComputeRunningProcesses=lambda _handle: [
+            SimpleNamespace(pid=os.getpid(), usedGpuMemory=5 * MIB)
+        ],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", installed)
+    assert process_bytes("1-2", os.getpid()) == 5 * MIB
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert process_bytes("1-2", os.getpid()) is None, "it cannot be asked"
 
 
 def test_without_a_driver_the_whole_is_not_known() -> None:
