@@ -37,11 +37,15 @@ class CudaVirtualMemory:
         self._calls = CallTimes()
         if not self._attribute(_VIRTUAL_MEMORY, _OLDER_NAME):
             raise Unsupported("this GPU has no virtual memory management")
-        self._properties = properties(library, rdma=bool(self._attribute(_RDMA)))
+        self._properties = properties(library, rdma=False)
         self._access = access(library)
         minimum = library.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         granularity = self._call("cuMemGetAllocationGranularity", self._properties, minimum)
         self._granularity_bytes = int(granularity)
+        for_rdma = properties(library, rdma=True)
+        self.rdma = bool(self._attribute(_RDMA)) and self._creates(for_rdma)
+        if self.rdma:
+            self._properties = for_rdma
         self._sizes: dict[int, int] = {}
         self._handles: dict[int, Any] = {}
         self._calls.take()
@@ -81,6 +85,14 @@ class CudaVirtualMemory:
             self.unmap(address)
         while self._sizes:
             self._call("cuMemAddressFree", *self._sizes.popitem())
+
+    def _creates(self, asked: Any) -> bool:
+        """Whether the driver gives such memory: some machines announce RDMA and refuse it."""
+        code, handle = self._driver.cuMemCreate(self._granularity_bytes, asked, 0)
+        if code != self._driver.CUresult.CUDA_SUCCESS:
+            return False
+        self._checked("cuMemRelease", handle)
+        return True
 
     def _attribute(self, *names: str) -> int:
         """The device's attribute, under the first of its names that the library has."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from benchmarks.gpu_slot.sleeping_pieces import Pass
 from benchmarks.gpu_slot.sleeping_production import Step
+from benchmarks.gpu_slot.spread import spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,3 @@ def step_figures(steps_ms: Sequence[float]) -> dict[str, float]:
         "longest": max(steps_ms),
         "count": len(steps_ms),
     }
-
-
-def spread(found: Sequence[float]) -> dict[str, float]:
-    if not found:
-        return {"count": 0}
-    return {"median": median(found), "low": min(found), "high": max(found), "count": len(found)}

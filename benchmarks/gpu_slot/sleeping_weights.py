@@ -64,9 +64,14 @@ def measured(kind: str, *, tiny: bool, put: Put) -> None:
         device = device_of(kind)
         with device.current():
             memory: VirtualMemory = cuda_virtual_memory() if kind == "cuda" else CpuVirtualMemory()
+            put("memory", {"for_rdma": getattr(memory, "rdma", None)})
             layouts = _layouts(device, memory, kind=kind, tiny=tiny, put=put)
             beside.wait_until_ready()
             put("freed", _freed(device, layouts))
+            found = _spoiled_piece_found(layouts[_EVEN])
+            put("spoiled_piece_found", found)
+            if not found:
+                raise Corrupt("verifying finds no spoiled piece, so that it proves nothing")
             put("seconds_before_rounds", clock.now() - began_s)
             _rounds(
                 _Rounds(layouts, beside, alone_s=0.02 if tiny else _ALONE_S),
@@ -87,6 +92,9 @@ def _layouts(device: Device, memory: VirtualMemory, *, kind: str, tiny: bool, pu
         piece_bytes=_TINY_PIECE_BYTES if tiny else _PIECE_BYTES,
         granularity_bytes=granularity_bytes,
     )
+    if kind == "cuda":
+        # A virtual machine's memory may grow only as it is touched, and pinning does not wait.
+        torch.empty(sum(tensors), dtype=torch.uint8).fill_(1)
     began_ns = monotonic_ns()
     # One layout sleeps at a time, so both have the same host memory.
     host = torch.empty(sum(tensors), dtype=torch.uint8, pin_memory=kind == "cuda")
@@ -116,6 +124,17 @@ def _freed(device: Device, layouts: Layouts) -> dict[str, Any]:
         freed_bytes = device.free_bytes() - awake_bytes
         pieces.wake()
         found[name] = {"pieces_bytes": pieces.size_bytes, "freed_bytes": freed_bytes}
+    return found
+
+
+def _spoiled_piece_found(pieces: SleepingPieces) -> bool:
+    """A control of the verifying: one bit of the first piece changes while it sleeps."""
+    pieces.fall_asleep()
+    pieces.host[0] ^= 1
+    pieces.wake()
+    found = pieces.damaged() == [0]
+    pieces.host[0] ^= 1
+    pieces.write_back()
     return found
 
 

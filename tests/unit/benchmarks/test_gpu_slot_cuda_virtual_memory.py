@@ -21,6 +21,7 @@ STREAM = 77
 class CUresult(enum.IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_NOT_PERMITTED = 800
 
 
 class PlayedDriver:
@@ -39,6 +40,8 @@ class PlayedDriver:
     def __init__(self) -> None:
         self.memory = CpuVirtualMemory()
         self.virtual = 1
+        self.gives_rdma = True
+        self.rdma = -1
         self.room_bytes = 1 << 30
         self.asked: list[str] = []
         self.created: dict[str, int] = {}
@@ -58,7 +61,6 @@ class PlayedDriver:
 
     def cuMemGetAllocationGranularity(self, asked: Any, option: int) -> Any:  # noqa: N802
         assert (asked.type, asked.location.type, asked.location.id) == (1, 1, 0)
-        assert asked.allocFlags.gpuDirectRDMACapable == 1
         return CUresult.CUDA_SUCCESS, PAGE
 
     def cuMemAddressReserve(  # noqa: N802
@@ -68,6 +70,9 @@ class PlayedDriver:
 
     def cuMemCreate(self, size: int, asked: Any, flags: int) -> Any:  # noqa: N802
         self.asked.append("create")
+        self.rdma = asked.allocFlags.gpuDirectRDMACapable
+        if self.rdma and not self.gives_rdma:
+            return CUresult.CUDA_ERROR_NOT_PERMITTED, None
         if sum(self.created.values()) + size > self.room_bytes:
             return CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
         handle = f"handle {len(self.asked)}"
@@ -117,6 +122,7 @@ def test_a_piece_sleeps_and_wakes_by_the_calls_of_vllm_s_allocator() -> None:
     played = PlayedDriver()
     memory = CudaVirtualMemory(played, STREAM)
     assert memory.granularity_bytes == PAGE
+    assert memory.rdma
     host = torch.zeros(3 * PAGE, dtype=torch.uint8)
     pieces = SleepingPieces(memory, torch.device("cpu"), [PAGE, 2 * PAGE], host)
     played.asked.clear()
@@ -131,6 +137,7 @@ def test_a_piece_sleeps_and_wakes_by_the_calls_of_vllm_s_allocator() -> None:
     assert awake.calls.keys() == {"copy", "cuMemCreate", "cuMemMap", "cuMemSetAccess"}
     memory.close()
     assert not played.created
+    assert played.rdma == 1
     assert sorted(size for _, size in played.freed) == [PAGE, 2 * PAGE]
 
 
@@ -141,6 +148,15 @@ def test_a_call_that_fails_is_named_with_its_result() -> None:
     with pytest.raises(RuntimeError, match=r"cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
         memory.map(memory.reserve(2 * PAGE))
     assert checked(played, "cuStreamSynchronize", STREAM) is None
+
+
+def test_memory_for_rdma_is_asked_for_only_where_it_is_given() -> None:
+    played = PlayedDriver()
+    played.gives_rdma = False
+    memory = CudaVirtualMemory(played, STREAM)
+    assert not memory.rdma
+    memory.map(memory.reserve(PAGE))
+    assert played.rdma == 0
 
 
 def test_a_machine_without_virtual_memory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

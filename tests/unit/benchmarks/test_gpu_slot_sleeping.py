@@ -188,6 +188,7 @@ def test_the_part_runs_through_and_leaves_its_figures(tmp_path: Path) -> None:
     found: dict[str, Any] = left_in(tmp_path / "found.json")
     layouts = {"tensors", "even_pieces"}
     assert found["rounds"] == 2
+    assert found["spoiled_piece_found"] is True
     assert found["verified_passes"] == 2 * (3 + 4)
     assert found["alone"].keys() == found["beside_production"].keys() == layouts
     assert found["beside_production"]["even_pieces"].keys() >= {"awake", "awake_paced", "mapped"}
