@@ -124,7 +124,8 @@ def main() -> None:
     shape = TINY if given.tiny else LLAMA_8B
     with device.current():
         model = DecodeModel(shape, device.torch_device, BATCH * context_tokens)
-    step = device.captured(model.decode(batch=BATCH, context_tokens=context_tokens))
+        # Within: the step's buffers are filled on the stream that reads them.
+        step = device.captured(model.decode(batch=BATCH, context_tokens=context_tokens))
     # Commands are unbuffered, so that select sees what is left of them.
     with open(0, "rb", buffering=0) as commands, open(1, "wb") as answers:
         serve(device, step, commands, answers)

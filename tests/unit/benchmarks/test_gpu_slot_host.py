@@ -140,6 +140,20 @@ def test_sources_agree_on_the_gpu_whichever_form_torch_has(
         agreement("cuda", found)
 
 
+def test_programs_of_mps_are_found_and_asked_for_their_version_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert set(host_driver.mps_programs().values()) == {None}
+    program = tmp_path / "nvidia-cuda-mps-control"
+    program.write_text('#!/bin/sh\necho "asked $*"\n')
+    program.chmod(0o755)
+    found = host_driver.mps_programs()
+    assert found["nvidia-cuda-mps-control"] == str(program)
+    assert found["nvidia-cuda-mps-server"] is None
+    assert found["version"] == "asked -v"
+
+
 def test_turns_that_overlap_are_counted() -> None:
     def turn(asked_ms: int, held_ms: int, released_ms: int) -> Turn:
         return Turn(asked_ns=asked_ms * MS, held_ns=held_ms * MS, released_ns=released_ms * MS)
