@@ -22,12 +22,12 @@ class Part:
 
 _HERE = "benchmarks.gpu_slot"
 PARTS = (
-    Part("host", f"{_HERE}.host_facts", 40.0),
-    Part("time_slicing", f"{_HERE}.time_slicing", 220.0),
+    Part("host", f"{_HERE}.host.facts", 40.0),
+    Part("time_slicing", f"{_HERE}.sharing.time_slicing", 220.0),
     Part("riders", f"{_HERE}.riders", 70.0),
-    Part("mps", f"{_HERE}.mps_shares", 190.0),
-    Part("sleeping", f"{_HERE}.sleeping_weights", 70.0),
+    Part("mps", f"{_HERE}.sharing.mps_shares", 190.0),
+    Part("sleeping", f"{_HERE}.sleeping.weights", 70.0),
     Part("weights", f"{_HERE}.device_weights", 90.0),
-    Part("green_contexts", f"{_HERE}.green_contexts", 80.0),
+    Part("green_contexts", f"{_HERE}.sharing.green_contexts", 80.0),
 )
 """Usual times on one H200 are estimated at under nine minutes together; the limits are more."""

@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from benchmarks.gpu_slot.blocking import blocking_figures, overlaps, times_alone
-from benchmarks.gpu_slot.step_log import Step
+from benchmarks.gpu_slot.engines.step_log import Step
+from benchmarks.gpu_slot.sharing.blocking import blocking_figures, overlaps, times_alone
 
 _GUEST_NS = 20_000_000
 _ALONE_NS = 4_000_000

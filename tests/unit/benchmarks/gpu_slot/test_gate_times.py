@@ -2,14 +2,14 @@
 
 import pytest
 
-from benchmarks.gpu_slot.gate_times import (
+from benchmarks.gpu_slot.engines.step_log import ServedRequest, Step
+from benchmarks.gpu_slot.sharing.gate_times import (
     arrival_to_silence_s,
     closing_to_silence_s,
     grant_to_step_s,
     launched_after_arrival,
     summary_ms,
 )
-from benchmarks.gpu_slot.step_log import ServedRequest, Step
 
 _MS = 1_000_000
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.gpu_slot.request_load import poisson_load
-from benchmarks.gpu_slot.step_figures import arm_figures, busy_ratio, guest_figures, ratios
-from benchmarks.gpu_slot.step_log import GuestLog, ProductionLog, ServedRequest, Step
+from benchmarks.gpu_slot.engines.request_load import poisson_load
+from benchmarks.gpu_slot.engines.step_log import GuestLog, ProductionLog, ServedRequest, Step
+from benchmarks.gpu_slot.sharing.step_figures import arm_figures, busy_ratio, guest_figures, ratios
 
 
 def _log(step_ms: float) -> ProductionLog:

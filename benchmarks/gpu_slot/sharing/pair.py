@@ -11,23 +11,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from benchmarks.gpu_slot.agent_arm import AgentArm
-from benchmarks.gpu_slot.blocking import Form, blocking_figures, overlaps, times_alone
-from benchmarks.gpu_slot.engine_children import EngineChild
-from benchmarks.gpu_slot.engine_orders import EngineForms
-from benchmarks.gpu_slot.gate_times import (
+from benchmarks.gpu_slot.engines.children import EngineChild
+from benchmarks.gpu_slot.engines.orders import EngineForms
+from benchmarks.gpu_slot.engines.production import ENGINE
+from benchmarks.gpu_slot.engines.request_load import Request, poisson_load
+from benchmarks.gpu_slot.engines.step_log import GuestLog, ProductionLog
+from benchmarks.gpu_slot.results import Put
+from benchmarks.gpu_slot.sharing.agent_arm import AgentArm
+from benchmarks.gpu_slot.sharing.blocking import Form, blocking_figures, overlaps, times_alone
+from benchmarks.gpu_slot.sharing.gate_times import (
     arrival_to_silence_s,
     closing_to_silence_s,
     grant_to_step_s,
     launched_after_arrival,
     summary_ms,
 )
-from benchmarks.gpu_slot.grant_writer import GrantWriter
-from benchmarks.gpu_slot.production_engine import ENGINE
-from benchmarks.gpu_slot.request_load import Request, poisson_load
-from benchmarks.gpu_slot.results import Put
-from benchmarks.gpu_slot.step_figures import arm_figures, busy_ratio, guest_figures, ratios
-from benchmarks.gpu_slot.step_log import GuestLog, ProductionLog
+from benchmarks.gpu_slot.sharing.grant_writer import GrantWriter
+from benchmarks.gpu_slot.sharing.step_figures import arm_figures, busy_ratio, guest_figures, ratios
 from benchmarks.rotation import rotated
 from harvester.contracts.page import Grant, GrantMode, PageDirectory, ProductionModel, pulse_page
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.gpu_slot.decode_model import ModelShape
-from benchmarks.gpu_slot.virtual_memory import VirtualMemory
+from benchmarks.gpu_slot.sleeping.virtual_memory import VirtualMemory
 from harvester.contracts.clock import monotonic_ns
 
 _WORD_BYTES = 8

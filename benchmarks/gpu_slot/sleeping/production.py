@@ -1,6 +1,6 @@
 """Production beside sleeping weights: decode steps in a process of their own, each one logged.
 
-Run as `python -m benchmarks.gpu_slot.sleeping_production KIND [--tiny]` by `Production`. Lines on
+Run as `python -m benchmarks.gpu_slot.sleeping.production KIND [--tiny]` by `Production`. Lines on
 its stdin: `run` steps without a pause until `stop`, which is answered with a JSON list of steps,
 each [start, end] in nanoseconds of CLOCK_MONOTONIC. It ends with its stdin.
 """
@@ -70,7 +70,7 @@ class Production:
 @contextmanager
 def production(kind: str, *, tiny: bool) -> Iterator[Production]:
     """A production process, ended on leaving."""
-    command = [sys.executable, "-m", "benchmarks.gpu_slot.sleeping_production", kind]
+    command = [sys.executable, "-m", "benchmarks.gpu_slot.sleeping.production", kind]
     process = subprocess.Popen(
         [*command, *(["--tiny"] if tiny else [])],
         stdin=subprocess.PIPE,
@@ -114,7 +114,7 @@ def serve(device: Device, step: Work, commands: IO[bytes], answers: IO[bytes]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu_slot.sleeping_production", description=__doc__
+        prog="benchmarks.gpu_slot.sleeping.production", description=__doc__
     )
     parser.add_argument("kind", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.gpu_slot.device import Device, Work
-from benchmarks.gpu_slot.request_load import Request
-from benchmarks.gpu_slot.step_log import ProductionLog, ServedRequest, Step
+from benchmarks.gpu_slot.engines.request_load import Request
+from benchmarks.gpu_slot.engines.step_log import ProductionLog, ServedRequest, Step
 from coserve.engine_step import EngineStep
 from coserve.vllm.environment import Role, SlotEnvironment
 from coserve.vllm.pulse import EngineShape, PulseReporter

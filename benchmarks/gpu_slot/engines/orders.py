@@ -2,8 +2,8 @@
 
 import msgspec
 
-from benchmarks.gpu_slot.request_load import Request
-from benchmarks.gpu_slot.step_log import GuestLog, ProductionLog
+from benchmarks.gpu_slot.engines.request_load import Request
+from benchmarks.gpu_slot.engines.step_log import GuestLog, ProductionLog
 from coserve.isolation import IsolationBackend
 
 

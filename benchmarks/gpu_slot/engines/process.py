@@ -1,6 +1,6 @@
 """One process with production's engine, the guest's, or both, which obeys lines on its input.
 
-    python -m benchmarks.gpu_slot.engine_process SETTING
+    python -m benchmarks.gpu_slot.engines.process SETTING
 
 Replies are lines on its output; orders of the two engines run side by side. The process ends with
 its input.
@@ -20,7 +20,9 @@ import torch
 
 from benchmarks.gpu_slot.decode_model import LLAMA_8B, TINY, DecodeModel
 from benchmarks.gpu_slot.device import CudaDevice, Device, Work, device_of
-from benchmarks.gpu_slot.engine_orders import (
+from benchmarks.gpu_slot.engines.green_context import partition
+from benchmarks.gpu_slot.engines.guest import GuestEngine
+from benchmarks.gpu_slot.engines.orders import (
     ORDERS,
     Broken,
     EngineForms,
@@ -32,9 +34,7 @@ from benchmarks.gpu_slot.engine_orders import (
     Serve,
     Served,
 )
-from benchmarks.gpu_slot.green_context import partition
-from benchmarks.gpu_slot.guest_engine import GuestEngine
-from benchmarks.gpu_slot.production_engine import ProductionEngine
+from benchmarks.gpu_slot.engines.production import ProductionEngine
 from coserve.isolation import Isolation, apply_to_process
 from harvester.contracts.clock import MonotonicClock
 

@@ -15,10 +15,10 @@ from tempfile import TemporaryDirectory
 
 from msgspec.structs import replace
 
-from benchmarks.gpu_slot.engine_children import engine
-from benchmarks.gpu_slot.engine_orders import EngineSetting
+from benchmarks.gpu_slot.engines.children import engine
+from benchmarks.gpu_slot.engines.orders import EngineSetting
 from benchmarks.gpu_slot.results import Put, under
-from benchmarks.gpu_slot.sharing import REHEARSED, SHORT, Sharing
+from benchmarks.gpu_slot.sharing.pair import REHEARSED, SHORT, Sharing
 from coserve.isolation import IsolationBackend
 from coserve.mps import MpsShare
 from harvester.contracts.errors import PeerProtocolError, Unsupported

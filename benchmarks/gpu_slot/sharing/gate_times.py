@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.gpu_slot.step_log import ServedRequest, Step
+from benchmarks.gpu_slot.engines.step_log import ServedRequest, Step
 
 
 def grant_to_step_s(opened_ns: Sequence[int], guest: Sequence[Step]) -> list[float]:

@@ -1,6 +1,6 @@
 """The lock of launches between real processes, on the real GPU's name.
 
-Run as `python -m benchmarks.gpu_slot.host_launch_lock DIRECTORY GPU TURNS HOLD_S` by `lock_facts`:
+Run as `python -m benchmarks.gpu_slot.host.launch_lock DIRECTORY GPU TURNS HOLD_S` by `lock_facts`:
 one contender, which answers each turn with a JSON line of its times.
 """
 
@@ -81,7 +81,7 @@ def _freed_by_kill(directory: str, gpu: str) -> float:
 
 
 def _contender(directory: str, gpu: str, turns: int, hold_s: float) -> "subprocess.Popen[bytes]":
-    module = "benchmarks.gpu_slot.host_launch_lock"
+    module = "benchmarks.gpu_slot.host.launch_lock"
     return subprocess.Popen(
         [sys.executable, "-m", module, directory, gpu, str(turns), str(hold_s)],
         stdout=subprocess.PIPE,
@@ -104,7 +104,7 @@ def _turns(contender: "subprocess.Popen[bytes]") -> list[Turn]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu_slot.host_launch_lock", description=__doc__
+        prog="benchmarks.gpu_slot.host.launch_lock", description=__doc__
     )
     parser.add_argument("directory", type=Path)
     parser.add_argument("gpu")

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_slot.sleeping_pieces import Pass
-from benchmarks.gpu_slot.sleeping_production import Step
+from benchmarks.gpu_slot.sleeping.pieces import Pass
+from benchmarks.gpu_slot.sleeping.production import Step
 from benchmarks.gpu_slot.spread import spread
 
 

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from benchmarks.gpu_slot.device import device_of
-from benchmarks.gpu_slot.host_copies import launches, pinning, rates, shape_of
-from benchmarks.gpu_slot.host_driver import agreement, mps_programs, nvidia_smi, nvml_device
-from benchmarks.gpu_slot.host_launch_lock import lock_facts
-from benchmarks.gpu_slot.host_memory import context_facts, report_facts
+from benchmarks.gpu_slot.host.copies import launches, pinning, rates, shape_of
+from benchmarks.gpu_slot.host.driver import agreement, mps_programs, nvidia_smi, nvml_device
+from benchmarks.gpu_slot.host.launch_lock import lock_facts
+from benchmarks.gpu_slot.host.memory import context_facts, report_facts
 from benchmarks.gpu_slot.results import Put
 
 Fact = Callable[[], dict[str, Any]]

@@ -1,5 +1,6 @@
 """Facts of a machine, read from programs and libraries that are played."""
 
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.gpu_slot import host_driver, host_facts, host_memory  # noqa: E402
-from benchmarks.gpu_slot.host_driver import agreement, nvidia_smi, nvml_device, queried  # noqa: E402
-from benchmarks.gpu_slot.host_launch_lock import Turn, turn_figures  # noqa: E402
+from benchmarks.gpu_slot.host import driver as host_driver  # noqa: E402
+from benchmarks.gpu_slot.host import facts as host_facts  # noqa: E402
+from benchmarks.gpu_slot.host import memory as host_memory  # noqa: E402
+from benchmarks.gpu_slot.host.driver import agreement, nvidia_smi, nvml_device, queried  # noqa: E402
+from benchmarks.gpu_slot.host.launch_lock import Turn, turn_figures  # noqa: E402
 from benchmarks.gpu_slot.parts import PARTS  # noqa: E402
 from benchmarks.gpu_slot.results import ResultFile, left_in  # noqa: E402
 from benchmarks.gpu_slot.spread import spread  # noqa: E402
@@ -174,7 +177,9 @@ def test_a_spread_has_its_count() -> None:
 
 def test_the_part_runs_through_where_there_is_no_gpu(tmp_path: Path) -> None:
     part = next(part for part in PARTS if part.name == "host")
-    part.measure("cpu", tiny=True, put=ResultFile(tmp_path / "found.json").put)
+    importlib.import_module(part.module).measured(
+        "cpu", tiny=True, put=ResultFile(tmp_path / "found.json").put
+    )
     found: dict[str, Any] = left_in(tmp_path / "found.json")
     assert found["launch_lock"]["turns"] == 8
     assert found["launch_lock"]["overlaps"] == 0

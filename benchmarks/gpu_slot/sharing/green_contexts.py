@@ -9,10 +9,10 @@ import asyncio
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.gpu_slot.engine_children import engine
-from benchmarks.gpu_slot.engine_orders import EngineSetting
+from benchmarks.gpu_slot.engines.children import engine
+from benchmarks.gpu_slot.engines.orders import EngineSetting
 from benchmarks.gpu_slot.results import Put, under
-from benchmarks.gpu_slot.sharing import REHEARSED, SHORT, Sharing
+from benchmarks.gpu_slot.sharing.pair import REHEARSED, SHORT, Sharing
 from harvester.contracts.page import PageDirectory
 from scheduler.demo.slot import SLOT
 

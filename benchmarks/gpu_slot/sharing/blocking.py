@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.gpu_slot.step_log import Step
+from benchmarks.gpu_slot.engines.step_log import Step
 
 Form = tuple[str, int]
 _LEAST_SAMPLES = 30

@@ -9,11 +9,11 @@ from tempfile import TemporaryDirectory
 
 from msgspec.structs import replace
 
-from benchmarks.gpu_slot.agent_arm import AgentArm
-from benchmarks.gpu_slot.engine_children import engine
-from benchmarks.gpu_slot.engine_orders import EngineSetting
+from benchmarks.gpu_slot.engines.children import engine
+from benchmarks.gpu_slot.engines.orders import EngineSetting
 from benchmarks.gpu_slot.results import Put
-from benchmarks.gpu_slot.sharing import FULL, REHEARSED, Sharing
+from benchmarks.gpu_slot.sharing.agent_arm import AgentArm
+from benchmarks.gpu_slot.sharing.pair import FULL, REHEARSED, Sharing
 from coserve.gpus import gpus
 from coserve.isolation import Isolation, IsolationBackend, choose
 from harvester.contracts.page import PageDirectory

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.gpu_slot.device import Device, Work
-from benchmarks.gpu_slot.step_log import GuestLog, Step
+from benchmarks.gpu_slot.engines.step_log import GuestLog, Step
 from coserve.guest_slot import GuestSlot
 from coserve.isolation import IsolationBackend
 from coserve.vllm.waker import BEAT_S, Waker

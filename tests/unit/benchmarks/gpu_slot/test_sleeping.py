@@ -1,5 +1,6 @@
 """Sleeping weights on the CPU's stand-in for a GPU's virtual memory, and their figures."""
 
+import importlib
 import io
 import json
 import os
@@ -14,21 +15,21 @@ from benchmarks.gpu_slot.decode_model import LLAMA_8B  # noqa: E402
 from benchmarks.gpu_slot.device import CpuDevice  # noqa: E402
 from benchmarks.gpu_slot.parts import PARTS  # noqa: E402
 from benchmarks.gpu_slot.results import ResultFile, left_in  # noqa: E402
-from benchmarks.gpu_slot.sleeping_figures import (  # noqa: E402
+from benchmarks.gpu_slot.sleeping.figures import (  # noqa: E402
     Trial,
     pass_figures,
     production_figures,
     step_figures,
     steps_during,
 )
-from benchmarks.gpu_slot.sleeping_pieces import (  # noqa: E402
+from benchmarks.gpu_slot.sleeping.pieces import (  # noqa: E402
     Pass,
     SleepingPieces,
     even_sizes,
     tensor_sizes,
 )
-from benchmarks.gpu_slot.sleeping_production import Production, production, serve  # noqa: E402
-from benchmarks.gpu_slot.virtual_memory import CpuVirtualMemory  # noqa: E402
+from benchmarks.gpu_slot.sleeping.production import Production, production, serve  # noqa: E402
+from benchmarks.gpu_slot.sleeping.virtual_memory import CpuVirtualMemory  # noqa: E402
 
 MS = 1_000_000
 PAGE = CpuVirtualMemory().granularity_bytes
@@ -184,7 +185,9 @@ def test_a_production_that_ends_is_named() -> None:
 
 def test_the_part_runs_through_and_leaves_its_figures(tmp_path: Path) -> None:
     part = next(part for part in PARTS if part.name == "sleeping")
-    part.measure("cpu", tiny=True, put=ResultFile(tmp_path / "found.json").put)
+    importlib.import_module(part.module).measured(
+        "cpu", tiny=True, put=ResultFile(tmp_path / "found.json").put
+    )
     found: dict[str, Any] = left_in(tmp_path / "found.json")
     layouts = {"tensors", "even_pieces"}
     assert found["rounds"] == 2

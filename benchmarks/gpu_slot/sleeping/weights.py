@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_slot.cuda_virtual_memory import cuda_virtual_memory
 from benchmarks.gpu_slot.decode_model import LLAMA_8B, ModelShape
 from benchmarks.gpu_slot.device import Device, device_of
 from benchmarks.gpu_slot.results import Put
-from benchmarks.gpu_slot.sleeping_figures import (
+from benchmarks.gpu_slot.sleeping.cuda_virtual_memory import cuda_virtual_memory
+from benchmarks.gpu_slot.sleeping.figures import (
     Trial,
     pass_figures,
     production_figures,
     step_figures,
     steps_during,
 )
-from benchmarks.gpu_slot.sleeping_pieces import Pass, SleepingPieces, even_sizes, tensor_sizes
-from benchmarks.gpu_slot.sleeping_production import BATCH, CONTEXT_TOKENS, Production, production
-from benchmarks.gpu_slot.virtual_memory import CpuVirtualMemory, VirtualMemory
+from benchmarks.gpu_slot.sleeping.pieces import Pass, SleepingPieces, even_sizes, tensor_sizes
+from benchmarks.gpu_slot.sleeping.production import BATCH, CONTEXT_TOKENS, Production, production
+from benchmarks.gpu_slot.sleeping.virtual_memory import CpuVirtualMemory, VirtualMemory
 from harvester.contracts.clock import Clock, MonotonicClock, monotonic_ns
 from harvester.contracts.errors import Corrupt
 

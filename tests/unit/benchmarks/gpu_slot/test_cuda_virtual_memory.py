@@ -8,10 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.gpu_slot import cuda_virtual_memory  # noqa: E402
-from benchmarks.gpu_slot.cuda_virtual_memory import CudaVirtualMemory, checked  # noqa: E402
-from benchmarks.gpu_slot.sleeping_pieces import SleepingPieces  # noqa: E402
-from benchmarks.gpu_slot.virtual_memory import CpuVirtualMemory  # noqa: E402
+from benchmarks.gpu_slot import cuda_driver  # noqa: E402
+from benchmarks.gpu_slot.cuda_driver import checked  # noqa: E402
+from benchmarks.gpu_slot.sleeping.cuda_virtual_memory import CudaVirtualMemory  # noqa: E402
+from benchmarks.gpu_slot.sleeping.pieces import SleepingPieces  # noqa: E402
+from benchmarks.gpu_slot.sleeping.virtual_memory import CpuVirtualMemory  # noqa: E402
 from harvester.contracts.errors import Unsupported  # noqa: E402
 
 PAGE = CpuVirtualMemory().granularity_bytes
@@ -168,6 +169,6 @@ def test_a_machine_without_virtual_memory_is_told_so(monkeypatch: pytest.MonkeyP
     def absent(name: str) -> Any:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(cuda_virtual_memory.importlib, "import_module", absent)
+    monkeypatch.setattr(cuda_driver.importlib, "import_module", absent)
     with pytest.raises(Unsupported, match="cuda-bindings"):
-        cuda_virtual_memory.driver()
+        cuda_driver.driver()

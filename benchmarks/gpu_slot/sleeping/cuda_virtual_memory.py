@@ -4,12 +4,12 @@ The calls, their order and their properties are those of vLLM's cumem allocator.
 context that torch has made current in the calling thread.
 """
 
-import importlib
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_slot.virtual_memory import CallTimes
+from benchmarks.gpu_slot.cuda_driver import checked, driver
+from benchmarks.gpu_slot.sleeping.virtual_memory import CallTimes
 from harvester.contracts.errors import Unsupported
 
 _VIRTUAL_MEMORY = "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"
@@ -109,24 +109,6 @@ class CudaVirtualMemory:
 
     def _checked(self, name: str, *arguments: Any) -> Any:
         return checked(self._driver, name, *arguments)
-
-
-def driver() -> Any:
-    """CUDA's driver interface. Raises Unsupported where cuda-bindings is not installed."""
-    try:
-        return importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise Unsupported(
-            f"CUDA's virtual memory needs the package cuda-bindings: {error}"
-        ) from None
-
-
-def checked(library: Any, name: str, *arguments: Any) -> Any:
-    """The call's result; None where it has none. Raises RuntimeError with its name and CUresult."""
-    code, *found = getattr(library, name)(*arguments)
-    if code != library.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"{name} failed: {code.name} ({int(code)})")
-    return found[0] if found else None
 
 
 def properties(library: Any, *, rdma: bool) -> Any:

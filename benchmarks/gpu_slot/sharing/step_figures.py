@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_slot.step_log import GuestLog, ProductionLog
+from benchmarks.gpu_slot.engines.step_log import GuestLog, ProductionLog
 
 Samples = Callable[[ProductionLog], list[float]]
 

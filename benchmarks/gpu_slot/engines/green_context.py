@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from harvester.contracts.errors import Unsupported
+from benchmarks.gpu_slot.cuda_driver import checked, driver
 
 _STREAM_NON_BLOCKING = 1
 
@@ -28,20 +28,16 @@ class Partition:
 def partition(guest_ratio: float) -> Partition:
     """The guest gets about `guest_ratio` of the multiprocessors, production the rest.
 
-    Raises Unsupported where driver or bindings have no green contexts.
+    Raises Unsupported without cuda-bindings, RuntimeError where the driver refuses.
     """
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise Unsupported(f"cuda-bindings is not installed: {error}") from error
+    library = driver()
     torch.zeros(1, device="cuda")  # Makes the primary context, of which green contexts are.
-    device = _called(driver.cuDeviceGet(0))
-    whole = _called(
-        driver.cuDeviceGetDevResource(device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
-    )
+    device = checked(library, "cuDeviceGet", 0)
+    kind = library.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+    whole = checked(library, "cuDeviceGetDevResource", device, kind)
     wanted = max(1, round(guest_ratio * whole.sm.smCount))
-    groups, _count, rest = _called(driver.cuDevSmResourceSplitByCount(1, whole, 0, wanted))
-    made = [_context(driver, device, resource) for resource in (rest, groups[0])]
+    groups, _, rest = checked(library, "cuDevSmResourceSplitByCount", 1, whole, 0, wanted)
+    made = [_context(library, device, resource) for resource in (rest, groups[0])]
     (production, production_stream), (guest, guest_stream) = made
     return Partition(
         production=production_stream,
@@ -52,17 +48,9 @@ def partition(guest_ratio: float) -> Partition:
     )
 
 
-def _context(driver: Any, device: Any, resource: Any) -> tuple[Any, torch.cuda.Stream]:
-    description = _called(driver.cuDevResourceGenerateDesc([resource], 1))
-    flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
-    context = _called(driver.cuGreenCtxCreate(description, device, flags))
-    stream = _called(driver.cuGreenCtxStreamCreate(context, _STREAM_NON_BLOCKING, 0))
+def _context(library: Any, device: Any, resource: Any) -> tuple[Any, torch.cuda.Stream]:
+    description = checked(library, "cuDevResourceGenerateDesc", [resource], 1)
+    flags = library.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+    context = checked(library, "cuGreenCtxCreate", description, device, flags)
+    stream = checked(library, "cuGreenCtxStreamCreate", context, _STREAM_NON_BLOCKING, 0)
     return context, torch.cuda.ExternalStream(int(stream))  # type: ignore[no-untyped-call]
-
-
-def _called(answer: tuple[Any, ...]) -> Any:
-    """The results of one driver call. Raises Unsupported with its error."""
-    code, *results = answer
-    if int(code) != 0:
-        raise Unsupported(f"the driver refuses green contexts: {code}")
-    return results[0] if len(results) == 1 else tuple(results)

@@ -10,7 +10,7 @@ from functools import partial
 
 import msgspec
 
-from benchmarks.gpu_slot.engine_orders import (
+from benchmarks.gpu_slot.engines.orders import (
     REPLIES,
     Broken,
     EngineSetting,
@@ -21,8 +21,8 @@ from benchmarks.gpu_slot.engine_orders import (
     Serve,
     Served,
 )
-from benchmarks.gpu_slot.request_load import Request
-from benchmarks.gpu_slot.step_log import GuestLog, ProductionLog
+from benchmarks.gpu_slot.engines.request_load import Request
+from benchmarks.gpu_slot.engines.step_log import GuestLog, ProductionLog
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.parent import end_with
 
@@ -91,7 +91,7 @@ async def engine(
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "benchmarks.gpu_slot.engine_process",
+        "benchmarks.gpu_slot.engines.process",
         msgspec.json.encode(setting).decode(),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
