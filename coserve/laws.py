@@ -20,9 +20,6 @@ from coserve.slack import events_slack_s, slack_s
 from coserve.step_time import StepTimeModel
 from harvester.contracts.page import Grant, PulseHead
 
-# What it costs production to preempt a step, however short: the switch, and the weights that the
-# step pushed out of the caches. A decode's slack is less: no step starts between two decode steps.
-PREEMPTION_S = 5e-4
 ROSE_CHUNK_TOKENS = 512
 # llm-d's: an engine is full with five requests waiting, or with four fifths of its KV in use.
 _FULL_WAITING = 5.0
@@ -61,14 +58,22 @@ def slack_law(
 ) -> Admission:
     """`terms` has one entry for each pulse."""
     slack = slack_s(pulses, grant, terms, now_ns=now_ns)
-    # An isolation backend lets production preempt a running step, so only the preemption and a
-    # share of the step delay production; without one the whole step does.
-    preemption_s = PREEMPTION_S if grant.blocking_ratio < 1.0 else 0.0
-    budget_s = (slack - preemption_s) / max(grant.blocking_ratio, 1e-3) - guest.launched_s
+    budget_s = step_budget_s(slack, grant) - guest.launched_s
     tokens = guest.step_time.tokens_within_s(
         budget_s, decodes=guest.decodes, context_tokens=guest.context_tokens, cap=guest.cap
     )
     return Admission(tokens, slack)
+
+
+def step_budget_s(slack_s: float, grant: Grant) -> float:
+    """The longest guest step that delays production by no more than the slack.
+
+    An isolation backend lets production preempt a running step, so only the preemption and a share
+    of the step delay production; without one the whole step does. A decode's slack is usually less
+    than the preemption: no step starts between two decode steps.
+    """
+    preemption_s = grant.preemption_s if grant.blocking_ratio < 1.0 else 0.0
+    return (slack_s - preemption_s) / max(grant.blocking_ratio, 1e-3)
 
 
 def rose_law(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coserve.engine_terms import terms_of
-from coserve.laws import PREEMPTION_S
+from coserve.laws import step_budget_s
 from coserve.slack import hung, slack_s
 from harvester.contracts.page import Grant, GrantMode, PulseHead, Reading
 
@@ -41,9 +41,7 @@ def work_budget_s(
     for pulse, of_engine in zip(present, terms, strict=True):
         if hung(pulse, of_engine, now_ns=now_ns):
             return -math.inf
-    slack = slack_s(present, record, terms, now_ns=now_ns)
-    preemption_s = PREEMPTION_S if record.blocking_ratio < 1.0 else 0.0
-    return (slack - preemption_s) / max(record.blocking_ratio, 1e-3)
+    return step_budget_s(slack_s(present, record, terms, now_ns=now_ns), record)
 
 
 @dataclass(slots=True)

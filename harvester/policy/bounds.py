@@ -69,6 +69,7 @@ BOUNDS: dict[type, dict[str, Range | Only]] = {
         "blocking_ratio": Range(
             0.01, 1.0, "of a step", "no backend promises that a guest's step delays nobody"
         ),
+        "preemption_s": Range(1e-5, 0.1, "s", "no switch between processes costs production less"),
         "model_samples_min": Range(
             16, 1_000_000, "steps", "step times of too few steps are guesses"
         ),

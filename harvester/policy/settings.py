@@ -183,6 +183,9 @@ class SlotSettings:
     blocking_ratio: float | Literal["auto"] = AUTO
     """Share of a running guest step that can delay production. By default what the guest's
     isolation promises while it is seen to hold, else 1; a number is what an operator measured."""
+    preemption_s: float = 5e-4
+    """What production pays for a running guest step beside that share, however short the step is.
+    Measured on CPUs (well under a millisecond); on a GPU by `benchmarks.gpu_slot`."""
     model_samples_min: int = 64
     """Steps behind production's model before it is believed."""
     profile: ProfileSettings = field(default_factory=ProfileSettings)

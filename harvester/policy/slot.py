@@ -413,4 +413,5 @@ class SlotPolicy:
             asleep=asleep,
             kv_retained_ratio=settings.kv_retained_ratio,
             kv_deadline_s=settings.kv_deadline_s,
+            preemption_s=settings.preemption_s,
         )

@@ -208,6 +208,9 @@ class Grant(Record, frozen=True, kw_only=True):
     engines of one slot may be unlike. A phantom of 0 tokens is each engine's own P99 prompt."""
     kv_deadline_s: float = 2.0
     """A guest that has held more than its budget for longer than this is ended."""
+    preemption_s: float = 5e-4
+    """What production pays for a running guest step beside the share of `blocking_ratio`: the
+    switch, and the caches that the step has filled. Not counted where the ratio is 1."""
 
 
 class GuestMemory(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,6 +65,14 @@ def test_an_isolation_backend_stretches_what_a_preemption_leaves_of_the_slack(
     assert decision(slight).reason is Closed.NO_SLACK
 
 
+def test_a_measured_preemption_takes_the_place_of_the_default(make_grant: MakeGrant) -> None:
+    grant = make_grant(ttft_slo_s=0.0320001, blocking_ratio=0.5, preemption_s=0.004)
+    # 8 ms less 4 for the preemption, twice over.
+    assert decision(grant).tokens == 60
+    whole = make_grant(ttft_slo_s=0.0320001, preemption_s=0.004)
+    assert decision(whole) == decision(make_grant(ttft_slo_s=0.0320001))
+
+
 def test_launched_steps_are_taken_off(make_grant: MakeGrant) -> None:
     assert decision(make_grant(ttft_slo_s=0.0320001), launched_s=0.004).tokens == 20
 
