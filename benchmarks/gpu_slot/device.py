@@ -4,9 +4,12 @@ On the CPU nothing is captured: a step is the call of its work. Everything that 
 in this file, so that the rehearsal on a CPU runs the rest.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import fcntl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import psutil
@@ -113,6 +116,41 @@ class CudaDevice:
         return int(free)
 
 
+@dataclass(frozen=True, slots=True)
+class KnownDevice(CpuDevice):
+    """A device whose answer is known, to hold the measurement to: every step lasts as long.
+
+    With `turns` the steps of all processes that name the file go one after another, whole: nobody
+    is preempted, and the blocking ratio is 1. Without it they run side by side, and it is 0.
+    """
+
+    turns: Path | None = None
+    step_s: float = 0.02
+
+    def captured(self, work: Work) -> Work:
+        work()
+
+        def step() -> None:
+            with self._turn():
+                time.sleep(self.step_s)
+
+        return step
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self.turns is None:
+            yield
+            return
+        with self.turns.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
 def device_of(kind: str) -> Device:
-    """`cuda` or `cpu`."""
-    return CudaDevice() if kind == "cuda" else CpuDevice()
+    """`cuda` or `cpu`; `turns:FILE` and `apart` are known devices."""
+    name, _, file = kind.partition(":")
+    if name == "cuda":
+        return CudaDevice()
+    if name in ("turns", "apart"):
+        return KnownDevice(Path(file) if name == "turns" else None)
+    return CpuDevice()

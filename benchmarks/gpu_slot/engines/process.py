@@ -117,7 +117,7 @@ def _devices(setting: EngineSetting) -> tuple[tuple[Device, Device], dict[str, i
     """Production's and the guest's."""
     if setting.kind != "cuda":
         torch.set_num_threads(1)
-        return (device_of("cpu"), device_of("cpu")), {}
+        return (device_of(setting.kind), device_of(setting.kind)), {}
     if setting.partition_ratio > 0.0:
         parts = partition(setting.partition_ratio)
         counts = {
