@@ -1,10 +1,11 @@
 """Deltas applied where the tensor lies: the same arithmetic as kernels.py in torch operations.
 
 For accelerators, where a tensor would otherwise travel to the host and back for every change in
-it. Only the compressed streams travel. Positions within a delta are unique, so no two threads of a
+it. Only the decoded streams travel. Positions within a delta are unique, so no two threads of a
 device write one element.
 """
 
+from collections.abc import Iterator
 from functools import singledispatch
 
 import numpy as np
@@ -12,8 +13,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.elements.bits import Bytes, bytes_of
-from weightsync.elements.grouped import NEAREST_FAR, Gaps
-from weightsync.elements.groups import GROUP
+from weightsync.elements.grouped import NEAREST_FAR
 from weightsync.encoding.delta import (
     Delta,
     DenseDelta,
@@ -25,20 +25,34 @@ from weightsync.encoding.delta import (
 from weightsync.encoding.grouped import GroupedDelta
 from weightsync.encoding.plain import PlainDelta
 from weightsync.receive.stored_delta import StoredDelta
+from weightsync.vllm.device_gaps import (
+    CHANGES_AT_ONCE,
+    bits_within,
+    group_gaps,
+    group_places,
+    sent,
+    stream_places,
+)
 
+MOST_DEVICE_BYTES = 96 * CHANGES_AT_ONCE
+"""What an apply takes of the device's memory at once, whatever the sizes of tensor and delta."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PLANES_AT_ONCE = 1 << 22
-"""Elements whose differences are widened to 64 bits together."""
+_BYTES_AT_ONCE = 8 * CHANGES_AT_ONCE
+_UNSIGNED_32 = 0xFFFFFFFF
 
 
 def apply_on_device(delta: Delta, tensor: torch.Tensor) -> None:
     """Turns old elements into new ones, in place; `tensor` is contiguous and on any device.
 
-    Raises ValueError for a tensor of another size.
+    Takes up to MOST_DEVICE_BYTES there beside the tensor. A GPU may not be done when this returns:
+    its work is in the calling thread's stream. Raises ValueError for a tensor of another size.
     """
     if tensor.numel() != delta.elements:
         raise ValueError(f"delta for {delta.elements} elements, tensor of {tensor.numel()}")
-    _apply(delta, tensor.detach().view(-1).view(_INTEGERS[tensor.element_size()]))
+    elements = tensor.detach().view(-1).view(_INTEGERS[tensor.element_size()])
+    # Pinned memory belongs to the current device, which is the first one in a thread of a pool.
+    with torch.cuda.device_of(elements):  # type: ignore[no-untyped-call]
+        _apply(delta, elements)
 
 
 @singledispatch
@@ -58,84 +72,69 @@ def _plain(delta: PlainDelta, elements: torch.Tensor) -> None:
 
 @_apply.register
 def _dense(delta: DenseDelta, elements: torch.Tensor) -> None:
-    elements.view(torch.uint8).copy_(_on(elements, bytes_of(delta.new)))
+    data = elements.view(torch.uint8)
+    for part in _parts(data.numel(), _BYTES_AT_ONCE):
+        data[part].copy_(_on(elements, bytes_of(delta.new)[part]))
 
 
 @_apply.register
 def _xor(delta: XorDelta, elements: torch.Tensor) -> None:
-    elements.view(torch.uint8).bitwise_xor_(_on(elements, bytes_of(delta.difference)))
+    data = elements.view(torch.uint8)
+    for part in _parts(data.numel(), _BYTES_AT_ONCE):
+        data[part].bitwise_xor_(_on(elements, bytes_of(delta.difference)[part]))
 
 
 @_apply.register
 def _overwrite(delta: OverwriteDelta, elements: torch.Tensor) -> None:
-    positions = torch.from_numpy(delta.positions.astype(np.int64)).to(elements.device)
-    elements.view(torch.uint8)[positions] = _on(elements, delta.values)
+    for part in _parts(delta.positions.size, CHANGES_AT_ONCE):
+        positions = np.ascontiguousarray(delta.positions[part], dtype="<u4").view(np.uint8)
+        # Signed, as torch has few operations for unsigned numbers of this width.
+        places = _on(elements, positions).view(torch.int32).long().bitwise_and_(_UNSIGNED_32)
+        elements.view(torch.uint8)[places] = _on(elements, delta.values[part])
 
 
 @_apply.register
 def _sparse(delta: SparseDelta, elements: torch.Tensor) -> None:
-    if delta.gaps.size:
-        places = _places(_on(elements, delta.gaps))
-        _step(elements, places, _on(elements, delta.signs))
-    if delta.far_gaps.size:
-        places = _places(_on(elements, delta.far_gaps))
-        elements[places] += _differences(elements, delta.far_planes)
+    _step(elements, stream_places(delta.gaps, elements.device), delta.signs)
+    done = 0
+    for places in stream_places(delta.far_gaps, elements.device):
+        part = slice(done, done + places.numel())
+        elements[places] += _differences(elements, delta.far_planes[:, part])
+        done = part.stop
 
 
 @_apply.register
 def _grouped(delta: GroupedDelta, elements: torch.Tensor) -> None:
-    found = delta.opened(elements.element_size())
-    if found.small.changes:
-        gaps = _gaps_of(elements, found.small, found.low_bits)
-        _step(elements, torch.cumsum(gaps + 1, 0) - 1, _on(elements, found.signs))
-    if found.far.changes:
-        places = torch.cumsum(_gaps_of(elements, found.far, found.low_bits) + 1, 0) - 1
-        codes = _gaps_of(elements, found.codes, found.low_bits) + NEAREST_FAR
-        differences = _signed(codes).to(elements.dtype)
-        numbers = torch.from_numpy(found.wide_numbers.astype(np.int64)).to(elements.device)
-        differences[numbers] = _differences(elements, found.wide_differences.T)
+    found, device = delta.opened(elements.element_size()), elements.device
+    _step(elements, group_places(found.small, found.low_bits, device), found.signs)
+    done = 0
+    for places, codes in zip(
+        group_places(found.far, found.low_bits, device),
+        group_gaps(found.codes, found.low_bits, device),
+        strict=True,
+    ):
+        differences = _signed(codes.add_(NEAREST_FAR)).to(elements.dtype)
+        first, last = np.searchsorted(found.wide_numbers, [done, done + places.numel()])
+        numbers = torch.from_numpy(found.wide_numbers[first:last].astype(np.int64) - done)
+        wide = found.wide_differences[first:last].T
+        differences[numbers.to(device)] = _differences(elements, wide)
         elements[places] += differences
+        done += places.numel()
 
 
 @_apply.register
 def _planes(delta: PlanesDelta, elements: torch.Tensor) -> None:
-    for start in range(0, delta.elements, _PLANES_AT_ONCE):
-        stop = min(delta.elements, start + _PLANES_AT_ONCE)
-        elements[start:stop] += _differences(elements, delta.planes[:, start:stop])
+    for part in _parts(delta.elements, CHANGES_AT_ONCE):
+        elements[part] += _differences(elements, delta.planes[:, part])
 
 
-def _step(elements: torch.Tensor, places: torch.Tensor, signs: torch.Tensor) -> None:
+def _step(elements: torch.Tensor, pieces: Iterator[torch.Tensor], signs: Bytes) -> None:
     """One unit more or less at each place, as its bit says."""
-    minus = _bits(signs)[: places.numel()].to(elements.dtype)
-    elements[places] += 1 - 2 * minus
-
-
-def _bits(data: torch.Tensor) -> torch.Tensor:
-    """Each bit of bytes, the lowest first."""
-    bit = torch.arange(8, dtype=torch.uint8, device=data.device)
-    return ((data[:, None] >> bit) & 1).view(-1)
-
-
-def _gaps_of(elements: torch.Tensor, gaps: Gaps, low_bits: Bytes) -> torch.Tensor:
-    """Gaps, or codes, that lie in groups; `low_bits` of all groups there are."""
-    ones = torch.nonzero(_bits(_on(elements, gaps.highs))).view(-1)
-    kept = low_bits[gaps.first :][: -(-gaps.changes // GROUP)]
-    planes_of = _on(elements, kept).long()
-    starts = torch.cumsum(planes_of, 0) - planes_of
-    planes = _bits(_on(elements, gaps.lows)).view(-1, GROUP)
-    lows = torch.zeros(kept.size, GROUP, dtype=torch.int64, device=elements.device)
-    for plane in range(int(kept.max())):
-        there = torch.nonzero(planes_of > plane).view(-1)
-        lows[there] |= planes[starts[there] + plane].long() << plane
-    zeros = torch.diff(ones, prepend=ones.new_full((1,), -1)) - 1
-    shifts = planes_of.repeat_interleave(GROUP)[: gaps.changes]
-    return (zeros << shifts) + lows.view(-1)[: gaps.changes]
-
-
-def _places(gaps: torch.Tensor) -> torch.Tensor:
-    """Positions of the changes that a gap stream describes."""
-    changes = gaps != 255
-    return (torch.cumsum(gaps.long() + changes, 0) - 1)[changes]
+    done = 0
+    for places in pieces:
+        minus = bits_within(signs, done, places.numel(), elements.device).to(elements.dtype)
+        elements[places] += 1 - 2 * minus
+        done += places.numel()
 
 
 def _differences(elements: torch.Tensor, planes: npt.NDArray[np.uint8]) -> torch.Tensor:
@@ -153,5 +152,9 @@ def _signed(codes: torch.Tensor) -> torch.Tensor:
     return halves ^ -(codes & 1)
 
 
+def _parts(size: int, at_once: int) -> Iterator[slice]:
+    return (slice(start, min(size, start + at_once)) for start in range(0, size, at_once))
+
+
 def _on(elements: torch.Tensor, data: Bytes) -> torch.Tensor:
-    return torch.from_numpy(np.array(data)).to(elements.device, non_blocking=True)
+    return sent(data, elements.device)

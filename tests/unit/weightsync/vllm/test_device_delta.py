@@ -1,15 +1,22 @@
 """What torch makes of a delta is what the compiled loops make of it, bit for bit."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.weightsync.allocated_bytes import AllocatedBytes
 from weightsync.elements.bits import Bits, TensorSpec, bits_of
+from weightsync.elements.grouped import Gaps
 from weightsync.encoding.codec import Encoding, decode, encode, encode_as
 from weightsync.encoding.delta import Delta, checked_apply
-from weightsync.vllm.device_delta import apply_on_device
+from weightsync.encoding.grouped import GroupedDelta
+from weightsync.vllm import device_delta, device_gaps
+from weightsync.vllm.device_delta import MOST_DEVICE_BYTES, apply_on_device
 
 SPECS = {
     "U8": (np.uint8, torch.uint8),
@@ -32,6 +39,17 @@ def _states(dtype: str, size: int, density: float, seed: int) -> tuple[Bits, Bit
     return old, new
 
 
+@contextmanager
+def _small_pieces() -> Iterator[None]:
+    """Pieces of two groups: what is real for tensors of millions of elements."""
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (device_delta, device_gaps):
+            patched.setattr(module, "CHANGES_AT_ONCE", 128)
+        patched.setattr(device_delta, "_BYTES_AT_ONCE", 256)
+        patched.setattr(device_gaps, "_WORDS_AT_ONCE", 1)
+        yield
+
+
 def _on_device(delta: Delta, old: Bits, dtype: str) -> Bits:
     tensor = torch.from_numpy(old.copy()).view(SPECS[dtype][1])
     apply_on_device(delta, tensor)
@@ -40,16 +58,78 @@ def _on_device(delta: Delta, old: Bits, dtype: str) -> Bits:
 
 @pytest.mark.parametrize("encoding", list(Encoding))
 @pytest.mark.parametrize("dtype", list(SPECS))
-@given(st.integers(1, 3000), st.sampled_from([0.0005, 0.01, 0.3, 1.0]), st.integers(0, 2**32 - 1))
-@settings(deadline=None, max_examples=25)
+@given(
+    st.integers(1, 3000),
+    st.sampled_from([0.0005, 0.01, 0.3, 1.0]),
+    st.integers(0, 2**32 - 1),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=30)
 def test_every_encoding_gives_the_same_elements(
-    encoding: Encoding, dtype: str, size: int, density: float, seed: int
+    encoding: Encoding, dtype: str, size: int, density: float, seed: int, in_pieces: bool
 ) -> None:
     old, new = _states(dtype, size, density, seed)
     encoded = encode_as(encoding, old, new)
     if encoded is not None:
         delta = decode(encoding, memoryview(encoded.payload), TensorSpec(dtype, (size,)))
+        with _small_pieces() if in_pieces else nullcontext():
+            assert (_on_device(delta, old, dtype) == new).all()
+
+
+@pytest.mark.parametrize("dtype", list(SPECS))
+@pytest.mark.parametrize("stride", [2, 9, 700])
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_groups_of_any_gaps_and_differences_are_read(
+    dtype: str, stride: int, in_pieces: bool
+) -> None:
+    """Thousands of changes, as the encoder makes no groups for fewer."""
+    random = np.random.default_rng(stride)
+    integer = SPECS[dtype][0]
+    old = random.integers(0, np.iinfo(integer).max, 4500 * stride, dtype=integer, endpoint=True)
+    new = old.copy()
+    hit = np.unique(random.integers(0, old.size, 4000))
+    steps = np.array([1, 1, 1, np.iinfo(integer).max, 3, 200], dtype=integer)
+    new[hit] += random.choice(steps, hit.size, p=[0.3, 0.3, 0.1, 0.2, 0.096, 0.004])
+    encoded = encode_as(Encoding.ROSEMUX, old, new)
+    assert encoded is not None
+    payload = memoryview(encoded.payload)
+    delta = decode(Encoding.ROSEMUX, payload, TensorSpec(dtype, (old.size,)))
+    assert isinstance(delta, GroupedDelta)
+    with _small_pieces() if in_pieces else nullcontext():
         assert (_on_device(delta, old, dtype) == new).all()
+
+
+@pytest.mark.parametrize("encoding", list(Encoding))
+@pytest.mark.parametrize("ratio", [0.02, 0.3])
+def test_memory_on_the_device_does_not_grow_with_the_delta(
+    encoding: Encoding, ratio: float
+) -> None:
+    random = np.random.default_rng(1)
+    old = random.integers(0, 1 << 16, 10 << 20, dtype=np.uint16)
+    new = old.copy()
+    hit = random.random(old.size) < ratio
+    new[hit] += random.choice(np.array([1, 1, 65_535, 6], dtype=np.uint16), int(hit.sum()))
+    encoded = encode_as(encoding, old, new)
+    assert encoded is not None
+    payload = memoryview(encoded.payload)
+    delta = decode(encoding, payload, TensorSpec("BF16", (old.size,)))
+    tensor = torch.from_numpy(old.copy()).view(torch.bfloat16)
+    with AllocatedBytes(tensor) as allocated:
+        apply_on_device(delta, tensor)
+    assert (bits_of(tensor) == new).all()
+    assert 0 < allocated.most <= MOST_DEVICE_BYTES
+
+
+def test_memory_stays_bounded_where_few_gaps_fill_many_words() -> None:
+    """Gaps without low bits are runs of zeros as long as the tensor."""
+    elements = 1 << 24
+    highs = np.zeros(elements // 8, np.uint8)
+    highs[0], highs[-1] = 1, 0x80
+    gaps = Gaps(changes=2, first=0, lows=np.zeros(0, np.uint8), highs=highs)
+    with AllocatedBytes() as allocated:
+        (places,) = device_gaps.group_places(gaps, np.zeros(1, np.uint8), torch.device("cpu"))
+    assert places.tolist() == [0, elements - 1]
+    assert allocated.most <= MOST_DEVICE_BYTES
 
 
 @pytest.mark.parametrize("dtype", list(SPECS))
