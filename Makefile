@@ -3,7 +3,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON ?= python3.11
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench compat kvcached lock clean
+.PHONY: help setup demo test check bench compat kvcached kernels lock clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -36,6 +36,10 @@ compat: setup ## every upstream symbol that we touch, in each supported vLLM's w
 kvcached: setup ## the tests of shared KV over kvcached's own code, which needs no GPU for them
 	deploy/kvcached/install
 	PYTHONPATH=build/kvcached $(BIN)/pytest -q tests/contract/coserve/test_kv_shared.py $(ARGS)
+
+kernels: setup ## the tests of our GPU kernels, interpreted on the CPU and compiled for a GPU that need not be there
+	deploy/triton/install
+	PYTHONPATH=build/triton $(BIN)/pytest -q tests/unit/weightsync/elements/test_device_hash.py $(ARGS)
 
 lock: setup ## write requirements.lock again: make lock ARGS=--upgrade moves the versions
 	deploy/lock/compile $(ARGS)

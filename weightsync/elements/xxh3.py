@@ -20,8 +20,8 @@ Accumulators: TypeAlias = npt.NDArray[np.uint64]
 
 MIN_BYTES = 241
 BLOCK_BYTES = 1024
-_STRIPE_BYTES = 64
-_STRIPES = BLOCK_BYTES // _STRIPE_BYTES
+STRIPE_BYTES = 64
+_STRIPES = BLOCK_BYTES // STRIPE_BYTES
 
 _SECRET = np.frombuffer(
     bytes.fromhex(
@@ -35,7 +35,7 @@ _SECRET = np.frombuffer(
     dtype=np.uint8,
 )
 # Where in the secret the specification takes its keys from.
-_SCRAMBLE_AT = 192 - _STRIPE_BYTES
+_SCRAMBLE_AT = 192 - STRIPE_BYTES
 _LAST_STRIPE_AT = _SCRAMBLE_AT - 7
 _LOW_AT = 11
 _HIGH_AT = _SCRAMBLE_AT - 11
@@ -52,6 +52,11 @@ _START = (
     _PRIME32_3, _PRIME64_1, _PRIME64_2, _PRIME64_3, _PRIME64_4, _PRIME32_2, _PRIME64_5, _PRIME32_1
 )  # fmt: skip
 _STARTED = np.array(_START, dtype=np.uint64)
+SECRET_WORDS = _SECRET.view("<u8")
+"""A stripe's keys begin at the word of its number in the block; a block is scrambled by those from
+SCRAMBLE_WORD on."""
+SCRAMBLE_WORD = _SCRAMBLE_AT // 8
+SCRAMBLE_PRIME = int(_PRIME32_1)
 
 _WORD = ir.IntType(64)
 _STRIPE = ir.VectorType(_WORD, 8)
@@ -73,7 +78,7 @@ def _accumulate(_typing: Any, sums: Any, data: Any, _at: Any, _stripes: Any, _ke
         held = cgutils.alloca_once_value(builder, builder.load(total, align=8))
         swap = ir.Constant(ir.VectorType(ir.IntType(32), 8), [1, 0, 3, 2, 5, 4, 7, 6])
         with cgutils.for_range(builder, args[3]) as loop:
-            offset = builder.mul(loop.index, _WORD(_STRIPE_BYTES))
+            offset = builder.mul(loop.index, _WORD(STRIPE_BYTES))
             words = _stripe(builder, data, builder.add(args[2], offset))
             key_at = builder.add(args[4], builder.mul(loop.index, _WORD(8)))
             keyed = builder.xor(words, _stripe(builder, keys, key_at))
@@ -161,9 +166,17 @@ def finished(sums: Accumulators, data: Bytes, start: int) -> tuple[np.uint64, np
 
     `data` has at least MIN_BYTES bytes.
     """
-    _accumulate(sums, data, start, (data.size - 1 - start) // _STRIPE_BYTES, 0)
-    _accumulate(sums, data, data.size - _STRIPE_BYTES, 1, _LAST_STRIPE_AT)
-    size = np.uint64(data.size)
+    return finished_by_end(sums, data, start, np.uint64(data.size))
+
+
+@compiled
+def finished_by_end(
+    sums: Accumulators, end: Bytes, start: int, size: np.uint64
+) -> tuple[np.uint64, np.uint64]:
+    """`finished` of an input of `size` bytes, given its last bytes: `sums` has taken all before
+    byte `start` of `end`, which has at least a stripe."""
+    _accumulate(sums, end, start, (end.size - 1 - start) // STRIPE_BYTES, 0)
+    _accumulate(sums, end, end.size - STRIPE_BYTES, 1, _LAST_STRIPE_AT)
     low = _merged(sums, _LOW_AT, size * _PRIME64_1)
     return _merged(sums, _HIGH_AT, ~(size * _PRIME64_2)), low
 
