@@ -44,8 +44,8 @@ _UNSIGNED_32 = 0xFFFFFFFF
 def apply_on_device(delta: Delta, tensor: torch.Tensor) -> None:
     """Turns old elements into new ones, in place; `tensor` is contiguous and on any device.
 
-    Takes up to MOST_DEVICE_BYTES there beside the tensor. A GPU may not be done when this returns:
-    its work is in the calling thread's stream. Raises ValueError for a tensor of another size.
+    Takes up to MOST_DEVICE_BYTES there beside the tensor. It is done when this returns: who reads
+    the tensor next may have another stream. Raises ValueError for a tensor of another size.
     """
     if tensor.numel() != delta.elements:
         raise ValueError(f"delta for {delta.elements} elements, tensor of {tensor.numel()}")
@@ -53,6 +53,8 @@ def apply_on_device(delta: Delta, tensor: torch.Tensor) -> None:
     # Pinned memory belongs to the current device, which is the first one in a thread of a pool.
     with torch.cuda.device_of(elements):  # type: ignore[no-untyped-call]
         _apply(delta, elements)
+        if elements.is_cuda:
+            torch.cuda.current_stream().synchronize()
 
 
 @singledispatch

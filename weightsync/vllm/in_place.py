@@ -1,7 +1,8 @@
 """Deltas written into runtime storage, each block hashed as soon as it is written.
 
 The processor's cache still holds the block then, so that the pause reads all weights once instead
-of twice. Nothing after it writes to them: what follows only derives packed forms from them.
+of twice. Nothing after it writes to them: what follows only derives packed forms from them. What
+lies whole on a GPU is hashed there once all is written.
 """
 
 from concurrent.futures import Executor
@@ -37,6 +38,8 @@ def applied_in_place(staged: Staged, target: LoaderMap, pool: Executor, clock: C
         if target.flat_at(name) is None:
             if deltas:
                 target.change(name, deltas)
+            if name in target.hashed_there:
+                return ""
             return state_hash.digest_of(target.bits(name))
         bits = target.bits(name)
         if not deltas:
@@ -49,6 +52,8 @@ def applied_in_place(staged: Staged, target: LoaderMap, pool: Executor, clock: C
     names = sorted(staged.layout, key=lambda name: (-staged.layout[name].size_bytes, name))
     written = each(pool, write, names, lambda name: staged.layout[name].size_bytes)
     digests = dict(zip(names, written, strict=True))
+    # On the pool, where work on an accelerator that production shares is asked for.
+    digests |= pool.submit(target.digests_there).result()
     target.finish(staged.changed)
     found = state_hash.combined(digests, staged.layout)
     if found != staged.expected.state_hash:

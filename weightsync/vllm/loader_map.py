@@ -21,6 +21,7 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Unsupported
 from weightsync.elements.bits import TORCH_DTYPES, Bits, Layout, TensorSpec, bits_of
+from weightsync.elements.device_hash import digests_on_device, is_proven
 from weightsync.encoding.delta import Delta
 from weightsync.target import HostTarget
 from weightsync.vllm.device_delta import apply_on_device
@@ -82,6 +83,10 @@ class LoaderMap(HostTarget):
             if len(parts) == 1 and parts[0].is_whole(layout[name])
         }
         self._on_device = {name: held for name, held in whole.items() if held.device.type != HOST}
+        self.hashed_there = frozenset(
+            name for name, held in self._on_device.items() if is_proven(held.device)
+        )
+        """Tensors that `digests_there` takes: their devices hash as the library does."""
         self._flat = {
             name: bits_of(held) for name, held in whole.items() if name not in self._on_device
         }
@@ -113,6 +118,17 @@ class LoaderMap(HostTarget):
             return
         for delta in deltas:
             apply_on_device(delta, held)
+
+    def digests_there(self) -> dict[str, str]:
+        """Digests of `hashed_there`, computed where these tensors lie."""
+        by_device: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
+        for name in self.hashed_there:
+            held = self._on_device[name]
+            by_device[held.device][name] = held
+        found: dict[str, str] = {}
+        for tensors in by_device.values():
+            found |= digests_on_device(tensors)
+        return found
 
     def finish(self, changed: Collection[str]) -> None:
         check_twins(self._passed_over, self._layout, self.bits)

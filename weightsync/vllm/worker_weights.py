@@ -5,6 +5,7 @@ Decides what is made for a worker's model and settings, and what may be called i
 
 import os
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class WorkerWeights:
             staging_bytes=_bytes_of(STAGING_VARIABLE, STAGING_BYTES),
             # Ranks that share out experts alone are data-parallel engines, each a world of its own.
             sliced=vllm_config.parallel_config.world_size > 1 or is_partial(model),
-            settle=None if device.type == "cpu" else _stream_is_done,
+            settle=None if device.type == "cpu" else partial(_await_stream, device),
         )
         self._pace: Pace | None = None
         self._device = device
@@ -82,9 +83,10 @@ class WorkerWeights:
 
     def load(self, update_info: UpdateInfo) -> None:
         """Loads the version; raises where the engine does not hold exactly it afterwards."""
+        # A step may still read the weights when its call has returned.
+        self._await_device()
         self._weights.load(update_info.wanted())
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()
+        self._await_device()
 
     def finish(self) -> None:
         """Refuses to finish an update that changed nothing for certain."""
@@ -98,6 +100,10 @@ class WorkerWeights:
 
     def close(self) -> None:
         self._weights.close()
+
+    def _await_device(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
 
 
 def add_worker_methods(worker_class: Any) -> None:
@@ -115,9 +121,12 @@ def add_worker_methods(worker_class: Any) -> None:
     setattr(worker_class, STAGE_METHOD, rosemux_stage)
 
 
-def _stream_is_done() -> None:
-    """What a thread has left to its own stream; the engine's steps have another."""
-    torch.accelerator.current_stream().synchronize()
+def _await_stream(device: torch.device) -> None:
+    """Waits for what a thread has left to its own stream; the engine's steps have another.
+
+    The device is named: a thread of a pool has the first one as its own, whatever its engine has.
+    """
+    torch.accelerator.current_stream(device).synchronize()
 
 
 def _weight_root() -> StoreRoot:

@@ -9,9 +9,10 @@ import torch
 
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import Corrupt
-from weightsync.elements.bits import spec_of
+from weightsync.elements.bits import Bits, spec_of
 from weightsync.publisher import Published
 from weightsync.receiver import Receiver
+from weightsync.vllm import loader_map
 from weightsync.vllm.in_place import applied_in_place, is_hashed_whole
 from weightsync.vllm.loader_map import LoaderMap, traced
 
@@ -78,6 +79,55 @@ def test_another_base_is_found(
     staged = Receiver(store).prepare(done[1].version, done[2].version)
     with pytest.raises(Corrupt, match="was published"):
         applied_in_place(staged, target, pool, VirtualClock())
+
+
+@pytest.fixture
+def hashing_target(
+    model: Model, states: tuple[State, ...], monkeypatch: pytest.MonkeyPatch
+) -> LoaderMap:
+    """At version 2, as if the host were an accelerator that hashes; it reads no tensor back."""
+    monkeypatch.setattr(loader_map, "HOST", "elsewhere")
+    monkeypatch.setattr(loader_map, "is_proven", lambda device: True)
+    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
+    made = traced(model, layout, lambda touched: None)
+    model.load_weights(states[1].items())
+    read = made.bits
+
+    def bits(name: str) -> Bits:
+        assert name not in made.hashed_there
+        return read(name)
+
+    monkeypatch.setattr(made, "bits", bits)
+    return made
+
+
+def test_what_lies_on_a_device_is_hashed_there(
+    hashing_target: LoaderMap,
+    model: Model,
+    published: tuple[Path, list[Published]],
+    states: tuple[State, ...],
+    pool: ThreadPoolExecutor,
+) -> None:
+    store, done = published
+    # The other one does not lie in one piece.
+    assert hashing_target.hashed_there == states[0].keys() - {"layer.weight"}
+    staged = Receiver(store).prepare(done[1].version, done[4].version)
+    applied = applied_in_place(staged, hashing_target, pool, VirtualClock())
+    assert model.holds(states[4])
+    assert applied.state_hash == done[4].state_hash
+
+
+def test_another_base_on_a_device_is_found(
+    hashing_target: LoaderMap,
+    model: Model,
+    published: tuple[Path, list[Published]],
+    pool: ThreadPoolExecutor,
+) -> None:
+    store, done = published
+    model.held["embed.weight"][0, 0] += 1
+    staged = Receiver(store).prepare(done[1].version, done[2].version)
+    with pytest.raises(Corrupt, match="was published"):
+        applied_in_place(staged, hashing_target, pool, VirtualClock())
 
 
 def test_a_full_checkpoint_is_not_a_chain(published: tuple[Path, list[Published]]) -> None:
