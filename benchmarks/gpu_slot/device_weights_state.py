@@ -55,18 +55,21 @@ TINY = Shape(layers=1, hidden=48, key_value=16, intermediate=80, vocabulary=160)
 def drawn(shape: Shape, device: torch.device, *, seed: int) -> dict[str, torch.Tensor]:
     """Random weights in bfloat16; norms are about one."""
     generator = torch.Generator(device).manual_seed(seed)
-    state = {}
-    for name, size in shape.tensors():
-        weight = torch.empty(size, dtype=torch.bfloat16, device=device)
-        state[name] = weight.normal_(1.0 if "norm" in name else 0.0, _INIT_STD, generator=generator)
-    return state
+    return {
+        name: _normal(size, 1.0 if "norm" in name else 0.0, generator)
+        for name, size in shape.tensors()
+    }
+
+
+def _normal(size: tuple[int, ...], mean: float, generator: torch.Generator) -> torch.Tensor:
+    # Drawn in bfloat16, one number in a hundred would be zero.
+    drawn = torch.empty(size, device=generator.device)
+    return drawn.normal_(mean, _INIT_STD, generator=generator).bfloat16()
 
 
 def step_std(share: float, device: torch.device) -> float:
     """Deviation of a master weight's step by which that share of published weights changes."""
-    generator = torch.Generator(device).manual_seed(1)
-    sample = torch.empty(_SAMPLE_ELEMENTS, dtype=torch.bfloat16, device=device)
-    sample.normal_(0.0, _INIT_STD, generator=generator)
+    sample = _normal((_SAMPLE_ELEMENTS,), 0.0, torch.Generator(device).manual_seed(1))
     low, high = _LEAST_STD, _INIT_STD
     for _ in range(_SEARCHES):
         middle = math.sqrt(low * high)

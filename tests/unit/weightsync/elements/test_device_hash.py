@@ -6,6 +6,7 @@ Kernels run in Triton's interpreter, on the host, and are compiled for a GPU tha
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -135,6 +136,36 @@ def test_tensors_on_the_host_are_the_librarys() -> None:
     digests = {name: digest_of(bits_of(tensor)) for name, tensor in state.items()}
     assert digests_on_device(state) == digests
     assert not is_proven(torch.device("cpu"))
+
+
+def _wrong(data: Sequence[torch.Tensor]) -> list[str]:
+    return ["0" * 32 for _ in data]
+
+
+def _failing(data: Sequence[torch.Tensor]) -> list[str]:
+    raise RuntimeError("no C compiler")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "why"), [(_wrong, "hash wrongly"), (_failing, "no C compiler")]
+)
+def test_a_device_that_does_not_hash_as_the_library_is_not_believed(
+    kernels: Callable[[Sequence[torch.Tensor]], list[str]],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(device_hash, "HOST", "elsewhere")
+    monkeypatch.setattr(device_hash, "kernel_digests", kernels)
+    # Not the remembered answer.
+    assert not is_proven.__wrapped__(torch.device("cpu"))
+    assert why in caplog.text
+
+
+@needs_triton
+def test_a_device_that_hashes_as_the_library_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_hash, "HOST", "elsewhere")
+    assert is_proven.__wrapped__(torch.device("cpu"))
 
 
 def test_a_tensor_with_gaps_is_refused() -> None:
