@@ -13,10 +13,11 @@ from tests.unit.weightsync.allocated_bytes import AllocatedBytes
 from weightsync.elements.bits import Bits, TensorSpec, bits_of
 from weightsync.elements.grouped import Gaps
 from weightsync.encoding.codec import Encoding, decode, encode, encode_as
-from weightsync.encoding.delta import Delta, checked_apply
+from weightsync.encoding.delta import Delta, SparseDelta, checked_apply
 from weightsync.encoding.grouped import GroupedDelta
 from weightsync.vllm import device_delta, device_gaps
 from weightsync.vllm.device_delta import MOST_DEVICE_BYTES, apply_on_device
+from weightsync.vllm.device_gaps import CHANGES_AT_ONCE
 
 SPECS = {
     "U8": (np.uint8, torch.uint8),
@@ -40,13 +41,13 @@ def _states(dtype: str, size: int, density: float, seed: int) -> tuple[Bits, Bit
 
 
 @contextmanager
-def _small_pieces() -> Iterator[None]:
-    """Pieces of two groups: what is real for tensors of millions of elements."""
+def _pieces_of(changes: int) -> Iterator[None]:
+    """Small pieces: what is real for tensors of millions of elements."""
     with pytest.MonkeyPatch.context() as patched:
         for module in (device_delta, device_gaps):
-            patched.setattr(module, "CHANGES_AT_ONCE", 128)
-        patched.setattr(device_delta, "_BYTES_AT_ONCE", 256)
-        patched.setattr(device_gaps, "_WORDS_AT_ONCE", 1)
+            patched.setattr(module, "CHANGES_AT_ONCE", changes)
+        patched.setattr(device_delta, "_BYTES_AT_ONCE", 8 * changes)
+        patched.setattr(device_gaps, "_WORDS_AT_ONCE", changes // 64)
         yield
 
 
@@ -72,7 +73,7 @@ def test_every_encoding_gives_the_same_elements(
     encoded = encode_as(encoding, old, new)
     if encoded is not None:
         delta = decode(encoding, memoryview(encoded.payload), TensorSpec(dtype, (size,)))
-        with _small_pieces() if in_pieces else nullcontext():
+        with _pieces_of(128) if in_pieces else nullcontext():
             assert (_on_device(delta, old, dtype) == new).all()
 
 
@@ -95,17 +96,36 @@ def test_groups_of_any_gaps_and_differences_are_read(
     payload = memoryview(encoded.payload)
     delta = decode(Encoding.ROSEMUX, payload, TensorSpec(dtype, (old.size,)))
     assert isinstance(delta, GroupedDelta)
-    with _small_pieces() if in_pieces else nullcontext():
+    with _pieces_of(128) if in_pieces else nullcontext():
+        assert (_on_device(delta, old, dtype) == new).all()
+
+
+@pytest.mark.parametrize("dtype", list(SPECS))
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_streams_with_gaps_of_several_bytes_are_read(dtype: str, in_pieces: bool) -> None:
+    """Pieces of a stream then end at any change, and in the middle of a gap."""
+    random = np.random.default_rng(5)
+    integer = SPECS[dtype][0]
+    old = random.integers(0, np.iinfo(integer).max, 270_000, dtype=integer, endpoint=True)
+    new = old.copy()
+    hit = np.unique(random.integers(0, old.size, 900))
+    new[hit] += random.choice(np.array([1, np.iinfo(integer).max, 77], dtype=integer), hit.size)
+    encoded = encode_as(Encoding.ROSEMUX, old, new)
+    assert encoded is not None
+    payload = memoryview(encoded.payload)
+    delta = decode(Encoding.ROSEMUX, payload, TensorSpec(dtype, (old.size,)))
+    assert isinstance(delta, SparseDelta)
+    with _pieces_of(128) if in_pieces else nullcontext():
         assert (_on_device(delta, old, dtype) == new).all()
 
 
 @pytest.mark.parametrize("encoding", list(Encoding))
-@pytest.mark.parametrize("ratio", [0.02, 0.3])
+@pytest.mark.parametrize("ratio", [0.02, 0.3, 1.0])
 def test_memory_on_the_device_does_not_grow_with_the_delta(
     encoding: Encoding, ratio: float
 ) -> None:
     random = np.random.default_rng(1)
-    old = random.integers(0, 1 << 16, 10 << 20, dtype=np.uint16)
+    old = random.integers(0, 1 << 16, 1 << 20, dtype=np.uint16)
     new = old.copy()
     hit = random.random(old.size) < ratio
     new[hit] += random.choice(np.array([1, 1, 65_535, 6], dtype=np.uint16), int(hit.sum()))
@@ -114,10 +134,10 @@ def test_memory_on_the_device_does_not_grow_with_the_delta(
     payload = memoryview(encoded.payload)
     delta = decode(encoding, payload, TensorSpec("BF16", (old.size,)))
     tensor = torch.from_numpy(old.copy()).view(torch.bfloat16)
-    with AllocatedBytes(tensor) as allocated:
+    with _pieces_of(4096), AllocatedBytes(tensor) as allocated:
         apply_on_device(delta, tensor)
     assert (bits_of(tensor) == new).all()
-    assert 0 < allocated.most <= MOST_DEVICE_BYTES
+    assert 0 < allocated.most <= MOST_DEVICE_BYTES * 4096 // CHANGES_AT_ONCE
 
 
 def test_memory_stays_bounded_where_few_gaps_fill_many_words() -> None:
@@ -133,14 +153,16 @@ def test_memory_stays_bounded_where_few_gaps_fill_many_words() -> None:
 
 
 @pytest.mark.parametrize("dtype", list(SPECS))
-def test_planes_are_the_same_too(dtype: str) -> None:
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_planes_are_the_same_too(dtype: str, in_pieces: bool) -> None:
     old = np.arange(20_000, dtype=SPECS[dtype][0])
     new = old + np.arange(20_000, dtype=SPECS[dtype][0]) % 5 - SPECS[dtype][0](2)
     encoded = encode(old, new)
     assert encoded is not None
     delta = decode(encoded.encoding, memoryview(encoded.payload), TensorSpec(dtype, (old.size,)))
     assert type(delta).__name__ == "PlanesDelta"
-    assert (_on_device(delta, old, dtype) == new).all()
+    with _pieces_of(128) if in_pieces else nullcontext():
+        assert (_on_device(delta, old, dtype) == new).all()
 
 
 def test_a_tensor_of_another_size_is_refused() -> None:
