@@ -13,7 +13,7 @@ from tests.unit.weightsync.allocated_bytes import AllocatedBytes
 from weightsync.elements.bits import Bits, TensorSpec, bits_of
 from weightsync.elements.grouped import Gaps
 from weightsync.encoding.codec import Encoding, decode, encode, encode_as
-from weightsync.encoding.delta import Delta, SparseDelta, checked_apply
+from weightsync.encoding.delta import Delta, PlanesDelta, SparseDelta, checked_apply
 from weightsync.encoding.grouped import GroupedDelta
 from weightsync.vllm import device_delta, device_gaps
 from weightsync.vllm.device_delta import MOST_DEVICE_BYTES, apply_on_device
@@ -137,6 +137,15 @@ def test_memory_on_the_device_does_not_grow_with_the_delta(
     with _pieces_of(4096), AllocatedBytes(tensor) as allocated:
         apply_on_device(delta, tensor)
     assert (bits_of(tensor) == new).all()
+    assert 0 < allocated.most <= MOST_DEVICE_BYTES * 4096 // CHANGES_AT_ONCE
+
+
+@pytest.mark.parametrize("width", [1, 2, 8])
+def test_memory_does_not_grow_with_planes(width: int) -> None:
+    tensor = torch.zeros(1 << 18, dtype={1: torch.uint8, 2: torch.bfloat16, 8: torch.int64}[width])
+    delta = PlanesDelta(np.ones((width, tensor.numel()), dtype=np.uint8))
+    with _pieces_of(4096), AllocatedBytes(tensor) as allocated:
+        apply_on_device(delta, tensor)
     assert 0 < allocated.most <= MOST_DEVICE_BYTES * 4096 // CHANGES_AT_ONCE
 
 
