@@ -27,7 +27,7 @@ PARTS = (
     Part("riders", f"{_HERE}.riders", 70.0),
     Part("mps", f"{_HERE}.sharing.mps_shares", 190.0),
     Part("sleeping", f"{_HERE}.sleeping.weights", 70.0),
-    Part("weights", f"{_HERE}.device_weights", 90.0),
+    Part("weights", f"{_HERE}.device_weights.weights", 120.0),
     Part("green_contexts", f"{_HERE}.sharing.green_contexts", 80.0),
 )
 """Usual times on one H200 are estimated at under nine minutes together; the limits are more."""

@@ -2,7 +2,7 @@
 
 A delta of our codec, made from a step of an 8B model's weights, is applied by the loops of the host
 and by the device; the state is hashed by the library and by the device's kernels. Everything is
-compared bit for bit, and one flipped bit has to be noticed. See device_weights_state.py.
+compared bit for bit, and one flipped bit has to be noticed. See state.py.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from benchmarks.gpu_slot.device_weights_state import (
+from benchmarks.gpu_slot.device_weights.state import (
     LLAMA_8B,
     TINY,
     State,
@@ -23,7 +23,7 @@ from benchmarks.gpu_slot.device_weights_state import (
     step_std,
     stepped,
 )
-from benchmarks.gpu_slot.device_weights_timing import (
+from benchmarks.gpu_slot.device_weights.timing import (
     median_s,
     most_bytes,
     rate,

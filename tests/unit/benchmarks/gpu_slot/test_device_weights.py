@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_slot import device_weights
-from benchmarks.gpu_slot.device_weights import SHARES, measured
-from benchmarks.gpu_slot.device_weights_state import (
+from benchmarks.gpu_slot.device_weights import weights as device_weights
+from benchmarks.gpu_slot.device_weights.state import (
     LLAMA_8B,
     TINY,
     drawn,
     step_std,
     stepped,
 )
+from benchmarks.gpu_slot.device_weights.weights import SHARES, measured
 from weightsync.elements.bits import spec_of
 from weightsync.encoding.delta import Delta
 
