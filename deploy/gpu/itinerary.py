@@ -1,0 +1,29 @@
+"""The goes that bring a bundle over, and the commands of each, as text."""
+
+import shlex
+from pathlib import Path
+
+from deploy.gpu.parts import MANIFEST, Manifest
+
+PARTS = "/tmp/rosemux-parts"  # noqa: S108 - on a machine of one user, outside the tree
+SITE = "/tmp/rosemux-site"  # noqa: S108
+
+
+def text(folder: Path, manifest: Manifest, tree: Path) -> str:
+    """One part a go: a part is as large as what travels at once."""
+    shown = folder.relative_to(tree) if folder.is_relative_to(tree) else folder
+    total = sum(part.size_bytes for part in manifest.parts)
+    count = len(manifest.parts)
+    lines = [f"{manifest.bundle}: {total / 2**20:.1f} MiB in {count} part(s), as many goes"]
+    bundle = shlex.quote(str(shown))
+    for part in manifest.parts:
+        lines += [
+            f"go {part.index}: carry {shown / MANIFEST} and {shown / part.file_name} "
+            f"({part.size_bytes / 2**20:.1f} MiB); there:",
+            f"    deploy/gpu/join {bundle} {PARTS}",
+        ]
+    lines += [
+        "in the last go, after its join:",
+        f"    deploy/gpu/install {PARTS} {SITE} && . {SITE}/activate && deploy/gpu/check",
+    ]
+    return "\n".join(lines)
