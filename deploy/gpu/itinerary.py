@@ -5,8 +5,8 @@ from pathlib import Path
 
 from deploy.gpu.parts import MANIFEST, Manifest
 
-PARTS = "/tmp/rosemux-parts"  # noqa: S108 - on a machine of one user, outside the tree
-SITE = "/tmp/rosemux-site"  # noqa: S108
+PARTS = "/tmp/rosemux-parts"
+SITE = "/tmp/rosemux-site"
 
 
 def text(folder: Path, manifest: Manifest, tree: Path) -> str:
@@ -18,8 +18,7 @@ def text(folder: Path, manifest: Manifest, tree: Path) -> str:
     bundle = shlex.quote(str(shown))
     for part in manifest.parts:
         lines += [
-            f"go {part.index}: carry {shown / MANIFEST} and {shown / part.file_name} "
-            f"({part.size_bytes / 2**20:.1f} MiB); there:",
+            f"go {part.index}: carry {shown / MANIFEST} and {shown / part.file_name}; there:",
             f"    deploy/gpu/join {bundle} {PARTS}",
         ]
     lines += [

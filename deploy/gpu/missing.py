@@ -77,6 +77,13 @@ def read_names(text: str) -> dict[NormalizedName, Version | None]:
     return names
 
 
+def read_requirements(text: str) -> dict[NormalizedName, SpecifierSet]:
+    """One requirement a line; `#` begins a comment."""
+    entries = (line.partition("#")[0].strip() for line in text.splitlines())
+    requirements = [Requirement(entry) for entry in entries if entry]
+    return {canonicalize_name(each.name): each.specifier for each in requirements}
+
+
 def missing_wheels(
     roots: Iterable[Wheel],
     requirements: Iterable[Requirement] = (),
@@ -84,10 +91,13 @@ def missing_wheels(
     present: Present,
     left_out: Iterable[NormalizedName],
     fetch: Fetch,
+    replaced: Mapping[NormalizedName, SpecifierSet] | None = None,
 ) -> Missing:
     """Fetch every requirement that is neither present nor left out, and theirs.
 
-    `roots` are wheels that travel anyway; they are not among the result's wheels.
+    `roots` are wheels that travel anyway; they are not among the result's wheels. `replaced`
+    stands in the place of all requirements on a distribution and asks for nothing itself: there
+    is no search for versions that fit each other.
     """
     fixed = {wheel.name: wheel for wheel in roots}
     asked = tuple(requirements)
@@ -95,6 +105,9 @@ def missing_wheels(
     fetched: dict[NormalizedName, Wheel] = {}
     for _ in range(ROUNDS_LIMIT):
         wants = _wants(asked, fixed, fetched)
+        for name, specifier in (replaced or {}).items():
+            if name in wants:
+                wants[name].specifier = specifier
         missing = sorted(wants.keys() - present.keys() - out - fixed.keys())
         due = [
             name
@@ -132,9 +145,9 @@ def _wants(
         want.wanted_by.add(wanted_by)
         new_extras = requirement.extras - want.extras
         want.extras |= new_extras
-        if wheel := fetched.get(name):
+        if name in fetched:
             for extra in ["", *new_extras] if first else new_extras:
-                pending += _active(wheel, extra)
+                pending += _active(fetched[name], extra)
     return wants
 
 

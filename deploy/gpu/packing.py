@@ -5,6 +5,7 @@ as one archive and cut into parts. Nothing runs there but Python's own archive m
 """
 
 import argparse
+import io
 import lzma
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from deploy.gpu import itinerary, selection
-from deploy.gpu.missing import Missing, missing_wheels, read_names
+from deploy.gpu.missing import Missing, missing_wheels, read_names, read_requirements
 from deploy.gpu.parts import PART_LIMIT_BYTES, PartWriter, Refused, read_manifest
 from deploy.gpu.registry import TARGET, Registry, locked_versions
 from deploy.gpu.stripping import size_bytes, strip
@@ -71,6 +72,7 @@ def _carry(asked: argparse.Namespace) -> None:
         requirements,
         present=present,
         left_out=read_names(asked.left_out.read_text()),
+        replaced=read_requirements((HERE / "replaced.txt").read_text()),
         fetch=registry.fetch,
     )
     _report(missing)
@@ -82,9 +84,8 @@ def _carry(asked: argparse.Namespace) -> None:
         lay_out([wheel.path for wheel in (*roots, *missing.wheels)], site)
         if roots:
             done = strip(site, every_architecture=asked.every_architecture)
-            print(
-                f"stripped: {done.removed_bytes >> 20} MiB removed, {done.zeroed_bytes >> 20} MiB zeroed"
-            )
+            removed, zeroed = done.removed_bytes >> 20, done.zeroed_bytes >> 20
+            print(f"stripped: {removed} MiB removed, {zeroed} MiB zeroed")
             (site / SOURCES).mkdir()
             shutil.copy2(registry.source(selection.KVCACHED), site / SOURCES)
         print(f"compressing {size_bytes(site) >> 20} MiB (minutes)", flush=True)
@@ -105,14 +106,16 @@ def lay_out(wheels: Sequence[Path], site: Path) -> None:
 
 def pack(site: Path, folder: Path, bundle: str, *, limit_bytes: int) -> None:
     """Write `site` as parts into `folder`; the same files give the same bytes."""
+    writer = PartWriter(folder, bundle, limit_bytes=limit_bytes)
     with (
-        PartWriter(folder, bundle, limit_bytes=limit_bytes) as writer,
-        lzma.open(writer, "wb", preset=_PRESET) as stream,
+        io.BufferedWriter(writer) as file,
+        lzma.LZMAFile(file, "wb", preset=_PRESET) as stream,
         tarfile.open(fileobj=stream, mode="w|") as archive,
     ):
         # Libraries first and alike beside alike, within reach of the compressor's dictionary.
         for path in sorted(site.rglob("*"), key=lambda path: (path.suffix != ".so", path)):
             archive.add(path, str(path.relative_to(site)), recursive=False, filter=_anonymous)
+    writer.write_manifest()
 
 
 def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -71,7 +71,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class PartWriter(io.RawIOBase):
-    """A file to write that ends up as parts. `close` writes the manifest."""
+    """A file to write that ends up as parts; they count once the manifest is written."""
 
     def __init__(self, folder: Path, bundle: str, *, limit_bytes: int = PART_LIMIT_BYTES) -> None:
         super().__init__()
@@ -105,9 +105,12 @@ class PartWriter(io.RawIOBase):
     def close(self) -> None:
         if not self.closed:
             self._end()
-            manifest = Manifest(self._bundle, tuple(self._finished))
-            (self._folder / MANIFEST).write_bytes(manifest.encode())
         super().close()
+
+    def write_manifest(self) -> None:
+        self.close()
+        manifest = Manifest(self._bundle, tuple(self._finished))
+        (self._folder / MANIFEST).write_bytes(manifest.encode())
 
     def _begin(self) -> None:
         if len(self._finished) == PARTS_LIMIT:

@@ -1,4 +1,4 @@
-"""What of an unpacked vLLM a dense model in bf16 on Hopper never loads, and its removal."""
+"""Files of vLLM and its requirements that a dense model in bf16 on Hopper never loads, removed."""
 
 import shutil
 from dataclasses import dataclass
@@ -16,8 +16,11 @@ REMOVED = {
     "vllm/third_party/fmha_sm100": "Blackwell",
     "vllm/third_party/tml_fa4": "Blackwell",
     "vllm/distributed/kv_transfer/*.jpg": "pictures",
+    "**/*.a": "static libraries",
+    "mistral_common/data": "tokenizers of Mistral's models",
+    "pycountry/locales": "names of countries in other languages",
 }
-"""Paths in the site directory, with the reason. vLLM imports each under a guard, and
+"""Paths in the site directory, with the reason. Imports of them are guarded, and
 `deploy/gpu/check` shows it."""
 
 

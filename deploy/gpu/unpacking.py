@@ -1,12 +1,13 @@
-"""`deploy/gpu/join` and `deploy/gpu/install`: a bundle's parts, on a machine without network, become
-a directory of Python packages with an `activate` file.
+"""`deploy/gpu/join` and `deploy/gpu/install`: a bundle's parts become a directory of packages.
 
+They run on the machine without network; the directory gets an `activate` file to source.
 Needs nothing but Python; writes only below the directories that the command line names. RoseMux
 itself stays where this file lies: `activate` names its tree, and metadata written beside the
 packages make its entry points known there.
 """
 
 import argparse
+import io
 import lzma
 import shlex
 import shutil
@@ -89,7 +90,8 @@ def unpack(directory: Path, manifest: parts.Manifest, site: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     with (
-        lzma.open(parts.PartReader(directory, manifest)) as stream,
+        io.BufferedReader(parts.PartReader(directory, manifest)) as file,
+        lzma.LZMAFile(file) as stream,
         tarfile.open(fileobj=stream, mode="r|") as archive,
     ):
         archive.extractall(partial, filter="data")
