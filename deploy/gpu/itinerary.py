@@ -7,6 +7,9 @@ from deploy.gpu.parts import MANIFEST, Manifest
 
 PARTS = "/tmp/rosemux-parts"
 SITE = "/tmp/rosemux-site"
+KVCACHED = "/tmp/rosemux-kvcached"
+ROSEMUX = "rosemux"
+"""The bundle without vLLM."""
 
 
 def text(folder: Path, manifest: Manifest, tree: Path) -> str:
@@ -21,8 +24,16 @@ def text(folder: Path, manifest: Manifest, tree: Path) -> str:
             f"go {part.index}: carry {shown / MANIFEST} and {shown / part.file_name}; there:",
             f"    deploy/gpu/join {bundle} {PARTS}",
         ]
+    check = "deploy/gpu/check"
+    if manifest.bundle == ROSEMUX:
+        check += f" --only {ROSEMUX}"
     lines += [
         "in the last go, after its join:",
-        f"    deploy/gpu/install {PARTS} {SITE} && . {SITE}/activate && deploy/gpu/check",
+        f"    deploy/gpu/install {PARTS} {SITE} && . {SITE}/activate && {check}",
     ]
+    if manifest.bundle != ROSEMUX:
+        lines += [
+            "for kvcached, after that:",
+            f"    deploy/gpu/build-kvcached {SITE} {KVCACHED} && . {KVCACHED}/activate",
+        ]
     return "\n".join(lines)

@@ -37,7 +37,9 @@ _PRESET = 9
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="deploy/gpu/carry", description=__doc__)
     parser.add_argument("--vllm", default=selection.DEFAULT_VLLM, help="version")
-    parser.add_argument("--only", choices=["rosemux"], help="RoseMux's own needs, a few MiB")
+    parser.add_argument(
+        "--only", choices=[itinerary.ROSEMUX], help="RoseMux's own needs, a few MiB"
+    )
     parser.add_argument("--present", type=Path, default=HERE / "present.txt")
     parser.add_argument("--left-out", type=Path, default=HERE / "left_out.txt")
     parser.add_argument("--out", type=Path, default=TREE / "build/carry")
@@ -60,7 +62,7 @@ def _carry(asked: argparse.Namespace) -> None:
     present = read_names(asked.present.read_text())
     requirements = selection.rosemux_requirements((TREE / "pyproject.toml").read_text())
     roots: list[Wheel] = []
-    bundle = "rosemux"
+    bundle = itinerary.ROSEMUX
     if asked.only is None:
         vllm = registry.fetch(canonicalize_name("vllm"), SpecifierSet(f"=={asked.vllm}"))
         selection.refuse_another_torch(vllm, present)

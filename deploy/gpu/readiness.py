@@ -4,10 +4,11 @@ Imports what a vLLM server and RoseMux's adapters import, looks for the entry po
 GPU compares a handful of vLLM's kernels with torch. Says each in a line; ends with 1 at a failure.
 """
 
+import argparse
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points, version
@@ -40,6 +41,13 @@ SERVER_MODULES = (
 )
 ROSEMUX_MODULES = (
     "harvester.agent.node",
+    "harvester.cli",
+    "coserve.vllm.launch",
+    "scheduler.service",
+    "weightsync.publisher",
+    "weightsync.receiver",
+)
+ADAPTER_MODULES = (
     "coserve.vllm.plugin",
     "coserve.vllm.scheduler",
     "coserve.vllm.kv_worker",
@@ -68,9 +76,12 @@ class Finding:
         return f"ok       {self.subject}  {self.seconds:.1f} s"
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="deploy/gpu/check", description=__doc__)
+    parser.add_argument("--only", choices=["rosemux"], help="without vLLM")
+    asked = parser.parse_args(arguments)
     failed = 0
-    for finding in _findings():
+    for finding in findings(with_vllm=asked.only is None):
         print(finding, flush=True)
         failed += bool(finding.error)
     print(f"check: {failed} failed" if failed else "check: all is well")
@@ -91,12 +102,16 @@ def plugins() -> Iterator[Finding]:
         yield Finding(f"entry points {group}", error)
 
 
-def _findings() -> Iterator[Finding]:
-    yield _tried("distribution vllm", lambda: print("         vllm", version("vllm")))
+def findings(*, with_vllm: bool) -> Iterator[Finding]:
+    """vLLM first: a server imports RoseMux's plugins when its own modules are there."""
     yield from plugins()
-    yield from imports(SERVER_MODULES)
+    if with_vllm:
+        yield _tried("distribution vllm", lambda: print("         vllm", version("vllm")))
+        yield from imports(SERVER_MODULES)
     yield from imports(ROSEMUX_MODULES)
-    yield from _kernels()
+    if with_vllm:
+        yield from imports(ADAPTER_MODULES)
+        yield from _kernels()
 
 
 def _kernels() -> Iterator[Finding]:

@@ -146,7 +146,10 @@ def test_each_part_has_its_go_and_the_last_installs(bundle: Path) -> None:
         "go 2",
         "go 3",
     ]
-    assert text.splitlines()[-1].strip().startswith("deploy/gpu/install ")
+    (install,) = [line for line in text.splitlines() if "deploy/gpu/install" in line]
+    assert text.index("part-3") < text.index(install)
+    assert install.endswith("deploy/gpu/check")
+    assert "build-kvcached" in text
 
 
 def test_a_module_that_cannot_be_imported_is_a_finding() -> None:
