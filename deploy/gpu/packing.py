@@ -22,12 +22,13 @@ from packaging.utils import canonicalize_name
 from deploy.gpu import itinerary, selection
 from deploy.gpu.missing import Missing, missing_wheels, read_names, read_requirements
 from deploy.gpu.parts import PART_LIMIT_BYTES, PartWriter, Refused, read_manifest
-from deploy.gpu.registry import TARGET, Registry, locked_versions
+from deploy.gpu.registry import TARGET, Lock, Registry, read_lock
 from deploy.gpu.stripping import size_bytes, strip
 from deploy.gpu.wheel import CarryError, Wheel
 
 TREE = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
+KVCACHED_LOCK = TREE / "deploy/kvcached/requirements.txt"
 SOURCES = "sources"
 """The folder of the bundle with what is compiled on the machine itself."""
 _PRESET = 9
@@ -58,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _carry(asked: argparse.Namespace) -> None:
-    registry = Registry(asked.wheels, locked_versions((TREE / "requirements.lock").read_text()))
+    lock = read_lock((TREE / "requirements.lock").read_text())
+    registry = Registry(asked.wheels, lock)
     present = read_names(asked.present.read_text())
     requirements = selection.rosemux_requirements((TREE / "pyproject.toml").read_text())
     roots: list[Wheel] = []
@@ -77,7 +79,7 @@ def _carry(asked: argparse.Namespace) -> None:
         replaced=read_requirements((HERE / "replaced.txt").read_text()),
         fetch=registry.fetch,
     )
-    _report(missing)
+    _report(missing, lock)
     folder = asked.out / bundle
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -89,7 +91,8 @@ def _carry(asked: argparse.Namespace) -> None:
             removed, zeroed = done.removed_bytes >> 20, done.zeroed_bytes >> 20
             print(f"stripped: {removed} MiB removed, {zeroed} MiB zeroed")
             (site / SOURCES).mkdir()
-            shutil.copy2(registry.source(selection.KVCACHED), site / SOURCES)
+            sources = Registry(asked.wheels, read_lock(KVCACHED_LOCK.read_text()))
+            shutil.copy2(sources.source(selection.KVCACHED), site / SOURCES)
         print(f"compressing {size_bytes(site) >> 20} MiB (minutes)", flush=True)
         pack(site, folder, bundle, limit_bytes=asked.part_mib << 20)
     print(itinerary.text(folder, read_manifest(folder), TREE))
@@ -126,9 +129,11 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-def _report(missing: Missing) -> None:
+def _report(missing: Missing, lock: Lock) -> None:
     print(f"{len(missing.wheels)} wheels are missing there:")
     print(" ", ", ".join(f"{wheel.name} {wheel.version}" for wheel in missing.wheels))
+    unlocked = [str(w.name) for w in missing.wheels if lock.versions.get(w.name) != w.version]
+    print("  not in requirements.lock, so without a hash:", ", ".join(unlocked) or "none")
     print("  left out:", ", ".join(missing.left_out) or "nothing")
     for mismatch in missing.mismatches:
         print(f"  look: {mismatch}")

@@ -1,10 +1,12 @@
 """Wheels for the target machine, fetched with pip and kept in a folder."""
 
+import hashlib
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -29,32 +31,49 @@ STAND_IN = Path(__file__).resolve().parents[1] / "kvcached/stand_in"
 """pip asks a source for its metadata; kvcached's answers only where a torch can be imported."""
 
 _LOCKED = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s\\;]+)", re.MULTILINE)
+_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 
-def locked_versions(lock: str) -> dict[NormalizedName, Version]:
-    """The versions of a requirements lock: those that the tests of this project ran with."""
-    versions = {}
-    for name, version in _LOCKED.findall(lock):
-        try:
-            versions[canonicalize_name(name)] = Version(version)
-        except InvalidVersion as error:
-            raise CarryError(f"the lock has {name}=={version}") from error
-    return versions
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """A requirements lock: the versions that this project's tests ran with, and their files."""
+
+    versions: Mapping[NormalizedName, Version]
+    hashes: frozenset[str]
+
+    def verify(self, path: Path) -> None:
+        """Raise CarryError where the file is none of the lock's."""
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() not in self.hashes:
+                raise CarryError(f"{path} is not the file that the lock names")
+
+
+def read_lock(text: str) -> Lock:
+    try:
+        versions = {canonicalize_name(n): Version(v) for n, v in _LOCKED.findall(text)}
+    except InvalidVersion as error:
+        raise CarryError(f"the lock cannot be read: {error}") from error
+    return Lock(versions, frozenset(_HASH.findall(text)))
 
 
 class Registry:
     """Fetches into `folder` and takes from it what is already there and fits."""
 
-    def __init__(self, folder: Path, locked: Mapping[NormalizedName, Version]) -> None:
+    def __init__(self, folder: Path, lock: Lock) -> None:
         self._folder = folder
-        self._locked = locked
+        self._lock = lock
         folder.mkdir(parents=True, exist_ok=True)
 
     def fetch(self, name: NormalizedName, specifier: SpecifierSet) -> Wheel:
-        """Return the locked version where it fits, else the newest that the registry has."""
-        locked = self._locked.get(name)
+        """Return the lock's own file where its version fits, else the newest of the registry."""
+        locked = self._lock.versions.get(name)
         if locked is not None and specifier.contains(locked, prereleases=True):
-            specifier = SpecifierSet(f"=={locked}")
+            wheel = self._fetched(name, SpecifierSet(f"=={locked}"))
+            self._lock.verify(wheel.path)
+            return wheel
+        return self._fetched(name, specifier)
+
+    def _fetched(self, name: NormalizedName, specifier: SpecifierSet) -> Wheel:
         if kept := self._kept(name, specifier):
             return kept
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
@@ -68,7 +87,7 @@ class Registry:
         return wheel
 
     def source(self, requirement: str) -> Path:
-        """Return the source archive `name==version`, without building anything of it."""
+        """Return the source archive `name==version` of the lock, and build nothing of it."""
         name, _, version = requirement.partition("==")
         path = self._folder / f"{name}-{version}.tar.gz"
         if not path.exists():
@@ -83,6 +102,7 @@ class Registry:
             )
             if not path.exists():
                 raise CarryError(f"no source of {requirement}: {done.stderr.strip()[-500:]}")
+        self._lock.verify(path)
         return path
 
     def _kept(self, name: NormalizedName, specifier: SpecifierSet) -> Wheel | None:

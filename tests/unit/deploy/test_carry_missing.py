@@ -1,5 +1,6 @@
 """What a machine lacks is computed from the wheels' metadata against the list of what it has."""
 
+import hashlib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from packaging.version import Version
 
 from deploy.gpu import selection
 from deploy.gpu.missing import Missing, missing_wheels, read_names, read_requirements
-from deploy.gpu.registry import locked_versions
+from deploy.gpu.registry import Lock, Registry, read_lock
 from deploy.gpu.wheel import CarryError, Wheel, read_wheel
 
 GPU = Path(__file__).parents[3] / "deploy/gpu"
@@ -147,9 +148,24 @@ def test_a_file_that_is_no_wheel_is_refused(tmp_path: Path) -> None:
         read_wheel(path)
 
 
-def test_the_lock_says_which_versions_are_tested() -> None:
-    lock = "msgspec==0.19.0 \\\n    --hash=sha256:00\n    # via rosemux\nzstandard==0.23.0 \\\n"
-    assert locked_versions(lock) == {"msgspec": Version("0.19.0"), "zstandard": Version("0.23.0")}
+def lock_of(wheel: Wheel, content: bytes) -> Lock:
+    digest = hashlib.sha256(content).hexdigest()
+    return read_lock(f"{wheel.name}=={wheel.version} \\\n    --hash=sha256:{digest}\n    # via x\n")
+
+
+def test_the_version_of_the_lock_is_taken_before_a_newer_one(shelf: Shelf) -> None:
+    tested = shelf.wheel("msgspec", "0.19.0")
+    shelf.wheel("msgspec", "0.22.0")
+    registry = Registry(shelf.folder, lock_of(tested, tested.path.read_bytes()))
+    assert registry.fetch(tested.name, SpecifierSet(">=0.18")).version == Version("0.19.0")
+    assert registry.fetch(tested.name, SpecifierSet(">=0.20")).version == Version("0.22.0")
+
+
+def test_another_file_of_a_locked_version_is_refused(shelf: Shelf) -> None:
+    wheel = shelf.wheel("msgspec", "0.19.0")
+    registry = Registry(shelf.folder, lock_of(wheel, b"another"))
+    with pytest.raises(CarryError, match="not the file that the lock names"):
+        registry.fetch(wheel.name, SpecifierSet())
 
 
 def test_rosemux_asks_for_its_dependencies_and_what_its_tests_import() -> None:
