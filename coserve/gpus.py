@@ -3,11 +3,14 @@
 import subprocess
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from harvester.contracts.errors import Unsupported
 
 _TIMEOUT_S = 20.0
 _FIELDS = 2
+_MAX_SAID_BYTES = 300
+_CONTROL_DEVICE = Path("/dev/nvidiactl")
 
 
 class ComputeMode(StrEnum):
@@ -24,16 +27,26 @@ class Gpu:
 
 
 def gpus(command: str = "nvidia-smi") -> tuple[Gpu, ...]:
-    """Of this machine, none where there is no driver. Raises Unsupported where it is broken."""
+    """This machine's, none where there is no driver. Raises Unsupported where it is broken."""
     query = [command, "--query-gpu=uuid,compute_mode", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, timeout=_TIMEOUT_S, check=False)
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if _CONTROL_DEVICE.exists():
+            # Taken for a machine without GPUs, vLLM would take nine tenths of one.
+            raise Unsupported(
+                f"{command} is not installed here, and {_CONTROL_DEVICE} is: in a container, add "
+                "`utility` to NVIDIA_DRIVER_CAPABILITIES"
+            ) from error
         return ()
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unsupported(f"{command} gives no answer: {error}") from error
     if done.returncode != 0:
-        raise Unsupported(f"{command} ended with {done.returncode}: the GPU or its driver is ill")
+        said = (done.stdout + done.stderr)[:_MAX_SAID_BYTES].decode(errors="replace").split()
+        raise Unsupported(
+            f"{command} ended with {done.returncode}: the GPU or its driver is ill: "
+            f"{' '.join(said) or 'it said nothing'}"
+        )
     return tuple(_gpu(line) for line in done.stdout.decode(errors="replace").splitlines() if line)
 
 

@@ -163,12 +163,9 @@ def apply_to_process(isolation: Isolation, pid: int = 0, *, guest: int = 0) -> N
         pid = pid or os.getpid()
         _GROUPS.enter(pid, guest=guest or pid)
     elif isolation.backend is IsolationBackend.IDLE:
-        for thread in _threads(pid):
-            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        _rank(pid, os.SCHED_IDLE)
     elif isolation.backend in {IsolationBackend.TIME_SLICING, IsolationBackend.MPS}:
-        for thread in _threads(pid):
-            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-            os.setpriority(os.PRIO_PROCESS, thread, _GPU_GUEST_NICE)
+        _rank(pid, os.SCHED_BATCH, nice=_GPU_GUEST_NICE)
 
 
 def lift_from_process(pid: int = 0) -> None:
@@ -177,8 +174,7 @@ def lift_from_process(pid: int = 0) -> None:
     Nothing lifts a process on a GPU: a client of MPS keeps the share that it started with.
     """
     _GROUPS.leave(pid or os.getpid())
-    for thread in _threads(pid):
-        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+    _rank(pid, os.SCHED_OTHER)
 
 
 def clear() -> None:
@@ -219,7 +215,18 @@ def _ranks(pids: Iterable[int]) -> list[Rank]:
     return sorted(found, key=str)
 
 
-def _threads(pid: int) -> list[int]:
-    if pid == 0:
-        return [0]
-    return sorted(int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir())
+def _rank(pid: int, policy: int, *, nice: int | None = None) -> None:
+    """Every thread of a process; those that a thread makes meanwhile inherit its old rank."""
+    ranked: set[int] = set()
+    while found := _threads(pid or os.getpid()) - ranked:
+        for thread in sorted(found):
+            # CUDA's threads come and go.
+            with suppress(ProcessLookupError):
+                os.sched_setscheduler(thread, policy, os.sched_param(0))
+                if nice is not None:
+                    os.setpriority(os.PRIO_PROCESS, thread, nice)
+        ranked |= found
+
+
+def _threads(pid: int) -> set[int]:
+    return {int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()}

@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 from collections.abc import Iterable
-from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -83,19 +83,41 @@ def _held_bytes(device: torch.device) -> int | None:
 def process_bytes(uuid: str, pid: int) -> int | None:
     """What the driver says that a process holds on a GPU. None where it does not know the process,
     as in a pid namespace of its own."""
-    library = nvml()
-    if library is None:
+    nvml = _nvml()
+    if nvml is None:
         return None
     try:
-        library.nvmlInit()
+        nvml.nvmlInit()
         try:
-            handle = library.nvmlDeviceGetHandleByUUID(_full(uuid))
-            running = library.nvmlDeviceGetComputeRunningProcesses(handle)
+            handle = nvml.nvmlDeviceGetHandleByUUID(_full(uuid))
+            # Clients of an MPS server have a list of their own.
+            running = [
+                *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
+                *_mps_clients(nvml, handle),
+            ]
         finally:
-            library.nvmlShutdown()
-    except library.NVMLError:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError:
         return None
-    return next((one.usedGpuMemory for one in running if one.pid == pid), None)
+    held = [one.usedGpuMemory for one in running if one.pid == pid]
+    return max((size for size in held if size is not None), default=None)
+
+
+def _nvml() -> Any:
+    """NVIDIA's bindings, as vLLM brings them or of the distribution nvidia-ml-py; None without."""
+    for name in ("vllm.third_party.pynvml", "pynvml"):
+        try:
+            return import_module(name)
+        except ImportError:
+            continue
+    return None
+
+
+def _mps_clients(nvml: Any, handle: Any) -> list[Any]:
+    try:
+        return list(nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle))
+    except nvml.NVMLError:
+        return []
 
 
 def nvml() -> Any:

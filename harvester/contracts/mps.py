@@ -28,6 +28,7 @@ NO_DAEMON = Path("/nonexistent")
 
 _MAX_REPLY_BYTES = 1 << 16
 _MAX_NUMBERS = 4096
+_NOBODY = b"Cannot find MPS control daemon"
 
 
 class ServerStatus(StrEnum):
@@ -80,8 +81,7 @@ class MpsControl:
             done = subprocess.run(
                 [self.executable],
                 input=f"{command}\n".encode(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                capture_output=True,
                 env=environment,
                 timeout=self.timeout_s,
                 check=False,
@@ -93,6 +93,7 @@ class MpsControl:
         except subprocess.TimeoutExpired as error:
             raise Unsupported(f"the MPS daemon gave no answer in {self.timeout_s} s") from error
         reply = done.stdout[:_MAX_REPLY_BYTES].decode(errors="replace")
-        if done.returncode != 0 or "Cannot find MPS control daemon" in reply:
+        # Where the program says that, and how it ends then, differs by driver.
+        if done.returncode != 0 or _NOBODY in done.stdout + done.stderr:
             raise Unsupported(f"no MPS daemon answers in {self.pipe_directory}")
         return reply

@@ -54,6 +54,17 @@ def test_no_daemon_no_program_and_no_answer_are_said_plainly(
         MpsControl(pipe_directory=tmp_path, executable=str(hangs), timeout_s=0.1).servers()
 
 
+@pytest.mark.parametrize("where", ["", ">&2"], ids=["output", "error"])
+def test_a_program_that_finds_no_daemon_is_not_read_as_a_daemon_without_servers(
+    tmp_path: Path, where: str
+) -> None:
+    alone = tmp_path / "alone"
+    alone.write_text(f"#!/bin/sh\necho Cannot find MPS control daemon process {where}\n")
+    alone.chmod(0o755)
+    with pytest.raises(Unsupported, match="no MPS daemon answers"):
+        MpsControl(pipe_directory=tmp_path, executable=str(alone), timeout_s=30.0).servers()
+
+
 def test_a_reply_that_is_no_list_of_processes_is_not_believed(tmp_path: Path) -> None:
     talks = tmp_path / "talks"
     talks.write_text("#!/bin/sh\necho 12 and more\n")

@@ -62,6 +62,31 @@ def test_a_gpu_guests_threads_on_the_host_rank_below_productions(
         assert os.sched_getscheduler(process.pid) == os.SCHED_OTHER
 
 
+def test_a_process_puts_its_other_threads_under_the_backend_too() -> None:
+    script = (
+        "import os, threading\n"
+        "from coserve.isolation import TIME_SLICING, apply_to_process\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "apply_to_process(TIME_SLICING)\n"
+        "threads = [int(name) for name in os.listdir('/proc/self/task')]\n"
+        "print(*{os.sched_getscheduler(one) for one in threads},\n"
+        "      *{os.getpriority(os.PRIO_PROCESS, one) for one in threads}, len(threads) > 1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == [str(os.SCHED_BATCH), "19", "True"], done.stderr
+
+
+def test_a_thread_that_ends_meanwhile_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        with subprocess.Popen(["true"]) as ended:
+            pass
+        monkeypatch.setattr("coserve.isolation._threads", lambda pid: {ended.pid, process.pid})
+        apply_to_process(TIME_SLICING, process.pid)
+        assert os.sched_getscheduler(process.pid) == os.SCHED_BATCH
+
+
 def test_a_backend_that_cannot_work_on_these_gpus_is_refused() -> None:
     with pytest.raises(Unsupported, match="ranks threads on a core"):
         choose(IsolationBackend.IDLE, gpus=[SHARED])
@@ -124,7 +149,32 @@ def test_the_driver_names_gpus_and_their_modes(tmp_path: Path) -> None:
     assert gpus(str(tmp_path / "absent")) == ()
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo GPU-1, [Not Supported]", "echo ,,,"])
+def test_a_gpu_without_the_driver_s_program_is_no_machine_without_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = tmp_path / "nvidiactl"
+    monkeypatch.setattr("coserve.gpus._CONTROL_DEVICE", control)
+    assert gpus(str(tmp_path / "absent")) == ()
+    control.touch()
+    with pytest.raises(Unsupported, match="NVIDIA_DRIVER_CAPABILITIES"):
+        gpus(str(tmp_path / "absent"))
+
+
+def test_what_the_driver_says_of_its_illness_is_told(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=r"ended with 15: .*: .*GPU0000:01:00\.0: GPU is lost"):
+        gpus(smi(tmp_path, "echo 'device handle for GPU0000:01:00.0: GPU is lost.'; exit 15"))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "exit 9",
+        "echo GPU-1, [Not Supported]",
+        "echo GPU-1, [N/A]",
+        "echo GPU-1, [Insufficient Permissions]",
+        "echo ,,,",
+    ],
+)
 def test_a_driver_that_is_ill_is_no_machine_without_gpus(tmp_path: Path, script: str) -> None:
     with pytest.raises(Unsupported):
         gpus(smi(tmp_path, script))

@@ -119,17 +119,79 @@ def test_nothing_is_promised_of_who_never_sleeps_or_is_not_known(
     assert report(worker).asleep_bytes_max == 0
 
 
-def test_the_driver_is_asked_for_this_process_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    running = [SimpleNamespace(pid=os.getpid() + 1, usedGpuMemory=1)]
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", asked.append)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda _handle: running)
+class Nvml:
+    """The driver's lists of processes on one GPU."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.alone: list[Any] = []
+        self.under_mps: list[Any] | None = []
+
+    def nvmlInit(self) -> None: ...  # noqa: N802 - NVIDIA's names
+
+    def nvmlShutdown(self) -> None: ...  # noqa: N802
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> None:  # noqa: N802
+        self.asked.append(uuid)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, _handle: None) -> list[Any]:  # noqa: N802
+        return self.alone
+
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, _handle: None) -> list[Any]:  # noqa: N802
+        if self.under_mps is None:
+            raise self.NVMLError
+        return self.under_mps
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
+    played = Nvml()
+    monkeypatch.setattr(memory_report, "_nvml", lambda: played)
+    return played
+
+
+def held(size: int | None, *, pid: int = 0) -> Any:
+    return SimpleNamespace(pid=pid or os.getpid(), usedGpuMemory=size)
+
+
+def test_nvidia_s_bindings_have_the_names_that_are_played() -> None:
+    for name in vars(Nvml):
+        if name.startswith("nvml"):
+            assert callable(getattr(pynvml, name))
+
+
+def test_the_driver_is_asked_for_this_process_on_this_gpu(nvml: Nvml) -> None:
+    nvml.alone = [held(1, pid=os.getpid() + 1)]
     assert process_bytes("1-2", os.getpid()) is None, "it counts processes in another namespace"
-    running.append(SimpleNamespace(pid=os.getpid(), usedGpuMemory=3 * MIB))
+    nvml.alone.append(held(3 * MIB))
     assert process_bytes("GPU-1-2", os.getpid()) == 3 * MIB
-    assert asked == ["GPU-1-2", "GPU-1-2"]
+    assert nvml.asked == ["GPU-1-2", "GPU-1-2"]
+
+
+def test_a_client_of_mps_is_in_a_list_of_its_own(nvml: Nvml) -> None:
+    nvml.alone = [held(30 * MIB, pid=os.getpid() + 1)]
+    nvml.under_mps = [held(5 * MIB)]
+    assert process_bytes("1-2", os.getpid()) == 5 * MIB
+    nvml.alone.append(held(5 * MIB))
+    assert process_bytes("1-2", os.getpid()) == 5 * MIB, "it is in both, and counted once"
+    nvml.under_mps = None
+    assert process_bytes("1-2", os.getpid()) == 5 * MIB, "a driver without the second list"
+
+
+def test_a_size_that_the_driver_does_not_know_is_none(nvml: Nvml) -> None:
+    nvml.alone = [held(None)]
+    assert process_bytes("1-2", os.getpid()) is None
+
+
+def test_without_bindings_the_whole_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(memory_report, "import_module", absent)
+    assert process_bytes("1-2", os.getpid()) is None
 
 
 def test_the_driver_is_asked_through_vllm_s_copy_or_else_nvidia_ml_py(
