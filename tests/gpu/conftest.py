@@ -5,7 +5,7 @@ device itself, so that nothing but the device is new there.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 import pytest
@@ -38,9 +38,10 @@ def need_cuda() -> None:
 def engine_slot(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[EngineSlot]":
     """Production and guest on one GPU, in place of the two on CPUs that other tests share."""
     need_cuda()
-    pytest.importorskip("vllm", reason="vLLM is not installed here", exc_type=ImportError)
+    plugins = {one.name for one in entry_points(group="vllm.general_plugins")}
+    if "rosemux_coserve" not in plugins:
+        pytest.fail("RoseMux is on the path and not installed: vLLM would not find its plugins")
     from tests.integration.engine_slot import GPU_SHARE, started_slot
 
-    # Below /tmp's own length: vLLM's sockets lie in it.
-    with started_slot(Path(tmp_path_factory.mktemp("slot")), gpu=GPU_SHARE) as slot:
+    with started_slot(tmp_path_factory.mktemp("slot"), gpu=GPU_SHARE) as slot:
         yield slot

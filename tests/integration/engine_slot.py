@@ -21,7 +21,7 @@ import pytest
 
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
-from coserve.vllm.launch import EngineSpec
+from coserve.vllm.launch import EngineSpec, GpuShare
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import (
     Grant,
@@ -47,6 +47,8 @@ CONTEXT_TOKENS = 4096
 SHAPE = PolicyShape(
     hidden=128, intermediate=256, layers=2, heads=2, kv_heads=2, context_tokens=CONTEXT_TOKENS
 )
+GPU_SHARE = GpuShare(kv_cache_bytes=256 << 20, eager=True)
+"""Each of the two on a GPU."""
 # Shorter than a KV block, so that no prefix is cached and equal requests take equal steps.
 PROMPT = tuple(range(5, 21))
 WITHIN_S = 60.0
@@ -280,8 +282,10 @@ def started_slot(
     production_model: Callable[[Path], None] = partial(write_checkpoint, shape=SHAPE),
     guest_arguments: tuple[str, ...] = (),
     start_s: float = _START_S,
+    gpu: GpuShare | None = None,
 ) -> Iterator[EngineSlot]:
-    """Both engines up, the guest ungated. `production_model` writes what production serves."""
+    """Both engines up, the guest ungated. `production_model` writes what production serves, `gpu`
+    is what each takes of a GPU."""
     vllm = capabilities(installed_vllm_version())
     weights, sockets = root / "weights", root / "s"
     pages = PageDirectory.create(root / "pages")
@@ -299,6 +303,7 @@ def started_slot(
             max_model_len=CONTEXT_TOKENS,
             max_num_seqs=8,
             vllm=vllm,
+            gpu=gpu,
             extra_arguments=extra,
         )
 
@@ -312,18 +317,17 @@ def started_slot(
             spec("guest", ports[1], *guest_arguments), pages=pages.path, weights=weights
         ),
     }
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    children: dict[str, Child] = {}
     with Processes(root / "logs") as processes:
-        children = {
-            name: processes.start(
-                name,
-                command.arguments,
-                environment={**command.environment, "VLLM_RPC_BASE_PATH": str(sockets)},
-            )
-            for name, command in commands.items()
-        }
         agent = PlayedAgent(pages)
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
         try:
+            for url, (name, command) in zip(urls, commands.items(), strict=True):
+                environment = {**command.environment, "VLLM_RPC_BASE_PATH": str(sockets)}
+                children[name] = processes.start(name, command.arguments, environment=environment)
+                if gpu is not None:
+                    # An engine sizes itself by what is free at its start.
+                    wait_for(url, children[name], within_s=start_s)
             for url, child in zip(urls, children.values(), strict=True):
                 wait_for(url, child, within_s=start_s)
             yield EngineSlot(*urls, pages, weights, agent, children["guest"])

@@ -25,9 +25,10 @@ GUEST = """\
       weights: {root}/weights
       context_tokens: {context}
       kv_cache_bytes: 1073741824
-      isolation: none
       arguments: [--load-format, dummy]
+      {where}
 """
+ON_A_CPU = "isolation: none"
 START_S, STOP_S = 200.0, 60.0
 MINUTE_NS = 60 * 10**9
 
@@ -35,7 +36,7 @@ MINUTE_NS = 60 * 10**9
 class Slot(Agent):
     """A production that is idle throughout, and a guest that a command starts."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, where: str = ON_A_CPU) -> None:
         write_checkpoint(root / "model", SHAPE)
         (root / "weights").mkdir()
         super().__init__(root)
@@ -44,7 +45,7 @@ class Slot(Agent):
         pulse.close()
         file = root / "guest.yaml"
         text = self.config.read_text().replace(":8001", f":{free_ports(1)[0]}")
-        file.write_text(text + GUEST.format(root=root, context=SHAPE.context_tokens))
+        file.write_text(text + GUEST.format(root=root, context=SHAPE.context_tokens, where=where))
         command = [sys.executable, "-m", "harvester.cli", "guest", "--config", str(file)]
         self.guest = subprocess.Popen(command)
 

@@ -1,0 +1,76 @@
+"""`rosemux guest` and the agent, as an operator starts them, on a CPU and on a GPU."""
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed here", allow_module_level=True)
+
+from tests.gpu.conftest import ON_A_GPU, need_cuda
+from tests.integration import test_agent_process
+from tests.integration.engine_slot import EngineSlot, PlayedAgent, until
+from tests.integration.test_agent_process import wait_for
+from tests.integration.test_guest_engine import LONG, steps_stand_still
+from tests.integration.test_guest_stopped import (
+    ON_A_CPU,
+    START_S,
+    Slot,
+    test_a_guest_that_its_operator_stops_is_no_loss,
+)
+
+__all__ = ["test_a_guest_that_its_operator_stops_is_no_loss"]
+
+pytestmark = pytest.mark.timeout(540)
+
+ON_ITS_GPU = "eager: true"
+"""Isolation is what is chosen where nothing is said: time-slicing."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(ON_A_CPU, marks=pytest.mark.engine, id="cpu"),
+        pytest.param(ON_ITS_GPU, marks=ON_A_GPU, id="cuda"),
+    ]
+)
+def slot(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Slot]:
+    if request.param == ON_ITS_GPU:
+        need_cuda()
+    if not Path(test_agent_process.ROSEMUX).exists():
+        # RoseMux is on the path and not installed.
+        program = tmp_path / "rosemux"
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m harvester.cli "$@"\n')
+        program.chmod(0o755)
+        monkeypatch.setattr(test_agent_process, "ROSEMUX", str(program))
+    slot = Slot(tmp_path, request.param)
+    yield slot
+    slot.end()
+
+
+def engines(slot: Slot) -> EngineSlot:
+    """The guest alone: production only writes its pages."""
+    found = re.search(r"engine_url: (\S+)", (slot.root / "guest.yaml").read_text())
+    assert found is not None
+    nobody: PlayedAgent = None  # type: ignore[assignment]
+    return EngineSlot("", found[1], slot.pages, slot.root / "weights", nobody, None)  # type: ignore[arg-type]
+
+
+async def test_a_guest_under_the_kill_switch_takes_no_step(slot: Slot) -> None:
+    wait_for(lambda: slot.offer()[0] == "offered", seconds=START_S)
+    lease = slot.take("r1")
+    wait_for(lambda: slot.mode() == "open")
+    guest = engines(slot)
+    turn = guest.begin(LONG, epoch=lease["epoch"])
+    await until(lambda: turn.tokens, "the guest works", seen=lambda: turn)
+    slot.switch.write_text("hold")
+    await until(lambda: slot.mode() == "closed", "the agent has closed it")
+    await steps_stand_still(guest)
+    assert 0 < len(turn.tokens) < LONG
+    slot.call("DELETE", f"/v1/leases/{lease['lease']}")
+    await turn.ended()
