@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 from collections.abc import Iterable
-from importlib import import_module
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -83,40 +83,38 @@ def _held_bytes(device: torch.device) -> int | None:
 def process_bytes(uuid: str, pid: int) -> int | None:
     """What the driver says that a process holds on a GPU. None where it does not know the process,
     as in a pid namespace of its own."""
-    nvml = _nvml()
-    if nvml is None:
+    library = nvml()
+    if library is None:
         return None
     try:
-        nvml.nvmlInit()
+        library.nvmlInit()
         try:
-            handle = nvml.nvmlDeviceGetHandleByUUID(_full(uuid))
-            # Clients of an MPS server have a list of their own.
+            handle = library.nvmlDeviceGetHandleByUUID(_full(uuid))
             running = [
-                *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
-                *_mps_clients(nvml, handle),
+                *library.nvmlDeviceGetComputeRunningProcesses(handle),
+                *_mps_clients(library, handle),
             ]
         finally:
-            nvml.nvmlShutdown()
-    except nvml.NVMLError:
+            library.nvmlShutdown()
+    except library.NVMLError:
         return None
     held = [one.usedGpuMemory for one in running if one.pid == pid]
     return max((size for size in held if size is not None), default=None)
 
 
-def _nvml() -> Any:
-    """NVIDIA's bindings, as vLLM brings them or of the distribution nvidia-ml-py; None without."""
-    for name in ("vllm.third_party.pynvml", "pynvml"):
-        try:
-            return import_module(name)
-        except ImportError:
-            continue
+def nvml() -> Any:
+    """NVML's Python bindings: vLLM's copy, else those of nvidia-ml-py. None where neither is."""
+    for name in _NVML:
+        with suppress(ImportError):
+            return importlib.import_module(name)
     return None
 
 
-def _mps_clients(nvml: Any, handle: Any) -> list[Any]:
+def _mps_clients(library: Any, handle: Any) -> list[Any]:
+    """They have a list of their own, which not every driver and not all bindings have."""
     try:
-        return list(nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle))
-    except nvml.NVMLError:
+        return list(library.nvmlDeviceGetMPSComputeRunningProcesses(handle))
+    except (AttributeError, library.NVMLError):
         return []
 
 

@@ -149,7 +149,7 @@ class Nvml:
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
     played = Nvml()
-    monkeypatch.setattr(memory_report, "_nvml", lambda: played)
+    monkeypatch.setattr(memory_report, "nvml", lambda: played)
     return played
 
 
@@ -186,12 +186,24 @@ def test_a_size_that_the_driver_does_not_know_is_none(nvml: Nvml) -> None:
     assert process_bytes("1-2", os.getpid()) is None
 
 
-def test_without_bindings_the_whole_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> Any:
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr(memory_report, "import_module", absent)
-    assert process_bytes("1-2", os.getpid()) is None
+def test_the_driver_is_asked_through_vllm_s_copy_or_else_nvidia_ml_py(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert memory_report.nvml() is pynvml
+    monkeypatch.setitem(sys.modules, "vllm.third_party.pynvml", None)
+    installed = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetComputeRunningProcesses=lambda _handle: [
+            SimpleNamespace(pid=os.getpid(), usedGpuMemory=5 * MIB)
+        ],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", installed)
+    assert process_bytes("1-2", os.getpid()) == 5 * MIB
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert process_bytes("1-2", os.getpid()) is None, "it cannot be asked"
 
 
 def test_the_driver_is_asked_through_vllm_s_copy_or_else_nvidia_ml_py(
