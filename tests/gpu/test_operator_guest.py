@@ -13,7 +13,7 @@ if find_spec("vllm") is None:
 
 from tests.gpu.conftest import ON_A_GPU, need_cuda
 from tests.integration import test_agent_process
-from tests.integration.engine_slot import EngineSlot, PlayedAgent, until
+from tests.integration.engine_slot import EngineSlot, PlayedAgent, answers, until
 from tests.integration.test_agent_process import wait_for
 from tests.integration.test_guest_engine import LONG, steps_stand_still
 from tests.integration.test_guest_stopped import (
@@ -66,6 +66,8 @@ async def test_a_guest_under_the_kill_switch_takes_no_step(slot: Slot) -> None:
     lease = slot.take("r1")
     wait_for(lambda: slot.mode() == "open")
     guest = engines(slot)
+    # Its engine writes its page before its server listens.
+    wait_for(lambda: answers(guest.guest_url), seconds=START_S)
     turn = guest.begin(LONG, epoch=lease["epoch"])
     await until(lambda: turn.tokens, "the guest works", seen=lambda: turn)
     slot.switch.write_text("hold")

@@ -321,6 +321,9 @@ def started_slot(
     children: dict[str, Child] = {}
     with Processes(root / "logs") as processes:
         agent = PlayedAgent(pages)
+        if gpu is not None:
+            # A start's passes wait long for slack where nobody grants anything.
+            agent.say(GrantMode.UNGATED)
         try:
             for url, (name, command) in zip(urls, commands.items(), strict=True):
                 environment = {**command.environment, "VLLM_RPC_BASE_PATH": str(sockets)}
@@ -338,13 +341,13 @@ def started_slot(
 def wait_for(url: str, child: Child, *, within_s: float = _START_S) -> None:
     clock = MonotonicClock()
     until_s = clock.now() + within_s
-    while not _answers(url):
+    while not answers(url):
         child.check()
         assert clock.now() < until_s, f"{child.name} does not start: {child.last_words()}"
         time.sleep(0.25)
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=2.0) as response:
             return bool(response.status == 200)

@@ -35,11 +35,25 @@ class Runner:
 
 
 @pytest.fixture
-def said() -> Iterator[list[str]]:
+def first() -> Iterator[list[str]]:
+    """Before the first pass."""
     made: list[str] = []
     start_pace.begin(Runner, cast(WorkGate, Gate(made)), lambda: made.append("done"))
     yield made
     start_pace.end()
+
+
+@pytest.fixture
+def said(first: list[str]) -> list[str]:
+    """After it."""
+    Runner(first)._dummy_run(1)
+    first.clear()
+    return first
+
+
+def test_the_first_pass_waits_and_what_it_compiles_counts_for_no_other(first: list[str]) -> None:
+    assert Runner(first)._dummy_run(8) == 16
+    assert first == ["start waits", "over", "8 False"]
 
 
 def test_each_pass_waits_and_lasts_until_the_gpu_is_done(said: list[str]) -> None:
