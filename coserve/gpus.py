@@ -9,6 +9,8 @@ from harvester.contracts.errors import Unsupported
 
 _TIMEOUT_S = 20.0
 _FIELDS = 2
+_MEMORY_FIELDS = 3
+_MIB = 1 << 20
 _MAX_SAID_BYTES = 300
 _CONTROL_DEVICE = Path("/dev/nvidiactl")
 
@@ -26,11 +28,35 @@ class Gpu:
     compute_mode: ComputeMode
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    total_bytes: int
+    free_bytes: int
+
+
 def gpus(command: str = "nvidia-smi") -> tuple[Gpu, ...]:
     """This machine's, none where there is no driver. Raises Unsupported where it is broken."""
-    query = [command, "--query-gpu=uuid,compute_mode", "--format=csv,noheader"]
+    lines = _asked(command, "--query-gpu=uuid,compute_mode", "--format=csv,noheader")
+    return tuple(_gpu(line) for line in lines)
+
+
+def gpu_memory(uuid: str, command: str = "nvidia-smi") -> GpuMemory:
+    """Memory of one GPU, now. Raises Unsupported where the driver does not say."""
+    query = "--query-gpu=uuid,memory.total,memory.free"
+    for line in _asked(command, query, "--format=csv,noheader,nounits"):
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == _MEMORY_FIELDS and words[0] == uuid and "".join(words[1:]).isdigit():
+            total, free = (int(word) * _MIB for word in words[1:])
+            return GpuMemory(total_bytes=total, free_bytes=free)
+    raise Unsupported(f"{command} does not say what memory GPU {uuid} has")
+
+
+def _asked(command: str, *arguments: str) -> tuple[str, ...]:
+    """Lines of the answer; none where there is no such command."""
     try:
-        done = subprocess.run(query, capture_output=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            [command, *arguments], capture_output=True, timeout=_TIMEOUT_S, check=False
+        )
     except FileNotFoundError as error:
         if _CONTROL_DEVICE.exists():
             # Taken for a machine without GPUs, vLLM would take nine tenths of one.
@@ -47,7 +73,7 @@ def gpus(command: str = "nvidia-smi") -> tuple[Gpu, ...]:
             f"{command} ended with {done.returncode}: the GPU or its driver is ill: "
             f"{' '.join(said) or 'it said nothing'}"
         )
-    return tuple(_gpu(line) for line in done.stdout.decode(errors="replace").splitlines() if line)
+    return tuple(line for line in done.stdout.decode(errors="replace").splitlines() if line)
 
 
 def _gpu(line: str) -> Gpu:
