@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,9 @@ def real_lab() -> Iterator[MpsLab]:
     if program is None:
         pytest.skip(f"{DEFAULT_CONTROL} is not installed here")
     # A socket's path is short, and pytest's folders are deep.
-    with tempfile.TemporaryDirectory(prefix="rosemux-mps-", dir="/tmp") as name:
+    with tempfile.TemporaryDirectory(
+        prefix="rosemux-mps-", dir="/tmp", ignore_cleanup_errors=True
+    ) as name:
         folder = Path(name)
         pipes, logs, said = folder / "pipe", folder / "log", folder / "said"
         pipes.mkdir()
@@ -66,10 +68,12 @@ def real_lab() -> Iterator[MpsLab]:
                 pytest.skip(f"{program} -d ended with {started.returncode}: {_last_words(folder)}")
             yield MpsLab(control, _probed(control, folder), "cuda")
         finally:
-            subprocess.run(
-                [program], input=b"quit\n", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                env=environment, timeout=_QUIT_S, check=False,
-            )  # fmt: skip
+            # It goes once its servers have gone, which is not waited for without end.
+            with suppress(subprocess.TimeoutExpired):
+                subprocess.run(
+                    [program], input=b"quit\n", stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL, env=environment, timeout=_QUIT_S, check=False,
+                )  # fmt: skip
 
 
 def _probed(control: MpsControl, folder: Path) -> int:

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from coserve.gpus import ComputeMode, Gpu, gpus
+from coserve.gpus import ComputeMode, Gpu, gpu_memory, gpus
 from coserve.isolation import TIME_SLICING, choose
 from tests.gpu.conftest import ON_A_GPU, need_cuda
-from tests.gpu.nvidia_smi import UUIDS, played
+from tests.gpu.nvidia_smi import TOTAL_MIB, UUIDS, played
+
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -16,18 +18,20 @@ class Driver:
     command: str
     gpus: tuple[Gpu, ...]
     """As another way to ask tells them."""
+    total_bytes: int
+    """Of each."""
 
 
 @pytest.fixture(params=["played", pytest.param("real", marks=ON_A_GPU)])
 def driver(request: pytest.FixtureRequest, tmp_path: Path) -> Driver:
     if request.param == "played":
         there = tuple(Gpu(uuid, ComputeMode.DEFAULT) for uuid in UUIDS)
-        return Driver(played(tmp_path, "Default", "Default"), there)
+        return Driver(played(tmp_path, "Default", "Default"), there, TOTAL_MIB * MIB)
     need_cuda()
-    return Driver("nvidia-smi", _known_to_nvml())
+    return _known_to_nvml()
 
 
-def _known_to_nvml() -> tuple[Gpu, ...]:
+def _known_to_nvml() -> Driver:
     nvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed here")
     modes = {
         nvml.NVML_COMPUTEMODE_DEFAULT: ComputeMode.DEFAULT,
@@ -39,16 +43,24 @@ def _known_to_nvml() -> tuple[Gpu, ...]:
         handles = [
             nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
         ]
-        return tuple(
+        there = tuple(
             Gpu(nvml.nvmlDeviceGetUUID(one), modes[nvml.nvmlDeviceGetComputeMode(one)])
             for one in handles
         )
+        total_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handles[0]).total)
+        return Driver("nvidia-smi", there, total_bytes)
     finally:
         nvml.nvmlShutdown()
 
 
 def test_gpus_are_those_that_the_driver_has(driver: Driver) -> None:
     assert gpus(driver.command) == driver.gpus
+
+
+def test_a_gpu_s_memory_is_what_the_driver_has_of_it(driver: Driver) -> None:
+    memory = gpu_memory(driver.gpus[0].uuid, driver.command)
+    assert abs(memory.total_bytes - driver.total_bytes) <= MIB, "told in whole MiB"
+    assert 0 < memory.free_bytes <= memory.total_bytes
 
 
 def test_a_guest_of_these_gpus_is_time_sliced(driver: Driver) -> None:

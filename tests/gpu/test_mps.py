@@ -99,12 +99,10 @@ def test_a_guest_whose_work_the_agent_ends_fails_and_production_goes_on(lab: Mps
         assert production.pid in lab.control.clients(the_server(lab))
 
 
-@pytest.mark.gpu
-def test_the_driver_says_what_a_client_holds() -> None:
+@pytest.mark.parametrize("lab", [pytest.param("real", marks=ON_A_GPU)], indirect=True)
+def test_the_driver_says_what_a_client_holds(lab: MpsLab) -> None:
     """A guest's floor under MPS: the server's own process holds it as far as some lists go."""
-    need_cuda()
-    pytest.importorskip("msgspec", reason="msgspec is not installed here")
-    with real_lab() as lab, lab.process() as client:
+    with lab.process() as client:
         client.ask("hold")
         said = client.ask("report")
         assert said["memory"]["whole"], "NVML does not list a client of MPS by its process id"
