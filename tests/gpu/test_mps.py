@@ -1,6 +1,5 @@
 """A daemon of the test's own has production and guest on one server; our code reads it rightly."""
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from tests.gpu.mps_lab import MpsLab, played_lab, real_lab
 
 SHARE_PERCENT = 25.0
 GRANULARITY = 8
-"""Multiprocessors by which the hardware may round a share up: a cluster's."""
+"""Multiprocessors by which the hardware may round a share: half of a cluster's."""
 _SOON_S = 20.0
 
 
@@ -45,8 +44,7 @@ def together(lab: MpsLab) -> Iterator[tuple[Child, Child]]:
     with lab.process() as production, lab.process(dict(chosen.environment)) as guest:
         assert production.ask("start")["multiprocessors"] == lab.multiprocessors
         seen = guest.ask("start")["multiprocessors"]
-        least = math.ceil(lab.multiprocessors * SHARE_PERCENT / 100)
-        assert least <= seen <= least + GRANULARITY
+        assert abs(seen - lab.multiprocessors * SHARE_PERCENT / 100) <= GRANULARITY
         yield production, guest
 
 

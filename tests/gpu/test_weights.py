@@ -51,7 +51,7 @@ def on_device(delta: Delta, old: Bits, dtype: str, device: str) -> Bits:
 
 @pytest.mark.parametrize("encoding", list(Encoding))
 @pytest.mark.parametrize("dtype", list(INTEGERS))
-@pytest.mark.parametrize("density", [0.0005, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize("density", [0.0005, 0.3])
 def test_a_delta_gives_the_host_s_bits(
     device: str, encoding: Encoding, dtype: str, density: float
 ) -> None:
