@@ -68,12 +68,12 @@ async def test_a_guest_under_the_kill_switch_takes_no_step(slot: Slot) -> None:
     wait_for(lambda: answers(guest.guest_url), seconds=START_S)
     lease = slot.take("r1")
     wait_for(lambda: slot.mode() == "open")
-    turn = guest.begin(LONG, epoch=lease["epoch"])
-    await until(lambda: turn.tokens, "the guest works", seen=lambda: turn)
     slot.switch.write_text("hold")
     await until(lambda: slot.mode() == "closed", "the agent has closed it")
     assert "kill switch" in slot.offer()[1]
-    await steps_stand_still(guest)
-    assert len(turn.tokens) < LONG
+    steps = await steps_stand_still(guest)
+    turn = guest.begin(LONG, epoch=lease["epoch"])
+    assert await steps_stand_still(guest) == steps
+    assert not turn.tokens
     assert turn.task is not None
     turn.task.cancel()
