@@ -118,14 +118,6 @@ def _mps_clients(library: Any, handle: Any) -> list[Any]:
         return []
 
 
-def nvml() -> Any:
-    """NVML's Python bindings: vLLM's copy, else those of nvidia-ml-py. None where neither is."""
-    for name in _NVML:
-        with suppress(ImportError):
-            return importlib.import_module(name)
-    return None
-
-
 def _full(uuid: str) -> str:
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 

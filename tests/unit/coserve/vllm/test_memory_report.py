@@ -206,26 +206,6 @@ def test_the_driver_is_asked_through_vllm_s_copy_or_else_nvidia_ml_py(
     assert process_bytes("1-2", os.getpid()) is None, "it cannot be asked"
 
 
-def test_the_driver_is_asked_through_vllm_s_copy_or_else_nvidia_ml_py(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert memory_report.nvml() is pynvml
-    monkeypatch.setitem(sys.modules, "vllm.third_party.pynvml", None)
-    installed = SimpleNamespace(
-        NVMLError=RuntimeError,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetComputeRunningProcesses=lambda _handle: [
-            SimpleNamespace(pid=os.getpid(), usedGpuMemory=5 * MIB)
-        ],
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", installed)
-    assert process_bytes("1-2", os.getpid()) == 5 * MIB
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert process_bytes("1-2", os.getpid()) is None, "it cannot be asked"
-
-
 def test_without_a_driver_the_whole_is_not_known() -> None:
     assert process_bytes("1-2", os.getpid()) is None
 
