@@ -24,6 +24,7 @@ from benchmarks.coserve.reclaim import closings
 from benchmarks.coserve.restart import LeftPages, restart
 from benchmarks.coserve.rollouts import Lease, Rollouts
 from benchmarks.coserve.rounds import Runner
+from benchmarks.coserve.run_length import FULL, SHORT
 from benchmarks.coserve.surge import surges
 from benchmarks.coserve.unseen import CONTEXT_TOKENS, KV_ARGUMENTS, full_kv, long_prompts
 from benchmarks.reporting import report
@@ -32,6 +33,7 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import Guest, Pulse, pulse_page
 from scheduler.demo.bursts import Bursts, generated_trace
 from scheduler.demo.calibration import Replayed, measured_ratio, rate_for
+from scheduler.demo.hardware import Hardware, Kind, find_hardware
 from scheduler.demo.parts import Parts
 from scheduler.demo.prerequisites import free_ports
 from scheduler.demo.processes import Processes
@@ -43,22 +45,13 @@ from scheduler.demo.session import FIRST_LEVEL, unless
 from scheduler.demo.slo import choose_slo
 from scheduler.demo.slot import AGENT, PRODUCTION, ServingSlot, SlotPorts, url
 from scheduler.demo.trace import Trace, read_trace
-from scheduler.demo.window import TokenScale, Window, mean_rate, windows_of
+from scheduler.demo.window import Window, mean_rate, windows_of
 from scheduler.service.leases import AgentClient
 
 PARTS = ("rounds", "reclaim", "closed_gate", "unseen", "failsafe")
 REQUESTS_MIN = 1000
-_SLICE_S = 20.0
 _FIRST_RATE = 3.0
-_REHEARSAL_S = 15.0
 _PULSE_S = 1.5
-_TRIALS = 30
-_ACTIVATIONS = 10
-_SURGES = 20
-_LONG_PROMPTS = 3
-_FULL_KV = 1
-# From the demo's requests to ever smaller ones, until there are enough of them in the time.
-_SCALES = (0.25, 0.18, 0.125, 0.09, 0.0625, 0.045, 0.03)
 
 
 def main() -> None:
@@ -77,22 +70,38 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=PARTS, nargs="+", default=PARTS, help="these parts of the run"
     )
+    parser.add_argument(
+        "--short", action="store_true", help="fewer trials and shorter slices, within ten minutes"
+    )
+    parser.add_argument(
+        "--hardware", type=Kind, choices=tuple(Kind), help="of the engines; else what is there"
+    )
     given = parser.parse_args()
-    report("coserve", lambda: measured(given), given.json)
+    # The machine that is asked for is found, and checked, in the run.
+    report("coserve", lambda: measured(given), given.json, engines=False)
 
 
 def measured(given: argparse.Namespace) -> dict[str, Any]:
+    hardware = find_hardware(given.hardware)
+    hardware.check()
     trace = generated_trace(Bursts(), duration_s=3600.0, seed=given.seed)
     if given.trace is not None:
         trace = read_trace(given.trace)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = given.json.parent / f"{given.json.stem}.run"
-    with run_directory(out, cache=out / "cache") as paths, Processes(paths.logs) as processes:
+    with (
+        run_directory(out, cache=given.json.parent / "engine-cache") as paths,
+        Processes(paths.logs) as processes,
+    ):
         parts = Parts(processes=processes, paths=paths, clock=MonotonicClock())
         production, guest, agent = free_ports(3)
         slot = ServingSlot(
             parts,
             SlotPorts(production=production, guest=guest, agent=agent),
+            hardware=hardware,
+            isolation=hardware.isolation(),
+            concurrency=hardware.rollouts.concurrency,
+            places=hardware.rollouts.places,
             production_context=CONTEXT_TOKENS,
             production_arguments=KV_ARGUMENTS,
         )
@@ -104,13 +113,15 @@ class Bench:
 
     def __init__(self, slot: ServingSlot, trace: Trace, given: argparse.Namespace) -> None:
         self.slot, self.trace, self.given = slot, trace, given
+        self.hardware: Hardware = slot.hardware
+        self.length = SHORT if given.short else FULL
         self.clock = MonotonicClock()
         self.started_s = self.clock.now()
         self.trials = TrialBook(given.failsafe, given.failsafe_file)
         self.requests: list[ProductionRequest] = []
         self.rate = _FIRST_RATE
-        self.scale = _SCALES[0]
-        self.rounds = max(1, round(given.seconds / _SLICE_S))
+        self.sizes = self.hardware.scales[0]
+        self.rounds = max(1, round(given.seconds / self.length.slice_s))
         pages = slot.pages
         self._guest, self._grant = pages.guest_reader(), pages.grant_reader()
         self._last = Guest()
@@ -146,7 +157,11 @@ class Bench:
             )
             self.lease = Lease(AgentClient(session, url(self.slot.ports.agent), timeout_s=5.0))
             self.rollouts = Rollouts(
-                session, url(self.slot.ports.guest), self.lease, self.given.seed
+                session,
+                url(self.slot.ports.guest),
+                self.lease,
+                self.given.seed,
+                self.hardware.rollouts,
             )
             result = await unless(self.slot.parts.one_dies(), self._run())
             if "failsafe" in self.given.only:
@@ -177,18 +192,31 @@ class Bench:
             "closed_gate": lambda: self._closed_gate(runner),
             "unseen": lambda: self._unseen(runner, windows[-1]),
         }
-        result: dict[str, Any] = {}
+        result: dict[str, Any] = {"hardware": self.hardware.kind.value}
         for name, measure in parts.items():
-            if name in self.given.only:
+            if name in self.given.only and self._in_time(name):
                 result |= await measure()
         return result
 
+    def _in_time(self, what: str) -> bool:
+        """Whether a part may begin now."""
+        if self.clock.now() - self.started_s <= self.length.within_s:
+            return True
+        self.told(f"{what} is left out: it is later than {self.length.within_s:.0f} s")
+        return False
+
     async def _rounds(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
         self.told(
-            f"{self.rounds} rounds of {_SLICE_S:.0f} s, {mean_rate(windows):.1f} requests/s of "
-            f"{self.scale:g} times the trace's tokens"
+            f"{self.rounds} rounds of {self.length.slice_s:.0f} s, {mean_rate(windows):.1f} "
+            f"requests/s of {self.sizes.input_scale:g} times the trace's input and "
+            f"{self.sizes.output_scale:g} times its output"
         )
+        turns = 0
         for arm, turn in rotated(tuple(Arm), self.rounds):
+            if turn == turns:
+                if turn and not self._in_time(f"round {turn + 1}"):
+                    break
+                turns += 1
             done = await runner.run(arm, turn, windows[turn])
             self.told(
                 f"round {turn + 1} {arm}: production busy "
@@ -199,34 +227,38 @@ class Bench:
         return figures(
             self.requests,
             runner.slices,
-            Facts(trace=self.trace.name, requests_per_s=mean_rate(windows), seed=self.given.seed),
+            Facts(
+                trace=self.trace.name,
+                requests_per_s=mean_rate(windows[:turns]),
+                seed=self.given.seed,
+            ),
         )
 
     async def _reclaim(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
         self.told("the grant closed under load")
-        reclaim = await closings(runner, windows[-1], self._grant)
+        reclaim = await closings(runner, windows[-1], self._grant, seconds=self.length.closings_s)
         self.told("KV back, a sleeping guest to its first token, a surge")
         arrivals = tuple(a for window in windows for a in window.arrivals)
         shrinks = Shrinks(runner, self._grant, self._guest, self.session)
-        reclaim |= await shrinks.run(_TRIALS, arrivals)
-        activations = await Activations(runner, self.session).run(_ACTIVATIONS)
+        reclaim |= await shrinks.run(self.length.shrinks, arrivals)
+        activations = await Activations(runner, self.session).run(self.length.activations)
         return {
             "reclaim": reclaim,
             "activation": {"cold_s": self.cold_s} | activations,
-            "surge": await surges(runner, _SURGES, arrivals, rate=mean_rate(windows)),
+            "surge": await surges(runner, self.length.surges, arrivals, rate=mean_rate(windows)),
         }
 
     async def _closed_gate(self, runner: Runner) -> dict[str, Any]:
         self.told("the gate closed, with requests that wait")
-        found = await closed_gate(runner, self._grant)
+        found = await closed_gate(runner, self._grant, self.length)
         self.told(f"{found}")
         return found
 
     async def _unseen(self, runner: Runner, window: Window) -> dict[str, Any]:
         pages = LeftPages(self._pulse.read_left, self._guest.read_left)
         parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
-            "long_prompt": lambda: long_prompts(runner, _LONG_PROMPTS, window),
-            "full_kv": lambda: full_kv(runner, _FULL_KV, window),
+            "long_prompt": lambda: long_prompts(runner, self.length.long_prompts, window),
+            "full_kv": lambda: full_kv(runner, self.length.full_kv, window),
             "restart": lambda: restart(runner, window, pages),
         }
         found: dict[str, Any] = {}
@@ -238,14 +270,15 @@ class Bench:
 
     async def _rehearsed(self, runner: Runner) -> tuple[Window, ...]:
         """The windows of the rounds, once both engines have learned their steps."""
-        await self._replayed(self._windows(_REHEARSAL_S, count=1)[0].evenly(), runner)
+        rehearsal_s = self.length.rehearsal_s
+        await self._replayed(self._windows(rehearsal_s, count=1)[0].evenly(), runner)
         self._aim(())
         runner.instruct(SETTINGS[Arm.ROSEMUX])
         async with self.lease.holding(), self.rollouts.running():
-            await asyncio.sleep(_REHEARSAL_S)
+            await asyncio.sleep(rehearsal_s)
         await runner.quiet()
-        self._aim((await self._replayed(self._windows(_REHEARSAL_S, count=1)[0], runner),))
-        return self._windows(_SLICE_S, count=self.rounds)
+        self._aim((await self._replayed(self._windows(rehearsal_s, count=1)[0], runner),))
+        return self._windows(self.length.slice_s, count=self.rounds)
 
     async def _replayed(self, window: Window, runner: Runner) -> Replayed:
         seen: list[ProductionRequest] = []
@@ -261,31 +294,26 @@ class Bench:
 
     def _aim(self, replays: tuple[Replayed, ...]) -> None:
         """The rate that keeps production half busy, with requests small enough to have many."""
-        model = self.pulse().model
-        ratio = measured_ratio(replays, model)
-        for scale in _SCALES:
-            self.scale = scale
+        model, step_tokens = self.pulse().model, self.hardware.step_tokens
+        ratio = measured_ratio(replays, model, step_tokens=step_tokens)
+        slice_s = self.length.slice_s
+        for sizes in self.hardware.scales:
+            self.sizes = sizes
             self.rate = rate_for(
-                lambda rate: self._windows(_SLICE_S, count=self.rounds, rate=rate),
+                lambda rate: self._windows(slice_s, count=self.rounds, rate=rate),
                 model,
                 measured_ratio=ratio,
+                step_tokens=step_tokens,
             )
-            windows = self._windows(_SLICE_S, count=self.rounds)
+            windows = self._windows(slice_s, count=self.rounds)
             if sum(len(window.arrivals) for window in windows) >= REQUESTS_MIN:
                 return
 
     def _windows(
         self, seconds: float, *, count: int, rate: float | None = None
     ) -> tuple[Window, ...]:
-        tokens = TokenScale(
-            input_scale=self.scale,
-            output_scale=self.scale,
-            input_max=1024,
-            output_min=2,
-            output_max=128,
-        )
         windows = windows_of(self.trace, count=count, duration_s=seconds, rate=rate or self.rate)
-        return tuple(window.sized(tokens) for window in windows)
+        return tuple(window.sized(self.sizes) for window in windows)
 
     async def _failsafe(self) -> dict[str, Any]:
         """The agent killed, and stopped; production stays idle, so that the guest always steps."""

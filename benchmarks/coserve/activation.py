@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from benchmarks.coserve.arms import BARE
 from benchmarks.coserve.reclaim import percentile
@@ -42,7 +43,8 @@ class Activations:
         for _ in range(trials):
             seen["awake"].append(await self._trial(_AWAKE, _has_all))
             seen["asleep"].append(await self._trial(_ASLEEP, _has_nothing))
-        return {
+        memory = msgspec.structs.asdict(self.runner.guest().memory)
+        return {"guest_memory": memory} | {
             f"{kind}_{name}": percentile([trial[place] for trial in trials_of], percent)
             for kind, trials_of in seen.items()
             for name, place, percent in (

@@ -14,12 +14,12 @@ from benchmarks.core_time import account, used
 from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.opening import opening_figures, openings
 from benchmarks.coserve.rounds import Runner
+from benchmarks.coserve.run_length import RunLength
 from coserve.isolation import NO_ISOLATION
 from harvester.contracts.clock import Clock
 from harvester.contracts.page import Grant, PageReader
 from scheduler.demo.slot import GUEST, ServingSlot
 
-_WINDOWS = 5
 _WINDOW_S = 15.0
 _SETTLE_S = 3.0
 """Longer than a step, and than vLLM's second of spinning after one."""
@@ -38,23 +38,26 @@ class Window:
         return sum(self.core_s.values()) / self.seconds
 
 
-async def closed_gate(runner: Runner, grant: PageReader[Grant]) -> dict[str, Any]:
+async def closed_gate(
+    runner: Runner, grant: PageReader[Grant], length: RunLength
+) -> dict[str, Any]:
     """With rollouts that never end, and nothing else."""
     async with runner.lease.holding(), runner.rollouts.running():
         await asyncio.sleep(_BEFORE_S)
-        found = share_figures(await closed_windows(runner.slot, runner.clock))
-        found |= opening_figures(await openings(runner, grant))
+        windows = await closed_windows(runner.slot, runner.clock, count=length.closed_windows)
+        found = share_figures(windows)
+        found |= opening_figures(await openings(runner, grant, seconds=length.openings_s))
     await runner.quiet()
     runner.instruct(SETTINGS[Arm.ROSEMUX])
     return found
 
 
-async def closed_windows(slot: ServingSlot, clock: Clock) -> list[Window]:
+async def closed_windows(slot: ServingSlot, clock: Clock, *, count: int) -> list[Window]:
     """The caller keeps rollouts running."""
     slot.isolate(NO_ISOLATION)
     switch = slot.pages.path.parent / "kill"
     windows: list[Window] = []
-    for _ in range(_WINDOWS):
+    for _ in range(count):
         switch.write_text("hold")
         try:
             await asyncio.sleep(_SETTLE_S)

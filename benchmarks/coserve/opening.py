@@ -16,13 +16,12 @@ from harvester.contracts.page import Grant, Guest, PageReader
 
 _POLL_S = 0.001
 """Less than a step: the first one after an opening is seen before the second has ended."""
-_OPENINGS_S = 20.0
 
 
-async def openings(runner: Runner, grant: PageReader[Grant]) -> list[float]:
+async def openings(runner: Runner, grant: PageReader[Grant], *, seconds: float) -> list[float]:
     """Seconds, of grants that open and close every half second; the caller keeps rollouts going."""
     runner.policy(RECLAIM)
-    return await watch_openings(grant, runner.guest, seconds=_OPENINGS_S, clock=runner.clock)
+    return await watch_openings(grant, runner.guest, seconds=seconds, clock=runner.clock)
 
 
 async def watch_openings(

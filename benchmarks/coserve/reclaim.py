@@ -25,7 +25,6 @@ _AFTER_S = 0.1
 """A step that has not ended so long after the grant closed is taken for one that began later."""
 # Longer than the grant's time to live and any step of the benchmark's guest.
 _GONE_S = 1.5
-_CLOSINGS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,9 @@ class Yielded:
     steps: int
 
 
-async def closings(runner: Runner, window: Window, grant: PageReader[Grant]) -> dict[str, Any]:
+async def closings(
+    runner: Runner, window: Window, grant: PageReader[Grant], *, seconds: float
+) -> dict[str, Any]:
     """Of grants that close every other half second, under production's load."""
     setting = SETTINGS[Arm.ROSEMUX]
     runner.instruct(replace(setting, policy=RECLAIM))
@@ -49,7 +50,7 @@ async def closings(runner: Runner, window: Window, grant: PageReader[Grant]) -> 
                 window.endless(), arm="reclaim", block=-1, start_s=start_s, stopped=stopped
             )
         )
-        found = await watch_closings(grant, runner.guest, seconds=_CLOSINGS_S, clock=runner.clock)
+        found = await watch_closings(grant, runner.guest, seconds=seconds, clock=runner.clock)
         stopped.set()
         await replay
     await runner.quiet()

@@ -16,12 +16,11 @@ import aiohttp
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.wire.leases import EPOCH_HEADER, LeaseGranted, LeaseRequest
+from scheduler.demo.hardware import RolloutLoad
 from scheduler.demo.job.vocabulary import VOCABULARY_SIZE
-from scheduler.demo.slot import GUEST, ROLLOUT_CONCURRENCY, SLOT
+from scheduler.demo.slot import GUEST, SLOT
 from scheduler.service.leases import AgentClient
 
-PROMPT_TOKENS = 96
-TURN_TOKENS = 160
 _DURATION_S = 10.0
 _RENEW_S = 2.0
 _RETRY_S = 0.05
@@ -95,12 +94,13 @@ class Rollouts:
     url: str
     lease: Lease
     seed: int
+    load: RolloutLoad = field(default_factory=RolloutLoad)
     turns: int = field(default=0)
     """Completed."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        lanes = [asyncio.ensure_future(self._lane(lane)) for lane in range(ROLLOUT_CONCURRENCY)]
+        lanes = [asyncio.ensure_future(self._lane(lane)) for lane in range(self.load.concurrency)]
         try:
             yield
         finally:
@@ -118,8 +118,8 @@ class Rollouts:
     async def _turn(self, rng: Random, epoch: int) -> bool:
         request = {
             "model": GUEST,
-            "prompt": rng.choices(range(VOCABULARY_SIZE), k=PROMPT_TOKENS),
-            "max_tokens": TURN_TOKENS,
+            "prompt": rng.choices(range(VOCABULARY_SIZE), k=self.load.prompt_tokens),
+            "max_tokens": self.load.turn_tokens,
             "ignore_eos": True,
             "stream": False,
         }

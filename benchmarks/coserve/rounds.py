@@ -1,6 +1,7 @@
 """One slice after another: the arms in turn, the same requests in each of a round."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -37,8 +38,9 @@ class Slice:
     production_busy_s: float
     """By its steps."""
     production_core_s: float
-    """Processor time of its engine and its front end."""
+    """Processor time of its engine and its front end; on a GPU, that of its steps."""
     guest_core_s: float
+    """NaN on a GPU, which does not say."""
     decide_s_mean: float
 
 
@@ -118,6 +120,8 @@ class Runner:
                 sum(used(before, account(tree)).values())
                 for before, tree in zip(ran, trees, strict=True)
             )
+            if not self.slot.hardware.shares_core:
+                production_s, guest_s = busy_s, math.nan
             stopped.set()
             await replay
         finally:

@@ -1,8 +1,9 @@
 """What the pulse costs production: `python -m benchmarks.pulse --json PATH`.
 
-Three stock vLLM servers of one model on one core, one with the pulse and two without anything of
-ours, take turns: the same requests in each, then as many as eight clients get through. In one arm
-the agent scrapes one of the latter once a second. See README.md beside this file.
+Three stock vLLM servers of one model on one core, or one GPU, one with the pulse and two without
+anything of ours, take turns: the same requests in each, then as many as eight clients get through
+(32 on a GPU). In one arm the agent scrapes one of the latter once a second. See README.md beside
+this file.
 """
 
 import argparse
@@ -27,27 +28,24 @@ from coserve.vllm.launch import EngineSpec
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import PageDirectory
 from scheduler.demo.bursts import Bursts, generated_trace
+from scheduler.demo.hardware import CpuHardware, Hardware, Kind, find_hardware
 from scheduler.demo.parts import Parts
 from scheduler.demo.prerequisites import free_ports
 from scheduler.demo.processes import Processes, pin
 from scheduler.demo.production import ProductionClient, Prompts, production_session
-from scheduler.demo.production_model import PROMPT_IDS, STEP_TOKENS, write_production_checkpoint
+from scheduler.demo.production_model import PROMPT_IDS, write_production_checkpoint
 from scheduler.demo.records import ProductionRequest
 from scheduler.demo.run_directory import run_directory
 from scheduler.demo.session import unless
 from scheduler.demo.slot import PRODUCTION_MAX_LEN, ROLLOUT_CORE, SERVING_CORE, url
 from scheduler.demo.trace import Trace, read_trace
-from scheduler.demo.window import TokenScale, Window, windows_of
+from scheduler.demo.window import Window, windows_of
 
 SLICE_S = 10.0
 _CLOSED_S = 5.0
-_CLIENTS = 8
 _SETTLE_S = 1.5
 """vLLM's workers spin for a second after their last step, on the other's core."""
 _BUSY = 0.5
-_SIZES = TokenScale(
-    input_scale=0.0625, output_scale=0.0625, input_max=1024, output_min=2, output_max=128
-)
 _ENGINE = {
     Arm.STOCK: "stock",
     Arm.TWIN: "twin",
@@ -64,19 +62,28 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="else bursts of the project's own generator")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--hardware", type=Kind, choices=tuple(Kind), help="of the servers; else what is there"
+    )
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    report("pulse", lambda: measured(given), given.json)
+    # The machine that is asked for is found, and checked, in the run.
+    report("pulse", lambda: measured(given), given.json, engines=False)
 
 
 def measured(given: argparse.Namespace) -> dict[str, Any]:
+    hardware = find_hardware(given.hardware)
+    hardware.check()
     trace = generated_trace(Bursts(), duration_s=3600.0, seed=given.seed)
     if given.trace is not None:
         trace = read_trace(given.trace)
     out = given.json.parent / f"{given.json.stem}.run"
-    with run_directory(out, cache=out / "cache") as paths, Processes(paths.logs) as processes:
+    with (
+        run_directory(out, cache=given.json.parent / "engine-cache") as paths,
+        Processes(paths.logs) as processes,
+    ):
         parts = Parts(processes=processes, paths=paths, clock=MonotonicClock())
-        return asyncio.run(Bench(parts, trace, given.rounds, given.seed).run())
+        return asyncio.run(Bench(parts, trace, given.rounds, given.seed, hardware).run())
 
 
 @dataclass(slots=True)
@@ -85,6 +92,7 @@ class Bench:
     trace: Trace
     rounds: int
     seed: int
+    hardware: Hardware = field(default_factory=CpuHardware)
     clock: MonotonicClock = field(default_factory=MonotonicClock)
     clients: dict[str, ProductionClient] = field(default_factory=dict)
     figures: Figures = field(default_factory=Figures)
@@ -94,11 +102,10 @@ class Bench:
     async def run(self) -> dict[str, Any]:
         """Raises RoseMuxError when a part fails."""
         ports = dict(zip(("stock", "pulse", "twin"), free_ports(3), strict=True))
-        self._start(ports)
-        for name, port in ports.items():
-            await self.parts.answers(name, url(port), self._told)
-            pin(self.parts.running[name], SERVING_CORE)
-        os.sched_setaffinity(0, {ROLLOUT_CORE})
+        await self._start(ports)
+        client_core = self.hardware.core(ROLLOUT_CORE)
+        if client_core is not None:
+            os.sched_setaffinity(0, {client_core})
         async with production_session() as session:
             for name, port in ports.items():
                 self.clients[name] = ProductionClient(
@@ -110,11 +117,14 @@ class Bench:
                     record=self.figures.requests.append,
                 )
             await unless(self.parts.one_dies(), self._rounds())
-        return {"trace": self.trace.name} | self.figures.result(seed=self.seed)
+        told = {"trace": self.trace.name, "hardware": self.hardware.kind.value}
+        return told | self.figures.result(seed=self.seed)
 
-    def _start(self, ports: dict[str, int]) -> None:
+    async def _start(self, ports: dict[str, int]) -> None:
+        """Until all answer, on their core where they have one."""
+        in_turn = self.hardware.starts_in_turn
         model = self.parts.paths.run / "models" / "production"
-        write_production_checkpoint(model)
+        write_production_checkpoint(model, shape=self.hardware.shape)
         pages = PageDirectory.create(self.parts.paths.pages / "slot-0")
         for name, port in ports.items():
             spec = EngineSpec(
@@ -122,23 +132,36 @@ class Bench:
                 model=model,
                 port=port,
                 max_model_len=PRODUCTION_MAX_LEN,
-                max_num_seqs=32,
+                max_num_seqs=self.hardware.production_requests,
                 vllm=capabilities(installed_vllm_version()),
+                gpu=self.hardware.stock(len(ports)),
                 extra_arguments=(
                     *("--load-format", "dummy"),
-                    *("--max-num-batched-tokens", str(STEP_TOKENS)),
+                    *("--max-num-batched-tokens", str(self.hardware.step_tokens)),
+                    *self.hardware.engine_arguments(),
                 ),
             )
             beside = launch.production(spec, pages=pages.path)
-            self.parts.engine(name, beside if name == "pulse" else launch.stock(spec))
+            self.parts.engine(
+                name,
+                beside if name == "pulse" else launch.stock(spec),
+                self.hardware.engine_environment(self.parts.paths.cache),
+            )
+            if in_turn:
+                await self.parts.answers(name, url(port), self._told)
+        for name, port in ports.items():
+            if not in_turn:
+                await self.parts.answers(name, url(port), self._told)
+            pin(self.parts.running[name], self.hardware.core(SERVING_CORE))
 
     async def _rounds(self) -> None:
-        guess = windows_of(self.trace, count=1, duration_s=SLICE_S, rate=3.0)[0].sized(_SIZES)
+        sizes = self.hardware.pulse_sizes
+        guess = windows_of(self.trace, count=1, duration_s=SLICE_S, rate=3.0)[0].sized(sizes)
         for name in self.clients:
             await self._closed(name, guess)
         rate = _BUSY * await self._closed("stock", guess) / _CLOSED_S
         windows = [
-            window.sized(_SIZES)
+            window.sized(sizes)
             for window in windows_of(self.trace, count=self.rounds, duration_s=SLICE_S, rate=rate)
         ]
         for turn, window in enumerate(windows):
@@ -167,7 +190,7 @@ class Bench:
             yield
 
     async def _closed(self, name: str, window: Window) -> int:
-        """Requests that eight clients get through in the time, one after another each."""
+        """Requests that the clients get through in the time, one after another each."""
         client = replace(self.clients[name], record=_nothing)
         arrivals, done = window.endless(), 0
         until_s = self.clock.now() + _CLOSED_S
@@ -181,7 +204,7 @@ class Bench:
                 )
                 done += 1
 
-        await asyncio.gather(*(lane() for _ in range(_CLIENTS)))
+        await asyncio.gather(*(lane() for _ in range(self.hardware.clients)))
         return done
 
     def _told(self, message: str) -> None:

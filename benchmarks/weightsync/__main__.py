@@ -16,6 +16,7 @@ from benchmarks.weightsync.contenders import CONTENDERS
 from benchmarks.weightsync.race import raced
 from benchmarks.weightsync.states import LARGE, SMALL, Pair, adam_step, checkpoints, consecutive
 from harvester.contracts.errors import ConfigError
+from scheduler.demo.hardware import Kind, find_hardware
 from weightsync.encoding.codec import warm_up
 
 PARTS = ("codecs", "vllm", "fanout", "faults", "memory")
@@ -42,21 +43,28 @@ def main() -> None:
         "--shape", choices=SHAPES, nargs="+", default=[*SHAPES], help="sizes of synthetic steps"
     )
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
+    parser.add_argument(
+        "--hardware", type=Kind, choices=tuple(Kind), help="of the engine; else what is there"
+    )
     given = parser.parse_args()
     if (given.old is None) != (given.new is None):
         parser.error("--old and --new belong together")
-    report("weightsync", lambda: measured(given), given.json)
+    # The machine that is asked for is found, and checked, in the run.
+    report("weightsync", lambda: measured(given), given.json, engines=False)
 
 
 def measured(given: argparse.Namespace) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+    hardware = find_hardware(given.hardware)
+    hardware.check()
+    result: dict[str, Any] = {"hardware": hardware.kind.value}
     for part in given.only:
         if part == "codecs":
             result |= codecs(given)
         else:
             # Each part imports what it needs: real engines, servers, namespaces.
             module = import_module(f"benchmarks.weightsync.{_MODULES.get(part, part)}")
-            result[part] = module.measure()
+            of_engine = {"hardware": hardware} if part == "vllm" else {}
+            result[part] = module.measure(**of_engine)
             print(part, result[part], file=sys.stderr, flush=True)
     return result
 

@@ -3,7 +3,7 @@
 One real vLLM engine in a process of its own (100 M parameters, bfloat16, two threads) follows a
 store with our backend. Between two of our updates vLLM's native sparse path applies the same kind
 of step (Adam's at lr 1e-6, one value in a hundred) to the same model and takes it back, so that
-both meet the same machine. Needs no GPU.
+both meet the same machine. Needs no GPU; on one the engine has 1 B parameters.
 """
 
 import argparse
@@ -12,47 +12,116 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting import report
+from benchmarks.weightsync.engine_arms import FORM_FILE
 from harvester.contracts.errors import Unsupported
+from scheduler.demo.hardware import CpuHardware, Hardware, Kind, find_hardware
 
 REPETITIONS = 7
 _TIMEOUT_S = 600.0
+_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "2",
+}
+HUNDRED_MILLION: Mapping[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 32000,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+ONE_BILLION: Mapping[str, Any] = {
+    **HUNDRED_MILLION,
+    "vocab_size": 128_256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+"""As large as Llama 3.2 1B. Three states of it a repetition go through the host's memory and into a
+store: of 8 B parameters that would be minutes, and more than a small disk holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineForm:
+    """How the one engine is made on a kind of hardware."""
+
+    model: Mapping[str, Any]
+    """Its configuration as Hugging Face's."""
+    environment: Mapping[str, str]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of vLLM's LLM, besides those that every form has."""
+    device: str = "cpu"
+    """Where the synthetic steps are computed."""
+
+
+FORMS = {
+    Kind.CPU: EngineForm(model=HUNDRED_MILLION, environment=_CPU),
+    Kind.GPU: EngineForm(
+        model=ONE_BILLION,
+        environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+        arguments={"gpu_memory_utilization": 0.2},
+        device="cuda",
+    ),
+    Kind.REHEARSAL: EngineForm(model=HUNDRED_MILLION, environment=_CPU),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.weightsync.engine", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
+    parser.add_argument(
+        "--hardware", type=Kind, choices=tuple(Kind), help="of the engine; else what is there"
+    )
     given = parser.parse_args()
-    report("weightsync.engine", lambda: measure(repetitions=given.repetitions), given.json)
+
+    def measured() -> dict[str, Any]:
+        hardware = find_hardware(given.hardware)
+        hardware.check()
+        return measure(repetitions=given.repetitions, hardware=hardware)
+
+    report("weightsync.engine", measured, given.json, engines=False)
 
 
-def measure(*, repetitions: int = REPETITIONS) -> dict[str, Any]:
+def measure(*, repetitions: int = REPETITIONS, hardware: Hardware | None = None) -> dict[str, Any]:
     """Medians, in milliseconds but for `params` and `changed_ratio`; `spread_ms` has the extremes.
 
     `ours_ms`    the update: deltas written, packed forms exchanged, all of the state hashed
     `pause_ms`   the same with the calls that begin and end it: what the engine cannot step for
-    `native_ms`  vLLM's own sparse path, which checks indices but no state and packs nothing
+    `native_ms`  vLLM's own sparse path, which checks indices but no state and packs nothing;
+                 None where this vLLM has none (before 0.29)
     `stage_ms`   what was done before the pause: read, decoded, rehearsed, packed
     `unstaged_pause_ms`  the pause where nothing was done before it
 
     Raises Unsupported where the engine does not come up.
     """
+    kind = (hardware or CpuHardware()).kind
+    form = FORMS[kind]
     with tempfile.TemporaryDirectory(prefix="rosemux-engine-") as directory:
         root = Path(directory)
         (root / "stores").mkdir()
         environment = os.environ | {
             "ROSEMUX_WEIGHT_ROOT": str(root / "stores"),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "2",
+            **form.environment,
             "HF_HUB_OFFLINE": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
+        (root / FORM_FILE).write_text(json.dumps(asdict(form)))
         module = "benchmarks.weightsync.engine_arms"
         done = subprocess.run(
             [sys.executable, "-m", module, str(root), str(repetitions)],

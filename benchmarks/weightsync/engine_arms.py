@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from harvester.contracts.clock import MonotonicClock
 
 State = dict[str, torch.Tensor]
@@ -24,19 +25,8 @@ NOISE_RATIO = 0.23
 """Standard deviation of Adam's step in learning rates where gradients are noise (beta1 0.9)."""
 STORE = "job"
 _POLL_S = 0.005
-_MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 32000,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+FORM_FILE = "form.json"
+"""The form of the engine, in the process's directory."""
 
 
 @dataclass
@@ -53,7 +43,7 @@ class Times:
 class Engine:
     """A vLLM engine whose steps and updates share this process."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, arguments: dict[str, Any]) -> None:
         from vllm import LLM
 
         self._llm = LLM(
@@ -65,6 +55,7 @@ class Engine:
             max_model_len=256,
             seed=0,
             weight_transfer_config={"backend": "rosemux"},
+            **arguments,
         )
 
     def call(self, method: str, **kwargs: Any) -> Any:
@@ -87,13 +78,14 @@ class Engine:
 def main(root: Path, repetitions: int) -> None:
     path = root / "model"
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(_MODEL))
-    engine = Engine(path)
+    form = json.loads((root / FORM_FILE).read_text())
+    (path / "config.json").write_text(json.dumps(form["model"]))
+    engine = Engine(path, form["arguments"])
 
     from weightsync.publisher import Publisher
 
-    generator = torch.Generator().manual_seed(1)
-    state = first_state(generator)
+    generator = torch.Generator(form["device"]).manual_seed(1)
+    state = first_state(form["model"], generator)
     with Publisher(root / "stores" / STORE) as publisher:
         publisher.publish(state)
         times, changed = _measured(engine, publisher, state, generator, repetitions)
@@ -106,8 +98,9 @@ def _measured(
 ) -> tuple[Times, float]:
     clock = MonotonicClock()
     engine.update(1, clock)
+    has_native = capabilities(installed_vllm_version()).checkpoint_patches
     times = Times()
-    changed = 0.0
+    changed = 0
     for repetition in range(-1, repetitions):
         kept = times if repetition >= 0 else Times()
         for unstaged in (False, True):
@@ -116,12 +109,13 @@ def _measured(
             _ours(engine, version, clock, kept, unstaged)
             state = following
         ahead = next_state(state, generator)
-        forward, back = _patches(state, ahead), _patches(ahead, state)
-        for patches in (forward, back):
+        changed = _changed(state, ahead)
+        if not has_native:
+            continue
+        for patches in (_patches(state, ahead), _patches(ahead, state)):
             started = clock.now()
             engine.on_model(partial(_native, patches))
             kept.native.append((clock.now() - started) * 1e3)
-        changed = sum(patch.values.numel() for patch in forward)
     return times, changed / sum(tensor.numel() for tensor in state.values())
 
 
@@ -169,15 +163,21 @@ def _patches(old: State, new: State) -> list[Any]:
     return patches
 
 
-def first_state(generator: torch.Generator) -> State:
+def _changed(old: State, new: State) -> int:
+    """Elements of other bits."""
+    bits = torch.int16
+    return sum(int((old[name].view(bits) != new[name].view(bits)).sum()) for name in new)
+
+
+def first_state(model: dict[str, Any], generator: torch.Generator) -> State:
     """Weights as a transformer is initialised with them."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     with torch.device("meta"):
-        model = Qwen2ForCausalLM(Qwen2Config(**_MODEL))
+        shapes = Qwen2ForCausalLM(Qwen2Config(**model)).state_dict()
     return {
-        name: (torch.randn(tensor.shape, generator=generator) * 0.02).bfloat16()
-        for name, tensor in model.state_dict().items()
+        name: (_drawn(torch.randn, tensor, generator) * 0.02).bfloat16().cpu()
+        for name, tensor in shapes.items()
         if name != "lm_head.weight"
     }
 
@@ -187,25 +187,36 @@ def next_state(state: State, generator: torch.Generator) -> State:
 
 
 def _stepped(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """An Adam-like step on a master weight that lies anywhere in the value's rounding interval."""
-    value = tensor.float()
+    """An Adam-like step on a master weight that lies anywhere in the value's rounding interval.
+
+    Computed on the generator's device; the state stays on the host.
+    """
+    value = tensor.to(generator.device).float()
     _, exponent = torch.frexp(value)
     ulp = torch.ldexp(torch.ones_like(value), exponent - 8)
-    master = value + (torch.rand(value.shape, generator=generator) - 0.5) * ulp
-    step = LEARNING_RATE * NOISE_RATIO * torch.randn(value.shape, generator=generator)
-    return (master - step).bfloat16()
+    master = value + (_drawn(torch.rand, value, generator) - 0.5) * ulp
+    step = LEARNING_RATE * NOISE_RATIO * _drawn(torch.randn, value, generator)
+    return (master - step).bfloat16().cpu()
+
+
+def _drawn(
+    draw: Callable[..., torch.Tensor], like: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    return draw(like.shape, generator=generator, device=generator.device)
 
 
 def _result(times: Times, params: int, changed_ratio: float) -> dict[str, Any]:
     return {
         "params": params,
         "ours_ms": statistics.median(times.ours),
-        "native_ms": statistics.median(times.native),
+        "native_ms": statistics.median(times.native) if times.native else None,
         "pause_ms": statistics.median(times.pause),
         "stage_ms": statistics.median(times.stage),
         "unstaged_pause_ms": statistics.median(times.unstaged),
         "changed_ratio": changed_ratio,
-        "spread_ms": {name: [min(values), max(values)] for name, values in vars(times).items()},
+        "spread_ms": {
+            name: [min(values), max(values)] for name, values in vars(times).items() if values
+        },
     }
 
 

@@ -58,6 +58,21 @@ class GpuShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuOwner:
+    """What production takes of its GPUs: a part of the memory, which vLLM profiles at its start and
+    fills with KV. Nothing else may start on these GPUs meanwhile."""
+
+    memory_ratio: float
+    """Of each GPU's whole memory."""
+    devices: tuple[str, ...] = ()
+    """As of GpuShare."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.memory_ratio < 1.0:
+            raise ConfigError("an engine's part of a GPU's memory must be between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """What all three kinds of engine share."""
 
@@ -71,7 +86,7 @@ class EngineSpec:
     """CPU to pin to; None leaves it to the operating system."""
     kv_cache_gib: int = 1
     """On a CPU."""
-    gpu: GpuShare | None = None
+    gpu: GpuShare | GpuOwner | None = None
     """None is a CPU engine."""
     extra_arguments: tuple[str, ...] = ()
 
@@ -159,6 +174,8 @@ def _memory(spec: EngineSpec) -> tuple[str, ...]:
     gpu = spec.gpu
     if gpu is None:
         return ("--enforce-eager",)
+    if isinstance(gpu, GpuOwner):
+        return ("--gpu-memory-utilization", f"{gpu.memory_ratio:g}")
     if gpu.sleeps:
         residency.check(spec.vllm)
     eager = ("--enforce-eager",) if gpu.eager else ()
@@ -236,12 +253,13 @@ def _cpu(spec: EngineSpec) -> dict[str, str]:
     }
 
 
-def _gpu(share: GpuShare) -> dict[str, str]:
+def _gpu(part: GpuShare | GpuOwner) -> dict[str, str]:
     # In the order of the bus, as nvidia-smi counts; CUDA's own default puts the fastest first.
     environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    if share.devices:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.devices)
-    return environment | (shared_memory(share.shared_kv) if share.shared_kv else {})
+    if part.devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(part.devices)
+    shared_kv = part.shared_kv if isinstance(part, GpuShare) else ""
+    return environment | (shared_memory(shared_kv) if shared_kv else {})
 
 
 def shared_memory(segment: str) -> dict[str, str]:

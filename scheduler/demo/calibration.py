@@ -36,8 +36,17 @@ class _Running:
     left: int
 
 
-def busy_share(arrivals: Sequence[Arrival], model: ProductionModel, *, window_s: float) -> float:
-    """Share of `window_s` in which the engine has something to step."""
+def busy_share(
+    arrivals: Sequence[Arrival],
+    model: ProductionModel,
+    *,
+    window_s: float,
+    step_tokens: int = STEP_TOKENS,
+) -> float:
+    """Share of `window_s` in which the engine has something to step.
+
+    `step_tokens` is the engine's budget for one step.
+    """
     running: list[_Running] = []
     at, busy_s, now = 0, 0.0, 0.0
     while at < len(arrivals) or running:
@@ -45,7 +54,7 @@ def busy_share(arrivals: Sequence[Arrival], model: ProductionModel, *, window_s:
             now = max(now, arrivals[at].t_s)
         due = bisect_right(arrivals, now, lo=at, key=lambda arrival: arrival.t_s)
         prompt_tokens = 0
-        while at < due and prompt_tokens < STEP_TOKENS:
+        while at < due and prompt_tokens < step_tokens:
             prompt_tokens += arrivals[at].input_tokens
             running.append(_Running(arrivals[at].output_tokens))
             at += 1
@@ -59,7 +68,9 @@ def busy_share(arrivals: Sequence[Arrival], model: ProductionModel, *, window_s:
     return busy_s / max(window_s, now)
 
 
-def measured_ratio(replays: Sequence[Replayed], model: ProductionModel) -> float:
+def measured_ratio(
+    replays: Sequence[Replayed], model: ProductionModel, *, step_tokens: int = STEP_TOKENS
+) -> float:
     """How much longer steps are than the model says, for the engine to have been as busy as it was
     over all replays; 1 where nothing came.
 
@@ -74,7 +85,8 @@ def measured_ratio(replays: Sequence[Replayed], model: ProductionModel) -> float
         middle = (low * high) ** 0.5
         scaled = model.scaled(middle)
         computed_s = sum(
-            busy_share(each.arrivals, scaled, window_s=each.seconds) * each.seconds
+            busy_share(each.arrivals, scaled, window_s=each.seconds, step_tokens=step_tokens)
+            * each.seconds
             for each in replays
         )
         if computed_s < measured_s:
@@ -84,10 +96,13 @@ def measured_ratio(replays: Sequence[Replayed], model: ProductionModel) -> float
     return float((low * high) ** 0.5)
 
 
-def mean_busy_share(windows: Sequence[Window], model: ProductionModel) -> float:
+def mean_busy_share(
+    windows: Sequence[Window], model: ProductionModel, *, step_tokens: int = STEP_TOKENS
+) -> float:
     """Of windows of equal length, each replayed on an idle engine."""
     return fmean(
-        busy_share(window.arrivals, model, window_s=window.duration_s) for window in windows
+        busy_share(window.arrivals, model, window_s=window.duration_s, step_tokens=step_tokens)
+        for window in windows
     )
 
 
@@ -97,6 +112,7 @@ def rate_for(
     *,
     measured_ratio: float,
     target: float = TARGET_BUSY_SHARE,
+    step_tokens: int = STEP_TOKENS,
 ) -> float:
     """The replay rate at which the busy share of `windows(rate)` comes to `target`.
 
@@ -106,7 +122,7 @@ def rate_for(
     slow, fast = _SLOWEST, _FASTEST
     for _ in range(_ITERATIONS):
         middle = (slow * fast) ** 0.5
-        if mean_busy_share(windows(middle), model) < target:
+        if mean_busy_share(windows(middle), model, step_tokens=step_tokens) < target:
             slow = middle
         else:
             fast = middle

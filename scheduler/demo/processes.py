@@ -169,8 +169,11 @@ class Processes:
         isolation.clear()
 
 
-def pin(child: Child, core: int) -> None:
-    """Bind a process tree to one core. Threads and children made later inherit it."""
+def pin(child: Child, core: int | None) -> None:
+    """Bind a process tree to one core; None leaves it to the kernel. Threads and children made
+    later inherit it."""
+    if core is None:
+        return
     for process in child.tree():
         _each_thread(process, lambda thread: os.sched_setaffinity(thread, {core}))
 

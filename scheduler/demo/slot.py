@@ -4,6 +4,7 @@
     agent_core    the agent, and the caller with its open-loop client
 
 Engines start on both cores, because starting is import-bound, and are pinned once they answer.
+Where they are on a GPU nothing is pinned, and the guest starts once production answers.
 """
 
 import json
@@ -22,10 +23,11 @@ from coserve.vllm import launch
 from coserve.vllm.capabilities import Capabilities, capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
 from harvester.contracts.page import PageDirectory
-from scheduler.demo.job.model import PolicyShape, write_checkpoint
+from scheduler.demo.hardware import CpuHardware, Hardware, RolloutLoad
+from scheduler.demo.job.model import PolicyShape
 from scheduler.demo.parts import Parts
 from scheduler.demo.processes import pin
-from scheduler.demo.production_model import STEP_TOKENS, write_production_checkpoint
+from scheduler.demo.production_model import write_production_checkpoint
 from scheduler.demo.slo import SLO_EDGES_ITL_S, SLO_EDGES_TTFT_S, ServiceLevel
 
 SERVING_CORE = 0
@@ -34,10 +36,8 @@ SLOT = "slot-0"
 PRODUCTION = "production"
 GUEST = "guest-0"
 AGENT = "agent"
-ROLLOUT_CONCURRENCY = 16
-ROLLOUT_PLACES = 24
-"""Turns that the gateway gives an engine: those beyond its batch take the places of turns that end,
-without the way through the gateway in between. Turns of one length end together."""
+ROLLOUT_CONCURRENCY = RolloutLoad().concurrency
+ROLLOUT_PLACES = RolloutLoad().places
 PRODUCTION_MAX_LEN = 2048
 
 
@@ -54,6 +54,7 @@ class ServingSlot:
 
     parts: Parts
     ports: SlotPorts
+    hardware: Hardware = field(default_factory=CpuHardware)
     shape: PolicyShape = field(default_factory=PolicyShape)
     isolation: Isolation = field(default_factory=isolation.choose)
     vllm: Capabilities = field(default_factory=lambda: capabilities(installed_vllm_version()))
@@ -76,22 +77,18 @@ class ServingSlot:
         return self.parts.paths.run / "models" / "policy"
 
     def start_engines(self) -> None:
-        """Nothing is waited for."""
+        """Nothing is waited for. A guest that starts in its turn starts in `engines_answer`."""
         paths = self.parts.paths
         write_production_checkpoint(
-            paths.run / "models" / PRODUCTION, context_tokens=self.production_context
+            paths.run / "models" / PRODUCTION,
+            context_tokens=self.production_context,
+            shape=self.hardware.shape,
         )
-        write_checkpoint(self.policy_model, self.shape)
+        self.hardware.write_policy(self.policy_model, self.shape)
         paths.weights.mkdir(parents=True, exist_ok=True)
         self.start_production()
-        self.parts.engine(
-            GUEST,
-            launch.guest(
-                self.rollout_engine(GUEST, self.ports.guest),
-                pages=self.pages.path,
-                weights=paths.weights,
-            ),
-        )
+        if not self.hardware.starts_in_turn:
+            self._start_guest()
 
     def start_production(self) -> None:
         """Also anew, after its end."""
@@ -104,40 +101,57 @@ class ServingSlot:
                     model=paths.run / "models" / PRODUCTION,
                     port=self.ports.production,
                     max_model_len=self.production_context,
-                    max_num_seqs=32,
+                    max_num_seqs=self.hardware.production_requests,
                     vllm=self.vllm,
+                    gpu=self.hardware.production(),
                     extra_arguments=(
                         *("--load-format", "dummy"),
-                        *("--max-num-batched-tokens", str(STEP_TOKENS)),
+                        *("--max-num-batched-tokens", str(self.hardware.step_tokens)),
                         *_histogram_buckets(self.vllm),
+                        *self.hardware.engine_arguments(),
                         *self.production_arguments,
                     ),
                 ),
                 pages=self.pages.path,
             ),
+            self.hardware.engine_environment(paths.cache),
+        )
+
+    def _start_guest(self) -> None:
+        paths = self.parts.paths
+        self.parts.engine(
+            GUEST,
+            launch.guest(
+                self.rollout_engine(GUEST, self.ports.guest),
+                pages=self.pages.path,
+                weights=paths.weights,
+                isolation=self.hardware.told_to_guest(self.isolation),
+            ),
+            self.hardware.engine_environment(paths.cache),
         )
 
     async def production_answers(self, told: Callable[[str], None]) -> None:
         """After a start of its own: on the slot's core from its first answer on."""
         await self.parts.answers(PRODUCTION, url(self.ports.production), told)
-        pin(self.parts.running[PRODUCTION], self.core)
+        pin(self.parts.running[PRODUCTION], self.hardware.core(self.core))
 
     def rollout_engine(self, name: str, port: int) -> EngineSpec:
         return EngineSpec(
             name=name,
             model=self.policy_model,
             port=port,
-            max_model_len=self.shape.context_tokens,
+            max_model_len=self.hardware.policy_context(self.shape),
             max_num_seqs=self.concurrency,
             vllm=self.vllm,
-            # Most contexts are shorter than the 128 tokens of a CPU engine's own block: no prefix
-            # would ever be found again.
-            extra_arguments=("--block-size", "32"),
+            gpu=self.hardware.guest(),
+            extra_arguments=(*self.hardware.guest_arguments(), *self.hardware.engine_arguments()),
         )
 
     async def engines_answer(self, told: Callable[[str], None]) -> None:
-        for name, port in ((PRODUCTION, self.ports.production), (GUEST, self.ports.guest)):
-            await self.parts.answers(name, url(port), told)
+        await self.parts.answers(PRODUCTION, url(self.ports.production), told)
+        if GUEST not in self.parts.running:
+            self._start_guest()
+        await self.parts.answers(GUEST, url(self.ports.guest), told)
 
     def bind(self) -> None:
         """Pin both engines, and put the guest under its isolation backend.
@@ -146,9 +160,11 @@ class ServingSlot:
         """
         running = self.parts.running
         for name in (PRODUCTION, GUEST):
-            pin(running[name], self.core)
-        # The open-loop client lives in this process and should not take turns with production.
-        os.sched_setaffinity(0, {self.agent_core})
+            pin(running[name], self.hardware.core(self.core))
+        client_core = self.hardware.core(self.agent_core)
+        if client_core is not None:
+            # The open-loop client lives in this process and should not take turns with production.
+            os.sched_setaffinity(0, {client_core})
         self.isolate(self.isolation)
         guest, production = (
             [process.pid for process in running[name].tree()] for name in (GUEST, PRODUCTION)
@@ -156,16 +172,19 @@ class ServingSlot:
         isolation.check_beside(self.isolation, guest=guest, production=production)
 
     def isolate(self, backend: Isolation) -> None:
-        """Put every process of the guest under `backend`, whichever it was under."""
+        """Put every process of the guest under `backend`, as far as the hardware can."""
         guest = self.parts.running[GUEST]
-        for process in guest.tree():
-            isolation.lift_from_process(process.pid)
-            isolation.apply_to_process(backend, process.pid, guest=guest.process.pid)
+        pids = [process.pid for process in guest.tree()]
+        self.hardware.isolate(pids, first=guest.process.pid, backend=backend)
 
     def start_agent(self, policy: dict[str, Any]) -> None:
         self._write_agent_config(policy)
         self.parts.service(
-            AGENT, "agent", "--config", str(self._agent_config), core=self.agent_core
+            AGENT,
+            "agent",
+            "--config",
+            str(self._agent_config),
+            core=self.hardware.core(self.agent_core),
         )
 
     async def agent_answers(self, told: Callable[[str], None]) -> None:

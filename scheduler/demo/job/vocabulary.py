@@ -48,10 +48,14 @@ def digit_of(token_id: int) -> int | None:
     return digit if 0 <= digit <= 9 else None
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path, *, words: int = VOCABULARY_SIZE) -> None:
     """Writes `tokenizer.json` and `tokenizer_config.json` as Hugging Face's fast tokenizers read
     them: words split at whitespace, one id each.
+
+    `words` is the model's vocabulary, so that every id that it samples has a word; those beyond
+    WORDS mean nothing.
     """
+    ids = _ID_OF | {f"<unused-{i}>": i for i in range(VOCABULARY_SIZE, words)}
     special = [
         {
             "id": token_id,
@@ -73,7 +77,7 @@ def write_tokenizer(directory: Path) -> None:
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
         "decoder": None,
-        "model": {"type": "WordLevel", "vocab": _ID_OF, "unk_token": WORDS[PAD_ID]},
+        "model": {"type": "WordLevel", "vocab": ids, "unk_token": WORDS[PAD_ID]},
     }
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

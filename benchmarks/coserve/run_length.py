@@ -1,0 +1,40 @@
+"""How much of each part is measured: as the README's figures are, or within one command of minutes
+on a machine that is lent."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLength:
+    slice_s: float = 20.0
+    """Of one arm in one round."""
+    rehearsal_s: float = 15.0
+    """Of each of three replays before the first round."""
+    shrinks: int = 30
+    """Of each kind; so for the next four."""
+    activations: int = 10
+    surges: int = 20
+    long_prompts: int = 3
+    full_kv: int = 1
+    closings_s: float = 60.0
+    openings_s: float = 20.0
+    closed_windows: int = 5
+    within_s: float = math.inf
+    """From the run's start: no round and no part begins later."""
+
+
+FULL = RunLength()
+SHORT = RunLength(
+    slice_s=10.0,
+    rehearsal_s=10.0,
+    shrinks=8,
+    activations=4,
+    surges=5,
+    long_prompts=1,
+    closings_s=20.0,
+    openings_s=10.0,
+    closed_windows=2,
+    within_s=480.0,
+)
+"""Ten minutes, engines' start and end included, where a part takes two at most."""
