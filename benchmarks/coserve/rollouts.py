@@ -34,6 +34,8 @@ class Lease:
 
     agent: AgentClient
     held: LeaseGranted | None = None
+    refusal: str = ""
+    """The agent's last, with its reason."""
     _turn: int = 0
 
     @asynccontextmanager
@@ -43,7 +45,8 @@ class Lease:
             async with asyncio.timeout(_TAKE_S):
                 await self._take()
         except TimeoutError as error:
-            raise ConfigError(f"the agent gave no lease within {_TAKE_S:.0f} s") from error
+            said = self.refusal or "it does not answer"
+            raise ConfigError(f"the agent gave no lease within {_TAKE_S:.0f} s: {said}") from error
         renewing = asyncio.ensure_future(self._renew())
         try:
             yield
@@ -72,6 +75,7 @@ class Lease:
                 if isinstance(taken, LeaseGranted):
                     self.held = taken
                     return
+                self.refusal = taken.reason
             await asyncio.sleep(_RETRY_S)
 
     async def _renew(self) -> None:

@@ -124,14 +124,16 @@ class Bench:
         """Until all answer, on their core where they have one."""
         in_turn = self.hardware.starts_in_turn
         model = self.parts.paths.run / "models" / "production"
-        write_production_checkpoint(model, shape=self.hardware.shape)
+        sizes = self.hardware.pulse_sizes
+        context_tokens = max(PRODUCTION_MAX_LEN, sizes.input_max + sizes.output_max)
+        write_production_checkpoint(model, shape=self.hardware.shape, context_tokens=context_tokens)
         pages = PageDirectory.create(self.parts.paths.pages / "slot-0")
         for name, port in ports.items():
             spec = EngineSpec(
                 name=name,
                 model=model,
                 port=port,
-                max_model_len=PRODUCTION_MAX_LEN,
+                max_model_len=context_tokens,
                 max_num_seqs=self.hardware.production_requests,
                 vllm=capabilities(installed_vllm_version()),
                 gpu=self.hardware.stock(len(ports)),

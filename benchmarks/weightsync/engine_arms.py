@@ -17,6 +17,7 @@ import torch
 
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError
 
 State = dict[str, torch.Tensor]
 
@@ -124,7 +125,11 @@ def _ours(
 ) -> None:
     if not unstaged:
         started, waiting = clock.now(), threading.Event()
-        while engine.call("rosemux_stage", store=STORE, version=version)["state"] != "ready":
+        while (told := engine.call("rosemux_stage", store=STORE, version=version))[
+            "state"
+        ] != "ready":
+            if told["state"] == "failed":
+                raise ConfigError(f"version {version} cannot be staged: {told['message']}")
             waiting.wait(_POLL_S)
         times.stage.append((clock.now() - started) * 1e3)
     update_s, pause_s = engine.update(version, clock)

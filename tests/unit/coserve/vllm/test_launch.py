@@ -12,6 +12,7 @@ from coserve.vllm.launch import (
     HUGE_PAGES,
     EngineCommand,
     EngineSpec,
+    GpuOwner,
     GpuShare,
     dedicated,
     guest,
@@ -113,6 +114,17 @@ def test_a_guest_on_a_gpu_takes_a_fixed_kv_and_leaves_profiling_out() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in eager.environment
     with pytest.raises(ConfigError, match="above 0"):
         GpuShare(kv_cache_bytes=0)
+
+
+def test_production_beside_a_guest_takes_its_part_of_the_gpu_and_profiles_it() -> None:
+    part = GpuOwner(memory_ratio=0.5, devices=("GPU-1",))
+    command = production(spec(gpu=part), pages=PAGES)
+    assert flag(command, "--gpu-memory-utilization") == "0.5"
+    assert not {"--kv-cache-memory-bytes", "--enforce-eager"} & {*command.arguments}
+    assert command.environment["CUDA_VISIBLE_DEVICES"] == "GPU-1"
+    assert not {"VLLM_CPU_KVCACHE_SPACE", "KVCACHED_IPC_NAME"} & command.environment.keys()
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        GpuOwner(memory_ratio=90.0)
 
 
 def test_a_guest_is_told_what_it_is_isolated_by() -> None:
