@@ -19,6 +19,7 @@ from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.closed_gate import closed_gate
 from benchmarks.coserve.failsafe import FailSafe, TrialBook
 from benchmarks.coserve.figures import Facts, figures
+from benchmarks.coserve.load import Aim, Load
 from benchmarks.coserve.memory import Shrinks
 from benchmarks.coserve.reclaim import closings
 from benchmarks.coserve.restart import LeftPages, restart
@@ -32,7 +33,7 @@ from benchmarks.rotation import rotated
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import Guest, Pulse, pulse_page
 from scheduler.demo.bursts import Bursts, generated_trace
-from scheduler.demo.calibration import Replayed, measured_ratio, rate_for
+from scheduler.demo.calibration import Replayed
 from scheduler.demo.hardware import Hardware, Kind, find_hardware
 from scheduler.demo.parts import Parts
 from scheduler.demo.prerequisites import free_ports
@@ -45,11 +46,10 @@ from scheduler.demo.session import FIRST_LEVEL, unless
 from scheduler.demo.slo import choose_slo
 from scheduler.demo.slot import AGENT, PRODUCTION, ServingSlot, SlotPorts, url
 from scheduler.demo.trace import Trace, read_trace
-from scheduler.demo.window import Window, mean_rate, windows_of
+from scheduler.demo.window import Window, mean_rate
 from scheduler.service.leases import AgentClient
 
 PARTS = ("rounds", "reclaim", "closed_gate", "unseen", "failsafe")
-REQUESTS_MIN = 1000
 _FIRST_RATE = 3.0
 _PULSE_S = 1.5
 
@@ -112,15 +112,14 @@ class Bench:
     """One run: engines, rehearsal, rounds, then what the guest does when it is to stop."""
 
     def __init__(self, slot: ServingSlot, trace: Trace, given: argparse.Namespace) -> None:
-        self.slot, self.trace, self.given = slot, trace, given
+        self.slot, self.given = slot, given
         self.hardware: Hardware = slot.hardware
         self.length = SHORT if given.short else FULL
         self.clock = MonotonicClock()
         self.started_s = self.clock.now()
         self.trials = TrialBook(given.failsafe, given.failsafe_file)
         self.requests: list[ProductionRequest] = []
-        self.rate = _FIRST_RATE
-        self.sizes = self.hardware.scales[0]
+        self.load = Load(trace=trace, sizes=self.hardware.scales[0], rate=_FIRST_RATE)
         self.rounds = max(1, round(given.seconds / self.length.slice_s))
         pages = slot.pages
         self._guest, self._grant = pages.guest_reader(), pages.grant_reader()
@@ -208,8 +207,8 @@ class Bench:
     async def _rounds(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
         self.told(
             f"{self.rounds} rounds of {self.length.slice_s:.0f} s, {mean_rate(windows):.1f} "
-            f"requests/s of {self.sizes.input_scale:g} times the trace's input and "
-            f"{self.sizes.output_scale:g} times its output"
+            f"requests/s of {self.load.sizes.input_scale:g} times the trace's input and "
+            f"{self.load.sizes.output_scale:g} times its output"
         )
         turns = 0
         for arm, turn in rotated(tuple(Arm), self.rounds):
@@ -228,7 +227,7 @@ class Bench:
             self.requests,
             runner.slices,
             Facts(
-                trace=self.trace.name,
+                trace=self.load.trace.name,
                 requests_per_s=mean_rate(windows[:turns]),
                 seed=self.given.seed,
             ),
@@ -271,14 +270,14 @@ class Bench:
     async def _rehearsed(self, runner: Runner) -> tuple[Window, ...]:
         """The windows of the rounds, once both engines have learned their steps."""
         rehearsal_s = self.length.rehearsal_s
-        await self._replayed(self._windows(rehearsal_s, count=1)[0].evenly(), runner)
+        await self._replayed(self.load.windows(rehearsal_s, count=1)[0].evenly(), runner)
         self._aim(())
         runner.instruct(SETTINGS[Arm.ROSEMUX])
         async with self.lease.holding(), self.rollouts.running():
             await asyncio.sleep(rehearsal_s)
         await runner.quiet()
-        self._aim((await self._replayed(self._windows(rehearsal_s, count=1)[0], runner),))
-        return self._windows(self.length.slice_s, count=self.rounds)
+        self._aim((await self._replayed(self.load.windows(rehearsal_s, count=1)[0], runner),))
+        return self.load.windows(self.length.slice_s, count=self.rounds)
 
     async def _replayed(self, window: Window, runner: Runner) -> Replayed:
         seen: list[ProductionRequest] = []
@@ -293,27 +292,13 @@ class Bench:
         return Replayed(arrivals=window.arrivals, seconds=seconds, busy_s=busy_s)
 
     def _aim(self, replays: tuple[Replayed, ...]) -> None:
-        """The rate that keeps production half busy, with requests small enough to have many."""
-        model, step_tokens = self.pulse().model, self.hardware.step_tokens
-        ratio = measured_ratio(replays, model, step_tokens=step_tokens)
-        slice_s = self.length.slice_s
-        for sizes in self.hardware.scales:
-            self.sizes = sizes
-            self.rate = rate_for(
-                lambda rate: self._windows(slice_s, count=self.rounds, rate=rate),
-                model,
-                measured_ratio=ratio,
-                step_tokens=step_tokens,
-            )
-            windows = self._windows(slice_s, count=self.rounds)
-            if sum(len(window.arrivals) for window in windows) >= REQUESTS_MIN:
-                return
-
-    def _windows(
-        self, seconds: float, *, count: int, rate: float | None = None
-    ) -> tuple[Window, ...]:
-        windows = windows_of(self.trace, count=count, duration_s=seconds, rate=rate or self.rate)
-        return tuple(window.sized(self.sizes) for window in windows)
+        aim = Aim(
+            scales=self.hardware.scales,
+            slice_s=self.length.slice_s,
+            rounds=self.rounds,
+            step_tokens=self.hardware.step_tokens,
+        )
+        self.load = aim.load(self.load, self.pulse().model, replays=replays)
 
     async def _failsafe(self) -> dict[str, Any]:
         """The agent killed, and stopped; production stays idle, so that the guest always steps."""

@@ -1,0 +1,64 @@
+"""Production's load: stretches of a trace, at a rate and of a size that keep production half busy.
+
+Both follow from the step times that were measured on this machine. Pure.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from harvester.contracts.page import ProductionModel
+from scheduler.demo.calibration import Replayed, measured_ratio, rate_for
+from scheduler.demo.trace import Trace
+from scheduler.demo.window import TokenScale, Window, windows_of
+
+REQUESTS_MIN = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    trace: Trace
+    sizes: TokenScale
+    """From the trace's token counts to those that are sent."""
+    rate: float
+    """Requests per second."""
+
+    def windows(self, seconds: float, *, count: int) -> tuple[Window, ...]:
+        windows = windows_of(self.trace, count=count, duration_s=seconds, rate=self.rate)
+        return tuple(window.sized(self.sizes) for window in windows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """The run that a load is for: `rounds` windows of `slice_s` seconds."""
+
+    scales: Sequence[TokenScale]
+    """From the largest requests to the smallest."""
+    slice_s: float
+    rounds: int
+    step_tokens: int
+    """Production's budget for one step."""
+
+    def load(
+        self, before: Load, model: ProductionModel, *, replays: Sequence[Replayed] = ()
+    ) -> Load:
+        """Half of the time busy, of the largest requests of which there are enough in the time.
+
+        `model` is production's; `replays` say how far its steps were from it.
+        """
+        ratio = measured_ratio(replays, model, step_tokens=self.step_tokens)
+        load = before
+        for sizes in self.scales:
+            load = self._half_busy(replace(before, sizes=sizes), model, ratio)
+            windows = load.windows(self.slice_s, count=self.rounds)
+            if sum(len(window.arrivals) for window in windows) >= REQUESTS_MIN:
+                break
+        return load
+
+    def _half_busy(self, load: Load, model: ProductionModel, ratio: float) -> Load:
+        rate = rate_for(
+            lambda rate: replace(load, rate=rate).windows(self.slice_s, count=self.rounds),
+            model,
+            measured_ratio=ratio,
+            step_tokens=self.step_tokens,
+        )
+        return replace(load, rate=rate)

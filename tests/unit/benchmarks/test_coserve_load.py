@@ -1,0 +1,69 @@
+"""How fast and how large the trace is replayed, by the step times of the machine alone."""
+
+import pytest
+
+from benchmarks.coserve.load import REQUESTS_MIN, Aim, Load
+from coserve.gpus import ComputeMode, Gpu, GpuMemory
+from harvester.contracts.page import ProductionModel
+from scheduler.demo.bursts import Bursts, generated_trace
+from scheduler.demo.calibration import mean_busy_share
+from scheduler.demo.hardware import CpuHardware, GpuHardware, Hardware
+
+GPU = GpuHardware(
+    Gpu("GPU-1", ComputeMode.DEFAULT), GpuMemory(total_bytes=140 << 30, free_bytes=140 << 30)
+)
+AN_8B_ON_A_GPU = ProductionModel(
+    prefill_base_s=0.008,
+    prefill_s_per_token=30e-6,
+    decode_base_s=0.006,
+    decode_s_per_request=20e-6,
+)
+A_SMALL_MODEL_ON_A_CORE = ProductionModel(
+    prefill_base_s=0.015,
+    prefill_s_per_token=80e-6,
+    decode_base_s=0.012,
+    decode_s_per_request=1e-3,
+)
+FIRST_RATE = 3.0
+
+
+def aimed(hardware: Hardware, model: ProductionModel, *, rounds: int, slice_s: float) -> Load:
+    trace = generated_trace(Bursts(), duration_s=3600.0, seed=1)
+    aim = Aim(
+        scales=hardware.scales, slice_s=slice_s, rounds=rounds, step_tokens=hardware.step_tokens
+    )
+    return aim.load(Load(trace=trace, sizes=hardware.scales[0], rate=FIRST_RATE), model)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "model"), [(GPU, AN_8B_ON_A_GPU), (CpuHardware(), A_SMALL_MODEL_ON_A_CORE)]
+)
+def test_production_is_half_busy_by_what_its_steps_take(
+    hardware: Hardware, model: ProductionModel
+) -> None:
+    load = aimed(hardware, model, rounds=4, slice_s=10.0)
+    windows = load.windows(10.0, count=4)
+    share = mean_busy_share(windows, model, step_tokens=hardware.step_tokens)
+    assert share == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_gpu_serves_whole_prompts_at_several_a_second_even_in_a_short_run() -> None:
+    load = aimed(GPU, AN_8B_ON_A_GPU, rounds=4, slice_s=10.0)
+    assert load.sizes.input_scale == 1.0
+    assert load.rate > 5.0
+    longest = max(a.input_tokens for w in load.windows(10.0, count=4) for a in w.arrivals)
+    assert longest > 2048, "the law's phantom is a prompt of several steps"
+
+
+def test_a_faster_gpu_is_sent_more_or_larger_requests() -> None:
+    fast = aimed(GPU, AN_8B_ON_A_GPU.scaled(0.25), rounds=10, slice_s=20.0)
+    slow = aimed(GPU, AN_8B_ON_A_GPU, rounds=10, slice_s=20.0)
+    assert fast.sizes.output_scale > slow.sizes.output_scale or fast.rate > slow.rate
+    sent = sum(len(window.arrivals) for window in fast.windows(20.0, count=10))
+    assert sent >= REQUESTS_MIN
+
+
+def test_a_long_run_keeps_larger_requests_than_a_short_one() -> None:
+    short = aimed(GPU, AN_8B_ON_A_GPU, rounds=2, slice_s=10.0)
+    long = aimed(GPU, AN_8B_ON_A_GPU, rounds=30, slice_s=20.0)
+    assert long.sizes.output_scale > short.sizes.output_scale
