@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import Any
 
 from harvester.contracts.page import Law
+from harvester.policy.settings import SlotSettings
 
 
 class Arm(StrEnum):
@@ -55,5 +56,8 @@ SETTINGS = {
     Arm.ROSEMUX: Setting(isolated=True, policy=_OURS),
 }
 ALONE = (Arm.ALONE, Arm.ALONE_AGAIN)
+# What ships, also on a slot whose own policy bounds less so that its guest steps at all.
+AS_SHIPPED = Setting(isolated=True, policy={**_OURS, "epsilon": SlotSettings().epsilon})
+IN_ROUNDS = SETTINGS | {Arm.ROSEMUX: AS_SHIPPED}
 WITH_PRODUCTION = tuple(arm for arm in Arm if SETTINGS[arm].production)
 BESIDE = tuple(arm for arm in WITH_PRODUCTION if SETTINGS[arm].rollouts)

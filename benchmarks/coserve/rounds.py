@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.core_time import account, used
-from benchmarks.coserve.arms import ALONE, SETTINGS, Arm, Setting
+from benchmarks.coserve.arms import ALONE, IN_ROUNDS, Arm, Setting
 from benchmarks.coserve.rollouts import Lease, Rollouts
 from coserve.isolation import NO_ISOLATION
 from harvester.contracts.clock import Clock
@@ -59,7 +59,7 @@ class Runner:
     slices: list[Slice] = field(default_factory=list)
 
     async def run(self, arm: Arm, turn: int, window: Window) -> Slice:
-        setting = SETTINGS[arm]
+        setting = IN_ROUNDS[arm]
         async with self.arranged(setting):
             await asyncio.sleep(_SETTLE_S)
             measured = await self._measured(arm, turn, window, serving=setting.production)

@@ -6,11 +6,12 @@ and in which order, does not.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from coserve import isolation
 from coserve.gpus import ComputeMode, Gpu, GpuMemory, gpu_memory, gpus
@@ -67,6 +68,8 @@ class Hardware(ABC):
     """Production and guest take turns on a core, so that what a process ran is what it used."""
     starts_in_turn: bool = False
     """Production has to answer before the guest starts."""
+    policy: Mapping[str, Any] = MappingProxyType({})
+    """Over the slot's own settings in the agent."""
     scales: tuple[TokenScale, ...]
     """Of the trace's token counts, from the largest: taken until there are enough requests."""
     pulse_sizes: TokenScale
@@ -173,6 +176,9 @@ class GpuHardware(Hardware):
     clients = 32
     shares_core = False
     starts_in_turn = True
+    # A running step blocks production for all of its time: a twentieth of most prompts is less than
+    # any step of a guest, and none would start. What is promised without isolation is a quarter.
+    policy = MappingProxyType({"epsilon": 0.25})
     # Prompts stay as they are: a GPU takes them whole, and the longest make the law's slack. Each
     # output token is a step of milliseconds whatever else is in it, so that requests of natural
     # length would keep production half busy at one per second.

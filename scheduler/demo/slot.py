@@ -205,6 +205,7 @@ class ServingSlot:
             # would be overspent by production itself.
             "budget": {"enforced": False},
             "proof": {"slice_s": 0.5},
+            **self.hardware.policy,
         }
 
     @property

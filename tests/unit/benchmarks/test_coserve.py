@@ -1,3 +1,5 @@
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,13 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.coserve.arms import ALONE, RECLAIM, SETTINGS, WITH_PRODUCTION, Arm
+from benchmarks.coserve.arms import ALONE, IN_ROUNDS, RECLAIM, SETTINGS, WITH_PRODUCTION, Arm
 from benchmarks.coserve.figures import Facts, figures, inconclusive
 from benchmarks.coserve.residual import residual_figures
 from benchmarks.coserve.rounds import Slice
 from benchmarks.rotation import rotated
 from coserve.isolation import NO_ISOLATION
 from harvester.config import SlotConfig, load_agent_config
+from harvester.policy.settings import SlotSettings
+from scheduler.demo.hardware import CpuHardware, Kind, find_hardware
 from scheduler.demo.records import ProductionRequest
 from scheduler.demo.slo import ServiceLevel
 from scheduler.demo.slot import ServingSlot, SlotPorts
@@ -154,7 +158,7 @@ def test_every_arm_comes_once_in_each_round(rounds: int) -> None:
     assert len({arm for arm, turn in plan[:: len(Arm)]}) == min(rounds, len(Arm))
 
 
-@pytest.mark.parametrize("policy", [*(SETTINGS[arm].policy for arm in Arm), RECLAIM])
+@pytest.mark.parametrize("policy", [*(IN_ROUNDS[arm].policy for arm in Arm), RECLAIM])
 def test_the_agent_takes_every_arms_policy(policy: dict[str, Any]) -> None:
     settings = SlotConfig(name="slot", policy=policy).policy
     plain = {name: value for name, value in policy.items() if not isinstance(value, dict)}
@@ -176,3 +180,23 @@ def test_the_agent_takes_the_rule_of_every_arm(changes: dict[str, Any], tmp_path
     )
     slot._write_agent_config(slot.policy(ServiceLevel(ttft_s=0.25, itl_s=0.05)) | changes)
     assert load_agent_config(tmp_path / "agent.yaml", environment={}).unsafe_experiments
+
+
+def test_the_rounds_measure_the_shipped_rule_on_any_hardware() -> None:
+    gpu = find_hardware(Kind.REHEARSAL)
+    assert gpu.policy["epsilon"] > SlotSettings().epsilon, "the slot's own lets the guest step"
+    assert IN_ROUNDS[Arm.ROSEMUX].policy["epsilon"] == SlotSettings().epsilon
+    assert "epsilon" not in SETTINGS[Arm.ROSEMUX].policy, "other parts keep the slot's own"
+    assert "epsilon" not in CpuHardware().policy
+
+
+def test_a_gpu_s_residual_is_what_steps_leave_and_its_time_share_is_not_known() -> None:
+    speeds = {Arm.ROLLOUTS: 1000, Arm.ROSEMUX: 380}
+    on_gpu = [
+        replace(each, production_core_s=each.production_busy_s, guest_core_s=math.nan)
+        for each in slices_of(speeds, busy=0.5)
+    ]
+    found = residual_figures(on_gpu, Arm.ROSEMUX, seed=1)
+    assert found["residual_share"] == pytest.approx(0.76)
+    assert found["time_share"] is found["pace_ratio"] is None
+    assert json.dumps(found, allow_nan=False)
