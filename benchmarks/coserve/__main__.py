@@ -143,7 +143,8 @@ class Bench:
     async def run(self) -> dict[str, Any]:
         """Raises RoseMuxError when a part fails."""
         self.slot.start_engines()
-        self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
+        if not self.hardware.starts_in_turn:
+            self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
         async with production_session() as session:
             self.session = session
             self.client = ProductionClient(
@@ -170,10 +171,7 @@ class Bench:
             return result
 
     async def _run(self) -> dict[str, Any]:
-        await self.slot.agent_answers(self.told)
-        started_s = self.clock.now()
-        await self.slot.engines_answer(self.told)
-        self.cold_s = self.clock.now() - started_s
+        await self._started()
         self.slot.bind()
         runner = Runner(
             slot=self.slot,
@@ -206,6 +204,17 @@ class Bench:
             return True
         self.told(f"{what} is left out: {takes_s:.0f} s are more than the {left_s:.0f} s left")
         return False
+
+    async def _started(self) -> None:
+        """Until engines and agent answer."""
+        if not self.hardware.starts_in_turn:
+            await self.slot.agent_answers(self.told)
+        started_s = self.clock.now()
+        await self.slot.engines_answer(self.told)
+        self.cold_s = self.clock.now() - started_s
+        if self.hardware.starts_in_turn:
+            self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
+            await self.slot.agent_answers(self.told)
 
     async def _rounds(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
         self.told(

@@ -67,7 +67,7 @@ class Hardware(ABC):
     shares_core: bool = True
     """Production and guest take turns on a core, so that what a process ran is what it used."""
     starts_in_turn: bool = False
-    """Production has to answer before the guest starts."""
+    """Production has to answer before the guest starts, and the guest before the agent does."""
     policy: Mapping[str, Any] = MappingProxyType({})
     """Over the slot's own settings in the agent."""
     scales: tuple[TokenScale, ...]

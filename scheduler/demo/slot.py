@@ -29,6 +29,7 @@ from scheduler.demo.parts import Parts
 from scheduler.demo.processes import pin
 from scheduler.demo.production_model import write_production_checkpoint
 from scheduler.demo.slo import SLO_EDGES_ITL_S, SLO_EDGES_TTFT_S, ServiceLevel
+from scheduler.demo.unpaced_start import unpaced
 
 SERVING_CORE = 0
 ROLLOUT_CORE = 1
@@ -148,10 +149,14 @@ class ServingSlot:
         )
 
     async def engines_answer(self, told: Callable[[str], None]) -> None:
+        """A guest that starts in its turn starts here, and the agent after this."""
         await self.parts.answers(PRODUCTION, url(self.ports.production), told)
-        if GUEST not in self.parts.running:
+        if not self.hardware.starts_in_turn:
+            await self.parts.answers(GUEST, url(self.ports.guest), told)
+            return
+        async with unpaced(self.pages):
             self._start_guest()
-        await self.parts.answers(GUEST, url(self.ports.guest), told)
+            await self.parts.answers(GUEST, url(self.ports.guest), told)
 
     def bind(self) -> None:
         """Pin both engines, and put the guest under its isolation backend.
