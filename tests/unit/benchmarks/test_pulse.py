@@ -1,6 +1,19 @@
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
+from benchmarks.pulse import __main__ as pulse
 from benchmarks.pulse.figures import ARMS, Arm, Figures
+from coserve.gpus import ComputeMode, Gpu, GpuMemory
+from coserve.vllm.launch import EngineCommand
+from scheduler.demo.bursts import Bursts, generated_trace
+from scheduler.demo.hardware import CpuHardware, GpuHardware, Hardware
+from scheduler.demo.parts import Parts
 from scheduler.demo.records import ProductionRequest
 
 
@@ -53,3 +66,62 @@ def test_what_failed_is_counted_and_what_was_not_measured_is_null() -> None:
     assert result["pulse"]["ttft_p50"] == {"ratio": None, "interval": None}
     assert result["pulse"]["throughput"] == {"ratio": None, "range": None}
     assert result["core_ms_per_request"][Arm.PULSE] == {}
+
+
+@dataclass
+class StartedParts:
+    """Takes engines' commands and starts nothing."""
+
+    paths: Any
+    commands: dict[str, EngineCommand] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    running: dict[str, Any] = field(default_factory=dict)
+
+    def engine(self, name: str, command: EngineCommand, _: Mapping[str, str]) -> None:
+        self.commands[name] = command
+        self.running[name] = SimpleNamespace(tree=list)
+        self.order.append(f"{name} starts")
+
+    async def answers(self, name: str, url: str, told: object) -> None:
+        self.order.append(f"{name} answers")
+
+
+def started(hardware: Hardware, folder: Path, monkeypatch: pytest.MonkeyPatch) -> StartedParts:
+    monkeypatch.setattr(pulse, "installed_vllm_version", lambda: "0.26.0")
+    (folder / "pages").mkdir()
+    parts = StartedParts(SimpleNamespace(run=folder, pages=folder / "pages", cache=folder / "c"))
+    trace = generated_trace(Bursts(), duration_s=60.0, seed=1)
+    bench = pulse.Bench(cast(Parts, parts), trace, rounds=1, seed=1, hardware=hardware)
+    asyncio.run(bench._start({"stock": 1, "pulse": 2, "twin": 3}))
+    return parts
+
+
+def flag(command: EngineCommand, name: str) -> str:
+    return command.arguments[command.arguments.index(name) + 1]
+
+
+def test_three_servers_of_a_gpu_start_one_after_another_and_fit_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = GpuMemory(total_bytes=140 << 30, free_bytes=139 << 30)
+    hardware = GpuHardware(Gpu("GPU-1", ComputeMode.DEFAULT), memory)
+    parts = started(hardware, tmp_path, monkeypatch)
+    names = ("stock", "pulse", "twin")
+    assert parts.order == [f"{name} {does}" for name in names for does in ("starts", "answers")]
+    ratios = [float(flag(parts.commands[name], "--gpu-memory-utilization")) for name in names]
+    assert sum(ratios) == pytest.approx(0.9)
+    sizes = hardware.pulse_sizes
+    for command in parts.commands.values():
+        assert int(flag(command, "--max-model-len")) >= sizes.input_max + sizes.output_max
+    arguments = [set(parts.commands[name].arguments) for name in ("pulse", "stock")]
+    assert "coserve.vllm.middleware.PulseMiddleware" in arguments[0] - arguments[1]
+
+
+def test_three_servers_of_a_cpu_start_together_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = started(CpuHardware(), tmp_path, monkeypatch)
+    assert parts.order[:3] == ["stock starts", "pulse starts", "twin starts"]
+    for command in parts.commands.values():
+        assert flag(command, "--max-model-len") == "2048"
+        assert flag(command, "--max-num-batched-tokens") == "512"
