@@ -6,6 +6,7 @@ in one run, with the same requests in each round. See README.md beside this file
 
 import argparse
 import asyncio
+import json
 import math
 import signal
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.coserve.activation import Activations
-from benchmarks.coserve.arms import SETTINGS, Arm
+from benchmarks.coserve.arms import NO_VERDICT, SETTINGS, Arm
 from benchmarks.coserve.closed_gate import closed_gate
 from benchmarks.coserve.failsafe import FailSafe, TrialBook
 from benchmarks.coserve.figures import Facts, figures
@@ -192,10 +193,17 @@ class Bench:
             "unseen": lambda: self._unseen(runner, windows[-1]),
         }
         result: dict[str, Any] = {"hardware": self.hardware.kind.value}
+        self._keep(result)
         for name, measure in parts.items():
             if name in self.given.only and self._fits(name, self.length.part_s):
                 result |= await measure()
+                self._keep(result)
         return result
+
+    def _keep(self, result: dict[str, Any]) -> None:
+        """What the parts so far have measured, beside the logs: a later one may fail."""
+        kept = self.slot.parts.paths.logs.parent / "parts.json"
+        kept.write_text(json.dumps(result, indent=1) + "\n")
 
     def _fits(self, what: str, takes_s: float) -> bool:
         """Whether it may begin now."""
@@ -328,7 +336,9 @@ class Bench:
 
     async def _new_agent(self) -> None:
         self.slot.parts.running[AGENT].process.wait()
-        self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
+        policy = self.slot.policy(FIRST_LEVEL)
+        # It goes on with its predecessor's proof, of whatever rules and loads were measured before.
+        self.slot.start_agent(policy | {"proof": policy["proof"] | NO_VERDICT})
         await self.slot.agent_answers(lambda _: None)
 
 

@@ -31,14 +31,14 @@ class Setting:
 
 # The proof compares hours of one rule; here eight rules pass by in minutes, and the worst of them
 # would end harvesting for all. It goes on taking its time in the arms that are RoseMux's.
-_NO_VERDICT: dict[str, Any] = {"limit_ratio": 1e6}
+NO_VERDICT: dict[str, Any] = {"limit_ratio": 1e6}
 # The agent's own brakes belong to RoseMux; whoever else's rule is measured runs without them.
 BARE: dict[str, Any] = {
     "misses": {"limit_ratio": 0.999, "minimum_misses": 1e9},
-    "proof": {"share_ratio": 0.0, **_NO_VERDICT},
+    "proof": {"share_ratio": 0.0, **NO_VERDICT},
 }
-_OURS: dict[str, Any] = {"proof": _NO_VERDICT}
-RECLAIM: dict[str, Any] = {**BARE, "proof": {"share_ratio": 0.5, "slice_s": 0.5, **_NO_VERDICT}}
+_OURS: dict[str, Any] = {"proof": NO_VERDICT}
+RECLAIM: dict[str, Any] = {**BARE, "proof": {"share_ratio": 0.5, "slice_s": 0.5, **NO_VERDICT}}
 """The agent closes the grant every other half second, for its proof, and for nothing else."""
 _BLOCKING = {"blocking_ratio": 1.0}
 # A twentieth of a short prefill is less than any step of a guest, and no step would ever start.

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +78,19 @@ def test_the_first_round_is_run_however_late_it_is(
 ) -> None:
     runner = rounds_run(tmp_path, monkeypatch, started_s=530.0, arguments=["--short"])
     assert {turn for _, turn in runner.done} == {0}
+
+
+def test_what_was_measured_outlives_a_part_that_fails(tmp_path: Path) -> None:
+    parts = SimpleNamespace(paths=SimpleNamespace(logs=tmp_path / "x.run" / "logs"))
+    parts.paths.logs.mkdir(parents=True)
+    pages = PageDirectory.create(tmp_path / "slot")
+    slot = SimpleNamespace(hardware=CpuHardware(), pages=pages, parts=parts)
+    given = argparse.Namespace(short=True, seconds=None, failsafe=0, failsafe_file=None, seed=1)
+    trace = generated_trace(Bursts(), duration_s=60.0, seed=1)
+    bench = coserve.Bench(cast(ServingSlot, slot), trace, given)
+    bench._keep({"hardware": "cpu", "slo": {"ttft_ms": 1.0}})
+    kept = json.loads((tmp_path / "x.run" / "parts.json").read_text())
+    assert kept["slo"] == {"ttft_ms": 1.0}
 
 
 def test_a_full_run_runs_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
