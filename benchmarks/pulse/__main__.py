@@ -128,6 +128,7 @@ class Bench:
         context_tokens = max(PRODUCTION_MAX_LEN, sizes.input_max + sizes.output_max)
         write_production_checkpoint(model, shape=self.hardware.shape, context_tokens=context_tokens)
         pages = PageDirectory.create(self.parts.paths.pages / "slot-0")
+        PageDirectory.create(self._scraped)
         for name, port in ports.items():
             spec = EngineSpec(
                 name=name,
@@ -155,6 +156,11 @@ class Bench:
             if not in_turn:
                 await self.parts.answers(name, url(port), self._told)
             pin(self.parts.running[name], self.hardware.core(SERVING_CORE))
+
+    @property
+    def _scraped(self) -> Path:
+        """Pages of the process that scrapes."""
+        return self.parts.paths.pages / "scraped"
 
     async def _rounds(self) -> None:
         sizes = self.hardware.pulse_sizes
@@ -187,7 +193,7 @@ class Bench:
         if arm is not Arm.METRICS:
             yield
             return
-        async with scraped(url, self.parts.paths.pages / "scraped"):
+        async with scraped(url, self._scraped):
             await asyncio.sleep(_SCRAPES_S)
             yield
 
