@@ -36,7 +36,8 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import Guest, Pulse, pulse_page
 from scheduler.demo.bursts import Bursts, generated_trace
 from scheduler.demo.calibration import Replayed
-from scheduler.demo.hardware import Hardware, Kind, find_hardware
+from scheduler.demo.gpu_hardware import find_hardware
+from scheduler.demo.hardware import Hardware, Kind
 from scheduler.demo.parts import Parts
 from scheduler.demo.prerequisites import free_ports
 from scheduler.demo.processes import Processes

@@ -28,7 +28,8 @@ from coserve.vllm.launch import EngineSpec
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import PageDirectory
 from scheduler.demo.bursts import Bursts, generated_trace
-from scheduler.demo.hardware import CpuHardware, Hardware, Kind, find_hardware
+from scheduler.demo.gpu_hardware import find_hardware
+from scheduler.demo.hardware import CpuHardware, Hardware, Kind
 from scheduler.demo.parts import Parts
 from scheduler.demo.prerequisites import free_ports
 from scheduler.demo.processes import Processes, pin

@@ -16,7 +16,8 @@ from benchmarks.weightsync.contenders import CONTENDERS
 from benchmarks.weightsync.race import raced
 from benchmarks.weightsync.states import LARGE, SMALL, Pair, adam_step, checkpoints, consecutive
 from harvester.contracts.errors import ConfigError
-from scheduler.demo.hardware import Kind, find_hardware
+from scheduler.demo.gpu_hardware import find_hardware
+from scheduler.demo.hardware import Kind
 from weightsync.encoding.codec import warm_up
 
 PARTS = ("codecs", "vllm", "fanout", "faults", "memory")

@@ -20,7 +20,8 @@ from typing import Any
 from benchmarks.reporting import report
 from benchmarks.weightsync.engine_arms import FORM_FILE
 from harvester.contracts.errors import Unsupported
-from scheduler.demo.hardware import CpuHardware, Hardware, Kind, find_hardware
+from scheduler.demo.gpu_hardware import find_hardware
+from scheduler.demo.hardware import CpuHardware, Hardware, Kind
 
 REPETITIONS = 7
 _TIMEOUT_S = 600.0

@@ -12,7 +12,7 @@ from coserve.gpus import ComputeMode, Gpu, GpuMemory
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineCommand, EngineSpec
-from scheduler.demo.hardware import GpuHardware
+from scheduler.demo.gpu_hardware import GpuHardware
 from scheduler.demo.job.model import PolicyShape
 
 pytestmark = pytest.mark.engine

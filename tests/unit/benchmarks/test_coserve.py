@@ -17,7 +17,8 @@ from benchmarks.rotation import rotated
 from coserve.isolation import NO_ISOLATION
 from harvester.config import SlotConfig, load_agent_config
 from harvester.policy.settings import SlotSettings
-from scheduler.demo.hardware import CpuHardware, Kind, find_hardware
+from scheduler.demo.gpu_hardware import find_hardware
+from scheduler.demo.hardware import CpuHardware, Kind
 from scheduler.demo.records import ProductionRequest
 from scheduler.demo.slo import ServiceLevel
 from scheduler.demo.slot import ServingSlot, SlotPorts

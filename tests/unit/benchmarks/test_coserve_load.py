@@ -7,7 +7,8 @@ from coserve.gpus import ComputeMode, Gpu, GpuMemory
 from harvester.contracts.page import ProductionModel
 from scheduler.demo.bursts import Bursts, generated_trace
 from scheduler.demo.calibration import mean_busy_share
-from scheduler.demo.hardware import CpuHardware, GpuHardware, Hardware
+from scheduler.demo.gpu_hardware import GpuHardware
+from scheduler.demo.hardware import CpuHardware, Hardware
 
 GPU = GpuHardware(
     Gpu("GPU-1", ComputeMode.DEFAULT), GpuMemory(total_bytes=140 << 30, free_bytes=140 << 30)

@@ -12,7 +12,8 @@ from benchmarks.pulse.figures import ARMS, Arm, Figures
 from coserve.gpus import ComputeMode, Gpu, GpuMemory
 from coserve.vllm.launch import EngineCommand
 from scheduler.demo.bursts import Bursts, generated_trace
-from scheduler.demo.hardware import CpuHardware, GpuHardware, Hardware
+from scheduler.demo.gpu_hardware import GpuHardware
+from scheduler.demo.hardware import CpuHardware, Hardware
 from scheduler.demo.parts import Parts
 from scheduler.demo.records import ProductionRequest
 

@@ -19,7 +19,8 @@ from coserve.vllm.capabilities import capabilities
 from coserve.vllm.launch import EngineCommand
 from harvester.contracts.errors import ConfigError, Unsupported
 from scheduler.demo import prerequisites
-from scheduler.demo.hardware import CpuHardware, GpuHardware, Hardware, Kind, find_hardware
+from scheduler.demo.gpu_hardware import GpuHardware, find_hardware
+from scheduler.demo.hardware import CpuHardware, Hardware, Kind
 from scheduler.demo.job.model import PolicyShape
 from scheduler.demo.parts import Parts
 from scheduler.demo.slot import GUEST, PRODUCTION, ServingSlot, SlotPorts
@@ -240,7 +241,7 @@ def test_nothing_is_pinned_on_a_gpu_machine_and_no_arm_lifts_a_guest(
 ) -> None:
     applied: list[tuple[object, int]] = []
     lifted: list[int] = []
-    isolation = "scheduler.demo.hardware.isolation"
+    isolation = "coserve.isolation"
     monkeypatch.setattr(f"{isolation}.lift_from_process", lifted.append)
     monkeypatch.setattr(
         f"{isolation}.apply_to_process", lambda one, pid, guest: applied.append((one, pid))
