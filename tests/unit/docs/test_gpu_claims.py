@@ -86,13 +86,23 @@ def test_every_command_of_the_day_exists(
 ) -> None:
     rows = table_after(PAGE, DAY)
     assert [row[0] for row in rows] == [str(number) for number in range(1, len(rows) + 1)]
-    for _order, command, _about, _says in rows:
-        if found := re.match(r"python3 -m benchmarks\.(\w+) --json PATH", command):
-            assert (repository / "benchmarks" / found[1] / "__main__.py").is_file(), command
-        elif command.startswith("python3 -m pytest -m gpu "):
-            paths = re.findall(r"tests/\S+", command)
-            assert paths, command
-            assert all((repository / path).exists() for path in paths), command
-        else:
-            program = repository / re.split(r"\s", command)[0]
-            assert os.access(program, os.X_OK), command
+    for _order, line, _about, _says in rows:
+        for command in line.strip("`").split(" && "):
+            _check_command(command, repository)
+
+
+def _check_command(command: str, repository: Path) -> None:
+    program, *words = command.split()
+    if program == ".":
+        assert words[0].endswith("/activate"), command
+    elif found := re.match(r"python3 -m benchmarks\.(\w+) ", command):
+        package = repository / "benchmarks" / found[1]
+        source = "".join(file.read_text() for file in package.glob("*.py"))
+        for flag in (word for word in words if word.startswith("--")):
+            assert f'"{flag}"' in source, command
+    elif command.startswith("python3 -m pytest -m gpu "):
+        paths = [word for word in words if word.startswith("tests/")]
+        assert paths, command
+        assert all((repository / path).exists() for path in paths), command
+    else:
+        assert os.access(repository / program, os.X_OK), command
