@@ -53,8 +53,8 @@ def test_a_device_that_takes_whole_turns_blocks_for_the_rest_of_a_step(
 ) -> None:
     found = _measured(f"turns:{tmp_path / 'turns'}", pages)
     assert found["blocking"]["overlaps"] >= 30
-    assert found["blocking"]["blocking_ratio"] == pytest.approx(1.0, abs=0.15)
-    assert found["blocking"]["preemption_ms"] == pytest.approx(0.0, abs=2.0)
+    assert found["blocking"]["by_rest"]["blocking_ratio"] == pytest.approx(1.0, abs=0.15)
+    assert found["blocking"]["by_rest"]["preemption_ms"] == pytest.approx(0.0, abs=2.0)
     # An arrival waits for the one step that runs, and none is launched behind it.
     assert found["arrivals"]["to_silence_ms"]["p90"] < _STEP_MS + 5.0
     arms = found["arms"]
@@ -65,7 +65,7 @@ def test_a_device_that_takes_whole_turns_blocks_for_the_rest_of_a_step(
 def test_a_device_that_runs_both_at_once_blocks_for_nothing(pages: PageDirectory) -> None:
     found = _measured("apart", pages)
     assert found["blocking"]["overlaps"] >= 30
-    assert found["blocking"]["blocking_ratio"] == pytest.approx(0.0, abs=0.15)
+    assert found["blocking"]["by_rest"]["blocking_ratio"] == pytest.approx(0.0, abs=0.15)
     assert found["arms"]["ungated"]["over_alone"]["decode_step_mean"]["ratio"] == pytest.approx(
         1.0, abs=0.1
     )

@@ -1,11 +1,16 @@
 """How long production waits for a guest step that already runs. Pure: from two logs of steps.
 
-A production step that begins while a guest step runs is late by at most the rest of that step. Its
-delay is its time over the median of its form alone; the rest is what the guest step, at the median
-of its form alone, still had to run. Delays are then a preemption time, paid however short the rest,
-and a share of the rest:
+A production step that begins while a guest step runs is late. Its delay is its time over the median
+of its form alone; the rest is what the guest step, at the median of its form alone, still had to
+run. Delays are a preemption time, paid however short the rest, and a share of one of two lengths:
 
-    delay = preemption_s + blocking_ratio * rest
+    by_rest      delay = preemption_s + blocking_ratio * rest
+    by_lesser    delay = preemption_s + blocking_ratio * min(rest, production's own step)
+
+The first is the slack law's, and what a device does that finishes a step before it begins another.
+The second is that of a device that gives both half of its time in turns shorter than a step: there
+a short production step is late by no more than itself, and the first form finds a ratio that holds
+for steps of these lengths alone. The form with the smaller `rms_ms` describes the device.
 """
 
 from bisect import bisect_right
@@ -16,10 +21,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.gpu_slot.engines.step_log import Step
 
 Form = tuple[str, int]
+Samples = npt.NDArray[np.float64]
 _LEAST_SAMPLES = 30
 _REST_LEAST_S = 1e-4
 """A shorter rest says nothing of a ratio; its delay is preemption."""
@@ -29,6 +36,8 @@ _QUANTILE = 0.99
 class Overlap(msgspec.Struct, frozen=True):
     rest_s: float
     """What the guest's step still had to run when production's began."""
+    own_s: float
+    """Production's step alone."""
     delay_s: float
     """May be negative: a step is not always its median."""
 
@@ -63,39 +72,43 @@ def overlaps(
         ran_s = (step.start_ns - running.start_ns) * 1e-9
         whole_s = guest_alone_s.get(running.form)
         if whole_s is not None:
-            found.append(Overlap(max(0.0, whole_s - ran_s), step.step_s - alone_s))
+            found.append(Overlap(max(0.0, whole_s - ran_s), alone_s, step.step_s - alone_s))
     return found
 
 
 def blocking_figures(found: Sequence[Overlap]) -> dict[str, Any]:
-    """The line through the delays, and the upper one that a law would have to count with.
-
-    `blocking_ratio` and `preemption_ms` are of the least squares line; `upper_preemption_ms` is the
-    same line raised until 99 % of the delays lie below it.
-    """
+    """Both forms, and the delays themselves. Too few overlaps give their count alone."""
     figures: dict[str, Any] = {"overlaps": len(found)}
     if len(found) < _LEAST_SAMPLES:
         return figures
     rest = np.array([one.rest_s for one in found])
+    own = np.array([one.own_s for one in found])
     delay = np.array([one.delay_s for one in found])
-    long = rest > _REST_LEAST_S
-    ratios = delay[long] / rest[long]
-    if rest.std() > 0.0:
-        ratio, base_s = np.polyfit(rest, delay, 1)
-    else:
-        ratio, base_s = 0.0, float(delay.mean())
-    beyond = float(np.quantile(delay - ratio * rest - base_s, _QUANTILE))
     figures |= {
-        "blocking_ratio": float(ratio),
-        "preemption_ms": 1e3 * float(base_s),
-        "upper_preemption_ms": 1e3 * float(base_s + beyond),
-        "rest_ms_p50": 1e3 * float(np.quantile(rest, 0.5)),
+        "by_rest": _line(rest, delay),
+        "by_lesser": _line(np.minimum(rest, own), delay),
+        "rest_ms": _quantiles(1e3 * rest),
+        "own_ms": _quantiles(1e3 * own),
         "delay_ms": _quantiles(1e3 * delay),
     }
-    if ratios.size:
-        figures["delay_over_rest"] = _quantiles(ratios)
+    long = rest > _REST_LEAST_S
+    if long.any():
+        figures["delay_over_rest"] = _quantiles(delay[long] / rest[long])
     return figures
 
 
-def _quantiles(values: "np.ndarray[Any, np.dtype[np.float64]]") -> dict[str, float]:
+def _line(length: Samples, delay: Samples) -> dict[str, float]:
+    """Least squares. `upper_preemption_ms` is the same line raised until 99 % of the delays lie
+    below it: what a law would have to count with."""
+    ratio, base_s = np.polyfit(length, delay, 1) if length.std() > 0.0 else (0.0, delay.mean())
+    beyond = delay - ratio * length - base_s
+    return {
+        "blocking_ratio": float(ratio),
+        "preemption_ms": 1e3 * float(base_s),
+        "upper_preemption_ms": 1e3 * float(base_s + np.quantile(beyond, _QUANTILE)),
+        "rms_ms": 1e3 * float(np.sqrt((beyond**2).mean())),
+    }
+
+
+def _quantiles(values: Samples) -> dict[str, float]:
     return {f"p{round(100 * q)}": float(np.quantile(values, q)) for q in (0.1, 0.5, 0.9, 0.99)}

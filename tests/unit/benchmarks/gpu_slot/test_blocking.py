@@ -1,7 +1,9 @@
 """Blocking ratio and preemption time are found again in logs that were made with known ones."""
 
 from random import Random
+from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.gpu_slot.engines.step_log import Step
@@ -37,7 +39,7 @@ def _logs(
     return production, guest
 
 
-def _figures(production: list[Step], guest: list[Step]) -> dict[str, float]:
+def _figures(production: list[Step], guest: list[Step]) -> dict[str, Any]:
     found = overlaps(
         production,
         guest,
@@ -53,9 +55,24 @@ def test_the_ratio_and_the_preemption_of_a_device_are_found(
 ) -> None:
     figures = _figures(*_logs(ratio=ratio, preemption_ns=preemption_ns))
     assert figures["overlaps"] == 400
-    assert figures["blocking_ratio"] == pytest.approx(ratio, abs=0.01)
-    assert figures["preemption_ms"] == pytest.approx(preemption_ns * 1e-6, abs=0.02)
-    assert figures["upper_preemption_ms"] > figures["preemption_ms"]
+    line = figures["by_rest"]
+    assert line["blocking_ratio"] == pytest.approx(ratio, abs=0.01)
+    assert line["preemption_ms"] == pytest.approx(preemption_ns * 1e-6, abs=0.02)
+    assert line["upper_preemption_ms"] > line["preemption_ms"]
+    assert line["rms_ms"] < 0.05
+
+
+def test_a_device_that_takes_turns_shorter_than_a_step_is_told_apart() -> None:
+    """Each gets half of it while both have work: the delay is the lesser of rest and own time."""
+    production, guest = _logs(ratio=0.0, preemption_ns=0)
+    late = []
+    for one, other in zip(production, guest, strict=True):
+        rest_ns = other.start_ns + _GUEST_NS - one.start_ns
+        late.append(msgspec.structs.replace(one, end_ns=one.end_ns + min(rest_ns, _ALONE_NS)))
+    figures = _figures(late, guest)
+    assert figures["by_lesser"]["blocking_ratio"] == pytest.approx(1.0, abs=0.02)
+    assert figures["by_lesser"]["rms_ms"] < 0.1 * figures["by_rest"]["rms_ms"]
+    assert figures["by_rest"]["blocking_ratio"] < 0.3, "as if production were preempting"
 
 
 def test_few_overlaps_give_a_count_and_no_figure() -> None:
