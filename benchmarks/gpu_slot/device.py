@@ -103,6 +103,9 @@ class CudaDevice:
             with torch.cuda.stream(self._stream):
                 graph.replay()
 
+        # A graph is uploaded with its first launch.
+        replay()
+        self.synchronize()
         return replay
 
     def synchronize(self) -> None:
@@ -120,19 +123,25 @@ class CudaDevice:
 class KnownDevice(CpuDevice):
     """A device whose answer is known, to hold the measurement to: every step lasts as long.
 
-    With `turns` the steps of all processes that name the file go one after another, whole: nobody
-    is preempted, and the blocking ratio is 1. Without it they run side by side, and it is 0.
+    With `turns` the processes that name the file run one at a time, in turns of `turn_s`; turns as
+    long as a step preempt nothing. Without it steps run side by side.
     """
 
     turns: Path | None = None
+    turn_s: float = 0.02
     step_s: float = 0.02
 
     def captured(self, work: Work) -> Work:
         work()
 
         def step() -> None:
-            with self._turn():
-                time.sleep(self.step_s)
+            left_s = self.step_s
+            while left_s > 1e-6:
+                with self._turn():
+                    time.sleep(min(left_s, self.turn_s))
+                left_s -= self.turn_s
+                # Whoever waits for the file gets it now.
+                time.sleep(_HAND_OVER_S)
 
         return step
 
@@ -146,11 +155,16 @@ class KnownDevice(CpuDevice):
             yield
 
 
+_HAND_OVER_S = 2e-4
+
+
 def device_of(kind: str) -> Device:
-    """`cuda` or `cpu`; `turns:FILE` and `apart` are known devices."""
+    """`cuda` or `cpu`; known devices are `turns:FILE`, `short_turns:FILE` and `apart`."""
     name, _, file = kind.partition(":")
     if name == "cuda":
         return CudaDevice()
-    if name in ("turns", "apart"):
-        return KnownDevice(Path(file) if name == "turns" else None)
+    if name == "apart":
+        return KnownDevice()
+    if name in ("turns", "short_turns"):
+        return KnownDevice(Path(file), turn_s=0.002 if name == "short_turns" else 0.02)
     return CpuDevice()

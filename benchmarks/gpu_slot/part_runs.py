@@ -55,7 +55,11 @@ class PartRuns:
         result["parts"] = {}
         for part in parts:
             result["parts"][part.name] = found = self._run(part)
-            print(f"{part.name}: {found['status']}, {found['seconds']:.0f} s", file=sys.stderr)
+            print(
+                f"{part.name}: {found['status']}, {found['seconds']:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
             if self.path is not None:
                 write_whole(self.path, json.dumps(result, indent=1) + "\n")
         return result
@@ -73,8 +77,8 @@ class PartRuns:
                 "seconds": round(self.clock.now() - began_s, 1),
                 "results": left_in(file),
             }
-            if status is not Status.MEASURED:
-                found["log"] = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+            # Of a part that was measured too: an agent may have said what closed its slot.
+            found["log"] = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
         return found
 
     def _status(self, part: Part, file: Path, log: Path, limit_s: float) -> Status:

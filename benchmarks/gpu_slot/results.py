@@ -22,7 +22,7 @@ class ResultFile:
     def put(self, name: str, result: Any) -> None:
         """Raises ConfigError where the file cannot be written."""
         self.found[name] = result
-        write_whole(self.path, json.dumps(self.found, indent=1) + "\n")
+        write_whole(self.path, json.dumps(self.found, indent=1, allow_nan=False) + "\n")
 
 
 def under(name: str, put: Put) -> Put:

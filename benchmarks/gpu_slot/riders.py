@@ -15,7 +15,9 @@ from benchmarks.gpu_slot.results import Put
 from harvester.contracts.clock import monotonic_ns
 
 BATCHES = (1, 4, 16, 64, 128, 256)
-RIDERS = (1, 4, 8, 16, 32, 64, 128)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384)
+"""Of whole steps: what engines pad their batches to, so that no tile of a product is cut."""
+RIDERS_MAX = 128
 CONTEXT_TOKENS = 1024
 _RESERVE_BYTES = 8 << 30
 """For activations, logits and graphs beside weights and KV."""
@@ -23,14 +25,16 @@ _ROUNDS = 15
 _STEPS = 4
 _BEARABLE = (0.01, 0.05)
 """Shares of a step's time; the most rows that cost less are reported for each."""
+_AGAIN = 0
+"""Stands among the arms for the batch against itself: what differs there is noise."""
 
 
 def measured(kind: str, *, tiny: bool, put: Put) -> None:
     device = device_of(kind)
     shape = TINY if tiny else LLAMA_8B
-    batches, riders = ((1, 4), (1, 2)) if tiny else (BATCHES, RIDERS)
+    batches, sizes = ((1, 4), (1, 2, 4, 8)) if tiny else (BATCHES, ROWS)
     context_tokens = 16 if tiny else CONTEXT_TOKENS
-    rows_max = batches[-1] + riders[-1]
+    rows_max = sizes[-1]
     if not tiny:
         room = device.free_bytes() - 2 * shape.parameters - _RESERVE_BYTES
         rows_max = min(rows_max, room // (shape.kv_bytes_per_token * context_tokens))
@@ -47,11 +51,10 @@ def measured(kind: str, *, tiny: bool, put: Put) -> None:
         return steps[rows]
 
     for batch in batches:
-        wanted = [extra for extra in riders if batch + extra <= rows_max]
-        if batch > rows_max or not wanted:
-            continue
-        arms = {rows: step(rows) for rows in (batch, *(batch + extra for extra in wanted))}
-        put(f"batch_{batch}", _figures(batch, _step_times(device, arms)))
+        wanted = [rows for rows in sizes if batch < rows <= min(batch + RIDERS_MAX, rows_max)]
+        if wanted:
+            arms = {rows: step(rows) for rows in (batch, *wanted)} | {_AGAIN: step(batch)}
+            put(f"batch_{batch}", rider_figures(batch, _step_times(device, arms)))
 
 
 def _step_times(device: Device, arms: dict[int, Work]) -> dict[int, list[float]]:
@@ -69,32 +72,45 @@ def _step_times(device: Device, arms: dict[int, Work]) -> dict[int, list[float]]
     return taken
 
 
-def _figures(batch: int, taken: dict[int, list[float]]) -> dict[str, Any]:
+def rider_figures(batch: int, taken: dict[int, list[float]]) -> dict[str, Any]:
+    """Seconds of steps by rows; under 0 those of the batch measured a second time."""
     alone_s = median(taken[batch])
-    found: dict[str, Any] = {"step_ms": 1e3 * alone_s, "step_ms_p10_p90": _spread(taken[batch])}
-    found["riders"] = [
+    noise_ratio = abs(median(taken[_AGAIN]) / alone_s - 1.0)
+    riders = [
         {
             "rows": rows - batch,
             "cost_ratio": median(times) / alone_s - 1.0,
             "step_ms_p10_p90": _spread(times),
             "rider_tokens_per_s": (rows - batch) / median(times),
-            "tokens_per_cost_percent": _per_percent(rows - batch, median(times) / alone_s - 1.0),
+            "tokens_per_cost_percent": _per_percent(
+                rows - batch, median(times) / alone_s - 1.0, noise_ratio
+            ),
         }
-        for rows, times in taken.items()
+        for rows, times in sorted(taken.items())
         if rows > batch
     ]
-    found["rows_borne"] = {
-        f"within_{share:g}": max(
-            (one["rows"] for one in found["riders"] if one["cost_ratio"] <= share), default=0
-        )
-        for share in _BEARABLE
+    return {
+        "step_ms": 1e3 * alone_s,
+        "step_ms_p10_p90": _spread(taken[batch]),
+        "noise_ratio": noise_ratio,
+        "riders": riders,
+        "rows_borne": {f"within_{share:g}": _borne(riders, share) for share in _BEARABLE},
     }
-    return found
 
 
-def _per_percent(rows: int, cost_ratio: float) -> float | None:
-    """None where the rows cost nothing that can be measured."""
-    return rows / (100.0 * cost_ratio) if cost_ratio > 0.0 else None
+def _borne(riders: list[dict[str, Any]], share: float) -> int:
+    """The most rows of which all fewer ones cost less than the share too."""
+    borne = 0
+    for one in riders:
+        if one["cost_ratio"] > share:
+            break
+        borne = one["rows"]
+    return borne
+
+
+def _per_percent(rows: int, cost_ratio: float, noise_ratio: float) -> float | None:
+    """None where the cost is within the noise."""
+    return rows / (100.0 * cost_ratio) if cost_ratio > noise_ratio else None
 
 
 def _spread(times: list[float]) -> list[float]:

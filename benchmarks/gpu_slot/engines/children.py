@@ -75,12 +75,17 @@ class EngineChild:
     async def read(self) -> None:
         """Replies to those who wait, until the process ends."""
         assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            reply = REPLIES.decode(line)
-            if not isinstance(reply, Ready):
-                self._replies.pop(reply.number).set_result(reply)
+        fault = "an engine's process has ended"
+        try:
+            while line := await self.process.stdout.readline():
+                reply = REPLIES.decode(line)
+                if not isinstance(reply, Ready):
+                    self._replies.pop(reply.number).set_result(reply)
+        except (msgspec.MsgspecError, ValueError, KeyError) as error:
+            fault = f"an engine's reply cannot be read: {error}"
         for answer in self._replies.values():
-            answer.set_exception(ConfigError("an engine's process has ended"))
+            if not answer.done():
+                answer.set_exception(ConfigError(fault))
 
 
 @asynccontextmanager

@@ -54,6 +54,7 @@ class GuestEngine:
         """Steps for so long, as the gate admits them. `mixed`: steps of all sizes by turns."""
         until_ns = monotonic_ns() + int(seconds * 1e9)
         steps, closed, rng = list[Step](), Counter[str](), Random(seed)
+        probes = 0
         while monotonic_ns() < until_ns:
             decision = self._slot.decide(for_step=True)
             form = self._form(decision.tokens, len(steps), rng if mixed else None)
@@ -63,8 +64,17 @@ class GuestEngine:
                 self._woken.wait(BEAT_S)
                 self._woken.clear()
                 continue
+            probes += decision.probe
             steps.append(self._run(form))
-        return GuestLog(steps=tuple(steps), closed=dict(closed))
+        smallest_s = self._slot.step_time.predict_s(
+            decodes=1, prefill_tokens=0, context_tokens=self._slot.load.kv_tokens
+        )
+        return GuestLog(
+            steps=tuple(steps),
+            closed=dict(closed),
+            probes=probes,
+            smallest_step_s=smallest_s,
+        )
 
     def _form(self, tokens: int, number: int, rng: Random | None) -> tuple[str, int] | None:
         """The step to run of those that are admitted; None where none is."""

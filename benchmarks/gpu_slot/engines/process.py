@@ -40,6 +40,7 @@ from harvester.contracts.clock import MonotonicClock
 
 T = TypeVar("T")
 _write_lock = threading.Lock()
+_SWITCH_S = 5e-5
 
 
 def main() -> None:
@@ -55,6 +56,8 @@ def main() -> None:
             output.write(msgspec.json.encode(message) + b"\n")
             output.flush()
 
+    # Both engines of one process share Python's lock: neither may keep the other waiting for it.
+    sys.setswitchinterval(_SWITCH_S)
     engines = _engines(setting)
     reply(Ready(start_s=clock.now() - began_s, multiprocessors=engines.multiprocessors))
     for line in sys.stdin.buffer:

@@ -28,6 +28,7 @@ _LATE_S = 20.0
 @dataclass(slots=True)
 class _Running:
     key: int
+    number: int
     request: Request
     arrival_ns: int
     token_ns: list[int] = field(default_factory=list)
@@ -91,12 +92,13 @@ class ProductionEngine:
 
     def _arrive(self, load: Sequence[Request], begun_ns: int) -> None:
         pause = threading.Event()
-        for request in load:
+        for number, request in enumerate(load):
             due_ns = begun_ns + int(request.at_s * 1e9)
             pause.wait(max(0.0, (due_ns - monotonic_ns()) * 1e-9))
             body_bytes = _ENVELOPE_BYTES + _BYTES_PER_TOKEN * request.prompt_tokens
+            arrival_ns = monotonic_ns()
             key = self._reporter.arrive(body_bytes=body_bytes)
-            self._arrived.append(_Running(key, request, monotonic_ns()))
+            self._arrived.append(_Running(key, number, request, arrival_ns))
             self._bell.set()
 
     def _prefill(self, one: _Running, beside: int) -> Step:
@@ -150,6 +152,7 @@ class ProductionEngine:
 def _served(one: _Running) -> ServedRequest:
     pairs = zip(one.token_ns, one.token_ns[1:], strict=False)
     return ServedRequest(
+        number=one.number,
         arrival_ns=one.arrival_ns,
         first_ns=one.token_ns[0],
         end_ns=one.token_ns[-1],

@@ -28,6 +28,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    number: int = 0
+    """Within its load."""
     arrival_ns: int
     first_ns: int
     """Its first token."""
@@ -44,8 +46,24 @@ class ProductionLog(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[Step, ...] = ()
     requests: tuple[ServedRequest, ...] = ()
 
+    def until(self, end_ns: int) -> "ProductionLog":
+        """What ended by then."""
+        return ProductionLog(
+            steps=tuple(step for step in self.steps if step.end_ns <= end_ns),
+            requests=tuple(one for one in self.requests if one.end_ns <= end_ns),
+        )
+
 
 class GuestLog(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[Step, ...] = ()
     closed: dict[str, int] = {}
     """Decisions that admitted no step, by reason."""
+    probes: int = 0
+    """Steps of one token against the prediction, among `steps`."""
+    smallest_step_s: float = 0.0
+    """As the guest's own model predicts a decode of one request."""
+
+    def until(self, end_ns: int) -> "GuestLog":
+        """Steps that ended by then."""
+        steps = tuple(step for step in self.steps if step.end_ns <= end_ns)
+        return msgspec.structs.replace(self, steps=steps)

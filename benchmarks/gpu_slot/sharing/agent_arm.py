@@ -25,7 +25,7 @@ from scheduler.demo.prerequisites import free_ports
 from scheduler.demo.slot import SLOT
 from scheduler.service.leases import AgentClient
 
-_START_S = 20.0
+_START_S = 60.0
 _POLL_S = 0.05
 _END_S = 5.0
 

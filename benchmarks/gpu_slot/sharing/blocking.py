@@ -1,16 +1,18 @@
 """How long production waits for a guest step that already runs. Pure: from two logs of steps.
 
-A production step that begins while a guest step runs is late. Its delay is its time over the median
-of its form alone; the rest is what the guest step, at the median of its form alone, still had to
-run. Delays are a preemption time, paid however short the rest, and a share of one of two lengths:
+The first production step that begins while a guest step runs is late. Its delay is its time over
+the median of its form alone. What is said of it:
 
-    by_rest      delay = preemption_s + blocking_ratio * rest
-    by_lesser    delay = preemption_s + blocking_ratio * min(rest, production's own step)
+    over_overlap   delay over the time in which both ran: 1 where the device finishes a step before
+                   it begins another, 0.5 where both get half of it in short turns, 0 where neither
+                   is in the other's way
+    over_own       delay over production's own time
 
-The first is the slack law's, and what a device does that finishes a step before it begins another.
-The second is that of a device that gives both half of its time in turns shorter than a step: there
-a short production step is late by no more than itself, and the first form finds a ratio that holds
-for steps of these lengths alone. The form with the smaller `rms_ms` describes the device.
+A device of short turns delays production by no more than its own time, however long the guest
+step: a short step says nothing of what a long one would wait. So the slack law's two constants,
+`delay = preemption_s + blocking_ratio * rest`, are of those overlaps alone in which production's
+step is at least as long as the rest, which is what the guest step, at the median of its form
+alone, still had to run.
 """
 
 from bisect import bisect_right
@@ -28,14 +30,15 @@ from benchmarks.gpu_slot.engines.step_log import Step
 Form = tuple[str, int]
 Samples = npt.NDArray[np.float64]
 _LEAST_SAMPLES = 30
-_REST_LEAST_S = 1e-4
-"""A shorter rest says nothing of a ratio; its delay is preemption."""
-_QUANTILE = 0.99
 
 
-class Overlap(msgspec.Struct, frozen=True):
+class Overlap(msgspec.Struct, frozen=True, kw_only=True):
+    form: Form
+    """Of production's step."""
     rest_s: float
     """What the guest's step still had to run when production's began."""
+    overlap_s: float
+    """How long both then ran."""
     own_s: float
     """Production's step alone."""
     delay_s: float
@@ -50,6 +53,10 @@ def times_alone(steps: Iterable[Step]) -> dict[Form, float]:
     return {form: median(times) for form, times in taken.items()}
 
 
+def named_ms(times_s: dict[Form, float]) -> dict[str, float]:
+    return {f"{kind}_{size}": 1e3 * time_s for (kind, size), time_s in sorted(times_s.items())}
+
+
 def overlaps(
     production: Sequence[Step],
     guest: Sequence[Step],
@@ -57,58 +64,69 @@ def overlaps(
     production_alone_s: dict[Form, float],
     guest_alone_s: dict[Form, float],
 ) -> list[Overlap]:
-    """Production steps that began while a guest step ran, and during which no other one began."""
+    """The first production step that began within each guest step, unless another guest step began
+    before its end. Both logs are in order."""
     starts = [step.start_ns for step in guest]
     found: list[Overlap] = []
+    met: set[int] = set()
     for step in production:
         place = bisect_right(starts, step.start_ns) - 1
-        alone_s = production_alone_s.get(step.form)
-        if place < 0 or alone_s is None or guest[place].end_ns <= step.start_ns:
+        if place < 0 or guest[place].end_ns <= step.start_ns or place in met:
             continue
-        after = guest[place + 1] if place + 1 < len(guest) else None
-        if after is not None and after.start_ns < step.end_ns:
-            continue
+        met.add(place)
         running = guest[place]
-        ran_s = (step.start_ns - running.start_ns) * 1e-9
-        whole_s = guest_alone_s.get(running.form)
-        if whole_s is not None:
-            found.append(Overlap(max(0.0, whole_s - ran_s), alone_s, step.step_s - alone_s))
+        own_s, whole_s = production_alone_s.get(step.form), guest_alone_s.get(running.form)
+        after = guest[place + 1] if place + 1 < len(guest) else None
+        if own_s is None or whole_s is None or (after and after.start_ns < step.end_ns):
+            continue
+        found.append(
+            Overlap(
+                form=step.form,
+                rest_s=max(0.0, whole_s - (step.start_ns - running.start_ns) * 1e-9),
+                overlap_s=(min(step.end_ns, running.end_ns) - step.start_ns) * 1e-9,
+                own_s=own_s,
+                delay_s=step.step_s - own_s,
+            )
+        )
     return found
 
 
 def blocking_figures(found: Sequence[Overlap]) -> dict[str, Any]:
-    """Both forms, and the delays themselves. Too few overlaps give their count alone."""
-    figures: dict[str, Any] = {"overlaps": len(found)}
+    """By form of production's step, and the law's constants where enough overlaps bear them."""
+    forms: dict[str, Any] = {}
+    for form in sorted({one.form for one in found}):
+        of_form = [one for one in found if one.form == form]
+        forms[f"{form[0]}_{form[1]}"] = {
+            "count": len(of_form),
+            "own_ms": 1e3 * of_form[0].own_s,
+            "rest_ms": _quantiles([1e3 * one.rest_s for one in of_form]),
+            "delay_ms": _quantiles([1e3 * one.delay_s for one in of_form]),
+            "over_overlap": _quantiles([one.delay_s / one.overlap_s for one in of_form]),
+            "over_own": _quantiles([one.delay_s / one.own_s for one in of_form]),
+        }
+    long_enough = [one for one in found if one.own_s >= one.rest_s]
+    return {"forms": forms, "law": _line(long_enough)}
+
+
+def _line(found: Sequence[Overlap]) -> dict[str, Any]:
+    """Least squares, and by how much it must be raised for all delays to lie below it."""
     if len(found) < _LEAST_SAMPLES:
-        return figures
+        return {"count": len(found)}
     rest = np.array([one.rest_s for one in found])
-    own = np.array([one.own_s for one in found])
     delay = np.array([one.delay_s for one in found])
-    figures |= {
-        "by_rest": _line(rest, delay),
-        "by_lesser": _line(np.minimum(rest, own), delay),
-        "rest_ms": _quantiles(1e3 * rest),
-        "own_ms": _quantiles(1e3 * own),
-        "delay_ms": _quantiles(1e3 * delay),
-    }
-    long = rest > _REST_LEAST_S
-    if long.any():
-        figures["delay_over_rest"] = _quantiles(delay[long] / rest[long])
-    return figures
-
-
-def _line(length: Samples, delay: Samples) -> dict[str, float]:
-    """Least squares. `upper_preemption_ms` is the same line raised until 99 % of the delays lie
-    below it: what a law would have to count with."""
-    ratio, base_s = np.polyfit(length, delay, 1) if length.std() > 0.0 else (0.0, delay.mean())
-    beyond = delay - ratio * length - base_s
+    ratio, base_s = np.polyfit(rest, delay, 1) if rest.std() > 0.0 else (0.0, delay.mean())
+    beyond = delay - ratio * rest - base_s
     return {
+        "count": len(found),
         "blocking_ratio": float(ratio),
         "preemption_ms": 1e3 * float(base_s),
-        "upper_preemption_ms": 1e3 * float(base_s + np.quantile(beyond, _QUANTILE)),
+        "largest_preemption_ms": 1e3 * float(base_s + beyond.max()),
         "rms_ms": 1e3 * float(np.sqrt((beyond**2).mean())),
+        "rest_ms": _quantiles([1e3 * one.rest_s for one in found]),
     }
 
 
-def _quantiles(values: Samples) -> dict[str, float]:
-    return {f"p{round(100 * q)}": float(np.quantile(values, q)) for q in (0.1, 0.5, 0.9, 0.99)}
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    """The largest stands for a P99, which some hundred samples do not have."""
+    named = {f"p{round(100 * q)}": float(np.quantile(values, q)) for q in (0.1, 0.5, 0.9)}
+    return named | {"max": max(values)}

@@ -1,8 +1,9 @@
 """Green contexts: production and guest in one process, each on multiprocessors of its own.
 
 Not a backend of RoseMux: it would put the guest into production's process. Measured to know what a
-partition of the multiprocessors is worth beside turns and MPS. The CPU has none; there both run as
-threads of one process.
+partition of the multiprocessors is worth beside turns and MPS. "Alone" is production on its own
+part: what the partition itself costs is seen in `production_form_ms` against the other backends'.
+The CPU has none; there both run as threads of one process.
 """
 
 import asyncio
@@ -39,5 +40,4 @@ async def _measure(kind: str, tiny: bool, ratio: float, pages: PageDirectory, pu
     keep = under(f"guest_{ratio:g}", put)
     async with engine(setting, {}) as both:
         keep("multiprocessors", both.ready.multiprocessors)
-        sharing = Sharing(both, both, pages, sizes, keep)
-        await sharing.measure({}, await sharing.calibrated_rate())
+        await Sharing(both, both, pages, sizes, keep).measure({})

@@ -8,6 +8,8 @@ import asyncio
 import os
 import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,14 +23,16 @@ from benchmarks.gpu_slot.results import Put, under
 from benchmarks.gpu_slot.sharing.pair import REHEARSED, SHORT, Sharing
 from coserve.isolation import IsolationBackend
 from coserve.mps import MpsShare
-from harvester.contracts.errors import PeerProtocolError, Unsupported
+from harvester.contracts.errors import ConfigError, PeerProtocolError, Unsupported
 from harvester.contracts.mps import DEFAULT_CONTROL, PIPE_VARIABLE, MpsControl
 from harvester.contracts.page import PageDirectory
 from scheduler.demo.slot import SLOT
 
 _LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
 _ANSWER_S = 10.0
-SHARES = ((100.0, False), (100.0, True), (50.0, True), (20.0, True))
+_TRIES = 40
+_BOTH = 2
+SHARES = ((100.0, False), (100.0, True), (25.0, True))
 """Percentages of the multiprocessors, each with whether the guest's priority is below normal."""
 
 
@@ -43,6 +47,7 @@ def measured(kind: str, *, tiny: bool, put: Put) -> None:
 
 @contextmanager
 def _daemon() -> Iterator[MpsControl]:
+    """Raises Unsupported where there is no such program, ConfigError where it does not answer."""
     if shutil.which(DEFAULT_CONTROL) is None:
         raise Unsupported(f"{DEFAULT_CONTROL} is not installed here")
     with TemporaryDirectory(prefix="rosemux-mps-") as directory:
@@ -50,21 +55,18 @@ def _daemon() -> Iterator[MpsControl]:
         pipes.mkdir()
         logs.mkdir()
         environment = os.environ | {PIPE_VARIABLE: str(pipes), _LOG_VARIABLE: str(logs)}
-        done = subprocess.run(
-            [DEFAULT_CONTROL, "-d"],
-            env=environment,
-            capture_output=True,
-            timeout=_ANSWER_S,
-            check=False,
+        # In the foreground: it ends with this part's group of processes, however that ends.
+        daemon = subprocess.Popen(
+            [DEFAULT_CONTROL, "-f"], env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr
         )
         control = MpsControl(pipes, timeout_s=_ANSWER_S)
         try:
-            try:
-                control.servers()
-            except (PeerProtocolError, Unsupported) as error:
-                said = (done.stdout + done.stderr).decode(errors="replace").strip()
-                raise Unsupported(f"no MPS daemon starts here: {said or error}") from error
+            _wait_for(control, daemon)
             yield control
+        except BaseException:
+            for log in sorted(logs.iterdir()):
+                print(f"{log.name}: {log.read_text(errors='replace')[-1000:]}", file=sys.stderr)
+            raise
         finally:
             with suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run(
@@ -75,6 +77,25 @@ def _daemon() -> Iterator[MpsControl]:
                     timeout=_ANSWER_S,
                     check=False,
                 )
+            daemon.terminate()
+            daemon.wait()
+
+
+def _wait_for(control: MpsControl, daemon: "subprocess.Popen[bytes]") -> None:
+    fault = "it has ended"
+    for _ in range(_TRIES):
+        if daemon.poll() is not None:
+            break
+        try:
+            control.servers()
+        except PeerProtocolError:
+            return  # It answers, whatever it says.
+        except Unsupported as error:
+            fault = str(error)
+            time.sleep(_ANSWER_S / _TRIES)
+        else:
+            return
+    raise ConfigError(f"the MPS daemon does not answer: {fault}")
 
 
 async def _shares(kind: str, tiny: bool, control: MpsControl | None, put: Put) -> None:
@@ -85,7 +106,6 @@ async def _shares(kind: str, tiny: bool, control: MpsControl | None, put: Put) -
         served = {} if control is None else {PIPE_VARIABLE: str(control.pipe_directory)}
         async with engine(replace(setting, production=sizes.production), served) as production:
             put("production_multiprocessors", production.ready.multiprocessors)
-            rate_per_s = 0.0
             for percentage, below_normal in SHARES[-1:] if tiny else SHARES:
                 environment: dict[str, str] = {}
                 if control is not None:
@@ -97,7 +117,15 @@ async def _shares(kind: str, tiny: bool, control: MpsControl | None, put: Put) -
                 async with engine(guest, environment) as started:
                     keep = under(name, put)
                     keep("guest_multiprocessors", started.ready.multiprocessors)
-                    sharing = Sharing(production, started, pages, sizes, keep)
-                    # The same requests beside every share.
-                    rate_per_s = rate_per_s or await sharing.calibrated_rate()
-                    await sharing.measure({}, rate_per_s)
+                    if control is not None:
+                        keep("clients", _clients(control))
+                    await Sharing(production, started, pages, sizes, keep).measure({})
+
+
+def _clients(control: MpsControl) -> dict[str, list[int]]:
+    """By server. Raises ConfigError unless one has both: CUDA starts without MPS and says nothing,
+    and time-slicing would be measured under its name."""
+    found = {server: control.clients(server) for server in control.servers()}
+    if max((len(clients) for clients in found.values()), default=0) < _BOTH:
+        raise ConfigError(f"production and guest are not clients of one MPS server: {found}")
+    return {str(server): list(clients) for server, clients in found.items()}

@@ -1,15 +1,17 @@
 """Production and a guest on one device, whichever way they share it: what every backend measures.
 
-calibration   the rate that keeps production busy for a set share of its time; forms alone
-gate          how soon the guest obeys its grant, and falls silent for an arrival
-blocking      what production waits for a running guest step, by the step's rest
-arms          production alone twice, beside a guest without a law, and the arms that are given
+gate       how soon the guest obeys its grant
+blocking   what production waits for a running guest step, and when the guest falls silent
+arms       production alone twice, beside a guest without a law, and the arms that are given
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
+
+import msgspec
 
 from benchmarks.gpu_slot.engines.children import EngineChild
 from benchmarks.gpu_slot.engines.orders import EngineForms
@@ -18,7 +20,14 @@ from benchmarks.gpu_slot.engines.request_load import Request, poisson_load
 from benchmarks.gpu_slot.engines.step_log import GuestLog, ProductionLog
 from benchmarks.gpu_slot.results import Put
 from benchmarks.gpu_slot.sharing.agent_arm import AgentArm
-from benchmarks.gpu_slot.sharing.blocking import Form, blocking_figures, overlaps, times_alone
+from benchmarks.gpu_slot.sharing.arm_table import ALONE, ArmTable
+from benchmarks.gpu_slot.sharing.blocking import (
+    Form,
+    blocking_figures,
+    named_ms,
+    overlaps,
+    times_alone,
+)
 from benchmarks.gpu_slot.sharing.gate_times import (
     arrival_to_silence_s,
     closing_to_silence_s,
@@ -27,12 +36,16 @@ from benchmarks.gpu_slot.sharing.gate_times import (
     summary_ms,
 )
 from benchmarks.gpu_slot.sharing.grant_writer import GrantWriter
-from benchmarks.gpu_slot.sharing.step_figures import arm_figures, busy_ratio, guest_figures, ratios
 from benchmarks.rotation import rotated
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Grant, GrantMode, PageDirectory, ProductionModel, pulse_page
 
-ALONE, ALONE_AGAIN, UNGATED = "alone", "alone_again", "ungated"
-_CALIBRATIONS = 2
+ALONE_AGAIN, UNGATED = "alone_again", "ungated"
+_GRANT_FIELDS = (
+    *("mode", "reason", "step_tokens_cap", "phantom_prompt_tokens", "production", "epsilon"),
+    *("blocking_ratio", "preemption_s", "ttft_slo_s", "itl_slo_s"),
+)
 _EPSILON = 0.05
 _WIDE_SLO_S = 1e3
 _PHANTOM_TOKENS = 1 << 20
@@ -48,53 +61,62 @@ _PAUSE_LEAST_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is served and stepped, and for how long."""
+    """What is served and stepped, and for how long: the same under every backend."""
 
     production: EngineForms
     guest: EngineForms
     prompts: Mapping[int, float]
     """Of production's requests, with their weights."""
     output_tokens: int
+    requests_per_s: float
     slice_s: float
     rounds: int
-    busy_ratio: float = 0.4
-    """Production's share of the time alone."""
-    first_rate_per_s: float = 4.0
-    openings: int = 25
+    openings: int
     """0 leaves out how soon the gate obeys."""
-    arrivals_s: float = 8.0
-    arrivals_per_s: float = 15.0
+    arrivals_s: float
+    arrivals_per_s: float
 
 
 FULL = Sizes(
     production=EngineForms(
         prefills=(128, 512, 1024, 2048, 4096), decodes=(1, 2, 4, 8, 16, 32), context_tokens=1024
     ),
-    guest=EngineForms(prefills=(128, 512, 2048), decodes=(1, 4, 16, 64), context_tokens=1024),
+    guest=EngineForms(prefills=(128, 512, 2048), decodes=(1, 16, 64), context_tokens=1024),
     prompts={128: 0.3, 512: 0.35, 1024: 0.2, 2048: 0.12, 4096: 0.03},
-    output_tokens=32,
+    output_tokens=8,
+    # Some two fifths of an H200's time; what it was stands in the result.
+    requests_per_s=5.5,
     slice_s=3.0,
     rounds=3,
+    openings=20,
+    arrivals_s=9.0,
+    arrivals_per_s=9.0,
 )
-SHORT = replace(
-    FULL,
-    guest=EngineForms(prefills=(512,), decodes=(16, 64), context_tokens=1024),
-    rounds=1,
-    openings=0,
-    arrivals_s=5.0,
-)
+SHORT = replace(FULL, rounds=1, openings=0)
 """For backends that are measured in several settings."""
 REHEARSED = Sizes(
     production=EngineForms(prefills=(8, 16, 32), decodes=(1, 2, 4), context_tokens=16),
     guest=EngineForms(prefills=(8, 32), decodes=(1, 4), context_tokens=16),
     prompts={8: 0.5, 16: 0.3, 32: 0.2},
     output_tokens=4,
+    requests_per_s=40.0,
     slice_s=0.5,
     rounds=1,
     openings=3,
     arrivals_s=1.0,
     arrivals_per_s=20.0,
 )
+_EPSILON = 0.05
+_WIDE_SLO_S = 1e3
+_PHANTOM_TOKENS = 1 << 20
+"""So many that a request of a real prompt has next to none of the phantom's slack."""
+_ROOM = 4.0
+_FIRST_PREDICTION_S = 0.1
+"""A guest that has not stepped yet predicts steps of tens of milliseconds."""
+_SETTLE_S = 0.6
+"""A guest believes the page of a writer that is gone until it expires."""
+_PAUSES = 4.0
+_PAUSE_LEAST_S = 0.05
 
 
 @dataclass(slots=True)
@@ -109,33 +131,23 @@ class Sharing:
     put: Put
     _guest_alone_s: dict[Form, float] = field(default_factory=dict)
 
-    async def measure(self, arms: Mapping[str, AgentArm], rate_per_s: float) -> None:
+    async def measure(self, arms: Mapping[str, AgentArm]) -> None:
         """All of it; `arms` are under the agent, beside those that need none."""
         with GrantWriter(self.pages) as grant:
+            # Production's first slice teaches its pulse step times, and is not measured.
+            await self._served(self._load(seed=0))
             await self._guest_alone(grant)
             if self.sizes.openings:
                 await self._gate(grant)
             await self._blocking(grant)
-        await self._rounds(arms, rate_per_s)
-
-    async def calibrated_rate(self) -> float:
-        """Requests per second that keep production busy for its share of the time."""
-        rate_per_s = self.sizes.first_rate_per_s
-        for seed in range(_CALIBRATIONS):
-            log = await self._served(self._load(rate_per_s, seed=seed))
-            busy = busy_ratio([log], self.sizes.slice_s)
-            if busy > 0.0:
-                rate_per_s *= self.sizes.busy_ratio / busy
-        self.put("requests_per_s", rate_per_s)
-        return rate_per_s
+        await self._rounds(arms)
 
     async def _guest_alone(self, grant: GrantWriter) -> None:
         grant.write(_grant(GrantMode.UNGATED))
         log = await self.guest.roll(seconds=self.sizes.slice_s, mixed=True)
         grant.write(_grant(GrantMode.CLOSED))
         self._guest_alone_s = times_alone(log.steps)
-        named = {f"{k}_{n}": 1e3 * s for (k, n), s in sorted(self._guest_alone_s.items())}
-        self.put("guest_step_ms", named)
+        self.put("guest_step_ms", named_ms(self._guest_alone_s))
 
     async def _gate(self, grant: GrantWriter) -> None:
         """Openings and closings while production is idle."""
@@ -160,12 +172,15 @@ class Sharing:
         )
 
     async def _blocking(self, grant: GrantWriter) -> None:
-        """Short requests, each of which meets a guest that steps while production is idle."""
+        """Requests, short and long by turns of chance, that meet a guest which steps while
+        production is idle."""
         sizes = self.sizes
+        lengths = sizes.production.prefills
         load = poisson_load(
             rate_per_s=sizes.arrivals_per_s,
             seconds=sizes.arrivals_s,
-            prompts={min(sizes.production.prefills): 1.0},
+            # The long ones are slower than any guest step, as most of the short ones are not.
+            prompts={min(lengths): 0.5, max(lengths): 0.5},
             output_tokens=2,
             seed=1,
         )
@@ -193,56 +208,61 @@ class Sharing:
             },
         )
 
-    async def _rounds(self, arms: Mapping[str, AgentArm], rate_per_s: float) -> None:
+    async def _rounds(self, arms: Mapping[str, AgentArm]) -> None:
         """The arms in turn, with the same requests in each of a round."""
         names = (ALONE, UNGATED, *arms, ALONE_AGAIN)
-        production: dict[str, list[ProductionLog]] = {name: [] for name in names}
-        guest: dict[str, list[GuestLog]] = {name: [] for name in names}
-        for name, turn in rotated(names, self.sizes.rounds):
-            load = self._load(rate_per_s, seed=100 + turn)
-            if name in arms:
-                async with arms[name].leased():
-                    served, rolled = await self._beside(load)
-            else:
-                mode = GrantMode.UNGATED if name == UNGATED else GrantMode.CLOSED
-                with GrantWriter(self.pages) as grant:
-                    grant.write(_grant(mode))
-                    await asyncio.sleep(_SETTLE_S)
-                    served, rolled = await self._beside(load)
-            production[name].append(served)
-            guest[name].append(rolled)
-            if len({len(logs) for logs in production.values()}) == 1:
-                self._put_arms(production, guest)
+        table = ArmTable(self.sizes.slice_s)
+        for turn in range(self.sizes.rounds):
+            order = [name for name, _ in rotated(names, turn + 1)][-len(names) :]
+            # Backwards every other time: no arm always follows the same one.
+            for name in order if turn % 2 == 0 else reversed(order):
+                load = self._load(seed=100 + turn)
+                try:
+                    await self._arm(name, arms.get(name), load, table)
+                except ConfigError as error:
+                    table.failed(name, str(error))
+                self.put("arms", table.figures())
 
-    def _put_arms(
-        self, production: dict[str, list[ProductionLog]], guest: dict[str, list[GuestLog]]
+    async def _arm(
+        self, name: str, agent: AgentArm | None, load: Sequence[Request], table: "ArmTable"
     ) -> None:
-        alone = production[ALONE]
-        seconds = len(alone) * self.sizes.slice_s
-        self.put("rounds", len(alone))
-        self.put(
-            "arms",
-            {
-                name: {
-                    "production_busy_ratio": busy_ratio(logs, seconds),
-                    "production": arm_figures(logs),
-                    "over_alone": ratios(logs, alone),
-                    "guest": guest_figures(guest[name], seconds),
-                }
-                for name, logs in production.items()
-            },
-        )
+        if agent is not None:
+            async with agent.leased():
+                served, rolled = await self._beside(load)
+                table.granted(name, self._granted())
+        else:
+            mode = GrantMode.UNGATED if name == UNGATED else GrantMode.CLOSED
+            with GrantWriter(self.pages) as grant:
+                grant.write(_grant(mode))
+                await asyncio.sleep(_SETTLE_S)
+                served, rolled = await self._beside(load)
+        table.add(name, served, rolled)
+
+    def _granted(self) -> dict[str, Any]:
+        """What the agent's grant says at the end of a slice."""
+        reader = self.pages.grant_reader()
+        try:
+            reading = reader.read()
+        finally:
+            reader.close()
+        if reading.record is None:
+            return {"fault": str(reading.fault)}
+        said: dict[str, Any] = msgspec.to_builtins(reading.record)
+        return {name: said[name] for name in _GRANT_FIELDS}
 
     async def _beside(self, load: Sequence[Request]) -> tuple[ProductionLog, GuestLog]:
+        """What ended within the slice: afterwards production drains without a guest."""
         seconds = self.sizes.slice_s
-        return await asyncio.gather(self._served(load), self.guest.roll(seconds=seconds))
+        until_ns = monotonic_ns() + int(seconds * 1e9)
+        served, rolled = await asyncio.gather(self._served(load), self.guest.roll(seconds=seconds))
+        return served.until(until_ns), rolled.until(until_ns)
 
     async def _served(self, load: Sequence[Request]) -> ProductionLog:
         return await self.production.serve(load, seconds=self.sizes.slice_s)
 
-    def _load(self, rate_per_s: float, *, seed: int) -> tuple[Request, ...]:
+    def _load(self, *, seed: int) -> tuple[Request, ...]:
         return poisson_load(
-            rate_per_s=rate_per_s,
+            rate_per_s=self.sizes.requests_per_s,
             seconds=self.sizes.slice_s,
             prompts=self.sizes.prompts,
             output_tokens=self.sizes.output_tokens,

@@ -1,4 +1,4 @@
-"""Production's steps and requests of an arm, and their ratios to those alone. Pure."""
+"""Production's steps and requests of an arm, and how they compare with those alone. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_slot.engines.step_log import GuestLog, ProductionLog
+from benchmarks.gpu_slot.sharing.blocking import Form
 
 Samples = Callable[[ProductionLog], list[float]]
 
@@ -15,41 +16,29 @@ SAMPLES: Mapping[str, Samples] = {
     "ttft": lambda log: [request.ttft_s for request in log.requests],
     "itl": lambda log: [gap for request in log.requests for gap in request.itl_s],
 }
-_POINTS: Mapping[str, Callable[[Any], float]] = {
-    "p50": lambda values: float(np.quantile(values, 0.5)),
-    "p99": lambda values: float(np.quantile(values, 0.99)),
-    "mean": lambda values: float(np.mean(values)),
-}
+_P99_SAMPLES_MIN = 100
+"""Fewer have no P99: the largest is told in any case."""
 
 
 def arm_figures(rounds: Sequence[ProductionLog]) -> dict[str, Any]:
     """Milliseconds of each kind of sample over all rounds together."""
-    figures: dict[str, Any] = {}
-    for name, samples in SAMPLES.items():
-        values = [value for log in rounds for value in samples(log)]
-        figures[name] = {"count": len(values)}
-        if values:
-            points = {point: 1e3 * of(values) for point, of in _POINTS.items()}
-            figures[name] |= {f"{point}_ms": value for point, value in points.items()}
-    return figures
+    return {
+        name: _points([1e3 * value for log in rounds for value in samples(log)])
+        for name, samples in SAMPLES.items()
+    }
 
 
-def ratios(rounds: Sequence[ProductionLog], alone: Sequence[ProductionLog]) -> dict[str, Any]:
-    """Over all rounds together, and each round's over the same round alone as the spread."""
-    found: dict[str, Any] = {}
-    for name, samples in SAMPLES.items():
-        for point, of in _POINTS.items():
-            pooled = _ratio(of, samples, rounds, alone)
-            each = [
-                _ratio(of, samples, [one], [other])
-                for one, other in zip(rounds, alone, strict=True)
-            ]
-            known = [ratio for ratio in each if ratio is not None]
-            found[f"{name}_{point}"] = {
-                "ratio": pooled,
-                "rounds": [min(known), max(known)] if known else None,
-            }
-    return found
+def over_alone(
+    rounds: Sequence[ProductionLog],
+    alone: Sequence[ProductionLog],
+    alone_s: Mapping[Form, float],
+) -> dict[str, Any]:
+    """Each step over the median of its own form alone, since a slower production has larger
+    batches, and each request's first token over that of the same request alone. `rounds` are the
+    medians of single rounds, as the spread."""
+    steps = [_step_ratios(log, alone_s) for log in rounds]
+    firsts = [_paired_firsts(log, other) for log, other in zip(rounds, alone, strict=True)]
+    return {"step": _with_rounds(steps), "ttft": _with_rounds(firsts)}
 
 
 def guest_figures(rounds: Sequence[GuestLog], seconds: float) -> dict[str, Any]:
@@ -63,7 +52,9 @@ def guest_figures(rounds: Sequence[GuestLog], seconds: float) -> dict[str, Any]:
         "tokens_per_s": sum(step.tokens for step in steps) / seconds,
         "decoded_tokens_per_s": sum(s.tokens for s in steps if s.kind == "decode") / seconds,
         "steps": len(steps),
+        "probes": sum(log.probes for log in rounds),
         "share_of_time": sum(step.step_s for step in steps) / seconds,
+        "smallest_step_predicted_ms": [1e3 * log.smallest_step_s for log in rounds],
         "closed_by": closed,
     }
 
@@ -73,12 +64,28 @@ def busy_ratio(rounds: Sequence[ProductionLog], seconds: float) -> float:
     return sum(step.step_s for log in rounds for step in log.steps) / seconds
 
 
-def _ratio(
-    of: Callable[[Any], float],
-    samples: Samples,
-    rounds: Sequence[ProductionLog],
-    alone: Sequence[ProductionLog],
-) -> float | None:
-    above = [value for log in rounds for value in samples(log)]
-    below = [value for log in alone for value in samples(log)]
-    return of(above) / of(below) if above and below and of(below) > 0.0 else None
+def _step_ratios(log: ProductionLog, alone_s: Mapping[Form, float]) -> list[float]:
+    return [step.step_s / alone_s[step.form] for step in log.steps if step.form in alone_s]
+
+
+def _paired_firsts(log: ProductionLog, alone: ProductionLog) -> list[float]:
+    there = {request.number: request.ttft_s for request in alone.requests}
+    return [one.ttft_s / there[one.number] for one in log.requests if one.number in there]
+
+
+def _with_rounds(rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+    medians = [float(np.median(values)) for values in rounds if values]
+    return _points([value for values in rounds for value in values]) | {"rounds": medians}
+
+
+def _points(values: Sequence[float]) -> dict[str, Any]:
+    if not values:
+        return {"count": 0}
+    return {
+        "count": len(values),
+        "mean": float(np.mean(values)),
+        "p50": float(np.quantile(values, 0.5)),
+        "p90": float(np.quantile(values, 0.9)),
+        "p99": float(np.quantile(values, 0.99)) if len(values) >= _P99_SAMPLES_MIN else None,
+        "max": max(values),
+    }

@@ -13,7 +13,7 @@ from benchmarks.gpu_slot.engines.children import engine
 from benchmarks.gpu_slot.engines.orders import EngineSetting
 from benchmarks.gpu_slot.results import Put
 from benchmarks.gpu_slot.sharing.agent_arm import AgentArm
-from benchmarks.gpu_slot.sharing.pair import FULL, REHEARSED, Sharing
+from benchmarks.gpu_slot.sharing.pair import FULL, REHEARSED, Sharing, Sizes
 from coserve.gpus import gpus
 from coserve.isolation import Isolation, IsolationBackend, choose
 from harvester.contracts.page import PageDirectory
@@ -45,18 +45,21 @@ async def _measure(kind: str, tiny: bool, pages: PageDirectory, put: Put) -> Non
         engine(replace(shared, guest=sizes.guest), environment) as guest,
     ):
         put("start_s", {"production": production.ready.start_s, "guest": guest.ready.start_s})
-        sharing = Sharing(production, guest, pages, sizes, put)
-        await sharing.measure(_arms(pages), await sharing.calibrated_rate())
+        await Sharing(production, guest, pages, sizes, put).measure(_arms(pages, sizes))
 
 
 def _isolation(kind: str) -> Isolation:
     return choose(gpus=gpus()) if kind == "cuda" else choose(IsolationBackend.IDLE)
 
 
-def _arms(pages: PageDirectory) -> dict[str, AgentArm]:
+def _arms(pages: PageDirectory, sizes: Sizes) -> dict[str, AgentArm]:
+    # A fresh slot has not seen its longest prompts yet, which would make every round another
+    # experiment: the phantom is the one that production's pulse would come to.
+    known = {"phantom_prompt_tokens": max(sizes.prompts)}
     rose = {"law": Law.ROSE.value, **_NO_BRAKES}
     return {
-        "shipped": AgentArm(pages, {}),
-        "epsilon_0.25": AgentArm(pages, {"epsilon": 0.25}),
+        "shipped": AgentArm(pages, known),
+        "epsilon_0.25": AgentArm(pages, {**known, "epsilon": 0.25}),
+        "epsilon_1": AgentArm(pages, {**known, "epsilon": 1.0}),
         "rose_law": AgentArm(pages, rose, experiment=True),
     }

@@ -1,103 +1,125 @@
-"""Blocking ratio and preemption time are found again in logs that were made with known ones."""
+"""What is known of made-up devices is found again in their logs."""
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
-import msgspec
 import pytest
 
 from benchmarks.gpu_slot.engines.step_log import Step
 from benchmarks.gpu_slot.sharing.blocking import blocking_figures, overlaps, times_alone
 
 _GUEST_NS = 20_000_000
-_ALONE_NS = 4_000_000
-_APART_NS = 100_000_000
+_SHORT_NS, _LONG_NS = 4_000_000, 60_000_000
+_APART_NS = 200_000_000
+_SHORT, _LONG = ("prefill", 128), ("prefill", 4096)
+
+Manner = Callable[[int, int], tuple[int, int]]
+"""(rest, own) of an overlap to (delay of production, delay of the guest), nanoseconds."""
 
 
-def _logs(
-    *, ratio: float, preemption_ns: int, count: int = 400, noise_ns: int = 50_000
-) -> tuple[list[Step], list[Step]]:
-    """Production steps that begin at any moment of a guest step, as a device with these would."""
+def _whole(rest_ns: int, own_ns: int) -> tuple[int, int]:
+    """A step ends before another begins."""
+    return rest_ns, 0
+
+
+def _turns(rest_ns: int, own_ns: int) -> tuple[int, int]:
+    """Both get half of the device until one of them is done."""
+    return min(rest_ns, own_ns), min(rest_ns, own_ns)
+
+
+def _preempted(rest_ns: int, own_ns: int) -> tuple[int, int]:
+    """Production runs at once, after 0.3 ms."""
+    return 300_000, own_ns
+
+
+def _apart(rest_ns: int, own_ns: int) -> tuple[int, int]:
+    return 0, 0
+
+
+def _figures(manner: Manner, *, count: int = 400) -> dict[str, Any]:
     rng = Random(3)
     production, guest = list[Step](), list[Step]()
     for number in range(count):
+        form, own_ns = ((_SHORT, _SHORT_NS), (_LONG, _LONG_NS))[number % 2]
         start_ns = number * _APART_NS
         arrival_ns = start_ns + rng.randrange(_GUEST_NS)
-        rest_ns = start_ns + _GUEST_NS - arrival_ns
-        late_ns = preemption_ns + int(ratio * rest_ns) + rng.randrange(-noise_ns, noise_ns)
-        guest.append(
-            Step(kind="decode", size=16, start_ns=start_ns, end_ns=start_ns + _GUEST_NS + 1_000_000)
-        )
-        production.append(
-            Step(
-                kind="prefill",
-                size=128,
-                start_ns=arrival_ns,
-                end_ns=arrival_ns + _ALONE_NS + late_ns,
-            )
-        )
-    return production, guest
-
-
-def _figures(production: list[Step], guest: list[Step]) -> dict[str, Any]:
+        delay_ns, guest_delay_ns = manner(start_ns + _GUEST_NS - arrival_ns, own_ns)
+        delay_ns += rng.randrange(-20_000, 20_000)
+        guest.append(_step(("decode", 16), start_ns, _GUEST_NS + guest_delay_ns))
+        production.append(_step(form, arrival_ns, own_ns + delay_ns))
+        # The decode behind it meets the same guest step, or none.
+        production.append(_step(("decode", 1), production[-1].end_ns + 1000, 1_000_000))
     found = overlaps(
         production,
         guest,
-        production_alone_s={("prefill", 128): _ALONE_NS * 1e-9},
+        production_alone_s={
+            _SHORT: _SHORT_NS * 1e-9,
+            _LONG: _LONG_NS * 1e-9,
+            ("decode", 1): 0.001,
+        },
         guest_alone_s={("decode", 16): _GUEST_NS * 1e-9},
     )
+    assert len(found) == count, "one production step for each guest step"
     return blocking_figures(found)
 
 
-@pytest.mark.parametrize(("ratio", "preemption_ns"), [(1.0, 0), (0.4, 300_000), (0.0, 600_000)])
-def test_the_ratio_and_the_preemption_of_a_device_are_found(
-    ratio: float, preemption_ns: int
+def _step(form: tuple[str, int], start_ns: int, length_ns: int) -> Step:
+    return Step(kind=form[0], size=form[1], start_ns=start_ns, end_ns=start_ns + length_ns)
+
+
+@pytest.mark.parametrize(
+    ("manner", "ratio", "preemption_ms", "over_overlap"),
+    [(_whole, 1.0, 0.0, 1.0), (_turns, 1.0, 0.0, 0.5), (_apart, 0.0, 0.0, 0.0)],
+)
+def test_a_device_s_manner_is_found_again(
+    manner: Manner, ratio: float, preemption_ms: float, over_overlap: float
 ) -> None:
-    figures = _figures(*_logs(ratio=ratio, preemption_ns=preemption_ns))
-    assert figures["overlaps"] == 400
-    line = figures["by_rest"]
-    assert line["blocking_ratio"] == pytest.approx(ratio, abs=0.01)
-    assert line["preemption_ms"] == pytest.approx(preemption_ns * 1e-6, abs=0.02)
-    assert line["upper_preemption_ms"] > line["preemption_ms"]
-    assert line["rms_ms"] < 0.05
+    figures = _figures(manner)
+    assert figures["law"]["blocking_ratio"] == pytest.approx(ratio, abs=0.02)
+    assert figures["law"]["preemption_ms"] == pytest.approx(preemption_ms, abs=0.05)
+    assert figures["law"]["largest_preemption_ms"] < preemption_ms + 0.1
+    long = figures["forms"]["prefill_4096"]
+    assert long["over_overlap"]["p50"] == pytest.approx(over_overlap, abs=0.05)
 
 
-def test_a_device_that_takes_turns_shorter_than_a_step_is_told_apart() -> None:
-    """Each gets half of it while both have work: the delay is the lesser of rest and own time."""
-    production, guest = _logs(ratio=0.0, preemption_ns=0)
-    late = []
-    for one, other in zip(production, guest, strict=True):
-        rest_ns = other.start_ns + _GUEST_NS - one.start_ns
-        late.append(msgspec.structs.replace(one, end_ns=one.end_ns + min(rest_ns, _ALONE_NS)))
-    figures = _figures(late, guest)
-    assert figures["by_lesser"]["blocking_ratio"] == pytest.approx(1.0, abs=0.02)
-    assert figures["by_lesser"]["rms_ms"] < 0.1 * figures["by_rest"]["rms_ms"]
-    assert figures["by_rest"]["blocking_ratio"] < 0.3, "as if production were preempting"
+def test_what_preempts_costs_the_same_however_long_the_rest() -> None:
+    law = _figures(_preempted)["law"]
+    assert law["blocking_ratio"] == pytest.approx(0.0, abs=0.02)
+    assert law["preemption_ms"] == pytest.approx(0.3, abs=0.02)
 
 
-def test_few_overlaps_give_a_count_and_no_figure() -> None:
-    assert _figures(*_logs(ratio=1.0, preemption_ns=0, count=29)) == {"overlaps": 29}
+def test_short_steps_do_not_make_turns_look_like_preemption() -> None:
+    """In turns a short step is late by its own time only; the law's ratio is of long ones."""
+    figures = _figures(_turns)
+    short = figures["forms"]["prefill_128"]
+    assert short["delay_ms"]["max"] < 4.1
+    assert short["over_own"]["p50"] == pytest.approx(1.0, abs=0.05)
+    assert figures["law"]["blocking_ratio"] == pytest.approx(1.0, abs=0.02)
+    assert figures["law"]["count"] < 300, "of the short ones those alone that met less"
+
+
+def test_few_overlaps_give_a_count_and_no_constant() -> None:
+    assert _figures(_whole, count=40)["law"] == {"count": pytest.approx(24, abs=5)}
 
 
 def test_a_step_that_meets_two_guest_steps_is_left_out() -> None:
-    production, guest = _logs(ratio=0.0, preemption_ns=0, count=40)
-    second = Step(
-        kind="decode",
-        size=16,
-        start_ns=production[0].start_ns + 1_000,
-        end_ns=production[0].end_ns,
+    production = [_step(_SHORT, 5_000_000, 30_000_000)]
+    guest = [_step(("decode", 16), 0, 20_000_000), _step(("decode", 16), 21_000_000, 20_000_000)]
+    found = overlaps(
+        production,
+        guest,
+        production_alone_s={_SHORT: 0.004},
+        guest_alone_s={("decode", 16): 0.02},
     )
-    found = _figures(production, sorted([*guest, second], key=lambda one: one.start_ns))
-    assert found == _figures(production[1:], guest[1:])
+    assert found == []
 
 
 def test_a_step_after_the_guest_s_meets_none() -> None:
-    production, guest = _logs(ratio=0.0, preemption_ns=0, count=40)
-    late = [
-        Step(kind=one.kind, size=one.size, start_ns=one.start_ns + _GUEST_NS + 2_000_000, end_ns=0)
-        for one in production
-    ]
-    assert _figures(late, guest) == {"overlaps": 0}
+    production = [_step(_SHORT, 20_000_001, 4_000_000)]
+    guest = [_step(("decode", 16), 0, 20_000_000)]
+    alone = {_SHORT: 0.004, ("decode", 16): 0.02}
+    assert overlaps(production, guest, production_alone_s=alone, guest_alone_s=alone) == []
 
 
 def test_a_form_s_time_alone_is_its_median() -> None:

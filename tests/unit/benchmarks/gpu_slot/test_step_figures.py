@@ -4,7 +4,13 @@ import pytest
 
 from benchmarks.gpu_slot.engines.request_load import poisson_load
 from benchmarks.gpu_slot.engines.step_log import GuestLog, ProductionLog, ServedRequest, Step
-from benchmarks.gpu_slot.sharing.step_figures import arm_figures, busy_ratio, guest_figures, ratios
+from benchmarks.gpu_slot.sharing.arm_table import ArmTable
+from benchmarks.gpu_slot.sharing.step_figures import (
+    arm_figures,
+    busy_ratio,
+    guest_figures,
+    over_alone,
+)
 
 
 def _log(step_ms: float) -> ProductionLog:
@@ -16,24 +22,54 @@ def _log(step_ms: float) -> ProductionLog:
     return ProductionLog(steps=(step,), requests=(request,))
 
 
-def test_ratios_are_of_all_rounds_and_show_the_rounds_spread() -> None:
-    found = ratios([_log(3.0), _log(2.0)], [_log(2.0), _log(2.0)])
-    assert found["decode_step_mean"] == {
-        "ratio": pytest.approx(1.25),
-        "rounds": [pytest.approx(1.0), pytest.approx(1.5)],
-    }
-    assert found["prefill_step_mean"] == {"ratio": None, "rounds": None}
+def test_steps_are_compared_with_their_own_form_and_requests_with_themselves() -> None:
+    found = over_alone([_log(3.0), _log(2.0)], [_log(2.0), _log(2.0)], {("decode", 1): 0.002})
+    assert found["step"]["mean"] == pytest.approx(1.25)
+    assert found["step"]["rounds"] == [pytest.approx(1.5), pytest.approx(1.0)]
+    assert found["ttft"]["count"] == 2
+    assert found["ttft"]["max"] == pytest.approx(1.5)
 
 
-def test_an_arm_says_how_many_samples_it_has() -> None:
+def test_a_larger_batch_is_no_slower_step() -> None:
+    alone_s = {("decode", 1): 0.002, ("decode", 2): 0.004}
+    larger = Step(kind="decode", size=2, start_ns=0, end_ns=4_000_000)
+    found = over_alone([ProductionLog(steps=(larger,))], [_log(2.0)], alone_s)
+    assert found["step"]["p50"] == pytest.approx(1.0)
+    assert found["ttft"] == {"count": 0, "rounds": []}
+
+
+def test_few_samples_have_no_p99() -> None:
     figures = arm_figures([_log(2.0), _log(4.0)])
     assert figures["ttft"] == {
         "count": 2,
-        "p50_ms": pytest.approx(6.0),
-        "p99_ms": pytest.approx(7.96),
-        "mean_ms": pytest.approx(6.0),
+        "mean": pytest.approx(6.0),
+        "p50": pytest.approx(6.0),
+        "p90": pytest.approx(7.6),
+        "p99": None,
+        "max": pytest.approx(8.0),
     }
     assert figures["prefill_step"] == {"count": 0}
+
+
+def test_what_ends_after_the_slice_is_not_counted() -> None:
+    log = _log(2.0)
+    assert log.until(2_000_000).steps == log.steps
+    assert log.until(1_999_999).steps == ()
+    assert log.until(2_000_000).requests == ()
+
+
+def test_a_table_has_figures_after_each_arm_and_keeps_what_failed() -> None:
+    table = ArmTable(slice_s=1.0)
+    table.add("alone", _log(2.0), GuestLog())
+    table.failed("shipped", "the agent gave no lease within 60 s")
+    table.add("ungated", _log(3.0), GuestLog())
+    figures = table.figures()
+    assert figures["shipped"] == {
+        "rounds": 0,
+        "failures": ["the agent gave no lease within 60 s"],
+    }
+    assert figures["ungated"]["over_alone"]["step"]["p50"] == pytest.approx(1.5)
+    assert not figures["ungated"]["guest_says_enough"]
 
 
 def test_busy_time_is_that_of_steps() -> None:
@@ -43,13 +79,14 @@ def test_busy_time_is_that_of_steps() -> None:
 def test_a_guest_s_closed_decisions_are_summed_by_reason() -> None:
     step = Step(kind="decode", size=16, start_ns=0, end_ns=500_000_000)
     logs = [
-        GuestLog(steps=(step,), closed={"no_slack": 2}),
+        GuestLog(steps=(step,), closed={"no_slack": 2}, probes=1),
         GuestLog(closed={"no_slack": 1, "no_grant": 4}),
     ]
     figures = guest_figures(logs, 2.0)
     assert figures["closed_by"] == {"no_slack": 3, "no_grant": 4}
     assert figures["tokens_per_s"] == 8.0
     assert figures["share_of_time"] == pytest.approx(0.25)
+    assert figures["probes"] == 1
 
 
 def test_a_load_is_the_same_for_the_same_seed_and_has_its_rate() -> None:
