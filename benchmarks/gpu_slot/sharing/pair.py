@@ -54,7 +54,8 @@ _ROOM = 4.0
 _FIRST_PREDICTION_S = 0.1
 """A guest that has not stepped yet predicts steps of tens of milliseconds."""
 _SETTLE_S = 0.6
-"""A guest believes the page of a writer that is gone until it expires."""
+"""A guest believes the page of a writer that is gone until it expires; a slot that has just got
+its lease opens some beats later."""
 _PAUSES = 4.0
 _PAUSE_LEAST_S = 0.05
 
@@ -228,6 +229,7 @@ class Sharing:
     ) -> None:
         if agent is not None:
             async with agent.leased():
+                await asyncio.sleep(_SETTLE_S)
                 served, rolled = await self._beside(load)
                 table.granted(name, self._granted())
         else:
