@@ -66,8 +66,17 @@ def read_manifest(folder: Path) -> Manifest:
             for index, part in enumerate(document["parts"], 1)
         )
         return Manifest(str(document["bundle"]), parts)
+    except FileNotFoundError as error:
+        raise Refused(_no_bundle(folder)) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Refused(f"{folder / MANIFEST} cannot be read: {error}") from error
+
+
+def _no_bundle(folder: Path) -> str:
+    inside = sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}"))
+    if inside:
+        return f"{folder} is no bundle; name one that is in it: {', '.join(inside)}"
+    return f"{folder} is no bundle: it has no {MANIFEST}"
 
 
 class PartWriter(io.RawIOBase):

@@ -68,6 +68,7 @@ def _install(directory: Path, site: Path) -> int:
     manifest = parts.read_manifest(directory)
     marker = site / INSTALLED
     if marker.exists() and marker.read_bytes() == manifest.encode():
+        _settle(site)
         print(f"install: {site} has {manifest.bundle} already")
         return 0
     if site.exists() and any(site.iterdir()):
@@ -75,13 +76,18 @@ def _install(directory: Path, site: Path) -> int:
     if missing := parts.missing(directory, manifest):
         raise Refused(f"missing or torn: {', '.join(part.file_name for part in missing)}")
     unpack(directory, manifest, site)
+    _settle(site)
+    marker.write_bytes(manifest.encode())
+    print(f"install: {manifest.bundle} is in {site}; next: . {shlex.quote(str(site / 'activate'))}")
+    return 0
+
+
+def _settle(site: Path) -> None:
+    """Write what names this tree, this directory or this Python: any of them may have moved."""
     for script in sorted((site / "bin").glob("*")):
         _point_at_this_python(script)
     write_entry_points(site, TREE)
     (site / "activate").write_text(activation(site, TREE, ENVIRONMENT))
-    marker.write_bytes(manifest.encode())
-    print(f"install: {manifest.bundle} is in {site}; next: . {shlex.quote(str(site / 'activate'))}")
-    return 0
 
 
 def unpack(directory: Path, manifest: parts.Manifest, site: Path) -> None:

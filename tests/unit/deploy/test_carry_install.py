@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.gpu import itinerary, kernels, packing, parts, readiness, unpacking
+from deploy.gpu import itinerary, kernels, packing, parts, unpacking
 
 TREE = Path(__file__).parents[3]
 
@@ -124,6 +124,20 @@ def test_installing_twice_does_nothing_and_another_directory_is_left_alone(
     assert list((tmp_path / "mine").iterdir()) == [tmp_path / "mine/thesis"]
 
 
+def test_installing_again_from_a_tree_that_has_moved_names_the_new_one(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (moved / "pyproject.toml").write_text('[project]\nname = "rosemux"\nversion = "0.1.0"\n')
+    site = carried(bundle, tmp_path / "there")
+    assert f":{TREE}" in (site / "activate").read_text()
+    monkeypatch.setattr(unpacking, "TREE", moved)
+    carried(bundle, tmp_path / "there")
+    assert f":{moved}" in (site / "activate").read_text()
+    assert str(TREE) not in (site / "activate").read_text()
+
+
 def test_the_scripts_need_nothing_that_the_bundle_brings(bundle: Path, tmp_path: Path) -> None:
     """-S leaves out all installed packages."""
     for command in (
@@ -150,12 +164,6 @@ def test_each_part_has_its_go_and_the_last_installs(bundle: Path) -> None:
     assert text.index("part-3") < text.index(install)
     assert install.endswith("deploy/gpu/check")
     assert "build-kvcached" in text
-
-
-def test_a_module_that_cannot_be_imported_is_a_finding() -> None:
-    good, bad = readiness.imports(["json", "no_such_module_here"])
-    assert not good.error
-    assert "ModuleNotFoundError: No module named 'no_such_module_here'" in str(bad)
 
 
 def test_the_reference_of_attention_is_causal_and_grouped() -> None:

@@ -102,8 +102,21 @@ def test_parts_without_their_manifest_are_no_bundle(tmp_path: Path) -> None:
     writer = PartWriter(tmp_path, "engine-1.0", limit_bytes=1000)
     writer.write(CONTENT)
     writer.close()
-    with pytest.raises(Refused, match=r"manifest\.json cannot be read"):
+    with pytest.raises(Refused, match=r"is no bundle: it has no manifest\.json"):
         parts.join(tmp_path, tmp_path / "there")
+
+
+def test_the_folder_above_the_bundles_names_them(tmp_path: Path) -> None:
+    for name in ("engine-2.0", "engine-1.0"):
+        cut(tmp_path / name)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(Refused) as refusal:
+        parts.join(tmp_path, tmp_path / "there")
+    assert str(refusal.value) == (
+        f"{tmp_path} is no bundle; name one that is in it: "
+        f"{tmp_path / 'engine-1.0'}, {tmp_path / 'engine-2.0'}"
+    )
+    assert not (tmp_path / "there").exists()
 
 
 @pytest.mark.parametrize(
