@@ -6,7 +6,6 @@ in one run, with the same requests in each round. See README.md beside this file
 
 import argparse
 import asyncio
-import json
 import math
 import signal
 import sys
@@ -30,6 +29,7 @@ from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.run_length import FULL, SHORT
 from benchmarks.coserve.surge import surges
 from benchmarks.coserve.unseen import CONTEXT_TOKENS, KV_ARGUMENTS, full_kv, long_prompts
+from benchmarks.partial_result import PartialResult
 from benchmarks.reporting import report
 from benchmarks.rotation import rotated
 from harvester.contracts.clock import MonotonicClock
@@ -125,6 +125,8 @@ class Bench:
         self.load = Load(trace=trace, sizes=self.hardware.scales[0], rate=_FIRST_RATE)
         seconds = self.length.seconds if given.seconds is None else given.seconds
         self.rounds = max(1, round(seconds / self.length.slice_s))
+        # Beside the logs.
+        self.kept = PartialResult(slot.parts.paths.logs.parent / "parts.json")
         pages = slot.pages
         self._guest, self._grant = pages.guest_reader(), pages.grant_reader()
         self._last = Guest()
@@ -168,9 +170,7 @@ class Bench:
                 self.hardware.rollouts,
             )
             result = await unless(self.slot.parts.one_dies(), self._run())
-            if "failsafe" in self.given.only:
-                result["failsafe_ms"] = await self._failsafe()
-            return result
+            return result | await self._failsafe()
 
     async def _run(self) -> dict[str, Any]:
         await self._started()
@@ -194,21 +194,20 @@ class Bench:
             "unseen": lambda: self._unseen(runner, windows[-1]),
         }
         result: dict[str, Any] = {"hardware": self.hardware.kind.value}
-        self._keep(result)
+        self.kept.keep(result)
         for name, measure in parts.items():
             if name in self.given.only and self._fits(name, self.length.part_s):
                 result |= await measure()
-                self._keep(result)
+                self.kept.keep(result)
         return result
 
-    def _keep(self, result: dict[str, Any]) -> None:
-        """What the parts so far have measured, beside the logs: a later one may fail."""
-        kept = self.slot.parts.paths.logs.parent / "parts.json"
-        kept.write_text(json.dumps(result, indent=1) + "\n")
+    def _left_s(self) -> float:
+        """Of the run's own time."""
+        return self.started_s + self.length.within_s - self.clock.now()
 
     def _fits(self, what: str, takes_s: float) -> bool:
         """Whether it may begin now."""
-        left_s = self.started_s + self.length.within_s - self.clock.now()
+        left_s = self._left_s()
         if takes_s <= left_s:
             return True
         self.told(f"{what} is left out: {takes_s:.0f} s are more than the {left_s:.0f} s left")
@@ -232,6 +231,7 @@ class Bench:
             f"{self.load.sizes.output_scale:g} times its output"
         )
         rounds_s: list[float] = []
+        found: dict[str, Any] = {}
         for turn, arms in groupby(rotated(tuple(Arm), self.rounds), key=lambda pair: pair[1]):
             if rounds_s and not self._fits(f"round {turn + 1}", max(rounds_s)):
                 break
@@ -245,15 +245,14 @@ class Bench:
                     f"{done.guest_tokens / done.seconds:,.0f} tokens/s"
                 )
             rounds_s.append(self.clock.now() - began_s)
-        return figures(
-            self.requests,
-            runner.slices,
-            Facts(
+            facts = Facts(
                 trace=self.load.trace.name,
                 requests_per_s=mean_rate(windows[: len(rounds_s)]),
                 seed=self.given.seed,
-            ),
-        )
+            )
+            found = figures(self.requests, runner.slices, facts)
+            self.kept.keep({"rounds": len(rounds_s)} | found)
+        return found
 
     async def _reclaim(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
         self.told("the grant closed under load")
@@ -323,7 +322,12 @@ class Bench:
         self.load = aim.load(self.load, self.pulse().model, replays=replays)
 
     async def _failsafe(self) -> dict[str, Any]:
-        """The agent killed, and stopped; production stays idle, so that the guest always steps."""
+        """The agent killed, and stopped; production stays idle, so that the guest always steps.
+
+        Empty where it is left out.
+        """
+        if "failsafe" not in self.given.only or not self._fits("failsafe", self.length.trial_s):
+            return {}
         trials = FailSafe(
             slot=self.slot,
             guest=self.guest,
@@ -332,8 +336,11 @@ class Bench:
             clock=self.clock,
             new_agent=self._new_agent,
             told=self.told,
+            kept=lambda found: self.kept.keep({"failsafe_ms": found}),
         )
-        return await trials.run(self.trials, within_s=60.0 * self.given.failsafe_minutes)
+        # The last trial begins so early that it ends in time.
+        within_s = min(60.0 * self.given.failsafe_minutes, self._left_s() - self.length.trial_s)
+        return {"failsafe_ms": await trials.run(self.trials, within_s=within_s)}
 
     async def _new_agent(self) -> None:
         self.slot.parts.running[AGENT].process.wait()

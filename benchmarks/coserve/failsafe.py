@@ -96,12 +96,15 @@ class FailSafe:
     new_agent: Callable[[], Awaitable[None]]
     """Called after a kill, once the guest was watched."""
     told: Callable[[str], None]
+    kept: Callable[[dict[str, Any]], None] = lambda _: None
+    """Called with the figures so far, after each trial."""
 
     async def run(self, book: TrialBook, *, within_s: float) -> dict[str, Any]:
         """Until the book is full or the time is over."""
         start_s, before = self.clock.now(), len(book.trials)
         while (number := book.next()) and self.clock.now() - start_s < within_s:
             book.add(Trial(signal=number.name, ms=await self._trial(number)))
+            self.kept(book.figures())
             made = len(book.trials) - before
             if made % _TOLD_EVERY == 0:
                 each_s = (self.clock.now() - start_s) / made

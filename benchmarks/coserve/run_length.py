@@ -27,6 +27,8 @@ class RunLength:
     round."""
     part_s: float = 0.0
     """What one part may take, where the time is bounded."""
+    trial_s: float = 0.0
+    """What one trial of the fail-safe may take, with the start of a new agent; as above."""
 
 
 FULL = RunLength()
@@ -43,5 +45,6 @@ SHORT = RunLength(
     closed_windows=2,
     within_s=540.0,
     part_s=160.0,
+    trial_s=30.0,
 )
 """Ten minutes, engines' start and end included."""

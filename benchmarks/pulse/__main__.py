@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.core_time import account, used
+from benchmarks.partial_result import PartialResult
 from benchmarks.pulse.figures import ARMS, Arm, Figures
 from benchmarks.pulse.probe import scraped
 from benchmarks.reporting import report
@@ -118,6 +119,9 @@ class Bench:
                     record=self.figures.requests.append,
                 )
             await unless(self.parts.one_dies(), self._rounds())
+        return self._result()
+
+    def _result(self) -> dict[str, Any]:
         told = {"trace": self.trace.name, "hardware": self.hardware.kind.value}
         return told | self.figures.result(seed=self.seed)
 
@@ -169,6 +173,9 @@ class Bench:
         for name in self.clients:
             await self._closed(name, guess)
         rate = _BUSY * await self._closed("stock", guess) / _CLOSED_S
+        # Beside the logs.
+        kept = PartialResult(self.parts.paths.logs.parent / "parts.json")
+        kept.keep({"rounds": 0})
         windows = [
             window.sized(sizes)
             for window in windows_of(self.trace, count=self.rounds, duration_s=SLICE_S, rate=rate)
@@ -187,6 +194,7 @@ class Bench:
                     self.figures.core_s[arm].append(used(before, account(engine)))
                     done = await self._closed(_ENGINE[arm], window)
                 self.figures.closed[arm].append(done / _CLOSED_S)
+            kept.keep({"rounds": turn + 1} | self._result())
             self._told(f"round {turn + 1} of {self.rounds}, {len(window.arrivals)} requests")
 
     @asynccontextmanager

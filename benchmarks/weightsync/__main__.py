@@ -5,19 +5,21 @@ beside this file.
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks.partial_result import PartialResult
 from benchmarks.reporting import report
 from benchmarks.weightsync.contenders import CONTENDERS
 from benchmarks.weightsync.race import raced
 from benchmarks.weightsync.states import LARGE, SMALL, Pair, adam_step, checkpoints, consecutive
 from harvester.contracts.errors import ConfigError
 from scheduler.demo.gpu_hardware import find_hardware
-from scheduler.demo.hardware import Kind
+from scheduler.demo.hardware import Hardware, Kind
 from weightsync.encoding.codec import warm_up
 
 PARTS = ("codecs", "vllm", "fanout", "faults", "memory")
@@ -50,6 +52,7 @@ def main() -> None:
     given = parser.parse_args()
     if (given.old is None) != (given.new is None):
         parser.error("--old and --new belong together")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # The machine that is asked for is found, and checked, in the run.
     report("weightsync", lambda: measured(given), given.json, engines=False)
 
@@ -57,17 +60,31 @@ def main() -> None:
 def measured(given: argparse.Namespace) -> dict[str, Any]:
     hardware = find_hardware(given.hardware)
     hardware.check()
-    result: dict[str, Any] = {"hardware": hardware.kind.value}
+    partial = PartialResult(given.json, {"hardware": hardware.kind.value})
     for part in given.only:
         if part == "codecs":
-            result |= codecs(given)
-        else:
-            # Each part imports what it needs: real engines, servers, namespaces.
-            module = import_module(f"benchmarks.weightsync.{_MODULES.get(part, part)}")
-            of_engine = {"hardware": hardware} if part == "vllm" else {}
-            result[part] = module.measure(**of_engine)
-            print(part, result[part], file=sys.stderr, flush=True)
-    return result
+            partial.keep(codecs(given))
+            continue
+        found = _measured_alone(part, hardware, partial, given.json)
+        partial.keep({part: found})
+        print(part, found, file=sys.stderr, flush=True)
+    return partial.found
+
+
+def _measured_alone(
+    part: str, hardware: Hardware, partial: PartialResult, path: Path
+) -> dict[str, Any]:
+    """Each part imports what it needs: real engines, servers, namespaces."""
+    module = import_module(f"benchmarks.weightsync.{_MODULES.get(part, part)}")
+    of_engine: dict[str, Any] = {}
+    if part == "vllm":
+        of_engine = {
+            "hardware": hardware,
+            "logs": module.logs_beside(path),
+            "keep": lambda found: partial.keep({part: found}),
+        }
+    found: dict[str, Any] = module.measure(**of_engine)
+    return found
 
 
 def codecs(given: argparse.Namespace) -> dict[str, Any]:

@@ -8,23 +8,32 @@ both meet the same machine. Needs no GPU; on one the engine has 1 B parameters.
 
 import argparse
 import json
-import os
-import subprocess
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.partial_result import PartialResult
 from benchmarks.reporting import report
-from benchmarks.weightsync.engine_arms import FORM_FILE
-from harvester.contracts.errors import Unsupported
+from benchmarks.weightsync.engine_arms import FORM_FILE, RESULT_FILE
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import Exhausted, Unsupported
 from scheduler.demo.gpu_hardware import find_hardware
 from scheduler.demo.hardware import CpuHardware, Hardware, Kind
+from scheduler.demo.processes import Child, Processes
 
 REPETITIONS = 7
-_TIMEOUT_S = 600.0
+ENGINE_S = 480.0
+"""From the engine's start to its last repetition: within a command of ten minutes."""
+_LOOK_S = 0.25
+_MODULE = "benchmarks.weightsync.engine_arms"
+
+Keep = Callable[[dict[str, Any]], None]
+
 _CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -89,17 +98,38 @@ def main() -> None:
         "--hardware", type=Kind, choices=tuple(Kind), help="of the engine; else what is there"
     )
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def measured() -> dict[str, Any]:
         hardware = find_hardware(given.hardware)
         hardware.check()
-        return measure(repetitions=given.repetitions, hardware=hardware)
+        return measure(
+            repetitions=given.repetitions,
+            hardware=hardware,
+            logs=logs_beside(given.json),
+            keep=PartialResult(given.json).keep,
+        )
 
     report("weightsync.engine", measured, given.json, engines=False)
 
 
-def measure(*, repetitions: int = REPETITIONS, hardware: Hardware | None = None) -> dict[str, Any]:
-    """Medians, in milliseconds but for `params` and `changed_ratio`; `spread_ms` has the extremes.
+def logs_beside(path: Path) -> Path:
+    """Of a run whose result is to be at `path`."""
+    return path.parent / f"{path.stem}.run" / "logs"
+
+
+def measure(
+    *,
+    repetitions: int = REPETITIONS,
+    hardware: Hardware | None = None,
+    logs: Path,
+    keep: Keep,
+    within_s: float = ENGINE_S,
+    module: str = _MODULE,
+) -> dict[str, Any]:
+    """Medians, in milliseconds but for `params`, `repetitions` and `changed_ratio`; `spread_ms` has
+    the extremes. `keep` is called with those so far, once the engine is up and after each
+    repetition.
 
     `ours_ms`    the update: deltas written, packed forms exchanged, all of the state hashed
     `pause_ms`   the same with the calls that begin and end it: what the engine cannot step for
@@ -108,14 +138,16 @@ def measure(*, repetitions: int = REPETITIONS, hardware: Hardware | None = None)
     `stage_ms`   what was done before the pause: read, decoded, rehearsed, packed
     `unstaged_pause_ms`  the pause where nothing was done before it
 
-    Raises Unsupported where the engine does not come up.
+    Raises Unsupported where the engine does not come up, Exhausted where it is not done in time.
     """
-    kind = (hardware or CpuHardware()).kind
-    form = FORMS[kind]
-    with tempfile.TemporaryDirectory(prefix="rosemux-engine-") as directory:
+    form = FORMS[(hardware or CpuHardware()).kind]
+    with (
+        tempfile.TemporaryDirectory(prefix="rosemux-engine-") as directory,
+        Processes(logs) as processes,
+    ):
         root = Path(directory)
         (root / "stores").mkdir()
-        environment = os.environ | {
+        environment = {
             "ROSEMUX_WEIGHT_ROOT": str(root / "stores"),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             **form.environment,
@@ -123,20 +155,40 @@ def measure(*, repetitions: int = REPETITIONS, hardware: Hardware | None = None)
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
         (root / FORM_FILE).write_text(json.dumps(asdict(form)))
-        module = "benchmarks.weightsync.engine_arms"
-        done = subprocess.run(
-            [sys.executable, "-m", module, str(root), str(repetitions)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise Unsupported(f"the engine ended with {done.returncode}: {done.stderr[-2000:]}")
-        result: dict[str, Any] = json.loads((root / "result.json").read_text())
-        return result
+        command = [sys.executable, "-m", module, str(root), str(repetitions)]
+        child = processes.start("engine", command, environment=environment)
+        print(f"{repetitions} repetitions; the engine's log is {child.log}", file=sys.stderr)
+        return _followed(child, root / RESULT_FILE, repetitions, keep, within_s)
+
+
+def _followed(
+    child: Child, file: Path, repetitions: int, keep: Keep, within_s: float
+) -> dict[str, Any]:
+    """The child's last result, each passed on as it comes."""
+    clock, tick = MonotonicClock(), threading.Event()
+    started_s, text = clock.now(), ""
+    found: dict[str, Any] = {}
+    while True:
+        # Before its result is read: what is there afterwards is its last.
+        code = child.process.poll()
+        now_text = file.read_text() if file.exists() else ""
+        if now_text != text:
+            text, found = now_text, json.loads(now_text)
+            keep(found)
+            taken_s, done = clock.now() - started_s, found["repetitions"]
+            said = f"{done} of {repetitions} repetitions" if done else "the engine is up"
+            print(f"{taken_s:6.0f} s  {said}", file=sys.stderr, flush=True)
+        if code == 0:
+            return found
+        if code is not None:
+            raise Unsupported(f"the engine ended with {code}: {child.last_words()}")
+        if clock.now() - started_s > within_s:
+            raise Exhausted(
+                f"the engine had {within_s:.0f} s and was not done: "
+                f"{found.get('repetitions', 0)} of {repetitions} repetitions are measured and kept"
+                f"; its log {child.log} ends with: {child.last_words()}"
+            )
+        tick.wait(_LOOK_S)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
+from harvester.result_file import write_whole
 
 State = dict[str, torch.Tensor]
 
@@ -28,6 +29,8 @@ STORE = "job"
 _POLL_S = 0.005
 FORM_FILE = "form.json"
 """The form of the engine, in the process's directory."""
+RESULT_FILE = "result.json"
+"""Of the repetitions so far: there once the engine is up, and whole at every moment."""
 
 
 @dataclass
@@ -87,21 +90,32 @@ def main(root: Path, repetitions: int) -> None:
 
     generator = torch.Generator(form["device"]).manual_seed(1)
     state = first_state(form["model"], generator)
+    params = sum(tensor.numel() for tensor in state.values())
+
+    def keep(times: Times, changed: int) -> None:
+        found = _result(times, params, changed / params)
+        write_whole(root / RESULT_FILE, json.dumps(found))
+
+    keep(Times(), 0)
     with Publisher(root / "stores" / STORE) as publisher:
         publisher.publish(state)
-        times, changed = _measured(engine, publisher, state, generator, repetitions)
-    params = sum(tensor.numel() for tensor in state.values())
-    (root / "result.json").write_text(json.dumps(_result(times, params, changed)))
+        _measure(engine, publisher, state, generator, repetitions, keep)
 
 
-def _measured(
-    engine: Engine, publisher: Any, state: State, generator: torch.Generator, repetitions: int
-) -> tuple[Times, float]:
+def _measure(
+    engine: Engine,
+    publisher: Any,
+    state: State,
+    generator: torch.Generator,
+    repetitions: int,
+    keep: Callable[[Times, int], None],
+) -> None:
+    """`keep` takes the times so far and the elements that the last step changed, after each
+    repetition."""
     clock = MonotonicClock()
     engine.update(1, clock)
     has_native = capabilities(installed_vllm_version()).checkpoint_patches
     times = Times()
-    changed = 0
     for repetition in range(-1, repetitions):
         kept = times if repetition >= 0 else Times()
         for unstaged in (False, True):
@@ -111,13 +125,13 @@ def _measured(
             state = following
         ahead = next_state(state, generator)
         changed = _changed(state, ahead)
-        if not has_native:
-            continue
-        for patches in (_patches(state, ahead), _patches(ahead, state)):
-            started = clock.now()
-            engine.on_model(partial(_native, patches))
-            kept.native.append((clock.now() - started) * 1e3)
-    return times, changed / sum(tensor.numel() for tensor in state.values())
+        if has_native:
+            for patches in (_patches(state, ahead), _patches(ahead, state)):
+                started = clock.now()
+                engine.on_model(partial(_native, patches))
+                kept.native.append((clock.now() - started) * 1e3)
+        if repetition >= 0:
+            keep(times, changed)
 
 
 def _ours(
@@ -213,16 +227,21 @@ def _drawn(
 def _result(times: Times, params: int, changed_ratio: float) -> dict[str, Any]:
     return {
         "params": params,
-        "ours_ms": statistics.median(times.ours),
-        "native_ms": statistics.median(times.native) if times.native else None,
-        "pause_ms": statistics.median(times.pause),
-        "stage_ms": statistics.median(times.stage),
-        "unstaged_pause_ms": statistics.median(times.unstaged),
+        "repetitions": len(times.pause),
+        "ours_ms": _median(times.ours),
+        "native_ms": _median(times.native),
+        "pause_ms": _median(times.pause),
+        "stage_ms": _median(times.stage),
+        "unstaged_pause_ms": _median(times.unstaged),
         "changed_ratio": changed_ratio,
         "spread_ms": {
             name: [min(values), max(values)] for name, values in vars(times).items() if values
         },
     }
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 import argparse
 import asyncio
 import json
+import math
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from benchmarks.coserve import __main__ as coserve
 from benchmarks.coserve.arms import Arm
+from benchmarks.coserve.failsafe import FailSafe
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.run_length import SHORT
 from harvester.contracts.page import PageDirectory
@@ -31,12 +34,18 @@ class CountedRunner:
     now_s: float = 0.0
     done: list[tuple[Arm, int]] = field(default_factory=list)
     slices: list[Any] = field(default_factory=list)
+    folder: Path | None = None
+    kept_at_starts: list[int | None] = field(default_factory=list)
+    """Rounds in the file when each round began."""
 
     def now(self) -> float:
         return self.now_s
 
     async def run(self, arm: Arm, turn: int, window: Window) -> Any:
         assert window.arrivals
+        if self.folder is not None and (not self.done or self.done[-1][1] != turn):
+            there = (self.folder / "x.run" / "parts.json").exists()
+            self.kept_at_starts.append(kept_in(self.folder)["rounds"] if there else None)
         self.now_s += ARM_S
         self.done.append((arm, turn))
         return SimpleNamespace(
@@ -44,21 +53,38 @@ class CountedRunner:
         )
 
 
+def bench_in(
+    folder: Path, runner: CountedRunner, arguments: Sequence[str], **given: Any
+) -> coserve.Bench:
+    """Its clock is the runner's and says now how long the run has been on."""
+    paths = SimpleNamespace(logs=folder / "x.run" / "logs")
+    slot = SimpleNamespace(
+        hardware=CpuHardware(),
+        pages=PageDirectory.create(folder / "slot"),
+        parts=SimpleNamespace(paths=paths),
+    )
+    trace = generated_trace(Bursts(), duration_s=3600.0, seed=1)
+    asked = {"seconds": 120.0, "failsafe": 0, "failsafe_file": None, "seed": 1} | given
+    namespace = argparse.Namespace(short="--short" in arguments, **asked)
+    bench = coserve.Bench(cast(ServingSlot, slot), trace, namespace)
+    bench.clock, bench.started_s = cast(Any, runner), 0.0
+    return bench
+
+
+def kept_in(folder: Path) -> dict[str, Any]:
+    kept: dict[str, Any] = json.loads((folder / "x.run" / "parts.json").read_text())
+    return kept
+
+
 def rounds_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, started_s: float, arguments: Sequence[str]
 ) -> CountedRunner:
-    runner = CountedRunner()
-    monkeypatch.setattr(coserve, "figures", lambda *_: {})
-    slot = SimpleNamespace(hardware=CpuHardware(), pages=PageDirectory.create(folder / "slot"))
-    trace = generated_trace(Bursts(), duration_s=3600.0, seed=1)
-    given = argparse.Namespace(
-        short="--short" in arguments, seconds=120.0, failsafe=0, failsafe_file=None, seed=1
-    )
-    bench = coserve.Bench(cast(ServingSlot, slot), trace, given)
-    bench.clock, bench.started_s = cast(Any, runner), 0.0
-    runner.now_s = started_s
+    runner = CountedRunner(now_s=started_s, folder=folder)
+    monkeypatch.setattr(coserve, "figures", lambda _, __, facts: {"rate": facts.requests_per_s})
+    bench = bench_in(folder, runner, arguments)
     windows = bench.load.windows(bench.length.slice_s, count=bench.rounds)
-    asyncio.run(bench._rounds(cast(Runner, runner), windows))
+    found = asyncio.run(bench._rounds(cast(Runner, runner), windows))
+    assert found["rate"] > 0.0
     return runner
 
 
@@ -80,17 +106,62 @@ def test_the_first_round_is_run_however_late_it_is(
     assert {turn for _, turn in runner.done} == {0}
 
 
-def test_what_was_measured_outlives_a_part_that_fails(tmp_path: Path) -> None:
-    parts = SimpleNamespace(paths=SimpleNamespace(logs=tmp_path / "x.run" / "logs"))
-    parts.paths.logs.mkdir(parents=True)
-    pages = PageDirectory.create(tmp_path / "slot")
-    slot = SimpleNamespace(hardware=CpuHardware(), pages=pages, parts=parts)
-    given = argparse.Namespace(short=True, seconds=None, failsafe=0, failsafe_file=None, seed=1)
-    trace = generated_trace(Bursts(), duration_s=60.0, seed=1)
-    bench = coserve.Bench(cast(ServingSlot, slot), trace, given)
-    bench._keep({"hardware": "cpu", "slo": {"ttft_ms": 1.0}})
-    kept = json.loads((tmp_path / "x.run" / "parts.json").read_text())
-    assert kept["slo"] == {"ttft_ms": 1.0}
+def test_each_round_is_kept_before_the_next_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = rounds_run(tmp_path, monkeypatch, started_s=220.0, arguments=["--short"])
+    assert runner.kept_at_starts == [None, 1, 2]
+    assert kept_in(tmp_path)["rounds"] == 3
+
+
+class CountedTrials:
+    """Trials of so many seconds each."""
+
+    def __init__(self, clock: CountedRunner, trial_s: float) -> None:
+        self.clock, self.trial_s = clock, trial_s
+
+    async def trial(self, number: signal.Signals) -> float:
+        assert number in (signal.SIGKILL, signal.SIGSTOP)
+        self.clock.now_s += self.trial_s
+        return 500.0
+
+
+def failsafe_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, started_s: float, arguments: Sequence[str]
+) -> tuple[CountedRunner, dict[str, Any]]:
+    """All of a run behind its other parts."""
+    runner = CountedRunner(now_s=started_s)
+    trials = CountedTrials(runner, 0.9 * SHORT.trial_s)
+    monkeypatch.setattr(FailSafe, "_trial", trials.trial)
+    bench = bench_in(
+        folder, runner, arguments, failsafe=10, failsafe_minutes=math.inf, only=["failsafe"]
+    )
+    bench.lease = bench.rollouts = cast(Any, None)
+    found = asyncio.run(bench._failsafe())
+    return runner, found.get("failsafe_ms", {})
+
+
+def test_trials_of_the_fail_safe_end_with_the_time_of_a_short_run_and_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, found = failsafe_run(tmp_path, monkeypatch, started_s=400.0, arguments=["--short"])
+    assert 400.0 < runner.now_s <= SHORT.within_s
+    assert 2 <= sum(found["n"].values()) < 20
+    assert kept_in(tmp_path)["failsafe_ms"] == found
+
+
+def test_a_fail_safe_without_time_for_one_trial_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late_s = SHORT.within_s - SHORT.trial_s + 1.0
+    runner, found = failsafe_run(tmp_path, monkeypatch, started_s=late_s, arguments=["--short"])
+    assert (runner.now_s, found) == (late_s, {})
+    assert "failsafe is left out" in capsys.readouterr().err
+
+
+def test_a_full_run_makes_every_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, found = failsafe_run(tmp_path, monkeypatch, started_s=9_000.0, arguments=[])
+    assert found["n"] == {"SIGKILL": 10, "SIGSTOP": 10}
 
 
 def test_a_full_run_runs_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 import asyncio
-from collections.abc import Mapping
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,3 +128,39 @@ def test_three_servers_of_a_cpu_start_together_as_before(
     for command in parts.commands.values():
         assert flag(command, "--max-model-len") == "2048"
         assert flag(command, "--max-num-batched-tokens") == "512"
+
+
+@asynccontextmanager
+async def not_scraped(*_: object) -> AsyncIterator[None]:
+    yield
+
+
+def test_each_round_is_kept_before_the_next_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = SimpleNamespace(logs=tmp_path / "x.run" / "logs", pages=tmp_path)
+    parts = StartedParts(paths, running=dict.fromkeys(("stock", "pulse", "twin")))
+    parts.running = {name: SimpleNamespace(tree=list) for name in parts.running}
+    trace = generated_trace(Bursts(), duration_s=3600.0, seed=1)
+    bench = pulse.Bench(cast(Parts, parts), trace, rounds=2, seed=1)
+    kept_at_replays: list[int] = []
+    file = tmp_path / "x.run" / "parts.json"
+
+    async def replay(_: object, *, arm: Arm, block: int, start_s: float) -> None:
+        kept_at_replays.append(json.loads(file.read_text())["rounds"])
+        bench.figures.requests += requests_of(arm, slower=1.0)
+
+    async def closed(*_: object) -> int:
+        return 40
+
+    monkeypatch.setattr(pulse.Bench, "_closed", closed)
+    monkeypatch.setattr(pulse, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(pulse, "_SCRAPES_S", 0.0)
+    monkeypatch.setattr(pulse, "scraped", not_scraped)
+    client = SimpleNamespace(replay=replay, url="")
+    bench.clients = cast(Any, dict.fromkeys(parts.running, client))
+    asyncio.run(bench._rounds())
+    assert kept_at_replays == [0] * len(ARMS) + [1] * len(ARMS)
+    kept = json.loads(file.read_text())
+    assert kept["rounds"] == 2
+    assert kept["requests"] == dict.fromkeys(ARMS, 160)

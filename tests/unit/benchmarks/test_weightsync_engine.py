@@ -1,8 +1,13 @@
-"""Synthetic steps of the engine that follows them, and how that engine is made on each hardware."""
+"""Synthetic steps of the engine that follows them, how that engine is made on each hardware, and
+what stays of a run that does not come to its end."""
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 
-from benchmarks.weightsync.engine import FORMS
+from benchmarks.weightsync.engine import FORMS, measure
 from benchmarks.weightsync.engine_arms import (
     Times,
     _changed,
@@ -10,6 +15,7 @@ from benchmarks.weightsync.engine_arms import (
     first_state,
     next_state,
 )
+from harvester.contracts.errors import Exhausted, Unsupported
 from scheduler.demo.hardware import Kind
 
 TINY = {
@@ -54,3 +60,71 @@ def test_a_vllm_without_a_path_of_its_own_leaves_its_figure_out() -> None:
     assert result["native_ms"] is None
     assert result["pause_ms"] == 3.0
     assert "native" not in result["spread_ms"]
+
+
+def test_times_before_the_first_repetition_are_null() -> None:
+    result = _result(Times(), params=10, changed_ratio=0.0)
+    assert (result["repetitions"], result["pause_ms"], result["spread_ms"]) == (0, None, {})
+
+
+FAKE = """
+import pathlib, sys, time
+root, repetitions = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+for done in range({made}):
+    new = root / "new"
+    new.write_text('{{"repetitions": %d}}' % done)
+    new.replace(root / "result.json")
+    time.sleep(0.4)
+print("the last words", file=sys.stderr, flush=True)
+{end}
+"""
+
+
+def followed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, made: int, end: str, within_s: float = 60.0
+) -> tuple[list[int], dict[str, Any] | Exception]:
+    """Repetitions as they were kept, and the end of it."""
+    (folder / "fake_engine.py").write_text(FAKE.format(made=made, end=end))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    kept: list[int] = []
+    try:
+        found = measure(
+            repetitions=2,
+            logs=folder / "logs",
+            keep=lambda found: kept.append(found["repetitions"]),
+            within_s=within_s,
+            module="fake_engine",
+        )
+    except (Exhausted, Unsupported) as error:
+        return kept, error
+    return kept, found
+
+
+def test_each_repetition_is_kept_and_said_as_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, found = followed(tmp_path, monkeypatch, made=3, end="")
+    assert kept == [0, 1, 2]
+    assert found == {"repetitions": 2}
+    said = capsys.readouterr().err
+    assert "the engine is up" in said
+    assert "1 of 2 repetitions" in said
+
+
+def test_an_engine_that_fails_says_its_last_words_and_loses_no_repetition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, error = followed(tmp_path, monkeypatch, made=2, end="sys.exit(3)")
+    assert isinstance(error, Unsupported)
+    assert "ended with 3: the last words" in str(error)
+    assert kept[-1] == 1
+
+
+def test_an_engine_that_hangs_is_ended_with_a_plain_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, error = followed(tmp_path, monkeypatch, made=2, end="time.sleep(600)", within_s=2.5)
+    assert isinstance(error, Exhausted)
+    assert "1 of 2 repetitions are measured and kept" in str(error)
+    assert "the last words" in str(error)
+    assert kept[-1] == 1
