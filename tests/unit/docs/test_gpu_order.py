@@ -1,16 +1,17 @@
-"""An engine that hangs costs no test that needs none."""
+"""The order of tests/gpu: an engine that hangs costs no test that needs none."""
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.gpu import conftest
 from tests.gpu.conftest import START_ENGINES, pytest_collection_modifyitems
 
-HERE = Path(__file__).parent
+FOLDER = Path(conftest.__file__).parent
 
 
 def items(*files: str) -> list[Any]:
-    return [SimpleNamespace(path=HERE / f"{file}.py") for file in files]
+    return [SimpleNamespace(path=FOLDER / f"{file}.py") for file in files]
 
 
 def order(*files: str) -> list[str]:
@@ -37,4 +38,4 @@ def test_a_file_of_another_folder_stays_where_it_is() -> None:
 
 
 def test_each_module_that_is_named_is_there() -> None:
-    assert [name for name in START_ENGINES if not (HERE / f"{name}.py").exists()] == []
+    assert [name for name in START_ENGINES if not (FOLDER / f"{name}.py").exists()] == []
