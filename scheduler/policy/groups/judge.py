@@ -23,6 +23,7 @@ PAPER_PLAN = Rules(CYCLIC, True, False, 0.0, 3.0, 0.0)
 PAPER_RULES = Rules(FIFO, True, False, 5.0, 3.0, 0.0)
 """What RollMux runs: each worker first come, first served."""
 OUR_RULES = Rules(CREDIT, True, True, 5.0, 3.0, 0.03)
+FCFS_RULES = OUR_RULES._replace(order=FIFO)
 PAPER_HORIZON = Horizon(scenarios=1, warm_up=3.0, cycles=6.0)
 OUR_HORIZON = Horizon()
 

@@ -2,10 +2,11 @@
 
 Three orders. CYCLIC is the paper's round robin: nobody rolls out or trains again before all that
 share the node did; or a given round, in which a job may have several turns. FIFO is first come,
-first served. CREDIT is ours: a job's credit is the delay that it can still absorb, `SLO * solo work
-done - time since it began`; the least credit goes first, and a node stays idle for a job that is
-about to come when starting another would leave the less credit of the two smaller. All of them only
-order; how long anything takes is not known here.
+first served: a job that waits for several nodes is passed at none of them. CREDIT is ours: a job's
+credit is the delay that it can still absorb, `SLO * solo work done - time since it began`; the
+least credit goes first, and a node stays idle for a job that is about to come when starting another
+would leave the less credit of the two smaller. All of them only order; how long anything takes is
+not known here.
 """
 
 from scheduler.policy.groups.compiled import Records, compiled
@@ -15,6 +16,7 @@ from scheduler.policy.groups.stages import (
     CREDIT,
     CYCLIC,
     DONE,
+    FIFO,
     LOADING,
     PARKED,
     TAIL_HELD,
@@ -166,7 +168,7 @@ def _precedes(jobs: Records, j: int, k: int, now_s: float, order: int) -> bool:
 @compiled
 def next_start(jobs: Records, permits: Records, now_s: float, rules: Rules) -> int:
     """Index of the waiting job whose phase should start now, or -1."""
-    tried = 0
+    tried, awaited = 0, 0
     while True:
         best = -1
         for k in range(jobs.size):
@@ -178,6 +180,13 @@ def next_start(jobs: Records, permits: Records, now_s: float, rules: Rules) -> i
         if best < 0:
             return -1
         tried |= 1 << best
+        if rules.order == FIFO:
+            rollout = jobs["stage"][best] == WAITS_ROLLOUT
+            wanted = jobs["rollout_nodes"][best] if rollout else jobs["training_nodes"][best]
+            passes = (awaited & wanted) != 0
+            awaited |= wanted
+            if passes:
+                continue
         if not _can_start(jobs, permits, best, rules):
             continue
         if rules.order == CYCLIC and not _is_its_turn(jobs, best):

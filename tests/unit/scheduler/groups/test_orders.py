@@ -103,6 +103,15 @@ def test_nobody_starves_even_where_every_promise_is_broken(
         assert found <= 2.0 * slo * fair
 
 
+def test_first_come_first_served_lets_nobody_pass_a_job_that_waits_for_several_nodes() -> None:
+    """Two narrow jobs in turn would keep one of its two nodes busy for ever."""
+    wide = occupant(100.0, 10.0, rollout=3, training=4)
+    narrow = [occupant(100.0, 1.0, rollout=1 << at, training=8 << at) for at in range(2)]
+    served = exact_slowdowns([wide, *narrow], Rules(order=FIFO, **FREE))
+    assert served[0] < 2.0
+    assert max(served[1:]) < 2.2
+
+
 def test_a_moved_tail_lets_the_next_rollout_begin_on_what_it_left() -> None:
     moved = Rules(order=CREDIT, **{**FREE, "migrate": True})
     members = [occupant(300.0, 100.0, bulk=0.5) for _ in range(2)]
