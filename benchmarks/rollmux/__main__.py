@@ -16,7 +16,6 @@ from benchmarks.rollmux.figures import quality_figures, single_workload
 from benchmarks.rollmux.harvest import harvest_figures
 from benchmarks.rollmux.harvest_bound import INSTANCES, bound_figures
 from benchmarks.rollmux.optimum import optimum_figures
-from benchmarks.rollmux.orders import order_figures
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.errors import ConfigError
 from harvester.result_file import make_writable
@@ -34,7 +33,6 @@ PARTS = (
     "harvest_bound",
     "decisions",
     "determinism",
-    "orders",
 )
 QUICK_JOBS = 24
 """Of the harvest part's one seed."""
@@ -127,7 +125,7 @@ def _result(given: argparse.Namespace) -> dict[str, object]:
         return single_workload(jobs, seed=given.first_seed, events=given.events)
     seeds = range(given.first_seed, given.first_seed + (1 if given.quick else given.seeds))
     parts = set(given.parts) - (
-        {"drift", "w2", "failures", "determinism", "orders"} if given.quick else set()
+        {"drift", "w2", "failures", "determinism"} if given.quick else set()
     )
     pieces = Pieces(given.resume, workers=given.workers)
     result: dict[str, object] = {"simulated": True, "seeds": len(seeds)}
@@ -138,8 +136,6 @@ def _result(given: argparse.Namespace) -> dict[str, object]:
         result["w2"] = {name: w2[name] for name in ("cost_ratio", "slo_attainment")}
     if "drift" in parts:
         result |= drift_figures(seeds, pieces)
-    if "orders" in parts:
-        result["orders"] = order_figures(seeds, pieces)
     if "optimum" in parts:
         result |= optimum_figures(3 if given.quick else given.instances, pieces)
     if "failures" in parts:

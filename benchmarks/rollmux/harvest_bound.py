@@ -138,7 +138,7 @@ def _speeds(roster: Roster, headroom: float) -> Records:
 
     run(0.0, settled_s)
     before_s = jobs["solo_s"] + jobs["worked_s"]
-    # As in forecasts, credit counts from when the group has settled.
+    # Credit, which pays for a leased tail, counts from when the group has settled.
     jobs["began_s"] = settled_s - jobs["slo"] * jobs["solo_s"]
     run(settled_s, until_s)
     return np.asarray((jobs["solo_s"] + jobs["worked_s"] - before_s) / (until_s - settled_s))

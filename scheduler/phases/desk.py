@@ -27,7 +27,6 @@ from scheduler.phases.wire import (
     EnterReply,
     Forget,
     Granted,
-    Kept,
     Leave,
     LeaveReply,
     Left,
@@ -37,8 +36,6 @@ from scheduler.phases.wire import (
     PlanStatus,
     Refused,
     Reply,
-    Round,
-    RoundReply,
     Waiting,
     Withdraw,
 )
@@ -56,7 +53,6 @@ from scheduler.policy.phases.events import (
     PhaseRequested,
     PhaseWithdrawn,
     Refuse,
-    RoundGiven,
     TimePassed,
 )
 from scheduler.policy.phases.permits import PermitPolicy
@@ -125,8 +121,6 @@ class PermitDesk:
             case Forget():
                 self._observe(JobLeft(job=message.job))
                 return Left()
-            case Round():
-                return self.give_round(message)
             case Submission() | NodeReport():
                 return Refused(reason="this control does not plan: it was started without nodes")
 
@@ -139,11 +133,6 @@ class PermitDesk:
             if refusal:
                 return Refused(reason=refusal)
         return Admitted(lease_s=self.config.lease_s)
-
-    def give_round(self, given: Round) -> RoundReply:
-        event = RoundGiven(turns=given.turns, patience_s=given.patience_s)
-        refusal = _refusal(self._observe(event))
-        return Refused(reason=refusal) if refusal else Kept()
 
     def enter(self, entry: Enter) -> EnterReply:
         standing = self._policy.standing(entry.job)

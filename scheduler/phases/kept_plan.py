@@ -22,7 +22,7 @@ from scheduler.policy.cluster.memory import (
 _LAYOUT: Final = "layout"
 _CLOCK: Final = "clock"
 _JOB: Final = "job/"
-_TIMES: Final = ("enqueued_s", "heard_s", "started_s", "warned_s", "revoked_s", "kept_s")
+_TIMES: Final = ("enqueued_s", "heard_s", "started_s", "warned_s", "revoked_s")
 """Of a job's standing."""
 
 

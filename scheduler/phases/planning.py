@@ -38,8 +38,7 @@ from scheduler.phases.wire import (
     Queued,
     Refused,
     Reply,
-    Round,
-    RoundReply,
+    ReportReply,
     SubmitReply,
 )
 from scheduler.policy.cluster.cluster import ClusterPolicy
@@ -114,9 +113,6 @@ class PlanningDesk(PermitDesk):
     def place(self, terms: JobTerms) -> PlaceReply:
         return Refused(reason=f"job {terms.job}: {_PLANS}")
 
-    def give_round(self, given: Round) -> RoundReply:
-        return Refused(reason=f"round {' '.join(given.turns)}: {_PLANS}, its turns too")
-
     def submit(self, given: Submission) -> SubmitReply:
         """The same submission may be said again, also to hear where the job is now."""
         known = self.cluster.stays.get(given.job)
@@ -140,7 +136,7 @@ class PlanningDesk(PermitDesk):
             lease_s=self.config.lease_s,
         )
 
-    def report(self, given: NodeReport) -> RoundReply:
+    def report(self, given: NodeReport) -> ReportReply:
         fleet = self.cluster.fleet
         if fleet.pool_of(given.node) is None and not fleet.has_up(given.node):
             return Refused(reason=f"no node {given.node}")
@@ -232,7 +228,7 @@ class PlanningDesk(PermitDesk):
         return Refused(reason=why, retry_after_s=_RETRY_S)
 
     def _hear(self, message: Call) -> None:
-        job = None if isinstance(message, Round | NodeReport) else message.job
+        job = None if isinstance(message, NodeReport) else message.job
         if job in self.cluster.stays:
             self._heard_s[job] = self._clock.now()
 

@@ -6,7 +6,6 @@
     beat     Beat     -> Orders | Ended
     leave    Leave    -> Left | Ended
     forget   Forget   -> Left
-    round    Round    -> Kept | Refused                   by a planner, not by a job
     submit   Submission -> Placed | Queued | Refused      where the control plans: instead of place
     node     NodeReport -> Kept | Refused                 by an operator or a health check
 
@@ -68,13 +67,6 @@ class Forget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     job: JobId
 
 
-class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """In which order jobs take turns; see `RoundGiven`."""
-
-    turns: tuple[JobId, ...]
-    patience_s: float = 0.0
-
-
 class Admitted(msgspec.Struct, frozen=True, kw_only=True, tag="admitted"):
     lease_s: float
 
@@ -122,7 +114,7 @@ class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left", omit_defaults=
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
-    """The round is in force."""
+    """What was reported of a node counts from now on."""
 
 
 class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,8 +192,8 @@ BeatReply = Orders | Ended
 LeaveReply = Left | Ended
 PlaceReply = Admitted | Refused
 SubmitReply = Placed | Queued | Refused
-RoundReply = Kept | Refused
-Call = JobTerms | Enter | Withdraw | Beat | Leave | Forget | Round | Submission | NodeReport
+ReportReply = Kept | Refused
+Call = JobTerms | Enter | Withdraw | Beat | Leave | Forget | Submission | NodeReport
 Reply = Admitted | Granted | Waiting | Refused | Orders | Ended | Left | Kept | Placed | Queued
 
 CallKind = (
@@ -211,7 +203,6 @@ CallKind = (
     | type[Beat]
     | type[Leave]
     | type[Forget]
-    | type[Round]
     | type[Submission]
     | type[NodeReport]
 )
@@ -222,7 +213,6 @@ CALLS: dict[str, CallKind] = {
     "beat": Beat,
     "leave": Leave,
     "forget": Forget,
-    "round": Round,
     "submit": Submission,
     "node": NodeReport,
 }
@@ -255,8 +245,7 @@ def checked(call: Call) -> Call:
     if isinstance(call, NodeReport):
         checked_name(call.node, what="node")
         return call
-    for job in call.turns if isinstance(call, Round) else (call.job,):
-        checked_name(job, what="job")
+    checked_name(call.job, what="job")
     if isinstance(call, Submission):
         checked_name(call.tenant, what="tenant")
     if isinstance(call, Enter | Withdraw):

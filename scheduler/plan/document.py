@@ -67,26 +67,15 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
     """On a part of the node, beside the next job."""
 
 
-class OrderReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Who goes first in the group: RollMux's theorem, and what better orders gain.
+class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How full the group is: above 1, no order serves every job once in its longest iteration."""
 
-    Each figure is the largest slow-down as a ratio of its job's SLO, at the expected durations.
-    """
-
-    theorem_holds: bool
     cycle_s: float
     """The longest job's iteration alone."""
-    load_s: float
-    """Work of one round on the busiest node."""
-    round_robin: float
-    credit: float
-    searched: float
-    gain: float
-    """Round robin over the searched round."""
-    turns: tuple[JobId, ...]
-    """The searched round."""
-    patience_s: float
-    """How long that round keeps a free node for whose turn it is."""
+    busiest_s: float
+    """Work on the busiest node when every job has run once."""
+    share: float
+    """Work over iteration."""
 
 
 class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +87,7 @@ class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Whose SLO leaves the least room."""
     meta_iteration_s: float
     bars: tuple[Bar, ...]
-    order: OrderReport
+    load: GroupLoad
 
 
 class Unplaced(msgspec.Struct, frozen=True, kw_only=True):

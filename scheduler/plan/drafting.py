@@ -1,13 +1,12 @@
 """The plan of given jobs: placed one by one, moved where that spares nodes, then explained."""
 
 from collections import Counter
-from typing import Final
 
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.plan.document import (
     Bar,
-    OrderReport,
+    GroupLoad,
     Plan,
     PlannedGroup,
     PlannedJob,
@@ -20,12 +19,9 @@ from scheduler.plan.known_jobs import KnownJobsPlanner
 from scheduler.policy.groups.book import Cell
 from scheduler.policy.groups.forecast import Roster
 from scheduler.policy.groups.judge import OUR_RULES
+from scheduler.policy.groups.load import group_load
 from scheduler.policy.groups.rehearsal import meta_iteration
-from scheduler.policy.groups.rounds import search_order
 from scheduler.policy.model import Pool
-
-_TRIES: Final = 8000
-"""Rounds tried in all; of each group 100 at least and 1000 at most."""
 
 
 def draft(settings: PlanSettings) -> Plan:
@@ -39,7 +35,6 @@ def draft(settings: PlanSettings) -> Plan:
     planner.settle()
     cells = [cell for cell in planner.book.cells.values() if cell.pinned]
     names = _names(planner, cells)
-    tries = max(100, min(1000, _TRIES // max(1, len(cells))))
     placed = (planner.facts[job].job for cell in cells for job in cell.pinned)
     prices = {pool: kind.price_per_hour for pool, kind in planner.book.types.items()}
     return Plan(
@@ -56,7 +51,7 @@ def draft(settings: PlanSettings) -> Plan:
             for pool, kind in planner.book.types.items()
         },
         groups=tuple(
-            _group(planner, cell, GroupId(f"group-{number}"), names, tries=tries)
+            _group(planner, cell, GroupId(f"group-{number}"), names)
             for number, cell in enumerate(cells, start=1)
         ),
         unplaced=tuple(unplaced),
@@ -80,8 +75,6 @@ def _group(
     cell: Cell,
     group: GroupId,
     names: dict[NodeId, NodeId],
-    *,
-    tries: int,
 ) -> PlannedGroup:
     kept = promises(planner, cell)
     occupants = planner.packer.occupants(cell)
@@ -117,23 +110,16 @@ def _group(
             for bit, node in enumerate(own)
             if one.nodes >> bit & 1
         ),
-        order=_order(planner, cell, tries=tries),
+        load=_load(planner, cell),
     )
 
 
-def _order(planner: KnownJobsPlanner, cell: Cell, *, tries: int) -> OrderReport:
-    jobs = tuple(cell.pinned)
-    found = search_order(planner.packer.occupants(cell), rules=OUR_RULES, tries=tries)
-    return OrderReport(
-        theorem_holds=found.conditions.hold,
-        cycle_s=found.conditions.cycle_s,
-        load_s=found.conditions.load_s,
-        round_robin=found.round_robin.worst,
-        credit=found.credit.worst,
-        searched=found.found.worst,
-        gain=found.gain,
-        turns=tuple(jobs[at] for at in found.turns),
-        patience_s=found.patience_s,
+def _load(planner: KnownJobsPlanner, cell: Cell) -> GroupLoad:
+    found = group_load(planner.packer.occupants(cell))
+    return GroupLoad(
+        cycle_s=found.cycle_s,
+        busiest_s=found.busiest_s,
+        share=found.busiest_s / found.cycle_s,
     )
 
 

@@ -33,7 +33,7 @@ def _group(group: PlannedGroup, plan: Plan, width: int) -> Iterator[RenderableTy
     yield Text(f"{group.group}  {group.price_per_hour:.2f} $/h", style="bold")
     yield _jobs(group, plan)
     yield Text(wording.bound(group, plan))
-    yield Text(wording.order(group.order))
+    yield Text(wording.load(group.load))
     for node in group.nodes:
         yield Text(
             f"Resident on {node.node}: {', '.join(node.jobs)}; "

@@ -19,7 +19,7 @@ def _group(group: PlannedGroup, plan: Plan) -> Markup:
         f"{group.group}, {group.price_per_hour:.2f} $/h",
         _promises(group, plan),
         wording.bound(group, plan),
-        wording.order(group.order),
+        wording.load(group.load),
         heading("One meta-iteration, from one rollout of the longest job to its next"),
         _picture(group),
         heading("Resident in host memory"),

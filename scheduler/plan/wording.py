@@ -1,7 +1,7 @@
 """A plan in sentences, the same in the terminal and on the page."""
 
 from scheduler.pictures.gantt import Stint
-from scheduler.plan.document import Alternative, Bar, OrderReport, Plan, PlannedGroup, PlannedJob
+from scheduler.plan.document import Alternative, Bar, GroupLoad, Plan, PlannedGroup, PlannedJob
 
 
 def summary(plan: Plan) -> str:
@@ -26,23 +26,12 @@ def bound(group: PlannedGroup, plan: Plan) -> str:
     )
 
 
-def order(report: OrderReport) -> str:
-    """Round robin, credit and the searched round against each other."""
-    if len(set(report.turns)) < 2:
-        return "One job: there is no order to choose."
-    stands = "holds" if report.theorem_holds else "does not hold"
-    words = (
-        f"Order: the theorem {stands} ({report.load_s:.0f} s of work on the busiest node in a "
-        f"longest iteration of {report.cycle_s:.0f} s). Worst slow-down over its SLO: round robin "
-        f"{report.round_robin:.3f}, by credit {report.credit:.3f}"
+def load(of: GroupLoad) -> str:
+    """How full the group is."""
+    return (
+        f"Load: {of.busiest_s:.0f} s of work on the busiest node in a longest iteration of "
+        f"{of.cycle_s:.0f} s, {of.share:.0%}. Phases start first come, first served."
     )
-    if report.gain > 1.005:
-        return (
-            f"{words}, in the round {' '.join(report.turns)} {report.searched:.3f}: "
-            f"{report.gain:.2f} times better than the round robin. It keeps a free node up to "
-            f"{report.patience_s:.0f} s for whose turn it is."
-        )
-    return f"{words}; no round that was tried is better than the round robin."
 
 
 def places(job: PlannedJob) -> str:

@@ -30,7 +30,6 @@ from scheduler.policy.cluster.events import (
 )
 from scheduler.policy.cluster.fleet import Fleet
 from scheduler.policy.cluster.residency import Residency, kept_nodes
-from scheduler.policy.cluster.rounds import Round, RoundBook, leader, led_by
 from scheduler.policy.cluster.stays import Stay, StayStage
 from scheduler.policy.cluster.submission import KINDS, Submission, nodes_of, submission_fault
 from scheduler.policy.cluster.supply import SuppliedPlanner
@@ -47,7 +46,7 @@ from scheduler.policy.groups.events import (
     RestartJob,
 )
 from scheduler.policy.model import Placement, Pool
-from scheduler.policy.phases.events import JobLeft, JobPlaced, RoundGiven
+from scheduler.policy.phases.events import JobLeft, JobPlaced
 from scheduler.policy.phases.standing import NO_EPOCH, Stage, Standing
 from scheduler.policy.phases.terms import JobTerms
 
@@ -82,7 +81,6 @@ class ClusterPolicy:
         self.fleet = Fleet(config.pools)
         self.stays: dict[JobId, Stay] = {}
         """Everybody who was submitted, in the order of arrival."""
-        self.rounds = RoundBook(self.planner.packer, config.rules)
         self.residency = Residency(config.types)
         self.arrivals = 0
         self.decisions: Counter[Decision] = Counter()
@@ -97,8 +95,6 @@ class ClusterPolicy:
         self._removed: set[JobId] = set()
         """Taken from their permits in the present decision."""
         self._touched: set[JobId] = set()
-        self._groups: set[GroupId] = set()
-        """Whose round may have changed."""
 
     def refusal(self, given: Submission) -> str:
         """Why the job will never be placed so; empty if it may be."""
@@ -191,8 +187,6 @@ class ClusterPolicy:
             stay.iterations += 1
             stay.told = stay.to is not None and all(self.machines(stay.to))
         self.unsaved.add(event.job)
-        if stay.group is not None:
-            self._groups.add(stay.group)
 
     def _end(self, job: JobId, now: float) -> None:
         stay = self.stays.pop(job)
@@ -202,8 +196,6 @@ class ClusterPolicy:
             return
         self.residency.hold(stay, ())
         self._remove(job)
-        if stay.group is not None:
-            self._groups.add(stay.group)
         facts = self.planner.facts[job]
         if stay.iterations:
             # Who falls silent is given up much later; that is no delay of ours.
@@ -228,10 +220,6 @@ class ClusterPolicy:
     def _resume(self, now: float) -> None:
         for stay in self.stays.values():
             self._touched.add(stay.job)
-            standing = self._permits.standing(stay.job)
-            if stay.group is not None and standing is not None and standing.turns:
-                given = Round(standing.turns, standing.turn_patience_s)
-                self.rounds.given[stay.group] = given
         self._let_in(now)
 
     def _apply(self, effects: tuple[GroupEffect, ...], now: float, *, why: str = "") -> None:
@@ -259,7 +247,6 @@ class ClusterPolicy:
     def _direct(self, stay: Stay, group: GroupId, placement: Placement) -> None:
         stay.to, stay.to_group, stay.told = placement, group, False
         self.unsaved.add(stay.job)
-        self._groups |= {group} if stay.group is None else {group, stay.group}
 
     def _move(
         self, stay: Stay, group: GroupId, placement: Placement, reason: str, now: float
@@ -290,8 +277,6 @@ class ClusterPolicy:
         self._touched.add(stay.job)
         self.unsaved.add(stay.job)
         self.layout_changed = True
-        if stay.group is not None:
-            self._groups.add(stay.group)
         self._apply(self.planner.observe(JobMoved(job=stay.job), now=now), now)
         self._let_in(now)
 
@@ -345,15 +330,12 @@ class ClusterPolicy:
 
     def _rank(self, effect: ClusterEffect) -> int:
         """New terms before anybody leaves: who waits for a freed node must not be on a lost one."""
-        match effect:
-            case JobPlaced(terms=terms):
-                return 2 if terms.job in self._removed else 0
-            case JobLeft():
-                return 1
-        return 3
+        if isinstance(effect, JobLeft):
+            return 1
+        return 2 if effect.terms.job in self._removed else 0
 
     def _settle(self) -> None:
-        """Terms and rounds as they shall be now, where they may have changed."""
+        """Terms as they shall be now, where they may have changed."""
         for job in sorted(self._touched):
             stay, standing = self.stays.get(job), self._permits.standing(job)
             if stay is None:
@@ -364,27 +346,7 @@ class ClusterPolicy:
                 self._remove(job)
             elif wanted != there:
                 self._effects.append(JobPlaced(terms=wanted))
-            if stay.group is not None:
-                self._groups.add(stay.group)
-        for group in sorted(self._groups):
-            self._turn(group)
-        self._touched, self._groups = set(), set()
-
-    def _turn(self, group: GroupId) -> None:
-        cell = self.planner.book.cells.get(group)
-        if cell is None:
-            self.rounds.forget(group)
-            return
-        members = [
-            placement
-            for job, placement in cell.pinned.items()
-            if self.stays[job].at == placement and self.wanted_terms(self.stays[job]) is not None
-        ]
-        found = self.rounds.changed(cell, members)
-        if found is not None:
-            standings = [self._permits.standing(one.job) for one in members]
-            turns = led_by(leader([one for one in standings if one is not None]), found.turns)
-            self._effects.append(RoundGiven(turns=turns, patience_s=found.patience_s))
+        self._touched = set()
 
 
 def _is_on(stay: Stay, name: NodeId) -> bool:

@@ -5,7 +5,7 @@ import msgspec
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.policy.cluster.submission import Submission
 from scheduler.policy.model import PhaseKind
-from scheduler.policy.phases.events import JobLeft, JobPlaced, RoundGiven
+from scheduler.policy.phases.events import JobLeft, JobPlaced
 
 
 class JobSubmitted(msgspec.Struct, frozen=True, kw_only=True, tag="job_submitted"):
@@ -76,4 +76,4 @@ ClusterEvent = (
     | PlanReviewed
     | ClusterResumed
 )
-ClusterEffect = JobPlaced | JobLeft | RoundGiven
+ClusterEffect = JobPlaced | JobLeft

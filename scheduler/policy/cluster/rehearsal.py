@@ -4,7 +4,6 @@ from collections import Counter
 
 from harvester.contracts.ids import JobId
 from scheduler.policy.cluster.config import ClusterConfig
-from scheduler.policy.cluster.rounds import RoundBook
 from scheduler.policy.cluster.submission import KINDS, DeclaredPhase, Submission
 from scheduler.policy.cluster.supply import SuppliedPlanner
 from scheduler.policy.model import Pool
@@ -12,11 +11,8 @@ from scheduler.policy.model import Pool
 
 def rehearse(config: ClusterConfig) -> None:
     planner = SuppliedPlanner(config)
-    book = RoundBook(planner.packer, config.rules)
     for name in ("first", "second"):
         phases = tuple(DeclaredPhase(kind=kind, max_s=100.0, mean_s=80.0) for kind in KINDS)
         job = Submission(job=JobId(name), phases=phases, slo=100.0, host_bytes=0)
         planner.admit(job, Counter(dict.fromkeys(Pool, 2)), now=0.0)
     planner.review(Counter(), now=0.0)
-    for cell in planner.book.cells.values():
-        book.changed(cell, tuple(cell.pinned.values()))

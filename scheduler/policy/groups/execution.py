@@ -8,7 +8,7 @@ node was idle long enough to load its state before.
 """
 
 from scheduler.policy.groups.compiled import Records, compiled
-from scheduler.policy.groups.order import expected_wish, movable_tail, next_start
+from scheduler.policy.groups.order import expected_wish_s, movable_tail, next_start
 from scheduler.policy.groups.stages import (
     BULK,
     BUSY,
@@ -118,14 +118,12 @@ def start(
         wanted = jobs["rollout_nodes"][j]
         jobs["stage"][j] = BULK
         jobs["left_s"][j] = length_s[0] * jobs["bulk_ratio"][j]
-        jobs["rollout_turns"][j] += 1
         kind = ROLLOUT_STARTED
     else:
         moved_s = 0.0
         wanted = jobs["training_nodes"][j]
         jobs["stage"][j] = TRAINING
         jobs["left_s"][j] = length_s[1]
-        jobs["training_turns"][j] += 1
         kind = TRAINING_STARTED
     permits[BUSY] |= wanted
     loaded_s = _load(nodes, wanted, jobs["id"][j], now_s, rules.warm_s)
@@ -153,7 +151,7 @@ def prewarm(jobs: Records, nodes: Records, permits: Records, now_s: float, warm_
                 continue
             if jobs["stage"][k] in (LOADING, PARKED, DONE):
                 continue
-            wish_s, _ = expected_wish(jobs, k, rollout)
+            wish_s = expected_wish_s(jobs, k, rollout)
             if first < 0 or wish_s < first_s:
                 first, first_s = k, wish_s
         if first >= 0 and nodes["loaded"][bit] != jobs["id"][first]:
@@ -174,12 +172,6 @@ def finish(
     """What follows when job k's present stage has no work left."""
     stage, job = jobs["stage"][k], jobs["id"][k]
     if stage == LOADING:
-        # One count for both, or the newcomer would train before whoever rolls out before it.
-        turns = 0
-        for other in range(jobs.size):
-            if jobs["stage"][other] not in (LOADING, PARKED, DONE):
-                turns = max(turns, jobs["rollout_turns"][other])
-        jobs["rollout_turns"][k] = jobs["training_turns"][k] = turns
         jobs["stage"][k], jobs["waits_since_s"][k] = WAITS_ROLLOUT, now_s
         return note(log, at, now_s, JOB_READY, job, 0, 0.0)
     if stage == BULK and jobs["bulk_ratio"][k] < 1.0:
@@ -241,11 +233,11 @@ def advance(
     """
     at, events = 0, 0
     while True:
-        started = next_start(jobs, permits, now_s, rules)
+        started = next_start(jobs, permits, rules)
         while started >= 0:
             at = start(jobs, nodes, permits, started, now_s, lengths_s, rules, log, at)
             events += 1
-            started = next_start(jobs, permits, now_s, rules)
+            started = next_start(jobs, permits, rules)
         if rules.prewarm:
             prewarm(jobs, nodes, permits, now_s, rules.warm_s)
         if log.size and at > log.size - 4 * jobs.size - 4:

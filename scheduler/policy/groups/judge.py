@@ -1,8 +1,8 @@
 """Whether a set of jobs may share a group: the two planners' ways to say so.
 
-`WorstCase` is RollMux: durations at the token limit, one meta-iteration of the cyclic round robin,
-groups at or over their cycle left alone. `Distributional` is ours: learned durations with their
-doubt, the order that credit decides, a chance constraint on every job's SLO.
+`WorstCase` is RollMux: durations at the token limit, a few meta-iterations of them, groups at or
+over their cycle left alone. `Distributional` is ours: learned durations with their doubt, a chance
+constraint on every job's SLO. Both forecast first come, first served, which is what runs.
 """
 
 from collections.abc import Sequence
@@ -12,18 +12,17 @@ from typing import Protocol
 from scheduler.policy.groups.durations import Belief, worst_case
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.forecast import Glance, Horizon, Occupant, Roster, keeps_all, slowdowns
+from scheduler.policy.groups.load import group_load
 from scheduler.policy.groups.scenarios import ROUNDING
 from scheduler.policy.groups.slo import ChanceConstraint
-from scheduler.policy.groups.stages import CREDIT, CYCLIC, FIFO, Rules
+from scheduler.policy.groups.stages import Rules
 from scheduler.policy.groups.tail import UNDIVIDED, TailShape
-from scheduler.policy.groups.theorem import conditions
 
-PAPER_PLAN = Rules(CYCLIC, True, False, 0.0, 3.0, 0.0)
-"""What Algorithm 1 simulates: the round robin, without the price of switching."""
-PAPER_RULES = Rules(FIFO, True, False, 5.0, 3.0, 0.0)
-"""What RollMux runs: each worker first come, first served."""
-OUR_RULES = Rules(CREDIT, True, True, 5.0, 3.0, 0.03)
-FCFS_RULES = OUR_RULES._replace(order=FIFO)
+PAPER_PLAN = Rules(migrate=True, prewarm=False, warm_s=0.0, migrate_s=3.0)
+"""What Algorithm 1 simulates, without the price of switching."""
+PAPER_RULES = Rules(migrate=True, prewarm=False, warm_s=5.0, migrate_s=3.0)
+"""What RollMux runs."""
+OUR_RULES = Rules(migrate=True, prewarm=True, warm_s=5.0, migrate_s=3.0)
 PAPER_HORIZON = Horizon(scenarios=1, warm_up=3.0, cycles=6.0)
 OUR_HORIZON = Horizon()
 
@@ -62,7 +61,7 @@ class WorstCase:
         return facts.account.slo
 
     def takes_more(self, occupants: Sequence[Occupant]) -> bool:
-        return not conditions(occupants).saturated
+        return not group_load(occupants).saturated
 
     def admits(self, roster: Roster) -> bool:
         found = slowdowns(roster, rules=self.rules, horizon=self.horizon)[0]

@@ -242,7 +242,7 @@ def advance_leased(
         while True:
             if is_in_force:
                 at = _send_tails(jobs, permits, pool, headroom_s, now_s, rules, terms, log, at)
-            started = next_start(jobs, permits, now_s, rules)
+            started = next_start(jobs, permits, rules)
             if started < 0:
                 break
             at = start(jobs, nodes, permits, started, now_s, lengths_s, rules, log, at)

@@ -5,9 +5,11 @@ exceeded with the stated risk, and where the job's credit pays even for an immed
 comes home when the leases are revoked, or when its nodes are idle and faster.
 """
 
+from typing import Final
+
 from scheduler.policy.groups.compiled import Records, compiled
 from scheduler.policy.groups.leases import LeaseTerms, all_slots, move_s, node_count, tail_slots
-from scheduler.policy.groups.order import credit_s, expected_rest_s, movable_tail
+from scheduler.policy.groups.order import expected_rest_s, movable_tail
 from scheduler.policy.groups.stages import (
     BUSY,
     TAIL_HELD,
@@ -18,17 +20,26 @@ from scheduler.policy.groups.stages import (
     Rules,
 )
 
+_RESERVE_RATIO: Final = 0.03
+"""Share of an iteration that a leased job's credit keeps against noise."""
+
+
+@compiled
+def _credit_s(jobs: Records, k: int, at_s: float) -> float:
+    """Delay that job k can still absorb at `at_s`, by phases that have ended."""
+    return float(jobs["slo"][k] * jobs["solo_s"][k] - (at_s - jobs["began_s"][k]))
+
 
 @compiled
 def waits_for(jobs: Records, permits: Records, k: int) -> int:
-    """The job of least credit that only job k's tail keeps from its nodes, or -1."""
+    """The job that waits longest of those that only job k's tail keeps from nodes, or -1."""
     first = -1
     for j in range(jobs.size):
         shared = jobs["rollout_nodes"][j] & jobs["rollout_nodes"][k]
         others = permits[BUSY] & jobs["rollout_nodes"][j] & ~jobs["rollout_nodes"][k]
         if jobs["stage"][j] != WAITS_ROLLOUT or not shared or others:
             continue
-        if first < 0 or credit_s(jobs, j, 0.0) < credit_s(jobs, first, 0.0):
+        if first < 0 or jobs["waits_since_s"][j] < jobs["waits_since_s"][first]:
             first = j
     return first
 
@@ -97,10 +108,10 @@ def leased_is_sooner(
     away_s = max(leased_s + jobs["training_mean_s"][k], j_away_s + _after_bulk_s(jobs, j))
     # Revoked at once, it comes home when the tail there has gone, and loads and prefills again.
     revoked_s = move_s(terms) + terms.recomputed_s + rules.warm_s + other_s + rest_s
-    credit = credit_s(jobs, k, now_s + max(leased_s, revoked_s))
+    credit = _credit_s(jobs, k, now_s + max(leased_s, revoked_s))
     credit += jobs["slo"][k] * jobs["rollout_mean_s"][k]
     iteration_s = jobs["rollout_mean_s"][k] + jobs["training_mean_s"][k]
-    return bool(away_s < home_s and credit >= rules.reserve_ratio * iteration_s)
+    return bool(away_s < home_s and credit >= _RESERVE_RATIO * iteration_s)
 
 
 @compiled

@@ -1,24 +1,17 @@
-"""Which waiting phase starts now: the one rule that production, forecasts and the simulator share.
+"""Which waiting phase starts now: first come, first served on every node.
 
-Three orders. CYCLIC is the paper's round robin: nobody rolls out or trains again before all that
-share the node did; or a given round, in which a job may have several turns. FIFO is first come,
-first served: a job that waits for several nodes is passed at none of them. CREDIT is ours: a job's
-credit is the delay that it can still absorb, `SLO * solo work done - time since it began`; the
-least credit goes first, and a node stays idle for a job that is about to come when starting another
-would leave the less credit of the two smaller. All of them only order; how long anything takes is
-not known here.
+A job waits from the end of its phase before on. Its next phase starts once all of its nodes are
+free and nobody who waits longer waits for one of them, so that a job of several nodes is passed at
+none. A rollout's tail that may be moved keeps no node from the next job. Forecasts
+and the simulator ask this rule, and permits follow it with tickets; how long anything takes is not
+known to it.
 """
 
 from scheduler.policy.groups.compiled import Records, compiled
 from scheduler.policy.groups.stages import (
     BULK,
     BUSY,
-    CREDIT,
-    CYCLIC,
-    DONE,
-    FIFO,
     LOADING,
-    PARKED,
     TAIL_HELD,
     TAILS,
     TRAINING,
@@ -26,12 +19,6 @@ from scheduler.policy.groups.stages import (
     WAITS_TRAINING,
     Rules,
 )
-
-
-@compiled
-def credit_s(jobs: Records, k: int, at_s: float) -> float:
-    """Delay that job k can still absorb at `at_s`, by phases that have ended."""
-    return float(jobs["slo"][k] * jobs["solo_s"][k] - (at_s - jobs["began_s"][k]))
 
 
 @compiled
@@ -46,51 +33,42 @@ def movable_tail(jobs: Records, permits: Records, k: int, rules: Rules) -> bool:
 
 
 @compiled
-def _can_start(jobs: Records, permits: Records, j: int, rules: Rules) -> bool:
-    if jobs["stage"][j] == WAITS_TRAINING:
-        return bool((permits[BUSY] & jobs["training_nodes"][j]) == 0)
-    wanted = jobs["rollout_nodes"][j] & permits[BUSY]
-    for k in range(jobs.size):
-        if wanted & jobs["rollout_nodes"][k] and movable_tail(jobs, permits, k, rules):
-            wanted &= ~jobs["rollout_nodes"][k]
-    return bool(wanted == 0)
+def awaited_nodes(jobs: Records, j: int) -> int:
+    """Nodes of the phase that job j waits for; 0: it waits for none."""
+    if jobs["stage"][j] == WAITS_ROLLOUT:
+        return int(jobs["rollout_nodes"][j])
+    return int(jobs["training_nodes"][j]) if jobs["stage"][j] == WAITS_TRAINING else 0
 
 
 @compiled
-def round_place(jobs: Records, k: int, turns: int) -> int:
-    """Place of job k's next turn after `turns` of them, counted on through the rounds.
-
-    `round` has a bit for every place of the job in the round, and one above the round's last. The
-    round robin has no places: one turn each, in the order of the jobs.
-    """
-    places = jobs["round"][k]
-    if places == 0:
-        return turns
-    length, own = 0, 0
-    while places >> (length + 1):
-        own += (places >> length) & 1
-        length += 1
-    place, left = 0, turns % own
-    while left or not (places >> place) & 1:
-        left -= (places >> place) & 1
-        place += 1
-    return int(turns // own * length + place)
+def _taken_nodes(jobs: Records, permits: Records, j: int, rules: Rules) -> int:
+    """Nodes that job j waits for and that others hold, without those that a moved tail frees."""
+    taken = awaited_nodes(jobs, j) & permits[BUSY]
+    if jobs["stage"][j] == WAITS_ROLLOUT:
+        for k in range(jobs.size):
+            if taken & jobs["rollout_nodes"][k] and movable_tail(jobs, permits, k, rules):
+                taken &= ~jobs["rollout_nodes"][k]
+    return int(taken)
 
 
 @compiled
-def _is_its_turn(jobs: Records, j: int) -> bool:
-    rollout = jobs["stage"][j] == WAITS_ROLLOUT
-    nodes = jobs["rollout_nodes"] if rollout else jobs["training_nodes"]
-    turns = jobs["rollout_turns"] if rollout else jobs["training_turns"]
-    own = round_place(jobs, j, turns[j])
-    for k in range(jobs.size):
-        stage = jobs["stage"][k]
-        if k == j or stage in (LOADING, PARKED, DONE) or (nodes[k] & nodes[j]) == 0:
-            continue
-        place = round_place(jobs, k, turns[k])
-        if place < own or (place == own and k < j):
-            return False
-    return True
+def next_start(jobs: Records, permits: Records, rules: Rules) -> int:
+    """Index of the waiting job whose phase should start now, or -1."""
+    asked, awaited = 0, 0
+    while True:
+        first = -1
+        for k in range(jobs.size):
+            if asked & (1 << k) or not awaited_nodes(jobs, k):
+                continue
+            if first < 0 or jobs["waits_since_s"][k] < jobs["waits_since_s"][first]:
+                first = k
+        if first < 0:
+            return -1
+        nodes = awaited_nodes(jobs, first)
+        if not nodes & awaited and not _taken_nodes(jobs, permits, first, rules):
+            return first
+        asked |= 1 << first
+        awaited |= nodes
 
 
 @compiled
@@ -102,95 +80,18 @@ def expected_rest_s(jobs: Records, k: int) -> float:
 
 
 @compiled
-def expected_wish(jobs: Records, k: int, rollout: bool) -> tuple[float, float]:
-    """Seconds until job k will want nodes of that kind, and the solo work it will do by then."""
+def expected_wish_s(jobs: Records, k: int, rollout: bool) -> float:
+    """Seconds until job k will want nodes of that kind."""
     stage = jobs["stage"][k]
     rollout_s, training_s = jobs["rollout_mean_s"][k], jobs["training_mean_s"][k]
     if stage == LOADING:
-        wait_s, work_s = jobs["overhead_s"][k], 0.0
-        return (wait_s, work_s) if rollout else (wait_s + rollout_s, rollout_s)
+        loaded_s = float(jobs["overhead_s"][k])
+        return loaded_s if rollout else loaded_s + rollout_s
     if stage == WAITS_ROLLOUT:
-        return (0.0, 0.0) if rollout else (rollout_s, rollout_s)
+        return 0.0 if rollout else float(rollout_s)
     if stage == WAITS_TRAINING:
-        return (training_s, training_s) if rollout else (0.0, 0.0)
+        return float(training_s) if rollout else 0.0
     rest_s = expected_rest_s(jobs, k)
     if stage == TRAINING:
-        if rollout:
-            return rest_s, max(training_s, jobs["worked_s"][k])
-        return rest_s + rollout_s, training_s + rollout_s
-    if rollout:
-        return rest_s + training_s, training_s + rollout_s
-    return rest_s, max(rollout_s, jobs["worked_s"][k])
-
-
-@compiled
-def _hold_s(jobs: Records, k: int, rollout: bool, rules: Rules) -> float:
-    """How long job k would keep others from its nodes."""
-    if not rollout:
-        return float(rules.warm_s + jobs["training_mean_s"][k])
-    if not rules.migrate:
-        return float(rules.warm_s + jobs["rollout_mean_s"][k])
-    bulk_s = jobs["rollout_mean_s"][k] * jobs["bulk_ratio"][k]
-    return float(rules.warm_s + rules.migrate_s + bulk_s)
-
-
-@compiled
-def _leaves_more_credit_waiting(jobs: Records, j: int, now_s: float, rules: Rules) -> bool:
-    """Whether job j should leave its free nodes idle for one that is about to want them."""
-    rollout = jobs["stage"][j] == WAITS_ROLLOUT
-    nodes = jobs["rollout_nodes"] if rollout else jobs["training_nodes"]
-    hold_s = _hold_s(jobs, j, rollout, rules)
-    for k in range(jobs.size):
-        stage = jobs["stage"][k]
-        if k == j or stage in (PARKED, DONE) or (nodes[k] & nodes[j]) == 0:
-            continue
-        wish_s, work_s = expected_wish(jobs, k, rollout)
-        delay_s = hold_s - wish_s
-        if delay_s <= 0.0 or wish_s <= 0.0:
-            continue
-        credit = credit_s(jobs, k, now_s + wish_s) + jobs["slo"][k] * work_s - delay_s
-        iteration_s = jobs["rollout_mean_s"][k] + jobs["training_mean_s"][k]
-        if credit >= rules.reserve_ratio * iteration_s:
-            continue
-        waited_s = wish_s + _hold_s(jobs, k, rollout, rules)
-        if credit_s(jobs, j, now_s + waited_s) > credit:
-            return True
-    return False
-
-
-@compiled
-def _precedes(jobs: Records, j: int, k: int, now_s: float, order: int) -> bool:
-    if order == CREDIT:
-        return credit_s(jobs, j, now_s) < credit_s(jobs, k, now_s)
-    return bool(jobs["waits_since_s"][j] < jobs["waits_since_s"][k])
-
-
-@compiled
-def next_start(jobs: Records, permits: Records, now_s: float, rules: Rules) -> int:
-    """Index of the waiting job whose phase should start now, or -1."""
-    tried, awaited = 0, 0
-    while True:
-        best = -1
-        for k in range(jobs.size):
-            waits = jobs["stage"][k] in (WAITS_ROLLOUT, WAITS_TRAINING)
-            if not waits or tried & (1 << k):
-                continue
-            if best < 0 or _precedes(jobs, k, best, now_s, rules.order):
-                best = k
-        if best < 0:
-            return -1
-        tried |= 1 << best
-        if rules.order == FIFO:
-            rollout = jobs["stage"][best] == WAITS_ROLLOUT
-            wanted = jobs["rollout_nodes"][best] if rollout else jobs["training_nodes"][best]
-            passes = (awaited & wanted) != 0
-            awaited |= wanted
-            if passes:
-                continue
-        if not _can_start(jobs, permits, best, rules):
-            continue
-        if rules.order == CYCLIC and not _is_its_turn(jobs, best):
-            continue
-        if rules.order == CREDIT and _leaves_more_credit_waiting(jobs, best, now_s, rules):
-            continue
-        return best
+        return rest_s if rollout else rest_s + rollout_s
+    return rest_s + training_s if rollout else rest_s

@@ -1,7 +1,7 @@
 """A group's run at its believed means: who is on which node from when to when.
 
 The same execution as a forecast's, without doubt and without variation, with its events kept. It
-is what a plan draws, and where an order's waits can be read off.
+is what a plan draws.
 """
 
 from collections.abc import Iterator
@@ -63,8 +63,6 @@ def rehearsed(roster: Roster, *, rules: Rules, cycles: float = CYCLES) -> tuple[
     nodes, permits = empty_nodes(), empty_permits()
     settled_s = WARM_UP * longest_s
     _run(jobs, nodes, permits, lengths_s, rules, (0.0, settled_s))
-    # As in forecasts, credit counts from when the group has settled.
-    jobs["began_s"] = settled_s - jobs["slo"] * jobs["solo_s"]
     until_s = settled_s + cycles * longest_s
     log = _run(jobs, nodes, permits, lengths_s, rules, (settled_s, until_s))
     return tuple(sorted(_stretches(log), key=lambda one: (one.start_s, one.job)))

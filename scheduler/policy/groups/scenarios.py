@@ -92,7 +92,6 @@ def _live(
     advance(jobs, loaded, permits, lengths_s, rules, 0.0, start_s, log)
     for k in range(count):
         solo_s[k] = jobs["solo_s"][k] + jobs["worked_s"][k]
-        jobs["began_s"][k] = start_s - jobs["slo"][k] * jobs["solo_s"][k]
     advance(jobs, loaded, permits, lengths_s, rules, start_s, end_s, log)
     for k in range(count):
         done_s = jobs["solo_s"][k] + jobs["worked_s"][k] - solo_s[k]

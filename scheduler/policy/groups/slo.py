@@ -23,14 +23,12 @@ RESERVE_ITERATIONS: Final = 1.5
 """Credit kept, in iterations: what a move costs beside the iteration that it waits for."""
 RESERVE_OF_EARNED: Final = 0.5
 """Most of it, of what the job would have alone: a young job cannot have kept anything yet."""
-SURPRISE_ITERATIONS: Final = 0.2
-"""What company may cost a job unforeseen between two reviews, in iterations: two turns of somebody
-that are two deviations longer than their mean, and the switches after them."""
+SURPRISE_ITERATIONS: Final = 0.5
+"""What company may cost a job unforeseen between two reviews, in iterations: it comes at any moment
+of the job's cycle, and first come, first served nobody spares the job the first wait for it."""
 REGAIN_ITERATIONS: Final = 3.0
-"""Alone for so long, about the time between two reviews, a job has to regain what that cost."""
-DRIFT_SURPRISE_ITERATIONS: Final = 0.5
-"""The same of a job that drifts, which is not expected to regain anything: a forecast that errs
-for what moves errs again the same way, and the job may end before it has lived alone for long."""
+"""Alone for so long, about the time between two reviews, a job has to regain what that cost. A job
+that drifts is not expected to: a forecast that errs for what moves errs again the same way."""
 NOBODY_BESIDE: Final = 0.0
 """Slow-down ahead of a job that may share no node: no company leaves it that much."""
 
@@ -72,9 +70,7 @@ class SloAccount:
         `under_way_s` of the time that passed may be work that has not ended, and is no delay.
         """
         settled_s = self.credit_s(now) + under_way_s
-        if drifts:
-            return settled_s < DRIFT_SURPRISE_ITERATIONS * iteration_s
-        regained = (self.slo - 1.0) * REGAIN_ITERATIONS
+        regained = 0.0 if drifts else (self.slo - 1.0) * REGAIN_ITERATIONS
         return settled_s < (SURPRISE_ITERATIONS - regained) * iteration_s
 
     def slo_ahead(

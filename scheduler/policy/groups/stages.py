@@ -26,10 +26,6 @@ PARKED: Final = 8
 """At an iteration's end, ready to be moved."""
 DONE: Final = 9
 
-CYCLIC: Final = 0
-FIFO: Final = 1
-CREDIT: Final = 2
-
 ROLLOUT_STARTED: Final = 0
 TAIL_MIGRATED: Final = 1
 ROLLOUT_ENDED: Final = 2
@@ -56,8 +52,6 @@ JOB: Final = np.dtype(
         ("overhead_s", "f8"),
         ("worked_s", "f8"),
         ("waits_since_s", "f8"),
-        ("rollout_turns", "i8"),
-        ("training_turns", "i8"),
         ("offset", "i8"),
         ("length", "i8"),
         ("done", "i8"),
@@ -70,7 +64,6 @@ JOB: Final = np.dtype(
         ("training_mean_s", "f8"),
         ("bulk_ratio", "f8"),
         ("tail_share", "f8"),
-        ("round", "i8"),
         ("slots", "i8"),
         ("slots_coming", "i8"),
         ("slots_ready_s", "f8"),
@@ -79,10 +72,9 @@ JOB: Final = np.dtype(
     ]
 )
 """`left_s` and `worked_s` are solo seconds of the present stage and phase; overheads run first.
-`rollout_mean_s` and `training_mean_s` are what the policy believes, never what will be. `round` is
-a job's places in a given round, see `order`; 0: the round robin. The last five are a job's leases:
-slots that serve it, slots on their way and when they are there, since when its present weights are
-published, and whether this rollout's tail was leased already."""
+`rollout_mean_s` and `training_mean_s` are what the policy believes, never what will be. The last
+five are a job's leases: slots that serve it, slots on their way and when they are there, since when
+its present weights are published, and whether this rollout's tail was leased already."""
 
 NODE: Final = np.dtype([("loaded", "i8"), ("warm_at_s", "f8")])
 
@@ -92,15 +84,12 @@ EVENT: Final = np.dtype(
 
 
 class Rules(NamedTuple):
-    """How phases are started, and what switching costs."""
+    """What is done for a phase that waits, and what switching costs."""
 
-    order: int
     migrate: bool
     prewarm: bool
     warm_s: float
     migrate_s: float
-    reserve_ratio: float
-    """Share of an iteration that a waiting job's credit keeps against noise."""
 
 
 def empty_nodes() -> Records:

@@ -22,8 +22,6 @@ class PermitBook:
         """Last epoch and last ticket; neither is ever given again."""
         self._lines = NodeLines()
         self._touched: set[NodeId] = set()
-        self._kept: set[JobId] = set()
-        """Who is kept back by its round."""
 
     def snapshot(self) -> list[dict[str, Any]]:
         return [msgspec.to_builtins(standing) for standing in self.jobs.values()]
@@ -36,7 +34,6 @@ class PermitBook:
         for standing in jobs:
             self._lines.occupy(standing.job, standing.nodes)
             self._lines.join(standing.ticket, standing.job, standing.awaits)
-        self._kept = {standing.job for standing in jobs if standing.kept_s is not None}
 
     def next_epoch(self) -> Epoch:
         epoch, ticket = self.counters
@@ -53,10 +50,6 @@ class PermitBook:
         standing = self.jobs.get(job)
         current = standing is not None and standing.holding and standing.epoch == epoch
         return standing if current else None
-
-    def members(self, standing: Standing) -> tuple[Standing, ...]:
-        """The jobs of its round, itself among them; nobody where it is in none."""
-        return tuple(self.jobs[job] for job in dict.fromkeys(standing.turns) if job in self.jobs)
 
     def admit(self, terms: JobTerms) -> Standing:
         standing = self.jobs.setdefault(terms.job, Standing(terms=terms))
@@ -84,26 +77,6 @@ class PermitBook:
         self._lines.leave(standing.ticket, standing.job, standing.awaits)
         self.touch(standing.awaits)
         standing.awaits = ()
-        self._let_go(standing)
-
-    def exchange(self, tickets: Iterable[tuple[Standing, int]]) -> None:
-        """Gives waiting jobs other places in the lines that they stand in."""
-        given = tuple(tickets)
-        for standing, _ in given:
-            self._lines.leave(standing.ticket, standing.job, standing.awaits)
-        for standing, ticket in given:
-            standing.ticket = ticket
-            self._lines.join(ticket, standing.job, standing.awaits)
-            self.touch(standing.awaits)
-
-    def keep_back(self, standing: Standing, *, now: float) -> None:
-        """It could start, but its nodes are kept for another of its round."""
-        standing.kept_s = now
-        self._kept.add(standing.job)
-
-    def kept_nodes(self) -> tuple[NodeId, ...]:
-        """What those await who are kept back: they may go on by what happens elsewhere."""
-        return tuple(node for job in sorted(self._kept) for node in self.jobs[job].awaits)
 
     def take(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
         """Out of the lines and onto the nodes."""
@@ -111,7 +84,6 @@ class PermitBook:
         self._lines.leave(standing.ticket, standing.job, nodes)
         standing.nodes += nodes
         standing.awaits = tuple(node for node in standing.awaits if node not in nodes)
-        self._let_go(standing)
 
     def free(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
         self._lines.free(standing.job, nodes)
@@ -171,10 +143,6 @@ class PermitBook:
                 self.asks(self.jobs[job], now) for job in self._lines.ahead(standing.ticket, node)
             )
         )
-
-    def _let_go(self, standing: Standing) -> None:
-        standing.kept_s = None
-        self._kept.discard(standing.job)
 
     def under_tail(self, node: NodeId) -> bool:
         job = self._lines.on(node)

@@ -33,7 +33,7 @@ def ended(book: PermitBook, event: PhaseEnded, *, now: float) -> Ending:
     # Terms may have changed while it ran, and no longer know this phase.
     if standing.terms.phase(standing.kind) is None:
         return effects
-    return effects + enqueue(book, standing, standing.terms.after(standing.kind), now=now)
+    return [*effects, enqueue(book, standing, standing.terms.after(standing.kind), now=now)]
 
 
 def _learn(standing: Standing, kind: PhaseKind, *, now: float) -> None:

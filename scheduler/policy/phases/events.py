@@ -60,15 +60,6 @@ class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
     """Why it did not complete; empty if it did."""
 
 
-class RoundGiven(msgspec.Struct, frozen=True, kw_only=True, tag="round_given"):
-    """In which order jobs take turns from now on; it replaces the rounds that they were in."""
-
-    turns: tuple[JobId, ...]
-    """Cyclic, a job as often as it has turns; of one job alone: it is in no round any more."""
-    patience_s: float
-    """How long free nodes are kept for whose turn it is and who is in another of its phases."""
-
-
 class ControlResumed(msgspec.Struct, frozen=True, kw_only=True, tag="control_resumed"):
     """Nobody could be heard until now: a restart, or a pause of the control itself."""
 
@@ -85,7 +76,6 @@ PermitEvent = (
     | HolderHeard
     | PhaseNarrowed
     | PhaseEnded
-    | RoundGiven
     | ControlResumed
     | TimePassed
 )
@@ -116,21 +106,6 @@ class EnqueuePhase(msgspec.Struct, frozen=True, kw_only=True, tag="enqueue_phase
     kind: PhaseKind
     ticket: int
     nodes: tuple[NodeId, ...]
-
-
-class KeepRound(msgspec.Struct, frozen=True, kw_only=True, tag="keep_round"):
-    """The job takes its turns in this round; without turns it is first come, first served."""
-
-    job: JobId
-    turns: tuple[JobId, ...]
-    patience_s: float
-
-
-class MissTurn(msgspec.Struct, frozen=True, kw_only=True, tag="miss_turn"):
-    """Another went first; nobody waits for the job at this kind of phase before it has run."""
-
-    job: JobId
-    kind: PhaseKind
 
 
 class DropPlace(msgspec.Struct, frozen=True, kw_only=True, tag="drop_place"):
@@ -215,8 +190,6 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
 PermitEffect = (
     AdmitJob
     | EnqueuePhase
-    | KeepRound
-    | MissTurn
     | DropPlace
     | GrantPermit
     | WidenPermit

@@ -3,9 +3,8 @@
 Every node has a line, first come, first served. A job enters the lines of all nodes that its phase
 is pinned to at once, under one ticket, and starts when it may have all of them. When a phase ends,
 the job's next phase is enqueued on its own nodes before its worker asks, so that the cycle keeps
-its order; jobs that were given a round take their turns in it instead. A permit is a lease with an
-epoch: a silent holder loses it, and whatever it says later is refused. Long tails are asked to make
-room for those who wait. Asks nobody and reads no clock.
+its order. A permit is a lease with an epoch: a silent holder loses it, and whatever it says later
+is refused. Long tails are asked to make room for those who wait. Asks nobody and reads no clock.
 """
 
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.policy.phases.admission import give_round, place, remove, request, withdraw
+from scheduler.policy.phases.admission import place, remove, request, withdraw
 from scheduler.policy.phases.book import PermitBook
 from scheduler.policy.phases.endings import ended, stale
 from scheduler.policy.phases.events import (
@@ -28,7 +27,6 @@ from scheduler.policy.phases.events import (
     PhaseNarrowed,
     PhaseRequested,
     PhaseWithdrawn,
-    RoundGiven,
     TimePassed,
 )
 from scheduler.policy.phases.room import make_room
@@ -110,8 +108,6 @@ class PermitPolicy:
                 return request(book, event, now=now)
             case PhaseWithdrawn():
                 return withdraw(book, event)
-            case RoundGiven():
-                return give_round(book, event)
             case HolderHeard():
                 return self._beaten(event, now)
             case PhaseNarrowed():

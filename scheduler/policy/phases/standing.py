@@ -87,18 +87,6 @@ class Standing(msgspec.Struct, kw_only=True):
     longest_runs: dict[PhaseKind, LongestRun] = {}
     """How long its phases are known to take."""
     tokens: int = 0
-    turns: tuple[JobId, ...] = ()
-    """The round that it is in; empty: first come, first served."""
-    turn_patience_s: float = 0.0
-    """How long nodes are kept for another of its round whose turn comes before its own."""
-    turn: int = -1
-    """Place of its present iteration, counted on through the rounds."""
-    upcoming: int = 0
-    """Place of its next one."""
-    missed: tuple[PhaseKind, ...] = ()
-    """Whose turn went to another: nobody waits for it there before it has run."""
-    kept_s: float | None = None
-    """Since when its nodes are kept for another of its round."""
     ended: EndReason | None = None
     """How its latest permit ended; None while it is held."""
     failures: int = 0

@@ -30,8 +30,6 @@ def resume(book: PermitBook, *, now: float) -> None:
             standing.warned_s = min(standing.warned_s, now)
         if standing.revoked_s is not None:
             standing.revoked_s = min(standing.revoked_s, now)
-        if standing.kept_s is not None:
-            standing.kept_s = min(standing.kept_s, now)
         if standing.holding or standing.heard_s is not None:
             standing.heard_s = now
         standing.course = None

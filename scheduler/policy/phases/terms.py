@@ -9,8 +9,6 @@ from scheduler.policy.model import PhaseKind
 
 PHASES_MAX = 8
 NODES_MAX = 1024
-TURNS_MAX = 64
-PATIENCE_MAX_S = 86_400.0
 
 
 Seconds = Annotated[float, msgspec.Meta(gt=0.0)]
@@ -20,7 +18,7 @@ class PermitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lease_s: Seconds = 10.0
     """A holder that was not heard for so long has lost its permit."""
     patience_s: Seconds = 0.25
-    """A free node is kept so long for a job whose turn it is and whose worker has not asked yet."""
+    """A free node is kept so long for the job that comes first until its worker asks."""
     warn_s: Seconds = 30.0
     """From the warning that a phase overruns to the revocation of its permit."""
     grace_s: Seconds = 30.0
@@ -76,13 +74,4 @@ def terms_fault(terms: JobTerms) -> str:
             return f"{phase.kind}: learn_tail is for tails that stay on nodes of the phase"
         if phase.max_s is not None and not phase.max_s > 0:
             return f"{phase.kind}: max_s is above 0"
-    return ""
-
-
-def round_fault(turns: tuple[JobId, ...], patience_s: float) -> str:
-    """Why no round can be kept so, in words; empty if it can."""
-    if not 1 <= len(turns) <= TURNS_MAX:
-        return f"a round has 1 to {TURNS_MAX} turns"
-    if not 0 <= patience_s <= PATIENCE_MAX_S:
-        return f"patience_s is 0 to {PATIENCE_MAX_S:g}"
     return ""

@@ -58,8 +58,6 @@ def deadlines_s(standing: Standing, config: PermitsConfig) -> tuple[float, ...]:
         case Stage.APART:
             return ()
         case Stage.WAITING:
-            if standing.kept_s is not None:
-                return lapses_s, standing.kept_s + standing.turn_patience_s
             return (lapses_s,)
         case Stage.REVOKED:
             return lapses_s, (standing.revoked_s or 0.0) + config.grace_s

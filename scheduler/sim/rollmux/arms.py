@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from scheduler.policy.groups.judge import FCFS_RULES, OUR_RULES
+from scheduler.policy.groups.judge import OUR_RULES
 from scheduler.policy.groups.planner import GroupPlanner
 from scheduler.policy.groups.stages import Rules
 from scheduler.sim.rollmux.baselines import (
@@ -39,7 +39,6 @@ class ArmResult:
 
 ARMS: Final[dict[str, Callable[[list[SimulatedJob], int], tuple[GroupPlanner, Rules]]]] = {
     "ours": lambda _jobs, _seed: our_planner(),
-    "ours_fcfs": lambda _jobs, _seed: our_planner(FCFS_RULES),
     "ours_resubmit": lambda _jobs, _seed: our_planner(resubmits=True),
     "rollmux_paper": lambda _jobs, _seed: paper_planner(),
     "random": lambda _jobs, seed: (RandomPlanner(seed), PACKED_RULES),

@@ -131,7 +131,7 @@ def paper_planner() -> tuple[GroupPlanner, Rules]:
     return GroupPlanner(WorstCase(), NODE_TYPES, config), PAPER_RULES
 
 
-def our_planner(rules: Rules = OUR_RULES, *, resubmits: bool = False) -> tuple[GroupPlanner, Rules]:
+def our_planner(*, resubmits: bool = False) -> tuple[GroupPlanner, Rules]:
     """`resubmits`: what the paper does when a node fails, everything else ours."""
     config = PlannerConfig(resubmits=resubmits)
-    return GroupPlanner(Distributional(rules=rules), NODE_TYPES, config), rules
+    return GroupPlanner(Distributional(), NODE_TYPES, config), OUR_RULES

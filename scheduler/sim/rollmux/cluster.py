@@ -266,7 +266,7 @@ class Cluster:
         self._planner.observe(PhaseEnded(job=job, phase=phase, solo_s=solo_s), now=t_s)
 
     def _believe(self, floor: Floor, numbers: set[int]) -> None:
-        """Brings what the orders expect up to what the planner has learned."""
+        """Brings what loading ahead expects up to what the planner has learned."""
         for at, number in enumerate(floor.jobs["id"].tolist()):
             if number in numbers:
                 belief = self._planner.facts[self._jobs[number].job.job].belief()

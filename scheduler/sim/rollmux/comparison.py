@@ -1,4 +1,4 @@
-"""All arms on one workload: dollars, kept promises, prices over time, and what orders are worth."""
+"""All arms on one workload: dollars, kept promises, and prices over time."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -6,14 +6,12 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from scheduler.policy.groups.judge import OUR_RULES
-from scheduler.policy.groups.rounds import search_order
 from scheduler.policy.model import Pool
 from scheduler.sim.rollmux.arms import ARMS, summary
 from scheduler.sim.rollmux.baselines import Unshared, gavel, solo_d, verl
 from scheduler.sim.rollmux.cluster import Cluster
 from scheduler.sim.rollmux.ledger import slowdown
-from scheduler.sim.rollmux.watched import LivedGroup, PriceLedger, Stay, WatchedPlanner
+from scheduler.sim.rollmux.watched import PriceLedger, Stay, WatchedPlanner
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob
 
 SHARED: Final = ("ours", "rollmux_paper", "random", "greedy")
@@ -23,9 +21,6 @@ UNSHARED: Final[dict[str, Callable[[list[SimulatedJob]], Unshared]]] = {
     "gavel": gavel,
 }
 BINS: Final = 240
-_GROUPS: Final = 16
-"""Groups whose orders are searched: those that lived longest."""
-_TRIES: Final = 200
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,19 +38,6 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of each bin of the run."""
 
 
-class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """Worst slow-down over its SLO in our longest-lived groups, weighed by their lives."""
-
-    groups: int
-    theorem_holds: int
-    """Groups in which it does."""
-    round_robin: float
-    credit: float
-    searched: float
-    largest_gain: float
-    """Round robin over the searched round, in one group."""
-
-
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool = True
     jobs: int
@@ -65,8 +47,6 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     arms: tuple[Arm, ...]
     group_sizes: tuple[tuple[float, ...], ...]
     """By jobs in a group from one on: how many such groups of ours, in each bin."""
-    orders: Orders | None
-    """None where no two jobs ever shared a node."""
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
@@ -114,14 +94,12 @@ def compare(
                 dollars_per_hour=_rate(_alone(jobs), edges_s) if name == "solo_d" else (),
             )
         )
-    heard("orders")
     comparison = Comparison(
         jobs=len(jobs),
         seed=seed,
         hours=(end_s - begin_s) / 3600,
         arms=tuple(arms),
         group_sizes=_sizes(ours.watched.sizes, edges_s),
-        orders=_orders(list(ours.watched.groups.values())),
     )
     return comparison, ours.ledger
 
@@ -192,23 +170,3 @@ def _sizes(
     last = np.searchsorted(times_s, middles_s, side="right") - 1
     rows = np.where(last[:, None] >= 0, counts[np.maximum(last, 0)], 0)
     return tuple(tuple(map(float, column)) for column in rows.T.tolist())
-
-
-def _orders(groups: list[LivedGroup]) -> Orders | None:
-    longest = sorted(groups, key=lambda group: -group.lived_s)[:_GROUPS]
-    lives_s = np.array([group.lived_s for group in longest])
-    if lives_s.sum() <= 0.0:
-        return None
-    found = [search_order(one.occupants, rules=OUR_RULES, tries=_TRIES) for one in longest]
-
-    def weighed(values: list[float]) -> float:
-        return float(np.average(values, weights=lives_s))
-
-    return Orders(
-        groups=len(found),
-        theorem_holds=sum(one.conditions.hold for one in found),
-        round_robin=weighed([one.round_robin.worst for one in found]),
-        credit=weighed([one.credit.worst for one in found]),
-        searched=weighed([one.found.worst for one in found]),
-        largest_gain=max(one.gain for one in found),
-    )

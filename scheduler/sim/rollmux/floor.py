@@ -67,7 +67,6 @@ class Floor:
         row = row.copy()
         row["stage"], row["overhead_s"], row["left_s"] = LOADING, loading_s, 0.0
         row["worked_s"], row["park"] = 0.0, 0
-        row["rollout_turns"] = row["training_turns"] = 0
         row["slots"] = row["slots_coming"] = 0
         row["rollout_nodes"] = self.mask(placement.rollout_nodes)
         row["training_nodes"] = self.mask(placement.training_nodes)

@@ -39,27 +39,13 @@ def summary(found: Comparison) -> str:
     )
 
 
-def orders(found: Comparison) -> str:
-    """What orders within groups gain."""
-    of = found.orders
-    if of is None:
-        return "No two jobs ever shared a node."
-    return (
-        f"Orders within the {of.groups} groups that lived longest (the theorem's conditions hold "
-        f"in {of.theorem_holds}): worst slow-down over its SLO at the believed means, weighed by "
-        f"life: round robin {of.round_robin:.3f}, best round found {of.searched:.3f}, by credit, "
-        f"as run, {of.credit:.3f}. Largest gain of a round over the round robin in one group: "
-        f"{of.largest_gain:.2f} times."
-    )
-
-
 def printed(found: Comparison) -> RenderableType:
     shown = Table(box=None, pad_edge=False)
     for name in _HEAD:
         shown.add_column(name, justify="right" if name else "left")
     for arm in found.arms:
         shown.add_row(*_row(arm))
-    return Group(Text(summary(found), style="bold"), Text(), shown, Text(), Text(orders(found)))
+    return Group(Text(summary(found), style="bold"), Text(), shown)
 
 
 def comparison_page(found: Comparison) -> str:
@@ -69,7 +55,7 @@ def comparison_page(found: Comparison) -> str:
         section("Arms", table(_HEAD, [_row(arm) for arm in found.arms]), _WINDOW),
         section("What it costs", Markup(_prices(drawn, found.hours))),
         section("Whose SLO is kept", Markup(_kept(found.arms)), Markup(_slowdowns(shared))),
-        section("How jobs are grouped", Markup(_groups(found)), orders(found)),
+        section("How jobs are grouped", Markup(_groups(found))),
     ]
     return page("RoseMux simulation", summary(found), sections)
 

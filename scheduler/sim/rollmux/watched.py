@@ -1,16 +1,12 @@
-"""What a report needs of a run beside its ledger: prices over time, and groups as they were."""
+"""What a report needs of a run beside its ledger: prices over time, and sizes of groups."""
 
 from dataclasses import dataclass, field
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.policy.groups.events import GroupEffect, GroupEvent, JobEnded
 from scheduler.policy.groups.facts import JobFacts
-from scheduler.policy.groups.forecast import Occupant
 from scheduler.policy.groups.planner import GroupPlanner
 from scheduler.sim.rollmux.ledger import Ledger
-
-Composition = tuple[tuple[JobId, int, int], ...]
-"""Jobs of a group with the bits of their nodes in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +33,13 @@ class PriceLedger(Ledger):
 
 
 @dataclass(slots=True)
-class LivedGroup:
-    """Jobs that shared nodes in one way, for as long as they did."""
-
-    occupants: list[Occupant]
-    """As they were believed to be when last looked at."""
-    lived_s: float = 0.0
-
-
-@dataclass(slots=True)
 class WatchedPlanner:
-    """The planner, with its groups noted whenever they may have changed."""
+    """The planner, with its groups counted whenever they may have changed."""
 
     planner: GroupPlanner
     facts: dict[JobId, JobFacts] = field(init=False)
     sizes: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     """Time, and groups of one job, of two, and so on from then."""
-    groups: dict[Composition, LivedGroup] = field(default_factory=dict)
-    _now: dict[Composition, float] = field(default_factory=dict)
-    """Groups that are there, and since when."""
 
     def __post_init__(self) -> None:
         self.facts = self.planner.facts
@@ -68,21 +52,7 @@ class WatchedPlanner:
 
     def _look(self, now: float) -> None:
         counts = [0] * self.planner.packer.limits.group_jobs
-        found: dict[Composition, float] = {}
         for cell in self.planner.book.cells.values():
-            if not cell.pinned:
-                continue
-            counts[len(cell.pinned) - 1] += 1
-            if len(cell.pinned) == 1:
-                continue
-            composition = tuple(
-                (job, *cell.masks(placement)) for job, placement in cell.pinned.items()
-            )
-            found[composition] = self._now.get(composition, now)
-            group = self.groups.setdefault(composition, LivedGroup([]))
-            group.occupants = self.planner.packer.occupants(cell)
-        for composition, since_s in self._now.items():
-            if composition not in found:
-                self.groups[composition].lived_s += now - since_s
-        self._now = found
+            if cell.pinned:
+                counts[len(cell.pinned) - 1] += 1
         self.sizes.append((now, tuple(counts)))

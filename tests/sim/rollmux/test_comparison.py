@@ -69,16 +69,6 @@ def test_group_sizes_never_count_more_jobs_than_there_are(
     assert max(found.group_sizes[1]) >= 1
 
 
-def test_a_searched_round_is_never_worse_than_the_round_robin(
-    told: tuple[Comparison, PriceLedger],
-) -> None:
-    orders = told[0].orders
-    assert orders is not None
-    assert orders.searched <= orders.round_robin
-    assert orders.largest_gain >= 1.0
-    assert 0 <= orders.theorem_holds <= orders.groups
-
-
 def test_only_what_is_to_be_recorded_is_and_the_rest_is_the_same(
     jobs: list[SimulatedJob], told: tuple[Comparison, PriceLedger]
 ) -> None:

@@ -60,7 +60,7 @@ def test_who_cannot_pay_for_a_surprise_is_owed_its_own_nodes_unless_it_soon_coul
 
 
 def test_work_under_way_is_no_delay() -> None:
-    account = _with_credit(200.0, slo=1.001)
+    account = _with_credit(400.0, slo=1.001)
     later_s = 300.0
     assert account.slo_ahead(later_s, iteration_s=ITERATION_S) == NOBODY_BESIDE
     owed = account.slo_ahead(later_s, iteration_s=ITERATION_S, under_way_s=later_s)

@@ -24,7 +24,6 @@ from scheduler.policy.groups.leases import (
 from scheduler.policy.groups.stages import (
     BULK,
     BUSY,
-    CREDIT,
     EVENT,
     TAIL_HELD,
     TAIL_MOVED,
@@ -40,7 +39,7 @@ from scheduler.policy.groups.stages import (
 )
 from tests.unit.scheduler.groups.stage_jobs import occupant
 
-RULES = Rules(CREDIT, True, True, 5.0, 3.0, 0.03)
+RULES = Rules(migrate=True, prewarm=True, warm_s=5.0, migrate_s=3.0)
 TERMS = LeaseTerms(
     activation_s=5.0, sync_s=20.0, kept_s=4.0, recomputed_s=3.0, accelerators=8, quantile=1.28
 )

@@ -98,7 +98,7 @@ def test_once_well_known_jobs_are_moved_together_when_that_spares_nodes() -> Non
 
 def test_wide_jobs_are_moved_together_too_when_that_spares_nodes() -> None:
     planner = _planner()
-    jobs = [planned_job(name, 300, 250, slo=1.3, nodes=2) for name in ("a", "b", "c")]
+    jobs = [planned_job(name, 300, 250, slo=1.2, nodes=2) for name in ("a", "b", "c")]
     for job in jobs:
         planner.observe(JobArrived(job=job), now=0.0)
     before = planner.book.price_per_hour()

@@ -23,7 +23,6 @@ from scheduler.policy.phases.events import (
     PhaseNarrowed,
     PhaseRequested,
     PhaseWithdrawn,
-    RoundGiven,
     TimePassed,
     WidenPermit,
 )
@@ -76,11 +75,6 @@ _event: st.SearchStrategy[PermitEvent] = st.one_of(
     st.builds(HolderHeard, job=_job, epoch=_epoch, complete_ratio=st.sampled_from((0.0, 0.6, 1.0))),
     st.builds(PhaseNarrowed, job=_job, epoch=_epoch),
     st.builds(PhaseEnded, job=_job, epoch=_epoch, failed=st.sampled_from(("", "", "broke"))),
-    st.builds(
-        RoundGiven,
-        turns=st.lists(_job, min_size=1, max_size=6).map(tuple),
-        patience_s=st.sampled_from((0.0, 0.4)),
-    ),
     st.just(TimePassed()),
     st.just(ControlResumed()),
 )

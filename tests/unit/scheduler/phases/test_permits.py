@@ -326,3 +326,15 @@ def test_every_stage_with_nodes_can_end_and_only_waiting_is_granted() -> None:
     assert {stage for stage in HOLDING if (stage, Trigger.ENDED) in TRANSITIONS} == HOLDING
     granted_from = [stage for stage, trigger in TRANSITIONS if trigger is Trigger.GRANTED]
     assert granted_from == [Stage.WAITING]
+
+
+def test_what_was_kept_while_there_were_rounds_goes_on_first_come_first_served() -> None:
+    group = Group(terms("a"), terms("b"))
+    group.ask("a")
+    group.ask("b")
+    kept = group.policy.snapshot()
+    for job in kept["jobs"]:
+        job |= {"turns": ["b", "a"], "turn_patience_s": 5.0, "turn": 0, "kept_s": 0.0}
+    group.policy.restore(kept)
+    assert group.on("r0") == "a"
+    assert granted(group.end("a")) == ["b"]

@@ -22,7 +22,6 @@ from scheduler.phases.wire import (
     Placed,
     Queued,
     Refused,
-    Round,
     Waiting,
 )
 from scheduler.policy.cluster.stays import StayStage
@@ -52,15 +51,11 @@ def test_a_submitted_job_hears_its_group_its_nodes_and_why() -> None:
     assert placed.reason == "new isolated group, +57.00 $/h"
 
 
-def test_jobs_that_suit_each_other_share_nodes_and_take_turns_in_the_planner_s_round() -> None:
+def test_jobs_that_suit_each_other_share_nodes() -> None:
     control = Control()
     first, second = control.submit(submission("a"), submission("b"))
     assert first.group == second.group
     assert first.training_nodes == second.training_nodes
-    standing = control.desk.policy.standing(JobId("a"))
-    assert standing is not None
-    assert set(standing.turns) == {"a", "b"}
-    assert standing.turn_patience_s > 0
 
 
 def test_a_phase_runs_on_the_planned_nodes_and_the_other_waits() -> None:
@@ -74,13 +69,13 @@ def test_a_phase_runs_on_the_planned_nodes_and_the_other_waits() -> None:
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_a_round_that_is_searched_again_makes_nobody_wait_for_who_is_behind(first: str) -> None:
+def test_a_belief_that_changes_makes_nobody_wait_for_who_is_behind(first: str) -> None:
     other = "b" if first == "a" else "a"
     control = Control(cluster("r0", "t0"))
     control.submit(submission("a", 480.0, 420.0, slo=3.0), submission("b", 480.0, 420.0, slo=3.0))
     control.runs(first)
     control.enter(other)
-    # Far from what was declared: what is believed of the job changes, and with it the round.
+    # Far from what was declared: what is believed of the job changes.
     control.pass_time(8.0, beats=first)
     control.leave(first)
     assert control.runs(other) == names("r0")
@@ -145,15 +140,12 @@ def test_a_job_is_known_with_one_declaration_until_it_is_forgotten() -> None:
     assert isinstance(control.submit(submission("a", slo=1.9))[0], Placed)
 
 
-def test_nobody_is_placed_by_hand_and_nobody_is_given_another_round() -> None:
+def test_nobody_is_placed_by_hand() -> None:
     control = Control()
     control.submit(submission("a"))
-    for refused in (
-        control.desk.call(terms("x")),
-        control.desk.call(Round(turns=(JobId("a"),), patience_s=1.0)),
-    ):
-        assert isinstance(refused, Refused)
-        assert "plans" in refused.reason
+    refused = control.desk.call(terms("x"))
+    assert isinstance(refused, Refused)
+    assert "plans" in refused.reason
 
 
 def test_the_planner_learns_what_phases_took_without_their_loading() -> None:
@@ -197,6 +189,8 @@ def test_a_move_is_told_at_the_iteration_s_end_and_made_when_the_next_one_begins
     for _ in range(2):
         control.iteration("a")
     old = control.at("b")
+    # The place that a has in line is claimed by nobody.
+    control.pass_time(1.0)
     control.runs("b")
     ask_to_move(control.desk.cluster, "b")
     control.pass_time(60.0, beats="b")
@@ -296,6 +290,7 @@ def test_a_failed_node_is_replaced_and_only_phases_on_it_end() -> None:
     control.submit(submission("a"), submission("b"))
     assert control.at("a")[1] == control.at("b")[1] == names("t0")
     control.iteration("a")
+    control.pass_time(1.0)
     control.phase("b", ROLLOUT, 40.0)
     control.runs("b", TRAINING)
     control.runs("a", ROLLOUT)
@@ -360,9 +355,6 @@ def test_a_restart_in_the_middle_of_a_phase_loses_and_repeats_nothing(tmp_path: 
     assert after.rollout.count == before.rollout.count + 1
     assert after.rollout.seen_s == pytest.approx(40.0, rel=0.01)
     assert after.account.solo_s == pytest.approx(before.account.solo_s + 40.0)
-    standing = control.desk.policy.standing(JobId("b"))
-    assert standing is not None
-    assert set(standing.turns) == {"a", "b"}
 
 
 def test_a_restart_on_a_machine_that_was_booted_anew_goes_on_where_time_stood_still(

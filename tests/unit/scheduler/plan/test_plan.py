@@ -131,13 +131,11 @@ def test_a_job_that_nothing_is_known_of_is_planned_with_more_doubt() -> None:
     assert spread[1] > spread[0]
 
 
-def test_of_unequal_cycles_the_searched_round_gains() -> None:
-    # By memory on rollout nodes of their own, and sharing what trains.
-    plan = draft(settings(job("short", 80, 60, slo=1.9), job("long", 700, 120, slo=1.9)))
-    order = next(group.order for group in plan.groups if len(group.jobs) == 2)
-    assert order.turns.count("short") > order.turns.count("long")
-    assert order.gain > 1.2
-    assert order.searched < order.round_robin
+def test_a_group_says_how_full_it_is(pair: Plan) -> None:
+    (group,) = pair.groups
+    assert group.load.cycle_s == pytest.approx(500.0, rel=0.01)
+    assert group.load.busiest_s == pytest.approx(550.0, rel=0.01)
+    assert group.load.share == pytest.approx(1.1)
 
 
 def test_terminal_and_page_show_every_job_and_the_page_loads_nothing(pair: Plan) -> None:

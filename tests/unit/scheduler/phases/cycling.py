@@ -9,12 +9,10 @@ from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.events import (
     GrantPermit,
     JobPlaced,
-    MissTurn,
     PermitEffect,
     PermitEvent,
     PhaseEnded,
     PhaseRequested,
-    RoundGiven,
     TimePassed,
 )
 from scheduler.policy.phases.permits import PermitPolicy
@@ -22,28 +20,23 @@ from scheduler.policy.phases.terms import JobTerms, PermitsConfig
 from tests.unit.scheduler.phases.said import ROLLOUT, TRAINING
 
 STEADY = PermitsConfig(lease_s=1e9, patience_s=0.5, warn_s=1e9)
-"""Nobody is silent and nobody is late, so that only turns decide."""
+"""Nobody is silent and nobody is late, so that only lines decide."""
 
 
 @dataclass
-class Turning:
+class CyclingJobs:
     """Every job rolls out and trains for ever; `durations_s` are of both phases."""
 
     placed: tuple[JobTerms, ...]
     durations_s: Mapping[str, tuple[float, float]]
     now: float = 0.0
     grants: list[tuple[float, str, PhaseKind]] = field(default_factory=list)
-    missed: list[tuple[float, str, PhaseKind]] = field(default_factory=list)
-    trained: dict[str, int] = field(default_factory=dict)
     _ends: list[tuple[float, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.policy = PermitPolicy(STEADY)
         for terms in self.placed:
             self.hear(JobPlaced(terms=terms))
-
-    def give_round(self, turns: str, patience_s: float) -> None:
-        self.hear(RoundGiven(turns=tuple(map(JobId, turns)), patience_s=patience_s))
 
     def begin(self, *jobs: str) -> None:
         for job in jobs:
@@ -69,20 +62,13 @@ class Turning:
                 self.grants.append((self.now, effect.job, effect.kind))
                 lasts_s = self.durations_s[effect.job][effect.kind is TRAINING]
                 heappush(self._ends, (self.now + lasts_s, effect.job))
-            elif isinstance(effect, MissTurn):
-                self.missed.append((self.now, effect.job, effect.kind))
         return effects
-
-    def order(self, kind: PhaseKind = ROLLOUT) -> str:
-        return "".join(job for _, job, granted in self.grants if granted is kind)
 
     def _end(self, job: str) -> None:
         standing = self.policy.standing(JobId(job))
         assert standing is not None
         if not standing.holding:
             return
-        if standing.kind is TRAINING:
-            self.trained[job] = self.trained.get(job, 0) + 1
         self.hear(PhaseEnded(job=JobId(job), epoch=standing.epoch))
         standing = self.policy.standing(JobId(job))
         assert standing is not None
