@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.gpu_slot.parts import NOT_HERE
-from benchmarks.gpu_slot.results import ResultFile
+from benchmarks.gpu_slot.results import put_into
 from harvester.contracts.errors import Unsupported
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     given = parser.parse_args()
     measured: Callable[..., None] = importlib.import_module(given.module).measured
     try:
-        measured(given.kind, tiny=given.tiny, put=ResultFile(given.file).put)
+        measured(given.kind, tiny=given.tiny, put=put_into(given.file))
     except Unsupported as error:
         print(error, file=sys.stderr)
         sys.exit(NOT_HERE)

@@ -2,27 +2,19 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from harvester.result_file import write_whole
+from benchmarks.partial_result import PartialResult
 
 Put: TypeAlias = Callable[[str, Any], None]
 """Keeps one named result; given again, the name has the newer one."""
 
 
-@dataclass(slots=True)
-class ResultFile:
-    """A JSON object in a file, whole after every `put`."""
-
-    path: Path
-    found: dict[str, Any] = field(default_factory=dict)
-
-    def put(self, name: str, result: Any) -> None:
-        """Raises ConfigError where the file cannot be written."""
-        self.found[name] = result
-        write_whole(self.path, json.dumps(self.found, indent=1, allow_nan=False) + "\n")
+def put_into(path: Path) -> Put:
+    """Keeps results in a file that is whole after each of them."""
+    kept = PartialResult(path)
+    return lambda name, result: kept.keep({name: result})
 
 
 def under(name: str, put: Put) -> Put:

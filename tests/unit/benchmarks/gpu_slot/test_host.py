@@ -16,7 +16,7 @@ from benchmarks.gpu_slot.host import memory as host_memory  # noqa: E402
 from benchmarks.gpu_slot.host.driver import agreement, nvidia_smi, nvml_device, queried  # noqa: E402
 from benchmarks.gpu_slot.host.launch_lock import Turn, turn_figures  # noqa: E402
 from benchmarks.gpu_slot.parts import PARTS  # noqa: E402
-from benchmarks.gpu_slot.results import ResultFile, left_in  # noqa: E402
+from benchmarks.gpu_slot.results import left_in, put_into  # noqa: E402
 from benchmarks.gpu_slot.spread import spread  # noqa: E402
 from harvester.contracts.errors import Unsupported  # noqa: E402
 
@@ -178,7 +178,7 @@ def test_a_spread_has_its_count() -> None:
 def test_the_part_runs_through_where_there_is_no_gpu(tmp_path: Path) -> None:
     part = next(part for part in PARTS if part.name == "host")
     importlib.import_module(part.module).measured(
-        "cpu", tiny=True, put=ResultFile(tmp_path / "found.json").put
+        "cpu", tiny=True, put=put_into(tmp_path / "found.json")
     )
     found: dict[str, Any] = left_in(tmp_path / "found.json")
     assert found["launch_lock"]["turns"] == 8

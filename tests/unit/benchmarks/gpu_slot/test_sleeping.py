@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from benchmarks.gpu_slot.decode_model import LLAMA_8B  # noqa: E402
 from benchmarks.gpu_slot.device import CpuDevice  # noqa: E402
 from benchmarks.gpu_slot.parts import PARTS  # noqa: E402
-from benchmarks.gpu_slot.results import ResultFile, left_in  # noqa: E402
+from benchmarks.gpu_slot.results import left_in, put_into  # noqa: E402
 from benchmarks.gpu_slot.sleeping.figures import (  # noqa: E402
     Trial,
     pass_figures,
@@ -186,7 +186,7 @@ def test_a_production_that_ends_is_named() -> None:
 def test_the_part_runs_through_and_leaves_its_figures(tmp_path: Path) -> None:
     part = next(part for part in PARTS if part.name == "sleeping")
     importlib.import_module(part.module).measured(
-        "cpu", tiny=True, put=ResultFile(tmp_path / "found.json").put
+        "cpu", tiny=True, put=put_into(tmp_path / "found.json")
     )
     found: dict[str, Any] = left_in(tmp_path / "found.json")
     layouts = {"tensors", "even_pieces"}
