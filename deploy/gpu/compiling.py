@@ -5,7 +5,6 @@ What a compilation needs is looked for before it begins.
 """
 
 import argparse
-import importlib.util
 import os
 import shlex
 import shutil
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from deploy.gpu import machine, toolkit
@@ -76,7 +76,8 @@ def build_environment(
 ) -> tuple[dict[str, str], Path]:
     """Variables of the compilation, and the driver's library. Raises Refused before it begins."""
     for name in ("torch", "setuptools", "pip"):
-        if importlib.util.find_spec(name) is None:
+        # On the path alone: setuptools answers for pip by a finder that replaces distutils.
+        if PathFinder.find_spec(name) is None:
             raise Refused(f"{sys.executable} has no {name}; name another one with PYTHON")
     if toolkit.compiler(environment, "CXX", ("c++", "g++", "clang++")) is None:
         raise Refused("no C++ compiler here; install one or set CXX")

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
@@ -147,10 +147,18 @@ def prometheus_url() -> Iterator[str]:
 
 
 def wait_for_rules(prometheus: Prometheus, *, timeout_s: float = 40.0) -> None:
+    wait_for(lambda: not find(prometheus), timeout_s=timeout_s)
+
+
+def wait_for(holds: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
     clock = MonotonicClock()
     deadline = clock.now() + timeout_s
-    while find(prometheus) and clock.now() < deadline:
+    while not holds() and clock.now() < deadline:
         time.sleep(0.5)
+
+
+def _nodes(prometheus: Prometheus, asked: str) -> int:
+    return len(prometheus.values(f"count by (node) ({asked})"))
 
 
 def test_prometheus_accepts_the_configuration_and_the_rules() -> None:
@@ -184,7 +192,9 @@ def test_two_nodes_are_two_lines_of_every_panel(prometheus_url: str) -> None:
         asked = substitute(panel.text, values, window="1m")
         if 'node=~"' in asked:
             of_a_node += 1
-            assert len(prometheus.values(f"count by (node) ({asked})")) == 2, panel
+            # The second node is scraped later than the first, and its rules are evaluated after.
+            wait_for(lambda asked=asked: _nodes(prometheus, asked) == 2)
+            assert _nodes(prometheus, asked) == 2, panel
             one = asked.replace('node=~".*"', f'node=~"{NODES[0]}"')
             assert 2 * len(prometheus.values(one)) == len(prometheus.values(asked)), panel
     assert of_a_node > 30
