@@ -1,4 +1,4 @@
-"""What a run has measured so far, in a file that is whole at every moment.
+"""Results that a run has measured so far, in a file that is whole at every moment.
 
 A run that is ended by force, or fails, loses no more than what it was at.
 """

@@ -10,11 +10,11 @@ class RunLength:
     seconds: float = 160.0
     """Measured of each arm, where nobody says."""
     slice_s: float = 20.0
-    """Of one arm in one round."""
+    """Length of one arm in one round."""
     rehearsal_s: float = 15.0
-    """Of each of three replays before the first round."""
+    """Length of each of the three replays before the first round."""
     shrinks: int = 30
-    """Of each kind; so for the next four."""
+    """Count for each kind; so for the next four."""
     activations: int = 10
     surges: int = 20
     long_prompts: int = 3
@@ -26,9 +26,9 @@ class RunLength:
     """From the run's start: a round or a part that would end later is left out, but for the first
     round."""
     part_s: float = 0.0
-    """What one part may take, where the time is bounded."""
+    """Time that one part may take, where the time is bounded."""
     trial_s: float = 0.0
-    """What one trial of the fail-safe may take, with the start of a new agent; as above."""
+    """Time that one trial of the fail-safe may take, with the start of a new agent; as above."""
 
 
 FULL = RunLength()

@@ -1,4 +1,4 @@
-"""What sharing a GPU costs production: `python -m benchmarks.gpu_slot --json PATH`.
+"""Cost of sharing a GPU, for production: `python -m benchmarks.gpu_slot --json PATH`.
 
 Needs torch and a CUDA device, no vLLM. Without a device, or with --tiny, the same code runs on CPU
 tensors of tiny shapes: a rehearsal, of which no figure counts. See README.md beside this file.

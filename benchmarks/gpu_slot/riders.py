@@ -16,7 +16,7 @@ from harvester.contracts.clock import monotonic_ns
 
 BATCHES = (1, 4, 16, 64, 128, 256)
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384)
-"""Of whole steps: what engines pad their batches to, so that no tile of a product is cut."""
+"""Rows of whole steps: sizes that engines pad batches to, so that no tile of a product is cut."""
 RIDERS_MAX = 128
 CONTEXT_TOKENS = 1024
 _RESERVE_BYTES = 8 << 30

@@ -36,7 +36,7 @@ class Entry:
     architecture: int
     """Compute capability times ten; of PTX, the lowest that can run it."""
     start: int
-    """Of the payload, in the file."""
+    """Place of the payload in the file."""
     length_bytes: int
 
 

@@ -1,4 +1,4 @@
-"""What a GPU machine has of its own, in a line each: driver, GPU, memory, MPS, compilers.
+"""Facts of a GPU machine, in a line each: driver, GPU, memory, MPS, compilers.
 
 Facts, no verdicts: what is missing is said as "not here". Needs nothing but Python.
 """

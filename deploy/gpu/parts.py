@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 MANIFEST = "manifest.json"
 PART_LIMIT_BYTES = 56 << 20
-"""Of each part: with the project's own tree, a few MiB, at most 64 MiB travel at once."""
+"""Size of each part: with the project's own tree, a few MiB, at most 64 MiB travel at once."""
 PARTS_LIMIT = 64
 MANIFEST_LIMIT_BYTES = 64 << 10
 _BLOCK_BYTES = 1 << 20

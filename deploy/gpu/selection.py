@@ -1,4 +1,4 @@
-"""What travels: vLLM's version, RoseMux's own requirements, kvcached's source."""
+"""Packages that travel: vLLM's version, RoseMux's own requirements, kvcached's source."""
 
 import tomllib
 

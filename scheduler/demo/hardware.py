@@ -1,4 +1,4 @@
-"""What the engines of a run are started on: here cores of a CPU; gpu_hardware.py has a GPU.
+"""Hardware that the engines of a run start on: here cores of a CPU; gpu_hardware.py has a GPU.
 
 Engines' flags, models, loads and places differ between the two. What a run measures, and in which
 order, does not.
@@ -46,14 +46,14 @@ class Hardware(ABC):
 
     kind: ClassVar[Kind]
     shape: ModelShape = SMALL
-    """Of production."""
+    """Shape of production."""
     step_tokens: int = STEP_TOKENS
     """Production's budget for one step."""
     production_requests: int = 32
     """That it serves at once."""
     rollouts = RolloutLoad()
     clients: int = 8
-    """Of a closed loop that fills one engine."""
+    """Clients of a closed loop that fills one engine."""
     shares_core: bool = True
     """Production and guest take turns on a core, so that what a process ran is what it used."""
     starts_in_turn: bool = False
@@ -61,9 +61,9 @@ class Hardware(ABC):
     policy: Mapping[str, Any] = MappingProxyType({})
     """Over the slot's own settings in the agent."""
     scales: tuple[TokenScale, ...]
-    """Of the trace's token counts, from the largest: taken until there are enough requests."""
+    """Scales of the trace's token counts, from the largest: tried until requests are enough."""
     pulse_sizes: TokenScale
-    """Of a run whose question is what a request costs."""
+    """Scale for a run whose question is the cost of a request."""
 
     @abstractmethod
     def check(self) -> None:
@@ -100,7 +100,7 @@ class Hardware(ABC):
         return None
 
     def engine_arguments(self) -> tuple[str, ...]:
-        """Of vLLM, for any engine."""
+        """Flags of vLLM for any engine."""
         return ()
 
     def guest_arguments(self) -> tuple[str, ...]:

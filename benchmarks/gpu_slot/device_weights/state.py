@@ -16,7 +16,7 @@ _LEAST_STD = 1e-9
 _PIECE_ELEMENTS = 1 << 26
 """Stepped together: a step takes some 30 bytes for each element that it steps."""
 _MANTISSA_BITS = 8
-"""Of bfloat16, with the leading one: a number of exponent e has units of 2 ** (e - 8)."""
+"""Significant bits of bfloat16 with the leading one: exponent e has units of 2 ** (e - 8)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

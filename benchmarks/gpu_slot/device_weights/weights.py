@@ -42,7 +42,7 @@ from weightsync.vllm.device_delta import MOST_DEVICE_BYTES, apply_on_device
 Put: TypeAlias = Callable[[str, Any], None]
 
 SHARES = (0.01, 0.001, 0.1)
-"""Of the elements change; an ordinary step first, should the time run out."""
+"""Shares of the elements that change; an ordinary step first, should the time run out."""
 THREADS = 2
 """On the host, as in an engine."""
 _SEED = 20240607

@@ -132,7 +132,7 @@ async def _ready(process: asyncio.subprocess.Process) -> Ready:
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
-    """By the end of its input first: a client of MPS is not to be killed in a kernel."""
+    """Ends its input first: a client of MPS is not to be killed in a kernel."""
     assert process.stdin is not None
     for end in (process.stdin.close, process.terminate, process.kill):
         if process.returncode is None:

@@ -1,4 +1,4 @@
-"""What an engine process is started with and asked: one JSON object a line, each way."""
+"""Setting, orders and replies of an engine process: one JSON object a line, each way."""
 
 import msgspec
 
@@ -13,7 +13,7 @@ class EngineForms(msgspec.Struct, frozen=True, kw_only=True):
     prefills: tuple[int, ...]
     decodes: tuple[int, ...]
     context_tokens: int
-    """Of each request of a decode."""
+    """KV of each request of a decode."""
 
 
 class EngineSetting(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +25,7 @@ class EngineSetting(msgspec.Struct, frozen=True, kw_only=True):
     production: EngineForms | None = None
     guest: EngineForms | None = None
     isolation: IsolationBackend = IsolationBackend.NONE
-    """What the guest's threads on the host are put under, and what it tells."""
+    """Backend that the guest's threads on the host are put under, and that its page names."""
     partition_ratio: float = 0.0
     """Both in one process: the guest's share of the multiprocessors by green contexts; 0 shares
     all of them."""

@@ -47,7 +47,7 @@ class ProductionLog(msgspec.Struct, frozen=True, kw_only=True):
     requests: tuple[ServedRequest, ...] = ()
 
     def until(self, end_ns: int) -> "ProductionLog":
-        """What ended by then."""
+        """Steps and requests that ended by then."""
         return ProductionLog(
             steps=tuple(step for step in self.steps if step.end_ns <= end_ns),
             requests=tuple(one for one in self.requests if one.end_ns <= end_ns),

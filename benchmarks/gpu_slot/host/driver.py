@@ -1,4 +1,4 @@
-"""What nvidia-smi, NVML and torch say about the GPUs, and whether `coserve.gpus` reads the same."""
+"""GPUs as nvidia-smi, NVML and torch see them, and whether `coserve.gpus` reads the same."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What the guest's memory report says against the driver's and torch's own figures.
+"""The guest's memory report against the driver's and torch's own figures.
 
 A small model, KV, a CUDA graph with its private pool and activations stand for a guest's worker.
 """
@@ -158,13 +158,13 @@ def _own_process_bytes() -> int | None:
 
 
 def _device_used_bytes() -> int | None:
-    """By NVML, which makes no context. None where it cannot be asked."""
+    """NVML's figure, which makes no context. None where it cannot be asked."""
     used = _asked(lambda library, gpu: library.nvmlDeviceGetMemoryInfo(gpu).used)
     return None if used is None else int(used)
 
 
 def _pids() -> Any:
-    """Of the processes that NVML sees on the GPU: with pid namespaces not those seen here."""
+    """Pids that NVML sees on the GPU: with pid namespaces not those seen here."""
     return _asked(
         lambda library, gpu: [one.pid for one in library.nvmlDeviceGetComputeRunningProcesses(gpu)]
     )

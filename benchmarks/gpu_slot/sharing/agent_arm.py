@@ -33,7 +33,7 @@ _END_S = 5.0
 @dataclass(frozen=True, slots=True)
 class AgentArm:
     pages: PageDirectory
-    """Of a slot named SLOT."""
+    """Pages of a slot named SLOT."""
     policy: Mapping[str, Any]
     """Over the shipped defaults."""
     experiment: bool = False

@@ -37,7 +37,7 @@ class ArmTable:
         arm.guest.append(guest)
 
     def granted(self, name: str, said: dict[str, Any]) -> None:
-        """What the agent's grant said in a slice."""
+        """Keeps the agent's grant of a slice."""
         self._arms.setdefault(name, _Arm()).granted.append(said)
 
     def failed(self, name: str, why: str) -> None:

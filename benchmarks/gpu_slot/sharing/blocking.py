@@ -34,9 +34,9 @@ _LEAST_SAMPLES = 30
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
     form: Form
-    """Of production's step."""
+    """Form of production's step."""
     rest_s: float
-    """What the guest's step still had to run when production's began."""
+    """Time that the guest's step still had to run when production's began."""
     overlap_s: float
     """How long both then ran."""
     own_s: float
@@ -92,7 +92,7 @@ def overlaps(
 
 
 def blocking_figures(found: Sequence[Overlap]) -> dict[str, Any]:
-    """By form of production's step, and the law's constants where enough overlaps bear them."""
+    """Figures by form of production's step, and the law's constants if enough overlaps bear them."""
     forms: dict[str, Any] = {}
     for form in sorted({one.form for one in found}):
         of_form = [one for one in found if one.form == form]

@@ -123,8 +123,8 @@ async def _shares(kind: str, tiny: bool, control: MpsControl | None, put: Put) -
 
 
 def _clients(control: MpsControl) -> dict[str, list[int]]:
-    """By server. Raises ConfigError unless one has both: CUDA starts without MPS and says nothing,
-    and time-slicing would be measured under its name."""
+    """Clients by server. Raises ConfigError unless one has both: CUDA starts without MPS and says
+    nothing, and time-slicing would be measured under its name."""
     found = {server: control.clients(server) for server in control.servers()}
     if max((len(clients) for clients in found.values()), default=0) < _BOTH:
         raise ConfigError(f"production and guest are not clients of one MPS server: {found}")

@@ -62,12 +62,12 @@ _PAUSE_LEAST_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is served and stepped, and for how long: the same under every backend."""
+    """Requests, steps and their durations: the same under every backend."""
 
     production: EngineForms
     guest: EngineForms
     prompts: Mapping[int, float]
-    """Of production's requests, with their weights."""
+    """Lengths of production's prompts, with their weights."""
     output_tokens: int
     requests_per_s: float
     slice_s: float
@@ -241,7 +241,7 @@ class Sharing:
         table.add(name, served, rolled)
 
     def _granted(self) -> dict[str, Any]:
-        """What the agent's grant says at the end of a slice."""
+        """The agent's grant at the end of a slice."""
         reader = self.pages.grant_reader()
         try:
             reading = reader.read()
@@ -253,7 +253,7 @@ class Sharing:
         return {name: said[name] for name in _GRANT_FIELDS}
 
     async def _beside(self, load: Sequence[Request]) -> tuple[ProductionLog, GuestLog]:
-        """What ended within the slice: afterwards production drains without a guest."""
+        """Both logs up to the end of the slice: afterwards production drains without a guest."""
         seconds = self.sizes.slice_s
         until_ns = monotonic_ns() + int(seconds * 1e9)
         served, rolled = await asyncio.gather(self._served(load), self.guest.roll(seconds=seconds))

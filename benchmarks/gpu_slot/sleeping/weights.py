@@ -1,4 +1,4 @@
-"""What a sleeping guest costs and how fast it wakes, alone and beside production.
+"""Cost of a sleeping guest and speed of its waking, alone and beside production.
 
 The weights of an 8B model in CUDA virtual memory, once in a piece for each tensor, as vLLM has
 them, and once in even pieces. Each round does the same alone (production's process idles) and
