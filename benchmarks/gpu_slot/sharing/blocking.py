@@ -92,7 +92,7 @@ def overlaps(
 
 
 def blocking_figures(found: Sequence[Overlap]) -> dict[str, Any]:
-    """Figures by form of production's step, and the law's constants if enough overlaps bear them."""
+    """Figures by form of production's step; the law's constants if enough overlaps bear them."""
     forms: dict[str, Any] = {}
     for form in sorted({one.form for one in found}):
         of_form = [one for one in found if one.form == form]
