@@ -10,13 +10,12 @@
 A command that fails is answered with its error, and the process goes on.
 """
 
-import json
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from harvester.contracts.clock import MonotonicClock
+from tests.gpu.answered_lines import answer_lines
 from tests.gpu.fake_worker import FakeWorker
 from tests.gpu.played_client import PlayedClient
 
@@ -95,14 +94,7 @@ class Commands:
 
 def main() -> None:
     commands = Commands(sys.argv[1])
-    for line in sys.stdin:
-        name, *words = line.split()
-        act: Callable[..., dict[str, Any]] = getattr(commands, name)
-        try:
-            said = act(*words)
-        except Exception as error:
-            said = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(said), flush=True)
+    answer_lines(commands)
     commands.leave()
 
 

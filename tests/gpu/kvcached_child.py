@@ -10,11 +10,9 @@
 The segment is named by KVCACHED_IPC_NAME. Answers are lines of JSON.
 """
 
-import json
 import os
 import struct
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +25,7 @@ from tests.contract.coserve.played_kvcached import (
     PlayedManager,
     PlayedPool,
 )
+from tests.gpu.answered_lines import answer_lines
 
 LAYERS, BUFFERS, PER_BLOCK, HEADS, WIDTH = 8, 2, 16, 8, 64
 _PLAYED_DEVICE_BYTES = 1 << 32
@@ -139,14 +138,7 @@ class Commands:
 
 def main() -> None:
     commands = Commands(sys.argv[1])
-    for line in sys.stdin:
-        name, *words = line.split()
-        act: Callable[..., dict[str, Any]] = getattr(commands, name)
-        try:
-            said = act(*words)
-        except Exception as error:
-            said = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(said), flush=True)
+    answer_lines(commands)
     # kvcached's threads end with the process and not before.
     os._exit(0)
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import msgspec
 
+from benchmarks.gpu_slot.ended_process import ended
 from benchmarks.gpu_slot.engines.orders import (
     REPLIES,
     Broken,
@@ -29,7 +30,6 @@ from harvester.contracts.parent import end_with
 _LINE_BYTES_MAX = 1 << 28
 _START_S = 90.0
 _LATE_S = 40.0
-_END_S = 5.0
 
 
 @dataclass(slots=True)
@@ -114,7 +114,9 @@ async def engine(
             with suppress(asyncio.CancelledError):
                 await reading
     finally:
-        await _ended(process)
+        assert process.stdin is not None
+        # The end of its input first: a client of MPS is not to be killed in a kernel.
+        await ended(process, process.stdin.close, process.terminate)
 
 
 async def _ready(process: asyncio.subprocess.Process) -> Ready:
@@ -129,15 +131,3 @@ async def _ready(process: asyncio.subprocess.Process) -> Ready:
     reply = REPLIES.decode(line)
     assert isinstance(reply, Ready)
     return reply
-
-
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Ends its input first: a client of MPS is not to be killed in a kernel."""
-    assert process.stdin is not None
-    for end in (process.stdin.close, process.terminate, process.kill):
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                end()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_END_S):
-                    await process.wait()

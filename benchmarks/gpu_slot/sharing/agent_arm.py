@@ -18,6 +18,7 @@ import aiohttp
 import yaml
 
 from benchmarks.coserve.rollouts import Lease
+from benchmarks.gpu_slot.ended_process import ended
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory
 from harvester.contracts.parent import end_with
@@ -27,7 +28,6 @@ from scheduler.service.leases import AgentClient
 
 _START_S = 60.0
 _POLL_S = 0.05
-_END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class AgentArm:
                     async with Lease(AgentClient(session, url, timeout_s=5.0)).holding():
                         yield
             finally:
-                await _ended(process)
+                await ended(process, process.terminate)
 
     def _config(self, port: int, state: Path) -> dict[str, Any]:
         return {
@@ -83,13 +83,3 @@ async def _answers(
                             return
                 await asyncio.sleep(_POLL_S)
     raise ConfigError(f"the agent did not answer within {_START_S:.0f} s (its log stands above)")
-
-
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    for end in (process.terminate, process.kill):
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                end()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_END_S):
-                    await process.wait()

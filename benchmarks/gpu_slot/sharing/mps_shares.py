@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,6 +27,7 @@ from coserve.mps import MpsShare
 from harvester.contracts.errors import ConfigError, PeerProtocolError, Unsupported
 from harvester.contracts.mps import DEFAULT_CONTROL, PIPE_VARIABLE, MpsControl
 from harvester.contracts.page import PageDirectory
+from harvester.contracts.parent import end_with
 from scheduler.demo.slot import SLOT
 
 _LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
@@ -57,7 +59,11 @@ def _daemon() -> Iterator[MpsControl]:
         environment = os.environ | {PIPE_VARIABLE: str(pipes), _LOG_VARIABLE: str(logs)}
         # In the foreground: it ends with this part's group of processes, however that ends.
         daemon = subprocess.Popen(
-            [DEFAULT_CONTROL, "-f"], env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr
+            [DEFAULT_CONTROL, "-f"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            preexec_fn=partial(end_with, os.getpid()),  # noqa: PLW1509 - no other thread yet
         )
         control = MpsControl(pipes, timeout_s=_ANSWER_S)
         try:
