@@ -7,6 +7,7 @@ tensors of tiny shapes: a rehearsal, of which no figure counts. See README.md be
 import argparse
 import os
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0, help="for the whole run")
     parser.add_argument("--tiny", action="store_true", help="the rehearsal's shapes, on a GPU too")
     given = parser.parse_args()
+    # Ended by force in good order: the part's processes and directories go too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     result = report("gpu_slot", lambda: measured(given), given.json, engines=False)
     failed = [n for n, part in result["parts"].items() if part["status"] not in _GOOD]
     if failed:

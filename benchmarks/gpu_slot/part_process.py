@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
+    # At its limit a part still removes its pages and directories.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     measured: Callable[..., None] = importlib.import_module(given.module).measured
     try:
         measured(given.kind, tiny=given.tiny, put=put_into(given.file))

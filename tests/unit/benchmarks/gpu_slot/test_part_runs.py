@@ -20,10 +20,12 @@ _BEHAVIOURS = {
     "hangs": """
     child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
     put('child', child.pid)
-    time.sleep(600)""",
+    with tempfile.TemporaryDirectory() as directory:
+        put('directory', directory)
+        time.sleep(600)""",
 }
 _MODULE = """
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, tempfile, time
 from harvester.contracts.errors import Unsupported
 
 def measured(kind, *, tiny, put):
@@ -66,10 +68,11 @@ def test_a_part_that_fails_or_dies_ends_itself_alone(run: Run) -> None:
     assert found["lacks"]["log"] == "no daemon here"
 
 
-def test_a_part_that_hangs_is_ended_with_its_children(run: Run) -> None:
+def test_a_part_that_hangs_is_ended_with_its_children_and_directories(run: Run) -> None:
     found = run("hangs", "works", limit_s=12.0)
     assert found["hangs"]["status"] == Status.AT_LIMIT
     assert found["works"]["status"] == Status.MEASURED
+    assert not Path(found["hangs"]["results"]["directory"]).exists()
     child = found["hangs"]["results"]["child"]
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
 
