@@ -30,6 +30,8 @@ BASE_VERSION = WeightVersion(0)
 class PhaseKind(StrEnum):
     ROLLOUT = "rollout"
     TRAINING = "training"
+    SYNC = "sync"
+    """New weights go to the rollout engines; holds no node."""
 
 
 class Pool(StrEnum):
