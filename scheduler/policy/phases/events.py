@@ -58,6 +58,8 @@ class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
     epoch: Epoch
     failed: str = ""
     """Why it did not complete; empty if it did."""
+    loading_s: float = 0.0
+    """Spent on loading, offloading and moving its tail: no part of what it would take alone."""
 
 
 class ControlResumed(msgspec.Struct, frozen=True, kw_only=True, tag="control_resumed"):
@@ -119,12 +121,14 @@ class GrantPermit(msgspec.Struct, frozen=True, kw_only=True, tag="grant_permit")
     kind: PhaseKind
     epoch: Epoch
     nodes: tuple[NodeId, ...]
+    accelerators: dict[NodeId, tuple[int, ...]] = {}
+    """By number, of the nodes that it has in part, beside the tail of another job."""
     holder: str
     reason: str
 
 
 class WidenPermit(msgspec.Struct, frozen=True, kw_only=True, tag="widen_permit"):
-    """A tail has left; the phase has these nodes too."""
+    """A tail has left; the phase has these nodes too, or has them whole."""
 
     job: JobId
     epoch: Epoch
@@ -137,10 +141,14 @@ class NarrowPhase(msgspec.Struct, frozen=True, kw_only=True, tag="narrow_phase")
     job: JobId
     epoch: Epoch
     keep: tuple[NodeId, ...]
+    accelerators: dict[NodeId, tuple[int, ...]] = {}
+    """Of the nodes of which it is to keep a part."""
     reason: str
 
 
 class FreeNodes(msgspec.Struct, frozen=True, kw_only=True, tag="free_nodes"):
+    """A tail has left these nodes, or a part of each."""
+
     job: JobId
     epoch: Epoch
     nodes: tuple[NodeId, ...]
@@ -167,6 +175,8 @@ class EndPermit(msgspec.Struct, frozen=True, kw_only=True, tag="end_permit"):
     epoch: Epoch
     ended: EndReason
     reason: str
+    solo_s: float = 0.0
+    """What the phase has done by then would have taken alone."""
 
 
 class FailJob(msgspec.Struct, frozen=True, kw_only=True, tag="fail_job"):

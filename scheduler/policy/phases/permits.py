@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId
+from scheduler.policy.phases.accelerators import work_until
 from scheduler.policy.phases.admission import place, remove, request, withdraw
 from scheduler.policy.phases.book import PermitBook
 from scheduler.policy.phases.endings import ended, stale
@@ -103,11 +104,11 @@ class PermitPolicy:
             case JobPlaced():
                 return place(book, event)
             case JobLeft():
-                return remove(book, event.job)
+                return remove(book, event.job, now=now)
             case PhaseRequested():
                 return request(book, event, now=now)
             case PhaseWithdrawn():
-                return withdraw(book, event)
+                return withdraw(book, event, now=now)
             case HolderHeard():
                 return self._beaten(event, now)
             case PhaseNarrowed():
@@ -126,11 +127,11 @@ class PermitPolicy:
         if standing is None:
             return [stale(event.job, event.epoch)]
         standing.heard_s = now
+        work_until(standing, now=now)
         standing.tokens = max(standing.tokens, event.tokens)
         standing.complete_ratio = max(standing.complete_ratio, event.complete_ratio)
         if standing.course is not None:
-            passed_s = now - standing.started_s
-            standing.course = standing.course.heard(event.complete_ratio, at_s=passed_s)
+            standing.course = standing.course.heard(event.complete_ratio, at_s=standing.worked_s)
         self._book.touch(standing.nodes)
         return []
 
@@ -139,8 +140,8 @@ class PermitPolicy:
         if standing is None:
             return [stale(event.job, event.epoch)]
         standing.heard_s = now
+        work_until(standing, now=now)
         if not standing.move(Trigger.NARROWED):
             return []
-        freed = tuple(node for node in standing.nodes if node not in standing.keep)
-        self._book.free(standing, freed)
+        freed = self._book.narrow(standing)
         return [FreeNodes(job=event.job, epoch=event.epoch, nodes=freed)]
