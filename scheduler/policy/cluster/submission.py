@@ -6,6 +6,7 @@ from typing import Final
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId, TenantId
+from scheduler.policy.groups.tail import tail_accelerators
 from scheduler.policy.model import Job, Phase, PhaseKind, Placement
 from scheduler.policy.phases.terms import JobTerms, PhaseTerms
 
@@ -61,15 +62,21 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         )
 
     def terms(
-        self, rollout: tuple[NodeId, ...], training: tuple[NodeId, ...], *, accelerators: int
+        self,
+        rollout: tuple[NodeId, ...],
+        training: tuple[NodeId, ...],
+        *,
+        accelerators: int,
+        tail_ratio: float | None = None,
     ) -> JobTerms | None:
         """On nodes that there are, of which a rollout's have so many accelerators each.
 
-        A phase that misses its nodes is left out. None where both miss them.
+        A phase that misses its nodes is left out. None where both miss them. A rollout's tail
+        leaves at `tail_ratio` complete, or where its own completion says.
         """
         sides = {PhaseKind.ROLLOUT: rollout, PhaseKind.TRAINING: training, PhaseKind.SYNC: ()}
         phases = tuple(
-            _phase_terms(one, sides[one.kind], accelerators)
+            _phase_terms(one, sides[one.kind], accelerators, tail_ratio)
             for one in self.phases
             if sides[one.kind] or one.kind is PhaseKind.SYNC
         )
@@ -77,7 +84,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def _phase_terms(
-    one: DeclaredPhase, nodes: tuple[NodeId, ...], accelerators: int
+    one: DeclaredPhase, nodes: tuple[NodeId, ...], accelerators: int, tail_ratio: float | None
 ) -> PhaseTerms:
     if one.kind is not PhaseKind.ROLLOUT or not one.divisible:
         return PhaseTerms(kind=one.kind, nodes=nodes, max_s=one.max_s)
@@ -87,7 +94,9 @@ def _phase_terms(
         accelerators=accelerators,
         max_s=one.max_s,
         least_accelerators=1,
-        learn_tail=True,
+        tail_ratio=1.0 if tail_ratio is None else tail_ratio,
+        tail_accelerators=tail_accelerators(tail_ratio or 1.0, len(nodes) * accelerators),
+        learn_tail=tail_ratio is None,
     )
 
 

@@ -1,12 +1,13 @@
 """What the planner knows of one job: what it declared, what was observed, what it was promised."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
 from scheduler.policy.groups.durations import Belief, PhaseEstimate, learned
 from scheduler.policy.groups.slo import SloAccount
-from scheduler.policy.groups.tail import TailShape
+from scheduler.policy.groups.tail import Completion, TailShape, best_shape
 from scheduler.policy.model import Job, PhaseKind
 
 _RENEWED_AT: Final = (1, 2, 4, 8, 16, 32)
@@ -77,6 +78,12 @@ class JobFacts:
         estimate = self.rollout if kind is PhaseKind.ROLLOUT else self.training
         if at_least_s > estimate.mean_s:
             estimate.observe(at_least_s)
+            self._belief = None
+
+    def learn_tail(self, curve: Sequence[Completion], *, accelerators: int) -> None:
+        shape = best_shape(curve, accelerators=accelerators)
+        if shape.share != self.tail.share or abs(shape.bulk_ratio - self.tail.bulk_ratio) >= 0.02:
+            self.tail = shape
             self._belief = None
 
     def lose_iteration(self) -> None:

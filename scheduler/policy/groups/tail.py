@@ -40,6 +40,13 @@ UNDIVIDED: Final = TailShape(bulk_ratio=1.0, share=0.0)
 """A rollout that never gives up its nodes early."""
 
 
+def tail_accelerators(threshold: float, accelerators: int) -> int:
+    """So many take what is open once `threshold` is complete; at least one."""
+    # Rounding before ceil: 0.2 * 1.25 * 8 must be 2 accelerators, not 3.
+    wanted = ceil(round(accelerators * ROOM_RATIO * (1.0 - threshold), 6))
+    return min(max(1, wanted), accelerators)
+
+
 def shape_at(
     threshold: float, curve: Sequence[Completion], *, accelerators: int
 ) -> TailShape | None:
@@ -50,8 +57,7 @@ def shape_at(
             span = point.complete_ratio - earlier.complete_ratio
             within = (threshold - earlier.complete_ratio) / span if span > 0 else 1.0
             time_ratio = earlier.time_ratio + within * (point.time_ratio - earlier.time_ratio)
-            # Rounding before ceil: 0.2 * 1.25 * 8 must be 2 accelerators, not 3.
-            wanted = ceil(round(accelerators * ROOM_RATIO * (1.0 - threshold), 6))
+            wanted = tail_accelerators(threshold, accelerators)
             if wanted >= accelerators or time_ratio >= 1.0:
                 return None
             return TailShape(bulk_ratio=time_ratio, share=wanted / accelerators)

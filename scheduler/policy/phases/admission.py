@@ -1,12 +1,12 @@
 """Jobs and workers that come and go."""
 
-from harvester.contracts.ids import JobId
 from scheduler.policy.phases.book import PermitBook
 from scheduler.policy.phases.endings import end
 from scheduler.policy.phases.events import (
     AdmitJob,
     DropPlace,
     EndReason,
+    JobLeft,
     JobPlaced,
     PermitEffect,
     PhaseRequested,
@@ -38,16 +38,19 @@ def place(book: PermitBook, event: JobPlaced) -> Effects:
     return effects
 
 
-def remove(book: PermitBook, job: JobId, *, now: float) -> Effects:
-    standing = book.jobs.get(job)
+def remove(book: PermitBook, event: JobLeft, *, now: float) -> Effects:
+    standing = book.jobs.get(event.job)
     if standing is None:
         return []
     effects: Effects = []
     if standing.holding:
         effects.append(end(book, standing, EndReason.LEFT, "the job left", now=now))
     book.leave_lines(standing)
-    book.remove(job)
-    return [*effects, RemoveJob(job=job)]
+    if event.for_good:
+        book.remove(event.job)
+        return [*effects, RemoveJob(job=event.job)]
+    standing.move(Trigger.ENDED)
+    return [*effects, DropPlace(job=event.job)]
 
 
 def request(book: PermitBook, event: PhaseRequested, *, now: float) -> Effects:

@@ -17,6 +17,8 @@ class JobPlaced(msgspec.Struct, frozen=True, kw_only=True, tag="job_placed"):
 
 class JobLeft(msgspec.Struct, frozen=True, kw_only=True, tag="job_left"):
     job: JobId
+    for_good: bool = True
+    """False: it gets other nodes, and what was learned of it stays."""
 
 
 class PhaseRequested(msgspec.Struct, frozen=True, kw_only=True, tag="phase_requested"):

@@ -104,7 +104,7 @@ class PermitPolicy:
             case JobPlaced():
                 return place(book, event)
             case JobLeft():
-                return remove(book, event.job, now=now)
+                return remove(book, event, now=now)
             case PhaseRequested():
                 return request(book, event, now=now)
             case PhaseWithdrawn():
