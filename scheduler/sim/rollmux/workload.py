@@ -113,10 +113,15 @@ def drawn_lengths(
     Normal, cut off at the declared maximum, which drifts along.
     """
     factors = np.linspace(1.0, drift, iterations)[:, None]
-    noise = 1.0 + cv * rng.standard_normal((iterations, 2))
-    cut = np.array(maxima_s) / np.array(means_s)
-    varied = np.clip(noise, 0.2, cut)
-    return np.asarray(np.array(means_s) * varied * factors)
+    noise = cv * rng.standard_normal((iterations, 2))
+    return np.asarray(np.array(means_s) * cut_noise(noise, means_s, maxima_s) * factors)
+
+
+def cut_noise(
+    noise: Lengths, means_s: tuple[float, float], maxima_s: tuple[float, float]
+) -> Lengths:
+    """Factors on the means, from deviations around 0: nothing beyond the declared maximum."""
+    return np.asarray(np.clip(1.0 + noise, 0.2, np.array(maxima_s) / np.array(means_s)))
 
 
 def _ratio(rng: np.random.Generator) -> float:
