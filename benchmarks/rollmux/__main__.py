@@ -17,6 +17,7 @@ from benchmarks.rollmux.harvest import harvest_figures
 from benchmarks.rollmux.harvest_bound import INSTANCES, bound_figures
 from benchmarks.rollmux.optimum import optimum_figures
 from benchmarks.rollmux.pieces import Pieces
+from benchmarks.rollmux.worlds import world_figures
 from harvester.contracts.errors import ConfigError
 from harvester.result_file import make_writable
 from scheduler.sim.rollmux.headroom import HARVESTED_RATIO
@@ -27,6 +28,7 @@ PARTS = (
     "quality",
     "w2",
     "drift",
+    "worlds",
     "optimum",
     "failures",
     "harvest",
@@ -125,7 +127,7 @@ def _result(given: argparse.Namespace) -> dict[str, object]:
         return single_workload(jobs, seed=given.first_seed, events=given.events)
     seeds = range(given.first_seed, given.first_seed + (1 if given.quick else given.seeds))
     parts = set(given.parts) - (
-        {"drift", "w2", "failures", "determinism"} if given.quick else set()
+        {"drift", "w2", "worlds", "failures", "determinism"} if given.quick else set()
     )
     pieces = Pieces(given.resume, workers=given.workers)
     result: dict[str, object] = {"simulated": True, "seeds": len(seeds)}
@@ -136,6 +138,8 @@ def _result(given: argparse.Namespace) -> dict[str, object]:
         result["w2"] = {name: w2[name] for name in ("cost_ratio", "slo_attainment")}
     if "drift" in parts:
         result |= drift_figures(seeds, pieces)
+    if "worlds" in parts:
+        result["worlds"] = world_figures(seeds, pieces)
     if "optimum" in parts:
         result |= optimum_figures(3 if given.quick else given.instances, pieces)
     if "failures" in parts:

@@ -11,6 +11,7 @@ from scheduler.sim.rollmux.arms import run_arm, summary
 from scheduler.sim.rollmux.baselines import gavel, solo_d, verl
 from scheduler.sim.rollmux.report import write_events
 from scheduler.sim.rollmux.workload import Drift, SimulatedJob, w1
+from scheduler.sim.rollmux.world import PAPER_WORLD
 
 CALIBRATION = 1.32
 CALIBRATION_MARGIN = 0.03
@@ -39,9 +40,9 @@ def quality_figures(
         jobs = w1(seed, drift=drift, wide_ratio=wide_ratio)
         offered += len(jobs)
         alone = {
-            "solo_d": solo_d(jobs).dollars,
-            "verl": verl(jobs).dollars,
-            "gavel": gavel(jobs).dollars,
+            "solo_d": solo_d(jobs, PAPER_WORLD).dollars,
+            "verl": verl(jobs, PAPER_WORLD).dollars,
+            "gavel": gavel(jobs, PAPER_WORLD).dollars,
         }
         calibration.append(alone["solo_d"] / alone["verl"])
         for name, results in arms.items():
@@ -85,7 +86,11 @@ def single_workload(jobs: list[SimulatedJob], *, seed: int, events: Path | None)
     if events is not None:
         write_events(runs["ours"].ledger, events)
     ours = results["ours"].dollars
-    alone = {"solo_d": solo_d(jobs), "verl": verl(jobs), "gavel": gavel(jobs)}
+    alone = {
+        "solo_d": solo_d(jobs, PAPER_WORLD),
+        "verl": verl(jobs, PAPER_WORLD),
+        "gavel": gavel(jobs, PAPER_WORLD),
+    }
     return {
         "simulated": True,
         "jobs": len(jobs),

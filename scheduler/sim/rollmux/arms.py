@@ -18,7 +18,8 @@ from scheduler.sim.rollmux.cluster import Cluster
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.hourly import HourlyPlanner
 from scheduler.sim.rollmux.ledger import Ledger, RunResult, attained, worst_window
-from scheduler.sim.rollmux.workload import COLD_START_S, SimulatedJob
+from scheduler.sim.rollmux.workload import SimulatedJob
+from scheduler.sim.rollmux.world import PAPER_WORLD, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +53,16 @@ def run_arm(
     jobs: list[SimulatedJob],
     *,
     seed: int,
+    world: World = PAPER_WORLD,
     record: bool = False,
     disruptions: Disruptions = UNDISTURBED,
 ) -> RunResult:
     planner, rules = ARMS[name](jobs, seed)
     ledger = Ledger(record=record)
-    return Cluster(jobs, planner, rules, disruptions=disruptions, ledger=ledger).run()
+    return Cluster(jobs, planner, rules, world=world, disruptions=disruptions, ledger=ledger).run()
 
 
-def summary(jobs: list[SimulatedJob], run: RunResult) -> ArmResult:
+def summary(jobs: list[SimulatedJob], run: RunResult, world: World = PAPER_WORLD) -> ArmResult:
     """Of the jobs that were not given up.
 
     Raises AssertionError if another one did not end or a node stayed up.
@@ -71,10 +73,10 @@ def summary(jobs: list[SimulatedJob], run: RunResult) -> ArmResult:
     return ArmResult(
         dollars=run.dollars,
         jobs=len(done),
-        kept=sum(attained(one, run.ended_s[one.job.job]) for one in done),
-        kept_profiled=sum(_kept_profiled(one, run.ended_s[one.job.job]) for one in done),
+        kept=sum(attained(one, run.ended_s[one.job.job], world) for one in done),
+        kept_profiled=sum(_kept_profiled(one, run.ended_s[one.job.job], world) for one in done),
         worst_window=max(
-            worst_window(one, run.ledger.iteration_ends_s[one.job.job]) for one in done
+            worst_window(one, run.ledger.iteration_ends_s[one.job.job], world) for one in done
         ),
         moves=run.moves,
         events=run.events,
@@ -83,7 +85,7 @@ def summary(jobs: list[SimulatedJob], run: RunResult) -> ArmResult:
     )
 
 
-def _kept_profiled(one: SimulatedJob, ended_s: float) -> bool:
-    iteration_s = sum(phase.max_s for phase in one.job.phases)
-    profiled_s = COLD_START_S + one.iterations * iteration_s
+def _kept_profiled(one: SimulatedJob, ended_s: float, world: World) -> bool:
+    iteration_s = sum(phase.max_s for phase in one.job.phases) + world.sync_s
+    profiled_s = world.cold_start_s + one.iterations * iteration_s
     return ended_s - one.arrival_s <= one.job.slowdown_slo * profiled_s

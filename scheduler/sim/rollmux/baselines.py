@@ -16,12 +16,12 @@ from scheduler.policy.groups.packing import Opening, OpeningKind, PackingLimits
 from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
 from scheduler.policy.groups.stages import Rules
 from scheduler.sim.rollmux.workload import (
-    COLD_START_S,
     H20_PER_HOUR,
     H800_PER_HOUR,
     NODE_TYPES,
     SimulatedJob,
 )
+from scheduler.sim.rollmux.world import World
 
 VERL_SLOWDOWN: Final = 1.02
 """Of an iteration on H800 alone, as many of them as Solo-D trains on."""
@@ -48,30 +48,30 @@ def _colocated_per_hour(one: SimulatedJob) -> float:
     return one.job.phases[1].nodes * H800_PER_HOUR
 
 
-def _colocated_s(one: SimulatedJob) -> float:
-    return COLD_START_S + VERL_SLOWDOWN * (one.solo_s - COLD_START_S)
+def _colocated_s(one: SimulatedJob, world: World) -> float:
+    return world.cold_start_s + VERL_SLOWDOWN * (one.solo_s(world) - world.cold_start_s)
 
 
-def solo_d(jobs: list[SimulatedJob]) -> Unshared:
+def solo_d(jobs: list[SimulatedJob], world: World) -> Unshared:
     """Every job on its own rollout and training nodes."""
-    dollars = sum(one.solo_s * _disaggregated_per_hour(one) for one in jobs) / 3600
+    dollars = sum(one.solo_s(world) * _disaggregated_per_hour(one) for one in jobs) / 3600
     return Unshared(dollars=dollars, attained=len(jobs))
 
 
-def verl(jobs: list[SimulatedJob]) -> Unshared:
+def verl(jobs: list[SimulatedJob], world: World) -> Unshared:
     """Every job alone on H800 nodes that do both."""
-    dollars = sum(_colocated_s(one) * _colocated_per_hour(one) for one in jobs) / 3600
-    kept = sum(_colocated_s(one) <= one.job.slowdown_slo * one.solo_s for one in jobs)
+    dollars = sum(_colocated_s(one, world) * _colocated_per_hour(one) for one in jobs) / 3600
+    kept = sum(_colocated_s(one, world) <= one.job.slowdown_slo * one.solo_s(world) for one in jobs)
     return Unshared(dollars=dollars, attained=kept)
 
 
-def gavel(jobs: list[SimulatedJob]) -> Unshared:
+def gavel(jobs: list[SimulatedJob], world: World) -> Unshared:
     """Every job on the cheaper of the two that keeps its SLO."""
     dollars = 0.0
     for one in jobs:
-        alone = one.solo_s * _disaggregated_per_hour(one)
-        colocated = _colocated_s(one) * _colocated_per_hour(one)
-        keeps = _colocated_s(one) <= one.job.slowdown_slo * one.solo_s
+        alone = one.solo_s(world) * _disaggregated_per_hour(one)
+        colocated = _colocated_s(one, world) * _colocated_per_hour(one)
+        keeps = _colocated_s(one, world) <= one.job.slowdown_slo * one.solo_s(world)
         dollars += min(alone, colocated) if keeps else alone
     return Unshared(dollars=dollars / 3600, attained=len(jobs))
 

@@ -13,9 +13,10 @@ from scheduler.sim.rollmux.cluster import Cluster
 from scheduler.sim.rollmux.ledger import slowdown
 from scheduler.sim.rollmux.watched import PriceLedger, Stay, WatchedPlanner
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob
+from scheduler.sim.rollmux.world import PAPER_WORLD, World
 
 SHARED: Final = ("ours", "rollmux_paper", "random", "greedy")
-UNSHARED: Final[dict[str, Callable[[list[SimulatedJob]], Unshared]]] = {
+UNSHARED: Final[dict[str, Callable[[list[SimulatedJob], World], Unshared]]] = {
     "solo_d": solo_d,
     "verl": verl,
     "gavel": gavel,
@@ -84,7 +85,7 @@ def compare(
     edges_s = np.linspace(begin_s, end_s, BINS + 1)
     arms = [_shared(run, jobs, ours.dollars, edges_s) for run in runs]
     for name, price in UNSHARED.items():
-        spent = price(jobs)
+        spent = price(jobs, PAPER_WORLD)
         arms.append(
             Arm(
                 name=name,
@@ -123,7 +124,10 @@ def _run(name: str, jobs: list[SimulatedJob], *, seed: int, record: bool) -> _Ru
 
 
 def _shared(run: _Run, jobs: list[SimulatedJob], ours: float, edges_s: np.ndarray) -> Arm:
-    ratios = (slowdown(one, run.ledger.ended_s[one.job.job]) / one.job.slowdown_slo for one in jobs)
+    ratios = (
+        slowdown(one, run.ledger.ended_s[one.job.job], PAPER_WORLD) / one.job.slowdown_slo
+        for one in jobs
+    )
     return Arm(
         name=run.name,
         dollars=run.dollars,
@@ -142,7 +146,7 @@ def _alone(jobs: list[SimulatedJob]) -> list[Stay]:
     return [
         Stay(
             one.arrival_s,
-            one.arrival_s + one.solo_s,
+            one.arrival_s + one.solo_s(PAPER_WORLD),
             one.job.phases[0].nodes * rollout.price_per_hour
             + one.job.phases[1].nodes * training.price_per_hour,
         )

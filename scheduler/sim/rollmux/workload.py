@@ -14,7 +14,9 @@ import numpy.typing as npt
 
 from harvester.contracts.ids import JobId, TenantId
 from scheduler.policy.groups.book import NodeType
+from scheduler.policy.groups.tail import Completion
 from scheduler.policy.model import Job, Phase, PhaseKind, Pool
+from scheduler.sim.rollmux.world import World
 
 Lengths = npt.NDArray[np.float64]
 """Solo seconds, `[iteration, (rollout, training)]`."""
@@ -27,8 +29,8 @@ LIFE_SIGMA: Final = 0.8
 PHASE_CV: Final = 0.08
 ROLLOUT_OF_MAX: Final = 0.8
 TRAINING_OF_MAX: Final = 0.7
-COLD_START_S: Final = 135.0
-MOVE_S: Final = 300.0
+PAPER_CURVE: Final = (Completion(0.5, 0.8),)
+"""The papers' assumption: half of a rollout's time completes 80 % of its responses."""
 
 H20_PER_HOUR: Final = 1.85 * 8
 H800_PER_HOUR: Final = 5.28 * 8
@@ -58,6 +60,8 @@ class SimulatedJob:
     """True means of the first iteration."""
     drift: float = 1.0
     """What the means are multiplied by in the last one."""
+    curve: tuple[Completion, ...] = PAPER_CURVE
+    """How its responses complete over a rollout's solo time; empty without a tail."""
 
     def means_at(self, iteration: int) -> tuple[float, float]:
         """True means of one iteration."""
@@ -69,10 +73,13 @@ class SimulatedJob:
     def iterations(self) -> int:
         return len(self.lengths_s)
 
-    @property
-    def solo_s(self) -> float:
-        """From arrival to end, alone on its own nodes: its cold start and its phases."""
-        return COLD_START_S + float(self.lengths_s.sum())
+    def solo_s(self, world: World) -> float:
+        """From arrival to end, alone on its own nodes: cold start, phases and weight syncs."""
+        return world.cold_start_s + float(self.iterations_s(world).sum())
+
+    def iterations_s(self, world: World) -> Lengths:
+        """Solo seconds of each iteration."""
+        return np.asarray(self.lengths_s.sum(axis=1) + world.sync_s)
 
 
 def phases(
@@ -106,10 +113,15 @@ def drawn_lengths(
     Normal, cut off at the declared maximum, which drifts along.
     """
     factors = np.linspace(1.0, drift, iterations)[:, None]
-    noise = 1.0 + cv * rng.standard_normal((iterations, 2))
-    cut = np.array(maxima_s) / np.array(means_s)
-    varied = np.clip(noise, 0.2, cut)
-    return np.asarray(np.array(means_s) * varied * factors)
+    noise = cv * rng.standard_normal((iterations, 2))
+    return np.asarray(np.array(means_s) * cut_noise(noise, means_s, maxima_s) * factors)
+
+
+def cut_noise(
+    noise: Lengths, means_s: tuple[float, float], maxima_s: tuple[float, float]
+) -> Lengths:
+    """Factors on the means, from deviations around 0: nothing beyond the declared maximum."""
+    return np.asarray(np.clip(1.0 + noise, 0.2, np.array(maxima_s) / np.array(means_s)))
 
 
 def _ratio(rng: np.random.Generator) -> float:

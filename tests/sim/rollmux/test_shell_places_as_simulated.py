@@ -33,7 +33,8 @@ from scheduler.policy.model import Job, Pool
 from scheduler.policy.phases.standing import Standing
 from scheduler.sim.rollmux.cluster import Cluster
 from scheduler.sim.rollmux.disruptions import Disruptions
-from scheduler.sim.rollmux.workload import COLD_START_S, MOVE_S, NODE_TYPES, Drift, w1
+from scheduler.sim.rollmux.workload import NODE_TYPES, Drift, w1
+from scheduler.sim.rollmux.world import PAPER_WORLD
 
 Told = tuple[float, GroupEvent, tuple[GroupEffect, ...]]
 MANY = 60
@@ -70,8 +71,8 @@ def _config() -> ClusterConfig:
     return ClusterConfig(
         rollout=nodes(Pool.ROLLOUT),
         training=nodes(Pool.TRAINING),
-        cold_start_s=COLD_START_S,
-        move_s=MOVE_S,
+        cold_start_s=PAPER_WORLD.cold_start_s,
+        move_s=PAPER_WORLD.move_s,
     )
 
 
