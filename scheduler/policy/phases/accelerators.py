@@ -35,7 +35,7 @@ def held(standing: Standing, phase: PhaseTerms) -> int:
 def work_until(standing: Standing, *, now: float) -> None:
     """Brings `worked_s` up to now; before anything changes that its speed depends on."""
     passed_s = max(0.0, now - standing.worked_at_s)
-    standing.worked_s += passed_s * _speed(standing)
+    standing.worked_s += passed_s * speed(standing)
     standing.worked_at_s = now
 
 
@@ -45,7 +45,8 @@ def in_tail(standing: Standing, phase: PhaseTerms) -> bool:
     return ratio < 1.0 and standing.complete_ratio >= ratio
 
 
-def _speed(standing: Standing) -> float:
+def speed(standing: Standing) -> float:
+    """Seconds that the phase would have taken alone, in one second as its permit is now."""
     phase = None if standing.kind is None else standing.terms.phase(standing.kind)
     if phase is None or not phase.nodes or standing.stage is Stage.TAILING:
         return 1.0

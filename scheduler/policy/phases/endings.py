@@ -35,7 +35,7 @@ def ended(book: PermitBook, event: PhaseEnded, *, now: float) -> Ending:
         reason = EndReason.OVERRAN if told else EndReason.FAILED
         return fail(book, standing, reason, event.failed, now=now)
     work_until(standing, now=now)
-    _learn(standing, standing.kind, event.loading_s, now=now)
+    _learn(standing, standing.kind, event.loading_s)
     effects: Ending = [end(book, standing, EndReason.DONE, "", loading_s=event.loading_s, now=now)]
     # Terms may have changed while it ran, and no longer know this phase.
     if standing.terms.phase(standing.kind) is None:
@@ -43,10 +43,10 @@ def ended(book: PermitBook, event: PhaseEnded, *, now: float) -> Ending:
     return [*effects, enqueue(book, standing, standing.terms.after(standing.kind), now=now)]
 
 
-def _learn(standing: Standing, kind: PhaseKind, loading_s: float, *, now: float) -> None:
+def _learn(standing: Standing, kind: PhaseKind, loading_s: float) -> None:
     """How long the phase took, and how it completed, for its tail's threshold."""
     longest = standing.longest_runs.get(kind, LongestRun())
-    standing.longest_runs[kind] = longest.completed(now - standing.started_s)
+    standing.longest_runs[kind] = longest.completed(standing.worked_s)
     lasted_s = _solo_s(standing, loading_s)
     phase = standing.terms.phase(kind)
     if phase is not None and phase.learn_tail and standing.course is not None:
@@ -88,7 +88,8 @@ def fail(
 ) -> Ending:
     if reason is EndReason.OVERRAN and standing.kind is not None:
         longest = standing.longest_runs.get(standing.kind, LongestRun())
-        standing.longest_runs[standing.kind] = longest.cut(now - standing.started_s)
+        work_until(standing, now=now)
+        standing.longest_runs[standing.kind] = longest.cut(standing.worked_s)
     ending = end(book, standing, reason, words, now=now)
     standing.failures += 1
     return [ending, FailJob(job=standing.job, reason=words)]
