@@ -71,9 +71,11 @@ class Admitted(msgspec.Struct, frozen=True, kw_only=True, tag="admitted"):
     lease_s: float
 
 
-class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
+class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted", omit_defaults=True):
     epoch: Epoch
     nodes: tuple[NodeId, ...]
+    accelerators: dict[NodeId, tuple[int, ...]] = {}
+    """By number, of the nodes that it has in part; the tail of another job has the others."""
     lease_s: float
     """Say something at least three times in so long."""
 
@@ -96,8 +98,12 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, tag="orders"):
 
     stage: Stage
     nodes: tuple[NodeId, ...]
+    accelerators: dict[NodeId, tuple[int, ...]] = {}
+    """By number, of the nodes that it has in part."""
     keep: tuple[NodeId, ...] = ()
     """While `stage` is narrowing: bring the tail together on these."""
+    keep_accelerators: dict[NodeId, tuple[int, ...]] = {}
+    """Of those nodes of which it keeps a part."""
     warned: bool = False
     """The phase takes longer than it declared."""
     ends_in_s: float | None = None

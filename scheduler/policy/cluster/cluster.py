@@ -134,7 +134,7 @@ class ClusterPolicy:
             case NodeLost(node=node) if self.fleet.has_up(node):
                 self._lose(node, now)
             case NodeBack(node=node) if node in self.fleet.failed:
-                self.fleet.failed.discard(node)
+                self.fleet.repair(node)
                 self.layout_changed = True
                 self._let_in(now)
             case PlanReviewed():

@@ -51,9 +51,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rules(self) -> Rules:
         """What forecasts assume of permits."""
-        return OUR_RULES._replace(
-            prewarm=False, warm_s=self.warm_start_s, migrate_s=self.migrate_s
-        )
+        return OUR_RULES._replace(prewarm=False, warm_s=self.warm_start_s, migrate_s=self.migrate_s)
 
     @property
     def judge(self) -> Distributional:

@@ -23,10 +23,10 @@ from scheduler.policy.cluster.events import (
     PhaseBegan,
     PhaseDone,
     PhaseLost,
-    PlanEffect,
     PlanReviewed,
 )
 from scheduler.policy.cluster.memory import Memory, restore, snapshot
+from scheduler.policy.cluster.phase_policy import RuntimeEffect, RuntimeEvent
 from scheduler.policy.cluster.stays import Stay, StayStage
 from scheduler.policy.cluster.supply import SuppliedPlanner
 from scheduler.policy.groups.tail import Completion
@@ -40,7 +40,6 @@ from scheduler.policy.phases.events import (
     HolderHeard,
     JobLeft,
     JobPlaced,
-    PermitEffect,
     PermitEvent,
     PhaseEnded,
     PhaseNarrowed,
@@ -52,9 +51,6 @@ from scheduler.policy.phases.events import (
 from scheduler.policy.phases.permits import PermitPolicy
 from scheduler.policy.phases.standing import Standing
 from scheduler.policy.phases.terms import PermitsConfig
-
-RuntimeEvent = PermitEvent | JobSubmitted | NodeLost | NodeBack
-RuntimeEffect = PermitEffect | PlanEffect
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,19 +78,12 @@ class PhaseRuntime:
         return cls(msgspec.convert(config, RuntimeConfig))
 
     def snapshot(self) -> dict[str, Any]:
-        return {
-            "permits": self.permits.snapshot(),
-            "plan": snapshot(self.cluster),
-            "reviewed_s": self._reviewed_s,
-            "heard_s": self._heard_s,
-        }
+        return {"permits": self.permits.snapshot(), "plan": snapshot(self.cluster)}
 
     def restore(self, kept: dict[str, Any]) -> None:
         """Raises ValueError where the records contradict each other."""
         self.permits.restore(kept["permits"])
         restore(self.cluster, msgspec.convert(kept["plan"], Memory))
-        self._reviewed_s = kept["reviewed_s"]
-        self._heard_s = {JobId(job): heard_s for job, heard_s in kept["heard_s"].items()}
 
     @property
     def counters(self) -> tuple[int, int]:
@@ -105,6 +94,9 @@ class PhaseRuntime:
     def jobs(self) -> tuple[JobId, ...]:
         """Everybody who was submitted."""
         return tuple(self.cluster.stays)
+
+    def knows(self, job: JobId) -> bool:
+        return job in self.cluster.stays
 
     def standing(self, job: JobId) -> Standing | None:
         """To read."""
@@ -122,6 +114,8 @@ class PhaseRuntime:
 
     def observe(self, event: RuntimeEvent, *, now: float) -> tuple[RuntimeEffect, ...]:
         self._effects = []
+        if self._reviewed_s is None:
+            self._reviewed_s = now
         self._hear(event, now)
         match event:
             case JobSubmitted() | NodeLost() | NodeBack():
@@ -130,7 +124,7 @@ class PhaseRuntime:
                 self._plan(JobGone(job=job), now)
             case JobPlaced(terms=terms):
                 self._refuse(terms.job, "this control plans: submit the job, and it is placed")
-            case PhaseRequested(job=job, kind=kind):
+            case PhaseRequested():
                 self._request(event, now)
             case TimePassed():
                 self._pass_time(event, now)
@@ -170,9 +164,7 @@ class PhaseRuntime:
 
     def _pass_time(self, event: TimePassed, now: float) -> None:
         self._permit(event, now)
-        if self._reviewed_s is None:
-            self._reviewed_s = now
-        if now - self._reviewed_s >= self.config.cluster.review_s:
+        if now - (self._reviewed_s or 0.0) >= self.config.cluster.review_s:
             self._reviewed_s = now
             self._plan(PlanReviewed(), now)
             for job in self._silent(now):
@@ -194,9 +186,7 @@ class PhaseRuntime:
                     )
                     self._plan(done, now)
                 case EndPermit(ended=EndReason.OVERRAN):
-                    lost = PhaseLost(
-                        job=effect.job, overran=effect.kind, at_least_s=effect.solo_s
-                    )
+                    lost = PhaseLost(job=effect.job, overran=effect.kind, at_least_s=effect.solo_s)
                     self._plan(lost, now)
                 case EndPermit():
                     self._plan(PhaseLost(job=effect.job), now)

@@ -27,9 +27,7 @@ def held(standing: Standing, phase: PhaseTerms) -> int:
     parts = standing.accelerators
     if not parts:
         return len(standing.nodes) * phase.accelerators
-    return sum(
-        len(parts[node]) if node in parts else phase.accelerators for node in standing.nodes
-    )
+    return sum(len(parts[node]) if node in parts else phase.accelerators for node in standing.nodes)
 
 
 def work_until(standing: Standing, *, now: float) -> None:
@@ -47,9 +45,9 @@ def in_tail(standing: Standing, phase: PhaseTerms) -> bool:
 
 def speed(standing: Standing) -> float:
     """Seconds that the phase would have taken alone, in one second as its permit is now."""
-    phase = None if standing.kind is None else standing.terms.phase(standing.kind)
-    if phase is None or not phase.nodes or standing.stage is Stage.TAILING:
+    if (not standing.accelerators and not standing.awaits) or standing.stage is Stage.TAILING:
         return 1.0
-    if not standing.accelerators and len(standing.nodes) == len(phase.nodes):
+    phase = None if standing.kind is None else standing.terms.phase(standing.kind)
+    if phase is None:
         return 1.0
     return 1.0 if in_tail(standing, phase) else held(standing, phase) / phase.all_accelerators

@@ -67,8 +67,14 @@ class PermitBook:
         """Something has changed there: who waits for them may go on now."""
         self._touched |= set(nodes)
 
+    def touch_lines(self, nodes: Iterable[NodeId]) -> None:
+        """The same, where it matters only to who waits."""
+        self._touched.update(node for node in nodes if self._lines.line(node))
+
     def settle(self) -> tuple[NodeId, ...]:
         """What was touched since the last call."""
+        if not self._touched:
+            return ()
         touched, self._touched = tuple(sorted(self._touched)), set()
         return touched
 
@@ -133,8 +139,8 @@ class PermitBook:
         return self._lines.tail_on(node) is not None
 
     def holders(self, nodes: Iterable[NodeId]) -> tuple[Standing, ...]:
-        found = {self._lines.on(node) for node in nodes}
-        return tuple(self.jobs[job] for job in sorted(job for job in found if job is not None))
+        found = {job for node in nodes if (job := self._lines.on(node)) is not None}
+        return tuple(self.jobs[job] for job in sorted(found))
 
     def in_line(self, nodes: Iterable[NodeId]) -> tuple[Standing, ...]:
         """Jobs that stand before these nodes, first come first."""

@@ -72,6 +72,9 @@ class PermitPolicy:
     def jobs(self) -> tuple[JobId, ...]:
         return tuple(sorted(self._book.jobs))
 
+    def knows(self, job: JobId) -> bool:
+        return job in self._book.jobs
+
     def standing(self, job: JobId) -> Standing | None:
         """To read."""
         return self._book.jobs.get(job)
@@ -93,6 +96,8 @@ class PermitPolicy:
     def observe(self, event: PermitEvent, *, now: float) -> tuple[PermitEffect, ...]:
         effects = self._heard(event, now)
         touched = self._book.settle()
+        if not touched:
+            return tuple(effects)
         effects += serve(self._book, touched, now=now)
         effects += make_room(self._book, self.config, touched, now=now)
         # Who is asked to make room leaves its lines, where others may stand behind it.
@@ -132,7 +137,7 @@ class PermitPolicy:
         standing.complete_ratio = max(standing.complete_ratio, event.complete_ratio)
         if standing.course is not None:
             standing.course = standing.course.heard(event.complete_ratio, at_s=standing.worked_s)
-        self._book.touch(standing.nodes)
+        self._book.touch_lines(standing.nodes)
         return []
 
     def _narrowed(self, event: PhaseNarrowed, now: float) -> Effects:

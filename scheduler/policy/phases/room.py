@@ -33,8 +33,9 @@ def make_room(
     if not waiting:
         return asked
     for standing in book.holders(touched):
-        late = verdict(standing, config, wanted=True, now=now) is Verdict.OBSTRUCTS
-        if late and book.wanted(standing, now):
+        if standing.warned_s is None or not book.wanted(standing, now):
+            continue
+        if verdict(standing, config, wanted=True, now=now) is Verdict.OBSTRUCTS:
             asked.append(revoke(book, config, standing, now=now))
     for standing in waiting:
         asked += [_narrow(book, tail, now) for tail in _tails_before(book, standing, now)]
@@ -97,9 +98,7 @@ def _narrow(book: PermitBook, tail: MovableTail, now: float) -> NarrowPhase:
     book.leave_lines(holder)
     holder.keep = tuple(node for node in holder.nodes if node in keeps)
     holder.keep_accelerators = {
-        node: tuple(range(keeps[node]))
-        for node in holder.keep
-        if keeps[node] < phase.accelerators
+        node: tuple(range(keeps[node])) for node in holder.keep if keeps[node] < phase.accelerators
     }
     return NarrowPhase(
         job=holder.job,

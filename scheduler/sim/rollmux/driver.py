@@ -18,7 +18,8 @@ from scheduler.policy.cluster.events import (
     PlanJob,
     TellMove,
 )
-from scheduler.policy.cluster.runtime import PhaseRuntime, RuntimeEffect, RuntimeEvent
+from scheduler.policy.cluster.phase_policy import RuntimeEffect, RuntimeEvent
+from scheduler.policy.cluster.runtime import PhaseRuntime
 from scheduler.policy.model import PhaseKind, Pool
 from scheduler.policy.phases.accelerators import held
 from scheduler.policy.phases.events import (

@@ -78,7 +78,9 @@ class Worker:
         """Its state goes to the host memory of these nodes and to no other."""
         self.stage, self.resident, self._was_loaded = WorkerStage.LOADING, set(nodes), True
 
-    def begin(self, nodes: tuple[NodeId, ...], *, loading_s: float, share: float, now: float) -> None:
+    def begin(
+        self, nodes: tuple[NodeId, ...], *, loading_s: float, share: float, now: float
+    ) -> None:
         self.stage = WorkerStage.RUNNING
         self.nodes, self.share = nodes, share
         self.overhead_s = self.loading_s = loading_s

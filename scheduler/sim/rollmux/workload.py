@@ -38,7 +38,10 @@ H20_PER_HOUR: Final = 1.85 * 8
 H800_PER_HOUR: Final = 5.28 * 8
 NODE_TYPES: Final = {
     Pool.ROLLOUT: NodeType(
-        type="h20", accelerators=ROLLOUT_ACCELERATORS, price_per_hour=H20_PER_HOUR, host_bytes=2000 * GB
+        type="h20",
+        accelerators=ROLLOUT_ACCELERATORS,
+        price_per_hour=H20_PER_HOUR,
+        host_bytes=2000 * GB,
     ),
     Pool.TRAINING: NodeType(
         type="h800", accelerators=8, price_per_hour=H800_PER_HOUR, host_bytes=2000 * GB

@@ -42,8 +42,8 @@ def _phase(kind: PhaseKind) -> st.SearchStrategy[PhaseTerms]:
         lambda chosen, least, tail, ratio, max_s: PhaseTerms(
             kind=kind,
             nodes=tuple(map(NodeId, chosen)),
-            least_nodes=min(least, len(chosen)),
-            tail_nodes=min(tail, len(chosen)),
+            least_accelerators=min(least, len(chosen)),
+            tail_accelerators=min(tail, len(chosen)),
             tail_ratio=ratio,
             max_s=max_s,
         ),

@@ -133,7 +133,7 @@ def test_a_tail_below_its_threshold_keeps_everything() -> None:
 
 def test_a_phase_may_begin_beside_a_tail_and_is_widened_when_it_ends() -> None:
     a = terms("a", rollout="r0 r1 r2", tail_ratio=0.5)
-    group = Group(a, terms("b", rollout="r0 r1 r2", least_nodes=2))
+    group = Group(a, terms("b", rollout="r0 r1 r2", least_accelerators=2))
     group.ask("a")
     group.beat("a", 0.5)
     (asked,) = of(NarrowPhase, group.ask("b"))
@@ -144,7 +144,7 @@ def test_a_phase_may_begin_beside_a_tail_and_is_widened_when_it_ends() -> None:
 
 
 def test_a_tail_may_leave_all_nodes_for_other_capacity() -> None:
-    group = Group(terms("a", tail_ratio=0.5, tail_nodes=0), terms("b"))
+    group = Group(terms("a", tail_ratio=0.5, tail_accelerators=0), terms("b"))
     group.ask("a")
     group.ask("b")
     assert of(NarrowPhase, group.beat("a", 0.6))[0].keep == ()
@@ -289,7 +289,7 @@ def test_a_job_that_is_moved_keeps_its_turn_on_its_new_nodes() -> None:
     ("wrong", "said"),
     [
         (terms("a", rollout="r0 r0"), "each once"),
-        (terms("a", least_nodes=2), "at most 1"),
+        (terms("a", least_accelerators=2), "at most 1"),
         (terms("a", tail_ratio=0.0), "tail_ratio"),
         (terms("a", max_s=0.0), "max_s"),
         (JobTerms(job=JobId("a"), phases=()), "phases"),
