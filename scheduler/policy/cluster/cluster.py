@@ -37,7 +37,6 @@ from scheduler.policy.cluster.fleet import Fleet
 from scheduler.policy.cluster.residency import Residency, kept_nodes
 from scheduler.policy.cluster.stays import Stay, StayStage
 from scheduler.policy.cluster.submission import KINDS, Submission, nodes_of, submission_fault
-from scheduler.policy.cluster.supply import SuppliedPlanner
 from scheduler.policy.groups.events import (
     AddNode,
     GroupEffect,
@@ -49,7 +48,9 @@ from scheduler.policy.groups.events import (
     PlaceJob,
     ReleaseNode,
     RestartJob,
+    ReviewDue,
 )
+from scheduler.policy.groups.planner import GroupPlanner
 from scheduler.policy.model import Placement, Pool
 from scheduler.policy.phases.events import JobLeft, JobPlaced
 from scheduler.policy.phases.standing import NO_EPOCH, Stage, Standing
@@ -72,11 +73,11 @@ class Permits(Protocol):
 
 class ClusterPolicy:
     def __init__(
-        self, config: ClusterConfig, permits: Permits, planner: SuppliedPlanner | None = None
+        self, config: ClusterConfig, permits: Permits, planner: GroupPlanner | None = None
     ) -> None:
         """`planner` is another one than the settings give."""
         self.config = config
-        self.planner = planner or SuppliedPlanner(config)
+        self.planner = planner or GroupPlanner(config.judge, config.types, config.planner)
         self.fleet = Fleet(config.pools)
         self.stays: dict[JobId, Stay] = {}
         """Everybody who was submitted, in the order of arrival."""
@@ -138,7 +139,8 @@ class ClusterPolicy:
                 self.layout_changed = True
                 self._let_in(now)
             case PlanReviewed():
-                self._apply(self.planner.review(self._supply(), now=now), now)
+                self.planner.book.supply = self._supply()
+                self._apply(self.planner.observe(ReviewDue(), now=now), now)
                 self._let_in(now)
             case ClusterResumed():
                 self._resume(now)
@@ -244,6 +246,7 @@ class ClusterPolicy:
         self.layout_changed = True
         if name is not None:
             why = f"node {node} failed; it is replaced"
+            self.planner.book.supply = self._supply()
             self._apply(self.planner.observe(NodeFailed(node=name), now=now), now, why=why)
         for job in self.stays:
             standing = self._permits.standing(job)
@@ -352,23 +355,25 @@ class ClusterPolicy:
 
     def _admit(self, now: float) -> None:
         """First come, first served; who comes later may pass where no free node is taken."""
-        supply = self._supply()
+        book = self.planner.book
+        book.supply = self._supply()
         waiting = [one for one in self.stays.values() if one.stage is StayStage.QUEUED]
         for stay in waiting[:_QUEUE_TRIES]:
             try:
-                effects = self.planner.admit(stay.submission, supply, now=now)
+                effects = self.planner.observe(stay.submission.arrival, now=now)
             except Exhausted as error:
-                supply = Counter()
+                book.supply = dict.fromkeys(Pool, 0)
                 if stay.reason != str(error):
                     stay.reason = str(error)
                     self.unsaved.add(stay.job)
                     self._effects.append(QueueJob(job=stay.job, reason=stay.reason))
                 continue
             self._apply(effects, now)
-            supply = self._supply() if supply else supply
 
-    def _supply(self) -> Counter[Pool]:
-        return Counter({pool: self.fleet.spare(pool) for pool in self.config.pools})
+    def _supply(self) -> dict[Pool, int]:
+        """Machines in use and free ones that nobody waits for."""
+        up = self.planner.book.up
+        return {pool: up[pool] + self.fleet.spare(pool) for pool in self.config.pools}
 
     def _remove(self, job: JobId, *, for_good: bool = False) -> None:
         standing = self._permits.standing(job)

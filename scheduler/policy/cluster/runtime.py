@@ -28,7 +28,7 @@ from scheduler.policy.cluster.events import (
 from scheduler.policy.cluster.memory import Memory, restore, snapshot
 from scheduler.policy.cluster.phase_policy import RuntimeEffect, RuntimeEvent
 from scheduler.policy.cluster.stays import Stay, StayStage
-from scheduler.policy.cluster.supply import SuppliedPlanner
+from scheduler.policy.groups.planner import GroupPlanner
 from scheduler.policy.groups.tail import Completion
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.completion import SEEN_MIN
@@ -63,7 +63,7 @@ class PhaseRuntime:
     SAMPLE: ClassVar[Any] = RuntimeEvent
     EFFECT: ClassVar[Any] = RuntimeEffect
 
-    def __init__(self, config: RuntimeConfig, planner: SuppliedPlanner | None = None) -> None:
+    def __init__(self, config: RuntimeConfig, planner: GroupPlanner | None = None) -> None:
         """`planner` is another one than the settings give."""
         self.config = config
         self.permits = PermitPolicy(config.permits)

@@ -1,11 +1,12 @@
 """What a job declares to a planning control, and the terms of permits that a place gives."""
 
-from collections.abc import Iterator
 from typing import Final
 
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId, TenantId
+from scheduler.policy.groups.durations import Measured
+from scheduler.policy.groups.events import JobArrived
 from scheduler.policy.groups.tail import tail_accelerators
 from scheduler.policy.model import Job, Phase, PhaseKind, Placement
 from scheduler.policy.phases.terms import JobTerms, PhaseTerms
@@ -59,6 +60,18 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             ),
             host_bytes_per_node=self.host_bytes,
             slowdown_slo=self.slo,
+        )
+
+    @property
+    def arrival(self) -> JobArrived:
+        """What the planner is told of it."""
+        return JobArrived(
+            job=self.as_job,
+            measured={
+                one.kind: Measured(mean_s=one.mean_s, cv=one.cv, seen=one.seen)
+                for one in self.phases
+                if one.mean_s is not None
+            },
         )
 
     def terms(
@@ -118,15 +131,6 @@ def submission_fault(given: Submission) -> str:
         if not 1 <= one.nodes <= NODES_MAX:
             return f"{one.kind}: nodes is 1 to {NODES_MAX}"
     return ""
-
-
-def measured(phase: DeclaredPhase) -> Iterator[float]:
-    """Durations of the declared mean and variation; an odd last one is the mean itself."""
-    if phase.mean_s is None:
-        return
-    sides = [1.0, -1.0] * (phase.seen // 2) + [0.0] * (phase.seen % 2)
-    for side in sides:
-        yield phase.mean_s * max(0.01, 1.0 + side * phase.cv)
 
 
 def nodes_of(placement: Placement) -> tuple[NodeId, ...]:
