@@ -1,8 +1,9 @@
 """Whether a set of jobs may share a group: the two planners' ways to say so.
 
 `WorstCase` is RollMux: durations at the token limit, a few meta-iterations of them with tails that
-move, groups at or over their cycle left alone. `Distributional` is ours: learned durations with their doubt, a chance
-constraint on every job's SLO. Both forecast first come, first served, which is what runs.
+move, groups at or over their cycle left alone. `Distributional` is ours: learned durations with
+their doubt, a chance constraint on every job's SLO. Both forecast first come, first served, which
+is what runs.
 """
 
 from collections.abc import Sequence
