@@ -19,8 +19,9 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.parent import end_with
 from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
+from scheduler.sim.rollmux.mixes import Mix
 from scheduler.sim.rollmux.variants import AS_PUBLISHED, VARIANTS
-from scheduler.sim.rollmux.workload import JOBS, Drift, SimulatedJob, w1
+from scheduler.sim.rollmux.workload import JOBS, Drift, SimulatedJob
 from scheduler.sim.rollmux.world import World
 
 _Kept = TypeVar("_Kept")
@@ -37,8 +38,8 @@ class ArmOfSeed:
 
     name: str
     seed: int
+    mix: Mix = Mix.W1
     drift: Drift = Drift.NONE
-    wide_ratio: float = 0.0
     mtbf_h: float = 0.0
     """Mean hours that a node is up before it fails; 0 for ever."""
     variant: str = AS_PUBLISHED
@@ -49,14 +50,14 @@ class ArmOfSeed:
         failing = f"-{self.mtbf_h:g}h" if self.mtbf_h else ""
         part = f"-of-{self.jobs}" if self.jobs != JOBS else ""
         world = f"-{self.variant}" if self.variant != AS_PUBLISHED else ""
-        return f"{self.name}-{self.seed}-{self.drift}-{self.wide_ratio:g}{failing}{world}{part}"
+        return f"{self.name}-{self.seed}-{self.mix}-{self.drift}{failing}{world}{part}"
 
     @property
     def world(self) -> World:
         return VARIANTS[self.variant].world
 
     def drawn(self) -> list[SimulatedJob]:
-        jobs = w1(self.seed, drift=self.drift, wide_ratio=self.wide_ratio, jobs=self.jobs)
+        jobs = self.mix.drawn(self.seed, drift=self.drift, jobs=self.jobs)
         return VARIANTS[self.variant].of(jobs, seed=self.seed)
 
     def run(self) -> Piece:

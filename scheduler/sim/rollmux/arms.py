@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from harvester.contracts.errors import ConfigError
 from scheduler.policy.groups.judge import OUR_RULES
 from scheduler.policy.groups.planner import GroupPlanner
 from scheduler.policy.groups.stages import Rules
@@ -18,8 +19,12 @@ from scheduler.sim.rollmux.cluster import Cluster
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.hourly import HourlyPlanner
 from scheduler.sim.rollmux.ledger import Ledger, RunResult, attained, worst_window
+from scheduler.sim.rollmux.optimum import KnownJob, Optimum
+from scheduler.sim.rollmux.pinned import PinnedPlanner
 from scheduler.sim.rollmux.workload import SimulatedJob
 from scheduler.sim.rollmux.world import PAPER_WORLD, World
+
+OPTIMUM_JOBS_MAX: Final = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +50,19 @@ ARMS: Final[dict[str, Callable[[list[SimulatedJob], int], tuple[GroupPlanner, Ru
     "random": lambda _jobs, seed: (RandomPlanner(seed), PACKED_RULES),
     "greedy": lambda _jobs, _seed: (GreedyPlanner(), PACKED_RULES),
     "hourly": lambda jobs, _seed: (HourlyPlanner(jobs), OUR_RULES),
+    "optimum": lambda jobs, _seed: (_optimum_planner(jobs), OUR_RULES),
 }
+
+
+def _optimum_planner(jobs: list[SimulatedJob]) -> GroupPlanner:
+    """The exact optimum of a few jobs that are all there from the beginning.
+
+    Raises ConfigError where there are more than it can be found for.
+    """
+    if len(jobs) > OPTIMUM_JOBS_MAX:
+        raise ConfigError(f"the optimum is found for {OPTIMUM_JOBS_MAX} jobs, not {len(jobs)}")
+    _, hostings = Optimum([KnownJob.of(one) for one in jobs]).cheapest()
+    return PinnedPlanner(jobs, hostings)
 
 
 def run_arm(

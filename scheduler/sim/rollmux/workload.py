@@ -27,6 +27,8 @@ SPAN_S: Final = 340 * 3600.0
 LIFE_MEAN_S: Final = 27.9 * 3600.0
 LIFE_SIGMA: Final = 0.8
 PHASE_CV: Final = 0.08
+KINDS: Final = (0.3, 0.6)
+"""Balanced, rollout-heavy; the rest is training-heavy."""
 ROLLOUT_OF_MAX: Final = 0.8
 TRAINING_OF_MAX: Final = 0.7
 ROLLOUT_ACCELERATORS: Final = 8
@@ -110,7 +112,7 @@ def drawn_lengths(
     maxima_s: tuple[float, float],
     *,
     iterations: int,
-    cv: float,
+    cv: float | tuple[float, float],
     drift: float,
 ) -> Lengths:
     """Phase durations around means that end at `drift` times what they began with.
@@ -118,7 +120,7 @@ def drawn_lengths(
     Normal, cut off at the declared maximum, which drifts along.
     """
     factors = np.linspace(1.0, drift, iterations)[:, None]
-    noise = cv * rng.standard_normal((iterations, 2))
+    noise = np.array(cv) * rng.standard_normal((iterations, 2))
     return np.asarray(np.array(means_s) * cut_noise(noise, means_s, maxima_s) * factors)
 
 
@@ -129,12 +131,13 @@ def cut_noise(
     return np.asarray(np.clip(1.0 + noise, 0.2, np.array(maxima_s) / np.array(means_s)))
 
 
-def _ratio(rng: np.random.Generator) -> float:
-    """Rollout to training time: 30 % balanced, 60 % rollout-heavy, 10 % training-heavy."""
-    kind = rng.random()
-    if kind < 0.3:
+def ratio_of_kind(rng: np.random.Generator, kinds: tuple[float, float]) -> float:
+    """Rollout to training time; `kinds` are the shares of balanced and of rollout-heavy jobs."""
+    kind, (balanced, rollout_heavy) = rng.random(), kinds
+    if kind < balanced:
         return float(rng.uniform(0.8, 1.25))
-    return float(rng.uniform(2.0, 4.0) if kind < 0.9 else rng.uniform(0.3, 0.6))
+    heavy = kind < balanced + rollout_heavy
+    return float(rng.uniform(2.0, 4.0) if heavy else rng.uniform(0.3, 0.6))
 
 
 def _drift(rng: np.random.Generator, drift: Drift) -> float:
@@ -162,7 +165,7 @@ def _job(
     location = np.log(LIFE_MEAN_S) - LIFE_SIGMA**2 / 2
     life_s = float(rng.lognormal(location, LIFE_SIGMA))
     iteration_s = float(rng.uniform(400.0, 700.0))
-    ratio = _ratio(rng)
+    ratio = ratio_of_kind(rng, KINDS)
     means_s = (iteration_s * ratio / (1 + ratio), iteration_s / (1 + ratio))
     maxima_s = (means_s[0] / ROLLOUT_OF_MAX, means_s[1] / TRAINING_OF_MAX)
     host_gb, slo, wide = rng.uniform(200, 700), rng.uniform(1, 2), rng.random() < wide_ratio
