@@ -52,4 +52,6 @@ def _widen(book: PermitBook, standing: Standing, now: float) -> list[WidenPermit
     if not nodes:
         return []
     book.take(standing, nodes)
+    if not standing.awaits and standing.move(Trigger.RECALLED):
+        standing.keep = ()
     return [WidenPermit(job=standing.job, epoch=standing.epoch, nodes=nodes)]
