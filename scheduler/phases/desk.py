@@ -53,6 +53,7 @@ from scheduler.policy.phases.events import (
     PhaseRequested,
     PhaseWithdrawn,
     Refuse,
+    TailRecalled,
     TimePassed,
 )
 from scheduler.policy.phases.permits import PermitPolicy
@@ -172,6 +173,9 @@ class PermitDesk:
         refusal = _refusal(self._observe(event))
         if beat.narrowed and not refusal:
             event = PhaseNarrowed(job=beat.job, epoch=beat.epoch)
+            refusal = _refusal(self._observe(event))
+        if beat.recall is not None and not refusal:
+            event = TailRecalled(job=beat.job, epoch=beat.epoch, recall=beat.recall)
             refusal = _refusal(self._observe(event))
         standing = self._policy.standing(beat.job)
         if refusal or standing is None:

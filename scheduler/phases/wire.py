@@ -23,6 +23,7 @@ from harvester.contracts.ids import Epoch, JobId, NodeId, checked_name
 from scheduler.policy.cluster.stays import StayStage
 from scheduler.policy.cluster.submission import Submission
 from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.events import Recall
 from scheduler.policy.phases.standing import Stage
 from scheduler.policy.phases.terms import JobTerms
 
@@ -53,6 +54,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tokens: int = 0
     narrowed: bool = False
     """The tail runs on what it was asked to keep."""
+    recall: Recall | None = None
+    """The tail asks for the nodes that it left."""
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -160,7 +160,9 @@ class PermitBook:
         return now < standing.heard_s + self.config.lease_s
 
     def waits(self, standing: Standing, now: float) -> bool:
-        """Whether a worker of the job stands there and would start at once."""
+        """Whether a worker or a tail of the job stands there and would start at once."""
+        if standing.stage is Stage.TAILING:
+            return bool(standing.awaits)
         claimed = standing.stage is Stage.WAITING and standing.heard_s is not None
         return claimed and self.asks(standing, now)
 

@@ -53,6 +53,23 @@ class PhaseNarrowed(msgspec.Struct, frozen=True, kw_only=True, tag="phase_narrow
     epoch: Epoch
 
 
+class Recall(StrEnum):
+    """How a tail that has left its nodes gets them back."""
+
+    WHEN_FREE = "when_free"
+    """Where nobody else has them or waits for them."""
+    IN_LINE = "in_line"
+    """In its turn, from the end of the line."""
+
+
+class TailRecalled(msgspec.Struct, frozen=True, kw_only=True, tag="tail_recalled"):
+    """The tail shall end on the job's own nodes; repeated until it may."""
+
+    job: JobId
+    epoch: Epoch
+    recall: Recall
+
+
 class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
     """The phase is done and its state is out of the nodes."""
 
@@ -79,6 +96,7 @@ PermitEvent = (
     | PhaseWithdrawn
     | HolderHeard
     | PhaseNarrowed
+    | TailRecalled
     | PhaseEnded
     | ControlResumed
     | TimePassed
@@ -130,7 +148,7 @@ class GrantPermit(msgspec.Struct, frozen=True, kw_only=True, tag="grant_permit")
 
 
 class WidenPermit(msgspec.Struct, frozen=True, kw_only=True, tag="widen_permit"):
-    """A tail has left; the phase has these nodes too, or has them whole."""
+    """A tail has left, or came back; the phase has these nodes too, or has them whole."""
 
     job: JobId
     epoch: Epoch

@@ -28,8 +28,10 @@ from scheduler.policy.phases.events import (
     PhaseNarrowed,
     PhaseRequested,
     PhaseWithdrawn,
+    TailRecalled,
     TimePassed,
 )
+from scheduler.policy.phases.recall import recall
 from scheduler.policy.phases.room import make_room
 from scheduler.policy.phases.serving import serve
 from scheduler.policy.phases.standing import Standing, Trigger
@@ -118,6 +120,8 @@ class PermitPolicy:
                 return self._beaten(event, now)
             case PhaseNarrowed():
                 return self._narrowed(event, now)
+            case TailRecalled():
+                return [*recall(book, event, now=now)]
             case PhaseEnded():
                 return [*ended(book, event, now=now)]
             case ControlResumed():

@@ -76,6 +76,8 @@ def _widen(book: PermitBook, standing: Standing, now: float) -> list[WidenPermit
         return []
     work_until(standing, now=now)
     book.take(standing, nodes, per_node=phase.accelerators)
+    if not standing.awaits and standing.move(Trigger.RECALLED):
+        standing.keep, standing.keep_accelerators = (), {}
     return [WidenPermit(job=standing.job, epoch=standing.epoch, nodes=nodes)]
 
 

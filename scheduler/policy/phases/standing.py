@@ -32,6 +32,8 @@ class Trigger(StrEnum):
     GRANTED = "granted"
     ASKED_TO_NARROW = "asked_to_narrow"
     NARROWED = "narrowed"
+    RECALLED = "recalled"
+    """All nodes that its tail had left are its again."""
     REVOKED = "revoked"
     ENDED = "ended"
 
@@ -48,6 +50,7 @@ TRANSITIONS: dict[tuple[Stage, Trigger], Stage] = {
     (Stage.NARROWING, Trigger.NARROWED): Stage.TAILING,
     (Stage.NARROWING, Trigger.REVOKED): Stage.REVOKED,
     (Stage.NARROWING, Trigger.ENDED): Stage.APART,
+    (Stage.TAILING, Trigger.RECALLED): Stage.RUNNING,
     (Stage.TAILING, Trigger.REVOKED): Stage.REVOKED,
     (Stage.TAILING, Trigger.ENDED): Stage.APART,
     (Stage.REVOKED, Trigger.ENDED): Stage.APART,

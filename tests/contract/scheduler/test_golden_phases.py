@@ -33,6 +33,7 @@ from scheduler.phases.wire import (
 )
 from scheduler.policy.cluster.submission import DeclaredPhase, Submission
 from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.events import Recall
 from scheduler.policy.phases.standing import Stage
 from scheduler.policy.phases.terms import JobTerms, PhaseTerms
 
@@ -58,8 +59,18 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
     ("withdraw", Withdraw(job=JOB, holder="h"), b'{"job":"j","holder":"h"}'),
     (
         "beat",
-        Beat(job=JOB, epoch=Epoch(2), complete_ratio=0.5, tokens=7, narrowed=True),
-        b'{"job":"j","epoch":2,"complete_ratio":0.5,"tokens":7,"narrowed":true}',
+        Beat(
+            job=JOB,
+            epoch=Epoch(2),
+            complete_ratio=0.5,
+            tokens=7,
+            narrowed=True,
+            recall=Recall.WHEN_FREE,
+        ),
+        (
+            b'{"job":"j","epoch":2,"complete_ratio":0.5,"tokens":7,"narrowed":true,'
+            b'"recall":"when_free"}'
+        ),
     ),
     (
         "leave",
