@@ -64,6 +64,13 @@ _NOTES: Final = {
 _ALWAYS: Final = -1
 
 
+Watch = Callable[[PhaseRuntime, float], None]
+
+
+def not_watched(_runtime: PhaseRuntime, _now: float) -> None:
+    pass
+
+
 class Driver:
     def __init__(
         self,
@@ -73,7 +80,9 @@ class Driver:
         world: World = PAPER_WORLD,
         disruptions: Disruptions = UNDISTURBED,
         ledger: Ledger | None = None,
+        watch: Watch = not_watched,
     ) -> None:
+        self._watch = watch
         self.ledger = ledger or Ledger()
         self._runtime = runtime
         self._world = world
@@ -115,11 +124,16 @@ class Driver:
         effects = self._runtime.observe(event, now=self._now)
         for effect in effects:
             self._hear(effect)
+        if self._runtime.cluster.layout_changed:
+            self._settle_nodes()
+        return effects
+
+    def _settle_nodes(self) -> None:
+        self._watch(self._runtime, self._now)
         for node, times in self._bill.settle(self._now):
             fails_s = self._disruptions.fails_at_s(node, up_s=self._now, times=times)
             if fails_s < float("inf"):
                 self._set(fails_s, self._fail, (node, times))
-        return effects
 
     def _hear(self, effect: RuntimeEffect) -> None:
         match effect:

@@ -18,8 +18,6 @@ class NodeBill:
 
     def settle(self, now: float) -> Iterator[tuple[NodeId, int]]:
         """Machines that came up, and how often each has by now."""
-        if not self._cluster.layout_changed:
-            return
         # What a shell that keeps the plan on a disk has written by now.
         self._cluster.layout_changed = False
         self._cluster.unsaved.clear()

@@ -155,7 +155,7 @@ def test_a_tail_may_leave_all_nodes_for_other_capacity() -> None:
 
 def _away(*others: JobTerms) -> Group:
     """The tail of a has left r0 and r1 to b."""
-    a = terms("a", rollout="r0 r1", tail_ratio=0.5, tail_nodes=0)
+    a = terms("a", rollout="r0 r1", tail_ratio=0.5, tail_accelerators=0)
     group = Group(a, terms("b", rollout="r0 r1"), *others)
     group.ask("a")
     group.ask("b")
@@ -202,7 +202,7 @@ def test_a_tail_that_lost_its_lease_waits_in_line_and_is_not_passed_there() -> N
 
 
 def test_a_long_tail_makes_room_for_one_that_lost_its_lease() -> None:
-    a, b = (terms(job, tail_ratio=0.5, tail_nodes=0) for job in "ab")
+    a, b = (terms(job, tail_ratio=0.5, tail_accelerators=0) for job in "ab")
     group = Group(a, b)
     group.ask("a")
     group.ask("b")
