@@ -26,6 +26,7 @@ from scheduler.phases.wire import (
 )
 from scheduler.policy.cluster.stays import StayStage
 from scheduler.policy.groups.packing import OpeningKind
+from scheduler.policy.model import PhaseKind
 from tests.unit.scheduler.cluster.submitted import (
     PERMITS,
     ROLLOUT,
