@@ -7,7 +7,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, TenantId
 from harvester.yaml_file import explained, parse_fields, read_text
-from scheduler.plan.jobs_file import GB, JOBS_MAX, JobSettings, PhaseSettings, PoolSettings
+from scheduler.plan.jobs_file import (
+    GB,
+    JOBS_MAX,
+    DurationSettings,
+    JobSettings,
+    PoolSettings,
+    nodes_of,
+)
 from scheduler.policy.cluster.submission import DeclaredPhase, Submission, submission_fault
 from scheduler.policy.model import PhaseKind
 
@@ -38,21 +45,20 @@ def read_submissions(path: Path) -> tuple[Submission, ...]:
 
 
 def _submission(job: JobSettings) -> Submission:
-    sides = ((PhaseKind.ROLLOUT, job.rollout), (PhaseKind.TRAINING, job.training))
     return Submission(
         job=JobId(job.id),
         tenant=TenantId(job.tenant),
         slo=job.slo,
         host_bytes=int(job.host_gb * GB),
-        phases=tuple(_phase(kind, given) for kind, given in sides),
+        phases=tuple(_phase(kind, given) for kind, given in job.phases),
     )
 
 
-def _phase(kind: PhaseKind, given: PhaseSettings) -> DeclaredPhase:
+def _phase(kind: PhaseKind, given: DurationSettings) -> DeclaredPhase:
     return DeclaredPhase(
         kind=kind,
         max_s=given.max_s,
-        nodes=given.nodes,
+        nodes=nodes_of(given),
         mean_s=given.mean_s,
         cv=given.cv,
         seen=given.seen,

@@ -57,7 +57,7 @@ class PoolSettings(_Settings):
     training: NodeSettings
 
 
-class PhaseSettings(_Settings):
+class DurationSettings(_Settings):
     max_s: Seconds
     """With every response at its token limit."""
     mean_s: Seconds | None = None
@@ -66,6 +66,9 @@ class PhaseSettings(_Settings):
     """Of one phase around the mean."""
     seen: int = Field(default=40, ge=1, le=1000)
     """Phases that `mean_s` is of: fewer leave more doubt."""
+
+
+class PhaseSettings(DurationSettings):
     nodes: int = Field(default=1, ge=1, le=8)
 
 
@@ -78,6 +81,8 @@ class JobSettings(_Settings):
     """State that stays resident on every node of the job."""
     rollout: PhaseSettings
     training: PhaseSettings
+    sync: DurationSettings | None = None
+    """New weights on their way to the rollout engines, where the next rollout waits for them."""
     responses: tuple[tuple[Ratio, Ratio], ...] = Field(default=((0.5, 0.8),), max_length=64)
     """How responses complete: pairs of the rollout's passed time and the completed share."""
 
@@ -86,14 +91,17 @@ class JobSettings(_Settings):
         return tuple(Completion(*point) for point in self.responses)
 
     @property
+    def phases(self) -> tuple[tuple[PhaseKind, DurationSettings], ...]:
+        """In the order of an iteration."""
+        sync = () if self.sync is None else ((PhaseKind.SYNC, self.sync),)
+        return (PhaseKind.ROLLOUT, self.rollout), (PhaseKind.TRAINING, self.training), *sync
+
+    @property
     def as_job(self) -> Job:
         return Job(
             job=JobId(self.id),
             tenant=TenantId(self.tenant),
-            phases=(
-                _phase(PhaseKind.ROLLOUT, self.rollout),
-                _phase(PhaseKind.TRAINING, self.training),
-            ),
+            phases=tuple(_phase(kind, given) for kind, given in self.phases),
             host_bytes_per_node=int(self.host_gb * GB),
             slowdown_slo=self.slo,
         )
@@ -101,12 +109,11 @@ class JobSettings(_Settings):
     @property
     def arrival(self) -> JobArrived:
         """What the planner is told of it."""
-        sides = ((PhaseKind.ROLLOUT, self.rollout), (PhaseKind.TRAINING, self.training))
         return JobArrived(
             job=self.as_job,
             measured={
                 kind: Measured(mean_s=one.mean_s, cv=one.cv, seen=one.seen)
-                for kind, one in sides
+                for kind, one in self.phases
                 if one.mean_s is not None
             },
             curve=self.curve,
@@ -162,16 +169,21 @@ def _faults(settings: PlanSettings) -> Iterator[tuple[Where, str]]:
                     ("jobs", at, "host_gb"),
                     f"{job.host_gb:g} GB do not fit on a {name} node of {nodes.host_gb:g} GB",
                 )
-        for name, phase in (("rollout", job.rollout), ("training", job.training)):
+        for kind, phase in job.phases:
             if phase.mean_s is not None and phase.mean_s > phase.max_s:
                 yield (
-                    ("jobs", at, name, "mean_s"),
+                    ("jobs", at, kind.value, "mean_s"),
                     f"{phase.mean_s:g} is more than max_s, {phase.max_s:g}",
                 )
         if list(job.responses) != sorted(job.responses):
             yield ("jobs", at, "responses"), "both numbers must rise from pair to pair"
 
 
-def _phase(kind: PhaseKind, given: PhaseSettings) -> Phase:
+def nodes_of(given: DurationSettings) -> int:
+    """A weight sync holds none."""
+    return given.nodes if isinstance(given, PhaseSettings) else 0
+
+
+def _phase(kind: PhaseKind, given: DurationSettings) -> Phase:
     """The declaration alone: what was measured reaches the planner as observations."""
-    return Phase(kind=kind, mean_s=given.max_s, max_s=given.max_s, nodes=given.nodes)
+    return Phase(kind=kind, mean_s=given.max_s, max_s=given.max_s, nodes=nodes_of(given))

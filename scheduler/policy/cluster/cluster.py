@@ -185,7 +185,7 @@ class ClusterPolicy:
         ended = PhaseEnded(job=event.job, phase=event.kind, solo_s=event.solo_s)
         self._apply(self.planner.observe(ended, now=now), now)
         facts.belief()
-        if event.kind is KINDS[-1]:
+        if event.kind is stay.submission.phases[-1].kind:
             stay.iterations += 1
             stay.told = stay.to is not None and all(self.machines(stay.to))
         self.unsaved.add(event.job)

@@ -17,7 +17,7 @@ from scheduler.policy.groups.durations import PhaseEstimate
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.slo import SloAccount
 from scheduler.policy.groups.tail import UNDIVIDED
-from scheduler.policy.model import Placement, Pool
+from scheduler.policy.model import PhaseKind, Placement, Pool
 
 _NAMES_AT_ONCE = 1000
 
@@ -33,6 +33,9 @@ class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
     """None: never."""
     leaving: bool
     """It is resident where it is, and pinned where it goes."""
+    sync: PhaseEstimate | None = None
+    next_phase: PhaseKind | None = None
+    """None: of a version before weight syncs."""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +84,8 @@ def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
             open_s=facts.open_s,
             moved_s=moved_s,
             leaving=policy.planner.book.is_leaving(job),
+            sync=facts.sync,
+            next_phase=facts.next_phase,
         ),
     )
 
@@ -141,6 +146,9 @@ def _restore_job(policy: ClusterPolicy, record: JobRecord, shift_s: float) -> No
     facts.rollout, facts.training, facts.account = kept.rollout, kept.training, kept.account
     facts.account.began_s += shift_s
     facts.open_s, facts.moving = kept.open_s, kept.leaving
+    facts.sync = kept.sync or facts.sync
+    trains = PhaseKind.TRAINING if kept.open_s else PhaseKind.ROLLOUT
+    facts.next_phase = kept.next_phase or trains
     if kept.moved_s is not None:
         facts.moved_s = kept.moved_s + shift_s
     policy.planner.facts[stay.job] = facts

@@ -17,11 +17,11 @@ BYTES_MAX: Final = 10**15
 SLO_MAX: Final = 100.0
 SEEN_MAX: Final = 1000
 KINDS: Final = (PhaseKind.ROLLOUT, PhaseKind.TRAINING)
-"""Of every planned job, in the order of its iteration."""
+"""Of every planned job, in the order of its iteration; a weight sync may follow."""
 
 
 class DeclaredPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which nodes the phase gets is the planner's answer."""
+    """Which nodes the phase gets is the planner's answer; a weight sync has `nodes` 0."""
 
     kind: PhaseKind
     max_s: float
@@ -42,7 +42,7 @@ class DeclaredPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     job: JobId
     phases: tuple[DeclaredPhase, ...]
-    """Rollout, then training."""
+    """Rollout, training, and a weight sync where it takes time between two iterations."""
     slo: float
     """Tolerated slow-down: time in company over time alone, from the placement on."""
     host_bytes: int
@@ -87,7 +87,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 tail_nodes=one.tail_nodes,
                 learn_tail=one.learn_tail,
             )
-            for one, nodes in zip(self.phases, (rollout, training), strict=True)
+            for one, nodes in zip(self.phases, (rollout, training), strict=False)
             if nodes
         )
         return JobTerms(job=self.job, phases=phases) if phases else None
@@ -95,8 +95,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 def submission_fault(given: Submission) -> str:
     """Why no place can be given so, in words; empty if one can. NaN is within no bounds."""
-    if tuple(one.kind for one in given.phases) != KINDS:
-        return "a planned job has a rollout and a training phase, in this order"
+    if tuple(one.kind for one in given.phases) not in (KINDS, (*KINDS, PhaseKind.SYNC)):
+        return "a planned job has a rollout and a training phase, then a sync or none"
     if not 1.0 <= given.slo <= SLO_MAX:
         return f"slo is 1 to {SLO_MAX:g}"
     if not 0 <= given.host_bytes <= BYTES_MAX:
@@ -108,6 +108,10 @@ def submission_fault(given: Submission) -> str:
             return f"{one.kind}: mean_s is above 0 and at most max_s"
         if not 0.0 <= one.cv <= 1.0 or not 1 <= one.seen <= SEEN_MAX:
             return f"{one.kind}: cv is 0 to 1 and seen 1 to {SEEN_MAX}"
+        if one.kind is PhaseKind.SYNC:
+            if one.nodes != 0:
+                return f"{one.kind}: holds no node, nodes is 0"
+            continue
         if not 1 <= one.nodes <= NODES_MAX:
             return f"{one.kind}: nodes is 1 to {NODES_MAX}"
         if not 0 <= one.least_nodes <= one.nodes or not 0 <= one.tail_nodes <= one.nodes:

@@ -69,8 +69,9 @@ class Roster:
         jobs["iterations"] = np.iinfo(np.int64).max
         for name in ("rollout_nodes", "training_nodes", "slo", "bulk_ratio", "tail_share"):
             jobs[name] = [getattr(one, name) for one in occupants]
-        beliefs = np.array([one.belief for one in occupants], dtype=np.float64)
+        beliefs = np.array([one.belief.doubts for one in occupants], dtype=np.float64)
         beliefs = beliefs.reshape(len(occupants), 2, 3)
+        jobs["sync_s"] = [one.belief.sync_s for one in occupants]
         jobs["rollout_mean_s"], jobs["training_mean_s"] = beliefs[:, 0, 0], beliefs[:, 1, 0]
         return cls(jobs, beliefs)
 

@@ -49,6 +49,12 @@ def test_reads_jobs_nodes_and_prices(tmp_path: Path) -> None:
         ("id: second", "id: first", r"line 10: jobs\.1\.id: first is the name of jobs\.0 too"),
         ("host_gb: 400", "host_gb: 1500", r"line 7: jobs\.0\.host_gb: 1500 GB do not fit on a tr"),
         ("mean_s: 400", "mean_s: 600", r"line 8: jobs\.0\.rollout\.mean_s: 600 is more than max_s"),
+        ("slo: 1.5", "sync: {max_s: 9, nodes: 1}", r"line 6: jobs\.0\.sync\.nodes: Extra inputs"),
+        (
+            "slo: 1.5",
+            "sync: {max_s: 9, mean_s: 10}\n    slo: 1.5",
+            r"line 6: .*\.sync\.mean_s: 10 is",
+        ),
         ("slo: 1.5", "slow: 1.5", r"line 6: jobs\.0\.slow: Extra inputs"),
         ("type: h800", "type: h20", r"line 3: nodes\.training\.type"),
         ("nodes:", "nodes: [", "line 3: not YAML"),
