@@ -17,16 +17,20 @@ from benchmarks.rollmux.harvest import harvest_figures
 from benchmarks.rollmux.harvest_bound import INSTANCES, bound_figures
 from benchmarks.rollmux.optimum import optimum_figures
 from benchmarks.rollmux.pieces import Pieces
+from benchmarks.rollmux.worlds import world_figures
 from harvester.contracts.errors import ConfigError
 from harvester.result_file import make_writable
 from scheduler.sim.rollmux.headroom import HARVESTED_RATIO
+from scheduler.sim.rollmux.mixes import Mix
 from scheduler.sim.rollmux.workload import JOBS, Drift
 from scheduler.sim.rollmux.workload_csv import read_workload
 
 PARTS = (
     "quality",
     "w2",
+    "w3",
     "drift",
+    "worlds",
     "optimum",
     "failures",
     "harvest",
@@ -125,17 +129,20 @@ def _result(given: argparse.Namespace) -> dict[str, object]:
         return single_workload(jobs, seed=given.first_seed, events=given.events)
     seeds = range(given.first_seed, given.first_seed + (1 if given.quick else given.seeds))
     parts = set(given.parts) - (
-        {"drift", "w2", "failures", "determinism"} if given.quick else set()
+        {"drift", "w2", "w3", "worlds", "failures", "determinism"} if given.quick else set()
     )
     pieces = Pieces(given.resume, workers=given.workers)
     result: dict[str, object] = {"simulated": True, "seeds": len(seeds)}
     if "quality" in parts:
         result |= quality_figures(seeds, pieces, drift=given.drift, events=given.events)
     if "w2" in parts:
-        w2 = quality_figures(seeds, pieces, drift=given.drift, wide_ratio=0.1)
-        result["w2"] = {name: w2[name] for name in ("cost_ratio", "slo_attainment")}
+        result["w2"] = quality_figures(seeds, pieces, mix=Mix.W2, drift=given.drift)
+    if "w3" in parts:
+        result["w3"] = quality_figures(seeds, pieces, mix=Mix.W3)
     if "drift" in parts:
         result |= drift_figures(seeds, pieces)
+    if "worlds" in parts:
+        result["worlds"] = world_figures(seeds, pieces)
     if "optimum" in parts:
         result |= optimum_figures(3 if given.quick else given.instances, pieces)
     if "failures" in parts:

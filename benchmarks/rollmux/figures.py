@@ -9,8 +9,10 @@ from benchmarks.rollmux.pieces import ArmOfSeed, Pieces, job_count, kept
 from harvester.contracts.errors import ConfigError
 from scheduler.sim.rollmux.arms import run_arm, summary
 from scheduler.sim.rollmux.baselines import gavel, solo_d, verl
+from scheduler.sim.rollmux.mixes import Mix
 from scheduler.sim.rollmux.report import write_events
-from scheduler.sim.rollmux.workload import Drift, SimulatedJob, w1
+from scheduler.sim.rollmux.workload import Drift, SimulatedJob
+from scheduler.sim.rollmux.world import PAPER_WORLD
 
 CALIBRATION = 1.32
 CALIBRATION_MARGIN = 0.03
@@ -21,8 +23,8 @@ def quality_figures(
     seeds: Sequence[int],
     pieces: Pieces,
     *,
-    drift: Drift,
-    wide_ratio: float = 0.0,
+    mix: Mix = Mix.W1,
+    drift: Drift = Drift.NONE,
     events: Path | None = None,
 ) -> dict[str, Any]:
     ratios: dict[str, list[float]] = {}
@@ -32,16 +34,16 @@ def quality_figures(
     wall_s, offered = 0.0, 0
 
     def arm(name: str, seed: int) -> ArmOfSeed:
-        return ArmOfSeed(name=name, seed=seed, drift=drift, wide_ratio=wide_ratio)
+        return ArmOfSeed(name=name, seed=seed, mix=mix, drift=drift)
 
     pieces.run_ahead([arm(name, seed) for seed in seeds for name in arms])
     for seed in seeds:
-        jobs = w1(seed, drift=drift, wide_ratio=wide_ratio)
+        jobs = mix.drawn(seed, drift=drift)
         offered += len(jobs)
         alone = {
-            "solo_d": solo_d(jobs).dollars,
-            "verl": verl(jobs).dollars,
-            "gavel": gavel(jobs).dollars,
+            "solo_d": solo_d(jobs, PAPER_WORLD).dollars,
+            "verl": verl(jobs, PAPER_WORLD).dollars,
+            "gavel": gavel(jobs, PAPER_WORLD).dollars,
         }
         calibration.append(alone["solo_d"] / alone["verl"])
         for name, results in arms.items():
@@ -54,9 +56,10 @@ def quality_figures(
             ratios.setdefault(name, []).append(spent / ours)
         for name, values in paper.items():
             values.append(alone[name] / arms["rollmux_paper"][-1].dollars)
-    _check_calibration(statistics.mean(calibration))
+    if mix is not Mix.W3:
+        _check_calibration(statistics.mean(calibration))
     if events is not None:
-        jobs = w1(seeds[0], drift=drift, wide_ratio=wide_ratio)
+        jobs = mix.drawn(seeds[0], drift=drift)
         write_events(run_arm("ours", jobs, seed=seeds[0], record=True).ledger, events)
     return {
         "calibration_solo_d_over_verl": statistics.mean(calibration),
@@ -85,7 +88,11 @@ def single_workload(jobs: list[SimulatedJob], *, seed: int, events: Path | None)
     if events is not None:
         write_events(runs["ours"].ledger, events)
     ours = results["ours"].dollars
-    alone = {"solo_d": solo_d(jobs), "verl": verl(jobs), "gavel": gavel(jobs)}
+    alone = {
+        "solo_d": solo_d(jobs, PAPER_WORLD),
+        "verl": verl(jobs, PAPER_WORLD),
+        "gavel": gavel(jobs, PAPER_WORLD),
+    }
     return {
         "simulated": True,
         "jobs": len(jobs),

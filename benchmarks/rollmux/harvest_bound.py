@@ -16,12 +16,11 @@ import msgspec
 import numpy as np
 from scipy.optimize import linprog
 
-from benchmarks.rollmux.optimum import truth
 from benchmarks.rollmux.pieces import Pieces
 from scheduler.demo.calibration import TARGET_BUSY_SHARE
 from scheduler.policy.groups.compiled import Records
 from scheduler.policy.groups.execution import advance
-from scheduler.policy.groups.forecast import Occupant, Roster
+from scheduler.policy.groups.forecast import Roster
 from scheduler.policy.groups.judge import OUR_RULES
 from scheduler.policy.groups.leased_execution import advance_leased
 from scheduler.policy.groups.leases import POOL
@@ -31,6 +30,7 @@ from scheduler.policy.groups.tail import Completion, TailShape, best_shape
 from scheduler.policy.model import Pool
 from scheduler.sim.rollmux.harvest import SLOTS_RATIO, W1_TERMS
 from scheduler.sim.rollmux.headroom import HARVESTED_RATIO
+from scheduler.sim.rollmux.optimum import KnownJob
 from scheduler.sim.rollmux.workload import (
     H20_PER_HOUR,
     H800_PER_HOUR,
@@ -79,12 +79,7 @@ def busy_bound(headroom: float, jobs: Sequence[SimulatedJob], *, tail: TailShape
 
 def cheapest_mix(jobs: Sequence[SimulatedJob], *, headroom: float = 0.0) -> float:
     """Dollars for an hour of solo work of every job, in whatever groups and order of groups."""
-    roster = Roster.of(
-        [
-            Occupant(0, 0, one.job.slowdown_slo, truth(one), TAIL.bulk_ratio, TAIL.share)
-            for one in jobs
-        ]
-    )
+    roster = Roster.of([KnownJob.of(one).as_occupant() for one in jobs])
     prices: list[float] = []
     columns: list[Records] = []
     for price, members, rollout, training in _hostings(jobs):

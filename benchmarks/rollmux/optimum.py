@@ -1,66 +1,93 @@
-"""Ours against the exact optimum: the same 6 to 10 active jobs, hosted by both."""
+"""Ours against the exact optimum: the same 6 to 10 active jobs, hosted by both.
+
+Ours may be cheaper than the search: its planner lets a job with spare credit be slower than its SLO
+for a while, which the search, with the SLO as a bound over any long run, refuses. So both hostings
+are lived as well, for days under the same draws, with what they cost and whose SLO they kept.
+"""
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.ids import JobId
-from scheduler.policy.groups.durations import Belief
 from scheduler.policy.groups.events import JobArrived, JobMoved, MoveJob, PhaseEnded, ReviewDue
 from scheduler.policy.groups.planner import GroupPlanner
+from scheduler.policy.groups.verdicts import Hosting
 from scheduler.policy.model import PhaseKind
+from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
 from scheduler.sim.rollmux.baselines import our_planner
+from scheduler.sim.rollmux.ledger import RunResult
 from scheduler.sim.rollmux.optimum import KnownJob, Optimum
-from scheduler.sim.rollmux.workload import PHASE_CV, SimulatedJob, w1
+from scheduler.sim.rollmux.workload import PHASE_CV, SimulatedJob, drawn_lengths, w1
 
 _SETTLED_S = 24 * 3600.0
 """By then every job is mature and its credit pays for moves."""
 _REVIEWS = 6
 FIRST_INSTANCE = 100
 """0 to 49 were looked at while the margin for beliefs was chosen; these were not."""
+LIVED_S: Final = 5 * 24 * 3600.0
+"""Solo life of every job of a lived run, all of which arrive at its beginning."""
+PRICED_S: Final = (24 * 3600.0, 4 * 24 * 3600.0)
+"""Ours is settled by then, and no job has ended."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class Lived(msgspec.Struct, frozen=True, kw_only=True):
+    per_hour: float
+    """Mean price of the nodes up within `PRICED_S`."""
+    kept: int
+    worst_window: float
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int
     ours_per_hour: float
     found_per_hour: float
-    """By the search; ours bounds it where the search's own judgement is stricter."""
+    """By the search."""
+    ours_admitted: bool
+    """Whether the search would have allowed the hosting that is ours."""
+    ours_lived: Lived
+    found_lived: Lived
 
     @property
     def ratio(self) -> float:
-        return self.ours_per_hour / min(self.ours_per_hour, self.found_per_hour)
+        return self.ours_per_hour / self.found_per_hour
+
+    @property
+    def lived_ratio(self) -> float:
+        return self.ours_lived.per_hour / self.found_lived.per_hour
 
 
-def compared(instance: int) -> Compared:
+def instance_jobs(instance: int) -> list[SimulatedJob]:
     rng = np.random.Generator(np.random.PCG64([7, instance]))
     count = int(rng.integers(6, 11))
     drawn = w1(10_000 + instance, jobs=40)
-    jobs = [drawn[int(at)] for at in rng.choice(len(drawn), count, replace=False)]
+    return [drawn[int(at)] for at in rng.choice(len(drawn), count, replace=False)]
+
+
+def compared(instance: int) -> Compared:
+    jobs = instance_jobs(instance)
     planner = _settled(jobs)
-    known = [
-        KnownJob(job=one.job, truth=truth(one), tail=planner.facts[one.job.job].tail)
-        for one in jobs
-    ]
+    optimum = Optimum([KnownJob.of(one) for one in jobs])
+    rng = np.random.Generator(np.random.PCG64([8, instance]))
+    lasting = [_lasting(one, rng) for one in jobs]
     return Compared(
-        jobs=count,
+        jobs=len(jobs),
         ours_per_hour=planner.book.price_per_hour(),
-        found_per_hour=Optimum(known).price_per_hour(),
+        found_per_hour=optimum.cheapest()[0],
+        ours_admitted=all(optimum.admits(one) for one in _hostings(planner, jobs)),
+        ours_lived=_lived("ours", lasting, seed=instance),
+        found_lived=_lived("optimum", lasting, seed=instance),
     )
-
-
-def truth(one: SimulatedJob) -> Belief:
-    rollout_s, training_s = one.job.phases[0].max_s * 0.8, one.job.phases[1].max_s * 0.7
-    return Belief(rollout_s, 0.0, PHASE_CV, training_s, 0.0, PHASE_CV)
 
 
 def _settled(jobs: list[SimulatedJob]) -> GroupPlanner:
     """Our planner after these jobs came one by one, were watched for a while and moved about."""
-    planner, _ = our_planner()
+    planner = our_planner()
     now = 0.0
     for one in jobs:
         planner.observe(JobArrived(job=one.job), now=now)
@@ -94,20 +121,88 @@ def _reviewed(planner: GroupPlanner, now: float) -> float:
     return now
 
 
+def _hostings(planner: GroupPlanner, jobs: list[SimulatedJob]) -> list[Hosting]:
+    """Our groups in the search's terms."""
+    numbers = {one.job.job: at for at, one in enumerate(jobs)}
+    hostings = []
+    for cell in planner.book.cells.values():
+        placements = sorted(cell.pinned.values(), key=lambda one: numbers[one.job])
+        masks = [cell.masks(one) for one in placements]
+        hostings.append(
+            Hosting(
+                members=tuple(numbers[one.job] for one in placements),
+                rollout=tuple(rollout for rollout, _ in masks),
+                training=tuple(training >> len(cell.rollout) for _, training in masks),
+            )
+        )
+    return hostings
+
+
+def _lasting(one: SimulatedJob, rng: np.random.Generator) -> SimulatedJob:
+    """The same job, there from the beginning and for days."""
+    rollout, training = one.job.phases
+    lengths_s = drawn_lengths(
+        rng,
+        one.means_s,
+        (rollout.max_s, training.max_s),
+        iterations=round(LIVED_S / sum(one.means_s)),
+        cv=PHASE_CV,
+        drift=1.0,
+    )
+    return replace(one, arrival_s=0.0, lengths_s=lengths_s)
+
+
+def _lived(arm: str, jobs: list[SimulatedJob], *, seed: int) -> Lived:
+    run = run_arm(arm, jobs, seed=seed, record=True)
+    found: ArmResult = summary(jobs, run)
+    return Lived(per_hour=_price_per_hour(run), kept=found.kept, worst_window=found.worst_window)
+
+
+def _price_per_hour(run: RunResult) -> float:
+    """Mean price within `PRICED_S`, from the events of nodes that come up and go down."""
+    since_s, until_s = PRICED_S
+    up: dict[str, tuple[float, float]] = {}
+    paid = 0.0
+    for event in run.ledger.in_order():
+        if event["type"] == "node_up":
+            up[event["node"]] = (event["t"], event["price_per_hour"])
+        elif event["type"] == "node_down":
+            came_s, price = up.pop(event["node"])
+            paid += price * max(0.0, min(event["t"], until_s) - max(came_s, since_s))
+    return paid / (until_s - since_s)
+
+
 def optimum_figures(instances: int, pieces: Pieces) -> dict[str, Any]:
     found = [
         pieces.kept(f"optimum-{at}", partial(compared, at), Compared)
         for at in range(FIRST_INSTANCE, FIRST_INSTANCE + instances)
     ]
-    ratios = [one.ratio for one in found]
-    if min(ratios) < 1.0:
-        raise AssertionError("nobody is cheaper than the optimum")
+    for one in found:
+        if one.ours_admitted and one.ratio < 1.0 - 1e-9:
+            raise AssertionError("the search missed a hosting that it would have allowed")
+    jobs = sum(one.jobs for one in found)
     return {
-        "ours_over_optimum": {
-            "mean": statistics.mean(ratios),
-            "p90": float(np.quantile(ratios, 0.9)),
-            "max": max(ratios),
-            "instances": len(ratios),
-            "ours_below_search": sum(one.ours_per_hour < one.found_per_hour for one in found),
-        }
+        "ours_over_optimum": _spread([one.ratio for one in found])
+        | {
+            "instances": len(found),
+            "ours_below_search": sum(one.ratio < 1.0 for one in found),
+            "ours_admitted": sum(one.ours_admitted for one in found),
+        },
+        "ours_over_optimum_lived": _spread([one.lived_ratio for one in found])
+        | {
+            "ours_below_optimum": sum(one.lived_ratio < 1.0 for one in found),
+            "slo_attainment_ours": sum(one.ours_lived.kept for one in found) / jobs,
+            "slo_attainment_optimum": sum(one.found_lived.kept for one in found) / jobs,
+            "worst_window_ours": max(one.ours_lived.worst_window for one in found),
+            "worst_window_optimum": max(one.found_lived.worst_window for one in found),
+        },
+    }
+
+
+def _spread(ratios: list[float]) -> dict[str, float]:
+    return {
+        "mean": statistics.mean(ratios),
+        "p90": float(np.quantile(ratios, 0.9)),
+        "min": min(ratios),
+        "max": max(ratios),
     }

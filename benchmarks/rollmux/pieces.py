@@ -19,7 +19,10 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.parent import end_with
 from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
-from scheduler.sim.rollmux.workload import JOBS, Drift, w1
+from scheduler.sim.rollmux.mixes import Mix
+from scheduler.sim.rollmux.variants import AS_PUBLISHED, VARIANTS
+from scheduler.sim.rollmux.workload import JOBS, Drift, SimulatedJob
+from scheduler.sim.rollmux.world import World
 
 _Kept = TypeVar("_Kept")
 
@@ -35,27 +38,37 @@ class ArmOfSeed:
 
     name: str
     seed: int
+    mix: Mix = Mix.W1
     drift: Drift = Drift.NONE
-    wide_ratio: float = 0.0
     mtbf_h: float = 0.0
     """Mean hours that a node is up before it fails; 0 for ever."""
+    variant: str = AS_PUBLISHED
     jobs: int = JOBS
 
     @property
     def key(self) -> str:
         failing = f"-{self.mtbf_h:g}h" if self.mtbf_h else ""
         part = f"-of-{self.jobs}" if self.jobs != JOBS else ""
-        return f"{self.name}-{self.seed}-{self.drift}-{self.wide_ratio:g}{failing}{part}"
+        world = f"-{self.variant}" if self.variant != AS_PUBLISHED else ""
+        return f"{self.name}-{self.seed}-{self.mix}-{self.drift}{failing}{world}{part}"
+
+    @property
+    def world(self) -> World:
+        return VARIANTS[self.variant].world
+
+    def drawn(self) -> list[SimulatedJob]:
+        jobs = self.mix.drawn(self.seed, drift=self.drift, jobs=self.jobs)
+        return VARIANTS[self.variant].of(jobs, seed=self.seed)
 
     def run(self) -> Piece:
         clock = MonotonicClock()
-        jobs = w1(self.seed, drift=self.drift, wide_ratio=self.wide_ratio, jobs=self.jobs)
+        jobs = self.drawn()
         disruptions = UNDISTURBED
         if self.mtbf_h:
             disruptions = Disruptions(seed=self.seed, node_mtbf_s=self.mtbf_h * 3600.0)
         began_s = clock.now()
-        done = run_arm(self.name, jobs, seed=self.seed, disruptions=disruptions)
-        return Piece(arm=summary(jobs, done), wall_s=clock.now() - began_s)
+        done = run_arm(self.name, jobs, seed=self.seed, world=self.world, disruptions=disruptions)
+        return Piece(arm=summary(jobs, done, self.world), wall_s=clock.now() - began_s)
 
 
 class Pieces:

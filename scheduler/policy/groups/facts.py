@@ -1,13 +1,13 @@
 """What the planner knows of one job: what it declared, what was observed, what it was promised."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
 from scheduler.policy.groups.durations import Belief, Measured, PhaseEstimate, learned
 from scheduler.policy.groups.slo import SloAccount
-from scheduler.policy.groups.tail import TailShape
+from scheduler.policy.groups.tail import Completion, TailShape, best_shape
 from scheduler.policy.model import Job, PhaseKind
 
 _RENEWED_AT: Final = (1, 2, 4, 8, 16, 32)
@@ -93,6 +93,12 @@ class JobFacts:
         estimate = self.estimate(kind)
         if at_least_s > estimate.mean_s:
             estimate.observe(at_least_s)
+            self._belief = None
+
+    def learn_tail(self, curve: Sequence[Completion], *, accelerators: int) -> None:
+        shape = best_shape(curve, accelerators=accelerators)
+        if shape.share != self.tail.share or abs(shape.bulk_ratio - self.tail.bulk_ratio) >= 0.02:
+            self.tail = shape
             self._belief = None
 
     def lose_iteration(self) -> None:

@@ -1,8 +1,9 @@
 """Whether a set of jobs may share a group: the two planners' ways to say so.
 
-`WorstCase` is RollMux: durations at the token limit, a few meta-iterations of them, groups at or
-over their cycle left alone. `Distributional` is ours: learned durations with their doubt, a chance
-constraint on every job's SLO. Both forecast first come, first served, which is what runs.
+`WorstCase` is RollMux: durations at the token limit, a few meta-iterations of them with tails that
+move, groups at or over their cycle left alone. `Distributional` is ours: learned durations with
+their doubt, a chance constraint on every job's SLO. Both forecast first come, first served, which
+is what runs.
 """
 
 from collections.abc import Sequence
@@ -16,13 +17,15 @@ from scheduler.policy.groups.load import group_load
 from scheduler.policy.groups.scenarios import ROUNDING
 from scheduler.policy.groups.slo import ChanceConstraint
 from scheduler.policy.groups.stages import Rules
-from scheduler.policy.groups.tail import UNDIVIDED, TailShape
+from scheduler.policy.groups.tail import TailShape
 
 PAPER_PLAN = Rules(migrate=True, prewarm=False, warm_s=0.0, migrate_s=3.0)
 """What Algorithm 1 simulates, without the price of switching."""
 PAPER_RULES = Rules(migrate=True, prewarm=False, warm_s=5.0, migrate_s=3.0)
 """What RollMux runs."""
 OUR_RULES = Rules(migrate=True, prewarm=True, warm_s=5.0, migrate_s=3.0)
+PAPER_TAIL = TailShape(bulk_ratio=0.5, share=0.25)
+"""The last 20 % of the responses take half of the rollout, on 2 of 8 accelerators."""
 PAPER_HORIZON = Horizon(scenarios=1, warm_up=3.0, cycles=6.0)
 OUR_HORIZON = Horizon()
 
@@ -49,19 +52,19 @@ class Judge(Protocol):
 class WorstCase:
     rules: Rules = PAPER_PLAN
     horizon: Horizon = PAPER_HORIZON
+    planned_tail: TailShape = PAPER_TAIL
 
     def belief(self, facts: JobFacts) -> Belief:
         return worst_case(facts.job)
 
     def tail(self, facts: JobFacts) -> TailShape:  # noqa: ARG002 - the protocol's
-        """At the token limit all responses end together, so there is none to plan with."""
-        return UNDIVIDED
+        return self.planned_tail
 
     def slo(self, facts: JobFacts, *, now: float) -> float:  # noqa: ARG002 - the protocol's
         return facts.account.slo
 
     def takes_more(self, occupants: Sequence[Occupant]) -> bool:
-        return not group_load(occupants).saturated
+        return not group_load(occupants, tails_move=self.rules.migrate).saturated
 
     def admits(self, roster: Roster) -> bool:
         found = slowdowns(roster, rules=self.rules, horizon=self.horizon)[0]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.policy.groups.forecast import Occupant
+from scheduler.policy.groups.tail import TailShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +22,17 @@ class GroupLoad:
         return self.busiest_s >= self.cycle_s
 
 
-def group_load(occupants: Sequence[Occupant]) -> GroupLoad:
-    """The load of jobs that take exactly their believed means."""
+def group_load(occupants: Sequence[Occupant], *, tails_move: bool = False) -> GroupLoad:
+    """The load of jobs that take exactly their believed means.
+
+    With `tails_move` a rollout's tail counts for the share of its nodes that it needs.
+    """
     loads: dict[tuple[bool, int], float] = {}
     for one in occupants:
+        tail = TailShape(bulk_ratio=one.bulk_ratio, share=one.tail_share)
+        node_ratio = tail.node_ratio if tails_move else 1.0
         sides = (
-            (True, one.rollout_nodes, one.belief.rollout_s),
+            (True, one.rollout_nodes, one.belief.rollout_s * node_ratio),
             (False, one.training_nodes, one.belief.training_s),
         )
         for rollout, mask, phase_s in sides:

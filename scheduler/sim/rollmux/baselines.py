@@ -11,22 +11,22 @@ from typing import Final
 import numpy as np
 
 from harvester.contracts.ids import JobId
-from scheduler.policy.groups.judge import OUR_RULES, PAPER_RULES, Distributional, WorstCase
+from scheduler.policy.cluster.config import ClusterConfig, PoolNodes
+from scheduler.policy.groups.judge import Distributional, WorstCase
 from scheduler.policy.groups.packing import Opening, OpeningKind, PackingLimits
 from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
-from scheduler.policy.groups.stages import Rules
+from scheduler.policy.model import Pool
 from scheduler.sim.rollmux.workload import (
-    COLD_START_S,
     H20_PER_HOUR,
     H800_PER_HOUR,
     NODE_TYPES,
     SimulatedJob,
 )
+from scheduler.sim.rollmux.world import World
 
 VERL_SLOWDOWN: Final = 1.02
 """Of an iteration on H800 alone, as many of them as Solo-D trains on."""
 UNLIMITED: Final = 10**6
-PACKED_RULES: Final = PAPER_RULES
 _LEFT_ALONE: Final = PlannerConfig(moves=False, resubmits=True)
 """Jobs stay where they came, and arrive anew when a node of theirs fails."""
 
@@ -48,30 +48,30 @@ def _colocated_per_hour(one: SimulatedJob) -> float:
     return one.job.phases[1].nodes * H800_PER_HOUR
 
 
-def _colocated_s(one: SimulatedJob) -> float:
-    return COLD_START_S + VERL_SLOWDOWN * (one.solo_s - COLD_START_S)
+def _colocated_s(one: SimulatedJob, world: World) -> float:
+    return world.cold_start_s + VERL_SLOWDOWN * (one.solo_s(world) - world.cold_start_s)
 
 
-def solo_d(jobs: list[SimulatedJob]) -> Unshared:
+def solo_d(jobs: list[SimulatedJob], world: World) -> Unshared:
     """Every job on its own rollout and training nodes."""
-    dollars = sum(one.solo_s * _disaggregated_per_hour(one) for one in jobs) / 3600
+    dollars = sum(one.solo_s(world) * _disaggregated_per_hour(one) for one in jobs) / 3600
     return Unshared(dollars=dollars, attained=len(jobs))
 
 
-def verl(jobs: list[SimulatedJob]) -> Unshared:
+def verl(jobs: list[SimulatedJob], world: World) -> Unshared:
     """Every job alone on H800 nodes that do both."""
-    dollars = sum(_colocated_s(one) * _colocated_per_hour(one) for one in jobs) / 3600
-    kept = sum(_colocated_s(one) <= one.job.slowdown_slo * one.solo_s for one in jobs)
+    dollars = sum(_colocated_s(one, world) * _colocated_per_hour(one) for one in jobs) / 3600
+    kept = sum(_colocated_s(one, world) <= one.job.slowdown_slo * one.solo_s(world) for one in jobs)
     return Unshared(dollars=dollars, attained=kept)
 
 
-def gavel(jobs: list[SimulatedJob]) -> Unshared:
+def gavel(jobs: list[SimulatedJob], world: World) -> Unshared:
     """Every job on the cheaper of the two that keeps its SLO."""
     dollars = 0.0
     for one in jobs:
-        alone = one.solo_s * _disaggregated_per_hour(one)
-        colocated = _colocated_s(one) * _colocated_per_hour(one)
-        keeps = _colocated_s(one) <= one.job.slowdown_slo * one.solo_s
+        alone = one.solo_s(world) * _disaggregated_per_hour(one)
+        colocated = _colocated_s(one, world) * _colocated_per_hour(one)
+        keeps = _colocated_s(one, world) <= one.job.slowdown_slo * one.solo_s(world)
         dollars += min(alone, colocated) if keeps else alone
     return Unshared(dollars=dollars / 3600, attained=len(jobs))
 
@@ -124,14 +124,20 @@ def _openings(planner: GroupPlanner, job: JobId) -> list[Opening]:
     ]
 
 
-def paper_planner() -> tuple[GroupPlanner, Rules]:
+def paper_planner() -> GroupPlanner:
     """RollMux: every group looked at, no move ever."""
     limits = PackingLimits(tries=UNLIMITED, combinations=UNLIMITED, training_scaling=False)
     config = replace(_LEFT_ALONE, limits=limits)
-    return GroupPlanner(WorstCase(), NODE_TYPES, config), PAPER_RULES
+    return GroupPlanner(WorstCase(), NODE_TYPES, config)
 
 
-def our_planner(*, resubmits: bool = False) -> tuple[GroupPlanner, Rules]:
-    """`resubmits`: what the paper does when a node fails, everything else ours."""
-    config = PlannerConfig(resubmits=resubmits)
-    return GroupPlanner(Distributional(), NODE_TYPES, config), OUR_RULES
+def our_planner() -> GroupPlanner:
+    """The planner that ships, without a runtime around it and with as many nodes as it wants."""
+    pools = {pool: PoolNodes(type=kind, names=()) for pool, kind in NODE_TYPES.items()}
+    config = ClusterConfig(rollout=pools[Pool.ROLLOUT], training=pools[Pool.TRAINING])
+    return GroupPlanner(config.judge, config.types, config.planner)
+
+
+def resubmitting_planner(config: ClusterConfig) -> GroupPlanner:
+    """What the paper does when a node fails, everything else ours."""
+    return GroupPlanner(config.judge, config.types, replace(config.planner, resubmits=True))

@@ -39,12 +39,14 @@ from scheduler.policy.groups.stages import (
     TRAINING_STARTED,
     Rules,
 )
-from scheduler.policy.model import PhaseKind, Placement
+from scheduler.policy.groups.tail import best_shape
+from scheduler.policy.model import PhaseKind, Placement, Pool
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.floor import Floor, new_row
 from scheduler.sim.rollmux.ledger import Counts, Ledger, RunResult
 from scheduler.sim.rollmux.site import FloorOf, Site, nodes_of, own_nodes
-from scheduler.sim.rollmux.workload import COLD_START_S, MOVE_S, SimulatedJob
+from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob
+from scheduler.sim.rollmux.world import PAPER_WORLD, World
 
 ROUND_S: Final = 60.0
 _PHASES: Final = {
@@ -71,10 +73,15 @@ class Cluster:
         planner: Planner,
         rules: Rules,
         *,
+        world: World = PAPER_WORLD,
         disruptions: Disruptions = UNDISTURBED,
         ledger: Ledger | None = None,
         floor_of: FloorOf = own_nodes,
     ) -> None:
+        if world.sync_s:
+            raise ValueError("weight sync is not simulated here")
+        rules = rules._replace(warm_s=world.warm_start_s, migrate_s=world.migrate_s)
+        self._world = world
         self._jobs = jobs
         self._number = {one.job.job: number for number, one in enumerate(jobs)}
         counts = [one.iterations for one in jobs]
@@ -118,9 +125,9 @@ class Cluster:
             slo=one.job.slowdown_slo,
             host_bytes=one.job.host_bytes_per_node,
             iterations=one.iterations,
-            cold_start_s=COLD_START_S,
+            cold_start_s=self._world.cold_start_s,
         )
-        leaves_s = self._disruptions.leaves_at_s(one)
+        leaves_s = self._disruptions.leaves_at_s(one, self._world)
         if leaves_s < float("inf"):
             heappush(self._leaving, (leaves_s, self._number[one.job.job]))
         self._apply(self._planner.observe(JobArrived(job=one.job), now=now), now=now)
@@ -170,18 +177,19 @@ class Cluster:
 
     def _begin(self, placement: Placement, group: GroupId, *, now: float) -> None:
         number = self._number[placement.job]
-        one, facts = self._jobs[number], self._planner.facts[placement.job]
+        one = self._jobs[number]
+        tail = best_shape(one.curve, accelerators=NODE_TYPES[Pool.ROLLOUT].accelerators)
         row = new_row(
             number,
             offset=int(self._offsets[number]),
             iterations=one.iterations,
             slo=one.job.slowdown_slo,
             began_s=one.arrival_s,
-            solo_s=COLD_START_S,
-            bulk_ratio=facts.tail.bulk_ratio,
-            tail_share=facts.tail.share,
+            solo_s=self._world.cold_start_s,
+            bulk_ratio=tail.bulk_ratio,
+            tail_share=tail.share,
         )
-        self._enter(row, placement, group, loading_s=COLD_START_S, now=now)
+        self._enter(row, placement, group, loading_s=self._world.cold_start_s, now=now)
         self.ledger.iteration_ends_s[placement.job] = []
 
     def _restart(self, placement: Placement, group: GroupId, *, now: float) -> None:
@@ -216,7 +224,7 @@ class Cluster:
             if self._site.has_room(number, placement):
                 del self._target[number]
                 row = self._outside.pop(number)
-                self._enter(row, placement, group, loading_s=MOVE_S, now=now)
+                self._enter(row, placement, group, loading_s=self._world.move_s, now=now)
 
     def _floor(self, number: int) -> Floor:
         return self._site.floors[self._site.home[number]]

@@ -7,15 +7,15 @@ import msgspec
 import numpy as np
 
 from scheduler.policy.model import Pool
-from scheduler.sim.rollmux.arms import ARMS, summary
+from scheduler.sim.rollmux.arms import run_arm, summary
 from scheduler.sim.rollmux.baselines import Unshared, gavel, solo_d, verl
-from scheduler.sim.rollmux.cluster import Cluster
 from scheduler.sim.rollmux.ledger import slowdown
-from scheduler.sim.rollmux.watched import PriceLedger, Stay, WatchedPlanner
+from scheduler.sim.rollmux.watched import GroupSizes, PriceLedger, Stay
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob
+from scheduler.sim.rollmux.world import PAPER_WORLD, World
 
 SHARED: Final = ("ours", "rollmux_paper", "random", "greedy")
-UNSHARED: Final[dict[str, Callable[[list[SimulatedJob]], Unshared]]] = {
+UNSHARED: Final[dict[str, Callable[[list[SimulatedJob], World], Unshared]]] = {
     "solo_d": solo_d,
     "verl": verl,
     "gavel": gavel,
@@ -55,7 +55,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 class _Run(msgspec.Struct, kw_only=True):
     name: str
     ledger: PriceLedger
-    watched: WatchedPlanner
+    watched: GroupSizes
     dollars: float
     kept: int
     worst_window: float
@@ -84,7 +84,7 @@ def compare(
     edges_s = np.linspace(begin_s, end_s, BINS + 1)
     arms = [_shared(run, jobs, ours.dollars, edges_s) for run in runs]
     for name, price in UNSHARED.items():
-        spent = price(jobs)
+        spent = price(jobs, PAPER_WORLD)
         arms.append(
             Arm(
                 name=name,
@@ -105,10 +105,9 @@ def compare(
 
 
 def _run(name: str, jobs: list[SimulatedJob], *, seed: int, record: bool) -> _Run:
-    planner, rules = ARMS[name](jobs, seed)
-    watched = WatchedPlanner(planner)
+    watched = GroupSizes()
     ledger = PriceLedger(record=record)
-    done = Cluster(jobs, watched, rules, ledger=ledger).run()
+    done = run_arm(name, jobs, seed=seed, ledger=ledger, watch=watched.look)
     found = summary(jobs, done)
     return _Run(
         name=name,
@@ -123,7 +122,10 @@ def _run(name: str, jobs: list[SimulatedJob], *, seed: int, record: bool) -> _Ru
 
 
 def _shared(run: _Run, jobs: list[SimulatedJob], ours: float, edges_s: np.ndarray) -> Arm:
-    ratios = (slowdown(one, run.ledger.ended_s[one.job.job]) / one.job.slowdown_slo for one in jobs)
+    ratios = (
+        slowdown(one, run.ledger.ended_s[one.job.job], PAPER_WORLD) / one.job.slowdown_slo
+        for one in jobs
+    )
     return Arm(
         name=run.name,
         dollars=run.dollars,
@@ -142,7 +144,7 @@ def _alone(jobs: list[SimulatedJob]) -> list[Stay]:
     return [
         Stay(
             one.arrival_s,
-            one.arrival_s + one.solo_s,
+            one.arrival_s + one.solo_s(PAPER_WORLD),
             one.job.phases[0].nodes * rollout.price_per_hour
             + one.job.phases[1].nodes * training.price_per_hour,
         )

@@ -11,6 +11,7 @@ import numpy as np
 
 from harvester.contracts.ids import NodeId
 from scheduler.sim.rollmux.workload import SimulatedJob
+from scheduler.sim.rollmux.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,16 +22,17 @@ class Disruptions:
     leaving_ratio: float = 0.0
     """Share of the jobs that are given up, anywhere in their solo life."""
 
-    def fails_at_s(self, node: NodeId, *, up_s: float) -> float:
+    def fails_at_s(self, node: NodeId, *, up_s: float, times: int = 1) -> float:
+        """`times` counts how often the machine has come up."""
         if self.node_mtbf_s == float("inf"):
             return float("inf")
-        return up_s + float(self._rng(node).exponential(self.node_mtbf_s))
+        return up_s + float(self._rng(f"{node} {times}").exponential(self.node_mtbf_s))
 
-    def leaves_at_s(self, one: SimulatedJob) -> float:
+    def leaves_at_s(self, one: SimulatedJob, world: World) -> float:
         rng = self._rng(one.job.job)
         if rng.random() >= self.leaving_ratio:
             return float("inf")
-        return one.arrival_s + float(rng.random()) * one.solo_s
+        return one.arrival_s + float(rng.random()) * one.solo_s(world)
 
     def _rng(self, name: str) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64([self.seed, crc32(name.encode())]))

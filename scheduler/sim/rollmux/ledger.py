@@ -8,6 +8,7 @@ import numpy as np
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.policy.model import Node, Pool
 from scheduler.sim.rollmux.workload import SimulatedJob
+from scheduler.sim.rollmux.world import World
 
 WINDOW = 20
 """Iterations of the worst window that is reported."""
@@ -27,6 +28,17 @@ class Ledger:
     def write(self, t_s: float, kind: str, **fields: Any) -> None:
         if self.record:
             self.events.append({"t": t_s, "type": kind, **fields})
+
+    def arrival(self, one: SimulatedJob, world: World, *, t_s: float) -> None:
+        self.write(
+            t_s,
+            "arrival",
+            job=one.job.job,
+            slo=one.job.slowdown_slo,
+            host_bytes=one.job.host_bytes_per_node,
+            iterations=one.iterations,
+            cold_start_s=world.cold_start_s,
+        )
 
     def node_up(self, node: Node, *, t_s: float) -> bool:
         """Whether the node was down before."""
@@ -97,20 +109,20 @@ class RunResult:
         return self.counts.events
 
 
-def slowdown(one: SimulatedJob, ended_s: float) -> float:
-    return (ended_s - one.arrival_s) / one.solo_s
+def slowdown(one: SimulatedJob, ended_s: float, world: World) -> float:
+    return (ended_s - one.arrival_s) / one.solo_s(world)
 
 
-def attained(one: SimulatedJob, ended_s: float) -> bool:
-    return slowdown(one, ended_s) <= one.job.slowdown_slo + 1e-9
+def attained(one: SimulatedJob, ended_s: float, world: World) -> bool:
+    return slowdown(one, ended_s, world) <= one.job.slowdown_slo + 1e-9
 
 
-def worst_window(one: SimulatedJob, ends_s: list[float]) -> float:
+def worst_window(one: SimulatedJob, ends_s: list[float], world: World) -> float:
     """Largest slow-down over any `WINDOW` iterations in a row, as a ratio of the SLO."""
     if len(ends_s) <= WINDOW:
-        return slowdown(one, ends_s[-1]) / one.job.slowdown_slo
+        return slowdown(one, ends_s[-1], world) / one.job.slowdown_slo
     ends = np.array(ends_s)
-    solo = np.concatenate([[0.0], np.cumsum(one.lengths_s.sum(axis=1))])
+    solo = np.concatenate([[0.0], np.cumsum(one.iterations_s(world))])
     elapsed_s = ends[WINDOW:] - ends[:-WINDOW]
     solo_s = solo[WINDOW + 1 :] - solo[1:-WINDOW]
     return float((elapsed_s / solo_s).max() / one.job.slowdown_slo)

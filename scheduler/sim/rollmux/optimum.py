@@ -1,10 +1,12 @@
 """The exact optimum for a few jobs: the price for who knows the truth and moves for free.
 
 The planner's own bound over all jobs at once, until it is exact, with their true distributions and
-the SLO as the only margin. Ten jobs or so.
+the SLO as the only margin, kept over a long forecast. Exponential: ten jobs or so.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from scheduler.policy.groups.durations import Belief
 from scheduler.policy.groups.forecast import NO_GLANCE, Horizon, Occupant, Roster, keeps_all
@@ -12,9 +14,14 @@ from scheduler.policy.groups.judge import OUR_RULES
 from scheduler.policy.groups.price_floor import PriceFloor
 from scheduler.policy.groups.regrouping import CheapestHosting, Guest
 from scheduler.policy.groups.stages import Rules
-from scheduler.policy.groups.tail import TailShape
-from scheduler.policy.model import Job
-from scheduler.sim.rollmux.workload import NODE_TYPES
+from scheduler.policy.groups.tail import TailShape, best_shape
+from scheduler.policy.groups.verdicts import Hosting
+from scheduler.policy.model import Job, Pool
+from scheduler.sim.rollmux.workload import NODE_TYPES, PHASE_CV, SimulatedJob
+
+LONG_RUN: Final = Horizon(scenarios=2, cycles=100.0)
+"""Eight cycles, the planner's horizon, admit groups that break an SLO by more than a per cent over
+hundreds. Without doubt about means the scenarios of a forecast are equal, so two are enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,45 +32,53 @@ class KnownJob:
     truth: Belief
     tail: TailShape
 
+    @classmethod
+    def of(cls, one: SimulatedJob) -> "KnownJob":
+        rollout_s, training_s = one.means_s
+        return cls(
+            job=one.job,
+            truth=Belief(rollout_s, 0.0, PHASE_CV, training_s, 0.0, PHASE_CV),
+            tail=best_shape(one.curve, accelerators=NODE_TYPES[Pool.ROLLOUT].accelerators),
+        )
+
     def as_guest(self, version: int) -> Guest:
         slowest_s = self.job.slowdown_slo * self.truth.iteration_s
+        rollout, training = self.job.phases
         return Guest(
             version,
             self.job.host_bytes_per_node,
             self.truth.rollout_s * self.tail.node_ratio / slowest_s,
             self.truth.training_s / slowest_s,
+            rollout.nodes,
+            training.nodes,
         )
+
+    def as_occupant(self) -> Occupant:
+        tail, slo = self.tail, self.job.slowdown_slo
+        return Occupant(0, 0, slo, self.truth, tail.bulk_ratio, tail.share)
 
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    jobs: list[KnownJob]
+    jobs: Sequence[KnownJob]
     rules: Rules = OUR_RULES
-    horizon: Horizon = field(default_factory=Horizon)
+    horizon: Horizon = LONG_RUN
+    _search: CheapestHosting = field(default_factory=lambda: CheapestHosting(NODE_TYPES))
 
-    def price_per_hour(self) -> float:
+    def cheapest(self) -> tuple[float, list[Hosting]]:
+        """The least price per hour that keeps every SLO, and the groups that have it."""
         guests = [known.as_guest(at) for at, known in enumerate(self.jobs)]
-        roster = Roster.of(
-            [
-                Occupant(
-                    0,
-                    0,
-                    known.job.slowdown_slo,
-                    known.truth,
-                    known.tail.bulk_ratio,
-                    known.tail.share,
-                )
-                for known in self.jobs
-            ]
-        )
-        price = PriceFloor(CheapestHosting(NODE_TYPES)).cheapest(
-            guests, lambda hosting: self._admits(roster.hosted(*hosting))
-        )
-        if price is None:
+        bounds = PriceFloor(self._search).bounds(guests, self._forecast)
+        if bounds is None:
             raise AssertionError("every job can be alone")
-        return price
+        return self._search.search(guests, self._forecast, bounds)
 
-    def _admits(self, roster: Roster) -> bool:
+    def admits(self, hosting: Hosting) -> bool:
+        """Whether every job of this one group keeps its SLO, by the search's own judgement."""
+        return self._search.verdicts.admitted(hosting.members, hosting, self._forecast)
+
+    def _forecast(self, hosting: Hosting) -> bool:
+        roster = Roster.of([known.as_occupant() for known in self.jobs]).hosted(*hosting)
         return keeps_all(
             roster, rules=self.rules, horizon=self.horizon, glance=NO_GLANCE, quantile=0.0
         )

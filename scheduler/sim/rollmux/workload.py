@@ -14,7 +14,9 @@ import numpy.typing as npt
 
 from harvester.contracts.ids import JobId, TenantId
 from scheduler.policy.groups.book import NodeType
+from scheduler.policy.groups.tail import Completion
 from scheduler.policy.model import Job, Phase, PhaseKind, Pool
+from scheduler.sim.rollmux.world import World
 
 Lengths = npt.NDArray[np.float64]
 """Solo seconds, `[iteration, (rollout, training)]`."""
@@ -25,16 +27,23 @@ SPAN_S: Final = 340 * 3600.0
 LIFE_MEAN_S: Final = 27.9 * 3600.0
 LIFE_SIGMA: Final = 0.8
 PHASE_CV: Final = 0.08
+KINDS: Final = (0.3, 0.6)
+"""Balanced, rollout-heavy; the rest is training-heavy."""
 ROLLOUT_OF_MAX: Final = 0.8
 TRAINING_OF_MAX: Final = 0.7
-COLD_START_S: Final = 135.0
-MOVE_S: Final = 300.0
+ROLLOUT_ACCELERATORS: Final = 8
+"""Of one node."""
+PAPER_CURVE: Final = (Completion(0.5, 0.8),)
+"""The papers' assumption: half of a rollout's time completes 80 % of its responses."""
 
 H20_PER_HOUR: Final = 1.85 * 8
 H800_PER_HOUR: Final = 5.28 * 8
 NODE_TYPES: Final = {
     Pool.ROLLOUT: NodeType(
-        type="h20", accelerators=8, price_per_hour=H20_PER_HOUR, host_bytes=2000 * GB
+        type="h20",
+        accelerators=ROLLOUT_ACCELERATORS,
+        price_per_hour=H20_PER_HOUR,
+        host_bytes=2000 * GB,
     ),
     Pool.TRAINING: NodeType(
         type="h800", accelerators=8, price_per_hour=H800_PER_HOUR, host_bytes=2000 * GB
@@ -58,6 +67,8 @@ class SimulatedJob:
     """True means of the first iteration."""
     drift: float = 1.0
     """What the means are multiplied by in the last one."""
+    curve: tuple[Completion, ...] = PAPER_CURVE
+    """How its responses complete over a rollout's solo time; empty without a tail."""
 
     def means_at(self, iteration: int) -> tuple[float, float]:
         """True means of one iteration."""
@@ -69,10 +80,13 @@ class SimulatedJob:
     def iterations(self) -> int:
         return len(self.lengths_s)
 
-    @property
-    def solo_s(self) -> float:
-        """From arrival to end, alone on its own nodes: its cold start and its phases."""
-        return COLD_START_S + float(self.lengths_s.sum())
+    def solo_s(self, world: World) -> float:
+        """From arrival to end, alone on its own nodes: cold start, phases and weight syncs."""
+        return world.cold_start_s + float(self.iterations_s(world).sum())
+
+    def iterations_s(self, world: World) -> Lengths:
+        """Solo seconds of each iteration."""
+        return np.asarray(self.lengths_s.sum(axis=1) + world.sync_s)
 
 
 def phases(
@@ -98,7 +112,7 @@ def drawn_lengths(
     maxima_s: tuple[float, float],
     *,
     iterations: int,
-    cv: float,
+    cv: float | tuple[float, float],
     drift: float,
 ) -> Lengths:
     """Phase durations around means that end at `drift` times what they began with.
@@ -106,18 +120,24 @@ def drawn_lengths(
     Normal, cut off at the declared maximum, which drifts along.
     """
     factors = np.linspace(1.0, drift, iterations)[:, None]
-    noise = 1.0 + cv * rng.standard_normal((iterations, 2))
-    cut = np.array(maxima_s) / np.array(means_s)
-    varied = np.clip(noise, 0.2, cut)
-    return np.asarray(np.array(means_s) * varied * factors)
+    noise = np.array(cv) * rng.standard_normal((iterations, 2))
+    return np.asarray(np.array(means_s) * cut_noise(noise, means_s, maxima_s) * factors)
 
 
-def _ratio(rng: np.random.Generator) -> float:
-    """Rollout to training time: 30 % balanced, 60 % rollout-heavy, 10 % training-heavy."""
-    kind = rng.random()
-    if kind < 0.3:
+def cut_noise(
+    noise: Lengths, means_s: tuple[float, float], maxima_s: tuple[float, float]
+) -> Lengths:
+    """Factors on the means, from deviations around 0: nothing beyond the declared maximum."""
+    return np.asarray(np.clip(1.0 + noise, 0.2, np.array(maxima_s) / np.array(means_s)))
+
+
+def ratio_of_kind(rng: np.random.Generator, kinds: tuple[float, float]) -> float:
+    """Rollout to training time; `kinds` are the shares of balanced and of rollout-heavy jobs."""
+    kind, (balanced, rollout_heavy) = rng.random(), kinds
+    if kind < balanced:
         return float(rng.uniform(0.8, 1.25))
-    return float(rng.uniform(2.0, 4.0) if kind < 0.9 else rng.uniform(0.3, 0.6))
+    heavy = kind < balanced + rollout_heavy
+    return float(rng.uniform(2.0, 4.0) if heavy else rng.uniform(0.3, 0.6))
 
 
 def _drift(rng: np.random.Generator, drift: Drift) -> float:
@@ -145,7 +165,7 @@ def _job(
     location = np.log(LIFE_MEAN_S) - LIFE_SIGMA**2 / 2
     life_s = float(rng.lognormal(location, LIFE_SIGMA))
     iteration_s = float(rng.uniform(400.0, 700.0))
-    ratio = _ratio(rng)
+    ratio = ratio_of_kind(rng, KINDS)
     means_s = (iteration_s * ratio / (1 + ratio), iteration_s / (1 + ratio))
     maxima_s = (means_s[0] / ROLLOUT_OF_MAX, means_s[1] / TRAINING_OF_MAX)
     host_gb, slo, wide = rng.uniform(200, 700), rng.uniform(1, 2), rng.random() < wide_ratio

@@ -32,8 +32,8 @@ def test_arms_that_ran_side_by_side_found_what_they_find_one_after_another(tmp_p
     together, alone = Pieces(tmp_path, workers=2), Pieces(None)
     together.run_ahead(WANTED)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "greedy-3-none-0-of-3.json",
-        "ours-3-none-0-of-3.json",
+        "greedy-3-w1-none-of-3.json",
+        "ours-3-w1-none-of-3.json",
     ]
     assert [together.arm(one).arm for one in WANTED] == [alone.arm(one).arm for one in WANTED]
 

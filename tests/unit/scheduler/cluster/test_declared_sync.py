@@ -39,10 +39,10 @@ def test_a_sync_follows_the_training_and_holds_no_node(given: Submission, said: 
     assert bool(said) == bool(submission_fault(given))
 
 
-def test_a_sync_needs_no_permit() -> None:
-    terms = SYNCED.terms(("r0",), ("t0",))  # type: ignore[arg-type]
+def test_a_sync_s_permit_names_no_node() -> None:
+    terms = SYNCED.terms(("r0",), ("t0",), accelerators=8)  # type: ignore[arg-type]
     assert terms is not None
-    assert [phase.kind for phase in terms.phases] == [ROLLOUT, TRAINING]
+    assert [(one.kind, one.nodes) for one in terms.phases][2] == (SYNC, ())
 
 
 def _policy() -> ClusterPolicy:

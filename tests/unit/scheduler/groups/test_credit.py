@@ -10,9 +10,10 @@ from harvester.contracts.ids import JobId
 from scheduler.policy.groups.book import Cell
 from scheduler.policy.groups.events import JobArrived, MoveJob, PhaseEnded, ReviewDue
 from scheduler.policy.groups.forecast import Roster
-from scheduler.policy.groups.judge import Distributional, WorstCase
+from scheduler.policy.groups.judge import PAPER_TAIL, Distributional, WorstCase
 from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
 from scheduler.policy.groups.slo import NOBODY_BESIDE, RESERVE_ITERATIONS, SloAccount
+from scheduler.policy.groups.tail import UNDIVIDED
 from scheduler.policy.model import Job
 from tests.unit.scheduler.groups.planned_jobs import TYPES, planned_job
 
@@ -139,6 +140,19 @@ def test_a_saving_is_not_taken_at_the_cost_of_who_is_short_of_credit() -> None:
         _settle(planner, short, credit_s=credit_s, now=DAY_S)
         moved[credit_s] = [move.job for move in planner.regroup.improve(now=DAY_S)]
     assert moved == {HOUR_S: [mover.job], -2 * HOUR_S: []}
+
+
+def test_the_paper_s_planner_fills_a_group_up_to_its_moved_tails() -> None:
+    """Two rollouts of 300 s fill a node for 375 s of a cycle of 400 s; without tails for 600 s."""
+    placed = {}
+    for tail in (PAPER_TAIL, UNDIVIDED):
+        planner = GroupPlanner(WorstCase(planned_tail=tail), TYPES, PlannerConfig(moves=False))
+        jobs = [planned_job(name, 300, 100, slo=2.0, host=200) for name in "abc"]
+        for job in jobs:
+            planner.observe(JobArrived(job=job), now=0.0)
+        placed[tail] = sorted(len(cell.pinned) for cell in planner.book.cells.values())
+    assert placed[PAPER_TAIL] != placed[UNDIVIDED]
+    assert max(placed[PAPER_TAIL]) > max(placed[UNDIVIDED])
 
 
 def test_the_paper_s_planner_knows_no_credit() -> None:

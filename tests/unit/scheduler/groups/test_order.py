@@ -18,6 +18,14 @@ def test_a_group_is_saturated_once_its_busiest_node_is_full() -> None:
     assert full.saturated
 
 
+def test_a_tail_that_moves_counts_for_its_share_of_a_node() -> None:
+    pair = [occupant(200.0, 60.0, bulk=0.5), occupant(200.0, 60.0, bulk=0.5)]
+    assert group_load(pair).saturated
+    moved = group_load(pair, tails_move=True)
+    assert moved.busiest_s == 2 * (100.0 + 0.25 * 100.0)
+    assert not moved.saturated
+
+
 def test_of_unequal_cycles_the_short_job_runs_more_often() -> None:
     members = [
         occupant(500.0, 100.0, rollout=1, training=4),
