@@ -155,7 +155,8 @@ def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
     if kept is None:
         return
     job = stay.submission.as_job
-    facts = JobFacts.of(job, cold_start_s=policy.config.cold_start_s, tail=kept.tail, now=0.0)
+    facts = JobFacts.of(job, cold_start_s=policy.config.cold_start_s, now=0.0)
+    facts.tail = kept.tail
     facts.rollout, facts.training, facts.account = kept.rollout, kept.training, kept.account
     facts.open_s, facts.seen_s, facts.moving = kept.open_s, kept.seen_s, kept.leaving
     facts.sync = kept.sync or facts.sync

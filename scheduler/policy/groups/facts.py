@@ -7,13 +7,15 @@ from typing import Final
 
 from scheduler.policy.groups.durations import Belief, Measured, PhaseEstimate, learned
 from scheduler.policy.groups.slo import SloAccount
-from scheduler.policy.groups.tail import Completion, TailShape, best_shape
+from scheduler.policy.groups.tail import UNDIVIDED, Completion, TailShape, best_shape
 from scheduler.policy.model import Job, PhaseKind
 
 _RENEWED_AT: Final = (1, 2, 4, 8, 16, 32)
 """Observations after which a belief is renewed because its doubt has shrunk."""
 _STEP_RATIO: Final = 0.03
 """A mean that moved this far renews the belief; less is not worth forecasting everything again."""
+_TAIL_STEP_RATIO: Final = 0.02
+"""The same of the end of a rollout's bulk, as a share of its time."""
 _LEAST_S: Final = 1e-3
 _versions = count(1)
 
@@ -24,7 +26,8 @@ class JobFacts:
     rollout: PhaseEstimate
     training: PhaseEstimate
     account: SloAccount
-    tail: TailShape
+    tail: TailShape = UNDIVIDED
+    """Learned; as long as nothing is known a rollout is taken to fill its nodes to its end."""
     sync: PhaseEstimate | None = None
     """Of the weight sync after a training; None: none was declared or seen."""
     moving: bool = False
@@ -41,14 +44,13 @@ class JobFacts:
     _belief: Belief | None = None
 
     @classmethod
-    def of(cls, job: Job, *, cold_start_s: float, tail: TailShape, now: float) -> "JobFacts":
+    def of(cls, job: Job, *, cold_start_s: float, now: float) -> "JobFacts":
         rollout, training, *sync = job.phases
         return cls(
             job=job,
             rollout=PhaseEstimate(rollout.max_s),
             training=PhaseEstimate(training.max_s),
             account=SloAccount(slo=job.slowdown_slo, began_s=now, solo_s=cold_start_s),
-            tail=tail,
             sync=PhaseEstimate(sync[0].max_s) if sync else None,
             seen_s=now + cold_start_s,
         )
@@ -95,9 +97,15 @@ class JobFacts:
             estimate.observe(at_least_s)
             self._belief = None
 
+    @property
+    def divisible(self) -> bool:
+        return self.job.phases[0].divisible
+
     def learn_tail(self, curve: Sequence[Completion], *, accelerators: int) -> None:
-        shape = best_shape(curve, accelerators=accelerators)
-        if shape.share != self.tail.share or abs(shape.bulk_ratio - self.tail.bulk_ratio) >= 0.02:
+        """From how its responses complete, on so many accelerators in all."""
+        shape = best_shape(curve, accelerators=accelerators) if self.divisible else UNDIVIDED
+        moved = abs(shape.bulk_ratio - self.tail.bulk_ratio)
+        if shape.share != self.tail.share or moved >= _TAIL_STEP_RATIO:
             self.tail = shape
             self._belief = None
 

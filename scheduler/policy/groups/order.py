@@ -2,9 +2,9 @@
 
 A job waits from the end of its phase before on. Its next phase starts once all of its nodes are
 free and nobody who waits longer waits for one of them, so that a job of several nodes is passed at
-none. A rollout's tail that may be moved keeps no node from the next job. Forecasts
-and the simulator ask this rule, and permits follow it with tickets; how long anything takes is not
-known to it.
+none. A rollout's tail that may be moved keeps no node from the next job, unless that job's rollout
+is not divisible: it waits until the tail has ended. Forecasts ask this rule, and permits follow it
+with tickets; how long anything takes is not known to it.
 """
 
 from scheduler.policy.groups.compiled import Records, compiled
@@ -44,8 +44,11 @@ def awaited_nodes(jobs: Records, j: int) -> int:
 @compiled
 def _taken_nodes(jobs: Records, permits: Records, j: int, rules: Rules) -> int:
     """Nodes that job j waits for and that others hold, without those that a moved tail frees."""
-    taken = awaited_nodes(jobs, j) & permits[BUSY]
+    awaited = awaited_nodes(jobs, j)
+    taken = awaited & permits[BUSY]
     if jobs["stage"][j] == WAITS_ROLLOUT:
+        if not jobs["divisible"][j]:
+            return int(taken | (awaited & permits[TAILS]))
         for k in range(jobs.size):
             if taken & jobs["rollout_nodes"][k] and movable_tail(jobs, permits, k, rules):
                 taken &= ~jobs["rollout_nodes"][k]

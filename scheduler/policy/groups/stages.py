@@ -67,6 +67,7 @@ JOB: Final = np.dtype(
         ("rollout_mean_s", "f8"),
         ("training_mean_s", "f8"),
         ("sync_s", "f8"),
+        ("divisible", "i8"),
         ("bulk_ratio", "f8"),
         ("tail_share", "f8"),
         ("slots", "i8"),

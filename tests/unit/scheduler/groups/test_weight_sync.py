@@ -20,7 +20,6 @@ from scheduler.policy.groups.stages import (
     empty_nodes,
     empty_permits,
 )
-from scheduler.policy.groups.tail import UNDIVIDED
 from scheduler.policy.model import Job, Phase, PhaseKind
 from tests.unit.scheduler.groups.planned_jobs import planned_job
 from tests.unit.scheduler.groups.stage_jobs import exact_slowdowns, occupant
@@ -102,7 +101,7 @@ def _job(*, sync_max_s: float | None) -> Job:
 
 
 def _facts(*, sync_max_s: float | None = 40.0) -> JobFacts:
-    return JobFacts.of(_job(sync_max_s=sync_max_s), cold_start_s=0.0, tail=UNDIVIDED, now=0.0)
+    return JobFacts.of(_job(sync_max_s=sync_max_s), cold_start_s=0.0, now=0.0)
 
 
 def test_a_declared_sync_is_believed_and_then_learned() -> None:

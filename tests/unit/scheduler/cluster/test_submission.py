@@ -1,4 +1,4 @@
-"""A declared weight sync: what may be declared, and when a job has ended an iteration."""
+"""What a job may declare: weight syncs, curves of completion, rollouts that are not divisible."""
 
 import msgspec
 import pytest
@@ -7,6 +7,7 @@ from scheduler.policy.cluster.cluster import ClusterPolicy
 from scheduler.policy.cluster.events import JobSubmitted, PhaseBegan, PhaseDone
 from scheduler.policy.cluster.memory import Memory, restore, snapshot
 from scheduler.policy.cluster.submission import DeclaredPhase, Submission, submission_fault
+from scheduler.policy.groups.tail import Completion
 from scheduler.policy.model import PhaseKind
 from tests.unit.scheduler.cluster.submitted import ROLLOUT, TRAINING, cluster, submission
 from tests.unit.scheduler.plan.test_plan_and_control import NoPermits
@@ -14,9 +15,9 @@ from tests.unit.scheduler.plan.test_plan_and_control import NoPermits
 SYNC = PhaseKind.SYNC
 
 
-def _declared(*kinds: PhaseKind, nodes: int = 0, **more: float) -> Submission:
+def _declared(*kinds: PhaseKind, nodes: int = 0, mean_s: float | None = None) -> Submission:
     sides = {one.kind: one for one in submission("a").phases}
-    sides[SYNC] = DeclaredPhase(kind=SYNC, max_s=4.0, nodes=nodes, **more)
+    sides[SYNC] = DeclaredPhase(kind=SYNC, max_s=4.0, nodes=nodes, mean_s=mean_s)
     return msgspec.structs.replace(submission("a"), phases=tuple(sides[kind] for kind in kinds))
 
 
@@ -43,6 +44,39 @@ def test_a_sync_s_permit_names_no_node() -> None:
     terms = SYNCED.terms(("r0",), ("t0",), accelerators=8)  # type: ignore[arg-type]
     assert terms is not None
     assert [(one.kind, one.nodes) for one in terms.phases][2] == (SYNC, ())
+
+
+def _with_curve(*points: tuple[float, float], divisible: bool = True) -> Submission:
+    rollout, training = submission("a").phases
+    curve = tuple(Completion(*point) for point in points)
+    rollout = msgspec.structs.replace(rollout, curve=curve, divisible=divisible)
+    return msgspec.structs.replace(submission("a"), phases=(rollout, training))
+
+
+@pytest.mark.parametrize(
+    "points", [((0.5, 0.8), (0.4, 0.9)), ((0.5, 1.1),), ((0.5, float("nan")),)]
+)
+def test_a_curve_rises_between_nothing_and_all(points: tuple[tuple[float, float], ...]) -> None:
+    assert submission_fault(_with_curve((0.5, 0.8))) == ""
+    assert "curve" in submission_fault(_with_curve(*points))
+
+
+@pytest.mark.parametrize(
+    ("given", "leaves_at", "keeps", "least", "learns"),
+    [
+        (submission("a"), 1.0, 1, 1, True),
+        (_with_curve((0.5, 0.8)), 0.8, 2, 1, True),
+        (_with_curve((0.5, 0.8), divisible=False), 1.0, 1, 0, False),
+    ],
+)
+def test_a_tail_leaves_where_the_declared_completion_says_until_its_own_is_seen(
+    given: Submission, leaves_at: float, keeps: int, least: int, learns: bool
+) -> None:
+    terms = given.terms(("r0",), ("t0",), accelerators=8)  # type: ignore[arg-type]
+    assert terms is not None
+    rollout = terms.phases[0]
+    assert (rollout.tail_ratio, rollout.tail_accelerators) == (leaves_at, keeps)
+    assert (rollout.least_accelerators, rollout.learn_tail) == (least, learns)
 
 
 def _policy() -> ClusterPolicy:
