@@ -13,8 +13,7 @@ from scheduler.policy.groups.forecast import Roster
 from scheduler.policy.groups.judge import PAPER_TAIL, Distributional, WorstCase
 from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
 from scheduler.policy.groups.slo import NOBODY_BESIDE, RESERVE_ITERATIONS, SloAccount
-from scheduler.policy.groups.tail import Completion
-from scheduler.policy.groups.tail import UNDIVIDED
+from scheduler.policy.groups.tail import UNDIVIDED, Completion
 from scheduler.policy.model import Job
 from tests.unit.scheduler.groups.planned_jobs import TYPES, planned_job
 
