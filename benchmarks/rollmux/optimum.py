@@ -19,7 +19,7 @@ from scheduler.policy.groups.events import JobArrived, JobMoved, MoveJob, PhaseE
 from scheduler.policy.groups.planner import GroupPlanner
 from scheduler.policy.groups.verdicts import Hosting
 from scheduler.policy.model import PhaseKind
-from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
+from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
 from scheduler.sim.rollmux.baselines import our_planner
 from scheduler.sim.rollmux.ledger import RunResult
 from scheduler.sim.rollmux.optimum import KnownJob, Optimum
@@ -191,6 +191,7 @@ def optimum_figures(instances: int, pieces: Pieces) -> dict[str, Any]:
         "ours_over_optimum_lived": _spread([one.lived_ratio for one in found])
         | {
             "ours_below_optimum": sum(one.lived_ratio < 1.0 for one in found),
+            "slo_counts_queueing": SLO_COUNTS_QUEUEING,
             "slo_attainment_ours": sum(one.ours_lived.kept for one in found) / jobs,
             "slo_attainment_optimum": sum(one.found_lived.kept for one in found) / jobs,
             "worst_window_ours": max(one.ours_lived.worst_window for one in found),
