@@ -44,6 +44,7 @@ def _submission(job: JobSettings) -> Submission:
         tenant=TenantId(job.tenant),
         slo=job.slo,
         host_bytes=int(job.host_gb * GB),
+        harvesting=job.harvesting,
         phases=tuple(_phase(kind, given) for kind, given in sides),
     )
 

@@ -180,6 +180,8 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True, tag="placed"):
     training_nodes: tuple[NodeId, ...]
     reason: str
     lease_s: float
+    harvesting: bool = False
+    """Its rollouts may use leases."""
 
 
 class Queued(msgspec.Struct, frozen=True, kw_only=True, tag="queued"):
@@ -229,6 +231,10 @@ class Transport(Protocol):
     """
 
     def call(self, name: str, message: Call) -> Reply: ...
+
+    def jobs(self) -> tuple[JobStatus, ...]:
+        """How every job stands."""
+        ...
 
 
 def decoded_call(name: str, body: bytes) -> Call:

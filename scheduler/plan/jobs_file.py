@@ -76,6 +76,8 @@ class JobSettings(_Settings):
     """State that stays resident on every node of the job."""
     rollout: PhaseSettings
     training: PhaseSettings
+    harvesting: bool = False
+    """Its rollouts use leases where a control allows them; no plan counts on one."""
     responses: tuple[tuple[Ratio, Ratio], ...] = Field(default=((0.5, 0.8),), max_length=64)
     """How responses complete: pairs of the rollout's passed time and the completed share."""
 

@@ -156,7 +156,7 @@ class ClusterPolicy:
     def wanted_terms(self, stay: Stay) -> JobTerms | None:
         """What its permits shall be for now."""
         rollout, training = self.machines(stay.at)
-        return stay.submission.terms(rollout, training)
+        return stay.submission.terms(rollout, training, leases=self.config.harvesting)
 
     def _submit(self, given: Submission, now: float) -> None:
         stay = self.stays.get(given.job)

@@ -7,7 +7,7 @@ import msgspec
 
 from harvester.contracts.ids import JobId, NodeId, TenantId
 from scheduler.policy.model import Job, Phase, PhaseKind, Placement
-from scheduler.policy.phases.terms import JobTerms, PhaseTerms
+from scheduler.policy.phases.terms import JobTerms, PhaseTerms, leased_tail
 
 NODES_MAX: Final = 8
 """Of one pool; what `rosemux plan` takes too."""
@@ -47,6 +47,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     host_bytes: int
     """State that stays resident in host memory of every node of the job."""
     tenant: TenantId = TenantId("default")
+    harvesting: bool = False
+    """Its rollouts use leases where the control allows them; no plan counts on one."""
 
     @property
     def as_job(self) -> Job:
@@ -62,8 +64,13 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             slowdown_slo=self.slo,
         )
 
-    def terms(self, rollout: tuple[NodeId, ...], training: tuple[NodeId, ...]) -> JobTerms | None:
-        """On nodes that there are; a phase without is left out. None where neither has any."""
+    def terms(
+        self, rollout: tuple[NodeId, ...], training: tuple[NodeId, ...], *, leases: bool = False
+    ) -> JobTerms | None:
+        """On nodes that there are; a phase without is left out. None where neither has any.
+
+        `leases`: the rollout's tail may leave for them, if the job harvests.
+        """
         phases = tuple(
             PhaseTerms(
                 kind=one.kind,
@@ -77,6 +84,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             for one, nodes in zip(self.phases, (rollout, training), strict=True)
             if nodes
         )
+        if leases and self.harvesting:
+            phases = tuple(map(leased_tail, phases))
         return JobTerms(job=self.job, phases=phases) if phases else None
 
 
