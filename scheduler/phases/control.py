@@ -111,6 +111,7 @@ class PhaseControl:
         self._holder = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._on_move = on_move
         self._loading_s = 0.0
+        self._leased_s = 0.0
         self._residents: dict[PhaseKind, _Resident] = {}
         self._entered: set[PhaseKind] = set()
         self._open: PhaseKind | None = None
@@ -185,6 +186,8 @@ class PhaseControl:
         if self._leased is not None:
             self._leased.end()
             self.tails += self._leased.tails
+            self._leased_s = self._leased.leased_s
+            self._loading_s += sum(tail.in_line_s for tail in self._leased.tails)
             self._leased = None
         ended_s = self._clock.now()
         try:
@@ -253,8 +256,13 @@ class PhaseControl:
         permit.end()
         self._open = None
         leave = Leave(
-            job=self.job, epoch=permit.epoch, failed=failed[:500], loading_s=self._loading_s
+            job=self.job,
+            epoch=permit.epoch,
+            failed=failed[:500],
+            loading_s=self._loading_s,
+            leased_s=self._leased_s,
         )
+        self._leased_s = 0.0
         if not failed:
             self._told(self._say(leave, timeout_s=self._timeout_s))
             return

@@ -55,16 +55,24 @@ class _Engine(msgspec.Struct, frozen=True):
     state: str | None
 
 
+class _Job(msgspec.Struct, frozen=True):
+    tokens: dict[EngineKind, int] = {}
+
+
 class GatewayView(msgspec.Struct, frozen=True):
     """What a gateway says of itself, as far as it matters here."""
 
     active_job: JobId | None
     engines: dict[str, _Engine]
-    jobs: dict[JobId, msgspec.Raw]
+    jobs: dict[JobId, _Job]
 
     def guest_serves(self, job: JobId) -> bool:
         guests = (each for each in self.engines.values() if each.kind is EngineKind.GUEST)
         return self.active_job == job and any(each.state == _SERVING for each in guests)
+
+    def tokens(self, job: JobId) -> dict[EngineKind, int]:
+        """Generated so far, by the kind of engine."""
+        return self.jobs[job].tokens if job in self.jobs else {}
 
 
 class JobGateway:

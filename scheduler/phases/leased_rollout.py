@@ -24,11 +24,14 @@ from scheduler.policy.leased_tail import (
     Tail,
     TailSample,
 )
+from scheduler.policy.model import EngineKind
 
 LOOK_S: Final = 0.1
 ON_FOR_S: Final = 10.0
 """A process that dies leaves nothing switched on for longer, nor for longer than its permit."""
 RENEWALS: Final = 3
+LEASED_MOST_RATIO: Final = 0.9
+"""Beyond it, what the job's own nodes made says little of what they would make alone."""
 OFF: Final = Switches(dedicated=False, harvesting=False)
 
 _log = logging.getLogger(__name__)
@@ -56,6 +59,10 @@ class LeasedRollout:
         self._kept: Switches | None = None
         """What the gateway has confirmed; None while it has not."""
         self._renew_s = 0.0
+        self._tokens: dict[EngineKind, int] = {}
+        """Before the rollout, by the kind of engine."""
+        self._began_s = self._over_s = 0.0
+        self._leased_ratio = 0.0
         self._stays: bool | None = None
         """Whether a job that waits for the nodes uses the same gateway; None: not looked at yet."""
         self._fault = ""
@@ -65,6 +72,15 @@ class LeasedRollout:
         )
 
     @property
+    def leased_s(self) -> float:
+        """The time that leases have taken off the rollout, of one that was bound by throughput.
+
+        While its tail was away it took as long as at home.
+        """
+        bulk_s = self._over_s - self._began_s - sum(tail.seconds for tail in self.tails)
+        return max(0.0, bulk_s) * self._leased_ratio / (1.0 - self._leased_ratio)
+
+    @property
     def tails(self) -> tuple[Tail, ...]:
         """Those that have ended."""
         return tuple(self._tail.tails)
@@ -72,6 +88,8 @@ class LeasedRollout:
     def begin(self) -> None:
         """The job's engines are its own, and serve it, on return; where the gateway answers."""
         view = self._view()
+        self._tokens = {} if view is None else view.tokens(self._permit.job)
+        self._began_s = self._clock.now()
         if view is not None and view.active_job not in (None, self._permit.job):
             try:
                 self._gateway.activate()
@@ -86,11 +104,24 @@ class LeasedRollout:
         """Neither engines nor leases are the job's any more."""
         self._over.set()
         self._looking.join()
-        self._tail.end(now=self._clock.now())
+        self._over_s = self._clock.now()
+        self._tail.end(now=self._over_s)
+        self._leased_ratio = self._measured_ratio()
         try:
             self._gateway.switch(OFF, for_s=0.0)
         except RoseMuxError as error:
             self._say(error)
+
+    def _measured_ratio(self) -> float:
+        """The share of the rollout's tokens that guests made; 0 where the gateway does not say."""
+        view = self._view()
+        if view is None or not self._tokens:
+            return 0.0
+        tokens = view.tokens(self._permit.job)
+        made = {kind: tokens.get(kind, 0) - before for kind, before in self._tokens.items()}
+        if min(made.values()) < 0 or not any(made.values()):
+            return 0.0
+        return min(LEASED_MOST_RATIO, made.get(EngineKind.GUEST, 0) / sum(made.values()))
 
     def _looks(self) -> None:
         while not self._over.wait(LOOK_S):

@@ -71,6 +71,8 @@ from scheduler.policy.phases.terms import JobTerms, PermitsConfig
 _RETRY_S: Final = 0.5
 _LEAST_S: Final = 1e-3
 """Of a phase: no estimate is made of nothing."""
+_LEASED_MOST: Final = 9.0
+"""Times the length of a phase that leases may have taken off it."""
 _PLANS: Final = "this control plans: submit the job, and it is placed"
 
 
@@ -89,7 +91,7 @@ class PlanningDesk(PermitDesk):
         state: Path | None = None,
         journal: Path | None = None,
     ) -> None:
-        self._shift_s, self._loading_s = 0.0, 0.0
+        self._shift_s, self._loading_s, self._leased_s = 0.0, 0.0, 0.0
         super().__init__(config, clock, state=state, journal=journal)
         self._settings = cluster
         self._reviewed_s = clock.now()
@@ -154,9 +156,9 @@ class PlanningDesk(PermitDesk):
         return held_up or super().look(entry)
 
     def leave(self, leave: Leave) -> LeaveReply:
-        self._loading_s = leave.loading_s
+        self._loading_s, self._leased_s = leave.loading_s, leave.leased_s
         reply = super().leave(leave)
-        self._loading_s = 0.0
+        self._loading_s, self._leased_s = 0.0, 0.0
         stay = self.cluster.stays.get(leave.job)
         if isinstance(reply, Left) and stay is not None and stay.told and not leave.failed:
             rollout, training = self.cluster.machines(stay.to)
@@ -275,10 +277,11 @@ class PlanningDesk(PermitDesk):
                     pass
 
     def _solo_s(self, end: EndPermit) -> float:
-        """How long the permit was held, without loading."""
+        """How long the phase would have taken without loading, and on its own nodes alone."""
         standing = self._policy.standing(end.job)
         held_s = 0.0 if standing is None else self._clock.now() - standing.started_s
-        return max(_LEAST_S, held_s - min(max(0.0, self._loading_s), held_s))
+        leased_s = min(max(0.0, self._leased_s), _LEASED_MOST * held_s)
+        return max(_LEAST_S, held_s - min(max(0.0, self._loading_s), held_s) + leased_s)
 
     def _translated(self, snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
         self._shift_s = shift_s(self._state.plan(), self._kept_clock())

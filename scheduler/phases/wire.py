@@ -63,7 +63,9 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     epoch: Epoch
     failed: str = ""
     loading_s: float = 0.0
-    """Of the phase, spent on loading and offloading; no part of what it would take alone."""
+    """Of the phase, spent on loading, offloading and in line: alone it would not take them."""
+    leased_s: float = 0.0
+    """Leases have taken so much off it: what it would take alone is longer."""
 
 
 class Forget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -105,6 +105,8 @@ class Tail:
 
     seconds: float
     """For which it was away."""
+    in_line_s: float = 0.0
+    """Of these, after its lease was lost."""
     end: TailEnd
 
 
@@ -120,6 +122,7 @@ class LeasedTail:
         """Of being away; while leaving, of the decision."""
         self._served_s = 0.0
         """When a guest was last seen to serve."""
+        self._in_line_since_s = 0.0
         self._asked_s = float("-inf")
 
     @property
@@ -171,8 +174,12 @@ class LeasedTail:
             self._ended(TailEnd.PERMIT_LOST, now)
         elif to in (Place.LEAVING, Place.AWAY):
             self._since_s = now
+        elif to is Place.IN_LINE:
+            self._in_line_since_s = now
         self.place, self._asked_s = to, float("-inf")
 
     def _ended(self, end: TailEnd, now: float) -> None:
         if self.place in (Place.AWAY, Place.IN_LINE):
-            self.tails.append(Tail(seconds=now - self._since_s, end=end))
+            waits = self.place is Place.IN_LINE
+            in_line_s = now - self._in_line_since_s if waits else 0.0
+            self.tails.append(Tail(seconds=now - self._since_s, in_line_s=in_line_s, end=end))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import yaml
 
 from deploy.metrics import METRICS, Exporter
 from scheduler.phases.nodes_file import ClusterSettings
@@ -31,7 +32,7 @@ def test_the_settings_and_their_defaults_are_the_policy_s(table_after: TableAfte
 
 def test_the_settings_of_a_file_of_nodes_are_those_that_are_read(table_after: TableAfter) -> None:
     rows = table_after(PAGE, "| `nodes.yaml` | default |")
-    assert {row[0]: float(row[1]) for row in rows} == {
+    assert {row[0]: yaml.safe_load(row[1]) for row in rows} == {
         name: field.default
         for name, field in ClusterSettings.model_fields.items()
         if not field.is_required()

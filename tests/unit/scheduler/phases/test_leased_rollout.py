@@ -14,6 +14,7 @@ from scheduler.phases.control import PhaseControl
 from scheduler.phases.embedded import EmbeddedControl
 from scheduler.phases.harvesting import GatewayView
 from scheduler.phases.permit import Permit
+from scheduler.phases.wire import Call, Leave, Reply
 from scheduler.policy.leased_tail import GONE_S, Switches, TailEnd
 from scheduler.policy.phases.standing import Stage
 from scheduler.policy.phases.terms import LEASED_TAIL_RATIO, PermitsConfig
@@ -35,6 +36,7 @@ class FakeGateway:
         self.fault: Exception | None = None
         self.told: list[Switches] = []
         self.activated = 0
+        self.tokens = {"dedicated": 1000, "guest": 100}
         self.job = JobId("")
         self.changed = threading.Condition()
 
@@ -52,7 +54,7 @@ class FakeGateway:
             {
                 "active_job": self.active,
                 "engines": {name: {"kind": k, "state": "serving"} for name, k in kinds.items()},
-                "jobs": {job: msgspec.Raw(b"{}") for job in self.jobs.split()},
+                "jobs": {job: {"tokens": self.tokens} for job in self.jobs.split()},
             },
             GatewayView,
         )
@@ -272,6 +274,27 @@ def test_a_rollout_that_fails_gives_its_leases_up() -> None:
         with pytest.raises(ValueError, match="reward"), scene.a.phase("rollout"):
             raise ValueError("no reward")
         assert scene.gateway.told == [BOTH, NEITHER]
+
+
+def test_what_leases_took_off_a_rollout_follows_from_the_tokens_that_they_made() -> None:
+    left: list[Leave] = []
+
+    class Noted(EmbeddedControl):
+        def call(self, name: str, message: Call) -> Reply:
+            if isinstance(message, Leave):
+                left.append(message)
+            return super().call(name, message)
+
+    with Noted() as control:
+        scene = Scene(control, FakeGateway())
+        for own, guest in ((300, 100), (50, 0), (-2000, 0)):
+            with scene.a.phase("rollout"):
+                threading.Event().wait(0.3)
+                scene.gateway.tokens["dedicated"] += own
+                scene.gateway.tokens["guest"] += guest
+    # A quarter came from leases; none did; the gateway has forgotten its counts.
+    assert left[0].leased_s == pytest.approx(0.1, rel=0.2)
+    assert [leave.leased_s for leave in left[1:]] == [0.0, 0.0]
 
 
 def test_only_rollouts_of_jobs_that_opted_in_touch_a_gateway() -> None:
