@@ -11,6 +11,8 @@ from deploy.metrics import METRICS, Exporter
 from scheduler.phases.nodes_file import ClusterSettings
 from scheduler.phases.permit import Permit
 from scheduler.phases.wire import CALLS
+from scheduler.policy import leased_tail
+from scheduler.policy.leased_tail import Place
 from scheduler.policy.phases.standing import TRANSITIONS
 from scheduler.policy.phases.terms import PermitsConfig
 
@@ -22,6 +24,15 @@ def test_a_job_s_stages_are_those_of_the_policy(table_after: TableAfter) -> None
     rows = table_after(PAGE, "| stage | on | next |")
     assert {(row[0], row[1]): row[2] for row in rows} == {
         (stage.value, trigger.value): to.value for (stage, trigger), to in TRANSITIONS.items()
+    }
+
+
+def test_the_places_of_a_leased_tail_are_those_of_the_policy(table_after: TableAfter) -> None:
+    rows = table_after(PAGE, "| place | seen | next |")
+    one = {(row[0], row[1]): row[2] for row in rows if row[0] != "any"}
+    of_any = {(place.value, row[1]): row[2] for row in rows for place in Place if row[0] == "any"}
+    assert one | of_any == {
+        (place.value, seen.value): to.value for (place, seen), to in leased_tail.TRANSITIONS.items()
     }
 
 
@@ -67,7 +78,7 @@ def test_what_a_permit_says_is_there(table_after: TableAfter) -> None:
 
 
 def test_the_example_parses_and_imports_what_there_is(repository: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (repository / PAGE).read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", (repository / PAGE).read_text(), re.DOTALL)
     compile(code, PAGE, "exec")
     imports = "\n".join(line for line in code.splitlines() if line.startswith("from "))
     exec(imports, {})
