@@ -114,8 +114,9 @@ class LeasedRollout:
 
     def _measured_ratio(self) -> float:
         """The share of the rollout's tokens that guests made; 0 where the gateway does not say."""
-        view = self._view()
-        if view is None or not self._tokens:
+        # A gateway that did not answer last keeps nobody's nodes waiting for its figures.
+        view = self._view() if self._kept is not None and self._tokens else None
+        if view is None:
             return 0.0
         tokens = view.tokens(self._permit.job)
         made = {kind: tokens.get(kind, 0) - before for kind, before in self._tokens.items()}

@@ -12,7 +12,7 @@ from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId
 from scheduler.phases.control import PhaseControl
 from scheduler.phases.embedded import EmbeddedControl
-from scheduler.phases.harvesting import GatewayView
+from scheduler.phases.harvesting import GatewayView, Harvesting
 from scheduler.phases.permit import Permit
 from scheduler.phases.wire import Call, Leave, Reply
 from scheduler.policy.leased_tail import GONE_S, Switches, TailEnd
@@ -321,9 +321,20 @@ def test_a_tail_that_the_job_declares_stays_as_it_was_declared() -> None:
         assert gateway.told == [BOTH, NEITHER]
 
 
-def test_a_token_that_cannot_be_read_stops_the_job_at_its_start(tmp_path: Any) -> None:
-    from scheduler.phases.harvesting import Harvesting
+def test_a_gateway_that_is_not_there_stops_no_job(caplog: pytest.LogCaptureFixture) -> None:
+    with EmbeddedControl() as control:
+        phases = PhaseControl(
+            control, terms("a"), harvesting=Harvesting(gateway="http://127.0.0.1:1")
+        )
+        with phases.phase("rollout") as permit:
+            _eventually(lambda: len(caplog.messages) > 1)
+            threading.Event().wait(0.5)
+            permit.check()
+    assert len(caplog.messages) <= 5
+    assert all("127.0.0.1:1" in message for message in caplog.messages)
 
+
+def test_a_token_that_cannot_be_read_stops_the_job_at_its_start(tmp_path: Any) -> None:
     with EmbeddedControl() as control:
         for harvesting in (
             Harvesting(gateway="http://127.0.0.1:1", token_file=tmp_path / "none"),
