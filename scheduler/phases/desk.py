@@ -190,6 +190,7 @@ class PermitDesk:
             epoch=Epoch(leave.epoch),
             failed=leave.failed,
             loading_s=leave.loading_s,
+            leased_s=leave.leased_s,
         )
         refusal = _refusal(self._observe(event))
         standing = self._policy.standing(leave.job)

@@ -121,6 +121,7 @@ class PlanningDesk(PermitDesk):
             training_nodes=training,
             reason=stay.reason,
             lease_s=self.config.lease_s,
+            harvesting=given.harvesting and self._settings.harvesting,
         )
 
     def report(self, given: NodeReport) -> ReportReply:

@@ -86,6 +86,8 @@ class JobSettings(_Settings):
     """State that stays resident on every node of the job."""
     rollout: RolloutSettings
     training: PhaseSettings
+    harvesting: bool = False
+    """Its rollouts use leases where a control allows them; no plan counts on one."""
     sync: DurationSettings | None = None
     """New weights on their way to the rollout engines, where the next rollout waits for them."""
     responses: tuple[tuple[Ratio, Ratio], ...] = Field(default=(), max_length=CURVE_MAX)

@@ -164,6 +164,7 @@ class ClusterPolicy:
             training,
             accelerators=self.config.rollout.type.accelerators,
             tail_ratio=self.config.tail_ratio,
+            leases=self.config.harvesting,
         )
 
     def _submit(self, given: Submission, now: float) -> None:
