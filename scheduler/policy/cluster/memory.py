@@ -13,7 +13,7 @@ from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.policy.cluster.cluster import ClusterPolicy
 from scheduler.policy.cluster.stays import Stay
 from scheduler.policy.groups.book import Cell
-from scheduler.policy.groups.durations import PhaseEstimate
+from scheduler.policy.groups.durations import Belief, PhaseEstimate
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.slo import SloAccount
 from scheduler.policy.groups.tail import TailShape
@@ -35,6 +35,8 @@ class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
     """None: never."""
     leaving: bool
     """It is resident where it is, and pinned where it goes."""
+    belief: Belief | None = None
+    """In force until observations outdate it; None where an older version wrote this."""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +99,7 @@ def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
             seen_s=facts.seen_s,
             moved_s=moved_s,
             leaving=policy.planner.book.is_leaving(job),
+            belief=facts.belief(),
         ),
     )
 
@@ -155,6 +158,11 @@ def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
     facts.open_s, facts.seen_s, facts.moving = kept.open_s, kept.seen_s, kept.leaving
     if kept.moved_s is not None:
         facts.moved_s = kept.moved_s
+    # At once: a belief that the first reader forms would depend on when somebody reads.
+    if kept.belief is None:
+        facts.belief()
+    else:
+        facts.believe(kept.belief)
     policy.planner.facts[stay.job] = facts
 
 
