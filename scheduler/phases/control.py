@@ -21,6 +21,8 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import msgspec
+
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from scheduler.phases.harvesting import Harvesting
