@@ -108,6 +108,7 @@ class JobSettings(_Settings):
             tenant=TenantId(self.tenant),
             slo=self.slo,
             host_bytes=int(self.host_gb * GB),
+            harvesting=self.harvesting,
             phases=tuple(self._declared(kind, given) for kind, given in self.phases),
         )
 
