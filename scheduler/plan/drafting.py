@@ -127,22 +127,17 @@ def _load(planner: KnownJobsPlanner, cell: Cell) -> GroupLoad:
 def _residents(
     planner: KnownJobsPlanner, cell: Cell, names: dict[NodeId, NodeId]
 ) -> tuple[Resident, ...]:
-    facts, types = planner.facts, planner.book.types
+    ledger, types = planner.book.planned, planner.book.types
     residents = []
     for pool, nodes in ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training)):
         for node in nodes:
-            jobs = tuple(
-                job
-                for job, one in cell.pinned.items()
-                if node in (*one.rollout_nodes, *one.training_nodes)
-            )
-            used = sum(facts[job].job.host_bytes_per_node for job in jobs)
+            used_bytes = types[pool].host_bytes - ledger.free_bytes(node, pool)
             residents.append(
                 Resident(
                     node=names[node],
                     pool=pool,
-                    jobs=jobs,
-                    used_gb=used / GB,
+                    jobs=ledger.jobs_on(node),
+                    used_gb=used_bytes / GB,
                     host_gb=types[pool].host_bytes / GB,
                 )
             )

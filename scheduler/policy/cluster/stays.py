@@ -4,7 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
-from harvester.contracts.ids import GroupId, JobId, NodeId
+from harvester.contracts.ids import GroupId, JobId
 from scheduler.policy.cluster.submission import Submission
 from scheduler.policy.model import Placement
 
@@ -29,8 +29,6 @@ class Stay(msgspec.Struct, kw_only=True):
     placed_s: float | None = None
     group: GroupId | None = None
     at: Placement | None = None
-    held: tuple[NodeId, ...] = ()
-    """Nodes whose host memory holds its state."""
     to: Placement | None = None
     to_group: GroupId | None = None
     told: bool = False

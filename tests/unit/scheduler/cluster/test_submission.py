@@ -113,3 +113,13 @@ def test_a_restart_between_training_and_sync_goes_on_there() -> None:
     assert after.belief() == before.belief()
     after.lose_iteration()
     assert after.account.solo_s == 0.0
+
+
+def test_a_record_that_kept_residency_with_the_job_s_stay_is_read_as_its_place() -> None:
+    policy = _policy()
+    record = snapshot(policy)
+    for one in record["jobs"]:
+        one["stay"]["held"] = list(one.pop("held"))
+    again = ClusterPolicy(policy.config, NoPermits())
+    restore(again, msgspec.convert(record, Memory))
+    assert again.residency.nodes_of(SYNCED.job) == policy.residency.nodes_of(SYNCED.job) != ()
