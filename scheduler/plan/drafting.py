@@ -55,6 +55,7 @@ def draft(settings: PlanSettings) -> Plan:
             for number, cell in enumerate(cells, start=1)
         ),
         unplaced=tuple(unplaced),
+        slo_counts_queueing=settings.slo_counts_queueing,
     )
 
 

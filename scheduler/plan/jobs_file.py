@@ -127,6 +127,8 @@ class PlanSettings(_Settings):
     nodes: PoolSettings
     risk: float = Field(default=0.25, ge=0.001, le=0.5)
     """Accepted probability that a forecast slow-down exceeds its SLO."""
+    slo_counts_queueing: bool = False
+    """What the control that will run the jobs is set to; nobody waits in a plan."""
     jobs: tuple[JobSettings, ...] = Field(min_length=1, max_length=JOBS_MAX)
     """In the order of their arrival."""
 

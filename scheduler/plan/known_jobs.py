@@ -24,7 +24,11 @@ _LOOKS: Final = 40
 class KnownJobsPlanner(GroupPlanner):
     def __init__(self, settings: PlanSettings) -> None:
         constraint = ChanceConstraint(risk=settings.risk)
-        config = PlannerConfig(prices=FREE_MOVES, accelerators=settings.nodes.rollout.accelerators)
+        config = PlannerConfig(
+            prices=FREE_MOVES,
+            accelerators=settings.nodes.rollout.accelerators,
+            slo_counts_queueing=settings.slo_counts_queueing,
+        )
         judge = Distributional(constraint=constraint)
         super().__init__(judge, settings.types, config, settings.supply)
         self.reasons: dict[JobId, str] = {}

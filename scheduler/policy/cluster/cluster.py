@@ -368,7 +368,7 @@ class ClusterPolicy:
         waiting = [one for one in self.stays.values() if one.stage is StayStage.QUEUED]
         for stay in waiting[:_QUEUE_TRIES]:
             try:
-                effects = self.planner.observe(stay.submission.arrival, now=now)
+                effects = self.planner.observe(stay.arrival, now=now)
             except Exhausted as error:
                 book.supply = dict.fromkeys(Pool, 0)
                 if stay.reason != str(error):

@@ -6,6 +6,7 @@ import msgspec
 
 from harvester.contracts.ids import GroupId, JobId
 from scheduler.policy.cluster.submission import Submission
+from scheduler.policy.groups.events import JobArrived
 from scheduler.policy.model import Placement
 
 
@@ -45,6 +46,11 @@ class Stay(msgspec.Struct, kw_only=True):
     @property
     def job(self) -> JobId:
         return self.submission.job
+
+    @property
+    def arrival(self) -> JobArrived:
+        """What the planner is told of it."""
+        return msgspec.structs.replace(self.submission.arrival, submitted_s=self.submitted_s)
 
     @property
     def stage(self) -> StayStage:

@@ -1,5 +1,6 @@
 """docs/phases.md draws the transitions and names the settings and attributes that there are."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ def test_the_settings_and_their_defaults_are_the_policy_s(table_after: TableAfte
 
 def test_the_settings_of_a_file_of_nodes_are_those_that_are_read(table_after: TableAfter) -> None:
     rows = table_after(PAGE, "| `nodes.yaml` | default |")
-    assert {row[0]: float(row[1]) for row in rows} == {
+    assert {row[0]: json.loads(row[1]) for row in rows} == {
         name: field.default
         for name, field in ClusterSettings.model_fields.items()
         if not field.is_required()
