@@ -18,7 +18,6 @@ from scheduler.plan.jobs_file import GB, PlanSettings
 from scheduler.plan.known_jobs import KnownJobsPlanner
 from scheduler.policy.groups.book import Cell
 from scheduler.policy.groups.forecast import Roster
-from scheduler.policy.groups.judge import OUR_RULES
 from scheduler.policy.groups.load import group_load
 from scheduler.policy.groups.rehearsal import meta_iteration
 from scheduler.policy.model import Pool
@@ -79,7 +78,7 @@ def _group(
 ) -> PlannedGroup:
     kept = promises(planner, cell)
     occupants = planner.packer.occupants(cell)
-    picture = meta_iteration(Roster.of(occupants), rules=OUR_RULES)
+    picture = meta_iteration(Roster.of(occupants), rules=planner.rules)
     own, jobs = (*cell.rollout, *cell.training), tuple(cell.pinned)
     return PlannedGroup(
         group=group,

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN, JobId, TenantId
 from harvester.yaml_file import Where, explained, named, parse_fields, read_text
+from scheduler.policy.cluster.config import ClusterConfig, PoolNodes
 from scheduler.policy.cluster.submission import CURVE_MAX, DeclaredPhase, Submission
 from scheduler.policy.groups.book import NodeType
 from scheduler.policy.groups.tail import Completion
@@ -133,11 +134,16 @@ class PlanSettings(_Settings):
     """In the order of their arrival."""
 
     @property
-    def types(self) -> dict[Pool, NodeType]:
-        return {
-            Pool.ROLLOUT: self.nodes.rollout.as_type,
-            Pool.TRAINING: self.nodes.training.as_type,
-        }
+    def as_control(self) -> ClusterConfig:
+        """A control with these settings and else the defaults; its nodes have no names."""
+        pools = (self.nodes.rollout.as_type, self.nodes.training.as_type)
+        rollout, training = (PoolNodes(type=kind, names=()) for kind in pools)
+        return ClusterConfig(
+            rollout=rollout,
+            training=training,
+            risk=self.risk,
+            slo_counts_queueing=self.slo_counts_queueing,
+        )
 
     @property
     def supply(self) -> dict[Pool, int]:
