@@ -87,6 +87,8 @@ class JobSettings(_Settings):
     """State that stays resident on every node of the job."""
     rollout: RolloutSettings
     training: PhaseSettings
+    harvesting: bool = False
+    """Its rollouts use leases where a control allows them; no plan counts on one."""
     sync: DurationSettings | None = None
     """New weights on their way to the rollout engines, where the next rollout waits for them."""
     responses: tuple[tuple[Ratio, Ratio], ...] = Field(default=(), max_length=CURVE_MAX)
@@ -107,6 +109,7 @@ class JobSettings(_Settings):
             tenant=TenantId(self.tenant),
             slo=self.slo,
             host_bytes=int(self.host_gb * GB),
+            harvesting=self.harvesting,
             phases=tuple(self._declared(kind, given) for kind, given in self.phases),
         )
 

@@ -7,8 +7,6 @@ is replaced by a free one; only a phase that ran on it ends. Reads how jobs stan
 permits; says events of the permit policy. Asks nobody and reads no clock.
 """
 
-from collections import Counter
-from enum import StrEnum
 from typing import Protocol
 
 from harvester.contracts.errors import Exhausted
@@ -60,13 +58,6 @@ _QUEUE_TRIES = 16
 """Waiting jobs that are looked at when something has changed."""
 
 
-class Promise(StrEnum):
-    """To a job that has ended, by its last phase that did; counted."""
-
-    KEPT = "kept"
-    BROKEN = "broken"
-
-
 class Permits(Protocol):
     def standing(self, job: JobId) -> Standing | None: ...
 
@@ -84,9 +75,6 @@ class ClusterPolicy:
         self.residency = Residency({pool: one.host_bytes for pool, one in config.types.items()})
         """Of what is there; the planner's book counts what it has asked for."""
         self.arrivals = 0
-        self.decisions: Counter[Decision] = Counter()
-        self.promises: Counter[Promise] = Counter()
-        """Both since this process began."""
         self.unsaved: set[JobId] = set()
         """Whose record has changed since the shell has cleared this."""
         self.layout_changed = False
@@ -129,6 +117,7 @@ class ClusterPolicy:
                 facts = self.planner.facts[job]
                 if event.overran is not None:
                     facts.observe_cut(event.overran, event.at_least_s)
+                    facts.belief()
                 facts.lose_iteration()
                 self.unsaved.add(job)
             case JobGone(job=job) if job in self.stays:
@@ -165,6 +154,7 @@ class ClusterPolicy:
             training,
             accelerators=self.config.rollout.type.accelerators,
             tail_ratio=self.config.tail_ratio,
+            leases=self.config.harvesting,
         )
 
     def _submit(self, given: Submission, now: float) -> None:
@@ -232,8 +222,6 @@ class ClusterPolicy:
         if stay.iterations:
             # Who falls silent is given up much later; that is no delay of ours.
             account = facts.account
-            kept = account.credit_s(facts.seen_s) >= 0
-            self.promises[Promise.KEPT if kept else Promise.BROKEN] += 1
             self._effects.append(
                 CloseJob(
                     job=job,
@@ -277,6 +265,7 @@ class ClusterPolicy:
                 case PlaceJob(group=group, placement=placement, reason=reason):
                     stay = self.stays[placement.job]
                     stay.placed_s, stay.reason = now, reason
+                    self.planner.facts[stay.job].belief()
                     self._direct(stay, group, placement)
                     self._decided(Decision.PLACED, stay, placement)
                     self._enter_if_room(stay)
@@ -286,7 +275,6 @@ class ClusterPolicy:
                     self._restart(self.stays[placement.job], group, placement, why or reason)
 
     def _decided(self, decision: Decision, stay: Stay, placement: Placement) -> None:
-        self.decisions[decision] += 1
         rollout, training = self.machines(placement)
         self._effects.append(
             PlanJob(

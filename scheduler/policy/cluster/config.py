@@ -41,6 +41,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Between two looks at promises and savings."""
     gone_s: float = 900.0
     """A placed job of which nothing was heard for so long has left."""
+    harvesting: bool = False
+    """Jobs that ask for it may use leases of serving nodes in their rollouts."""
 
     @property
     def pools(self) -> dict[Pool, PoolNodes]:

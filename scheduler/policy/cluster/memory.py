@@ -14,7 +14,7 @@ from scheduler.policy.cluster.cluster import ClusterPolicy
 from scheduler.policy.cluster.stays import Stay
 from scheduler.policy.cluster.submission import nodes_of
 from scheduler.policy.groups.book import Cell
-from scheduler.policy.groups.durations import PhaseEstimate
+from scheduler.policy.groups.durations import Belief, PhaseEstimate
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.slo import SloAccount
 from scheduler.policy.groups.tail import TailShape
@@ -39,6 +39,8 @@ class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
     sync: PhaseEstimate | None = None
     next_phase: PhaseKind | None = None
     """None: of a version before weight syncs."""
+    belief: Belief | None = None
+    """In force until observations outdate it; None where an older version wrote this."""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +108,7 @@ def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
             leaving=policy.planner.book.is_leaving(job),
             sync=facts.sync,
             next_phase=facts.next_phase,
+            belief=facts.belief(),
         ),
     )
 
@@ -169,6 +172,11 @@ def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
     facts.next_phase = kept.next_phase or trains
     if kept.moved_s is not None:
         facts.moved_s = kept.moved_s
+    # At once: a belief that the first reader forms would depend on when somebody reads.
+    if kept.belief is None:
+        facts.belief()
+    else:
+        facts.believe(kept.belief)
     policy.planner.facts[stay.job] = facts
 
 
