@@ -53,6 +53,8 @@ class PlannerConfig:
     """Between two looks at a group that nothing happened to."""
     accelerators: int = 8
     """Of a rollout node."""
+    slo_counts_queueing: bool = False
+    """An SLO counts from the placement on; true: from the submission on."""
 
 
 class GroupPlanner:
@@ -108,7 +110,9 @@ class GroupPlanner:
 
     def _place(self, event: JobArrived, *, now: float) -> tuple[GroupEffect, ...]:
         config, job = self.config, event.job
-        facts = JobFacts.of(job, cold_start_s=config.cold_start_s, now=now)
+        queues = config.slo_counts_queueing and event.submitted_s is not None
+        began_s = event.submitted_s if queues else None
+        facts = JobFacts.of(job, cold_start_s=config.cold_start_s, began_s=began_s, now=now)
         facts.learn_tail(event.curve, accelerators=config.accelerators * job.phases[0].nodes)
         facts.recall(event.measured)
         self.facts[job.job] = facts
