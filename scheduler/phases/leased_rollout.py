@@ -141,12 +141,15 @@ class LeasedRollout:
         asked = self._permit.keep == ()
         away = self._tail.place in (Place.AWAY, Place.IN_LINE)
         view = self._view() if asked or away else None
+        tokens = {} if view is None else view.tokens(self._permit.job)
         serves = view is not None and view.guest_serves(self._permit.job)
         return TailSample(
             stage=self._permit.stage,
             may_leave=asked and serves and view is not None and not self._shares(view),
             lost=bool(self._permit.lost),
             guest_serves=serves,
+            guest_busy=view is not None and view.guest_busy,
+            guest_tokens=tokens.get(EngineKind.GUEST, 0),
             engines_off=self._kept is not None and not self._kept.dedicated,
         )
 
