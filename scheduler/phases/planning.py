@@ -122,6 +122,7 @@ class PlanningDesk(PermitDesk):
             training_nodes=training,
             reason=stay.reason,
             lease_s=self.config.lease_s,
+            harvesting=given.harvesting and self._settings.cluster.harvesting,
         )
 
     def report(self, given: NodeReport) -> ReportReply:
@@ -133,7 +134,10 @@ class PlanningDesk(PermitDesk):
 
     def look(self, entry: Enter) -> EnterReply:
         held_up = self.runtime.held_up(entry.job, entry.kind)
-        return Refused(reason=held_up, retry_after_s=_RETRY_S) if held_up else super().look(entry)
+        if not held_up:
+            return super().look(entry)
+        changed = self.cluster.stays[entry.job].changed
+        return Refused(reason=held_up, retry_after_s=_RETRY_S, unknown=changed)
 
     def leave(self, leave: Leave) -> LeaveReply:
         reply = super().leave(leave)
