@@ -144,6 +144,7 @@ class Scheduler:
             policy,
             msgspec.to_builtins(config),
             max_bytes=self.settings.journal_max_bytes,
+            now=self._clock.now(),
         )
 
     def _agent(self, agent: AgentSettings) -> AgentClient:

@@ -29,6 +29,7 @@ from scheduler.policy.cluster.events import (
     PlanJob,
     PlanReviewed,
     QueueJob,
+    SettleJob,
     TellMove,
 )
 from scheduler.policy.cluster.fleet import Fleet
@@ -283,9 +284,17 @@ class ClusterPolicy:
                 group=stay.to_group or GroupId(""),
                 rollout_nodes=rollout,
                 training_nodes=training,
+                beside=self._beside(stay, placement),
                 reason=stay.reason,
             )
         )
+
+    def _beside(self, stay: Stay, placement: Placement) -> tuple[JobId, ...]:
+        cell = self.planner.book.cells.get(stay.to_group or GroupId(""))
+        others = {} if cell is None else cell.pinned
+        nodes = set(nodes_of(placement))
+        found = (job for job, other in others.items() if nodes.intersection(nodes_of(other)))
+        return tuple(sorted(job for job in found if job != stay.job))
 
     def _direct(self, stay: Stay, group: GroupId, placement: Placement) -> None:
         stay.to, stay.to_group, stay.told = placement, group, False
@@ -402,8 +411,17 @@ class ClusterPolicy:
             if wanted is None:
                 self._remove(job)
             elif wanted != there or job in self._arrived:
-                self._effects.append(JobPlaced(terms=wanted))
+                self._effects += [JobPlaced(terms=wanted), self._settled(stay)]
         self._touched = set()
+
+    def _settled(self, stay: Stay) -> SettleJob:
+        rollout, training = self.machines(stay.at)
+        return SettleJob(
+            job=stay.job,
+            group=stay.group or GroupId(""),
+            rollout_nodes=rollout,
+            training_nodes=training,
+        )
 
 
 def _is_on(stay: Stay, name: NodeId) -> bool:
