@@ -90,7 +90,7 @@ class JobShape:
             kind=PhaseKind.ROLLOUT,
             nodes=(ROLLOUT_NODE,),
             tail_ratio=TAIL_RATIO if run.leases else 1.0,
-            tail_nodes=0 if run.leases else 1,
+            tail_accelerators=0 if run.leases else 1,
         )
         training = PhaseTerms(kind=PhaseKind.TRAINING, nodes=(TRAINING_NODE,))
         return JobTerms(job=self.job(run), phases=(rollout, training))

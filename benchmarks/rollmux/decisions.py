@@ -31,7 +31,7 @@ def decision_times(*, quick: bool) -> dict[str, Any]:
 
 def _arrived(active: int) -> tuple[list[float], GroupPlanner]:
     """Every job arrived one after another, each known well by the time of the next."""
-    planner, _ = our_planner()
+    planner = our_planner()
     clock, spent_ms = MonotonicClock(), []
     for at, one in enumerate(w1(active, jobs=active)):
         began_s = clock.now()

@@ -90,7 +90,7 @@ def compared(instance: int) -> Compared:
 
 def _settled(jobs: list[SimulatedJob]) -> GroupPlanner:
     """Our planner after these jobs came one by one, were watched for a while and moved about."""
-    planner, _ = our_planner()
+    planner = our_planner()
     now = 0.0
     for one in jobs:
         planner.observe(JobArrived(job=one.job), now=now)

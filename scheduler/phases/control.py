@@ -21,8 +21,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 
-import msgspec
-
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from scheduler.phases.permit import Permit
@@ -51,6 +49,7 @@ Resume = Callable[[bool], None]
 """Told whether the start is cold: the first of this kind in this process."""
 Release = Callable[[], None]
 OnMove = Callable[[Move], None]
+OnArrive = Callable[[Placed], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,24 +81,26 @@ class PhaseControl:
         clock: Clock | None = None,
         timeout_s: float = float("inf"),
         on_move: OnMove = lambda _move: None,
+        on_arrive: OnArrive = lambda _placed: None,
     ) -> None:
         """`terms` name the job's nodes; a control that plans takes a `Submission` and names them.
 
         `timeout_s` bounds the wait for a place, for a permit and for a control that is not there.
-        `on_move` is called between two iterations: it frees what the job holds on its old nodes.
+        A job that moves is told between two iterations: `on_move` frees what it holds on its old
+        nodes, and once its new ones have room `on_arrive` brings its state there.
 
         Raises ConfigError where the job is refused, Exhausted where nobody answers in time.
         """
         self.job = terms.job
         self.starts: list[Start] = []
         self.placement: Placed | None = None
-        """Where a planning control has placed the job; a move's nodes once it was told."""
+        """Where a planning control has placed the job."""
         self._transport = transport
         self._terms = terms
         self._clock = clock or MonotonicClock()
         self._timeout_s = timeout_s
         self._holder = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        self._on_move = on_move
+        self._on_move, self._on_arrive = on_move, on_arrive
         self._loading_s = 0.0
         self._residents: dict[PhaseKind, _Resident] = {}
         self._entered: set[PhaseKind] = set()
@@ -240,13 +241,9 @@ class PhaseControl:
         move = left.move if isinstance(left, Left) else None
         if move is None or self.placement is None:
             return
-        self.placement = msgspec.structs.replace(
-            self.placement,
-            rollout_nodes=move.rollout_nodes,
-            training_nodes=move.training_nodes,
-            reason=move.reason,
-        )
         self._on_move(move)
+        self._place()
+        self._on_arrive(self.placement)
 
     def _say(self, leave: Leave, *, timeout_s: float) -> Reply:
         pauses = Pauses(self._clock, timeout_s=timeout_s)

@@ -39,6 +39,7 @@ from scheduler.phases.wire import (
     Waiting,
     Withdraw,
 )
+from scheduler.policy.cluster.phase_policy import PhasePolicy, RuntimeEffect, RuntimeEvent
 from scheduler.policy.cluster.submission import Submission
 from scheduler.policy.phases.events import (
     ControlResumed,
@@ -46,13 +47,13 @@ from scheduler.policy.phases.events import (
     HolderHeard,
     JobLeft,
     JobPlaced,
-    PermitEffect,
     PermitEvent,
     PhaseEnded,
     PhaseNarrowed,
     PhaseRequested,
     PhaseWithdrawn,
     Refuse,
+    TailRecalled,
     TimePassed,
 )
 from scheduler.policy.phases.permits import PermitPolicy
@@ -80,17 +81,17 @@ class PermitDesk:
         self.config = config
         self.on_change: Callable[[], None] = lambda: None
         self._clock = clock
-        self._policy = PermitPolicy(config)
+        self._policy = self._new_policy()
         self._metrics = PhaseMetrics()
         self._state = PermitState(state)
-        snapshot = self._translated(self._state.snapshot())
+        snapshot = self._kept()
         if snapshot is not None:
             self._policy.restore(snapshot)
             self._metrics.resume(self._policy)
         self._log = DecisionLog(
             journal,
             self._policy,
-            msgspec.to_builtins(config),
+            msgspec.to_builtins(self._policy.config),
             max_bytes=_JOURNAL_BYTES,
             snapshot=snapshot,
         )
@@ -100,7 +101,7 @@ class PermitDesk:
             self._observe(ControlResumed())
 
     @property
-    def policy(self) -> PermitPolicy:
+    def policy(self) -> PhasePolicy:
         """To read."""
         return self._policy
 
@@ -136,13 +137,12 @@ class PermitDesk:
 
     def enter(self, entry: Enter) -> EnterReply:
         standing = self._policy.standing(entry.job)
-        if standing is None:
+        if standing is None and not self._policy.knows(entry.job):
             return Refused(reason=f"job {entry.job} is not placed", unknown=True)
         event = PhaseRequested(job=entry.job, kind=entry.kind, holder=entry.holder)
         refusal = _refusal(self._observe(event))
         if refusal:
-            has_phase = standing.terms.phase(entry.kind) is not None
-            return Refused(reason=refusal, retry_after_s=_RETRY_S if has_phase else None)
+            return Refused(reason=refusal, retry_after_s=self._retry_s(entry))
         return self.look(entry)
 
     def look(self, entry: Enter) -> EnterReply:
@@ -155,7 +155,12 @@ class PermitDesk:
         if (standing.holder, standing.kind) != (entry.holder, entry.kind):
             return Refused(reason="another process of the job came", retry_after_s=_RETRY_S)
         if standing.holding:
-            return Granted(epoch=standing.epoch, nodes=standing.nodes, lease_s=self.config.lease_s)
+            return Granted(
+                epoch=standing.epoch,
+                nodes=standing.nodes,
+                accelerators=standing.accelerators,
+                lease_s=self.config.lease_s,
+            )
         return Waiting(ahead=self._policy.ahead(entry.job, now=self._clock.now()))
 
     def beat(self, beat: Beat) -> BeatReply:
@@ -169,13 +174,21 @@ class PermitDesk:
         if beat.narrowed and not refusal:
             event = PhaseNarrowed(job=beat.job, epoch=beat.epoch)
             refusal = _refusal(self._observe(event))
+        if beat.recall is not None and not refusal:
+            event = TailRecalled(job=beat.job, epoch=beat.epoch, recall=beat.recall)
+            refusal = _refusal(self._observe(event))
         standing = self._policy.standing(beat.job)
         if refusal or standing is None:
             return Ended(reason=refusal or "the job has left")
         return self._orders(standing)
 
     def leave(self, leave: Leave) -> LeaveReply:
-        event = PhaseEnded(job=leave.job, epoch=Epoch(leave.epoch), failed=leave.failed)
+        event = PhaseEnded(
+            job=leave.job,
+            epoch=Epoch(leave.epoch),
+            failed=leave.failed,
+            loading_s=leave.loading_s,
+        )
         refusal = _refusal(self._observe(event))
         standing = self._policy.standing(leave.job)
         if not refusal or standing is None:
@@ -190,10 +203,16 @@ class PermitDesk:
         if now - self._ticked_s > self.config.lease_s / 2:
             self._observe(ControlResumed())
         self._ticked_s = now
-        if self._unsaved or now >= self._policy.due_s():
+        if self._unsaved or self._plan_records() or now >= self._policy.due_s():
             # What a full disk does not take is tried again at every tick, and answered by none.
             with suppress(Exhausted):
                 self._observe(TimePassed())
+
+    def _retry_s(self, entry: Enter) -> float | None:
+        """None for a phase that the job does not have."""
+        standing = self._policy.standing(entry.job)
+        known = standing is None or standing.terms.phase(entry.kind) is not None
+        return _RETRY_S if known else None
 
     def plan_of(self, job: JobId) -> PlanStatus | None:  # noqa: ARG002 - a planning desk's to say
         """How a job stands in the plan; None where there is none."""
@@ -220,23 +239,30 @@ class PermitDesk:
         return Orders(
             stage=standing.stage,
             nodes=standing.nodes,
+            accelerators=standing.accelerators,
             keep=standing.keep,
+            keep_accelerators=standing.keep_accelerators,
             warned=standing.warned_s is not None,
             ends_in_s=ends_in_s,
         )
 
-    def _observe(self, event: PermitEvent) -> tuple[PermitEffect, ...]:
-        effects = self._decide(event, now=self._clock.now())
-        self._keep()
-        return effects
-
-    def _decide(self, event: PermitEvent, *, now: float) -> tuple[PermitEffect, ...]:
-        """Kept nowhere yet."""
+    def _observe(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
+        """Decided, journalled and kept, before anything is answered."""
+        now = self._clock.now()
         effects = self._policy.observe(event, now=now)
         self._metrics.decided(effects, self._policy, now=now)
-        self._log.decided(now=now, sample=event, effects=effects)
+        snapshot = self._log.decided(now=now, sample=event, effects=effects)
         self._unsaved |= {each.job for each in effects if not isinstance(each, Refuse)}
+        self._keep()
+        if snapshot is not None:
+            self._begin_anew(snapshot)
         return effects
+
+    def _begin_anew(self, snapshot: dict[str, Any]) -> None:
+        """From what the journal's new file begins with: it replays what is decided from here."""
+        self._policy = self._new_policy()
+        self._policy.restore(msgspec.json.decode(msgspec.json.encode(snapshot)))
+        self._log.policy = self._policy
 
     def _keep(self) -> None:
         """Raises Exhausted: nothing that was decided may be answered then."""
@@ -248,11 +274,14 @@ class PermitDesk:
             self._plan_kept()
             self.on_change()
 
-    def _translated(self, snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What was kept, in the times of this clock."""
+    def _new_policy(self) -> PhasePolicy:
+        return PermitPolicy(self.config)
+
+    def _kept(self) -> dict[str, Any] | None:
+        """What the policy was, in the times of this clock; None where nothing was kept."""
         if self._state.plan():
             raise ConfigError("the state file holds a plan: start the control with its nodes")
-        return snapshot
+        return self._state.snapshot()
 
     def _plan_records(self) -> dict[str, bytes | None]:
         """What a planning desk has to keep with the same decision."""
@@ -262,5 +291,5 @@ class PermitDesk:
         pass
 
 
-def _refusal(effects: tuple[PermitEffect, ...]) -> str:
+def _refusal(effects: tuple[RuntimeEffect, ...]) -> str:
     return next((effect.reason for effect in effects if isinstance(effect, Refuse)), "")

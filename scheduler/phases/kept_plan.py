@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import msgspec
 
-from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId
 from scheduler.policy.cluster.cluster import ClusterPolicy
 from scheduler.policy.cluster.memory import (
@@ -16,13 +15,12 @@ from scheduler.policy.cluster.memory import (
     Memory,
     job_record,
     layout,
-    restore,
 )
 
 _LAYOUT: Final = "layout"
 _CLOCK: Final = "clock"
 _JOB: Final = "job/"
-_TIMES: Final = ("enqueued_s", "heard_s", "started_s", "warned_s", "revoked_s")
+_TIMES: Final = ("enqueued_s", "heard_s", "started_s", "worked_at_s", "warned_s", "revoked_s")
 """Of a job's standing."""
 
 
@@ -67,18 +65,16 @@ def shifted(snapshot: dict[str, Any], by_s: float) -> dict[str, Any]:
     return {**snapshot, "jobs": jobs}
 
 
-def restore_plan(policy: ClusterPolicy, kept: dict[str, bytes], *, by_s: float) -> None:
-    """Raises ConfigError where the records do not fit the nodes that there are."""
+def kept_memory(kept: dict[str, bytes], *, by_s: float) -> dict[str, Any]:
+    """Of the plan, in the times of this clock."""
     jobs = tuple(
-        msgspec.json.decode(record, type=JobRecord)
+        msgspec.json.decode(record, type=JobRecord).shifted(by_s)
         for name, record in kept.items()
         if name.startswith(_JOB)
     )
     where = msgspec.json.decode(kept[_LAYOUT], type=Layout) if _LAYOUT in kept else Layout()
-    try:
-        restore(policy, Memory(layout=where, jobs=jobs), shift_s=by_s)
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"the kept plan does not fit these nodes: {error}") from error
+    memory: dict[str, Any] = msgspec.to_builtins(Memory(layout=where, jobs=jobs))
+    return memory
 
 
 def kept_jobs(kept: dict[str, bytes]) -> frozenset[JobId]:

@@ -19,19 +19,18 @@ from prometheus_client import (
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.phases.plan_metrics import PlanMetrics
+from scheduler.policy.cluster.phase_policy import PhasePolicy, RuntimeEffect
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.events import (
     EndPermit,
     EndReason,
     FreeNodes,
     GrantPermit,
-    PermitEffect,
     RemoveJob,
     RevokePermit,
     WarnHolder,
     WidenPermit,
 )
-from scheduler.policy.phases.permits import PermitPolicy
 from scheduler.policy.phases.standing import Stage, Standing
 
 _BUCKETS_S = (0.01, 0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600)
@@ -81,7 +80,7 @@ class PhaseMetrics:
         for kind in PhaseKind:
             self._begin(kind)
 
-    def resume(self, policy: PermitPolicy) -> None:
+    def resume(self, policy: PhasePolicy) -> None:
         """After a restart: processes and nodes that were known before are not new."""
         for standing in _standings(policy):
             self._last_job |= dict.fromkeys(standing.nodes, standing.job)
@@ -89,7 +88,7 @@ class PhaseMetrics:
                 kinds = {phase.kind for phase in standing.terms.phases}
                 self._processes[standing.job] = (standing.holder, kinds)
 
-    def decided(self, effects: Iterable[PermitEffect], policy: PermitPolicy, *, now: float) -> None:
+    def decided(self, effects: Iterable[RuntimeEffect], policy: PhasePolicy, *, now: float) -> None:
         """`policy` as it stands after `effects`."""
         for effect in effects:
             match effect:
@@ -110,7 +109,7 @@ class PhaseMetrics:
                 case _:
                     pass
 
-    def render(self, policy: PermitPolicy, *, now: float) -> bytes:
+    def render(self, policy: PhasePolicy, *, now: float) -> bytes:
         """Bring the gauges up to date and render everything."""
         standings = tuple(_standings(policy))
         stages = Tally(each.stage for each in standings)
@@ -171,7 +170,7 @@ class PhaseMetrics:
         )
 
 
-def _standings(policy: PermitPolicy) -> Iterable[Standing]:
+def _standings(policy: PhasePolicy) -> Iterable[Standing]:
     found = (policy.standing(job) for job in policy.jobs)
     return (each for each in found if each is not None)
 
@@ -182,6 +181,6 @@ def _waits(standing: Standing, kind: PhaseKind) -> bool:
     return claimed and standing.kind is kind
 
 
-def _kind(policy: PermitPolicy, job: JobId) -> str:
+def _kind(policy: PhasePolicy, job: JobId) -> str:
     standing = policy.standing(job)
     return _UNKNOWN if standing is None or standing.kind is None else standing.kind

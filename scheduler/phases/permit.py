@@ -12,6 +12,7 @@ from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.phases.wire import Absent, Beat, Ended, Granted, Orders, Transport
 from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.events import Recall
 from scheduler.policy.phases.standing import Stage
 
 _BEATS_PER_LEASE = 3
@@ -35,6 +36,7 @@ class Permit:
         self.lease_s = granted.lease_s
         self._orders = Orders(stage=Stage.RUNNING, nodes=granted.nodes)
         self._complete_ratio, self._tokens, self._narrowed = 0.0, 0, False
+        self._recall: Recall | None = None
         self._said_ratio = 0.0
         self._lost = ""
         self._answered_s = clock.now()
@@ -82,7 +84,12 @@ class Permit:
 
     def narrowed(self) -> None:
         """The tail runs on `keep`; the other nodes are empty."""
-        self._narrowed = True
+        self._narrowed, self._recall = True, None
+        self._wake.set()
+
+    def recall(self, how: Recall) -> None:
+        """The tail asks for the nodes that it left; `nodes` has them when it may use them."""
+        self._recall, self._narrowed = how, False
         self._wake.set()
 
     def end(self) -> None:
@@ -99,13 +106,14 @@ class Permit:
                 self._beat()
 
     def _beat(self) -> None:
-        narrowed = self._narrowed
+        recall, self._recall = self._recall, None
         beat = Beat(
             job=self.job,
             epoch=self.epoch,
             complete_ratio=self._complete_ratio,
             tokens=self._tokens,
-            narrowed=narrowed,
+            narrowed=self._narrowed,
+            recall=recall,
         )
         asked_s = self._clock.now()
         try:

@@ -7,7 +7,8 @@ from collections import Counter as Tally
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from scheduler.policy.cluster.cluster import ClusterPolicy, Decision, Promise
+from scheduler.policy.cluster.cluster import ClusterPolicy, Promise
+from scheduler.policy.cluster.events import Decision
 from scheduler.policy.cluster.stays import StayStage
 from scheduler.policy.model import Pool
 

@@ -23,6 +23,7 @@ from harvester.contracts.ids import Epoch, JobId, NodeId, checked_name
 from scheduler.policy.cluster.stays import StayStage
 from scheduler.policy.cluster.submission import Submission
 from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.events import Recall
 from scheduler.policy.phases.standing import Stage
 from scheduler.policy.phases.terms import JobTerms
 
@@ -53,6 +54,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tokens: int = 0
     narrowed: bool = False
     """The tail runs on what it was asked to keep."""
+    recall: Recall | None = None
+    """The tail asks for the nodes that it left."""
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,9 +74,11 @@ class Admitted(msgspec.Struct, frozen=True, kw_only=True, tag="admitted"):
     lease_s: float
 
 
-class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
+class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted", omit_defaults=True):
     epoch: Epoch
     nodes: tuple[NodeId, ...]
+    accelerators: dict[NodeId, tuple[int, ...]] = {}
+    """By number, of the nodes that it has in part; the tail of another job has the others."""
     lease_s: float
     """Say something at least three times in so long."""
 
@@ -96,8 +101,12 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, tag="orders"):
 
     stage: Stage
     nodes: tuple[NodeId, ...]
+    accelerators: dict[NodeId, tuple[int, ...]] = {}
+    """By number, of the nodes that it has in part."""
     keep: tuple[NodeId, ...] = ()
     """While `stage` is narrowing: bring the tail together on these."""
+    keep_accelerators: dict[NodeId, tuple[int, ...]] = {}
+    """Of those nodes of which it keeps a part."""
     warned: bool = False
     """The phase takes longer than it declared."""
     ends_in_s: float | None = None

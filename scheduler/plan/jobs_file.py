@@ -13,6 +13,8 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN, JobId, TenantId
 from harvester.yaml_file import Where, explained, named, parse_fields, read_text
 from scheduler.policy.groups.book import NodeType
+from scheduler.policy.groups.durations import Measured
+from scheduler.policy.groups.events import JobArrived
 from scheduler.policy.groups.tail import Completion
 from scheduler.policy.model import Job, Phase, PhaseKind, Pool
 
@@ -96,6 +98,20 @@ class JobSettings(_Settings):
             slowdown_slo=self.slo,
         )
 
+    @property
+    def arrival(self) -> JobArrived:
+        """What the planner is told of it."""
+        sides = ((PhaseKind.ROLLOUT, self.rollout), (PhaseKind.TRAINING, self.training))
+        return JobArrived(
+            job=self.as_job,
+            measured={
+                kind: Measured(mean_s=one.mean_s, cv=one.cv, seen=one.seen)
+                for kind, one in sides
+                if one.mean_s is not None
+            },
+            curve=self.curve,
+        )
+
 
 class PlanSettings(_Settings):
     nodes: PoolSettings
@@ -110,6 +126,12 @@ class PlanSettings(_Settings):
             Pool.ROLLOUT: self.nodes.rollout.as_type,
             Pool.TRAINING: self.nodes.training.as_type,
         }
+
+    @property
+    def supply(self) -> dict[Pool, int]:
+        """Nodes that there are; a pool without an entry has as many as the plan asks for."""
+        sides = ((Pool.ROLLOUT, self.nodes.rollout), (Pool.TRAINING, self.nodes.training))
+        return {pool: one.count for pool, one in sides if one.count is not None}
 
 
 def read_jobs(path: Path) -> PlanSettings:

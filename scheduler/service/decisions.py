@@ -27,7 +27,8 @@ class DecisionLog:
         snapshot: dict[str, Any] | None = None,
     ) -> None:
         """`snapshot` is the state that the policy was restored to, where it does not begin new."""
-        self._policy = policy
+        self.policy = policy
+        """The one whose state a new file begins with."""
         self._config = config
         self._writer: JournalWriter | None = None
         if directory is not None:
@@ -37,12 +38,16 @@ class DecisionLog:
 
     def decided(
         self, *, now: float, sample: msgspec.Struct, effects: tuple[msgspec.Struct, ...]
-    ) -> None:
+    ) -> dict[str, Any] | None:
+        """The snapshot that a new file has begun with, where this has filled the old one."""
         if self._writer is None:
-            return
+            return None
         self._writer.decided(now=now, sample=sample, effects=effects)
-        if self._writer.full:
-            self._writer.rotate(self._opened(self._policy.snapshot()))
+        if not self._writer.full:
+            return None
+        snapshot = self.policy.snapshot()
+        self._writer.rotate(self._opened(snapshot))
+        return snapshot
 
     def close(self) -> None:
         if self._writer is not None:
@@ -51,7 +56,7 @@ class DecisionLog:
     def _opened(self, snapshot: dict[str, Any] | None) -> Opened:
         return Opened(
             actor="scheduler",
-            policy=self._policy.NAME,
+            policy=self.policy.NAME,
             config=self._config,
             config_hash=config_hash(self._config),
             snapshot=snapshot,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.ids import EngineId
+from harvester.contracts.ids import EngineId, JobId
 from scheduler.policy.routing import (
     RoutingPolicy,
 )
@@ -34,6 +34,8 @@ class Dispatcher:
         """Turns placed so far, by reason."""
         self.on_queued: Callable[[], None] = lambda: None
         """Called when a turn finds no place."""
+        self.waits_for_permit: Callable[[JobId], bool] = lambda _job: False
+        """Whether the job's engines are there, and not its own for now."""
 
     def observe(self, event: RoutingEvent) -> None:
         for effect in self.policy.observe(event, now=self._clock.now()):
@@ -58,7 +60,7 @@ class Dispatcher:
     ) -> DispatchTurn | RefuseTurn | None:
         """Wait for a place, but no longer than `until_s` (None).
 
-        A turn is refused that no engine could serve for `queue_s`.
+        A turn is refused that no engine could serve for `queue_s`, while its job might use one.
         """
         arrived = arrival(turn, resumed=resumed, suspect=suspect, avoid=avoid)
         waiting = asyncio.get_running_loop().create_future()
@@ -88,7 +90,7 @@ class Dispatcher:
             if done:
                 return waiting.result()
             now = self._clock.now()
-            if self.policy.may_serve(arrived):
+            if self.policy.may_serve(arrived) or self.waits_for_permit(arrived.job):
                 servable_s = now
             if now >= until_s:
                 self._give_up(arrived.turn, waiting)

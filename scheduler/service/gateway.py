@@ -3,15 +3,15 @@
 POST /inference/v1/generate             one turn; JSON, or SSE with "stream": true
 POST /v1/jobs/{job}/versions            a version was published
 POST /v1/jobs/{job}/activate            the engines serve this job from now on
-POST /v1/jobs/{job}/harvesting          {"enabled": bool}
-POST /v1/jobs/{job}/dedicated           {"enabled": bool}
+POST /v1/jobs/{job}/harvesting          {"enabled": bool, "for_s": float?}
+POST /v1/jobs/{job}/dedicated           {"enabled": bool, "for_s": float?}
 /v1/jobs/{job}/vllm/...                 the job's engines as one vLLM server (weight_sync.py)
 GET  /v1/status   GET /metrics   GET /healthz
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -50,6 +50,7 @@ _REFUSED_STATUS = {
     Refusal.FULL: 503,
 }
 _SMALL_BODY_BYTES = 64 << 10
+FOR_MAX_S = 3600.0
 _MODEL_CHARS = 200
 
 T = TypeVar("T")
@@ -58,6 +59,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 class _Enabled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enabled: bool
+    for_s: Annotated[float, msgspec.Meta(gt=0.0, le=FOR_MAX_S)] | None = None
+    """Off again after so long, unless it was said again by then; None: it stays."""
+
+    def checked(self) -> "_Enabled":
+        if self.for_s is not None and not self.enabled:
+            raise PeerProtocolError("for_s: goes with enabled: true")
+        return self
 
 
 class Refused(RoseMuxError):  # noqa: N818 - an answer, not a fault
@@ -171,14 +179,14 @@ class Gateway:
 
     async def _harvesting(self, request: web.Request) -> web.Response:
         job = self._job(request, request.match_info["job"])
-        wanted = await _decoded(request, _Enabled)
-        self._scheduler.set_harvesting(job, enabled=wanted.enabled)
+        wanted = (await _decoded(request, _Enabled)).checked()
+        self._scheduler.set_harvesting(job, enabled=wanted.enabled, for_s=wanted.for_s)
         return _reply({"job": job, "harvesting": wanted.enabled})
 
     async def _dedicated(self, request: web.Request) -> web.Response:
         job = self._job(request, request.match_info["job"])
-        wanted = await _decoded(request, _Enabled)
-        self._scheduler.use_dedicated(job, enabled=wanted.enabled)
+        wanted = (await _decoded(request, _Enabled)).checked()
+        self._scheduler.use_dedicated(job, enabled=wanted.enabled, for_s=wanted.for_s)
         return _reply({"job": job, "dedicated": wanted.enabled})
 
     async def _status(self, request: web.Request) -> web.Response:

@@ -1,6 +1,7 @@
 """The scheduler of one gateway, put together: policies, their shells, durable state, metrics."""
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Coroutine
 from pathlib import Path
@@ -41,8 +42,13 @@ from scheduler.service.leases import AgentClient
 from scheduler.service.metrics import GatewayMetrics
 from scheduler.service.open_turns import Listen, OpenTurns
 from scheduler.service.state import SchedulerState
+from scheduler.service.switch_deadlines import Switch, SwitchDeadlines
 from scheduler.service.turns import TurnRunner
 
+_log = logging.getLogger(__name__)
+
+_SWITCHES_S = 0.25
+"""Between two looks at switches that were on for a time."""
 # Session ids seen, to count trajectories once; forgotten together when there are too many.
 _SESSIONS_REMEMBERED = 1 << 17
 
@@ -64,6 +70,9 @@ class Scheduler:
         self.jobs: dict[JobId, JobSettings] = {JobId(job.id): job for job in settings.jobs}
         self.ledgers = {job: TurnLedger(job) for job in self.jobs}
         self._harvesting = {job: given.harvesting for job, given in self.jobs.items()}
+        self.tokens = {job: dict.fromkeys(EngineKind, 0) for job in self.jobs}
+        """Generated so far, by the kind of engine."""
+        self._deadlines = SwitchDeadlines()
         self.exported: dict[tuple[JobId, str], int] = {}
         """Ledger totals that the metrics have had."""
         self._sessions: set[tuple[JobId, TrajectoryId]] = set()
@@ -85,6 +94,7 @@ class Scheduler:
             update_s=times.update_s,
             adapter_of=lambda job: self.jobs[job].adapter,
         )
+        self.dispatcher.waits_for_permit = lambda job: not self.fleet.may_use_dedicated(job)
         self.fleet.on_served = lambda member, seconds: self.metrics.switch_s.labels(
             member.engine.kind
         ).observe(seconds)
@@ -161,6 +171,7 @@ class Scheduler:
         loops: list[Coroutine[Any, Any, None]] = [
             watch_health(self.fleet, period_s=times.health_s),
             self.runner.watch_stalls(),
+            self._watch_switches(),
         ]
         if self.settings.agents:
             loops.append(self.harvest.run(period_s=self.settings.capacity_period_s))
@@ -257,16 +268,20 @@ class Scheduler:
         await self._settle(job, target.version)
         return target.version, self.fleet.policy.switch_states(job, target.version)
 
-    def set_harvesting(self, job: JobId, *, enabled: bool) -> None:
+    def set_harvesting(self, job: JobId, *, enabled: bool, for_s: float | None = None) -> None:
+        """`for_s`: off again then, and after a restart, unless it was switched on again."""
+        self._switched(job, Switch.HARVESTING, for_s)
         self._harvesting[job] = enabled
-        self.state.set_harvesting(job, enabled=enabled)
+        self.state.set_harvesting(job, enabled=enabled and for_s is None)
         self.harvest.wake()
 
     def harvesting(self, job: JobId) -> bool:
         return self._harvesting[job]
 
-    def use_dedicated(self, job: JobId, *, enabled: bool) -> None:
-        self.state.use_dedicated(job, enabled=enabled)
+    def use_dedicated(self, job: JobId, *, enabled: bool, for_s: float | None = None) -> None:
+        """`for_s` as of harvesting."""
+        self._switched(job, Switch.DEDICATED, for_s)
+        self.state.use_dedicated(job, enabled=enabled and for_s is None)
         self.fleet.use_dedicated(job, enabled=enabled)
         self.harvest.wake()
 
@@ -292,9 +307,24 @@ class Scheduler:
         if tokens:
             engine = member.engine
             self.metrics.generated_tokens.labels(turn.job, engine.engine, engine.kind).inc(tokens)
+            self.tokens[turn.job][engine.kind] += tokens
 
     def lease_refused(self, member: Member) -> None:
         self.harvest.refused(member)
+
+    def _switched(self, job: JobId, switch: Switch, for_s: float | None) -> None:
+        until_s = None if for_s is None else self._clock.now() + for_s
+        self._deadlines.switched(job, switch, until_s=until_s)
+
+    async def _watch_switches(self) -> None:
+        while True:
+            await asyncio.sleep(_SWITCHES_S)
+            for job, switch in self._deadlines.passed(now=self._clock.now()):
+                _log.warning("job %s: %s goes off, nobody has renewed it", job, switch)
+                turn_off = self.use_dedicated
+                if switch is Switch.HARVESTING:
+                    turn_off = self.set_harvesting
+                turn_off(job, enabled=False)
 
     def _observe(self, event: VersionPublished | JobActivated) -> None:
         self.fleet.last_refusal = ""

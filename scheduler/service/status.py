@@ -42,6 +42,7 @@ def status(scheduler: Scheduler, *, now: float) -> dict[str, Any]:
                 "store": published.store if published else "",
                 "harvesting": scheduler.harvesting(job),
                 "dedicated": scheduler.fleet.may_use_dedicated(job),
+                "tokens": scheduler.tokens[job],
                 "turns": asdict(ledger.counters),
                 "turns_in_ledger": len(ledger),
             }

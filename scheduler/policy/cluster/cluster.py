@@ -15,9 +15,11 @@ from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.policy.cluster.config import ClusterConfig
 from scheduler.policy.cluster.events import (
+    CloseJob,
     ClusterEffect,
     ClusterEvent,
     ClusterResumed,
+    Decision,
     JobGone,
     JobSubmitted,
     NodeBack,
@@ -26,13 +28,15 @@ from scheduler.policy.cluster.events import (
     PhaseBegan,
     PhaseDone,
     PhaseLost,
+    PlanJob,
     PlanReviewed,
+    QueueJob,
+    TellMove,
 )
 from scheduler.policy.cluster.fleet import Fleet
 from scheduler.policy.cluster.residency import Residency, kept_nodes
 from scheduler.policy.cluster.stays import Stay, StayStage
 from scheduler.policy.cluster.submission import KINDS, Submission, nodes_of, submission_fault
-from scheduler.policy.cluster.supply import SuppliedPlanner
 from scheduler.policy.groups.events import (
     AddNode,
     GroupEffect,
@@ -44,7 +48,9 @@ from scheduler.policy.groups.events import (
     PlaceJob,
     ReleaseNode,
     RestartJob,
+    ReviewDue,
 )
+from scheduler.policy.groups.planner import GroupPlanner
 from scheduler.policy.model import Placement, Pool
 from scheduler.policy.phases.events import JobLeft, JobPlaced
 from scheduler.policy.phases.standing import NO_EPOCH, Stage, Standing
@@ -52,15 +58,6 @@ from scheduler.policy.phases.terms import JobTerms
 
 _QUEUE_TRIES = 16
 """Waiting jobs that are looked at when something has changed."""
-
-
-class Decision(StrEnum):
-    """What the planner has asked for; counted."""
-
-    PLACED = "placed"
-    MOVED = "moved"
-    RESTARTED = "restarted"
-    """Because a node failed."""
 
 
 class Promise(StrEnum):
@@ -75,9 +72,12 @@ class Permits(Protocol):
 
 
 class ClusterPolicy:
-    def __init__(self, config: ClusterConfig, permits: Permits) -> None:
+    def __init__(
+        self, config: ClusterConfig, permits: Permits, planner: GroupPlanner | None = None
+    ) -> None:
+        """`planner` is another one than the settings give."""
         self.config = config
-        self.planner = SuppliedPlanner(config)
+        self.planner = planner or GroupPlanner(config.judge, config.types, config.planner)
         self.fleet = Fleet(config.pools)
         self.stays: dict[JobId, Stay] = {}
         """Everybody who was submitted, in the order of arrival."""
@@ -94,6 +94,8 @@ class ClusterPolicy:
         self._effects: list[ClusterEffect] = []
         self._removed: set[JobId] = set()
         """Taken from their permits in the present decision."""
+        self._arrived: set[JobId] = set()
+        """Jobs that the present decision has put on nodes."""
         self._touched: set[JobId] = set()
 
     def refusal(self, given: Submission) -> str:
@@ -111,7 +113,7 @@ class ClusterPolicy:
         return fault
 
     def observe(self, event: ClusterEvent, *, now: float) -> tuple[ClusterEffect, ...]:
-        self._effects, self._removed = [], set()
+        self._effects, self._removed, self._arrived = [], set(), set()
         match event:
             case JobSubmitted(submission=given):
                 self._submit(given, now)
@@ -133,11 +135,12 @@ class ClusterPolicy:
             case NodeLost(node=node) if self.fleet.has_up(node):
                 self._lose(node, now)
             case NodeBack(node=node) if node in self.fleet.failed:
-                self.fleet.failed.discard(node)
+                self.fleet.repair(node)
                 self.layout_changed = True
                 self._let_in(now)
             case PlanReviewed():
-                self._apply(self.planner.review(self._supply(), now=now), now)
+                self.planner.book.supply = self._supply()
+                self._apply(self.planner.observe(ReviewDue(), now=now), now)
                 self._let_in(now)
             case ClusterResumed():
                 self._resume(now)
@@ -156,7 +159,12 @@ class ClusterPolicy:
     def wanted_terms(self, stay: Stay) -> JobTerms | None:
         """What its permits shall be for now."""
         rollout, training = self.machines(stay.at)
-        return stay.submission.terms(rollout, training)
+        return stay.submission.terms(
+            rollout,
+            training,
+            accelerators=self.config.rollout.type.accelerators,
+            tail_ratio=self.config.tail_ratio,
+        )
 
     def _submit(self, given: Submission, now: float) -> None:
         stay = self.stays.get(given.job)
@@ -166,8 +174,8 @@ class ClusterPolicy:
             self.stays[given.job] = stay
             self.unsaved.add(given.job)
             self._admit(now)
-        elif stay.stage is StayStage.MOVING and self._is_apart(stay):
-            # A process that begins anew is told with the answer where it begins.
+        elif stay.stage is StayStage.MOVING and (stay.told or self._is_apart(stay)):
+            # It was told at its iteration's end, or a process that begins anew is with the answer.
             self._leave_old(stay, now)
 
     def _asked(self, job: JobId, begins: bool, now: float) -> None:
@@ -182,11 +190,30 @@ class ClusterPolicy:
         stay, facts = self.stays[event.job], self.planner.facts[event.job]
         ended = PhaseEnded(job=event.job, phase=event.kind, solo_s=event.solo_s)
         self._apply(self.planner.observe(ended, now=now), now)
+        if event.curve:
+            facts.learn_tail(event.curve, accelerators=self._accelerators(stay))
         facts.belief()
-        if event.kind is KINDS[-1]:
+        if event.kind is stay.submission.phases[-1].kind:
             stay.iterations += 1
-            stay.told = stay.to is not None and all(self.machines(stay.to))
+            self._tell_move(stay)
         self.unsaved.add(event.job)
+
+    def _accelerators(self, stay: Stay) -> int:
+        """Of all its rollout nodes."""
+        return stay.submission.phases[0].nodes * self.config.rollout.type.accelerators
+
+    def _tell_move(self, stay: Stay) -> None:
+        rollout, training = self.machines(stay.to)
+        stay.told = stay.to is not None and bool(rollout) and bool(training)
+        if stay.told:
+            self._effects.append(
+                TellMove(
+                    job=stay.job,
+                    rollout_nodes=rollout,
+                    training_nodes=training,
+                    reason=stay.reason,
+                )
+            )
 
     def _end(self, job: JobId, now: float) -> None:
         stay = self.stays.pop(job)
@@ -195,12 +222,22 @@ class ClusterPolicy:
         if stay.stage is StayStage.QUEUED:
             return
         self.residency.hold(stay, ())
-        self._remove(job)
+        self._remove(job, for_good=True)
         facts = self.planner.facts[job]
         if stay.iterations:
             # Who falls silent is given up much later; that is no delay of ours.
-            kept = facts.account.credit_s(facts.seen_s) >= 0
+            account = facts.account
+            kept = account.credit_s(facts.seen_s) >= 0
             self.promises[Promise.KEPT if kept else Promise.BROKEN] += 1
+            self._effects.append(
+                CloseJob(
+                    job=job,
+                    slowdown=(facts.seen_s - account.began_s) / account.solo_s,
+                    slo=account.slo,
+                    iterations=stay.iterations,
+                    moves=stay.moves,
+                )
+            )
         self._apply(self.planner.observe(JobEnded(job=job), now=now), now)
         self._let_in(now)
 
@@ -209,6 +246,7 @@ class ClusterPolicy:
         self.layout_changed = True
         if name is not None:
             why = f"node {node} failed; it is replaced"
+            self.planner.book.supply = self._supply()
             self._apply(self.planner.observe(NodeFailed(node=name), now=now), now, why=why)
         for job in self.stays:
             standing = self._permits.standing(job)
@@ -232,17 +270,29 @@ class ClusterPolicy:
                 case ReleaseNode(node=name):
                     self.fleet.release(name)
                 case PlaceJob(group=group, placement=placement, reason=reason):
-                    self.decisions[Decision.PLACED] += 1
                     stay = self.stays[placement.job]
                     stay.placed_s, stay.reason = now, reason
                     self._direct(stay, group, placement)
+                    self._decided(Decision.PLACED, stay, placement)
                     self._enter_if_room(stay)
                 case MoveJob(group=group, placement=placement, reason=reason):
-                    self.decisions[Decision.MOVED] += 1
                     self._move(self.stays[placement.job], group, placement, why or reason, now)
                 case RestartJob(group=group, placement=placement, reason=reason):
-                    self.decisions[Decision.RESTARTED] += 1
                     self._restart(self.stays[placement.job], group, placement, why or reason)
+
+    def _decided(self, decision: Decision, stay: Stay, placement: Placement) -> None:
+        self.decisions[decision] += 1
+        rollout, training = self.machines(placement)
+        self._effects.append(
+            PlanJob(
+                decision=decision,
+                job=stay.job,
+                group=stay.to_group or GroupId(""),
+                rollout_nodes=rollout,
+                training_nodes=training,
+                reason=stay.reason,
+            )
+        )
 
     def _direct(self, stay: Stay, group: GroupId, placement: Placement) -> None:
         stay.to, stay.to_group, stay.told = placement, group, False
@@ -253,6 +303,7 @@ class ClusterPolicy:
     ) -> None:
         stay.reason = reason
         self._direct(stay, group, placement)
+        self._decided(Decision.MOVED, stay, placement)
         if not stay.started or stay.at is None:
             # Nothing of it is on the nodes that it would have to leave.
             self._leave_old(stay, now)
@@ -261,6 +312,7 @@ class ClusterPolicy:
         """A phase on nodes that the job keeps runs to its end; any other is over now."""
         stay.reason = reason
         self._direct(stay, group, placement)
+        self._decided(Decision.RESTARTED, stay, placement)
         self.residency.hold(stay, kept_nodes(stay, placement))
         standing = self._permits.standing(stay.job)
         if standing is not None and standing.holding:
@@ -287,6 +339,7 @@ class ClusterPolicy:
         stay.moves += stay.started
         self.residency.hold(stay, nodes_of(stay.to))
         stay.arrive()
+        self._arrived.add(stay.job)
         self._touched.add(stay.job)
         self.unsaved.add(stay.job)
 
@@ -302,27 +355,32 @@ class ClusterPolicy:
 
     def _admit(self, now: float) -> None:
         """First come, first served; who comes later may pass where no free node is taken."""
-        supply = self._supply()
+        book = self.planner.book
+        book.supply = self._supply()
         waiting = [one for one in self.stays.values() if one.stage is StayStage.QUEUED]
         for stay in waiting[:_QUEUE_TRIES]:
             try:
-                effects = self.planner.admit(stay.submission, supply, now=now)
+                effects = self.planner.observe(stay.submission.arrival, now=now)
             except Exhausted as error:
-                supply = Counter()
+                book.supply = dict.fromkeys(Pool, 0)
                 if stay.reason != str(error):
                     stay.reason = str(error)
                     self.unsaved.add(stay.job)
+                    self._effects.append(QueueJob(job=stay.job, reason=stay.reason))
                 continue
             self._apply(effects, now)
-            supply = self._supply() if supply else supply
 
-    def _supply(self) -> Counter[Pool]:
-        return Counter({pool: self.fleet.spare(pool) for pool in self.config.pools})
+    def _supply(self) -> dict[Pool, int]:
+        """Machines in use and free ones that nobody waits for."""
+        up = self.planner.book.up
+        return {pool: up[pool] + self.fleet.spare(pool) for pool in self.config.pools}
 
-    def _remove(self, job: JobId) -> None:
-        if self._permits.standing(job) is not None and job not in self._removed:
+    def _remove(self, job: JobId, *, for_good: bool = False) -> None:
+        standing = self._permits.standing(job)
+        known = standing is not None and (for_good or standing.stage is not Stage.APART)
+        if known and job not in self._removed:
             self._removed.add(job)
-            self._effects.append(JobLeft(job=job))
+            self._effects.append(JobLeft(job=job, for_good=for_good))
 
     def _is_apart(self, stay: Stay) -> bool:
         standing = self._permits.standing(stay.job)
@@ -330,9 +388,12 @@ class ClusterPolicy:
 
     def _rank(self, effect: ClusterEffect) -> int:
         """New terms before anybody leaves: who waits for a freed node must not be on a lost one."""
-        if isinstance(effect, JobLeft):
-            return 1
-        return 2 if effect.terms.job in self._removed else 0
+        match effect:
+            case JobLeft():
+                return 1
+            case JobPlaced(terms=terms) if terms.job in self._removed:
+                return 2
+        return 0
 
     def _settle(self) -> None:
         """Terms as they shall be now, where they may have changed."""
@@ -344,7 +405,7 @@ class ClusterPolicy:
             there = None if standing is None or job in self._removed else standing.terms
             if wanted is None:
                 self._remove(job)
-            elif wanted != there:
+            elif wanted != there or job in self._arrived:
                 self._effects.append(JobPlaced(terms=wanted))
         self._touched = set()
 

@@ -30,6 +30,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A phase's start after another job's, from host memory."""
     move_s: float = 300.0
     """What a job loses by a move to other nodes."""
+    migrate_s: float = 3.0
+    """What moving a tail to a part of its accelerators costs the job, and the one that waits."""
+    tail_ratio: float | None = None
+    """Completed share from which every rollout's tail may leave, as RollMux has it with 0.8; None:
+    learned for each job."""
     review_s: float = 60.0
     """Between two looks at promises and savings."""
     gone_s: float = 900.0
@@ -45,8 +50,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rules(self) -> Rules:
-        """Permits neither move tails within a node nor load ahead, so forecasts do not either."""
-        return OUR_RULES._replace(migrate=False, prewarm=False, warm_s=self.warm_start_s)
+        """What forecasts assume of permits."""
+        return OUR_RULES._replace(prewarm=False, warm_s=self.warm_start_s, migrate_s=self.migrate_s)
 
     @property
     def judge(self) -> Distributional:

@@ -1,9 +1,12 @@
-"""What the cluster policy hears. What it says are events of the permit policy."""
+"""What the cluster policy hears, and what it says: decisions, and events of the permit policy."""
+
+from enum import StrEnum
 
 import msgspec
 
-from harvester.contracts.ids import JobId, NodeId
+from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.policy.cluster.submission import Submission
+from scheduler.policy.groups.tail import Completion
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.events import JobLeft, JobPlaced
 
@@ -30,6 +33,8 @@ class PhaseDone(msgspec.Struct, frozen=True, kw_only=True, tag="phase_done"):
     kind: PhaseKind
     solo_s: float
     """What it would have taken alone: without waiting and loading."""
+    curve: tuple[Completion, ...] = ()
+    """How the job's phases of this kind complete, once enough of them were seen."""
 
 
 class PhaseLost(msgspec.Struct, frozen=True, kw_only=True, tag="phase_lost"):
@@ -76,4 +81,52 @@ ClusterEvent = (
     | PlanReviewed
     | ClusterResumed
 )
-ClusterEffect = JobPlaced | JobLeft
+
+
+class Decision(StrEnum):
+    PLACED = "placed"
+    MOVED = "moved"
+    RESTARTED = "restarted"
+    """Because a node failed."""
+
+
+class PlanJob(msgspec.Struct, frozen=True, kw_only=True, tag="plan_job"):
+    """Where the job is to be, and why. A move takes effect at its iteration's end."""
+
+    decision: Decision
+    job: JobId
+    group: GroupId
+    rollout_nodes: tuple[NodeId, ...]
+    """Empty while one of them has failed and no other is free; the same of the others."""
+    training_nodes: tuple[NodeId, ...]
+    reason: str
+
+
+class QueueJob(msgspec.Struct, frozen=True, kw_only=True, tag="queue_job"):
+    """The job finds no place for now, and why."""
+
+    job: JobId
+    reason: str
+
+
+class TellMove(msgspec.Struct, frozen=True, kw_only=True, tag="tell_move"):
+    """Its iteration is over: the job leaves its nodes and goes on there."""
+
+    job: JobId
+    rollout_nodes: tuple[NodeId, ...]
+    training_nodes: tuple[NodeId, ...]
+    reason: str
+
+
+class CloseJob(msgspec.Struct, frozen=True, kw_only=True, tag="close_job"):
+    """The job is gone; how it fared by its last phase that ended."""
+
+    job: JobId
+    slowdown: float
+    slo: float
+    iterations: int
+    moves: int
+
+
+PlanEffect = PlanJob | QueueJob | TellMove | CloseJob
+ClusterEffect = JobPlaced | JobLeft | PlanEffect

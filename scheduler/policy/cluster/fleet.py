@@ -16,10 +16,23 @@ class Fleet:
         self._names = {pool: nodes.names for pool, nodes in pools.items()}
         self._pool = {name: pool for pool, nodes in pools.items() for name in nodes.names}
         self.failed: set[NodeId] = set()
+        """To read; `fail` and `repair` change it."""
         self.machines: dict[NodeId, NodeId] = {}
-        """By the planner's name."""
+        """By the planner's name; to read."""
         self.awaited: dict[NodeId, Pool] = {}
         """Planner's names without a machine, the longest waiting first."""
+        self._free: dict[Pool, tuple[NodeId, ...]] = {}
+        """As found since a machine last changed hands."""
+
+    def restore(
+        self,
+        machines: Mapping[NodeId, NodeId],
+        awaited: Mapping[NodeId, Pool],
+        failed: Iterable[NodeId],
+    ) -> None:
+        self.machines, self.awaited = dict(machines), dict(awaited)
+        self.failed = {node for node in failed if node in self._pool}
+        self._free.clear()
 
     def has_up(self, machine: NodeId) -> bool:
         """Also one in use that is no node of ours any more."""
@@ -35,8 +48,12 @@ class Fleet:
 
     def free(self, pool: Pool) -> tuple[NodeId, ...]:
         """In the order of the file."""
-        used = self.failed | set(self.machines.values())
-        return tuple(name for name in self._names[pool] if name not in used)
+        free = self._free.get(pool)
+        if free is None:
+            used = self.failed | set(self.machines.values())
+            free = tuple(name for name in self._names[pool] if name not in used)
+            self._free[pool] = free
+        return free
 
     def counts(self, pool: Pool) -> dict[str, int]:
         """Machines used, free and failed, and names that miss one."""
@@ -69,22 +86,29 @@ class Fleet:
             free = self.free(pool)
             if free:
                 self.machines[name] = free[0]
+                self._free[pool] = free[1:]
                 del self.awaited[name]
                 bound.append(name)
         return bound
 
     def release(self, name: NodeId) -> None:
+        self._free.clear()
         self.machines.pop(name, None)
         self.awaited.pop(name, None)
 
     def fail(self, machine: NodeId) -> NodeId | None:
         """Returns the planner's name of it, where it was in use."""
         name = self.planned(machine)
+        self._free.clear()
         if machine in self._pool:
             self.failed.add(machine)
         if name is not None:
             del self.machines[name]
         return name
+
+    def repair(self, machine: NodeId) -> None:
+        self._free.clear()
+        self.failed.discard(machine)
 
     def named(self, names: Iterable[NodeId]) -> tuple[NodeId, ...]:
         """Their machines; nothing where one is missing."""

@@ -16,7 +16,7 @@ from scheduler.policy.groups.book import Cell
 from scheduler.policy.groups.durations import PhaseEstimate
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.slo import SloAccount
-from scheduler.policy.groups.tail import UNDIVIDED
+from scheduler.policy.groups.tail import TailShape
 from scheduler.policy.model import Placement, Pool
 
 _NAMES_AT_ONCE = 1000
@@ -28,7 +28,9 @@ class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
     rollout: PhaseEstimate
     training: PhaseEstimate
     account: SloAccount
+    tail: TailShape
     open_s: float
+    seen_s: float
     moved_s: float | None
     """None: never."""
     leaving: bool
@@ -39,6 +41,18 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     stay: Stay
     facts: PlannedFacts | None = None
     """None while it waits for a place."""
+
+    def shifted(self, by_s: float) -> "JobRecord":
+        """The same in the times of a clock that shows so much more. Changes this one too."""
+        stay, facts = self.stay, self.facts
+        stay.submitted_s += by_s
+        stay.placed_s = None if stay.placed_s is None else stay.placed_s + by_s
+        if facts is None:
+            return self
+        facts.account.began_s += by_s
+        moved_s = None if facts.moved_s is None else facts.moved_s + by_s
+        facts = msgspec.structs.replace(facts, moved_s=moved_s, seen_s=facts.seen_s + by_s)
+        return JobRecord(stay=stay, facts=facts)
 
 
 class CellRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +92,9 @@ def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
             rollout=facts.rollout,
             training=facts.training,
             account=facts.account,
+            tail=facts.tail,
             open_s=facts.open_s,
+            seen_s=facts.seen_s,
             moved_s=moved_s,
             leaving=policy.planner.book.is_leaving(job),
         ),
@@ -111,38 +127,34 @@ def snapshot(policy: ClusterPolicy) -> dict[str, Any]:
     return found
 
 
-def restore(policy: ClusterPolicy, memory: Memory, *, shift_s: float = 0.0) -> None:
-    """Into a new policy. `shift_s` is what this clock shows beyond the one of the records.
+def restore(policy: ClusterPolicy, memory: Memory) -> None:
+    """Into a new policy.
 
     Raises ValueError where the records contradict each other or the nodes that there are.
     """
     records = sorted(memory.jobs, key=lambda record: record.stay.number)
     for record in records:
-        _restore_job(policy, record, shift_s)
+        _restore_job(policy, record)
     last = records[-1].stay.number if records else 0
     policy.arrivals = max(memory.layout.arrivals, last)
-    policy.fleet.failed = {node for node in memory.layout.failed if policy.fleet.pool_of(node)}
-    policy.fleet.machines = dict(memory.layout.machines)
-    policy.fleet.awaited = dict(memory.layout.awaited)
+    where = memory.layout
+    policy.fleet.restore(where.machines, where.awaited, where.failed)
     _restore_book(policy, memory.layout.cells, records)
 
 
-def _restore_job(policy: ClusterPolicy, record: JobRecord, shift_s: float) -> None:
+def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
     stay, kept = record.stay, record.facts
     held, stay.held = stay.held, ()
     policy.residency.restore(stay, held)
-    stay.submitted_s += shift_s
-    stay.placed_s = None if stay.placed_s is None else stay.placed_s + shift_s
     policy.stays[stay.job] = stay
     if kept is None:
         return
     job = stay.submission.as_job
-    facts = JobFacts.of(job, cold_start_s=policy.config.cold_start_s, tail=UNDIVIDED, now=0.0)
+    facts = JobFacts.of(job, cold_start_s=policy.config.cold_start_s, tail=kept.tail, now=0.0)
     facts.rollout, facts.training, facts.account = kept.rollout, kept.training, kept.account
-    facts.account.began_s += shift_s
-    facts.open_s, facts.moving = kept.open_s, kept.leaving
+    facts.open_s, facts.seen_s, facts.moving = kept.open_s, kept.seen_s, kept.leaving
     if kept.moved_s is not None:
-        facts.moved_s = kept.moved_s + shift_s
+        facts.moved_s = kept.moved_s
     policy.planner.facts[stay.job] = facts
 
 

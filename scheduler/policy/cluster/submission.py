@@ -1,11 +1,13 @@
 """What a job declares to a planning control, and the terms of permits that a place gives."""
 
-from collections.abc import Iterator
 from typing import Final
 
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId, TenantId
+from scheduler.policy.groups.durations import Measured
+from scheduler.policy.groups.events import JobArrived
+from scheduler.policy.groups.tail import tail_accelerators
 from scheduler.policy.model import Job, Phase, PhaseKind, Placement
 from scheduler.policy.phases.terms import JobTerms, PhaseTerms
 
@@ -31,11 +33,9 @@ class DeclaredPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cv: float = 0.1
     seen: int = 40
     """Phases that `mean_s` is of."""
-    least_nodes: int = 0
-    tail_ratio: float = 1.0
-    tail_nodes: int = 1
-    learn_tail: bool = False
-    """These four as in `PhaseTerms`. A plan does not count on tails that leave nodes."""
+    divisible: bool = True
+    """A rollout may begin on the accelerators that another's tail leaves of its nodes, and bring
+    its own tail together on a part of them once its completion has been seen."""
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,22 +62,55 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             slowdown_slo=self.slo,
         )
 
-    def terms(self, rollout: tuple[NodeId, ...], training: tuple[NodeId, ...]) -> JobTerms | None:
-        """On nodes that there are; a phase without is left out. None where neither has any."""
-        phases = tuple(
-            PhaseTerms(
-                kind=one.kind,
-                nodes=nodes,
-                max_s=one.max_s,
-                least_nodes=one.least_nodes,
-                tail_ratio=one.tail_ratio,
-                tail_nodes=one.tail_nodes,
-                learn_tail=one.learn_tail,
-            )
-            for one, nodes in zip(self.phases, (rollout, training), strict=True)
-            if nodes
+    @property
+    def arrival(self) -> JobArrived:
+        """What the planner is told of it."""
+        return JobArrived(
+            job=self.as_job,
+            measured={
+                one.kind: Measured(mean_s=one.mean_s, cv=one.cv, seen=one.seen)
+                for one in self.phases
+                if one.mean_s is not None
+            },
         )
-        return JobTerms(job=self.job, phases=phases) if phases else None
+
+    def terms(
+        self,
+        rollout: tuple[NodeId, ...],
+        training: tuple[NodeId, ...],
+        *,
+        accelerators: int,
+        tail_ratio: float | None = None,
+    ) -> JobTerms | None:
+        """On nodes that there are, of which a rollout's have so many accelerators each.
+
+        A phase that misses its nodes is left out. None where both miss them. A rollout's tail
+        leaves at `tail_ratio` complete, or where its own completion says.
+        """
+        sides = {PhaseKind.ROLLOUT: rollout, PhaseKind.TRAINING: training, PhaseKind.SYNC: ()}
+        phases = tuple(
+            _phase_terms(one, sides[one.kind], accelerators, tail_ratio)
+            for one in self.phases
+            if sides[one.kind] or one.kind is PhaseKind.SYNC
+        )
+        return JobTerms(job=self.job, phases=phases) if rollout or training else None
+
+
+def _phase_terms(
+    one: DeclaredPhase, nodes: tuple[NodeId, ...], accelerators: int, tail_ratio: float | None
+) -> PhaseTerms:
+    if one.kind is not PhaseKind.ROLLOUT or not one.divisible:
+        return PhaseTerms(kind=one.kind, nodes=nodes, max_s=one.max_s)
+    return PhaseTerms(
+        kind=one.kind,
+        nodes=nodes,
+        accelerators=accelerators,
+        max_s=one.max_s,
+        least_accelerators=1,
+        tail_ratio=1.0 if tail_ratio is None else tail_ratio,
+        tail_accelerators=tail_accelerators(tail_ratio or 1.0, len(nodes) * accelerators),
+        learn_tail=tail_ratio is None,
+    )
 
 
 def submission_fault(given: Submission) -> str:
@@ -97,22 +130,7 @@ def submission_fault(given: Submission) -> str:
             return f"{one.kind}: cv is 0 to 1 and seen 1 to {SEEN_MAX}"
         if not 1 <= one.nodes <= NODES_MAX:
             return f"{one.kind}: nodes is 1 to {NODES_MAX}"
-        if not 0 <= one.least_nodes <= one.nodes or not 0 <= one.tail_nodes <= one.nodes:
-            return f"{one.kind}: least_nodes and tail_nodes are at most {one.nodes}"
-        if not 0.0 < one.tail_ratio <= 1.0:
-            return f"{one.kind}: tail_ratio is above 0 and at most 1"
-        if one.learn_tail and one.tail_nodes == 0:
-            return f"{one.kind}: learn_tail is for tails that stay on nodes of the phase"
     return ""
-
-
-def measured(phase: DeclaredPhase) -> Iterator[float]:
-    """Durations of the declared mean and variation; an odd last one is the mean itself."""
-    if phase.mean_s is None:
-        return
-    sides = [1.0, -1.0] * (phase.seen // 2) + [0.0] * (phase.seen % 2)
-    for side in sides:
-        yield phase.mean_s * max(0.01, 1.0 + side * phase.cv)
 
 
 def nodes_of(placement: Placement) -> tuple[NodeId, ...]:

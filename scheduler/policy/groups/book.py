@@ -5,6 +5,8 @@ exist as long as somebody is pinned to them. A job that moves stays resident on 
 it has left; arrivals count it there, and other movers wait for its room.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
@@ -50,8 +52,12 @@ class Cell:
 
 
 class GroupBook:
-    def __init__(self, types: dict[Pool, NodeType]) -> None:
+    def __init__(
+        self, types: dict[Pool, NodeType], supply: Mapping[Pool, int] | None = None
+    ) -> None:
         self.types = types
+        self.supply: Mapping[Pool, int] = supply or {}
+        """How many nodes there are; of a pool that is not named, as many as are wanted."""
         self.cells: dict[GroupId, Cell] = {}
         self.home: dict[JobId, GroupId] = {}
         self.nodes: dict[NodeId, GroupId] = {}
@@ -59,6 +65,8 @@ class GroupBook:
         """By node, of those who leave it too."""
         self.planned_bytes: dict[NodeId, int] = {}
         """By node, once everybody who moves has moved."""
+        self.up = Counter[Pool]()
+        """Nodes that somebody is pinned to or still leaving."""
         self.committed_per_hour = 0.0
         """Price of the nodes that somebody is pinned to and not leaving."""
         self._pins: dict[NodeId, int] = {}
@@ -179,6 +187,28 @@ class GroupBook:
     def planned_free_bytes(self, node: NodeId, pool: Pool) -> int:
         return self.types[pool].host_bytes - self.planned_bytes.get(node, 0)
 
+    def free_nodes(self, pool: Pool) -> int | None:
+        """How many more of the pool may come up; None: as many as are wanted."""
+        there = self.supply.get(pool)
+        return None if there is None else max(0, there - self.up[pool])
+
+    def is_supplied(self, placement: Placement) -> bool:
+        """Whether the nodes that the placement would bring up are there."""
+        return not self.shortage(placement)
+
+    def shortage(self, placement: Placement) -> dict[Pool, int]:
+        """By pool, how many nodes the placement would bring up where fewer are free."""
+        if not self.supply:
+            return {}
+        sides = ((Pool.ROLLOUT, placement.rollout_nodes), (Pool.TRAINING, placement.training_nodes))
+        short = {}
+        for pool, nodes in sides:
+            wanted = sum(node not in self.nodes for node in nodes)
+            free = self.free_nodes(pool)
+            if free is not None and wanted > free:
+                short[pool] = wanted
+        return short
+
     def price_per_hour(self) -> float:
         """Of all nodes that are up."""
         return sum(self.cell_price_per_hour(cell) for cell in self.cells.values())
@@ -229,19 +259,21 @@ class GroupBook:
             raise ValueError(f"node {node} would hold {planned} bytes")
         self.planned_bytes[node] = planned
         self.resident_bytes[node] = self.resident_bytes.get(node, 0) + host_bytes
+        self.up[pool] += node not in self._pins
         self._pins[node] = self._pins.get(node, 0) + 1
 
     def _release(self, placement: Placement, cell: Cell, host_bytes: int) -> tuple[NodeId, ...]:
         down: list[NodeId] = []
-        for owned, wanted in (
-            (cell.rollout, placement.rollout_nodes),
-            (cell.training, placement.training_nodes),
+        for pool, owned, wanted in (
+            (Pool.ROLLOUT, cell.rollout, placement.rollout_nodes),
+            (Pool.TRAINING, cell.training, placement.training_nodes),
         ):
             for node in wanted:
                 self._pins[node] -= 1
                 self.resident_bytes[node] -= host_bytes
                 if self._pins[node] == 0:
                     owned.remove(node)
+                    self.up[pool] -= 1
                     del self._pins[node], self.resident_bytes[node], self.nodes[node]
                     del self.planned_bytes[node]
                     down.append(node)

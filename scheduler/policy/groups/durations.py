@@ -28,6 +28,16 @@ DRIFT_RATIO_MAX: Final = 2.0
 """Most that a drift takes the mean up or down from the faded one."""
 
 
+class Measured(NamedTuple):
+    """What was measured of a phase before, alone on its nodes."""
+
+    mean_s: float
+    cv: float
+    """Of a single phase, around its mean."""
+    seen: int
+    """Phases that the mean is of: fewer leave more doubt."""
+
+
 @dataclass(slots=True)
 class PhaseEstimate:
     """Belief about one phase's mean and variation; `memory` is in observations."""
@@ -58,6 +68,12 @@ class PhaseEstimate:
         self.spread_s2 = self.spread_s2 * fading + gap_s * (solo_s - self.seen_s)
         self.ago_spread_s = self.ago_spread_s * fading + step * (solo_s - self.seen_s)
         self.count += 1
+
+    def recall(self, measured: Measured) -> None:
+        """Adds durations of that mean and variation; an odd last one is the mean itself."""
+        sides = [1.0, -1.0] * (measured.seen // 2) + [0.0] * (measured.seen % 2)
+        for side in sides:
+            self.observe(measured.mean_s * max(0.01, 1.0 + side * measured.cv))
 
     @property
     def cv(self) -> float:

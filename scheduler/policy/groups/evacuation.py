@@ -8,6 +8,7 @@ way is done with the end that failed, and keeps the other.
 
 from collections.abc import Callable
 
+from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.policy.groups.events import (
     AddNode,
@@ -49,7 +50,7 @@ class Evacuation:
             self._packer.refresh(cell)
         effects: list[GroupEffect] = []
         for job in pinned:
-            opening = self._choose(job)
+            opening = self._anywhere(job)
             up = self._book.pin(opening.placement, opening.cell, self._bytes(job))
             self._packer.refresh(opening.cell)
             effects += [AddNode(node=one, group=opening.cell.group) for one in up]
@@ -67,6 +68,13 @@ class Evacuation:
         facts.moving = False
         facts.lose_iteration()
         return RestartJob(group=group, placement=placement, reason=why)
+
+    def _anywhere(self, job: JobId) -> Opening:
+        """It has run already: where no node is free, its own wait for the next ones."""
+        try:
+            return self._choose(job)
+        except Exhausted:
+            return self._packer.isolated(job)
 
     def _left(self, job: JobId) -> tuple[NodeId, ...]:
         cells = self._book.leaving_cells(job)

@@ -3,11 +3,17 @@
 import msgspec
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
+from scheduler.policy.groups.durations import Measured
+from scheduler.policy.groups.tail import Completion
 from scheduler.policy.model import Job, Node, PhaseKind, Placement
 
 
 class JobArrived(msgspec.Struct, frozen=True, kw_only=True, tag="job_arrived"):
     job: Job
+    measured: dict[PhaseKind, Measured] = {}
+    """Of its phases, before it came here: teaches durations and earns no credit."""
+    curve: tuple[Completion, ...] = ()
+    """How its responses complete over a rollout, as declared; empty: not known."""
 
 
 class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):

@@ -1,12 +1,13 @@
 """What the planner knows of one job: what it declared, what was observed, what it was promised."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-from scheduler.policy.groups.durations import Belief, PhaseEstimate, learned
+from scheduler.policy.groups.durations import Belief, Measured, PhaseEstimate, learned
 from scheduler.policy.groups.slo import SloAccount
-from scheduler.policy.groups.tail import TailShape
+from scheduler.policy.groups.tail import Completion, TailShape, best_shape
 from scheduler.policy.model import Job, PhaseKind
 
 _RENEWED_AT: Final = (1, 2, 4, 8, 16, 32)
@@ -65,8 +66,13 @@ class JobFacts:
         """Whether the mean of one of its phases is known to move."""
         return self.rollout.drift_s != 0.0 or self.training.drift_s != 0.0
 
+    def recall(self, measured: Mapping[PhaseKind, Measured]) -> None:
+        """What was measured before the job came here: into the estimates alone, no credit."""
+        for kind, each in measured.items():
+            self._estimate(kind).recall(each)
+
     def observe(self, kind: PhaseKind, solo_s: float) -> None:
-        (self.rollout if kind is PhaseKind.ROLLOUT else self.training).observe(solo_s)
+        self._estimate(kind).observe(solo_s)
         self.account.solo_s += solo_s
         self.open_s = solo_s if kind is PhaseKind.ROLLOUT else 0.0
         if self._belief is not None and self._outdated(self._belief):
@@ -74,9 +80,15 @@ class JobFacts:
 
     def observe_cut(self, kind: PhaseKind, at_least_s: float) -> None:
         """A phase that was ended before its end teaches where it was longer than believed."""
-        estimate = self.rollout if kind is PhaseKind.ROLLOUT else self.training
+        estimate = self._estimate(kind)
         if at_least_s > estimate.mean_s:
             estimate.observe(at_least_s)
+            self._belief = None
+
+    def learn_tail(self, curve: Sequence[Completion], *, accelerators: int) -> None:
+        shape = best_shape(curve, accelerators=accelerators)
+        if shape.share != self.tail.share or abs(shape.bulk_ratio - self.tail.bulk_ratio) >= 0.02:
+            self.tail = shape
             self._belief = None
 
     def lose_iteration(self) -> None:
@@ -111,6 +123,9 @@ class JobFacts:
         """Above the SLO exactly where that credit is below 0."""
         passed_s = now - self.account.began_s - self._under_way_s(now)
         return max(0.0, passed_s) / max(self.account.solo_s, _LEAST_S)
+
+    def _estimate(self, kind: PhaseKind) -> PhaseEstimate:
+        return self.rollout if kind is PhaseKind.ROLLOUT else self.training
 
     def _under_way_s(self, now: float) -> float:
         belief = self.belief()

@@ -123,13 +123,35 @@ class Packer:
         without: Iterable[Cell] = (),
         below_per_hour: float = float("inf"),
         new_group: bool = True,
-        allowed: Callable[[Opening], bool] | None = None,
     ) -> Opening | None:
         """The cheapest admissible opening under `below_per_hour`, in no cell of `without`.
 
-        Looks at the `tries` fullest groups of each kind. Where only `allowed` openings can be
-        taken, it looks at every group: there is no new one to fall back to.
+        Looks at the `tries` fullest groups of each kind, whatever nodes there are.
         """
+        return self._best(job, without, below_per_hour, new_group=new_group, within_supply=False)
+
+    def best_within_supply(
+        self,
+        job: JobId,
+        *,
+        without: Iterable[Cell] = (),
+        below_per_hour: float = float("inf"),
+    ) -> Opening | None:
+        """The same on nodes that there are, in a group that there is: every group is looked at."""
+        # The index may be older than what was learned of its jobs since.
+        for cell in self.book.cells.values():
+            self.refresh(cell)
+        return self._best(job, without, below_per_hour, new_group=False, within_supply=True)
+
+    def _best(
+        self,
+        job: JobId,
+        without: Iterable[Cell],
+        below_per_hour: float,
+        *,
+        new_group: bool,
+        within_supply: bool,
+    ) -> Opening | None:
         facts = self.facts[job]
         rollout, training = self.shares(facts)
         wish = Wish(
@@ -138,7 +160,7 @@ class Packer:
             host_bytes=facts.job.host_bytes_per_node,
         )
         excluded = {cell.group for cell in without}
-        tries = self.limits.tries if allowed is None else None
+        tries = None if within_supply else self.limits.tries
         for kind, pools, added in self._kinds(facts):
             if added >= below_per_hour:
                 break
@@ -151,7 +173,7 @@ class Packer:
                     for cell in cells
                     if cell.group not in excluded and self.judge.takes_more(self.occupants(cell))
                     for opening in self._openings(cell, job, kind)
-                    if allowed is None or allowed(opening)
+                    if not within_supply or self.book.is_supplied(opening.placement)
                 ),
                 tries,
             )

@@ -2,12 +2,16 @@
 
 An arrival takes the cheapest admissible opening. What was learned meanwhile, a departure or a drift
 may break a promise or leave a node half empty: a review moves the fewest jobs that restore every
-promise, then those that spare a node. Starts nothing itself; orders within a group are `order`'s.
+promise, then those that spare a node. A supply limits the nodes of a pool: an arrival that finds no
+place within it is refused, and no move needs more. Starts nothing itself; orders within a group are
+`order`'s.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.policy.groups.book import Cell, GroupBook, NodeType
 from scheduler.policy.groups.evacuation import Evacuation
@@ -32,7 +36,7 @@ from scheduler.policy.groups.packing import Opening, Packer, PackingLimits
 from scheduler.policy.groups.regroup import Regroup
 from scheduler.policy.groups.relocation import Move, MovePrices, Relocation
 from scheduler.policy.groups.tail import Completion, best_shape
-from scheduler.policy.model import Job, Pool
+from scheduler.policy.model import Pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +63,14 @@ class GroupPlanner:
     EFFECT: ClassVar[Any] = GroupEffect
 
     def __init__(
-        self, judge: Judge, types: dict[Pool, NodeType], config: PlannerConfig | None = None
+        self,
+        judge: Judge,
+        types: dict[Pool, NodeType],
+        config: PlannerConfig | None = None,
+        supply: Mapping[Pool, int] | None = None,
     ) -> None:
         self.config = config or PlannerConfig()
-        self.book = GroupBook(types)
+        self.book = GroupBook(types, supply)
         self.facts: dict[JobId, JobFacts] = {}
         self.packer = Packer(self.book, self.facts, judge, self.config.limits)
         self.relocation = Relocation(self.packer, self.config.prices)
@@ -74,12 +82,13 @@ class GroupPlanner:
         """Something happened since the last review that may let a node be spared."""
 
     def observe(self, event: GroupEvent, *, now: float) -> tuple[GroupEffect, ...]:
+        """Raises Exhausted for an arrival that finds no place; the planner is as before then."""
         self.packer.now_s = now
         match event:
             case PhaseEnded(job=job, phase=phase, solo_s=solo_s):
                 return self._learn(job, phase, solo_s, now=now)
-            case JobArrived(job=job):
-                return self._place(job, now=now)
+            case JobArrived():
+                return self._place(event, now=now)
             case JobEnded(job=job):
                 return self._end(job)
             case JobMoved(job=job):
@@ -99,15 +108,22 @@ class GroupPlanner:
         self._changed |= young and facts.mature
         return ()
 
-    def _place(self, job: Job, *, now: float) -> tuple[GroupEffect, ...]:
-        config = self.config
-        self.facts[job.job] = JobFacts.of(
+    def _place(self, event: JobArrived, *, now: float) -> tuple[GroupEffect, ...]:
+        config, job = self.config, event.job
+        curve = event.curve or config.curve
+        facts = JobFacts.of(
             job,
             cold_start_s=config.cold_start_s,
-            tail=best_shape(config.curve, accelerators=config.accelerators),
+            tail=best_shape(curve, accelerators=config.accelerators),
             now=now,
         )
-        opening = self.choose(job.job)
+        facts.recall(event.measured)
+        self.facts[job.job] = facts
+        try:
+            opening = self.choose(job.job)
+        except Exhausted:
+            del self.facts[job.job]
+            raise
         up = self.book.pin(opening.placement, opening.cell, job.host_bytes_per_node)
         self.packer.refresh(opening.cell)
         return (
@@ -118,8 +134,21 @@ class GroupPlanner:
         )
 
     def choose(self, job: JobId) -> Opening:
-        """Where an arrival goes; the book is as before."""
-        return self.packer.best(job) or self.packer.isolated(job)
+        """Where an arrival goes; the book is as before. Raises Exhausted where nodes lack."""
+        opening = self.packer.best(job) or self.packer.isolated(job)
+        if self.book.is_supplied(opening.placement):
+            return opening
+        within = self.packer.best_within_supply(job)
+        if within is None:
+            raise Exhausted(self._shortage(opening))
+        return within
+
+    def _shortage(self, opening: Opening) -> str:
+        wants = " and ".join(
+            f"{count} {self.book.types[pool].type} of which {self.book.free_nodes(pool)} are free"
+            for pool, count in self.book.shortage(opening.placement).items()
+        )
+        return f"needs {wants}, and none of the {len(self.book.cells)} groups admits it"
 
     def _end(self, job: JobId) -> tuple[GroupEffect, ...]:
         facts = self.facts[job]

@@ -28,6 +28,8 @@ class MovePrices:
     """Between two moves of one job that only spare money."""
     jobs: int = 7
     """Most jobs that are regrouped at once."""
+    surprise_iterations: float = 1.0
+    """What a move may cost beside, in iterations: the one that it waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,8 @@ class Relocation:
             if saving is not None:
                 budget = before - book.committed_per_hour - saving + 1e-6
             opening = packer.best(job, without=without, below_per_hour=budget, new_group=new_group)
+            if opening is not None and not book.is_supplied(opening.placement):
+                opening = packer.best_within_supply(job, without=without, below_per_hour=budget)
             if opening is None:
                 self.take_back(moves)
                 self._return_home(homes)
@@ -142,23 +146,23 @@ class Relocation:
             self._packer.refresh(self._book.cells[self._book.home[move.job]])
 
     def affords_move(self, job: JobId, *, now: float) -> bool:
-        """Whether the job's credit covers the move and one iteration's surprise."""
+        """Whether the job's credit covers the move and what it may cost beside."""
         facts = self._facts(job)
-        if facts.moving:
-            return False
-        need_s = self._prices.move_s + facts.belief().iteration_s
-        return facts.account.credit_s(now) >= need_s
+        return not facts.moving and facts.account.credit_s(now) >= self._need_s(facts)
 
     def _left_of_move_s(self, job: JobId, *, now: float) -> float:
-        """What the job would have left of its credit, had it paid for a move and an iteration's
-        surprise, and lived alone for as long as it is to be expected to last: as long again as it
+        """What the job would have left of its credit, had it paid for a move and what that may cost
+        beside, and lived alone for as long as it is to be expected to last: as long again as it
         has, and six hours at most.
         """
         facts = self._facts(job)
         account = facts.account
         lasts_s = min(now - account.began_s, SPEND_OVER_S)
-        need_s = self._prices.move_s + facts.belief().iteration_s
-        return account.credit_s(now) + (account.slo - 1.0) * lasts_s - need_s
+        return account.credit_s(now) + (account.slo - 1.0) * lasts_s - self._need_s(facts)
+
+    def _need_s(self, facts: JobFacts) -> float:
+        prices = self._prices
+        return prices.move_s + prices.surprise_iterations * facts.belief().iteration_s
 
     def may_spare(self, job: JobId, *, now: float) -> bool:
         facts = self._facts(job)
@@ -174,7 +178,8 @@ class Relocation:
     def move_all(
         self, wanted: Sequence[tuple[Cell, Placement]], *, kind: OpeningKind
     ) -> list[Move]:
-        """Moves jobs to given places, all or none: memory may not carry both ends of a move."""
+        """Moves jobs to given places, all or none: memory may not carry both ends of a move, or a
+        node may be missing."""
         book, packer = self._book, self._packer
         homes = [(one.job, book.cells[book.home[one.job]]) for _, one in wanted]
         for job, home in homes:
@@ -183,7 +188,7 @@ class Relocation:
         moves: list[Move] = []
         for cell, placement in wanted:
             before = book.committed_per_hour
-            if not self._fits(placement):
+            if not self._fits(placement) or not book.is_supplied(placement):
                 self.take_back(moves)
                 self._return_home(homes)
                 return []

@@ -8,10 +8,15 @@ completion curve, counted in whole accelerators.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 PAPER_THRESHOLD: Final = 0.8
+_THRESHOLDS: Final = np.arange(50, 100) / 100
 ROOM_RATIO: Final = 1.25
 """Accelerators that a tail gets, over its share of the responses: fewer would slow it."""
 
@@ -40,23 +45,23 @@ UNDIVIDED: Final = TailShape(bulk_ratio=1.0, share=0.0)
 """A rollout that never gives up its nodes early."""
 
 
+def tail_accelerators(threshold: float, accelerators: int) -> int:
+    """So many take what is open once `threshold` is complete; at least one."""
+    # Rounding before ceil: 0.2 * 1.25 * 8 must be 2 accelerators, not 3.
+    wanted = ceil(round(accelerators * ROOM_RATIO * (1.0 - threshold), 6))
+    return min(max(1, wanted), accelerators)
+
+
 def shape_at(
     threshold: float, curve: Sequence[Completion], *, accelerators: int
 ) -> TailShape | None:
     """The tail that begins when `threshold` is complete; None where nothing would be freed."""
-    earlier = Completion(0.0, 0.0)
-    for point in (*curve, Completion(1.0, 1.0)):
-        if point.complete_ratio >= threshold:
-            span = point.complete_ratio - earlier.complete_ratio
-            within = (threshold - earlier.complete_ratio) / span if span > 0 else 1.0
-            time_ratio = earlier.time_ratio + within * (point.time_ratio - earlier.time_ratio)
-            # Rounding before ceil: 0.2 * 1.25 * 8 must be 2 accelerators, not 3.
-            wanted = ceil(round(accelerators * ROOM_RATIO * (1.0 - threshold), 6))
-            if wanted >= accelerators or time_ratio >= 1.0:
-                return None
-            return TailShape(bulk_ratio=time_ratio, share=wanted / accelerators)
-        earlier = point
-    return None
+    points = ((0.0, 0.0), *curve, (1.0, 1.0))
+    time_ratio = float(np.interp(threshold, [one[1] for one in points], [one[0] for one in points]))
+    wanted = tail_accelerators(threshold, accelerators)
+    if wanted >= accelerators or time_ratio >= 1.0:
+        return None
+    return TailShape(bulk_ratio=time_ratio, share=wanted / accelerators)
 
 
 def best_shape(curve: Sequence[Completion], *, accelerators: int) -> TailShape:
@@ -66,10 +71,20 @@ def best_shape(curve: Sequence[Completion], *, accelerators: int) -> TailShape:
 
 def best_tail(curve: Sequence[Completion], *, accelerators: int) -> tuple[float, TailShape]:
     """The threshold of that shape, too; 1 where the rollout is better undivided."""
-    thresholds = [percent / 100 for percent in range(50, 100)] if curve else []
-    shapes = ((each, shape_at(each, curve, accelerators=accelerators)) for each in thresholds)
-    return min(
-        ((threshold, shape) for threshold, shape in shapes if shape is not None),
-        key=lambda found: found[1].node_ratio,
-        default=(1.0, UNDIVIDED),
-    )
+    if not curve:
+        return 1.0, UNDIVIDED
+    points = np.array([(0.0, 0.0), *curve, (1.0, 1.0)])
+    bulks = np.interp(_THRESHOLDS, points[:, 1], points[:, 0])
+    shares = _kept(accelerators) / accelerators
+    node_ratios = np.where((shares < 1.0) & (bulks < 1.0), bulks + (1.0 - bulks) * shares, 1.0)
+    best = int(node_ratios.argmin())
+    if node_ratios[best] >= 1.0:
+        return 1.0, UNDIVIDED
+    shape = TailShape(bulk_ratio=float(bulks[best]), share=float(shares[best]))
+    return float(_THRESHOLDS[best]), shape
+
+
+@cache
+def _kept(accelerators: int) -> npt.NDArray[np.float64]:
+    """Accelerators that the tail keeps, by threshold."""
+    return np.array([float(tail_accelerators(each, accelerators)) for each in _THRESHOLDS])

@@ -1,12 +1,12 @@
 """Jobs and workers that come and go."""
 
-from harvester.contracts.ids import JobId
 from scheduler.policy.phases.book import PermitBook
 from scheduler.policy.phases.endings import end
 from scheduler.policy.phases.events import (
     AdmitJob,
     DropPlace,
     EndReason,
+    JobLeft,
     JobPlaced,
     PermitEffect,
     PhaseRequested,
@@ -15,6 +15,7 @@ from scheduler.policy.phases.events import (
     RemoveJob,
 )
 from scheduler.policy.phases.places import enqueue, join
+from scheduler.policy.phases.serving import grant
 from scheduler.policy.phases.standing import Stage, Trigger
 from scheduler.policy.phases.terms import terms_fault
 
@@ -37,16 +38,19 @@ def place(book: PermitBook, event: JobPlaced) -> Effects:
     return effects
 
 
-def remove(book: PermitBook, job: JobId) -> Effects:
-    standing = book.jobs.get(job)
+def remove(book: PermitBook, event: JobLeft, *, now: float) -> Effects:
+    standing = book.jobs.get(event.job)
     if standing is None:
         return []
     effects: Effects = []
     if standing.holding:
-        effects.append(end(book, standing, EndReason.LEFT, "the job left"))
+        effects.append(end(book, standing, EndReason.LEFT, "the job left", now=now))
     book.leave_lines(standing)
-    book.remove(job)
-    return [*effects, RemoveJob(job=job)]
+    if event.for_good:
+        book.remove(event.job)
+        return [*effects, RemoveJob(job=event.job)]
+    standing.move(Trigger.ENDED)
+    return [*effects, DropPlace(job=event.job)]
 
 
 def request(book: PermitBook, event: PhaseRequested, *, now: float) -> Effects:
@@ -68,14 +72,17 @@ def request(book: PermitBook, event: PhaseRequested, *, now: float) -> Effects:
         effects.append(enqueue(book, standing, phase, now=now))
     standing.holder, standing.heard_s = event.holder, now
     book.touch(standing.awaits)
+    if not phase.nodes:
+        effects.append(grant(book, standing, phase, (), now=now))
     return effects
 
 
-def withdraw(book: PermitBook, event: PhaseWithdrawn) -> Effects:
+def withdraw(book: PermitBook, event: PhaseWithdrawn, *, now: float) -> Effects:
     standing = book.jobs.get(event.job)
     if standing is None or standing.holder != event.holder:
         return []
     if standing.holding:
-        return [end(book, standing, EndReason.WITHDRAWN, "nobody waited for it any more")]
+        words = "nobody waited for it any more"
+        return [end(book, standing, EndReason.WITHDRAWN, words, now=now)]
     book.leave_lines(standing)
     return [DropPlace(job=event.job)] if standing.move(Trigger.ENDED) else []

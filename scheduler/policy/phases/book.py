@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
-from scheduler.policy.phases.lines import NodeLines
+from scheduler.policy.phases.lines import NodeLines, Tail
 from scheduler.policy.phases.standing import Stage, Standing
 from scheduler.policy.phases.terms import JobTerms, PermitsConfig
 
@@ -27,12 +27,16 @@ class PermitBook:
         return [msgspec.to_builtins(standing) for standing in self.jobs.values()]
 
     def restore(self, snapshot: list[dict[str, Any]]) -> None:
-        """Raises ValueError where two jobs hold one node."""
+        """Raises ValueError where two jobs hold the same accelerators."""
         jobs = msgspec.convert(snapshot, list[Standing])
         self.jobs = {standing.job: standing for standing in jobs}
         self._lines = NodeLines()
         for standing in jobs:
-            self._lines.occupy(standing.job, standing.nodes)
+            tails = {node: each for node, each in standing.accelerators.items() if 0 in each}
+            whole = tuple(node for node in standing.nodes if node not in tails)
+            self._lines.occupy(standing.job, whole)
+            for node, kept in tails.items():
+                self._lines.keep_tail(standing.job, node, len(kept))
             self._lines.join(standing.ticket, standing.job, standing.awaits)
 
     def next_epoch(self) -> Epoch:
@@ -63,8 +67,14 @@ class PermitBook:
         """Something has changed there: who waits for them may go on now."""
         self._touched |= set(nodes)
 
+    def touch_lines(self, nodes: Iterable[NodeId]) -> None:
+        """The same, where it matters only to who waits."""
+        self._touched.update(node for node in nodes if self._lines.line(node))
+
     def settle(self) -> tuple[NodeId, ...]:
         """What was touched since the last call."""
+        if not self._touched:
+            return ()
         touched, self._touched = tuple(sorted(self._touched)), set()
         return touched
 
@@ -78,29 +88,68 @@ class PermitBook:
         self.touch(standing.awaits)
         standing.awaits = ()
 
-    def take(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
-        """Out of the lines and onto the nodes."""
+    def take(self, standing: Standing, nodes: tuple[NodeId, ...], *, per_node: int) -> None:
+        """Out of the lines and onto the nodes, of which a tail may keep the first accelerators."""
         self._lines.occupy(standing.job, nodes)
         self._lines.leave(standing.ticket, standing.job, nodes)
         standing.nodes += nodes
         standing.awaits = tuple(node for node in standing.awaits if node not in nodes)
+        parts = {node: tuple(range(tail[1], per_node)) for node, tail in self._tails(nodes)}
+        if parts:
+            standing.accelerators = standing.accelerators | parts
 
     def free(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
         self._lines.free(standing.job, nodes)
         standing.nodes = tuple(node for node in standing.nodes if node not in nodes)
+        if standing.accelerators:
+            parts = standing.accelerators
+            standing.accelerators = {node: parts[node] for node in parts if node not in nodes}
         self.touch(nodes)
+
+    def narrow(self, standing: Standing) -> tuple[NodeId, ...]:
+        """To what the tail was asked to keep; returns the nodes that it freed, also in part."""
+        parts = standing.keep_accelerators
+        freed = tuple(node for node in standing.nodes if node not in standing.keep)
+        self.free(standing, freed)
+        for node, kept in parts.items():
+            self._lines.keep_tail(standing.job, node, len(kept))
+        standing.accelerators = dict(parts)
+        self.touch(parts)
+        return (*freed, *parts)
+
+    def widen(self, standing: Standing) -> tuple[NodeId, ...]:
+        """By what tails of others have left of its nodes; returns nodes that it has whole now."""
+        parts = standing.accelerators
+        whole = tuple(node for node in parts if self._lines.tail_on(node) is None)
+        if whole:
+            standing.accelerators = {node: parts[node] for node in parts if node not in whole}
+        return whole
 
     def on(self, node: NodeId) -> JobId | None:
         return self._lines.on(node)
 
+    def free_accelerators(self, node: NodeId, *, per_node: int) -> int:
+        """Of a node: all where nobody is on it, or those beside a tail."""
+        if self._lines.on(node) is not None:
+            return 0
+        tail = self._lines.tail_on(node)
+        return per_node if tail is None else max(0, per_node - tail[1])
+
+    def has_tail(self, node: NodeId) -> bool:
+        return self._lines.tail_on(node) is not None
+
     def holders(self, nodes: Iterable[NodeId]) -> tuple[Standing, ...]:
-        found = {self._lines.on(node) for node in nodes}
-        return tuple(self.jobs[job] for job in sorted(job for job in found if job is not None))
+        found = {job for node in nodes if (job := self._lines.on(node)) is not None}
+        return tuple(self.jobs[job] for job in sorted(found))
 
     def in_line(self, nodes: Iterable[NodeId]) -> tuple[Standing, ...]:
-        """Everybody who stands before these nodes, first come first."""
-        places = sorted({place for node in nodes for place in self._lines.line(node)})
-        return tuple(self.jobs[job] for _, job in places)
+        """Jobs that stand before these nodes, first come first."""
+        places = {place for node in nodes for place in self._lines.line(node)}
+        return tuple(self.jobs[job] for _, job in sorted(places)) if places else ()
+
+    def _tails(self, nodes: Iterable[NodeId]) -> Iterable[tuple[NodeId, Tail]]:
+        found = ((node, self._lines.tail_on(node)) for node in nodes)
+        return ((node, tail) for node, tail in found if tail is not None)
 
     def asks(self, standing: Standing, now: float) -> bool:
         """Whether its place in a line keeps those behind it waiting."""
@@ -111,7 +160,9 @@ class PermitBook:
         return now < standing.heard_s + self.config.lease_s
 
     def waits(self, standing: Standing, now: float) -> bool:
-        """Whether a worker of the job stands there and would start at once."""
+        """Whether a worker or a tail of the job stands there and would start at once."""
+        if standing.stage is Stage.TAILING:
+            return bool(standing.awaits)
         claimed = standing.stage is Stage.WAITING and standing.heard_s is not None
         return claimed and self.asks(standing, now)
 
@@ -133,17 +184,20 @@ class PermitBook:
         on = (self._lines.on(node) for node in standing.awaits)
         return frozenset(before | {job for job in on if job is not None})
 
+    def is_first(self, standing: Standing, node: NodeId, now: float) -> bool:
+        """Whether nobody before it keeps the node waiting."""
+        ahead = self._lines.ahead(standing.ticket, node)
+        return not any(self.asks(self.jobs[job], now) for job in ahead)
+
     def open_to(self, standing: Standing, now: float) -> tuple[NodeId, ...]:
         """Nodes that it awaits, that nobody is on and nobody before it keeps waiting for."""
         return tuple(
             node
             for node in standing.awaits
-            if self._lines.on(node) is None
-            and not any(
-                self.asks(self.jobs[job], now) for job in self._lines.ahead(standing.ticket, node)
-            )
+            if self._lines.on(node) is None and self.is_first(standing, node, now)
         )
 
     def under_tail(self, node: NodeId) -> bool:
+        """Whether a tail has all of the node."""
         job = self._lines.on(node)
         return job is not None and self.jobs[job].stage is Stage.TAILING

@@ -6,6 +6,7 @@ and the nodes for the tail are those that free the most node time by that curve.
 were seen the declared ones hold.
 """
 
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -22,7 +23,7 @@ MEMORY: Final = 20.0
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one phase came when, in seconds since its permit."""
+    """How far one phase came when, in seconds that it would have taken alone."""
 
     passed_s: tuple[float, ...] = ()
     """Of `LEVELS`, as many as were passed."""
@@ -69,11 +70,16 @@ class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tail_of(phase: PhaseTerms, curve: CompletionCurve | None) -> tuple[float, int]:
-    """Completed share from which the phase's tail may leave, and how many nodes it keeps.
+    """Completed share from which the phase's tail may leave, and how many accelerators it keeps.
 
     A share of 1: it keeps all to its end.
     """
     if not phase.learn_tail or curve is None or curve.seen < SEEN_MIN:
-        return phase.tail_ratio, phase.tail_nodes
-    threshold, shape = best_tail(curve.points, accelerators=len(phase.nodes))
-    return threshold, round(shape.share * len(phase.nodes))
+        return phase.tail_ratio, phase.tail_accelerators
+    return _learned_tail(curve, phase.all_accelerators)
+
+
+@lru_cache(maxsize=4096)
+def _learned_tail(curve: CompletionCurve, accelerators: int) -> tuple[float, int]:
+    threshold, shape = best_tail(curve.points, accelerators=accelerators)
+    return threshold, round(shape.share * accelerators)

@@ -1,7 +1,10 @@
 """How permits end: done, failed, or taken back; and what follows for the job."""
 
+from typing import Final
+
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.accelerators import work_until
 from scheduler.policy.phases.book import PermitBook
 from scheduler.policy.phases.completion import CompletionCurve
 from scheduler.policy.phases.events import (
@@ -16,6 +19,9 @@ from scheduler.policy.phases.longest_run import LongestRun
 from scheduler.policy.phases.places import enqueue
 from scheduler.policy.phases.standing import Stage, Standing, Trigger
 
+_LEAST_S: Final = 1e-3
+"""Of a phase: no estimate is made of nothing."""
+
 Ending = list[EndPermit | EnqueuePhase | FailJob | Refuse]
 
 
@@ -28,27 +34,37 @@ def ended(book: PermitBook, event: PhaseEnded, *, now: float) -> Ending:
         told = standing.stage is Stage.REVOKED
         reason = EndReason.OVERRAN if told else EndReason.FAILED
         return fail(book, standing, reason, event.failed, now=now)
-    _learn(standing, standing.kind, now=now)
-    effects: Ending = [end(book, standing, EndReason.DONE, "")]
+    work_until(standing, now=now)
+    _learn(standing, standing.kind, event.loading_s)
+    effects: Ending = [end(book, standing, EndReason.DONE, "", loading_s=event.loading_s, now=now)]
     # Terms may have changed while it ran, and no longer know this phase.
     if standing.terms.phase(standing.kind) is None:
         return effects
     return [*effects, enqueue(book, standing, standing.terms.after(standing.kind), now=now)]
 
 
-def _learn(standing: Standing, kind: PhaseKind, *, now: float) -> None:
+def _learn(standing: Standing, kind: PhaseKind, loading_s: float) -> None:
     """How long the phase took, and how it completed, for its tail's threshold."""
-    lasted_s = now - standing.started_s
     longest = standing.longest_runs.get(kind, LongestRun())
-    standing.longest_runs[kind] = longest.completed(lasted_s)
+    standing.longest_runs[kind] = longest.completed(standing.worked_s)
+    lasted_s = _solo_s(standing, loading_s)
     phase = standing.terms.phase(kind)
     if phase is not None and phase.learn_tail and standing.course is not None:
         before = standing.curves.get(kind, CompletionCurve())
         standing.curves[kind] = before.after(standing.course, lasted_s=lasted_s)
 
 
-def end(book: PermitBook, standing: Standing, reason: EndReason, words: str) -> EndPermit:
+def end(
+    book: PermitBook,
+    standing: Standing,
+    reason: EndReason,
+    words: str,
+    *,
+    now: float,
+    loading_s: float = 0.0,
+) -> EndPermit:
     assert standing.kind is not None
+    work_until(standing, now=now)
     book.free(standing, standing.nodes)
     book.leave_lines(standing)
     standing.move(Trigger.ENDED)
@@ -59,7 +75,12 @@ def end(book: PermitBook, standing: Standing, reason: EndReason, words: str) -> 
         epoch=standing.epoch,
         ended=reason,
         reason=words,
+        solo_s=_solo_s(standing, loading_s),
     )
+
+
+def _solo_s(standing: Standing, loading_s: float) -> float:
+    return max(_LEAST_S, standing.worked_s - max(0.0, loading_s))
 
 
 def fail(
@@ -67,8 +88,9 @@ def fail(
 ) -> Ending:
     if reason is EndReason.OVERRAN and standing.kind is not None:
         longest = standing.longest_runs.get(standing.kind, LongestRun())
-        standing.longest_runs[standing.kind] = longest.cut(now - standing.started_s)
-    ending = end(book, standing, reason, words)
+        work_until(standing, now=now)
+        standing.longest_runs[standing.kind] = longest.cut(standing.worked_s)
+    ending = end(book, standing, reason, words, now=now)
     standing.failures += 1
     return [ending, FailJob(job=standing.job, reason=words)]
 

@@ -17,6 +17,8 @@ class JobPlaced(msgspec.Struct, frozen=True, kw_only=True, tag="job_placed"):
 
 class JobLeft(msgspec.Struct, frozen=True, kw_only=True, tag="job_left"):
     job: JobId
+    for_good: bool = True
+    """False: it gets other nodes, and what was learned of it stays."""
 
 
 class PhaseRequested(msgspec.Struct, frozen=True, kw_only=True, tag="phase_requested"):
@@ -51,6 +53,23 @@ class PhaseNarrowed(msgspec.Struct, frozen=True, kw_only=True, tag="phase_narrow
     epoch: Epoch
 
 
+class Recall(StrEnum):
+    """How a tail that has left its nodes gets them back."""
+
+    WHEN_FREE = "when_free"
+    """Where nobody else has them or waits for them."""
+    IN_LINE = "in_line"
+    """In its turn, from the end of the line."""
+
+
+class TailRecalled(msgspec.Struct, frozen=True, kw_only=True, tag="tail_recalled"):
+    """The tail shall end on the job's own nodes; repeated until it may."""
+
+    job: JobId
+    epoch: Epoch
+    recall: Recall
+
+
 class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
     """The phase is done and its state is out of the nodes."""
 
@@ -58,6 +77,8 @@ class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
     epoch: Epoch
     failed: str = ""
     """Why it did not complete; empty if it did."""
+    loading_s: float = 0.0
+    """Spent on loading, offloading and moving its tail: no part of what it would take alone."""
 
 
 class ControlResumed(msgspec.Struct, frozen=True, kw_only=True, tag="control_resumed"):
@@ -75,6 +96,7 @@ PermitEvent = (
     | PhaseWithdrawn
     | HolderHeard
     | PhaseNarrowed
+    | TailRecalled
     | PhaseEnded
     | ControlResumed
     | TimePassed
@@ -119,12 +141,14 @@ class GrantPermit(msgspec.Struct, frozen=True, kw_only=True, tag="grant_permit")
     kind: PhaseKind
     epoch: Epoch
     nodes: tuple[NodeId, ...]
+    accelerators: dict[NodeId, tuple[int, ...]] = {}
+    """By number, of the nodes that it has in part, beside the tail of another job."""
     holder: str
     reason: str
 
 
 class WidenPermit(msgspec.Struct, frozen=True, kw_only=True, tag="widen_permit"):
-    """A tail has left; the phase has these nodes too."""
+    """A tail has left, or came back; the phase has these nodes too, or has them whole."""
 
     job: JobId
     epoch: Epoch
@@ -137,10 +161,14 @@ class NarrowPhase(msgspec.Struct, frozen=True, kw_only=True, tag="narrow_phase")
     job: JobId
     epoch: Epoch
     keep: tuple[NodeId, ...]
+    accelerators: dict[NodeId, tuple[int, ...]] = {}
+    """Of the nodes of which it is to keep a part."""
     reason: str
 
 
 class FreeNodes(msgspec.Struct, frozen=True, kw_only=True, tag="free_nodes"):
+    """A tail has left these nodes, or a part of each."""
+
     job: JobId
     epoch: Epoch
     nodes: tuple[NodeId, ...]
@@ -167,6 +195,8 @@ class EndPermit(msgspec.Struct, frozen=True, kw_only=True, tag="end_permit"):
     epoch: Epoch
     ended: EndReason
     reason: str
+    solo_s: float = 0.0
+    """What the phase has done by then would have taken alone."""
 
 
 class FailJob(msgspec.Struct, frozen=True, kw_only=True, tag="fail_job"):

@@ -18,7 +18,7 @@ fast between two completed runs, and others wait for its nodes."""
 
 
 class LongestRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Known durations of one kind of phase of a job, in seconds since its permit."""
+    """Known durations of one kind of phase of a job, in seconds that it would have taken alone."""
 
     completed_s: float = 0.0
     """Longest completed run, fading."""

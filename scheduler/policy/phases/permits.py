@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId
+from scheduler.policy.phases.accelerators import work_until
 from scheduler.policy.phases.admission import place, remove, request, withdraw
 from scheduler.policy.phases.book import PermitBook
 from scheduler.policy.phases.endings import ended, stale
@@ -27,8 +28,10 @@ from scheduler.policy.phases.events import (
     PhaseNarrowed,
     PhaseRequested,
     PhaseWithdrawn,
+    TailRecalled,
     TimePassed,
 )
+from scheduler.policy.phases.recall import recall
 from scheduler.policy.phases.room import make_room
 from scheduler.policy.phases.serving import serve
 from scheduler.policy.phases.standing import Standing, Trigger
@@ -71,6 +74,9 @@ class PermitPolicy:
     def jobs(self) -> tuple[JobId, ...]:
         return tuple(sorted(self._book.jobs))
 
+    def knows(self, job: JobId) -> bool:
+        return job in self._book.jobs
+
     def standing(self, job: JobId) -> Standing | None:
         """To read."""
         return self._book.jobs.get(job)
@@ -92,6 +98,8 @@ class PermitPolicy:
     def observe(self, event: PermitEvent, *, now: float) -> tuple[PermitEffect, ...]:
         effects = self._heard(event, now)
         touched = self._book.settle()
+        if not touched:
+            return tuple(effects)
         effects += serve(self._book, touched, now=now)
         effects += make_room(self._book, self.config, touched, now=now)
         # Who is asked to make room leaves its lines, where others may stand behind it.
@@ -103,15 +111,17 @@ class PermitPolicy:
             case JobPlaced():
                 return place(book, event)
             case JobLeft():
-                return remove(book, event.job)
+                return remove(book, event, now=now)
             case PhaseRequested():
                 return request(book, event, now=now)
             case PhaseWithdrawn():
-                return withdraw(book, event)
+                return withdraw(book, event, now=now)
             case HolderHeard():
                 return self._beaten(event, now)
             case PhaseNarrowed():
                 return self._narrowed(event, now)
+            case TailRecalled():
+                return [*recall(book, event, now=now)]
             case PhaseEnded():
                 return [*ended(book, event, now=now)]
             case ControlResumed():
@@ -126,12 +136,12 @@ class PermitPolicy:
         if standing is None:
             return [stale(event.job, event.epoch)]
         standing.heard_s = now
+        work_until(standing, now=now)
         standing.tokens = max(standing.tokens, event.tokens)
         standing.complete_ratio = max(standing.complete_ratio, event.complete_ratio)
         if standing.course is not None:
-            passed_s = now - standing.started_s
-            standing.course = standing.course.heard(event.complete_ratio, at_s=passed_s)
-        self._book.touch(standing.nodes)
+            standing.course = standing.course.heard(event.complete_ratio, at_s=standing.worked_s)
+        self._book.touch_lines(standing.nodes)
         return []
 
     def _narrowed(self, event: PhaseNarrowed, now: float) -> Effects:
@@ -139,8 +149,8 @@ class PermitPolicy:
         if standing is None:
             return [stale(event.job, event.epoch)]
         standing.heard_s = now
+        work_until(standing, now=now)
         if not standing.move(Trigger.NARROWED):
             return []
-        freed = tuple(node for node in standing.nodes if node not in standing.keep)
-        self._book.free(standing, freed)
+        freed = self._book.narrow(standing)
         return [FreeNodes(job=event.job, epoch=event.epoch, nodes=freed)]

@@ -1,10 +1,14 @@
 """Asks holders to make room for those who wait: long tails, and phases that overran.
 
-Without a waiter nobody is asked: to move a tail costs seconds, to end a phase costs its job a step.
-Changes the standings that it asks of, and answers what to tell their holders.
+A tail is asked to move only where that lets a job start at once: moving it costs seconds. To end a
+phase costs its job a step, so an overrun is ended only where somebody waits. Changes the standings
+that it asks of, and answers what to tell their holders.
 """
 
+from typing import NamedTuple
+
 from harvester.contracts.ids import NodeId
+from scheduler.policy.phases.accelerators import in_tail, spread, work_until
 from scheduler.policy.phases.book import PermitBook
 from scheduler.policy.phases.completion import tail_of
 from scheduler.policy.phases.events import NarrowPhase, RevokePermit
@@ -13,19 +17,28 @@ from scheduler.policy.phases.terms import PermitsConfig, PhaseTerms
 from scheduler.policy.phases.watchdog import Verdict, verdict
 
 
+class MovableTail(NamedTuple):
+    holder: Standing
+    phase: PhaseTerms
+    keeps: dict[NodeId, int]
+    """Accelerators, of the nodes on which it keeps any."""
+
+
 def make_room(
     book: PermitBook, config: PermitsConfig, touched: tuple[NodeId, ...], *, now: float
 ) -> list[NarrowPhase | RevokePermit]:
     """On the nodes where something has changed."""
     asked: list[NarrowPhase | RevokePermit] = []
+    waiting = [each for each in book.in_line(touched) if book.waits(each, now)]
+    if not waiting:
+        return asked
     for standing in book.holders(touched):
-        phase = None if standing.kind is None else standing.terms.phase(standing.kind)
-        if phase is None or not book.wanted(standing, now):
+        if standing.warned_s is None or not book.wanted(standing, now):
             continue
         if verdict(standing, config, wanted=True, now=now) is Verdict.OBSTRUCTS:
             asked.append(revoke(book, config, standing, now=now))
-        elif standing.stage is Stage.RUNNING and _has_a_tail(standing, phase):
-            asked.append(_narrow(book, standing, phase, now))
+    for standing in waiting:
+        asked += [_narrow(book, tail, now) for tail in _tails_before(book, standing, now)]
     return asked
 
 
@@ -43,19 +56,54 @@ def revoke(
     )
 
 
-def _has_a_tail(standing: Standing, phase: PhaseTerms) -> bool:
-    ratio, count = tail_of(phase, standing.curves.get(phase.kind))
-    ripe = ratio < 1.0 and standing.complete_ratio >= ratio
-    return ripe and len(standing.nodes) > count
+def _tails_before(book: PermitBook, waiter: Standing, now: float) -> list[MovableTail]:
+    """Tails that alone keep a waiting job from its start; none where more does."""
+    phase = None if waiter.kind is None else waiter.terms.phase(waiter.kind)
+    if phase is None or not all(book.is_first(waiter, node, now) for node in waiter.awaits):
+        return []
+    tails: dict[str, MovableTail] = {}
+    found = 0
+    for node in waiter.awaits:
+        job = book.on(node)
+        if job is None:
+            found += book.free_accelerators(node, per_node=phase.accelerators)
+        elif not book.under_tail(node):
+            tail = tails.get(job) or _movable_tail(book, book.jobs[job], now)
+            if tail is None:
+                return []
+            tails[job] = tail
+            found += max(0, phase.accelerators - tail.keeps.get(node, 0))
+    starts = found == phase.all_accelerators or found >= phase.least_accelerators > 0
+    return list(tails.values()) if starts else []
 
 
-def _narrow(book: PermitBook, standing: Standing, phase: PhaseTerms, now: float) -> NarrowPhase:
-    standing.move(Trigger.ASKED_TO_NARROW)
-    book.leave_lines(standing)
-    # Kept are the nodes that the fewest wait for.
-    order = sorted(standing.nodes, key=lambda node: (len(book.waiting_at(node, now)), node))
-    _, count = tail_of(phase, standing.curves.get(phase.kind))
-    kept = set(order[:count])
-    standing.keep = tuple(node for node in standing.nodes if node in kept)
-    reason = f"{standing.complete_ratio:.0%} complete, and others wait"
-    return NarrowPhase(job=standing.job, epoch=standing.epoch, keep=standing.keep, reason=reason)
+def _movable_tail(book: PermitBook, holder: Standing, now: float) -> MovableTail | None:
+    """None where the phase has no tail yet, or holds its nodes beside another one's."""
+    phase = None if holder.kind is None else holder.terms.phase(holder.kind)
+    if phase is None or holder.stage is not Stage.RUNNING or not in_tail(holder, phase):
+        return None
+    _, count = tail_of(phase, holder.curves.get(phase.kind))
+    alone = not holder.accelerators and not any(map(book.has_tail, holder.nodes))
+    if not alone or count >= len(holder.nodes) * phase.accelerators:
+        return None
+    # Most is kept of the nodes that the fewest wait for.
+    order = sorted(holder.nodes, key=lambda node: (len(book.waiting_at(node, now)), node))
+    return MovableTail(holder, phase, spread(order, count, per_node=phase.accelerators))
+
+
+def _narrow(book: PermitBook, tail: MovableTail, now: float) -> NarrowPhase:
+    holder, phase, keeps = tail
+    work_until(holder, now=now)
+    holder.move(Trigger.ASKED_TO_NARROW)
+    book.leave_lines(holder)
+    holder.keep = tuple(node for node in holder.nodes if node in keeps)
+    holder.keep_accelerators = {
+        node: tuple(range(keeps[node])) for node in holder.keep if keeps[node] < phase.accelerators
+    }
+    return NarrowPhase(
+        job=holder.job,
+        epoch=holder.epoch,
+        keep=holder.keep,
+        accelerators=holder.keep_accelerators,
+        reason=f"{holder.complete_ratio:.0%} complete, and others wait",
+    )

@@ -1,10 +1,16 @@
-"""Gives free nodes to the job that comes first and may have all that it needs."""
+"""Gives free nodes to the job that comes first and may have all that it needs.
+
+A node beside a tail counts for the accelerators that the tail leaves, where the phase may begin on
+a part.
+"""
 
 from harvester.contracts.ids import NodeId
+from scheduler.policy.phases.accelerators import work_until
 from scheduler.policy.phases.book import PermitBook
 from scheduler.policy.phases.completion import Course
 from scheduler.policy.phases.events import GrantPermit, WidenPermit
 from scheduler.policy.phases.standing import Standing, Trigger
+from scheduler.policy.phases.terms import PhaseTerms
 
 Served = list[GrantPermit | WidenPermit]
 
@@ -12,6 +18,9 @@ Served = list[GrantPermit | WidenPermit]
 def serve(book: PermitBook, touched: tuple[NodeId, ...], *, now: float) -> Served:
     """On the nodes where something has changed."""
     effects: Served = []
+    for standing in book.holders(touched):
+        if standing.accelerators:
+            effects += _widen_nodes(book, standing, now)
     for standing in book.in_line(touched):
         if standing.holding:
             effects += _widen(book, standing, now)
@@ -20,36 +29,59 @@ def serve(book: PermitBook, touched: tuple[NodeId, ...], *, now: float) -> Serve
     return effects
 
 
-def _start(book: PermitBook, standing: Standing, now: float) -> Served:
-    kind = standing.kind
-    phase = None if kind is None else standing.terms.phase(kind)
-    if kind is None or phase is None:
-        return []
-    nodes = book.open_to(standing, now)
-    rest = [node for node in standing.awaits if node not in nodes]
-    enough = len(nodes) >= phase.least_nodes > 0 and all(map(book.under_tail, rest))
-    if rest and not enough:
-        return []
-    granted = GrantPermit(
+def grant(
+    book: PermitBook,
+    standing: Standing,
+    phase: PhaseTerms,
+    nodes: tuple[NodeId, ...],
+    *,
+    now: float,
+) -> GrantPermit:
+    epoch = book.next_epoch()
+    standing.move(Trigger.GRANTED)
+    standing.epoch, standing.started_s, standing.heard_s = epoch, now, now
+    standing.warned_s = standing.revoked_s = standing.ended = None
+    standing.complete_ratio, standing.tokens = 0.0, 0
+    standing.keep, standing.keep_accelerators, standing.accelerators = (), {}, {}
+    standing.worked_s, standing.worked_at_s = 0.0, now
+    standing.course = Course()
+    book.take(standing, nodes, per_node=phase.accelerators)
+    return GrantPermit(
         job=standing.job,
-        kind=kind,
-        epoch=book.next_epoch(),
+        kind=phase.kind,
+        epoch=epoch,
         nodes=nodes,
+        accelerators=standing.accelerators,
         holder=standing.holder,
         reason=f"after {now - standing.enqueued_s:.3f} s in line",
     )
-    standing.move(Trigger.GRANTED)
-    standing.epoch, standing.started_s, standing.heard_s = granted.epoch, now, now
-    standing.warned_s = standing.revoked_s = standing.ended = None
-    standing.complete_ratio, standing.tokens, standing.keep = 0.0, 0, ()
-    standing.course = Course()
-    book.take(standing, nodes)
-    return [granted]
+
+
+def _start(book: PermitBook, standing: Standing, now: float) -> Served:
+    phase = None if standing.kind is None else standing.terms.phase(standing.kind)
+    if phase is None:
+        return []
+    nodes = book.open_to(standing, now)
+    rest = [node for node in standing.awaits if node not in nodes]
+    found = sum(book.free_accelerators(node, per_node=phase.accelerators) for node in nodes)
+    whole = not rest and found == phase.all_accelerators
+    enough = found >= phase.least_accelerators > 0 and all(map(book.under_tail, rest))
+    return [grant(book, standing, phase, nodes, now=now)] if whole or enough else []
 
 
 def _widen(book: PermitBook, standing: Standing, now: float) -> list[WidenPermit]:
+    phase = None if standing.kind is None else standing.terms.phase(standing.kind)
     nodes = book.open_to(standing, now)
-    if not nodes:
+    if phase is None or not nodes:
         return []
-    book.take(standing, nodes)
+    work_until(standing, now=now)
+    book.take(standing, nodes, per_node=phase.accelerators)
+    if not standing.awaits and standing.move(Trigger.RECALLED):
+        standing.keep, standing.keep_accelerators = (), {}
     return [WidenPermit(job=standing.job, epoch=standing.epoch, nodes=nodes)]
+
+
+def _widen_nodes(book: PermitBook, standing: Standing, now: float) -> list[WidenPermit]:
+    work_until(standing, now=now)
+    nodes = book.widen(standing)
+    return [WidenPermit(job=standing.job, epoch=standing.epoch, nodes=nodes)] if nodes else []

@@ -32,6 +32,8 @@ class Trigger(StrEnum):
     GRANTED = "granted"
     ASKED_TO_NARROW = "asked_to_narrow"
     NARROWED = "narrowed"
+    RECALLED = "recalled"
+    """All nodes that its tail had left are its again."""
     REVOKED = "revoked"
     ENDED = "ended"
 
@@ -48,6 +50,7 @@ TRANSITIONS: dict[tuple[Stage, Trigger], Stage] = {
     (Stage.NARROWING, Trigger.NARROWED): Stage.TAILING,
     (Stage.NARROWING, Trigger.REVOKED): Stage.REVOKED,
     (Stage.NARROWING, Trigger.ENDED): Stage.APART,
+    (Stage.TAILING, Trigger.RECALLED): Stage.RUNNING,
     (Stage.TAILING, Trigger.REVOKED): Stage.REVOKED,
     (Stage.TAILING, Trigger.ENDED): Stage.APART,
     (Stage.REVOKED, Trigger.ENDED): Stage.APART,
@@ -71,14 +74,22 @@ class Standing(msgspec.Struct, kw_only=True):
     """Held now."""
     awaits: tuple[NodeId, ...] = ()
     """In whose lines it stands; with a permit, those that it would be widened by."""
+    accelerators: dict[NodeId, tuple[int, ...]] = {}
+    """By number, of the nodes that it holds in part: from 0 on a tail's, else those that a tail of
+    another leaves."""
     keep: tuple[NodeId, ...] = ()
     """What a tail was asked to keep."""
+    keep_accelerators: dict[NodeId, tuple[int, ...]] = {}
+    """Of those nodes of which it is to keep a part."""
     enqueued_s: float = 0.0
     heard_s: float | None = None
     """When its worker last asked, or its holder last spoke; None: not since it was enqueued."""
     started_s: float = 0.0
     warned_s: float | None = None
     revoked_s: float | None = None
+    worked_s: float = 0.0
+    """What the phase would have taken alone until `worked_at_s`, loading included."""
+    worked_at_s: float = 0.0
     complete_ratio: float = 0.0
     course: Course | None = None
     """How the phase that runs came that far; None: not all of it was heard."""

@@ -25,6 +25,7 @@ def resume(book: PermitBook, *, now: float) -> None:
     for standing in book.jobs.values():
         # A record of before a reboot lies in this clock's future.
         standing.started_s = min(standing.started_s, now)
+        standing.worked_at_s = min(standing.worked_at_s, now)
         standing.enqueued_s = min(standing.enqueued_s, now)
         if standing.warned_s is not None:
             standing.warned_s = min(standing.warned_s, now)

@@ -9,6 +9,7 @@ from scheduler.policy.model import PhaseKind
 
 PHASES_MAX = 8
 NODES_MAX = 1024
+ACCELERATORS_MAX = 64
 
 
 Seconds = Annotated[float, msgspec.Meta(gt=0.0)]
@@ -26,21 +27,28 @@ class PermitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class PhaseTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One phase of a job's cycle. A node is whatever one job gets whole at a time."""
+    """One phase of a job's cycle. A weight sync has no nodes and starts at once."""
 
     kind: PhaseKind
-    nodes: tuple[NodeId, ...]
+    nodes: tuple[NodeId, ...] = ()
     """All that the phase is pinned to; their permits are acquired together."""
+    accelerators: int = 1
+    """Of each node. One that is held in part is shared with the tail of another job."""
     max_s: float | None = None
     """Declared longest duration, until its runs have shown a longer one; None: no watchdog."""
-    least_nodes: int = 0
-    """The phase may begin on so many while tails of others hold the rest; 0: on all or not."""
+    least_accelerators: int = 0
+    """The phase may begin on so many, over all nodes, while tails of others hold the rest; 0: on
+    all or not."""
     tail_ratio: float = 1.0
-    """Completed share from which `tail_nodes` suffice; 1: the phase keeps all to its end."""
-    tail_nodes: int = 1
-    """0: the tail goes to capacity that is not of these nodes."""
+    """Completed share from which `tail_accelerators` suffice; 1: the phase keeps all to its end."""
+    tail_accelerators: int = 1
+    """Over all nodes. 0: the tail goes to capacity that is not of these nodes."""
     learn_tail: bool = False
     """The two above hold until the job's own phases have shown how its responses complete."""
+
+    @property
+    def all_accelerators(self) -> int:
+        return len(self.nodes) * self.accelerators
 
 
 class JobTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,14 +71,20 @@ def terms_fault(terms: JobTerms) -> str:
     if not 1 <= len(kinds) <= PHASES_MAX or len(set(kinds)) != len(kinds):
         return f"a job has 1 to {PHASES_MAX} phases, each kind once"
     for phase in terms.phases:
-        nodes = len(phase.nodes)
-        if not 1 <= nodes <= NODES_MAX or len(set(phase.nodes)) != nodes:
+        nodes, whole = len(phase.nodes), phase.all_accelerators
+        if phase.kind is PhaseKind.SYNC and nodes:
+            return f"{phase.kind}: has no nodes"
+        least = 0 if phase.kind is PhaseKind.SYNC else 1
+        if not least <= nodes <= NODES_MAX or len(set(phase.nodes)) != nodes:
             return f"{phase.kind}: 1 to {NODES_MAX} nodes, each once"
-        if not 0 <= phase.least_nodes <= nodes or not 0 <= phase.tail_nodes <= nodes:
-            return f"{phase.kind}: least_nodes and tail_nodes are at most {nodes}"
+        if not 1 <= phase.accelerators <= ACCELERATORS_MAX:
+            return f"{phase.kind}: a node has 1 to {ACCELERATORS_MAX} accelerators"
+        most = max(1, whole)
+        if not 0 <= phase.least_accelerators <= most or not 0 <= phase.tail_accelerators <= most:
+            return f"{phase.kind}: least_accelerators and tail_accelerators are at most {whole}"
         if not 0 < phase.tail_ratio <= 1:
             return f"{phase.kind}: tail_ratio is above 0 and at most 1"
-        if phase.learn_tail and phase.tail_nodes == 0:
+        if phase.learn_tail and phase.tail_accelerators == 0:
             return f"{phase.kind}: learn_tail is for tails that stay on nodes of the phase"
         if phase.max_s is not None and not phase.max_s > 0:
             return f"{phase.kind}: max_s is above 0"

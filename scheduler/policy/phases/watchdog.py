@@ -6,6 +6,7 @@ a phase that is in nobody's way would help nobody. Pure; the policy acts on the 
 
 from enum import StrEnum
 
+from scheduler.policy.phases.accelerators import speed
 from scheduler.policy.phases.longest_run import LongestRun
 from scheduler.policy.phases.standing import Stage, Standing
 from scheduler.policy.phases.terms import PermitsConfig
@@ -36,12 +37,15 @@ def verdict(standing: Standing, config: PermitsConfig, *, wanted: bool, now: flo
 
 
 def late_s(standing: Standing) -> float:
-    """When the phase will have taken as long as its bound; infinite if it declared none."""
-    return standing.started_s + bound_s(standing)
+    """When the phase will have done as much as its bound; infinite if it declared none.
+
+    What the tails of others slow down is not late.
+    """
+    return standing.worked_at_s + (bound_s(standing) - standing.worked_s) / speed(standing)
 
 
 def bound_s(standing: Standing) -> float:
-    """Longest expected duration of the phase: as declared, or as its runs have shown."""
+    """Longest expected duration of the phase alone: as declared, or as its runs have shown."""
     phase = None if standing.kind is None else standing.terms.phase(standing.kind)
     if phase is None or phase.max_s is None:
         return float("inf")

@@ -5,24 +5,27 @@ from dataclasses import dataclass
 from typing import Final
 
 from harvester.contracts.errors import ConfigError
-from scheduler.policy.groups.judge import OUR_RULES
+from harvester.contracts.ids import NodeId
+from scheduler.policy.cluster.config import ClusterConfig, PoolNodes
+from scheduler.policy.cluster.runtime import PhaseRuntime, RuntimeConfig
 from scheduler.policy.groups.planner import GroupPlanner
 from scheduler.policy.groups.scenarios import ROUNDING
-from scheduler.policy.groups.stages import Rules
+from scheduler.policy.groups.tail import PAPER_THRESHOLD
+from scheduler.policy.model import Pool
+from scheduler.policy.phases.terms import PermitsConfig
 from scheduler.sim.rollmux.baselines import (
-    PACKED_RULES,
     GreedyPlanner,
     RandomPlanner,
-    our_planner,
     paper_planner,
+    resubmitting_planner,
 )
-from scheduler.sim.rollmux.cluster import Cluster
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
+from scheduler.sim.rollmux.driver import Driver, Watch, not_watched
 from scheduler.sim.rollmux.hourly import HourlyPlanner
 from scheduler.sim.rollmux.ledger import Ledger, RunResult, attained, worst_window
 from scheduler.sim.rollmux.optimum import KnownJob, Optimum
 from scheduler.sim.rollmux.pinned import PinnedPlanner
-from scheduler.sim.rollmux.workload import SimulatedJob
+from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob
 from scheduler.sim.rollmux.world import PAPER_WORLD, World
 
 OPTIMUM_JOBS_MAX: Final = 12
@@ -51,15 +54,47 @@ class ArmResult:
     restarts: int = 0
 
 
-ARMS: Final[dict[str, Callable[[list[SimulatedJob], int], tuple[GroupPlanner, Rules]]]] = {
-    "ours": lambda _jobs, _seed: our_planner(),
-    "ours_resubmit": lambda _jobs, _seed: our_planner(resubmits=True),
-    "rollmux_paper": lambda _jobs, _seed: paper_planner(),
-    "random": lambda _jobs, seed: (RandomPlanner(seed), PACKED_RULES),
-    "greedy": lambda _jobs, _seed: (GreedyPlanner(), PACKED_RULES),
-    "hourly": lambda jobs, _seed: (HourlyPlanner(jobs), OUR_RULES),
-    "optimum": lambda jobs, _seed: (_optimum_planner(jobs), OUR_RULES),
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """What differs from the shipped settings."""
+
+    planner: Callable[[ClusterConfig, list[SimulatedJob], int], GroupPlanner] | None = None
+    """None: the one that ships."""
+    tail_ratio: float | None = None
+
+
+ARMS: Final = {
+    "ours": Arm(),
+    "ours_resubmit": Arm(lambda config, _jobs, _seed: resubmitting_planner(config)),
+    "rollmux_paper": Arm(lambda _config, _jobs, _seed: paper_planner(), PAPER_THRESHOLD),
+    "random": Arm(lambda _config, _jobs, seed: RandomPlanner(seed), PAPER_THRESHOLD),
+    "greedy": Arm(lambda _config, _jobs, _seed: GreedyPlanner(), PAPER_THRESHOLD),
+    "hourly": Arm(lambda config, jobs, _seed: HourlyPlanner(config, jobs)),
+    "optimum": Arm(lambda _config, jobs, _seed: _optimum_planner(jobs)),
 }
+_NEVER_S: Final = 1e9
+"""Simulated jobs are never silent: the driver leaves out what only says that they live."""
+
+
+def runtime_of(name: str, jobs: list[SimulatedJob], *, seed: int) -> PhaseRuntime:
+    """The shipped runtime with as many nodes as the jobs can ever hold at once."""
+    arm = ARMS[name]
+    cluster = ClusterConfig(
+        rollout=_nodes(Pool.ROLLOUT, sum(one.job.phases[0].nodes for one in jobs)),
+        training=_nodes(Pool.TRAINING, sum(one.job.phases[1].nodes for one in jobs)),
+        tail_ratio=arm.tail_ratio,
+        gone_s=_NEVER_S,
+    )
+    config = RuntimeConfig(permits=PermitsConfig(lease_s=_NEVER_S), cluster=cluster)
+    planner = None if arm.planner is None else arm.planner(cluster, jobs, seed)
+    return PhaseRuntime(config, planner)
+
+
+def _nodes(pool: Pool, count: int) -> PoolNodes:
+    """Twice as many as jobs have: one that moves holds its old and its new ones."""
+    kind = NODE_TYPES[pool]
+    names = tuple(NodeId(f"{kind.type}-{number}") for number in range(1, 2 * count + 1))
+    return PoolNodes(type=kind, names=names)
 
 
 def _optimum_planner(jobs: list[SimulatedJob]) -> GroupPlanner:
@@ -81,10 +116,14 @@ def run_arm(
     world: World = PAPER_WORLD,
     record: bool = False,
     disruptions: Disruptions = UNDISTURBED,
+    ledger: Ledger | None = None,
+    watch: Watch = not_watched,
 ) -> RunResult:
-    planner, rules = ARMS[name](jobs, seed)
-    ledger = Ledger(record=record)
-    return Cluster(jobs, planner, rules, world=world, disruptions=disruptions, ledger=ledger).run()
+    """`watch` is called whenever nodes have changed hands."""
+    runtime = runtime_of(name, jobs, seed=seed)
+    ledger = ledger or Ledger(record=record)
+    driver = Driver(jobs, runtime, world=world, disruptions=disruptions, ledger=ledger, watch=watch)
+    return driver.run()
 
 
 def summary(jobs: list[SimulatedJob], run: RunResult, world: World = PAPER_WORLD) -> ArmResult:

@@ -12,10 +12,11 @@ from typing import Final
 import numpy as np
 
 from harvester.contracts.ids import JobId
-from scheduler.policy.groups.judge import OUR_RULES, PAPER_RULES, Distributional, WorstCase
+from scheduler.policy.cluster.config import ClusterConfig, PoolNodes
+from scheduler.policy.groups.judge import Distributional, WorstCase
 from scheduler.policy.groups.packing import Opening, OpeningKind, PackingLimits
 from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
-from scheduler.policy.groups.stages import Rules
+from scheduler.policy.model import Pool
 from scheduler.sim.rollmux.workload import (
     H20_PER_HOUR,
     H800_PER_HOUR,
@@ -27,7 +28,6 @@ from scheduler.sim.rollmux.world import World
 VERL_SLOWDOWN: Final = 1.02
 """Of an iteration on H800 alone, as many of them as Solo-D trains on."""
 UNLIMITED: Final = 10**6
-PACKED_RULES: Final = PAPER_RULES
 _LEFT_ALONE: Final = PlannerConfig(moves=False, resubmits=True)
 """Jobs stay where they came, and arrive anew when a node of theirs fails."""
 
@@ -132,14 +132,20 @@ def _openings(planner: GroupPlanner, job: JobId) -> list[Opening]:
     ]
 
 
-def paper_planner() -> tuple[GroupPlanner, Rules]:
+def paper_planner() -> GroupPlanner:
     """RollMux: every group looked at, no move ever."""
     limits = PackingLimits(tries=UNLIMITED, combinations=UNLIMITED, training_scaling=False)
     config = replace(_LEFT_ALONE, limits=limits)
-    return GroupPlanner(WorstCase(), NODE_TYPES, config), PAPER_RULES
+    return GroupPlanner(WorstCase(), NODE_TYPES, config)
 
 
-def our_planner(*, resubmits: bool = False) -> tuple[GroupPlanner, Rules]:
-    """`resubmits`: what the paper does when a node fails, everything else ours."""
-    config = PlannerConfig(resubmits=resubmits)
-    return GroupPlanner(Distributional(), NODE_TYPES, config), OUR_RULES
+def our_planner() -> GroupPlanner:
+    """The planner that ships, without a runtime around it and with as many nodes as it wants."""
+    pools = {pool: PoolNodes(type=kind, names=()) for pool, kind in NODE_TYPES.items()}
+    config = ClusterConfig(rollout=pools[Pool.ROLLOUT], training=pools[Pool.TRAINING])
+    return GroupPlanner(config.judge, config.types, config.planner)
+
+
+def resubmitting_planner(config: ClusterConfig) -> GroupPlanner:
+    """What the paper does when a node fails, everything else ours."""
+    return GroupPlanner(config.judge, config.types, replace(config.planner, resubmits=True))

@@ -7,11 +7,10 @@ import msgspec
 import numpy as np
 
 from scheduler.policy.model import Pool
-from scheduler.sim.rollmux.arms import ARMS, SLO_COUNTS_QUEUEING, ArmResult, summary
+from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
 from scheduler.sim.rollmux.baselines import UNSHARED
-from scheduler.sim.rollmux.cluster import Cluster
 from scheduler.sim.rollmux.ledger import slowdown
-from scheduler.sim.rollmux.watched import PriceLedger, Stay, WatchedPlanner
+from scheduler.sim.rollmux.watched import GroupSizes, PriceLedger, Stay
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob
 from scheduler.sim.rollmux.world import PAPER_WORLD
 
@@ -56,7 +55,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 class _Run(msgspec.Struct, kw_only=True):
     name: str
     ledger: PriceLedger
-    watched: WatchedPlanner
+    watched: GroupSizes
     found: ArmResult
     end_s: float
 
@@ -103,10 +102,9 @@ def compare(
 
 
 def _run(name: str, jobs: list[SimulatedJob], *, seed: int, record: bool) -> _Run:
-    planner, rules = ARMS[name](jobs, seed)
-    watched = WatchedPlanner(planner)
+    watched = GroupSizes()
     ledger = PriceLedger(record=record)
-    done = Cluster(jobs, watched, rules, ledger=ledger).run()
+    done = run_arm(name, jobs, seed=seed, ledger=ledger, watch=watched.look)
     found = summary(jobs, done)
     return _Run(
         name=name,

@@ -22,10 +22,11 @@ class Disruptions:
     leaving_ratio: float = 0.0
     """Share of the jobs that are given up, anywhere in their solo life."""
 
-    def fails_at_s(self, node: NodeId, *, up_s: float) -> float:
+    def fails_at_s(self, node: NodeId, *, up_s: float, times: int = 1) -> float:
+        """`times` counts how often the machine has come up."""
         if self.node_mtbf_s == float("inf"):
             return float("inf")
-        return up_s + float(self._rng(node).exponential(self.node_mtbf_s))
+        return up_s + float(self._rng(f"{node} {times}").exponential(self.node_mtbf_s))
 
     def leaves_at_s(self, one: SimulatedJob, world: World) -> float:
         rng = self._rng(one.job.job)

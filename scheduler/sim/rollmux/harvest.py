@@ -13,6 +13,7 @@ import numpy as np
 
 from harvester.contracts.ids import GroupId
 from scheduler.policy.groups.compiled import Records
+from scheduler.policy.groups.judge import OUR_RULES
 from scheduler.policy.groups.leased_execution import advance_leased
 from scheduler.policy.groups.leases import POOL, LeaseTerms, kv_kept_s
 from scheduler.policy.groups.slo import ChanceConstraint
@@ -126,7 +127,7 @@ def run_harvest(
         pools.append(pool)
         return LeasedFloor(rules, lengths_s, now_s=now_s, supply=supply, pool=pool)
 
-    planner, rules = our_planner()
+    planner, rules = our_planner(), OUR_RULES
     run = Cluster(
         jobs,
         planner,

@@ -5,22 +5,24 @@ promise is taken apart at once, and every saving is taken, however small, until 
 comes to lie on other nodes pays the usual price of a move. Between two hours nothing moves.
 """
 
+from dataclasses import replace
+
 from harvester.contracts.ids import JobId
+from scheduler.policy.cluster.config import ClusterConfig
 from scheduler.policy.groups.durations import Belief
 from scheduler.policy.groups.events import GroupEffect
-from scheduler.policy.groups.judge import Distributional
-from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
+from scheduler.policy.groups.planner import GroupPlanner
 from scheduler.policy.groups.relocation import MovePrices
-from scheduler.sim.rollmux.workload import NODE_TYPES, PHASE_CV, SimulatedJob
+from scheduler.sim.rollmux.workload import PHASE_CV, SimulatedJob
 
 HOUR_S = 3600.0
 _ROUNDS = 40
 
 
 class HourlyPlanner(GroupPlanner):
-    def __init__(self, jobs: list[SimulatedJob]) -> None:
+    def __init__(self, config: ClusterConfig, jobs: list[SimulatedJob]) -> None:
         prices = MovePrices(least_saving_per_move=0.01, quiet_s=0.0)
-        super().__init__(Distributional(), NODE_TYPES, PlannerConfig(prices=prices))
+        super().__init__(config.judge, config.types, replace(config.planner, prices=prices))
         self._truth: dict[JobId, SimulatedJob] = {one.job.job: one for one in jobs}
         self._due_s = 0.0
 

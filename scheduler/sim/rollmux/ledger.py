@@ -29,6 +29,17 @@ class Ledger:
         if self.record:
             self.events.append({"t": t_s, "type": kind, **fields})
 
+    def arrival(self, one: SimulatedJob, world: World, *, t_s: float) -> None:
+        self.write(
+            t_s,
+            "arrival",
+            job=one.job.job,
+            slo=one.job.slowdown_slo,
+            host_bytes=one.job.host_bytes_per_node,
+            iterations=one.iterations,
+            cold_start_s=world.cold_start_s,
+        )
+
     def node_up(self, node: Node, *, t_s: float) -> bool:
         """Whether the node was down before."""
         if node.node in self._up:

@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from harvester.contracts.ids import JobId, NodeId
-from scheduler.policy.groups.events import GroupEffect, GroupEvent, JobEnded
-from scheduler.policy.groups.facts import JobFacts
-from scheduler.policy.groups.planner import GroupPlanner
+from harvester.contracts.ids import NodeId
+from scheduler.policy.cluster.runtime import PhaseRuntime
 from scheduler.sim.rollmux.ledger import Ledger
 
 
@@ -33,26 +31,16 @@ class PriceLedger(Ledger):
 
 
 @dataclass(slots=True)
-class WatchedPlanner:
-    """The planner, with its groups counted whenever they may have changed."""
+class GroupSizes:
+    """How many groups of each size there are, whenever nodes have changed hands."""
 
-    planner: GroupPlanner
-    facts: dict[JobId, JobFacts] = field(init=False)
     sizes: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     """Time, and groups of one job, of two, and so on from then."""
 
-    def __post_init__(self) -> None:
-        self.facts = self.planner.facts
-
-    def observe(self, event: GroupEvent, *, now: float) -> tuple[GroupEffect, ...]:
-        effects = self.planner.observe(event, now=now)
-        if effects or isinstance(event, JobEnded):
-            self._look(now)
-        return effects
-
-    def _look(self, now: float) -> None:
-        counts = [0] * self.planner.packer.limits.group_jobs
-        for cell in self.planner.book.cells.values():
+    def look(self, runtime: PhaseRuntime, now: float) -> None:
+        planner = runtime.cluster.planner
+        counts = [0] * planner.packer.limits.group_jobs
+        for cell in planner.book.cells.values():
             if cell.pinned:
                 counts[len(cell.pinned) - 1] += 1
         self.sizes.append((now, tuple(counts)))

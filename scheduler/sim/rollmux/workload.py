@@ -31,6 +31,8 @@ KINDS: Final = (0.3, 0.6)
 """Balanced, rollout-heavy; the rest is training-heavy."""
 ROLLOUT_OF_MAX: Final = 0.8
 TRAINING_OF_MAX: Final = 0.7
+ROLLOUT_ACCELERATORS: Final = 8
+"""Of one node."""
 PAPER_CURVE: Final = (Completion(0.5, 0.8),)
 """The papers' assumption: half of a rollout's time completes 80 % of its responses."""
 
@@ -38,7 +40,10 @@ H20_PER_HOUR: Final = 1.85 * 8
 H800_PER_HOUR: Final = 5.28 * 8
 NODE_TYPES: Final = {
     Pool.ROLLOUT: NodeType(
-        type="h20", accelerators=8, price_per_hour=H20_PER_HOUR, host_bytes=2000 * GB
+        type="h20",
+        accelerators=ROLLOUT_ACCELERATORS,
+        price_per_hour=H20_PER_HOUR,
+        host_bytes=2000 * GB,
     ),
     Pool.TRAINING: NodeType(
         type="h800", accelerators=8, price_per_hour=H800_PER_HOUR, host_bytes=2000 * GB

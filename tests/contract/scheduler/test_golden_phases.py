@@ -33,6 +33,7 @@ from scheduler.phases.wire import (
 )
 from scheduler.policy.cluster.submission import DeclaredPhase, Submission
 from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.events import Recall
 from scheduler.policy.phases.standing import Stage
 from scheduler.policy.phases.terms import JobTerms, PhaseTerms
 
@@ -45,8 +46,9 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
         "place",
         TERMS,
         (
-            b'{"job":"j","phases":[{"kind":"rollout","nodes":["n"],"max_s":9.0,"least_nodes":0,'
-            b'"tail_ratio":0.8,"tail_nodes":1,"learn_tail":false}]}'
+            b'{"job":"j","phases":[{"kind":"rollout","nodes":["n"],"accelerators":1,"max_s":9.0,'
+            b'"least_accelerators":0,'
+            b'"tail_ratio":0.8,"tail_accelerators":1,"learn_tail":false}]}'
         ),
     ),
     (
@@ -57,8 +59,18 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
     ("withdraw", Withdraw(job=JOB, holder="h"), b'{"job":"j","holder":"h"}'),
     (
         "beat",
-        Beat(job=JOB, epoch=Epoch(2), complete_ratio=0.5, tokens=7, narrowed=True),
-        b'{"job":"j","epoch":2,"complete_ratio":0.5,"tokens":7,"narrowed":true}',
+        Beat(
+            job=JOB,
+            epoch=Epoch(2),
+            complete_ratio=0.5,
+            tokens=7,
+            narrowed=True,
+            recall=Recall.WHEN_FREE,
+        ),
+        (
+            b'{"job":"j","epoch":2,"complete_ratio":0.5,"tokens":7,"narrowed":true,'
+            b'"recall":"when_free"}'
+        ),
     ),
     (
         "leave",
@@ -76,8 +88,7 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
         ),
         (
             b'{"job":"j","phases":[{"kind":"rollout","max_s":9.0,"nodes":1,"mean_s":null,'
-            b'"cv":0.1,"seen":40,"least_nodes":0,"tail_ratio":1.0,"tail_nodes":1,'
-            b'"learn_tail":false}],"slo":1.5,"host_bytes":7,"tenant":"default"}'
+            b'"cv":0.1,"seen":40,"divisible":true}],"slo":1.5,"host_bytes":7,"tenant":"default"}'
         ),
     ),
     ("node", NodeReport(node=NODES[0], failed=True), b'{"node":"n","failed":true}'),
@@ -96,8 +107,8 @@ GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
     (
         Orders(stage=Stage.NARROWING, nodes=NODES, keep=NODES, warned=True, ends_in_s=3.0),
         (
-            b'{"type":"orders","stage":"narrowing","nodes":["n"],"keep":["n"],"warned":true,'
-            b'"ends_in_s":3.0}'
+            b'{"type":"orders","stage":"narrowing","nodes":["n"],"accelerators":{},'
+            b'"keep":["n"],"keep_accelerators":{},"warned":true,"ends_in_s":3.0}'
         ),
     ),
     (Ended(reason="why"), b'{"type":"ended","reason":"why"}'),

@@ -21,6 +21,7 @@ from scheduler.phases.wire import (
 )
 from scheduler.policy.cluster.stays import StayStage
 from scheduler.policy.cluster.submission import nodes_of
+from scheduler.policy.phases.standing import Stage
 from tests.unit.scheduler.cluster.submitted import (
     HOST_BYTES,
     POOLS,
@@ -100,21 +101,26 @@ class World:
                 self.control.leave(name)
 
     def check(self) -> None:
-        policy, permits = self.control.desk.cluster, self.control.desk.policy
+        policy, permits = self.control.desk.cluster, self.control.desk.runtime.permits
         machines = list(policy.fleet.machines.values())
         assert len(machines) == len(set(machines))
         assert not set(machines) & policy.fleet.failed
         for held in resident_bytes(policy).values():
             assert held <= HOST_BYTES
-        on: dict[NodeId, str] = {}
+        on: set[tuple[NodeId, int]] = set()
         for job in permits.jobs:
             standing, stay = permits.standing(job), policy.stays.get(job)
             assert standing is not None
             assert stay is not None
-            assert standing.terms == policy.wanted_terms(stay)
+            wanted = policy.wanted_terms(stay)
+            assert standing.terms == wanted or wanted is None
+            if wanted is None:
+                assert standing.stage is Stage.APART
             for node in standing.nodes:
                 assert node not in policy.fleet.failed
-                assert on.setdefault(node, job) == job
+                held = {(node, at) for at in standing.accelerators.get(node, range(8))}
+                assert not held & on
+                on |= held
             if standing.holding:
                 # It runs where its state is.
                 assert stay.at is not None
@@ -137,7 +143,7 @@ class World:
         assert not policy.planner.book.cells
         assert not policy.fleet.machines
         assert not resident_bytes(policy)
-        assert not self.control.desk.policy.jobs
+        assert not self.control.desk.runtime.permits.jobs
 
 
 @settings(max_examples=15, deadline=None)

@@ -13,6 +13,8 @@ from scheduler.policy.phases.events import (
     PhaseNarrowed,
     PhaseRequested,
     PhaseWithdrawn,
+    Recall,
+    TailRecalled,
     TimePassed,
 )
 from scheduler.policy.phases.permits import PermitPolicy
@@ -61,6 +63,10 @@ class Group:
 
     def narrowed(self, job: str) -> Any:
         return self._observe(PhaseNarrowed(job=JobId(job), epoch=self.epoch(job)))
+
+    def recall(self, job: str, how: Recall) -> Any:
+        event = TailRecalled(job=JobId(job), epoch=self.epoch(job), recall=how)
+        return self._observe(event)
 
     def end(self, job: str, *, epoch: int | None = None, failed: str = "") -> Any:
         at = Epoch(epoch or self.epoch(job))

@@ -10,7 +10,9 @@ from scheduler.policy.phases.terms import PhaseTerms, terms_fault
 from tests.unit.scheduler.phases.said import CONFIG, ROLLOUT, TRAINING, Group, nodes, of, terms
 
 EIGHT = "r0 r1 r2 r3 r4 r5 r6 r7"
-PHASE = PhaseTerms(kind=ROLLOUT, nodes=nodes(EIGHT), tail_ratio=0.8, tail_nodes=2, learn_tail=True)
+PHASE = PhaseTerms(
+    kind=ROLLOUT, nodes=nodes(EIGHT), tail_ratio=0.8, tail_accelerators=2, learn_tail=True
+)
 
 
 def _course(*said: tuple[float, float]) -> Course:
@@ -74,7 +76,7 @@ def test_a_change_in_how_responses_complete_is_followed() -> None:
 def test_a_tail_leaves_at_the_learned_threshold_on_the_learned_nodes() -> None:
     """Declared 0.95; nine tenths after a tenth of the time make it 0.9, on one node."""
     group = Group(
-        terms("a", rollout=EIGHT, tail_ratio=0.95, tail_nodes=4, learn_tail=True),
+        terms("a", rollout=EIGHT, tail_ratio=0.95, tail_accelerators=4, learn_tail=True),
         terms("b", rollout="r7", training="t1"),
     )
     for _ in range(SEEN_MIN):
@@ -127,7 +129,7 @@ def test_a_job_that_declares_its_threshold_keeps_it() -> None:
 
 
 def test_a_tail_that_leaves_all_nodes_is_not_learned() -> None:
-    assert "learn_tail" in terms_fault(terms("a", tail_nodes=0, learn_tail=True))
+    assert "learn_tail" in terms_fault(terms("a", tail_accelerators=0, learn_tail=True))
 
 
 def _iterate(group: Group) -> None:

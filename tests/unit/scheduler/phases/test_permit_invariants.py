@@ -23,6 +23,8 @@ from scheduler.policy.phases.events import (
     PhaseNarrowed,
     PhaseRequested,
     PhaseWithdrawn,
+    Recall,
+    TailRecalled,
     TimePassed,
     WidenPermit,
 )
@@ -42,8 +44,8 @@ def _phase(kind: PhaseKind) -> st.SearchStrategy[PhaseTerms]:
         lambda chosen, least, tail, ratio, max_s: PhaseTerms(
             kind=kind,
             nodes=tuple(map(NodeId, chosen)),
-            least_nodes=min(least, len(chosen)),
-            tail_nodes=min(tail, len(chosen)),
+            least_accelerators=min(least, len(chosen)),
+            tail_accelerators=min(tail, len(chosen)),
             tail_ratio=ratio,
             max_s=max_s,
         ),
@@ -74,6 +76,7 @@ _event: st.SearchStrategy[PermitEvent] = st.one_of(
     st.builds(PhaseWithdrawn, job=_job, holder=st.sampled_from(("first", "second"))),
     st.builds(HolderHeard, job=_job, epoch=_epoch, complete_ratio=st.sampled_from((0.0, 0.6, 1.0))),
     st.builds(PhaseNarrowed, job=_job, epoch=_epoch),
+    st.builds(TailRecalled, job=_job, epoch=_epoch, recall=st.sampled_from(Recall)),
     st.builds(PhaseEnded, job=_job, epoch=_epoch, failed=st.sampled_from(("", "", "broke"))),
     st.just(TimePassed()),
     st.just(ControlResumed()),

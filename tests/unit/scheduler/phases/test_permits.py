@@ -14,6 +14,7 @@ from scheduler.policy.phases.events import (
     JobLeft,
     JobPlaced,
     NarrowPhase,
+    Recall,
     Refuse,
     RevokePermit,
     WarnHolder,
@@ -133,7 +134,7 @@ def test_a_tail_below_its_threshold_keeps_everything() -> None:
 
 def test_a_phase_may_begin_beside_a_tail_and_is_widened_when_it_ends() -> None:
     a = terms("a", rollout="r0 r1 r2", tail_ratio=0.5)
-    group = Group(a, terms("b", rollout="r0 r1 r2", least_nodes=2))
+    group = Group(a, terms("b", rollout="r0 r1 r2", least_accelerators=2))
     group.ask("a")
     group.beat("a", 0.5)
     (asked,) = of(NarrowPhase, group.ask("b"))
@@ -144,12 +145,79 @@ def test_a_phase_may_begin_beside_a_tail_and_is_widened_when_it_ends() -> None:
 
 
 def test_a_tail_may_leave_all_nodes_for_other_capacity() -> None:
-    group = Group(terms("a", tail_ratio=0.5, tail_nodes=0), terms("b"))
+    group = Group(terms("a", tail_ratio=0.5, tail_accelerators=0), terms("b"))
     group.ask("a")
     group.ask("b")
     assert of(NarrowPhase, group.beat("a", 0.6))[0].keep == ()
     assert granted(group.narrowed("a")) == ["b"]
     assert granted((*group.end("a"), *group.ask("a", TRAINING))) == ["a"]
+
+
+def _away(*others: JobTerms) -> Group:
+    """The tail of a has left r0 and r1 to b."""
+    a = terms("a", rollout="r0 r1", tail_ratio=0.5, tail_accelerators=0)
+    group = Group(a, terms("b", rollout="r0 r1"), *others)
+    group.ask("a")
+    group.ask("b")
+    group.beat("a", 0.6)
+    assert granted(group.narrowed("a")) == ["b"]
+    return group
+
+
+def test_a_tail_that_left_its_nodes_gets_them_again_under_the_same_permit_when_free() -> None:
+    group = _away()
+    epoch = group.epoch("a")
+    assert group.recall("a", Recall.WHEN_FREE) == ()
+    assert of(WidenPermit, group.end("b")) == []
+    (widened,) = of(WidenPermit, group.recall("a", Recall.WHEN_FREE))
+    assert (widened.job, widened.epoch, widened.nodes) == ("a", epoch, nodes("r0 r1"))
+    # It is as any phase again: the next that waits may ask it to make room.
+    group.end("b")
+    assert of(NarrowPhase, group.ask("b"))[0].keep == ()
+    assert granted(group.narrowed("a")) == ["b"]
+
+
+def test_a_tail_takes_no_free_node_from_a_job_that_is_about_to_ask_for_it() -> None:
+    group = _away()
+    group.end("b")
+    group.ask("b", TRAINING)
+    group.end("b")
+    assert group.recall("a", Recall.WHEN_FREE) == ()
+    group.pass_time(CONFIG.patience_s)
+    assert of(WidenPermit, group.recall("a", Recall.WHEN_FREE))
+
+
+def test_a_tail_that_lost_its_lease_waits_in_line_and_is_not_passed_there() -> None:
+    group = _away(terms("c", rollout="r1"), terms("d", rollout="r0"))
+    group.ask("c")
+    (enqueued,) = of(EnqueuePhase, group.recall("a", Recall.IN_LINE))
+    assert enqueued.nodes == nodes("r0 r1")
+    assert group.recall("a", Recall.IN_LINE) == ()
+    group.ask("d")
+    effects = group.end("b")
+    assert granted(effects) == ["c"]
+    assert [each.nodes for each in of(WidenPermit, effects)] == [nodes("r0")]
+    assert of(WidenPermit, group.end("c"))[0].nodes == nodes("r1")
+    assert (group.on("r0"), group.on("r1")) == ("a", "a")
+
+
+def test_a_long_tail_makes_room_for_one_that_lost_its_lease() -> None:
+    a, b = (terms(job, tail_ratio=0.5, tail_accelerators=0) for job in "ab")
+    group = Group(a, b)
+    group.ask("a")
+    group.ask("b")
+    group.beat("a", 0.6)
+    group.narrowed("a")
+    assert group.beat("b", 0.9) == ()
+    assert of(NarrowPhase, group.recall("a", Recall.IN_LINE))[0].job == "b"
+
+
+def test_a_phase_that_has_left_nothing_recalls_nothing() -> None:
+    group = Group(terms("a"), terms("b"))
+    group.ask("a")
+    assert group.recall("a", Recall.IN_LINE) == ()
+    group.end("a")
+    assert of(Refuse, group.recall("a", Recall.IN_LINE))
 
 
 def test_a_silent_holder_loses_its_permit_and_what_it_says_later_is_refused() -> None:
@@ -289,7 +357,7 @@ def test_a_job_that_is_moved_keeps_its_turn_on_its_new_nodes() -> None:
     ("wrong", "said"),
     [
         (terms("a", rollout="r0 r0"), "each once"),
-        (terms("a", least_nodes=2), "at most 1"),
+        (terms("a", least_accelerators=2), "at most 1"),
         (terms("a", tail_ratio=0.0), "tail_ratio"),
         (terms("a", max_s=0.0), "max_s"),
         (JobTerms(job=JobId("a"), phases=()), "phases"),

@@ -127,7 +127,7 @@ def test_a_lost_lease_an_overrun_and_a_revocation_are_told_apart() -> None:
 
 def test_a_tail_that_made_room_and_the_times_of_phases_are_seen() -> None:
     scene = Scene()
-    scene.desk.place(terms("a", tail_ratio=0.5, tail_nodes=0))
+    scene.desk.place(terms("a", tail_ratio=0.5, tail_accelerators=0))
     scene.desk.place(terms("b"))
     scene.enter("a")
     scene.clock.now_s = 3.0

@@ -503,7 +503,7 @@ def test_a_phase_that_was_ended_for_its_length_makes_the_plan_believe_it_longer(
     assert control.runs("a") == names("r0")
     believed_s = control.desk.cluster.planner.facts[JobId("a")].belief().rollout_s
     control.enter("b")
-    while control.desk.policy.on(NodeId("r0")) == "a":
+    while control.desk.runtime.permits.on(NodeId("r0")) == "a":
         control.pass_time(8.0, beats="a")
         control.enter("b")
     facts = control.desk.cluster.planner.facts[JobId("a")]

@@ -1,0 +1,337 @@
+"""The shipped runtime in virtual time: a shell that draws durations instead of running engines.
+
+It tells the runtime what jobs and nodes would, at the moments that the truth gives, and does what
+the effects say. It has no rule of its own: no order, no tail, no place and no memory.
+"""
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, Final
+
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.policy.cluster.events import (
+    Decision,
+    JobSubmitted,
+    NodeBack,
+    NodeLost,
+    PlanJob,
+    TellMove,
+)
+from scheduler.policy.cluster.phase_policy import RuntimeEffect, RuntimeEvent
+from scheduler.policy.cluster.runtime import PhaseRuntime
+from scheduler.policy.model import PhaseKind, Pool
+from scheduler.policy.phases.accelerators import held
+from scheduler.policy.phases.events import (
+    AdmitJob,
+    DropPlace,
+    EndPermit,
+    EndReason,
+    FreeNodes,
+    GrantPermit,
+    HolderHeard,
+    JobLeft,
+    NarrowPhase,
+    PhaseEnded,
+    PhaseNarrowed,
+    PhaseRequested,
+    Refuse,
+    RevokePermit,
+    TimePassed,
+    WarnHolder,
+    WidenPermit,
+)
+from scheduler.policy.phases.standing import Stage
+from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
+from scheduler.sim.rollmux.ledger import Counts, Ledger, RunResult
+from scheduler.sim.rollmux.node_bill import NodeBill
+from scheduler.sim.rollmux.submissions import submission_of
+from scheduler.sim.rollmux.worker import Worker, WorkerStage
+from scheduler.sim.rollmux.workload import SimulatedJob
+from scheduler.sim.rollmux.world import PAPER_WORLD, World
+
+TICK_S: Final = 60.0
+"""Between two looks at the time; the shipped shell looks more often."""
+REPAIR_S: Final = 3600.0
+"""From a node's failure until it is supply again."""
+_RETRY_S: Final = 5.0
+_POOLS: Final = {PhaseKind.ROLLOUT: Pool.ROLLOUT, PhaseKind.TRAINING: Pool.TRAINING}
+_NOTES: Final = {
+    Decision.PLACED: "placement",
+    Decision.MOVED: "move",
+    Decision.RESTARTED: "restart",
+}
+_ALWAYS: Final = -1
+
+
+Watch = Callable[[PhaseRuntime, float], None]
+
+
+def not_watched(_runtime: PhaseRuntime, _now: float) -> None:
+    pass
+
+
+class Driver:
+    def __init__(
+        self,
+        jobs: list[SimulatedJob],
+        runtime: PhaseRuntime,
+        *,
+        world: World = PAPER_WORLD,
+        disruptions: Disruptions = UNDISTURBED,
+        ledger: Ledger | None = None,
+        watch: Watch = not_watched,
+    ) -> None:
+        self._watch = watch
+        self.ledger = ledger or Ledger()
+        self._runtime = runtime
+        self._world = world
+        self._disruptions = disruptions
+        self._workers = [Worker(one, world) for one in jobs]
+        self._by_job = {worker.job: worker for worker in self._workers}
+        self._bill = NodeBill(runtime.cluster, self.ledger)
+        self._counts = Counts()
+        self._now = 0.0
+        self._moments: list[tuple[float, int, Callable[[Any], None], Any, int]] = []
+        """Time, number, what happens to whom, and the worker's version that it was set for."""
+        self._numbers = count()
+        self._left = len(jobs)
+        self._loaded: dict[NodeId, JobId] = {}
+        """Whose state is on each node's accelerators."""
+
+    def run(self) -> RunResult:
+        for worker in self._workers:
+            self._set(worker.one.arrival_s, self._arrive, worker)
+        self._set(0.0, self._tick, True)
+        while self._left:
+            t_s, _, act, whom, version = heappop(self._moments)
+            if version not in (_ALWAYS, getattr(whom, "version", _ALWAYS)):
+                continue
+            self._now = max(self._now, t_s)
+            act(whom)
+        self._counts.events = next(self._numbers)
+        return RunResult(ledger=self.ledger, counts=self._counts, end_s=self._now)
+
+    def _set(self, t_s: float, act: Callable[[Any], None], whom: Any) -> None:
+        heappush(self._moments, (t_s, next(self._numbers), act, whom, _ALWAYS))
+
+    def _set_next(self, worker: Worker, t_s: float, act: Callable[[Worker], None]) -> None:
+        """In place of what the worker was about to do."""
+        worker.version += 1
+        heappush(self._moments, (t_s, next(self._numbers), act, worker, worker.version))
+
+    def _tell(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
+        effects = self._runtime.observe(event, now=self._now)
+        for effect in effects:
+            self._hear(effect)
+        if self._runtime.cluster.layout_changed:
+            self._settle_nodes()
+        return effects
+
+    def _settle_nodes(self) -> None:
+        self._watch(self._runtime, self._now)
+        for node, times in self._bill.settle(self._now):
+            fails_s = self._disruptions.fails_at_s(node, up_s=self._now, times=times)
+            if fails_s < float("inf"):
+                self._set(fails_s, self._fail, (node, times))
+
+    def _hear(self, effect: RuntimeEffect) -> None:
+        match effect:
+            case GrantPermit():
+                self._begin(self._by_job[effect.job], effect)
+            case WidenPermit() | FreeNodes():
+                self._share_changed(self._by_job[effect.job], effect)
+            case NarrowPhase():
+                self._narrow(self._by_job[effect.job])
+            case EndPermit(ended=EndReason.DONE):
+                pass
+            case EndPermit():
+                self._lose_phase(self._by_job[effect.job], effect)
+            case AdmitJob():
+                self._admitted(self._by_job[effect.job])
+            case DropPlace() if self._by_job[effect.job].stage is WorkerStage.WAITING:
+                self._by_job[effect.job].stage = WorkerStage.BETWEEN
+            case Refuse() if self._by_job[effect.job].stage is WorkerStage.WAITING:
+                worker = self._by_job[effect.job]
+                self._set_next(worker, self._now + _RETRY_S, self._ask)
+            case PlanJob():
+                self._note(effect)
+            case WarnHolder():
+                self._set(self._now + self._runtime.config.permits.warn_s, self._tick, False)
+            case RevokePermit():
+                self._set(self._now + effect.grace_s, self._tick, False)
+            case _:
+                pass
+
+    def _tick(self, periodic: bool) -> None:
+        self._tell(TimePassed())
+        if periodic:
+            self._set(self._now + TICK_S, self._tick, True)
+
+    def _arrive(self, worker: Worker) -> None:
+        one = worker.one
+        self.ledger.arrival(one, self._world, t_s=self._now)
+        leaves_s = self._disruptions.leaves_at_s(one, self._world)
+        if leaves_s < float("inf"):
+            self._set(leaves_s, self._give_up, worker)
+        worker.stage = WorkerStage.BETWEEN
+        self._tell(JobSubmitted(submission=submission_of(one, self._world)))
+
+    def _admitted(self, worker: Worker) -> None:
+        """Its state goes to the nodes that it has now."""
+        standing = self._runtime.standing(worker.job)
+        if standing is None or worker.stage not in (WorkerStage.BETWEEN, WorkerStage.WAITING):
+            return
+        if worker.stage is WorkerStage.WAITING:
+            if standing.stage is Stage.APART:
+                self._set_next(worker, self._now + _RETRY_S, self._ask)
+            return
+        cold = worker.is_new
+        nodes = {node for phase in standing.terms.phases for node in phase.nodes}
+        self.ledger.write(self._now, "loading", job=worker.job, nodes=sorted(nodes))
+        worker.load(nodes)
+        loading_s = self._world.cold_start_s if cold else self._world.move_s
+        self._set_next(worker, self._now + loading_s, self._ask)
+
+    def _ask(self, worker: Worker) -> None:
+        worker.stage = WorkerStage.WAITING
+        self._tell(PhaseRequested(job=worker.job, kind=worker.kind, holder=worker.job))
+
+    def _begin(self, worker: Worker, grant: GrantPermit) -> None:
+        loading_s = 0.0
+        if any(self._loaded.get(node, worker.job) != worker.job for node in grant.nodes):
+            loading_s = self._world.warm_start_s
+        if not worker.resident.issuperset(grant.nodes):
+            loading_s += self._world.move_s
+            worker.resident.update(grant.nodes)
+        self._loaded.update(dict.fromkeys(grant.nodes, worker.job))
+        worker.epoch = grant.epoch
+        worker.begin(grant.nodes, loading_s=loading_s, share=self._share(worker), now=self._now)
+        self._phase("phase_start", worker, grant.nodes)
+        self._set_next(worker, worker.next_s(), self._work)
+
+    def _work(self, worker: Worker) -> None:
+        worker.work_until(self._now)
+        if worker.is_complete:
+            self._end_phase(worker)
+            return
+        version = worker.version
+        ratio = worker.progress()
+        if ratio is not None:
+            self._tell(HolderHeard(job=worker.job, epoch=worker.epoch, complete_ratio=ratio))
+        if worker.version == version:
+            self._set_next(worker, worker.next_s(), self._work)
+
+    def _share(self, worker: Worker) -> float:
+        """Of the phase's accelerators, that its permit covers now."""
+        standing = self._runtime.standing(worker.job)
+        phase = None if standing is None else standing.terms.phase(worker.kind)
+        if standing is None or phase is None or not phase.nodes:
+            return 1.0
+        return held(standing, phase) / phase.all_accelerators
+
+    def _share_changed(self, worker: Worker, effect: WidenPermit | FreeNodes) -> None:
+        worker.work_until(self._now)
+        worker.share = self._share(worker)
+        if isinstance(effect, FreeNodes):
+            self._phase("tail_moved", worker, worker.nodes)
+        self._set_next(worker, worker.next_s(), self._work)
+
+    def _narrow(self, worker: Worker) -> None:
+        """A tail that is over before it would have been moved stays where it is."""
+        worker.work_until(self._now)
+        migrate_s = self._world.migrate_s
+        if worker.left_s > migrate_s:
+            worker.overhead_s += migrate_s
+            worker.loading_s += migrate_s
+            self._set_next(worker, self._now + migrate_s, self._narrowed)
+
+    def _narrowed(self, worker: Worker) -> None:
+        self._tell(PhaseNarrowed(job=worker.job, epoch=worker.epoch))
+
+    def _end_phase(self, worker: Worker) -> None:
+        self._phase("phase_end", worker, worker.nodes, solo_s=worker.length_s)
+        worker.stage, ended = WorkerStage.WAITING, worker.kind
+        worker.version += 1
+        effects = self._tell(
+            PhaseEnded(job=worker.job, epoch=worker.epoch, loading_s=worker.loading_s)
+        )
+        worker.next_kind()
+        if ended is worker.kinds[-1]:
+            self.ledger.iteration_ends_s.setdefault(worker.job, []).append(self._now)
+        if worker.is_over:
+            self.ledger.ended_s[worker.job] = self._now
+            self._leave(worker, "job_done")
+        elif any(isinstance(each, TellMove) and each.job == worker.job for each in effects):
+            self.ledger.write(self._now, "left", job=worker.job)
+            worker.stage = WorkerStage.BETWEEN
+            self._tell(JobSubmitted(submission=submission_of(worker.one, self._world)))
+        else:
+            self._ask(worker)
+
+    def _lose_phase(self, worker: Worker, end: EndPermit) -> None:
+        if worker.stage is not WorkerStage.RUNNING:
+            return
+        self._phase("phase_lost", worker, worker.nodes)
+        worker.lose_iteration()
+        worker.stage = WorkerStage.BETWEEN
+        worker.version += 1
+        if end.ended is EndReason.LEFT:
+            self.ledger.write(self._now, "left", job=worker.job)
+        else:
+            self._set_next(worker, self._now + _RETRY_S, self._ask)
+
+    def _give_up(self, worker: Worker) -> None:
+        if worker.stage is not WorkerStage.DONE:
+            self._counts.given_up += 1
+            self._leave(worker, "job_given_up")
+
+    def _leave(self, worker: Worker, kind: str) -> None:
+        if worker.stage is WorkerStage.RUNNING:
+            self._phase("phase_lost", worker, worker.nodes)
+        worker.stage = WorkerStage.DONE
+        worker.version += 1
+        self._left -= 1
+        self.ledger.write(self._now, kind, job=worker.job)
+        self._tell(JobLeft(job=worker.job))
+
+    def _fail(self, failing: tuple[NodeId, int]) -> None:
+        node, times = failing
+        if not self._bill.is_up(node, times):
+            return
+        self._counts.failures += 1
+        self.ledger.write(self._now, "node_failed", node=node)
+        self._loaded.pop(node, None)
+        for worker in self._workers:
+            worker.resident.discard(node)
+        self._tell(NodeLost(node=node))
+        self._set(self._now + REPAIR_S, self._repaired, node)
+
+    def _repaired(self, node: NodeId) -> None:
+        self._tell(NodeBack(node=node))
+
+    def _note(self, decided: PlanJob) -> None:
+        self._counts.moves += decided.decision is Decision.MOVED
+        self._counts.restarts += decided.decision is Decision.RESTARTED
+        nodes = [*decided.rollout_nodes, *decided.training_nodes]
+        self.ledger.write(
+            self._now,
+            _NOTES[decided.decision],
+            job=decided.job,
+            nodes=nodes,
+            reason=decided.reason,
+        )
+
+    def _phase(self, kind: str, worker: Worker, nodes: tuple[NodeId, ...], **alone: float) -> None:
+        if self.ledger.record:
+            pool = _POOLS.get(worker.kind, "")
+            for node in nodes:
+                self.ledger.write(
+                    self._now,
+                    kind,
+                    job=worker.job,
+                    node=node,
+                    pool=pool,
+                    phase=worker.kind,
+                    **alone,
+                )

@@ -1,0 +1,28 @@
+"""What a simulated job's owner says of it: declared maxima, nodes, memory and SLO, and no mean."""
+
+from typing import Final
+
+from scheduler.policy.cluster.submission import DeclaredPhase, Submission
+from scheduler.policy.model import PhaseKind
+from scheduler.sim.rollmux.workload import SimulatedJob
+from scheduler.sim.rollmux.world import World
+
+_SYNC_MAX_RATIO: Final = 2.0
+"""Declared maximum of a weight sync, over what it takes."""
+
+
+def submission_of(one: SimulatedJob, world: World) -> Submission:
+    phases = [
+        DeclaredPhase(kind=phase.kind, max_s=phase.max_s, nodes=phase.nodes)
+        for phase in one.job.phases
+    ]
+    if world.sync_s:
+        max_s = _SYNC_MAX_RATIO * world.sync_s
+        phases.append(DeclaredPhase(kind=PhaseKind.SYNC, max_s=max_s, nodes=0))
+    return Submission(
+        job=one.job.job,
+        tenant=one.job.tenant,
+        phases=tuple(phases),
+        slo=one.job.slowdown_slo,
+        host_bytes=one.job.host_bytes_per_node,
+    )

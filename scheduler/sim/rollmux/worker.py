@@ -1,0 +1,156 @@
+"""One job's process in the simulator: it asks for phases, works on what it is granted, and says so.
+
+What it knows is the truth that no policy is told: how long its phases take alone, how its responses
+complete, what loading costs. A rollout's bulk fills the accelerators of its nodes and slows down
+with the share that it holds; its tail needs a share and is slowed down only by less than that.
+"""
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Final
+
+from harvester.contracts.ids import Epoch, JobId, NodeId
+from scheduler.policy.groups.tail import best_shape
+from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.completion import LEVELS
+from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob
+from scheduler.sim.rollmux.world import World
+
+_ROUNDING_S: Final = 1e-9
+
+
+class WorkerStage(StrEnum):
+    NEW = "new"
+    LOADING = "loading"
+    """State comes to host memory; holds no permit."""
+    BETWEEN = "between"
+    """Has left its nodes, or lost them, and waits for others."""
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+
+
+class Worker:
+    def __init__(self, one: SimulatedJob, world: World) -> None:
+        self.one = one
+        self.stage = WorkerStage.NEW
+        self.iteration = 0
+        self.kinds: tuple[PhaseKind, ...] = (PhaseKind.ROLLOUT, PhaseKind.TRAINING)
+        if world.sync_s:
+            self.kinds = (*self.kinds, PhaseKind.SYNC)
+        self.kind = PhaseKind.ROLLOUT
+        self.version = 0
+        """Of what it waits for; a moment that was set before it last changed is none."""
+        self.epoch = Epoch(0)
+        self.nodes: tuple[NodeId, ...] = ()
+        self.resident: set[NodeId] = set()
+        """Nodes whose host memory has its state."""
+        self.loading_s = 0.0
+        """Of the present phase, spent on loading and on moving its tail."""
+        self.worked_s = 0.0
+        self.length_s = 0.0
+        self.overhead_s = 0.0
+        self.share = 1.0
+        """Of its accelerators that it holds."""
+        self._was_loaded = False
+        self._sync_s = world.sync_s
+        self._at_s = 0.0
+        self._said = 0
+        nodes = one.job.phases[0].nodes
+        tail = best_shape(one.curve, accelerators=nodes * ROLLOUT_ACCELERATORS)
+        self._bulk_ratio, self._tail_share = tail.bulk_ratio, tail.share
+        self._levels = tuple(_levels(one))
+
+    @property
+    def job(self) -> JobId:
+        return self.one.job.job
+
+    @property
+    def is_over(self) -> bool:
+        return self.iteration == self.one.iterations
+
+    @property
+    def is_new(self) -> bool:
+        """Its state was nowhere yet."""
+        return not self._was_loaded
+
+    def load(self, nodes: set[NodeId]) -> None:
+        """Its state goes to the host memory of these nodes and to no other."""
+        self.stage, self.resident, self._was_loaded = WorkerStage.LOADING, set(nodes), True
+
+    def begin(
+        self, nodes: tuple[NodeId, ...], *, loading_s: float, share: float, now: float
+    ) -> None:
+        self.stage = WorkerStage.RUNNING
+        self.nodes, self.share = nodes, share
+        self.overhead_s = self.loading_s = loading_s
+        self.worked_s, self._at_s, self._said = 0.0, now, 0
+        self.length_s = self._sync_s
+        if self.kind is not PhaseKind.SYNC:
+            column = 0 if self.kind is PhaseKind.ROLLOUT else 1
+            self.length_s = float(self.one.lengths_s[self.iteration, column])
+
+    def work_until(self, now: float) -> None:
+        passed_s, self._at_s = now - self._at_s, now
+        overhead_s = min(self.overhead_s, passed_s)
+        self.overhead_s -= overhead_s
+        self.worked_s += (passed_s - overhead_s) * self._speed()
+
+    def next_s(self) -> float:
+        """When it has something to say, or its speed changes, if nothing else happens."""
+        target_s = self.length_s
+        if self.kind is PhaseKind.ROLLOUT:
+            if self._said < len(self._levels):
+                target_s = self._levels[self._said][0] * self.length_s
+            bulk_s = self._bulk_ratio * self.length_s
+            if self.share < 1.0 and self.worked_s < bulk_s - _ROUNDING_S:
+                target_s = min(target_s, bulk_s)
+        left_s = max(0.0, target_s - self.worked_s)
+        return self._at_s + self.overhead_s + left_s / self._speed()
+
+    def progress(self) -> float | None:
+        """Share of its responses that it has newly to say; None where there is no news."""
+        said = self._said
+        while (
+            self._said < len(self._levels)
+            and self.worked_s >= self._levels[self._said][0] * self.length_s - _ROUNDING_S
+        ):
+            self._said += 1
+        return self._levels[self._said - 1][1] if self._said > said else None
+
+    @property
+    def left_s(self) -> float:
+        """Of the present phase, alone."""
+        return self.length_s - self.worked_s
+
+    @property
+    def is_complete(self) -> bool:
+        return self.left_s <= _ROUNDING_S and self.overhead_s <= _ROUNDING_S
+
+    def next_kind(self) -> None:
+        """The phase after the present one; an iteration more after the last."""
+        at = self.kinds.index(self.kind) + 1
+        self.iteration += at == len(self.kinds)
+        self.kind = self.kinds[at % len(self.kinds)]
+
+    def lose_iteration(self) -> None:
+        """Back to its last checkpoint."""
+        self.kind = PhaseKind.ROLLOUT
+
+    def _speed(self) -> float:
+        if self.kind is not PhaseKind.ROLLOUT or self.share >= 1.0:
+            return 1.0
+        bulk = self.worked_s < self._bulk_ratio * self.length_s - _ROUNDING_S
+        return min(1.0, self.share / (1.0 if bulk else self._tail_share or 1.0))
+
+
+def _levels(one: SimulatedJob) -> Iterator[tuple[float, float]]:
+    """Share of a rollout's time after which each of the completed shares is reached."""
+    earlier = (0.0, 0.0)
+    points = [*one.curve, (1.0, 1.0)]
+    for level in LEVELS:
+        while points[0][1] < level:
+            earlier = points.pop(0)
+        span = points[0][1] - earlier[1]
+        within = (level - earlier[1]) / span if span > 0 else 1.0
+        yield earlier[0] + within * (points[0][0] - earlier[0]), level
