@@ -217,7 +217,7 @@ class PhaseControl:
                 case Waiting():
                     pauses.check(f"{reply.ahead} jobs are before it")
                 case Refused(unknown=True):
-                    self._place()
+                    self._place_again()
                 case Refused(retry_after_s=None):
                     raise ConfigError(f"job {self.job}: {reply.reason}")
                 case _:
@@ -242,8 +242,13 @@ class PhaseControl:
         if move is None or self.placement is None:
             return
         self._on_move(move)
+        self._place_again()
+
+    def _place_again(self) -> None:
+        before = self.placement
         self._place()
-        self._on_arrive(self.placement)
+        if self.placement is not None and self.placement != before:
+            self._on_arrive(self.placement)
 
     def _say(self, leave: Leave, *, timeout_s: float) -> Reply:
         pauses = Pauses(self._clock, timeout_s=timeout_s)

@@ -140,9 +140,11 @@ class PermitDesk:
         if standing is None and not self._policy.knows(entry.job):
             return Refused(reason=f"job {entry.job} is not placed", unknown=True)
         event = PhaseRequested(job=entry.job, kind=entry.kind, holder=entry.holder)
-        refusal = _refusal(self._observe(event))
+        effects = self._observe(event)
+        refusal = _refusal(effects)
         if refusal:
-            return Refused(reason=refusal, retry_after_s=self._retry_s(entry))
+            unknown = any(isinstance(each, Refuse) and each.unknown for each in effects)
+            return Refused(reason=refusal, retry_after_s=self._retry_s(entry), unknown=unknown)
         return self.look(entry)
 
     def look(self, entry: Enter) -> EnterReply:

@@ -132,7 +132,10 @@ class PlanningDesk(PermitDesk):
 
     def look(self, entry: Enter) -> EnterReply:
         held_up = self.runtime.held_up(entry.job, entry.kind)
-        return Refused(reason=held_up, retry_after_s=_RETRY_S) if held_up else super().look(entry)
+        if not held_up:
+            return super().look(entry)
+        changed = self.cluster.stays[entry.job].changed
+        return Refused(reason=held_up, retry_after_s=_RETRY_S, unknown=changed)
 
     def leave(self, leave: Leave) -> LeaveReply:
         reply = super().leave(leave)

@@ -174,7 +174,11 @@ class ClusterPolicy:
             self.stays[given.job] = stay
             self.unsaved.add(given.job)
             self._admit(now)
-        elif stay.stage is StayStage.MOVING and (stay.told or self._is_apart(stay)):
+            return
+        if stay.changed:
+            stay.changed = False
+            self.unsaved.add(given.job)
+        if stay.stage is StayStage.MOVING and (stay.told or self._is_apart(stay)):
             # It was told at its iteration's end, or a process that begins anew is with the answer.
             self._leave_old(stay, now)
 
@@ -305,6 +309,7 @@ class ClusterPolicy:
         self._direct(stay, group, placement)
         self._decided(Decision.MOVED, stay, placement)
         if not stay.started or stay.at is None:
+            stay.changed = True
             # Nothing of it is on the nodes that it would have to leave.
             self._leave_old(stay, now)
 
@@ -315,11 +320,10 @@ class ClusterPolicy:
         self._decided(Decision.RESTARTED, stay, placement)
         self.residency.hold(stay, kept_nodes(stay, placement))
         standing = self._permits.standing(stay.job)
-        if standing is not None and standing.holding:
-            own = {node for nodes in self.machines(placement) for node in nodes}
-            if not own.issuperset(standing.nodes):
-                self._remove(stay.job)
-        stay.at = None
+        own = {node for nodes in self.machines(placement) for node in nodes}
+        if standing is not None and not (standing.holding and own.issuperset(standing.nodes)):
+            self._remove(stay.job)
+        stay.at, stay.changed = None, True
         self._touched.add(stay.job)
         self._enter_if_room(stay)
 

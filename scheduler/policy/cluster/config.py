@@ -62,6 +62,5 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         return PlannerConfig(
             cold_start_s=self.cold_start_s,
             prices=MovePrices(move_s=self.move_s),
-            curve=(),
             accelerators=self.rollout.type.accelerators,
         )

@@ -17,7 +17,7 @@ from scheduler.policy.groups.durations import PhaseEstimate
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.slo import SloAccount
 from scheduler.policy.groups.tail import TailShape
-from scheduler.policy.model import Placement, Pool
+from scheduler.policy.model import PhaseKind, Placement, Pool
 
 _NAMES_AT_ONCE = 1000
 
@@ -35,6 +35,9 @@ class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
     """None: never."""
     leaving: bool
     """It is resident where it is, and pinned where it goes."""
+    sync: PhaseEstimate | None = None
+    next_phase: PhaseKind | None = None
+    """None: of a version before weight syncs."""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +100,8 @@ def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
             seen_s=facts.seen_s,
             moved_s=moved_s,
             leaving=policy.planner.book.is_leaving(job),
+            sync=facts.sync,
+            next_phase=facts.next_phase,
         ),
     )
 
@@ -150,9 +155,13 @@ def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
     if kept is None:
         return
     job = stay.submission.as_job
-    facts = JobFacts.of(job, cold_start_s=policy.config.cold_start_s, tail=kept.tail, now=0.0)
+    facts = JobFacts.of(job, cold_start_s=policy.config.cold_start_s, now=0.0)
+    facts.tail = kept.tail
     facts.rollout, facts.training, facts.account = kept.rollout, kept.training, kept.account
     facts.open_s, facts.seen_s, facts.moving = kept.open_s, kept.seen_s, kept.leaving
+    facts.sync = kept.sync or facts.sync
+    trains = PhaseKind.TRAINING if kept.open_s else PhaseKind.ROLLOUT
+    facts.next_phase = kept.next_phase or trains
     if kept.moved_s is not None:
         facts.moved_s = kept.moved_s
     policy.planner.facts[stay.job] = facts

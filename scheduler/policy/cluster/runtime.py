@@ -84,6 +84,7 @@ class PhaseRuntime:
         """Raises ValueError where the records contradict each other."""
         self.permits.restore(kept["permits"])
         restore(self.cluster, msgspec.convert(kept["plan"], Memory))
+        self.permits.close(self.cluster.fleet.failed)
 
     @property
     def counters(self) -> tuple[int, int]:
@@ -142,10 +143,12 @@ class PhaseRuntime:
             return ""
         terms = self.cluster.wanted_terms(stay)
         standing = self.permits.standing(job)
-        if terms is not None and terms.phase(kind) is not None:
-            return ""
         if standing is not None and standing.holding:
             return ""
+        if terms is not None and terms.phase(kind) is not None and not stay.changed:
+            return ""
+        if stay.changed:
+            return f"its nodes have changed: {stay.reason}"
         if stay.stage is StayStage.QUEUED:
             return f"it waits for a place: {stay.reason}"
         if stay.at is not None:
@@ -158,7 +161,8 @@ class PhaseRuntime:
             self._plan(PhaseAsked(job=event.job, kind=event.kind), now)
         reason = self.held_up(event.job, event.kind)
         if reason:
-            self._refuse(event.job, reason)
+            changed = stay is not None and stay.changed
+            self._effects.append(Refuse(job=event.job, reason=reason, unknown=changed))
         else:
             self._permit(event, now)
 
@@ -194,7 +198,9 @@ class PhaseRuntime:
                     pass
 
     def _plan(self, event: ClusterEvent, now: float) -> None:
-        for effect in self.cluster.observe(event, now=now):
+        effects = self.cluster.observe(event, now=now)
+        self.permits.close(self.cluster.fleet.failed)
+        for effect in effects:
             if isinstance(effect, JobPlaced | JobLeft):
                 self._permit(effect, now)
             else:

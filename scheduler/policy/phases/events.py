@@ -215,6 +215,8 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
 
     job: JobId
     reason: str
+    unknown: bool = False
+    """The job has to be submitted again first: it hears where it is."""
 
 
 PermitEffect = (

@@ -88,7 +88,8 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
         ),
         (
             b'{"job":"j","phases":[{"kind":"rollout","max_s":9.0,"nodes":1,"mean_s":null,'
-            b'"cv":0.1,"seen":40,"divisible":true}],"slo":1.5,"host_bytes":7,"tenant":"default"}'
+            b'"cv":0.1,"seen":40,"divisible":true,"curve":[]}],"slo":1.5,"host_bytes":7,"tenant":'
+            b'"default"}'
         ),
     ),
     ("node", NodeReport(node=NODES[0], failed=True), b'{"node":"n","failed":true}'),
