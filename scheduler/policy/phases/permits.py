@@ -23,6 +23,7 @@ from scheduler.policy.phases.events import (
     HolderHeard,
     JobLeft,
     JobPlaced,
+    NodesUnloaded,
     PermitEffect,
     PermitEvent,
     PhaseEnded,
@@ -131,6 +132,11 @@ class PermitPolicy:
                 return [*recall(book, event, now=now)]
             case PhaseEnded():
                 return [*ended(book, event, now=now)]
+            case NodesUnloaded():
+                unloaded = book.jobs.get(event.job)
+                if unloaded is not None:
+                    book.unload(unloaded, event.nodes)
+                return []
             case ControlResumed():
                 resume(book, now=now)
                 return []
