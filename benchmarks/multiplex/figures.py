@@ -115,10 +115,10 @@ def _starts(done: Done, facts: Facts) -> dict[str, Any]:
         return {}
     loads_s = [job.load_s for each in loaded for job in each.jobs.values()]
     cold_s = {PhaseKind.ROLLOUT: facts.engine_cold_s, PhaseKind.TRAINING: median(loads_s)}
-    warm_s = {kind: _warm_s(ours, kind) for kind in PhaseKind}
+    warm_s = {kind: _warm_s(ours, kind) for kind in cold_s}
     return {
         "warm_start_speedup": sum(cold_s.values()) / max(sum(warm_s.values()), 1e-9),
-        "start_s": {kind.value: {"cold": cold_s[kind], "warm": warm_s[kind]} for kind in PhaseKind},
+        "start_s": {kind.value: {"cold": cold_s[kind], "warm": warm_s[kind]} for kind in cold_s},
     }
 
 

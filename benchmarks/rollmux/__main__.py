@@ -9,19 +9,23 @@ import os
 from pathlib import Path
 
 from benchmarks.reporting import report
+from benchmarks.rollmux.arm_figures import chosen_arms
 from benchmarks.rollmux.decisions import decision_times
 from benchmarks.rollmux.determinism import deterministic
 from benchmarks.rollmux.disturbed import drift_figures, failure_figures
-from benchmarks.rollmux.figures import quality_figures, single_workload
+from benchmarks.rollmux.figures import mix_figures, single_workload
 from benchmarks.rollmux.harvest import harvest_figures
 from benchmarks.rollmux.harvest_bound import INSTANCES, bound_figures
 from benchmarks.rollmux.optimum import optimum_figures
-from benchmarks.rollmux.pieces import Pieces
+from benchmarks.rollmux.pieces import ArmOfSeed, Pieces
 from benchmarks.rollmux.worlds import world_figures
 from harvester.contracts.errors import ConfigError
 from harvester.result_file import make_writable
+from scheduler.sim.rollmux.arms import ARMS
+from scheduler.sim.rollmux.baselines import UNSHARED
 from scheduler.sim.rollmux.headroom import HARVESTED_RATIO
 from scheduler.sim.rollmux.mixes import Mix
+from scheduler.sim.rollmux.variants import AS_PUBLISHED, VARIANTS
 from scheduler.sim.rollmux.workload import JOBS, Drift
 from scheduler.sim.rollmux.workload_csv import read_workload
 
@@ -78,8 +82,16 @@ def main() -> None:
         choices=range(1, JOBS + 1),
         metavar="N",
         default=JOBS,
-        help="of a seed, in the harvest part",
+        help="of a seed, in the harvest part and with --arm",
     )
+    parser.add_argument(
+        "--arm",
+        action="append",
+        choices=(*ARMS, *UNSHARED),
+        help="this arm alone instead of the parts, on --mix, --drift and --variant; repeatable",
+    )
+    parser.add_argument("--mix", type=Mix, choices=list(Mix), default=Mix.W1)
+    parser.add_argument("--variant", choices=list(VARIANTS), default=AS_PUBLISHED)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--resume", type=Path, help="directory of results that are kept")
     parser.add_argument(
@@ -132,15 +144,17 @@ def _result(given: argparse.Namespace) -> dict[str, object]:
         {"drift", "w2", "w3", "worlds", "failures", "determinism"} if given.quick else set()
     )
     pieces = Pieces(given.resume, workers=given.workers)
+    if given.arm:
+        return {"simulated": True, "arms": chosen_arms(_chosen(given, seeds), pieces)}
     result: dict[str, object] = {"simulated": True, "seeds": len(seeds)}
     if "quality" in parts:
-        result |= quality_figures(seeds, pieces, drift=given.drift, events=given.events)
+        result["quality"] = mix_figures(seeds, pieces, drift=given.drift, events=given.events)
     if "w2" in parts:
-        result["w2"] = quality_figures(seeds, pieces, mix=Mix.W2, drift=given.drift)
+        result["w2"] = mix_figures(seeds, pieces, mix=Mix.W2, drift=given.drift)
     if "w3" in parts:
-        result["w3"] = quality_figures(seeds, pieces, mix=Mix.W3)
+        result["w3"] = mix_figures(seeds, pieces, mix=Mix.W3)
     if "drift" in parts:
-        result |= drift_figures(seeds, pieces)
+        result["drift"] = drift_figures(seeds, pieces)
     if "worlds" in parts:
         result["worlds"] = world_figures(seeds, pieces)
     if "optimum" in parts:
@@ -156,6 +170,23 @@ def _result(given: argparse.Namespace) -> dict[str, object]:
     if "determinism" in parts:
         result["deterministic"] = deterministic()
     return result
+
+
+def _chosen(given: argparse.Namespace, seeds: range) -> dict[str, list[ArmOfSeed]]:
+    return {
+        name: [
+            ArmOfSeed(
+                name=name,
+                seed=seed,
+                mix=given.mix,
+                drift=given.drift,
+                variant=given.variant,
+                jobs=given.jobs,
+            )
+            for seed in seeds
+        ]
+        for name in given.arm
+    }
 
 
 def _harvested(given: argparse.Namespace, seeds: range, pieces: Pieces) -> dict[str, object]:

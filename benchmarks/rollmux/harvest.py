@@ -17,7 +17,7 @@ from benchmarks.rollmux.pieces import ArmOfSeed, Pieces
 from scheduler.demo.bursts import Bursts, generated_trace
 from scheduler.demo.trace import read_trace
 from scheduler.policy.model import Pool
-from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
+from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
 from scheduler.sim.rollmux.harvest import NEVER, LeaseSupply, run_harvest
 from scheduler.sim.rollmux.headroom import Headroom, headroom_of
 from scheduler.sim.rollmux.workload import JOBS, NODE_TYPES, SPAN_S, w1
@@ -100,6 +100,9 @@ def _of_trace(
         "cost_ratio_lease_30_range": [min(priced), max(priced)],
         "slo_attainment": sum(one.arm.kept for one in harvested) / total,
         "slo_attainment_all_revoked": sum(one.kept for one in revoked) / total,
+        "slo_counts_queueing": SLO_COUNTS_QUEUEING,
+        "windows_kept": sum(one.arm.windows_kept for one in harvested) / total,
+        "windows_above_goal": sum(one.arm.windows_above_goal for one in harvested),
         "moves_per_job": sum(one.arm.moves for one in harvested) / total,
         "slot_hours_per_job": sum(one.slot_hours for one in harvested) / total,
         "given_node_hours_per_job": sum(one.given_node_hours for one in harvested) / total,

@@ -11,25 +11,26 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Literal, TypeVar
+from time import process_time
+from typing import TypeVar
 
 import msgspec
 
-from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.parent import end_with
 from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.mixes import Mix
 from scheduler.sim.rollmux.variants import AS_PUBLISHED, VARIANTS
 from scheduler.sim.rollmux.workload import JOBS, Drift, SimulatedJob
-from scheduler.sim.rollmux.world import World
+from scheduler.sim.rollmux.world import PAPER_WORLD, World
 
 _Kept = TypeVar("_Kept")
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
     arm: ArmResult
-    wall_s: float
+    cpu_s: float
+    """Process time of the run, what was compiled for it included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +62,25 @@ class ArmOfSeed:
         return VARIANTS[self.variant].of(jobs, seed=self.seed)
 
     def run(self) -> Piece:
-        clock = MonotonicClock()
-        jobs = self.drawn()
         disruptions = UNDISTURBED
         if self.mtbf_h:
             disruptions = Disruptions(seed=self.seed, node_mtbf_s=self.mtbf_h * 3600.0)
-        began_s = clock.now()
-        done = run_arm(self.name, jobs, seed=self.seed, world=self.world, disruptions=disruptions)
-        return Piece(arm=summary(jobs, done, self.world), wall_s=clock.now() - began_s)
+        return run_piece(
+            self.name, self.drawn(), seed=self.seed, world=self.world, disruptions=disruptions
+        )
+
+
+def run_piece(
+    name: str,
+    jobs: list[SimulatedJob],
+    *,
+    seed: int,
+    world: World = PAPER_WORLD,
+    disruptions: Disruptions = UNDISTURBED,
+) -> Piece:
+    began_s = process_time()
+    done = run_arm(name, jobs, seed=seed, world=world, disruptions=disruptions)
+    return Piece(arm=summary(jobs, done, world), cpu_s=process_time() - began_s)
 
 
 class Pieces:
@@ -130,12 +142,3 @@ def _as_worker(parent: int) -> None:
     end_with(parent)
     # Ctrl-C reaches the whole group; the parent ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def kept(results: Sequence[ArmResult], which: Literal["kept", "kept_profiled"] = "kept") -> float:
-    """Share of all their jobs that kept their SLO."""
-    return float(sum(getattr(one, which) for one in results) / job_count(results))
-
-
-def job_count(results: Sequence[ArmResult]) -> int:
-    return sum(one.jobs for one in results)

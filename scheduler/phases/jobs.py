@@ -5,11 +5,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.ids import JobId, TenantId
 from harvester.yaml_file import explained, parse_fields, read_text
-from scheduler.plan.jobs_file import GB, JOBS_MAX, JobSettings, PhaseSettings, PoolSettings
-from scheduler.policy.cluster.submission import DeclaredPhase, Submission, submission_fault
-from scheduler.policy.model import PhaseKind
+from scheduler.plan.jobs_file import JOBS_MAX, JobSettings, PoolSettings
+from scheduler.policy.cluster.submission import Submission, submission_fault
 
 
 class JobsFile(BaseModel):
@@ -29,31 +27,9 @@ def read_submissions(path: Path) -> tuple[Submission, ...]:
         settings = JobsFile.model_validate(parse_fields(text, path))
     except ValidationError as error:
         raise ConfigError(explained(error, text, path)) from error
-    found = tuple(_submission(job) for job in settings.jobs)
+    found = tuple(job.as_submission for job in settings.jobs)
     for given in found:
         fault = submission_fault(given)
         if fault:
             raise ConfigError(f"{path}: job {given.job}: {fault}")
     return found
-
-
-def _submission(job: JobSettings) -> Submission:
-    sides = ((PhaseKind.ROLLOUT, job.rollout), (PhaseKind.TRAINING, job.training))
-    return Submission(
-        job=JobId(job.id),
-        tenant=TenantId(job.tenant),
-        slo=job.slo,
-        host_bytes=int(job.host_gb * GB),
-        phases=tuple(_phase(kind, given) for kind, given in sides),
-    )
-
-
-def _phase(kind: PhaseKind, given: PhaseSettings) -> DeclaredPhase:
-    return DeclaredPhase(
-        kind=kind,
-        max_s=given.max_s,
-        nodes=given.nodes,
-        mean_s=given.mean_s,
-        cv=given.cv,
-        seen=given.seen,
-    )

@@ -70,6 +70,8 @@ class ClusterSettings(_Settings):
     """Between two looks at promises and savings."""
     gone_s: float = Field(default=900.0, ge=1, le=1e6)
     """A placed job of which nothing was heard for so long has left."""
+    harvesting: bool = False
+    """Jobs that ask for it may use leases of serving nodes in their rollouts."""
 
     @property
     def as_config(self) -> ClusterConfig:
@@ -82,6 +84,7 @@ class ClusterSettings(_Settings):
             move_s=self.move_s,
             review_s=self.review_s,
             gone_s=self.gone_s,
+            harvesting=self.harvesting,
         )
 
 

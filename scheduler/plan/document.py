@@ -41,6 +41,8 @@ class PlannedJob(msgspec.Struct, frozen=True, kw_only=True):
     rollout_nodes: tuple[NodeId, ...]
     training_nodes: tuple[NodeId, ...]
     reason: str
+    sync_s: float = 0.0
+    """Believed weight sync after each training; on no node."""
     promise: Promise
     alternatives: tuple[Alternative, ...]
 

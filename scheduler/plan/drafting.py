@@ -90,6 +90,7 @@ def _group(
                 rollout_nodes=tuple(names[node] for node in cell.pinned[one.job].rollout_nodes),
                 training_nodes=tuple(names[node] for node in cell.pinned[one.job].training_nodes),
                 reason=planner.reasons[one.job],
+                sync_s=planner.facts[one.job].belief().sync_s,
                 promise=one,
                 alternatives=alternatives(planner, one.job),
             )

@@ -12,11 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN, JobId, TenantId
 from harvester.yaml_file import Where, explained, named, parse_fields, read_text
+from scheduler.policy.cluster.submission import CURVE_MAX, DeclaredPhase, Submission
 from scheduler.policy.groups.book import NodeType
-from scheduler.policy.groups.durations import Measured
-from scheduler.policy.groups.events import JobArrived
 from scheduler.policy.groups.tail import Completion
-from scheduler.policy.model import Job, Phase, PhaseKind, Pool
+from scheduler.policy.model import PhaseKind, Pool
 
 GB: Final = 10**9
 JOBS_MAX: Final = 200
@@ -57,7 +56,7 @@ class PoolSettings(_Settings):
     training: NodeSettings
 
 
-class PhaseSettings(_Settings):
+class DurationSettings(_Settings):
     max_s: Seconds
     """With every response at its token limit."""
     mean_s: Seconds | None = None
@@ -66,7 +65,16 @@ class PhaseSettings(_Settings):
     """Of one phase around the mean."""
     seen: int = Field(default=40, ge=1, le=1000)
     """Phases that `mean_s` is of: fewer leave more doubt."""
+
+
+class PhaseSettings(DurationSettings):
     nodes: int = Field(default=1, ge=1, le=8)
+
+
+class RolloutSettings(PhaseSettings):
+    divisible: bool = True
+    """Its engines may begin on the part of a node that another's tail leaves, and bring their own
+    tail together on a part."""
 
 
 class JobSettings(_Settings):
@@ -76,40 +84,44 @@ class JobSettings(_Settings):
     """Tolerated slow-down: time in company over time alone."""
     host_gb: float = Field(ge=0, le=1e6)
     """State that stays resident on every node of the job."""
-    rollout: PhaseSettings
+    rollout: RolloutSettings
     training: PhaseSettings
-    responses: tuple[tuple[Ratio, Ratio], ...] = Field(default=((0.5, 0.8),), max_length=64)
-    """How responses complete: pairs of the rollout's passed time and the completed share."""
+    harvesting: bool = False
+    """Its rollouts use leases where a control allows them; no plan counts on one."""
+    sync: DurationSettings | None = None
+    """New weights on their way to the rollout engines, where the next rollout waits for them."""
+    responses: tuple[tuple[Ratio, Ratio], ...] = Field(default=(), max_length=CURVE_MAX)
+    """How responses complete: pairs of the rollout's passed time and the completed share. Without,
+    the rollout is taken to fill its nodes to its end."""
 
     @property
-    def curve(self) -> tuple[Completion, ...]:
-        return tuple(Completion(*point) for point in self.responses)
+    def phases(self) -> tuple[tuple[PhaseKind, DurationSettings], ...]:
+        """In the order of an iteration."""
+        sync = () if self.sync is None else ((PhaseKind.SYNC, self.sync),)
+        return (PhaseKind.ROLLOUT, self.rollout), (PhaseKind.TRAINING, self.training), *sync
 
     @property
-    def as_job(self) -> Job:
-        return Job(
+    def as_submission(self) -> Submission:
+        """What a control is told of the job, and a plan's planner with it."""
+        return Submission(
             job=JobId(self.id),
             tenant=TenantId(self.tenant),
-            phases=(
-                _phase(PhaseKind.ROLLOUT, self.rollout),
-                _phase(PhaseKind.TRAINING, self.training),
-            ),
-            host_bytes_per_node=int(self.host_gb * GB),
-            slowdown_slo=self.slo,
+            slo=self.slo,
+            host_bytes=int(self.host_gb * GB),
+            phases=tuple(self._declared(kind, given) for kind, given in self.phases),
         )
 
-    @property
-    def arrival(self) -> JobArrived:
-        """What the planner is told of it."""
-        sides = ((PhaseKind.ROLLOUT, self.rollout), (PhaseKind.TRAINING, self.training))
-        return JobArrived(
-            job=self.as_job,
-            measured={
-                kind: Measured(mean_s=one.mean_s, cv=one.cv, seen=one.seen)
-                for kind, one in sides
-                if one.mean_s is not None
-            },
-            curve=self.curve,
+    def _declared(self, kind: PhaseKind, given: DurationSettings) -> DeclaredPhase:
+        curve = self.responses if kind is PhaseKind.ROLLOUT else ()
+        return DeclaredPhase(
+            kind=kind,
+            max_s=given.max_s,
+            nodes=given.nodes if isinstance(given, PhaseSettings) else 0,
+            mean_s=given.mean_s,
+            cv=given.cv,
+            seen=given.seen,
+            divisible=not isinstance(given, RolloutSettings) or given.divisible,
+            curve=tuple(Completion(*point) for point in curve),
         )
 
 
@@ -162,16 +174,11 @@ def _faults(settings: PlanSettings) -> Iterator[tuple[Where, str]]:
                     ("jobs", at, "host_gb"),
                     f"{job.host_gb:g} GB do not fit on a {name} node of {nodes.host_gb:g} GB",
                 )
-        for name, phase in (("rollout", job.rollout), ("training", job.training)):
+        for kind, phase in job.phases:
             if phase.mean_s is not None and phase.mean_s > phase.max_s:
                 yield (
-                    ("jobs", at, name, "mean_s"),
+                    ("jobs", at, kind.value, "mean_s"),
                     f"{phase.mean_s:g} is more than max_s, {phase.max_s:g}",
                 )
         if list(job.responses) != sorted(job.responses):
             yield ("jobs", at, "responses"), "both numbers must rise from pair to pair"
-
-
-def _phase(kind: PhaseKind, given: PhaseSettings) -> Phase:
-    """The declaration alone: what was measured reaches the planner as observations."""
-    return Phase(kind=kind, mean_s=given.max_s, max_s=given.max_s, nodes=given.nodes)

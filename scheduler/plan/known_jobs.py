@@ -31,7 +31,7 @@ class KnownJobsPlanner(GroupPlanner):
 
     def place(self, job: JobSettings) -> None:
         """Raises Exhausted where the nodes that there are do not suffice."""
-        for effect in self.observe(job.arrival, now=0.0):
+        for effect in self.observe(job.as_submission.arrival, now=0.0):
             if isinstance(effect, PlaceJob):
                 self.reasons[effect.placement.job] = effect.reason
 

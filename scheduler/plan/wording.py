@@ -35,7 +35,8 @@ def load(of: GroupLoad) -> str:
 
 
 def places(job: PlannedJob) -> str:
-    return f"{' '.join(job.rollout_nodes)} | {' '.join(job.training_nodes)}"
+    sync = f" | sync {job.sync_s:.0f} s" if job.sync_s else ""
+    return f"{' '.join(job.rollout_nodes)} | {' '.join(job.training_nodes)}{sync}"
 
 
 def alternative(one: Alternative) -> str:

@@ -56,6 +56,9 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     max_s: float
     """With every response at its token limit."""
     nodes: int = 1
+    divisible: bool = True
+    """A rollout may begin on the accelerators that another's tail leaves of its nodes, and bring
+    its own tail together on a part of them."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

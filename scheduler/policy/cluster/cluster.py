@@ -7,8 +7,6 @@ is replaced by a free one; only a phase that ran on it ends. Reads how jobs stan
 permits; says events of the permit policy. Asks nobody and reads no clock.
 """
 
-from collections import Counter
-from enum import StrEnum
 from typing import Protocol
 
 from harvester.contracts.errors import Exhausted
@@ -60,13 +58,6 @@ _QUEUE_TRIES = 16
 """Waiting jobs that are looked at when something has changed."""
 
 
-class Promise(StrEnum):
-    """To a job that has ended, by its last phase that did; counted."""
-
-    KEPT = "kept"
-    BROKEN = "broken"
-
-
 class Permits(Protocol):
     def standing(self, job: JobId) -> Standing | None: ...
 
@@ -83,9 +74,6 @@ class ClusterPolicy:
         """Everybody who was submitted, in the order of arrival."""
         self.residency = Residency(config.types)
         self.arrivals = 0
-        self.decisions: Counter[Decision] = Counter()
-        self.promises: Counter[Promise] = Counter()
-        """Both since this process began."""
         self.unsaved: set[JobId] = set()
         """Whose record has changed since the shell has cleared this."""
         self.layout_changed = False
@@ -128,6 +116,7 @@ class ClusterPolicy:
                 facts = self.planner.facts[job]
                 if event.overran is not None:
                     facts.observe_cut(event.overran, event.at_least_s)
+                    facts.belief()
                 facts.lose_iteration()
                 self.unsaved.add(job)
             case JobGone(job=job) if job in self.stays:
@@ -164,6 +153,7 @@ class ClusterPolicy:
             training,
             accelerators=self.config.rollout.type.accelerators,
             tail_ratio=self.config.tail_ratio,
+            leases=self.config.harvesting,
         )
 
     def _submit(self, given: Submission, now: float) -> None:
@@ -174,7 +164,11 @@ class ClusterPolicy:
             self.stays[given.job] = stay
             self.unsaved.add(given.job)
             self._admit(now)
-        elif stay.stage is StayStage.MOVING and (stay.told or self._is_apart(stay)):
+            return
+        if stay.changed:
+            stay.changed = False
+            self.unsaved.add(given.job)
+        if stay.stage is StayStage.MOVING and (stay.told or self._is_apart(stay)):
             # It was told at its iteration's end, or a process that begins anew is with the answer.
             self._leave_old(stay, now)
 
@@ -227,8 +221,6 @@ class ClusterPolicy:
         if stay.iterations:
             # Who falls silent is given up much later; that is no delay of ours.
             account = facts.account
-            kept = account.credit_s(facts.seen_s) >= 0
-            self.promises[Promise.KEPT if kept else Promise.BROKEN] += 1
             self._effects.append(
                 CloseJob(
                     job=job,
@@ -272,6 +264,7 @@ class ClusterPolicy:
                 case PlaceJob(group=group, placement=placement, reason=reason):
                     stay = self.stays[placement.job]
                     stay.placed_s, stay.reason = now, reason
+                    self.planner.facts[stay.job].belief()
                     self._direct(stay, group, placement)
                     self._decided(Decision.PLACED, stay, placement)
                     self._enter_if_room(stay)
@@ -281,7 +274,6 @@ class ClusterPolicy:
                     self._restart(self.stays[placement.job], group, placement, why or reason)
 
     def _decided(self, decision: Decision, stay: Stay, placement: Placement) -> None:
-        self.decisions[decision] += 1
         rollout, training = self.machines(placement)
         self._effects.append(
             PlanJob(
@@ -305,6 +297,7 @@ class ClusterPolicy:
         self._direct(stay, group, placement)
         self._decided(Decision.MOVED, stay, placement)
         if not stay.started or stay.at is None:
+            stay.changed = True
             # Nothing of it is on the nodes that it would have to leave.
             self._leave_old(stay, now)
 
@@ -315,11 +308,10 @@ class ClusterPolicy:
         self._decided(Decision.RESTARTED, stay, placement)
         self.residency.hold(stay, kept_nodes(stay, placement))
         standing = self._permits.standing(stay.job)
-        if standing is not None and standing.holding:
-            own = {node for nodes in self.machines(placement) for node in nodes}
-            if not own.issuperset(standing.nodes):
-                self._remove(stay.job)
-        stay.at = None
+        own = {node for nodes in self.machines(placement) for node in nodes}
+        if standing is not None and not (standing.holding and own.issuperset(standing.nodes)):
+            self._remove(stay.job)
+        stay.at, stay.changed = None, True
         self._touched.add(stay.job)
         self._enter_if_room(stay)
 

@@ -39,6 +39,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Between two looks at promises and savings."""
     gone_s: float = 900.0
     """A placed job of which nothing was heard for so long has left."""
+    harvesting: bool = False
+    """Jobs that ask for it may use leases of serving nodes in their rollouts."""
 
     @property
     def pools(self) -> dict[Pool, PoolNodes]:
@@ -62,6 +64,5 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         return PlannerConfig(
             cold_start_s=self.cold_start_s,
             prices=MovePrices(move_s=self.move_s),
-            curve=(),
             accelerators=self.rollout.type.accelerators,
         )

@@ -127,6 +127,11 @@ class CloseJob(msgspec.Struct, frozen=True, kw_only=True, tag="close_job"):
     iterations: int
     moves: int
 
+    @property
+    def kept(self) -> bool:
+        """Whether its SLO was."""
+        return self.slowdown <= self.slo
+
 
 PlanEffect = PlanJob | QueueJob | TellMove | CloseJob
 ClusterEffect = JobPlaced | JobLeft | PlanEffect

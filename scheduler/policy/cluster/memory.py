@@ -13,11 +13,11 @@ from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.policy.cluster.cluster import ClusterPolicy
 from scheduler.policy.cluster.stays import Stay
 from scheduler.policy.groups.book import Cell
-from scheduler.policy.groups.durations import PhaseEstimate
+from scheduler.policy.groups.durations import Belief, PhaseEstimate
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.slo import SloAccount
 from scheduler.policy.groups.tail import TailShape
-from scheduler.policy.model import Placement, Pool
+from scheduler.policy.model import PhaseKind, Placement, Pool
 
 _NAMES_AT_ONCE = 1000
 
@@ -35,6 +35,11 @@ class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
     """None: never."""
     leaving: bool
     """It is resident where it is, and pinned where it goes."""
+    sync: PhaseEstimate | None = None
+    next_phase: PhaseKind | None = None
+    """None: of a version before weight syncs."""
+    belief: Belief | None = None
+    """In force until observations outdate it; None where an older version wrote this."""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +102,9 @@ def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
             seen_s=facts.seen_s,
             moved_s=moved_s,
             leaving=policy.planner.book.is_leaving(job),
+            sync=facts.sync,
+            next_phase=facts.next_phase,
+            belief=facts.belief(),
         ),
     )
 
@@ -150,11 +158,20 @@ def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
     if kept is None:
         return
     job = stay.submission.as_job
-    facts = JobFacts.of(job, cold_start_s=policy.config.cold_start_s, tail=kept.tail, now=0.0)
+    facts = JobFacts.of(job, cold_start_s=policy.config.cold_start_s, now=0.0)
+    facts.tail = kept.tail
     facts.rollout, facts.training, facts.account = kept.rollout, kept.training, kept.account
     facts.open_s, facts.seen_s, facts.moving = kept.open_s, kept.seen_s, kept.leaving
+    facts.sync = kept.sync or facts.sync
+    trains = PhaseKind.TRAINING if kept.open_s else PhaseKind.ROLLOUT
+    facts.next_phase = kept.next_phase or trains
     if kept.moved_s is not None:
         facts.moved_s = kept.moved_s
+    # At once: a belief that the first reader forms would depend on when somebody reads.
+    if kept.belief is None:
+        facts.belief()
+    else:
+        facts.believe(kept.belief)
     policy.planner.facts[stay.job] = facts
 
 

@@ -78,12 +78,21 @@ class PhaseRuntime:
         return cls(msgspec.convert(config, RuntimeConfig))
 
     def snapshot(self) -> dict[str, Any]:
-        return {"permits": self.permits.snapshot(), "plan": snapshot(self.cluster)}
+        return {
+            "permits": self.permits.snapshot(),
+            "plan": snapshot(self.cluster),
+            "reviewed_s": self._reviewed_s,
+            "heard_s": dict(self._heard_s),
+        }
 
     def restore(self, kept: dict[str, Any]) -> None:
         """Raises ValueError where the records contradict each other."""
         self.permits.restore(kept["permits"])
         restore(self.cluster, msgspec.convert(kept["plan"], Memory))
+        self.permits.close(self.cluster.fleet.failed)
+        # A state file has neither: after a restart everybody is given time anew.
+        self._reviewed_s = kept.get("reviewed_s")
+        self._heard_s = dict(kept.get("heard_s", {}))
 
     @property
     def counters(self) -> tuple[int, int]:
@@ -142,10 +151,12 @@ class PhaseRuntime:
             return ""
         terms = self.cluster.wanted_terms(stay)
         standing = self.permits.standing(job)
-        if terms is not None and terms.phase(kind) is not None:
-            return ""
         if standing is not None and standing.holding:
             return ""
+        if terms is not None and terms.phase(kind) is not None and not stay.changed:
+            return ""
+        if stay.changed:
+            return f"its nodes have changed: {stay.reason}"
         if stay.stage is StayStage.QUEUED:
             return f"it waits for a place: {stay.reason}"
         if stay.at is not None:
@@ -158,7 +169,8 @@ class PhaseRuntime:
             self._plan(PhaseAsked(job=event.job, kind=event.kind), now)
         reason = self.held_up(event.job, event.kind)
         if reason:
-            self._refuse(event.job, reason)
+            changed = stay is not None and stay.changed
+            self._effects.append(Refuse(job=event.job, reason=reason, unknown=changed))
         else:
             self._permit(event, now)
 
@@ -194,7 +206,9 @@ class PhaseRuntime:
                     pass
 
     def _plan(self, event: ClusterEvent, now: float) -> None:
-        for effect in self.cluster.observe(event, now=now):
+        effects = self.cluster.observe(event, now=now)
+        self.permits.close(self.cluster.fleet.failed)
+        for effect in effects:
             if isinstance(effect, JobPlaced | JobLeft):
                 self._permit(effect, now)
             else:

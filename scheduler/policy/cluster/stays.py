@@ -35,6 +35,8 @@ class Stay(msgspec.Struct, kw_only=True):
     to_group: GroupId | None = None
     told: bool = False
     """That it moves: the next time that it asks for its first phase, it has left."""
+    changed: bool = False
+    """Its nodes are others than its process was told: it hears of them before its next phase."""
     started: bool = False
     """It had a permit: before that nothing of it is anywhere."""
     reason: str = ""

@@ -129,7 +129,7 @@ class PhaseEstimate:
 
 
 class Belief(NamedTuple):
-    """Both phases of a job: mean, doubt about the mean, and variation of one phase around it."""
+    """A job's phases: mean, doubt about the mean, and variation of one phase around it."""
 
     rollout_s: float
     rollout_spread_s: float
@@ -137,19 +137,29 @@ class Belief(NamedTuple):
     training_s: float
     training_spread_s: float
     training_cv: float
+    sync_s: float = 0.0
+    """Mean of a weight sync; it shares nothing with others, so its variation is not asked for."""
 
     @property
     def iteration_s(self) -> float:
-        return self.rollout_s + self.training_s
+        return self.rollout_s + self.training_s + self.sync_s
+
+    @property
+    def doubts(self) -> tuple[float, ...]:
+        """Of rollout, then training: mean, doubt and variation."""
+        return self[:6]
 
 
 def worst_case(job: Job) -> Belief:
     """The paper's planning: every response at its token limit, no doubt about it."""
-    rollout, training = job.phases
-    return Belief(rollout.max_s, 0.0, 0.0, training.max_s, 0.0, 0.0)
+    rollout, training, *sync = job.phases
+    sync_s = sum(phase.max_s for phase in sync)
+    return Belief(rollout.max_s, 0.0, 0.0, training.max_s, 0.0, 0.0, sync_s)
 
 
-def learned(rollout: PhaseEstimate, training: PhaseEstimate) -> Belief:
+def learned(
+    rollout: PhaseEstimate, training: PhaseEstimate, sync: PhaseEstimate | None = None
+) -> Belief:
     return Belief(
         rollout.mean_s,
         rollout.mean_spread_s,
@@ -157,4 +167,5 @@ def learned(rollout: PhaseEstimate, training: PhaseEstimate) -> Belief:
         training.mean_s,
         training.mean_spread_s,
         training.cv,
+        0.0 if sync is None else sync.mean_s,
     )

@@ -3,8 +3,8 @@
 Planners run it with the durations that they expect, the simulator with those that it drew; both get
 the same starts from `order`. A rollout's bulk runs at the speed of the share of its nodes that no
 other tail occupies; a tail runs at its own speed anywhere. Who waits for nodes that are held for a
-tail only has the tail moved. A phase that starts after another job's pays a warm start, unless the
-node was idle long enough to load its state before.
+tail only has the tail moved. A weight sync follows a training on no node. A phase that starts after
+another job's pays a warm start, unless the node was idle long enough to load its state before.
 """
 
 from scheduler.policy.groups.compiled import Records, compiled
@@ -21,6 +21,8 @@ from scheduler.policy.groups.stages import (
     PARKED,
     ROLLOUT_ENDED,
     ROLLOUT_STARTED,
+    SYNC_ENDED,
+    SYNCING,
     TAIL_HELD,
     TAIL_LEASED,
     TAIL_MIGRATED,
@@ -46,7 +48,7 @@ def note(log: Records, at: int, t_s: float, kind: int, job: int, nodes: int, sol
 
 @compiled
 def runs(stage: int) -> bool:
-    return stage in (LOADING, BULK, TAIL_HELD, TAIL_MOVED, TAIL_LEASED, TRAINING)
+    return stage in (LOADING, BULK, TAIL_HELD, TAIL_MOVED, TAIL_LEASED, TRAINING, SYNCING)
 
 
 @compiled
@@ -183,15 +185,21 @@ def finish(
     jobs["waits_since_s"][k] = now_s
     worked_s = jobs["worked_s"][k]
     jobs["worked_s"][k] = 0.0
-    if stage != TRAINING:
+    if stage not in (TRAINING, SYNCING):
         if stage != TAIL_LEASED:
             released = TAILS if stage == TAIL_MOVED else BUSY
             permits[released] &= ~jobs["rollout_nodes"][k]
         jobs["stage"][k] = WAITS_TRAINING
         return note(log, at, now_s, ROLLOUT_ENDED, job, jobs["rollout_nodes"][k], worked_s)
-    permits[BUSY] &= ~jobs["training_nodes"][k]
+    if stage == TRAINING:
+        permits[BUSY] &= ~jobs["training_nodes"][k]
+        at = note(log, at, now_s, TRAINING_ENDED, job, jobs["training_nodes"][k], worked_s)
+        if jobs["sync_s"][k] > 0.0:
+            jobs["stage"][k], jobs["left_s"][k] = SYNCING, jobs["sync_s"][k]
+            return at
+    else:
+        at = note(log, at, now_s, SYNC_ENDED, job, 0, worked_s)
     jobs["done"][k] += 1
-    at = note(log, at, now_s, TRAINING_ENDED, job, jobs["training_nodes"][k], worked_s)
     if jobs["done"][k] >= jobs["iterations"][k]:
         jobs["stage"][k] = DONE
         return note(log, at, now_s, JOB_DONE, job, 0, jobs["solo_s"][k])

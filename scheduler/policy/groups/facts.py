@@ -7,13 +7,15 @@ from typing import Final
 
 from scheduler.policy.groups.durations import Belief, Measured, PhaseEstimate, learned
 from scheduler.policy.groups.slo import SloAccount
-from scheduler.policy.groups.tail import Completion, TailShape, best_shape
+from scheduler.policy.groups.tail import UNDIVIDED, Completion, TailShape, best_shape
 from scheduler.policy.model import Job, PhaseKind
 
 _RENEWED_AT: Final = (1, 2, 4, 8, 16, 32)
 """Observations after which a belief is renewed because its doubt has shrunk."""
 _STEP_RATIO: Final = 0.03
 """A mean that moved this far renews the belief; less is not worth forecasting everything again."""
+_TAIL_STEP_RATIO: Final = 0.02
+"""The same of the end of a rollout's bulk, as a share of its time."""
 _LEAST_S: Final = 1e-3
 _versions = count(1)
 
@@ -24,12 +26,17 @@ class JobFacts:
     rollout: PhaseEstimate
     training: PhaseEstimate
     account: SloAccount
-    tail: TailShape
+    tail: TailShape = UNDIVIDED
+    """Learned; as long as nothing is known a rollout is taken to fill its nodes to its end."""
+    sync: PhaseEstimate | None = None
+    """Of the weight sync after a training; None: none was declared or seen."""
     moving: bool = False
     moved_s: float = float("-inf")
     """When it last began to move."""
     open_s: float = 0.0
     """Solo seconds of the present iteration that have ended; lost with the iteration."""
+    next_phase: PhaseKind = PhaseKind.ROLLOUT
+    """That comes after the last one that ended, or runs already."""
     seen_s: float = 0.0
     """When its last phase ended, or its cold start."""
     version: int = 0
@@ -37,14 +44,14 @@ class JobFacts:
     _belief: Belief | None = None
 
     @classmethod
-    def of(cls, job: Job, *, cold_start_s: float, tail: TailShape, now: float) -> "JobFacts":
-        rollout, training = job.phases
+    def of(cls, job: Job, *, cold_start_s: float, now: float) -> "JobFacts":
+        rollout, training, *sync = job.phases
         return cls(
             job=job,
             rollout=PhaseEstimate(rollout.max_s),
             training=PhaseEstimate(training.max_s),
             account=SloAccount(slo=job.slowdown_slo, began_s=now, solo_s=cold_start_s),
-            tail=tail,
+            sync=PhaseEstimate(sync[0].max_s) if sync else None,
             seen_s=now + cold_start_s,
         )
 
@@ -69,25 +76,36 @@ class JobFacts:
     def recall(self, measured: Mapping[PhaseKind, Measured]) -> None:
         """What was measured before the job came here: into the estimates alone, no credit."""
         for kind, each in measured.items():
-            self._estimate(kind).recall(each)
+            self.estimate(kind).recall(each)
 
     def observe(self, kind: PhaseKind, solo_s: float) -> None:
-        self._estimate(kind).observe(solo_s)
+        if kind is PhaseKind.SYNC and self.sync is None:
+            self.sync = PhaseEstimate(solo_s)
+            self._belief = None
+        self.estimate(kind).observe(solo_s)
         self.account.solo_s += solo_s
-        self.open_s = solo_s if kind is PhaseKind.ROLLOUT else 0.0
+        self.next_phase = self._after(kind)
+        began_s = 0.0 if kind is PhaseKind.ROLLOUT else self.open_s
+        self.open_s = 0.0 if self.next_phase is PhaseKind.ROLLOUT else began_s + solo_s
         if self._belief is not None and self._outdated(self._belief):
             self._belief = None
 
     def observe_cut(self, kind: PhaseKind, at_least_s: float) -> None:
         """A phase that was ended before its end teaches where it was longer than believed."""
-        estimate = self._estimate(kind)
+        estimate = self.estimate(kind)
         if at_least_s > estimate.mean_s:
             estimate.observe(at_least_s)
             self._belief = None
 
+    @property
+    def divisible(self) -> bool:
+        return self.job.phases[0].divisible
+
     def learn_tail(self, curve: Sequence[Completion], *, accelerators: int) -> None:
-        shape = best_shape(curve, accelerators=accelerators)
-        if shape.share != self.tail.share or abs(shape.bulk_ratio - self.tail.bulk_ratio) >= 0.02:
+        """From how its responses complete, on so many accelerators in all."""
+        shape = best_shape(curve, accelerators=accelerators) if self.divisible else UNDIVIDED
+        moved = abs(shape.bulk_ratio - self.tail.bulk_ratio)
+        if shape.share != self.tail.share or moved >= _TAIL_STEP_RATIO:
             self.tail = shape
             self._belief = None
 
@@ -95,10 +113,11 @@ class JobFacts:
         """It begins again at its last checkpoint: what it did since earns no credit."""
         self.account.solo_s -= self.open_s
         self.open_s = 0.0
+        self.next_phase = PhaseKind.ROLLOUT
 
     def belief(self) -> Belief:
         if self._belief is None:
-            self._belief = learned(self.rollout, self.training)
+            self._belief = learned(self.rollout, self.training, self.sync)
             self.version = next(_versions)
         return self._belief
 
@@ -124,12 +143,27 @@ class JobFacts:
         passed_s = now - self.account.began_s - self._under_way_s(now)
         return max(0.0, passed_s) / max(self.account.solo_s, _LEAST_S)
 
-    def _estimate(self, kind: PhaseKind) -> PhaseEstimate:
+    def estimate(self, kind: PhaseKind) -> PhaseEstimate:
+        """Raises KeyError for a weight sync that was neither declared nor seen."""
+        if kind is PhaseKind.SYNC:
+            if self.sync is None:
+                raise KeyError(kind)
+            return self.sync
         return self.rollout if kind is PhaseKind.ROLLOUT else self.training
+
+    def _after(self, kind: PhaseKind) -> PhaseKind:
+        if kind is PhaseKind.ROLLOUT:
+            return PhaseKind.TRAINING
+        synced = kind is PhaseKind.SYNC or self.sync is None
+        return PhaseKind.ROLLOUT if synced else PhaseKind.SYNC
 
     def _under_way_s(self, now: float) -> float:
         belief = self.belief()
-        phase_s = belief.training_s if self.open_s else belief.rollout_s
+        phase_s = {
+            PhaseKind.ROLLOUT: belief.rollout_s,
+            PhaseKind.TRAINING: belief.training_s,
+            PhaseKind.SYNC: belief.sync_s,
+        }[self.next_phase]
         return min(max(0.0, now - self.seen_s), phase_s)
 
     def _outdated(self, belief: Belief) -> bool:
@@ -138,4 +172,8 @@ class JobFacts:
         return (
             abs(self.rollout.mean_s / belief.rollout_s - 1.0) > _STEP_RATIO
             or abs(self.training.mean_s / belief.training_s - 1.0) > _STEP_RATIO
+            or (
+                self.sync is not None
+                and abs(self.sync.mean_s - belief.sync_s) > _STEP_RATIO * belief.iteration_s
+            )
         )

@@ -25,8 +25,18 @@ class Occupant(NamedTuple):
     belief: Belief
     bulk_ratio: float
     tail_share: float
+    divisible: bool = True
+    """Its rollout may begin on what another's tail leaves of its nodes."""
 
 
+_OF_OCCUPANTS = (
+    "rollout_nodes",
+    "training_nodes",
+    "slo",
+    "bulk_ratio",
+    "tail_share",
+    "divisible",
+)
 _NODES = empty_nodes()
 _NO_LOG = np.zeros(0, dtype=EVENT)
 
@@ -67,10 +77,11 @@ class Roster:
         jobs["id"] = np.arange(len(occupants))
         jobs["stage"] = WAITS_ROLLOUT
         jobs["iterations"] = np.iinfo(np.int64).max
-        for name in ("rollout_nodes", "training_nodes", "slo", "bulk_ratio", "tail_share"):
+        for name in _OF_OCCUPANTS:
             jobs[name] = [getattr(one, name) for one in occupants]
-        beliefs = np.array([one.belief for one in occupants], dtype=np.float64)
+        beliefs = np.array([one.belief.doubts for one in occupants], dtype=np.float64)
         beliefs = beliefs.reshape(len(occupants), 2, 3)
+        jobs["sync_s"] = [one.belief.sync_s for one in occupants]
         jobs["rollout_mean_s"], jobs["training_mean_s"] = beliefs[:, 0, 0], beliefs[:, 1, 0]
         return cls(jobs, beliefs)
 

@@ -57,7 +57,7 @@ def _bulk_s(jobs: Records, j: int, share: float, beside_s: float, spill: float) 
 @compiled
 def _after_bulk_s(jobs: Records, j: int) -> float:
     tail_s = jobs["rollout_mean_s"][j] * (1.0 - jobs["bulk_ratio"][j])
-    return float(tail_s + jobs["training_mean_s"][j])
+    return float(tail_s + jobs["training_mean_s"][j] + jobs["sync_s"][j])
 
 
 @compiled
@@ -101,16 +101,17 @@ def leased_is_sooner(
     spill = per_slot * slots
     beside_s = rest_s - wait_s
     j_home_s = wait_s + _bulk_s(jobs, j, jobs["tail_share"][k], beside_s, spill)
-    home_s = max(rest_s + jobs["training_mean_s"][k], j_home_s + _after_bulk_s(jobs, j))
+    trained_s = jobs["training_mean_s"][k] + jobs["sync_s"][k]
+    home_s = max(rest_s + trained_s, j_home_s + _after_bulk_s(jobs, j))
     leased_s = terms.activation_s + move_s(terms) + rest_s / low
     spill = per_slot * (slots - needed)
     j_away_s = _bulk_s(jobs, j, other_share, other_s, spill)
-    away_s = max(leased_s + jobs["training_mean_s"][k], j_away_s + _after_bulk_s(jobs, j))
+    away_s = max(leased_s + trained_s, j_away_s + _after_bulk_s(jobs, j))
     # Revoked at once, it comes home when the tail there has gone, and loads and prefills again.
     revoked_s = move_s(terms) + terms.recomputed_s + rules.warm_s + other_s + rest_s
     credit = _credit_s(jobs, k, now_s + max(leased_s, revoked_s))
     credit += jobs["slo"][k] * jobs["rollout_mean_s"][k]
-    iteration_s = jobs["rollout_mean_s"][k] + jobs["training_mean_s"][k]
+    iteration_s = jobs["rollout_mean_s"][k] + jobs["training_mean_s"][k] + jobs["sync_s"][k]
     return bool(away_s < home_s and credit >= _RESERVE_RATIO * iteration_s)
 
 

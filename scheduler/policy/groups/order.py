@@ -2,9 +2,9 @@
 
 A job waits from the end of its phase before on. Its next phase starts once all of its nodes are
 free and nobody who waits longer waits for one of them, so that a job of several nodes is passed at
-none. A rollout's tail that may be moved keeps no node from the next job. Forecasts
-and the simulator ask this rule, and permits follow it with tickets; how long anything takes is not
-known to it.
+none. A rollout's tail that may be moved keeps no node from the next job, unless that job's rollout
+is not divisible: it waits until the tail has ended. Forecasts ask this rule, and permits follow it
+with tickets; how long anything takes is not known to it.
 """
 
 from scheduler.policy.groups.compiled import Records, compiled
@@ -12,6 +12,7 @@ from scheduler.policy.groups.stages import (
     BULK,
     BUSY,
     LOADING,
+    SYNCING,
     TAIL_HELD,
     TAILS,
     TRAINING,
@@ -43,8 +44,11 @@ def awaited_nodes(jobs: Records, j: int) -> int:
 @compiled
 def _taken_nodes(jobs: Records, permits: Records, j: int, rules: Rules) -> int:
     """Nodes that job j waits for and that others hold, without those that a moved tail frees."""
-    taken = awaited_nodes(jobs, j) & permits[BUSY]
+    awaited = awaited_nodes(jobs, j)
+    taken = awaited & permits[BUSY]
     if jobs["stage"][j] == WAITS_ROLLOUT:
+        if not jobs["divisible"][j]:
+            return int(taken | (awaited & permits[TAILS]))
         for k in range(jobs.size):
             if taken & jobs["rollout_nodes"][k] and movable_tail(jobs, permits, k, rules):
                 taken &= ~jobs["rollout_nodes"][k]
@@ -74,8 +78,12 @@ def next_start(jobs: Records, permits: Records, rules: Rules) -> int:
 @compiled
 def expected_rest_s(jobs: Records, k: int) -> float:
     """Of the phase that job k is in, as far as its mean tells; never quite nothing."""
-    rollout = BULK <= jobs["stage"][k] < WAITS_TRAINING
-    mean_s = jobs["rollout_mean_s"][k] if rollout else jobs["training_mean_s"][k]
+    stage = jobs["stage"][k]
+    mean_s = jobs["training_mean_s"][k]
+    if BULK <= stage < WAITS_TRAINING:
+        mean_s = jobs["rollout_mean_s"][k]
+    elif stage == SYNCING:
+        mean_s = jobs["sync_s"][k]
     return float(jobs["overhead_s"][k] + max(mean_s - jobs["worked_s"][k], 0.05 * mean_s))
 
 
@@ -83,15 +91,18 @@ def expected_rest_s(jobs: Records, k: int) -> float:
 def expected_wish_s(jobs: Records, k: int, rollout: bool) -> float:
     """Seconds until job k will want nodes of that kind."""
     stage = jobs["stage"][k]
-    rollout_s, training_s = jobs["rollout_mean_s"][k], jobs["training_mean_s"][k]
+    rollout_s, sync_s = jobs["rollout_mean_s"][k], jobs["sync_s"][k]
+    trained_s = jobs["training_mean_s"][k] + sync_s
     if stage == LOADING:
         loaded_s = float(jobs["overhead_s"][k])
         return loaded_s if rollout else loaded_s + rollout_s
     if stage == WAITS_ROLLOUT:
         return 0.0 if rollout else float(rollout_s)
     if stage == WAITS_TRAINING:
-        return float(training_s) if rollout else 0.0
+        return float(trained_s) if rollout else 0.0
     rest_s = expected_rest_s(jobs, k)
     if stage == TRAINING:
+        rest_s += sync_s
+    if stage in (TRAINING, SYNCING):
         return rest_s if rollout else rest_s + rollout_s
-    return rest_s + training_s if rollout else rest_s
+    return rest_s + trained_s if rollout else rest_s

@@ -85,6 +85,7 @@ class Packer:
             self.judge.belief(facts),
             tail.bulk_ratio,
             tail.share,
+            facts.divisible,
         )
 
     def occupants(self, cell: Cell, *, slo_of: SloOf = stated_slo) -> list[Occupant]:

@@ -35,7 +35,6 @@ from scheduler.policy.groups.judge import Judge
 from scheduler.policy.groups.packing import Opening, Packer, PackingLimits
 from scheduler.policy.groups.regroup import Regroup
 from scheduler.policy.groups.relocation import Move, MovePrices, Relocation
-from scheduler.policy.groups.tail import Completion, best_shape
 from scheduler.policy.model import Pool
 
 
@@ -52,9 +51,8 @@ class PlannerConfig:
     """Searches for a saving after something changed, one a review."""
     recheck_s: float = 1800.0
     """Between two looks at a group that nothing happened to."""
-    curve: tuple[Completion, ...] = (Completion(0.5, 0.8),)
-    """How responses complete, until a job's own curve is known."""
     accelerators: int = 8
+    """Of a rollout node."""
 
 
 class GroupPlanner:
@@ -110,13 +108,8 @@ class GroupPlanner:
 
     def _place(self, event: JobArrived, *, now: float) -> tuple[GroupEffect, ...]:
         config, job = self.config, event.job
-        curve = event.curve or config.curve
-        facts = JobFacts.of(
-            job,
-            cold_start_s=config.cold_start_s,
-            tail=best_shape(curve, accelerators=config.accelerators),
-            now=now,
-        )
+        facts = JobFacts.of(job, cold_start_s=config.cold_start_s, now=now)
+        facts.learn_tail(event.curve, accelerators=config.accelerators * job.phases[0].nodes)
         facts.recall(event.measured)
         self.facts[job.job] = facts
         try:

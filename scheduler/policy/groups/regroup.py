@@ -203,7 +203,8 @@ class Regroup:
             facts = self._packer.facts[job]
             tail = self._packer.judge.tail(facts)
             belief = self._packer.judge.belief(facts)
-            occupants.append(Occupant(0, 0, slo_of(facts), belief, tail.bulk_ratio, tail.share))
+            shape = tail.bulk_ratio, tail.share, facts.divisible
+            occupants.append(Occupant(0, 0, slo_of(facts), belief, *shape))
         return Roster.of(occupants)
 
     def _stays(self, placement: Placement) -> bool:

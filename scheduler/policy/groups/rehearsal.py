@@ -59,7 +59,7 @@ def rehearsed(roster: Roster, *, rules: Rules, cycles: float = CYCLES) -> tuple[
     count = jobs.size
     jobs["offset"], jobs["length"] = np.arange(count), 1
     lengths_s = np.ascontiguousarray(roster.beliefs[:, :, 0])
-    longest_s = float(lengths_s.sum(axis=1).max())
+    longest_s = float(_iterations_s(roster).max())
     nodes, permits = empty_nodes(), empty_permits()
     settled_s = WARM_UP * longest_s
     _run(jobs, nodes, permits, lengths_s, rules, (0.0, settled_s))
@@ -69,7 +69,7 @@ def rehearsed(roster: Roster, *, rules: Rules, cycles: float = CYCLES) -> tuple[
 
 
 def meta_iteration(roster: Roster, *, rules: Rules) -> MetaIteration:
-    longest = int(roster.beliefs[:, :, 0].sum(axis=1).argmax())
+    longest = int(_iterations_s(roster).argmax())
     cycles, starts_s = CYCLES, list[float]()
     while len(starts_s) < 2:
         stretches = rehearsed(roster, rules=rules, cycles=cycles)
@@ -90,6 +90,11 @@ def meta_iteration(roster: Roster, *, rules: Rules) -> MetaIteration:
             if one.start_s < end_s and one.end_s > begin_s
         ),
     )
+
+
+def _iterations_s(roster: Roster) -> Records:
+    """Of every job alone."""
+    return np.asarray(roster.beliefs[:, :, 0].sum(axis=1) + roster.jobs["sync_s"])
 
 
 def _run(

@@ -1,9 +1,10 @@
 """A forecast's scenarios, compiled: the group is run under drawn durations, job by job.
 
 A scenario draws every job's mean durations from the belief about them; single phases vary around
-them, the same in every scenario, because over a run that averages out and a wrong belief does
-not. The draws are one fixed table, so that two placements are compared under the same luck and
-the same question has the same answer everywhere. The jobs run under the rules that will run them.
+them, the same in every scenario, because over a run that averages out and a wrong belief does not.
+A weight sync takes its mean. The draws are one fixed table, so that two placements are compared
+under the same luck and the same question has the same answer everywhere. The jobs run under the
+rules that will run them.
 """
 
 from statistics import NormalDist
@@ -85,6 +86,7 @@ def _live(
             for row in range(ROWS):
                 varied = 1.0 + cv * _PHASE_DRAWS[k, row, phase]
                 lengths_s[k * ROWS + row, phase] = drawn_s * varied
+        iteration_s += jobs["sync_s"][k]
         longest_s = max(longest_s, iteration_s)
         jobs["offset"][k], jobs["length"][k] = k * ROWS, ROWS
     start_s = warm_up * longest_s

@@ -1,8 +1,9 @@
 """What a group's execution consists of: the records of a job, of a node and of an event.
 
-A job waits for its rollout nodes, rolls out, waits for its training nodes, trains, and begins
-again. A rollout is its bulk, which fills the nodes, and its tail, which needs only a share of
-them. Nodes are bits of a mask, numbered within their group.
+A job waits for its rollout nodes, rolls out, waits for its training nodes, trains, sends its new
+weights to its rollout engines where that takes time, and begins again. A rollout is its bulk, which
+fills the nodes, and its tail, which needs only a share of them. Nodes are bits of a mask, numbered
+within their group.
 """
 
 from typing import Final, NamedTuple
@@ -22,9 +23,11 @@ TAIL_LEASED: Final = 5
 """The tail runs on leased slots and holds no node; without slots it waits to come home."""
 WAITS_TRAINING: Final = 6
 TRAINING: Final = 7
-PARKED: Final = 8
+SYNCING: Final = 8
+"""New weights go to the rollout engines: holds no node and waits for none."""
+PARKED: Final = 9
 """At an iteration's end, ready to be moved."""
-DONE: Final = 9
+DONE: Final = 10
 
 ROLLOUT_STARTED: Final = 0
 TAIL_MIGRATED: Final = 1
@@ -36,6 +39,7 @@ JOB_DONE: Final = 6
 JOB_READY: Final = 7
 TAIL_SENT: Final = 8
 TAIL_RETURNED: Final = 9
+SYNC_ENDED: Final = 10
 
 BUSY: Final = 0
 TAILS: Final = 1
@@ -62,6 +66,8 @@ JOB: Final = np.dtype(
         ("solo_s", "f8"),
         ("rollout_mean_s", "f8"),
         ("training_mean_s", "f8"),
+        ("sync_s", "f8"),
+        ("divisible", "i8"),
         ("bulk_ratio", "f8"),
         ("tail_share", "f8"),
         ("slots", "i8"),
@@ -72,9 +78,10 @@ JOB: Final = np.dtype(
     ]
 )
 """`left_s` and `worked_s` are solo seconds of the present stage and phase; overheads run first.
-`rollout_mean_s` and `training_mean_s` are what the policy believes, never what will be. The last
-five are a job's leases: slots that serve it, slots on their way and when they are there, since when
-its present weights are published, and whether this rollout's tail was leased already."""
+`rollout_mean_s` and `training_mean_s` are what the policy believes, never what will be; a weight
+sync takes `sync_s` after every training, 0 where there is none. The last five are a job's leases:
+slots that serve it, slots on their way and when they are there, since when its present weights are
+published, and whether this rollout's tail was leased already."""
 
 NODE: Final = np.dtype([("loaded", "i8"), ("warm_at_s", "f8")])
 

@@ -3,7 +3,7 @@
 Answers who comes first and who is in whose way. Decides nothing and says nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import msgspec
@@ -20,6 +20,8 @@ class PermitBook:
         self.jobs: dict[JobId, Standing] = {}
         self.counters = (0, 0)
         """Last epoch and last ticket; neither is ever given again."""
+        self.closed: Set[NodeId] = frozenset()
+        """Nodes that have failed: nobody starts there."""
         self._lines = NodeLines()
         self._touched: set[NodeId] = set()
 
@@ -130,7 +132,7 @@ class PermitBook:
 
     def free_accelerators(self, node: NodeId, *, per_node: int) -> int:
         """Of a node: all where nobody is on it, or those beside a tail."""
-        if self._lines.on(node) is not None:
+        if self._lines.on(node) is not None or node in self.closed:
             return 0
         tail = self._lines.tail_on(node)
         return per_node if tail is None else max(0, per_node - tail[1])
@@ -194,7 +196,9 @@ class PermitBook:
         return tuple(
             node
             for node in standing.awaits
-            if self._lines.on(node) is None and self.is_first(standing, node, now)
+            if self._lines.on(node) is None
+            and node not in self.closed
+            and self.is_first(standing, node, now)
         )
 
     def under_tail(self, node: NodeId) -> bool:

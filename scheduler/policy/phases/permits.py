@@ -7,6 +7,7 @@ its order. A permit is a lease with an epoch: a silent holder loses it, and what
 is refused. Long tails are asked to make room for those who wait. Asks nobody and reads no clock.
 """
 
+from collections.abc import Set
 from typing import Any, ClassVar
 
 import msgspec
@@ -73,6 +74,10 @@ class PermitPolicy:
     @property
     def jobs(self) -> tuple[JobId, ...]:
         return tuple(sorted(self._book.jobs))
+
+    def close(self, nodes: Set[NodeId]) -> None:
+        """These nodes have failed, and no others: nobody starts there."""
+        self._book.closed = nodes
 
     def knows(self, job: JobId) -> bool:
         return job in self._book.jobs

@@ -5,6 +5,7 @@ Greedy pack without asking about SLOs; they keep our limits on memory and group 
 they packed first come, first served, with tails that move.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -74,6 +75,13 @@ def gavel(jobs: list[SimulatedJob], world: World) -> Unshared:
         keeps = _colocated_s(one, world) <= one.job.slowdown_slo * one.solo_s(world)
         dollars += min(alone, colocated) if keeps else alone
     return Unshared(dollars=dollars / 3600, attained=len(jobs))
+
+
+UNSHARED: Final[dict[str, Callable[[list[SimulatedJob], World], Unshared]]] = {
+    "solo_d": solo_d,
+    "verl": verl,
+    "gavel": gavel,
+}
 
 
 class RandomPlanner(GroupPlanner):

@@ -7,19 +7,14 @@ import msgspec
 import numpy as np
 
 from scheduler.policy.model import Pool
-from scheduler.sim.rollmux.arms import run_arm, summary
-from scheduler.sim.rollmux.baselines import Unshared, gavel, solo_d, verl
+from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
+from scheduler.sim.rollmux.baselines import UNSHARED
 from scheduler.sim.rollmux.ledger import slowdown
 from scheduler.sim.rollmux.watched import GroupSizes, PriceLedger, Stay
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob
-from scheduler.sim.rollmux.world import PAPER_WORLD, World
+from scheduler.sim.rollmux.world import PAPER_WORLD
 
 SHARED: Final = ("ours", "rollmux_paper", "random", "greedy")
-UNSHARED: Final[dict[str, Callable[[list[SimulatedJob], World], Unshared]]] = {
-    "solo_d": solo_d,
-    "verl": verl,
-    "gavel": gavel,
-}
 BINS: Final = 240
 
 
@@ -32,6 +27,10 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     """None of who never shares a node."""
     worst_window: float | None = None
     """Largest slow-down over 20 iterations in a row, as a ratio of the SLO."""
+    windows_kept: int | None = None
+    """Jobs that kept their SLO in their worst 20 iterations too."""
+    windows_above_goal: int | None = None
+    """Jobs that were more than 1.3 times slower there than their SLO."""
     slowdowns_over_slo: tuple[float, ...] = ()
     """Of every job, from the least on; above 1 the SLO was missed."""
     dollars_per_hour: tuple[float, ...] = ()
@@ -40,6 +39,7 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool = True
+    slo_counts_queueing: bool = SLO_COUNTS_QUEUEING
     jobs: int
     seed: int
     hours: float
@@ -56,10 +56,7 @@ class _Run(msgspec.Struct, kw_only=True):
     name: str
     ledger: PriceLedger
     watched: GroupSizes
-    dollars: float
-    kept: int
-    worst_window: float
-    moves: int
+    found: ArmResult
     end_s: float
 
 
@@ -82,14 +79,14 @@ def compare(
     end_s = max(run.end_s for run in runs)
     begin_s = jobs[0].arrival_s
     edges_s = np.linspace(begin_s, end_s, BINS + 1)
-    arms = [_shared(run, jobs, ours.dollars, edges_s) for run in runs]
+    arms = [_shared(run, jobs, ours.found.dollars, edges_s) for run in runs]
     for name, price in UNSHARED.items():
         spent = price(jobs, PAPER_WORLD)
         arms.append(
             Arm(
                 name=name,
                 dollars=spent.dollars,
-                over_ours=spent.dollars / ours.dollars,
+                over_ours=spent.dollars / ours.found.dollars,
                 slo_attainment=spent.attained / len(jobs),
                 dollars_per_hour=_rate(_alone(jobs), edges_s) if name == "solo_d" else (),
             )
@@ -113,10 +110,7 @@ def _run(name: str, jobs: list[SimulatedJob], *, seed: int, record: bool) -> _Ru
         name=name,
         ledger=ledger,
         watched=watched,
-        dollars=found.dollars,
-        kept=found.kept,
-        worst_window=found.worst_window,
-        moves=found.moves,
+        found=found,
         end_s=done.end_s,
     )
 
@@ -126,13 +120,16 @@ def _shared(run: _Run, jobs: list[SimulatedJob], ours: float, edges_s: np.ndarra
         slowdown(one, run.ledger.ended_s[one.job.job], PAPER_WORLD) / one.job.slowdown_slo
         for one in jobs
     )
+    found = run.found
     return Arm(
         name=run.name,
-        dollars=run.dollars,
-        over_ours=run.dollars / ours,
-        slo_attainment=run.kept / len(jobs),
-        moves=run.moves,
-        worst_window=run.worst_window,
+        dollars=found.dollars,
+        over_ours=found.dollars / ours,
+        slo_attainment=found.kept / len(jobs),
+        moves=found.moves,
+        worst_window=found.worst_window,
+        windows_kept=found.windows_kept,
+        windows_above_goal=found.windows_above_goal,
         slowdowns_over_slo=tuple(sorted(ratios)),
         dollars_per_hour=_rate(run.ledger.stays, edges_s),
     )

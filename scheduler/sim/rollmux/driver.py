@@ -21,7 +21,6 @@ from scheduler.policy.cluster.events import (
 from scheduler.policy.cluster.phase_policy import RuntimeEffect, RuntimeEvent
 from scheduler.policy.cluster.runtime import PhaseRuntime
 from scheduler.policy.model import PhaseKind, Pool
-from scheduler.policy.phases.accelerators import held
 from scheduler.policy.phases.events import (
     AdmitJob,
     DropPlace,
@@ -41,7 +40,6 @@ from scheduler.policy.phases.events import (
     WarnHolder,
     WidenPermit,
 )
-from scheduler.policy.phases.standing import Stage
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.ledger import Counts, Ledger, RunResult
 from scheduler.sim.rollmux.node_bill import NodeBill
@@ -129,10 +127,10 @@ class Driver:
 
     def _tell(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
         effects = self._runtime.observe(event, now=self._now)
-        for effect in effects:
-            self._hear(effect)
         if self._runtime.cluster.layout_changed:
             self._settle_nodes()
+        for effect in effects:
+            self._hear(effect)
         return effects
 
     def _settle_nodes(self) -> None:
@@ -158,6 +156,8 @@ class Driver:
                 self._admitted(self._by_job[effect.job])
             case DropPlace() if self._by_job[effect.job].stage is WorkerStage.WAITING:
                 self._by_job[effect.job].stage = WorkerStage.BETWEEN
+            case Refuse(unknown=True):
+                self._set_next(self._by_job[effect.job], self._now, self._submit_again)
             case Refuse() if self._by_job[effect.job].stage is WorkerStage.WAITING:
                 worker = self._by_job[effect.job]
                 self._set_next(worker, self._now + _RETRY_S, self._ask)
@@ -186,19 +186,25 @@ class Driver:
 
     def _admitted(self, worker: Worker) -> None:
         """Its state goes to the nodes that it has now."""
-        standing = self._runtime.standing(worker.job)
-        if standing is None or worker.stage not in (WorkerStage.BETWEEN, WorkerStage.WAITING):
-            return
         if worker.stage is WorkerStage.WAITING:
-            if standing.stage is Stage.APART:
-                self._set_next(worker, self._now + _RETRY_S, self._ask)
+            self._set_next(worker, self._now, self._ask)
+        stay = self._runtime.cluster.stays[worker.job]
+        if stay.at is None or worker.stage is not WorkerStage.BETWEEN:
             return
+        if stay.changed:
+            self._tell(JobSubmitted(submission=submission_of(worker.one, self._world)))
         cold = worker.is_new
-        nodes = {node for phase in standing.terms.phases for node in phase.nodes}
+        nodes = {node for side in self._runtime.cluster.machines(stay.at) for node in side}
         self.ledger.write(self._now, "loading", job=worker.job, nodes=sorted(nodes))
         worker.load(nodes)
         loading_s = self._world.cold_start_s if cold else self._world.move_s
         self._set_next(worker, self._now + loading_s, self._ask)
+
+    def _submit_again(self, worker: Worker) -> None:
+        """It hears where it is now, and brings its state there."""
+        worker.stage = WorkerStage.BETWEEN
+        self._tell(JobSubmitted(submission=submission_of(worker.one, self._world)))
+        self._admitted(worker)
 
     def _ask(self, worker: Worker) -> None:
         worker.stage = WorkerStage.WAITING
@@ -207,7 +213,8 @@ class Driver:
     def _begin(self, worker: Worker, grant: GrantPermit) -> None:
         loading_s = self._load(worker, grant.nodes)
         worker.epoch = grant.epoch
-        worker.begin(grant.nodes, loading_s=loading_s, share=self._share(worker), now=self._now)
+        share = worker.share_of(grant.nodes, grant.accelerators)
+        worker.begin(grant.nodes, loading_s=loading_s, share=share, now=self._now)
         self._phase("phase_start", worker, grant.nodes)
         self._set_next(worker, worker.next_s(), self._work)
 
@@ -234,17 +241,12 @@ class Driver:
         if worker.version == version:
             self._set_next(worker, worker.next_s(), self._work)
 
-    def _share(self, worker: Worker) -> float:
-        """Of the phase's accelerators, that its permit covers now."""
-        standing = self._runtime.standing(worker.job)
-        phase = None if standing is None else standing.terms.phase(worker.kind)
-        if standing is None or phase is None or not phase.nodes:
-            return 1.0
-        return held(standing, phase) / phase.all_accelerators
-
     def _share_changed(self, worker: Worker, effect: WidenPermit | FreeNodes) -> None:
+        standing = self._runtime.standing(worker.job)
+        if standing is None or standing.epoch != worker.epoch or not standing.nodes:
+            return  # The same decision has ended its permit, or its tail has left all nodes.
         worker.work_until(self._now)
-        worker.share = self._share(worker)
+        worker.share = worker.share_of(standing.nodes, standing.accelerators)
         if isinstance(effect, FreeNodes):
             self._phase("tail_moved", worker, worker.nodes)
         self._set_next(worker, worker.next_s(), self._work)
@@ -325,6 +327,7 @@ class Driver:
         self._set(self._now + REPAIR_S, self._repaired, node)
 
     def _repaired(self, node: NodeId) -> None:
+        self.ledger.write(self._now, "node_repaired", node=node)
         self._tell(NodeBack(node=node))
 
     def _note(self, decided: PlanJob) -> None:

@@ -140,6 +140,7 @@ def new_row(
     tail_share: float,
 ) -> Records:
     row = np.zeros(1, dtype=JOB)
+    row["divisible"] = 1
     row["id"], row["offset"], row["length"] = number, offset, iterations
     row["iterations"], row["slo"], row["began_s"] = iterations, slo, began_s
     row["solo_s"], row["bulk_ratio"], row["tail_share"] = solo_s, bulk_ratio, tail_share

@@ -13,6 +13,7 @@ from harvester.contracts.errors import ConfigError
 from scheduler.pictures.charts import Bar, Series, Words, bars, curves, stacked
 from scheduler.pictures.page import Markup, page, section, table
 from scheduler.pictures.svg import colour
+from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, WINDOW_GOAL
 from scheduler.sim.rollmux.comparison import Arm, Comparison
 from scheduler.sim.rollmux.ledger import Ledger
 
@@ -25,7 +26,15 @@ TITLES: Final = {
     "verl": "veRL",
     "gavel": "Gavel+",
 }
-_HEAD: Final = ("", "dollars", "over ours", "SLOs kept", "worst window", "moves")
+_HEAD: Final = (
+    "",
+    "dollars",
+    "over ours",
+    "SLOs kept",
+    "worst window",
+    f"above {WINDOW_GOAL:g}",
+    "moves",
+)
 _COLOURS: Final = {name: colour(at) for at, name in enumerate(TITLES)}
 
 
@@ -35,7 +44,7 @@ def summary(found: Comparison) -> str:
         f"Simulated, not measured: {found.jobs} jobs over {found.hours:.0f} h, seed {found.seed}. "
         f"RoseMux spends {ours.dollars:,.0f} $ and keeps {ours.slo_attainment:.1%} of the SLOs; "
         f"on nodes of their own the jobs cost {alone.over_ours:.2f} times as much, under RollMux "
-        f"{found.arm('rollmux_paper').over_ours:.2f} times."
+        f"{found.arm('rollmux_paper').over_ours:.2f} times. {_CLOCK}"
     )
 
 
@@ -71,9 +80,15 @@ def write_events(ledger: Ledger, path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+_CLOCK: Final = (
+    "An SLO counts from a job's arrival, queueing included."
+    if SLO_COUNTS_QUEUEING
+    else "An SLO counts from a job's placement, queueing not included."
+)
 _WINDOW: Final = (
     "Worst window: the largest slow-down over any 20 iterations of one job in a row, as a ratio of "
-    "its SLO, which is promised for the whole run only."
+    "its SLO, which is promised for the whole run only; beside it the jobs that were slower there "
+    f"than {WINDOW_GOAL:g} times their SLO. {_CLOCK}"
 )
 
 
@@ -84,6 +99,7 @@ def _row(arm: Arm) -> list[str]:
         f"{arm.over_ours:.3f}",
         f"{arm.slo_attainment:.1%}",
         "" if arm.worst_window is None else f"{arm.worst_window:.2f}",
+        "" if arm.windows_above_goal is None else str(arm.windows_above_goal),
         "" if arm.moves is None else str(arm.moves),
     ]
 

@@ -5,7 +5,7 @@ complete, what loading costs. A rollout's bulk fills the accelerators of its nod
 with the share that it holds; its tail needs a share and is slowed down only by less than that.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sized
 from enum import StrEnum
 from typing import Final
 
@@ -79,6 +79,14 @@ class Worker:
     def load(self, nodes: set[NodeId]) -> None:
         """Its state goes to the host memory of these nodes and to no other."""
         self.stage, self.resident, self._was_loaded = WorkerStage.LOADING, set(nodes), True
+
+    def share_of(self, nodes: tuple[NodeId, ...], parts: Mapping[NodeId, Sized]) -> float:
+        """Of its rollout's accelerators, where it has these nodes and of some of them a part."""
+        if self.kind is not PhaseKind.ROLLOUT:
+            return 1.0
+        whole = self.one.job.phases[0].nodes * ROLLOUT_ACCELERATORS
+        missing = sum(ROLLOUT_ACCELERATORS - len(part) for part in parts.values())
+        return (len(nodes) * ROLLOUT_ACCELERATORS - missing) / whole
 
     def begin(
         self, nodes: tuple[NodeId, ...], *, loading_s: float, share: float, now: float

@@ -104,14 +104,14 @@ def test_no_node_ever_holds_more_than_its_memory(told: Told) -> None:
     resident: dict[str, set[str]] = defaultdict(set)
     most = 0
     for event in events:
+        if event["type"] in ("loading", "left", "job_done", "job_given_up"):
+            for inside in resident.values():
+                inside.discard(event["job"])
         if event["type"] == "loading":
             for node in event["nodes"]:
                 resident[node].add(event["job"])
                 assert sum(size[job] for job in resident[node]) <= limit[node]
                 most = max(most, len(resident[node]))
-        elif event["type"] in ("left", "job_done", "job_given_up"):
-            for inside in resident.values():
-                inside.discard(event["job"])
     assert most > 1
 
 
@@ -171,6 +171,8 @@ def test_nothing_happens_on_a_node_after_it_failed(told: Told) -> None:
     for event in events:
         if event["type"] == "node_failed":
             failed[event["node"]] = event["t"]
+        elif event["type"] == "node_repaired":
+            del failed[event["node"]]
         elif event["type"] in ("loading", "placement", "move", "restart"):
             assert not {*event["nodes"]} & {*failed}
         elif event["type"] in ("phase_lost", "node_down"):

@@ -15,9 +15,10 @@ def occupant(
     rollout: int = 1,
     training: int = 2,
     bulk: float = 1.0,
+    divisible: bool = True,
 ) -> Occupant:
     belief = Belief(rollout_s, 0.0, 0.0, training_s, 0.0, 0.0)
-    return Occupant(rollout, training, slo, belief, bulk, 0.25)
+    return Occupant(rollout, training, slo, belief, bulk, 0.25, divisible)
 
 
 def exact_slowdowns(occupants: list[Occupant], rules: Rules) -> list[float]:

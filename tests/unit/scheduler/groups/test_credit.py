@@ -13,7 +13,7 @@ from scheduler.policy.groups.forecast import Roster
 from scheduler.policy.groups.judge import PAPER_TAIL, Distributional, WorstCase
 from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
 from scheduler.policy.groups.slo import NOBODY_BESIDE, RESERVE_ITERATIONS, SloAccount
-from scheduler.policy.groups.tail import UNDIVIDED
+from scheduler.policy.groups.tail import UNDIVIDED, Completion
 from scheduler.policy.model import Job
 from tests.unit.scheduler.groups.planned_jobs import TYPES, planned_job
 
@@ -68,11 +68,15 @@ def test_work_under_way_is_no_delay() -> None:
     assert owed >= 1.0
 
 
+HALF_TAIL = (Completion(0.5, 0.8),)
+"""Half of a rollout's time is a tail: the forecast of the two has delays in it."""
+
+
 def _beside_each_other() -> GroupPlanner:
     """A tight job and an easy one that the forecast allows to share nodes, both well known."""
     planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
     for job in (TIGHT, EASY):
-        planner.observe(JobArrived(job=job), now=0.0)
+        planner.observe(JobArrived(job=job, curve=HALF_TAIL), now=0.0)
         _learn(planner, job)
     (cell,) = planner.book.cells.values()
     assert planner.packer.judge.admits(Roster.of(planner.packer.occupants(cell)))

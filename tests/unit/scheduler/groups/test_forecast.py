@@ -24,6 +24,7 @@ occupants = st.builds(
         training_s=st.floats(60, 400),
         training_spread_s=st.floats(0, 60),
         training_cv=st.floats(0, 0.15),
+        sync_s=st.sampled_from([0.0, 40.0]),
     ),
     bulk_ratio=st.sampled_from([0.5, 1.0]),
     tail_share=st.just(0.25),

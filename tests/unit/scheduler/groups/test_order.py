@@ -65,3 +65,23 @@ def test_a_moved_tail_lets_the_next_rollout_begin_on_what_it_left() -> None:
     members = [occupant(300.0, 100.0, bulk=0.5) for _ in range(2)]
     moved = exact_slowdowns(members, PLAIN._replace(migrate=True))
     assert max(moved) < 0.9 * max(exact_slowdowns(members, PLAIN))
+
+
+def test_a_rollout_that_is_not_divisible_waits_until_the_tail_has_ended() -> None:
+    """The other's tail leaves three quarters of the node after half of its time: to no avail."""
+    tails = PLAIN._replace(migrate=True)
+
+    def served(*, divisible: bool, migrates: bool = True) -> list[float]:
+        first = occupant(300.0, 100.0, bulk=0.5)
+        second = occupant(300.0, 100.0, divisible=divisible)
+        return exact_slowdowns([first, second], tails if migrates else PLAIN)
+
+    assert served(divisible=False) == served(divisible=False, migrates=False)
+    assert max(served(divisible=True)) < 0.95 * max(served(divisible=False))
+
+
+def test_who_comes_after_a_rollout_that_is_not_divisible_does_not_pass_it() -> None:
+    tails = PLAIN._replace(migrate=True)
+    jobs = [occupant(300.0, 100.0, bulk=0.5) for _ in range(2)]
+    whole = occupant(100.0, 500.0, training=4, divisible=False)
+    assert exact_slowdowns([*jobs, whole], tails)[2] < 1.7

@@ -28,7 +28,7 @@ def _planner(rollout: int | None, training: int | None, *, resubmits: bool = Fal
     """On that many nodes of each pool; None: as many as wanted."""
     there = ((Pool.ROLLOUT, rollout), (Pool.TRAINING, training))
     supply = {pool: count for pool, count in there if count is not None}
-    config = PlannerConfig(curve=(), resubmits=resubmits)
+    config = PlannerConfig(resubmits=resubmits)
     return GroupPlanner(Distributional(), TYPES, config, supply)
 
 

@@ -1,7 +1,12 @@
 """The learned threshold: the one that frees the most accelerator time, in whole accelerators."""
 
 import pytest
+from msgspec.structs import replace
 
+from scheduler.policy.groups.events import JobArrived
+from scheduler.policy.groups.facts import JobFacts
+from scheduler.policy.groups.judge import Distributional
+from scheduler.policy.groups.planner import GroupPlanner
 from scheduler.policy.groups.tail import (
     PAPER_THRESHOLD,
     UNDIVIDED,
@@ -9,6 +14,8 @@ from scheduler.policy.groups.tail import (
     best_shape,
     shape_at,
 )
+from scheduler.policy.model import Job
+from tests.unit.scheduler.groups.planned_jobs import TYPES, planned_job
 
 W1 = (Completion(0.5, 0.8),)
 
@@ -29,3 +36,46 @@ def test_a_curve_that_completes_early_moves_its_tail_earlier_than_the_paper_woul
 @pytest.mark.parametrize("curve", [(), (Completion(0.999, 0.01),)])
 def test_a_rollout_without_a_tail_is_undivided(curve: tuple[Completion, ...]) -> None:
     assert best_shape(curve, accelerators=1) == UNDIVIDED
+
+
+def _whole(job: Job) -> Job:
+    """Its rollouts are not divisible."""
+    rollout, training = job.phases
+    return replace(job, phases=(replace(rollout, divisible=False), training))
+
+
+def test_a_tail_is_unknown_until_it_is_declared_or_seen() -> None:
+    planner = GroupPlanner(Distributional(), TYPES)
+    planner.observe(JobArrived(job=planned_job("unknown", 400, 150)), now=0.0)
+    planner.observe(JobArrived(job=planned_job("declared", 400, 150), curve=W1), now=0.0)
+    planner.observe(JobArrived(job=_whole(planned_job("whole", 400, 150)), curve=W1), now=0.0)
+    tails = {str(job): facts.tail for job, facts in planner.facts.items()}
+    assert tails["unknown"] == tails["whole"] == UNDIVIDED
+    assert tails["declared"] == best_shape(W1, accelerators=8)
+
+
+def test_a_learned_tail_renews_the_belief_only_where_its_shape_has_changed() -> None:
+    facts = JobFacts.of(planned_job("a", 400, 150), cold_start_s=0.0, now=0.0)
+
+    def version_after(*curve: tuple[float, float]) -> int:
+        facts.learn_tail([Completion(*point) for point in curve], accelerators=8)
+        facts.belief()
+        return facts.version
+
+    undivided = version_after()
+    seen = version_after((0.5, 0.8))
+    assert seen > undivided
+    assert version_after((0.51, 0.8)) == seen
+    assert facts.tail.bulk_ratio == pytest.approx(0.5)
+    moved = version_after((0.53, 0.8))
+    assert moved > seen
+    assert facts.tail.bulk_ratio == pytest.approx(0.53)
+    assert version_after((0.53, 0.95)) > moved
+    assert facts.tail.share == 0.125
+
+
+def test_a_rollout_that_is_not_divisible_has_no_tail_whatever_its_curve() -> None:
+    facts = JobFacts.of(_whole(planned_job("a", 400, 150)), cold_start_s=0.0, now=0.0)
+    facts.learn_tail(W1, accelerators=8)
+    assert facts.tail == UNDIVIDED
+    assert not facts.divisible

@@ -26,6 +26,7 @@ from scheduler.phases.wire import (
 )
 from scheduler.policy.cluster.stays import StayStage
 from scheduler.policy.groups.packing import OpeningKind
+from scheduler.policy.model import PhaseKind
 from tests.unit.scheduler.cluster.submitted import (
     PERMITS,
     ROLLOUT,
@@ -285,6 +286,15 @@ def test_who_moves_gets_its_permit_when_its_new_nodes_have_room() -> None:
     assert control.runs("a") == names("r1")
 
 
+def hears_where_it_is(control: Control, job: str, kind: PhaseKind) -> None:
+    """A job whose nodes have changed is told so before its state would be needed there."""
+    refused = control.enter(job, kind)
+    assert isinstance(refused, Refused)
+    assert refused.unknown
+    (placed,) = control.submit(control.desk.cluster.stays[JobId(job)].submission)
+    assert (placed.rollout_nodes, placed.training_nodes) == control.at(job)
+
+
 def test_a_failed_node_is_replaced_and_only_phases_on_it_end() -> None:
     control = Control()
     control.submit(submission("a"), submission("b"))
@@ -303,6 +313,7 @@ def test_a_failed_node_is_replaced_and_only_phases_on_it_end() -> None:
     assert a is not None
     assert isinstance(control.desk.call(Beat(job=JobId("a"), epoch=a.epoch)), Orders)
     control.leave("a")
+    hears_where_it_is(control, "a", TRAINING)
     assert control.runs("a", TRAINING) == names("t1")
 
 
@@ -317,6 +328,7 @@ def test_without_a_spare_node_the_phase_waits_until_one_is_back() -> None:
     assert refused.retry_after_s is not None
     assert "t0 failed" in refused.reason
     control.desk.call(_failed("t0", failed=False))
+    hears_where_it_is(control, "a", TRAINING)
     assert control.runs("a", TRAINING) == names("t0")
 
 
@@ -379,6 +391,7 @@ def test_nodes_that_the_file_does_not_have_any_more_are_replaced_at_the_start(
     control.submit(submission("a"))
     control = control.restarted(cluster("r7 r8", "t0"))
     assert control.at("a") == (names("r7"), names("t0"))
+    hears_where_it_is(control, "a", ROLLOUT)
     assert control.runs("a") == names("r7")
 
 

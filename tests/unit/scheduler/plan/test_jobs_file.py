@@ -6,6 +6,7 @@ import pytest
 
 from harvester.contracts.errors import ConfigError
 from scheduler.plan.jobs_file import read_jobs
+from scheduler.policy.groups.tail import Completion
 from scheduler.policy.model import Pool
 
 GOOD = """\
@@ -36,7 +37,7 @@ def test_reads_jobs_nodes_and_prices(tmp_path: Path) -> None:
     settings = read_jobs(_file(tmp_path, GOOD))
     assert [job.id for job in settings.jobs] == ["first", "second"]
     assert settings.types[Pool.TRAINING].host_bytes == 10**12
-    assert settings.jobs[0].as_job.phases[0].max_s == 500
+    assert settings.jobs[0].as_submission.as_job.phases[0].max_s == 500
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,12 @@ def test_reads_jobs_nodes_and_prices(tmp_path: Path) -> None:
         ("id: second", "id: first", r"line 10: jobs\.1\.id: first is the name of jobs\.0 too"),
         ("host_gb: 400", "host_gb: 1500", r"line 7: jobs\.0\.host_gb: 1500 GB do not fit on a tr"),
         ("mean_s: 400", "mean_s: 600", r"line 8: jobs\.0\.rollout\.mean_s: 600 is more than max_s"),
+        ("slo: 1.5", "sync: {max_s: 9, nodes: 1}", r"line 6: jobs\.0\.sync\.nodes: Extra inputs"),
+        (
+            "slo: 1.5",
+            "sync: {max_s: 9, mean_s: 10}\n    slo: 1.5",
+            r"line 6: .*\.sync\.mean_s: 10 is",
+        ),
         ("slo: 1.5", "slow: 1.5", r"line 6: jobs\.0\.slow: Extra inputs"),
         ("type: h800", "type: h20", r"line 3: nodes\.training\.type"),
         ("nodes:", "nodes: [", "line 3: not YAML"),
@@ -69,6 +76,16 @@ def test_a_curve_rises(tmp_path: Path) -> None:
     text = GOOD.replace("slo: 1.5", "slo: 1.5\n    responses: [[0.5, 0.8], [0.4, 0.9]]", 1)
     with pytest.raises(ConfigError, match=r"line 7: jobs\.0\.responses: both numbers must rise"):
         read_jobs(_file(tmp_path, text))
+
+
+def test_a_rollout_s_curve_and_its_indivisibility_reach_the_control(tmp_path: Path) -> None:
+    text = GOOD.replace("slo: 1.5", "slo: 1.5\n    responses: [[0.5, 0.8]]", 1)
+    text = text.replace("max_s: 500}", "max_s: 500, divisible: false}", 1)
+    first, second = (job.as_submission for job in read_jobs(_file(tmp_path, text)).jobs)
+    assert [one.curve for one in first.phases] == [(Completion(0.5, 0.8),), ()]
+    assert [one.divisible for one in (*first.phases, *second.phases)] == [True, True, False, True]
+    assert (first.arrival.curve, second.arrival.curve) == ((Completion(0.5, 0.8),), ())
+    assert not second.as_job.phases[0].divisible
 
 
 def test_a_bound_on_the_jobs_and_on_the_file(tmp_path: Path) -> None:

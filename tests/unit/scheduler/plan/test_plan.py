@@ -197,3 +197,16 @@ def test_without_any_node_everybody_is_named_and_nothing_costs() -> None:
     assert [one.job for one in plan.unplaced] == ["a"]
     assert "1 h20 of which 0 are free" in plan.unplaced[0].reason
     assert "No place found" in plan_page(plan, title="none")
+
+
+def test_a_weight_sync_makes_room_for_company_and_is_shown() -> None:
+    def planned(training_s: float, **more: Any) -> Plan:
+        return draft(settings(*(job(name, 200, training_s, slo=1.3, **more) for name in "abc")))
+
+    synced = planned(200, sync={"max_s": 260, "mean_s": 200, "cv": 0.0})
+    assert synced.nodes["h800"] < planned(400).nodes["h800"] == 3
+    assert synced.groups[0].load.cycle_s == pytest.approx(600.0, rel=0.01)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(printed(synced, width=120))
+    assert "| sync 200 s" in console.export_text()
+    assert "| sync 200 s" in plan_page(synced, title="synced")

@@ -1,0 +1,115 @@
+"""What a job may declare: weight syncs, curves of completion, rollouts that are not divisible."""
+
+import msgspec
+import pytest
+
+from scheduler.policy.cluster.cluster import ClusterPolicy
+from scheduler.policy.cluster.events import JobSubmitted, PhaseBegan, PhaseDone
+from scheduler.policy.cluster.memory import Memory, restore, snapshot
+from scheduler.policy.cluster.submission import DeclaredPhase, Submission, submission_fault
+from scheduler.policy.groups.tail import Completion
+from scheduler.policy.model import PhaseKind
+from tests.unit.scheduler.cluster.submitted import ROLLOUT, TRAINING, cluster, submission
+from tests.unit.scheduler.plan.test_plan_and_control import NoPermits
+
+SYNC = PhaseKind.SYNC
+
+
+def _declared(*kinds: PhaseKind, nodes: int = 0, mean_s: float | None = None) -> Submission:
+    sides = {one.kind: one for one in submission("a").phases}
+    sides[SYNC] = DeclaredPhase(kind=SYNC, max_s=4.0, nodes=nodes, mean_s=mean_s)
+    return msgspec.structs.replace(submission("a"), phases=tuple(sides[kind] for kind in kinds))
+
+
+SYNCED = _declared(ROLLOUT, TRAINING, SYNC)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (SYNCED, ""),
+        (_declared(ROLLOUT, TRAINING), ""),
+        (_declared(ROLLOUT, SYNC, TRAINING), "then a sync or none"),
+        (_declared(ROLLOUT, TRAINING, SYNC, SYNC), "then a sync or none"),
+        (_declared(ROLLOUT, TRAINING, SYNC, nodes=1), "sync: holds no node"),
+        (_declared(ROLLOUT, TRAINING, SYNC, mean_s=5.0), "sync: mean_s is above 0"),
+    ],
+)
+def test_a_sync_follows_the_training_and_holds_no_node(given: Submission, said: str) -> None:
+    assert said in submission_fault(given)
+    assert bool(said) == bool(submission_fault(given))
+
+
+def test_a_sync_s_permit_names_no_node() -> None:
+    terms = SYNCED.terms(("r0",), ("t0",), accelerators=8)  # type: ignore[arg-type]
+    assert terms is not None
+    assert [(one.kind, one.nodes) for one in terms.phases][2] == (SYNC, ())
+
+
+def _with_curve(*points: tuple[float, float], divisible: bool = True) -> Submission:
+    rollout, training = submission("a").phases
+    curve = tuple(Completion(*point) for point in points)
+    rollout = msgspec.structs.replace(rollout, curve=curve, divisible=divisible)
+    return msgspec.structs.replace(submission("a"), phases=(rollout, training))
+
+
+@pytest.mark.parametrize(
+    "points", [((0.5, 0.8), (0.4, 0.9)), ((0.5, 1.1),), ((0.5, float("nan")),)]
+)
+def test_a_curve_rises_between_nothing_and_all(points: tuple[tuple[float, float], ...]) -> None:
+    assert submission_fault(_with_curve((0.5, 0.8))) == ""
+    assert "curve" in submission_fault(_with_curve(*points))
+
+
+@pytest.mark.parametrize(
+    ("given", "leaves_at", "keeps", "least", "learns"),
+    [
+        (submission("a"), 1.0, 1, 1, True),
+        (_with_curve((0.5, 0.8)), 0.8, 2, 1, True),
+        (_with_curve((0.5, 0.8), divisible=False), 1.0, 1, 0, False),
+    ],
+)
+def test_a_tail_leaves_where_the_declared_completion_says_until_its_own_is_seen(
+    given: Submission, leaves_at: float, keeps: int, least: int, learns: bool
+) -> None:
+    terms = given.terms(("r0",), ("t0",), accelerators=8)  # type: ignore[arg-type]
+    assert terms is not None
+    rollout = terms.phases[0]
+    assert (rollout.tail_ratio, rollout.tail_accelerators) == (leaves_at, keeps)
+    assert (rollout.least_accelerators, rollout.learn_tail) == (least, learns)
+
+
+def _policy() -> ClusterPolicy:
+    policy = ClusterPolicy(cluster(cold_start_s=0.0), NoPermits())
+    policy.observe(JobSubmitted(submission=SYNCED), now=0.0)
+    policy.observe(PhaseBegan(job=SYNCED.job), now=0.0)
+    return policy
+
+
+def _done(policy: ClusterPolicy, kind: PhaseKind, solo_s: float, *, now: float) -> None:
+    policy.observe(PhaseDone(job=SYNCED.job, kind=kind, solo_s=solo_s), now=now)
+
+
+def test_an_iteration_ends_with_its_sync_and_all_of_it_was_time_alone() -> None:
+    policy = _policy()
+    stay, facts = policy.stays[SYNCED.job], policy.planner.facts[SYNCED.job]
+    _done(policy, ROLLOUT, 40.0, now=40.0)
+    _done(policy, TRAINING, 15.0, now=55.0)
+    assert stay.iterations == 0
+    _done(policy, SYNC, 3.0, now=58.0)
+    assert stay.iterations == 1
+    assert facts.account.solo_s == 58.0
+    assert facts.settled_slowdown(58.0) == 1.0
+
+
+def test_a_restart_between_training_and_sync_goes_on_there() -> None:
+    policy = _policy()
+    for kind, solo_s, now in ((ROLLOUT, 40.0, 40.0), (TRAINING, 15.0, 55.0)):
+        _done(policy, kind, solo_s, now=now)
+    again = ClusterPolicy(policy.config, NoPermits())
+    restore(again, msgspec.convert(snapshot(policy), Memory))
+    before, after = (one.planner.facts[SYNCED.job] for one in (policy, again))
+    assert (after.next_phase, after.open_s) == (SYNC, 55.0)
+    assert after.belief() == before.belief()
+    after.lose_iteration()
+    assert after.account.solo_s == 0.0
