@@ -23,6 +23,7 @@ from scheduler.policy.leased_tail import (
     Switches,
     Tail,
     TailSample,
+    taken_off_s,
 )
 from scheduler.policy.model import EngineKind
 
@@ -30,8 +31,6 @@ LOOK_S: Final = 0.1
 ON_FOR_S: Final = 10.0
 """A process that dies leaves nothing switched on for longer, nor for longer than its permit."""
 RENEWALS: Final = 3
-LEASED_MOST_RATIO: Final = 0.9
-"""Beyond it, what the job's own nodes made says little of what they would make alone."""
 OFF: Final = Switches(dedicated=False, harvesting=False)
 
 _log = logging.getLogger(__name__)
@@ -77,8 +76,8 @@ class LeasedRollout:
 
         While its tail was away it took as long as at home.
         """
-        bulk_s = self._over_s - self._began_s - sum(tail.seconds for tail in self.tails)
-        return max(0.0, bulk_s) * self._leased_ratio / (1.0 - self._leased_ratio)
+        home_s = self._over_s - self._began_s - sum(tail.seconds for tail in self.tails)
+        return taken_off_s(home_s, leased_ratio=self._leased_ratio)
 
     @property
     def tails(self) -> tuple[Tail, ...]:
@@ -122,7 +121,7 @@ class LeasedRollout:
         made = {kind: tokens.get(kind, 0) - before for kind, before in self._tokens.items()}
         if min(made.values()) < 0 or not any(made.values()):
             return 0.0
-        return min(LEASED_MOST_RATIO, made.get(EngineKind.GUEST, 0) / sum(made.values()))
+        return made.get(EngineKind.GUEST, 0) / sum(made.values())
 
     def _looks(self) -> None:
         while not self._over.wait(LOOK_S):

@@ -22,6 +22,9 @@ GONE_S: Final = 3.0
 RECALL_S: Final = 0.25
 """Between two questions whether the nodes are free: each is an event in the control's journal."""
 
+LEASED_MOST_RATIO: Final = 0.9
+"""Beyond it, what the job's own nodes made says little of what they would make alone."""
+
 
 class Place(StrEnum):
     HOME = "home"
@@ -108,6 +111,16 @@ class Tail:
     in_line_s: float = 0.0
     """Of these, after its lease was lost."""
     end: TailEnd
+
+
+def taken_off_s(home_s: float, *, leased_ratio: float) -> float:
+    """The time that leases have taken off a rollout that was bound by throughput.
+
+    `home_s` is for how long its own nodes took part, `leased_ratio` the share of its tokens that
+    guests made.
+    """
+    ratio = min(leased_ratio, LEASED_MOST_RATIO)
+    return max(0.0, home_s) * ratio / (1.0 - ratio)
 
 
 class LeasedTail:

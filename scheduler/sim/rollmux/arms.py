@@ -76,7 +76,9 @@ _NEVER_S: Final = 1e9
 """Simulated jobs are never silent: the driver leaves out what only says that they live."""
 
 
-def runtime_of(name: str, jobs: list[SimulatedJob], *, seed: int) -> PhaseRuntime:
+def runtime_of(
+    name: str, jobs: list[SimulatedJob], *, seed: int, harvesting: bool = False
+) -> PhaseRuntime:
     """The shipped runtime with as many nodes as the jobs can ever hold at once."""
     arm = ARMS[name]
     cluster = ClusterConfig(
@@ -84,6 +86,7 @@ def runtime_of(name: str, jobs: list[SimulatedJob], *, seed: int) -> PhaseRuntim
         training=_nodes(Pool.TRAINING, sum(one.job.phases[1].nodes for one in jobs)),
         tail_ratio=arm.tail_ratio,
         gone_s=_NEVER_S,
+        harvesting=harvesting,
     )
     config = RuntimeConfig(permits=PermitsConfig(lease_s=_NEVER_S), cluster=cluster)
     planner = None if arm.planner is None else arm.planner(cluster, jobs, seed)

@@ -35,7 +35,7 @@ def run_harvest(
 ) -> HarvestResult:
     driver = LeasedDriver(
         jobs,
-        runtime_of("ours", jobs, seed=0),
+        runtime_of("ours", jobs, seed=0, harvesting=True),
         supply,
         disruptions=disruptions,
         ledger=Ledger(record=record),

@@ -138,6 +138,9 @@ class LeasedDriver(Driver):
             else:
                 worker.resize(slots, recompute=not self._in_force, now=self._now)
             self._set_next(worker, worker.next_s(), self._work)
+        for worker in members:
+            if worker.is_asked_away and not worker.is_looking:
+                self._look_soon(worker, max(LOOK_S, worker.synced_s - self._now))
 
     def _changed(self, worker: LeasedWorker) -> None:
         group = self._home.get(worker.job)
@@ -173,29 +176,34 @@ class LeasedDriver(Driver):
         super()._work(worker)
 
     def _narrow(self, worker: Worker) -> None:
-        """Asked to make room; a tail that a guest would serve leaves for it."""
+        """Asked to make room: on a part of its nodes, or on none of them, where guests serve it."""
         leased = self._leased[worker.job]
         leased.work_until(self._now)
         leased.is_narrowing = True
         if leased.slots + leased.slots_coming:
             leased.end_bulk()
         self._changed(leased)
-        if leased.left_s > self._world.migrate_s and self._leaves(leased):
-            self._look(leased)
-        else:
+        standing = self._runtime.standing(worker.job)
+        if standing is not None and standing.keep:
             super()._narrow(worker)
-
-    def _leaves(self, worker: LeasedWorker) -> bool:
-        return self._serves(worker)
+        else:
+            leased.is_asked_away = True
+            self._set_next(worker, worker.next_s(), self._work)
+            self._look(leased)
 
     def _serves(self, worker: LeasedWorker) -> bool:
         """Whether guests serve the job's tail, or would."""
         if worker.is_away:
             return worker.slots > 0
         group = self._home[worker.job]
-        taken = sum(each.slots for each in self._members[group] if each.is_away)
-        enough = self._slots[group] - taken >= worker.tail_slots > 0
+        taken = sum(each.slots for each in self._members.get(group, ()) if each.is_away)
+        enough = self._slots.get(group, 0) - taken >= worker.tail_slots > 0
         return self._in_force and enough and self._now >= worker.synced_s
+
+    def _may_leave(self, worker: LeasedWorker, standing: Standing) -> bool:
+        """A tail that is over before it would be away stays where it is."""
+        asked = standing.stage is Stage.NARROWING and not standing.keep
+        return asked and worker.left_s > self._supply.terms.activation_s
 
     def _look_soon(self, worker: LeasedWorker, in_s: float) -> None:
         worker.is_looking = True
@@ -212,7 +220,7 @@ class LeasedDriver(Driver):
         effects = worker.tail.observe(
             TailSample(
                 stage=standing.stage,
-                may_leave=standing.stage is Stage.NARROWING,
+                may_leave=self._may_leave(worker, standing),
                 guest_serves=self._serves(worker),
                 engines_off=leaving,
             ),
@@ -223,7 +231,12 @@ class LeasedDriver(Driver):
         for effect in effects:
             match effect:
                 case NarrowPermit():
-                    self._tell(PhaseNarrowed(job=worker.job, epoch=worker.epoch, away=True))
+                    self._tell(
+                        PhaseNarrowed(
+                            job=worker.job,
+                            epoch=worker.epoch,
+                        )
+                    )
                 case RecallTail(how=how):
                     self._tell(TailRecalled(job=worker.job, epoch=worker.epoch, recall=how))
 

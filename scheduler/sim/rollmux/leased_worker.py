@@ -33,6 +33,8 @@ class LeasedWorker(Worker):
         """Since when its present weights are there for slots to take."""
         self.is_narrowing = False
         """Brings its tail together or away, and gets no slots meanwhile."""
+        self.is_asked_away = False
+        """Its permit asks for all of its nodes; it leaves them once guests serve it."""
         self.has_lost_kv = False
         """Of its tail, with the slots that it ran on."""
         self.is_looking = False
@@ -76,7 +78,7 @@ class LeasedWorker(Worker):
         super().begin(nodes, loading_s=loading_s, share=share, now=now)
         self.tail = LeasedTail(leases=True)
         self.leased_s = self._leased_tokens = 0.0
-        self.is_narrowing = self.has_lost_kv = False
+        self.is_narrowing = self.is_asked_away = self.has_lost_kv = False
         self._began_s = now + loading_s
 
     def work_until(self, now: float) -> None:
@@ -116,7 +118,7 @@ class LeasedWorker(Worker):
 
     def leave_nodes(self) -> None:
         """For slots, where its tail goes on."""
-        self.share, self.is_narrowing = 0.0, False
+        self.share, self.is_narrowing, self.is_asked_away = 0.0, False, False
         self.overhead_s += self._terms.activation_s + self._terms.move_s
 
     def come_home(self, *, loading_s: float) -> None:
