@@ -82,6 +82,8 @@ class PermitDesk:
         journal_bytes: int = JOURNAL_BYTES,
     ) -> None:
         self.config = config
+        self.journal = journal
+        """The directory that decisions are written to; None: they are not."""
         self.on_change: Callable[[], None] = lambda: None
         self._clock = clock
         self._policy = self._new_policy()
@@ -96,6 +98,7 @@ class PermitDesk:
             self._policy,
             msgspec.to_builtins(self._policy.config),
             max_bytes=journal_bytes,
+            now=clock.now(),
             snapshot=snapshot,
         )
         self._ticked_s = clock.now()

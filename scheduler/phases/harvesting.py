@@ -53,6 +53,7 @@ class Harvesting:
 class _Engine(msgspec.Struct, frozen=True):
     kind: EngineKind
     state: str | None
+    open_turns: int = 0
 
 
 class _Job(msgspec.Struct, frozen=True):
@@ -67,8 +68,15 @@ class GatewayView(msgspec.Struct, frozen=True):
     jobs: dict[JobId, _Job]
 
     def guest_serves(self, job: JobId) -> bool:
-        guests = (each for each in self.engines.values() if each.kind is EngineKind.GUEST)
-        return self.active_job == job and any(each.state == _SERVING for each in guests)
+        return self.active_job == job and any(each.state == _SERVING for each in self._guests)
+
+    @property
+    def guest_busy(self) -> bool:
+        return any(each.open_turns for each in self._guests)
+
+    @property
+    def _guests(self) -> tuple[_Engine, ...]:
+        return tuple(each for each in self.engines.values() if each.kind is EngineKind.GUEST)
 
     def tokens(self, job: JobId) -> dict[EngineKind, int]:
         """Generated so far, by the kind of engine."""

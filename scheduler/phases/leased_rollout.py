@@ -16,6 +16,7 @@ from scheduler.phases.harvesting import GatewayView, JobGateway
 from scheduler.phases.permit import Permit
 from scheduler.phases.wire import Transport
 from scheduler.policy.leased_tail import (
+    BULK_RATIO,
     LeasedTail,
     NarrowPermit,
     Place,
@@ -60,8 +61,10 @@ class LeasedRollout:
         self._renew_s = 0.0
         self._tokens: dict[EngineKind, int] = {}
         """Before the rollout, by the kind of engine."""
-        self._began_s = self._over_s = 0.0
+        self._began_s = 0.0
+        self._bulk_over_s: float | None = None
         self._leased_ratio = 0.0
+        """Of the bulk's tokens."""
         self._stays: bool | None = None
         """Whether a job that waits for the nodes uses the same gateway; None: not looked at yet."""
         self._fault = ""
@@ -72,12 +75,9 @@ class LeasedRollout:
 
     @property
     def leased_s(self) -> float:
-        """The time that leases have taken off the rollout, of one that was bound by throughput.
-
-        While its tail was away it took as long as at home.
-        """
-        home_s = self._over_s - self._began_s - sum(tail.seconds for tail in self.tails)
-        return taken_off_s(home_s, leased_ratio=self._leased_ratio)
+        """The time that leases have taken off the rollout; its tail took as long as at home."""
+        bulk_s = (self._bulk_over_s or self._began_s) - self._began_s
+        return taken_off_s(bulk_s, leased_ratio=self._leased_ratio)
 
     @property
     def tails(self) -> tuple[Tail, ...]:
@@ -103,16 +103,21 @@ class LeasedRollout:
         """Neither engines nor leases are the job's any more."""
         self._over.set()
         self._looking.join()
-        self._over_s = self._clock.now()
-        self._tail.end(now=self._over_s)
-        self._leased_ratio = self._measured_ratio()
+        self._tail.end(now=self._clock.now())
+        self._measure_bulk()
         try:
             self._gateway.switch(OFF, for_s=0.0)
         except RoseMuxError as error:
             self._say(error)
 
+    def _measure_bulk(self) -> None:
+        """Once, when the rollout is in its tail, or over."""
+        if self._bulk_over_s is None:
+            self._bulk_over_s = self._clock.now()
+            self._leased_ratio = self._measured_ratio()
+
     def _measured_ratio(self) -> float:
-        """The share of the rollout's tokens that guests made; 0 where the gateway does not say."""
+        """The share of the tokens so far that guests made; 0 where the gateway does not say."""
         # A gateway that did not answer last keeps nobody's nodes waiting for its figures.
         view = self._view() if self._kept is not None and self._tokens else None
         if view is None:
@@ -128,6 +133,8 @@ class LeasedRollout:
             self._look()
 
     def _look(self) -> None:
+        if self._permit.keep is not None or self._permit.complete_ratio >= BULK_RATIO:
+            self._measure_bulk()
         for effect in self._tail.observe(self._sample(), now=self._clock.now()):
             match effect:
                 case NarrowPermit():
@@ -140,12 +147,15 @@ class LeasedRollout:
         asked = self._permit.keep == ()
         away = self._tail.place in (Place.AWAY, Place.IN_LINE)
         view = self._view() if asked or away else None
+        tokens = {} if view is None else view.tokens(self._permit.job)
         serves = view is not None and view.guest_serves(self._permit.job)
         return TailSample(
             stage=self._permit.stage,
             may_leave=asked and serves and view is not None and not self._shares(view),
             lost=bool(self._permit.lost),
             guest_serves=serves,
+            guest_busy=view is not None and view.guest_busy,
+            guest_tokens=tokens.get(EngineKind.GUEST, 0),
             engines_off=self._kept is not None and not self._kept.dedicated,
         )
 

@@ -3,7 +3,7 @@
     permit                                 ->  own engines and leases
     asked to make room, a guest serves     ->  own engines off, then the permit narrowed to no node
     the nodes are free again               ->  back onto them
-    no guest serves for `GONE_S`           ->  back in line for them: no promise rests on a lease
+    no guest serves, or makes a token      ->  back in line for them: no promise rests on a lease
     permit lost, or the phase has ended    ->  neither
 
 Gives levels (`switches`) that the shell keeps at the gateway, and asks of the permit. Reads no
@@ -19,9 +19,13 @@ from scheduler.policy.phases.standing import Stage
 
 GONE_S: Final = 3.0
 """A lease that is cut may be there again within this: production was busy for a moment."""
+STARVED_S: Final = 10.0
+"""A guest that has turns and makes no token for longer is no capacity, though its lease holds."""
 RECALL_S: Final = 0.25
 """Between two questions whether the nodes are free: each is an event in the control's journal."""
 
+BULK_RATIO: Final = 0.8
+"""Completed share up to which a rollout is bound by throughput; then by its longest responses."""
 LEASED_MOST_RATIO: Final = 0.9
 """Beyond it, what the job's own nodes made says little of what they would make alone."""
 
@@ -44,6 +48,7 @@ class Seen(StrEnum):
     """The gateway did not confirm it in time."""
     NODES_BACK = "nodes_back"
     LEASE_GONE = "lease_gone"
+    """No guest has served for `GONE_S`, or made a token of its turns for `STARVED_S`."""
     PERMIT_LOST = "permit_lost"
 
 
@@ -75,6 +80,10 @@ class TailSample:
     """The permit has ended."""
     guest_serves: bool = False
     """A leased guest serves the job now; False where the gateway does not answer."""
+    guest_busy: bool = False
+    """It has turns."""
+    guest_tokens: int = 0
+    """That guests have made for the job so far."""
     engines_off: bool = False
     """The gateway confirmed that no turn of the job is on its own engines."""
 
@@ -113,14 +122,13 @@ class Tail:
     end: TailEnd
 
 
-def taken_off_s(home_s: float, *, leased_ratio: float) -> float:
-    """The time that leases have taken off a rollout that was bound by throughput.
+def taken_off_s(bulk_s: float, *, leased_ratio: float) -> float:
+    """The time that leases have taken off a rollout: off its bulk, which is bound by throughput.
 
-    `home_s` is for how long its own nodes took part, `leased_ratio` the share of its tokens that
-    guests made.
+    The bulk took `bulk_s`, and guests made `leased_ratio` of its tokens.
     """
     ratio = min(leased_ratio, LEASED_MOST_RATIO)
-    return max(0.0, home_s) * ratio / (1.0 - ratio)
+    return max(0.0, bulk_s) * ratio / (1.0 - ratio)
 
 
 class LeasedTail:
@@ -135,6 +143,8 @@ class LeasedTail:
         """Of being away; while leaving, of the decision."""
         self._served_s = 0.0
         """When a guest was last seen to serve."""
+        self._made = (0.0, 0)
+        """When a guest was last seen to make tokens or to have no turn, and its tokens by then."""
         self._in_line_since_s = 0.0
         self._asked_s = float("-inf")
 
@@ -146,6 +156,8 @@ class LeasedTail:
     def observe(self, sample: TailSample, *, now: float) -> tuple[TailEffect, ...]:
         if sample.guest_serves:
             self._served_s = now
+        if not sample.guest_busy or sample.guest_tokens != self._made[1]:
+            self._made = (now, sample.guest_tokens)
         if sample.lost:
             self._move(Seen.PERMIT_LOST, now)
             return ()
@@ -158,9 +170,13 @@ class LeasedTail:
                 self._move(Seen.STAYED, now)
             case Place.AWAY | Place.IN_LINE if sample.stage is Stage.RUNNING:
                 self._move(Seen.NODES_BACK, now)
-            case Place.AWAY if now - self._served_s > GONE_S:
+            case Place.AWAY if self._is_gone(now):
                 self._move(Seen.LEASE_GONE, now)
         return self._asked(sample.stage, now)
+
+    def _is_gone(self, now: float) -> bool:
+        starves = now - max(self._made[0], self._since_s) > STARVED_S
+        return starves or now - self._served_s > GONE_S
 
     def end(self, *, now: float) -> None:
         """The rollout is done."""

@@ -24,6 +24,7 @@ class DecisionLog:
         config: dict[str, Any],
         *,
         max_bytes: int,
+        now: float,
         snapshot: dict[str, Any] | None = None,
     ) -> None:
         """`snapshot` is the state that the policy was restored to, where it does not begin new."""
@@ -36,7 +37,7 @@ class DecisionLog:
         if directory is not None:
             path = directory / f"{policy.NAME}.jsonl"
             self._writer = JournalWriter(path, max_bytes=max_bytes)
-            self._writer.opened(self._opened(snapshot))
+            self._writer.opened(self._opened(snapshot, now))
 
     def decided(
         self, *, now: float, sample: msgspec.Struct, effects: tuple[msgspec.Struct, ...]
@@ -56,9 +57,9 @@ class DecisionLog:
                 return None
         snapshot = self.policy.snapshot()
         if self._writer.full:
-            self._writer.rotate(self._opened(snapshot))
+            self._writer.rotate(self._opened(snapshot, now))
         else:
-            self._writer.opened(self._opened(snapshot))
+            self._writer.opened(self._opened(snapshot, now))
         self.missing = 0
         return snapshot
 
@@ -66,7 +67,7 @@ class DecisionLog:
         if self._writer is not None:
             self._writer.close()
 
-    def _opened(self, snapshot: dict[str, Any] | None) -> Opened:
+    def _opened(self, snapshot: dict[str, Any] | None, now: float) -> Opened:
         return Opened(
             actor="scheduler",
             policy=self.policy.NAME,
@@ -74,4 +75,5 @@ class DecisionLog:
             config_hash=config_hash(self._config),
             snapshot=snapshot,
             missing=self.missing,
+            t_s=now,
         )

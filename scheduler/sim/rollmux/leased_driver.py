@@ -174,11 +174,14 @@ class LeasedDriver(Driver):
             leased.end_bulk()
             self._changed(leased)
         super()._work(worker)
+        if leased.is_known_to_be_in_its_tail:
+            leased.measure_bulk(now=self._now)
 
     def _narrow(self, worker: Worker) -> None:
         """Asked to make room: on a part of its nodes, or on none of them, where guests serve it."""
         leased = self._leased[worker.job]
         leased.work_until(self._now)
+        leased.measure_bulk(now=self._now)
         leased.is_narrowing = True
         if leased.slots + leased.slots_coming:
             leased.end_bulk()

@@ -9,7 +9,7 @@ waits for its longest ones, so that more slots than it needs make it no faster.
 from math import ceil
 
 from harvester.contracts.ids import NodeId
-from scheduler.policy.leased_tail import LeasedTail, Place, taken_off_s
+from scheduler.policy.leased_tail import BULK_RATIO, LeasedTail, Place, taken_off_s
 from scheduler.policy.model import PhaseKind
 from scheduler.sim.rollmux.lease_supply import LeaseTerms
 from scheduler.sim.rollmux.slots import HeadroomRecord
@@ -46,8 +46,9 @@ class LeasedWorker(Worker):
         self._terms = terms
         self._record = record
         self._began_s = 0.0
-        self._leased_tokens = 0.0
-        """In solo seconds of a bulk."""
+        self._leased_s = 0.0
+        """Solo seconds of the present rollout that slots did."""
+        self._is_bulk_measured = False
 
     @property
     def is_away(self) -> bool:
@@ -77,7 +78,8 @@ class LeasedWorker(Worker):
     ) -> None:
         super().begin(nodes, loading_s=loading_s, share=share, now=now)
         self.tail = LeasedTail(leases=True)
-        self.leased_s = self._leased_tokens = 0.0
+        self.leased_s = self._leased_s = 0.0
+        self._is_bulk_measured = False
         self.is_narrowing = self.is_asked_away = self.has_lost_kv = False
         self._began_s = now + loading_s
 
@@ -133,13 +135,26 @@ class LeasedWorker(Worker):
             self.overhead_s += self._terms.activation_s + self._terms.recomputed_s
         self.slots, self.has_lost_kv = slots, slots == 0
 
+    def measure_bulk(self, *, now: float) -> None:
+        """What its process sees of leases once its rollout is in its tail, or over."""
+        if self._is_bulk_measured:
+            return
+        self._is_bulk_measured = True
+        bulk_s = min(self.worked_s, self._bulk_ratio * self.length_s)
+        # A tail makes fewer tokens in a second, by the share that it needs.
+        tokens = bulk_s + (self.worked_s - bulk_s) * self._tail_share
+        if tokens > 0.0:
+            leased_ratio = self._leased_s / tokens
+            self.leased_s = taken_off_s(now - self._began_s, leased_ratio=leased_ratio)
+
     def end_rollout(self, *, now: float) -> None:
-        """What its process then knows of what leases gave."""
+        self.measure_bulk(now=now)
         self.tail.end(now=now)
         self.loading_s += sum(tail.in_line_s for tail in self.tail.tails)
-        tokens = self.length_s * (self._bulk_ratio + (1.0 - self._bulk_ratio) * self._tail_share)
-        home_s = now - self._began_s - sum(tail.seconds for tail in self.tail.tails)
-        self.leased_s = taken_off_s(home_s, leased_ratio=self._leased_tokens / tokens)
+
+    @property
+    def is_known_to_be_in_its_tail(self) -> bool:
+        return self.said_ratio >= BULK_RATIO
 
     @property
     def _is_slower_or_faster(self) -> bool:
@@ -161,8 +176,7 @@ class LeasedWorker(Worker):
         until_s = self._at_s + self.offset_s
         leased_s = leased * self._record.given(until_s - works_s, until_s)
         self.given_node_s += leased_s * self.node_count
-        # A tail makes fewer tokens in a second, by the share that it needs.
-        self._leased_tokens += leased_s * (self._tail_share if self.is_away else 1.0)
+        self._leased_s += leased_s
         return own_s + leased_s
 
     def _takes_s(self, left_s: float) -> float:

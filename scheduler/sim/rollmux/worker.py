@@ -125,7 +125,12 @@ class Worker:
             and self.worked_s >= self._levels[self._said][0] * self.length_s - ROUNDING_S
         ):
             self._said += 1
-        return self._levels[self._said - 1][1] if self._said > said else None
+        return self.said_ratio if self._said > said else None
+
+    @property
+    def said_ratio(self) -> float:
+        """Share of its responses that it has said to be complete."""
+        return self._levels[self._said - 1][1] if self._said else 0.0
 
     @property
     def left_s(self) -> float:

@@ -1,5 +1,6 @@
 """Where a rollout's tail runs, step by step: no engine, no gateway and no clock."""
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from scheduler.policy.leased_tail import (
     GONE_S,
     RECALL_S,
+    STARVED_S,
     LeasedTail,
     NarrowPermit,
     Place,
@@ -120,6 +122,24 @@ def test_a_lease_that_is_gone_sends_the_tail_into_the_line_of_its_nodes() -> Non
     # And it may leave once more.
     scene.see(ASKED)
     assert scene.tail.place is Place.LEAVING
+
+
+def test_a_guest_that_starves_is_as_good_as_gone() -> None:
+    starved = TailSample(
+        stage=Stage.TAILING, guest_serves=True, guest_busy=True, guest_tokens=7, engines_off=True
+    )
+    scene = Scene()
+    scene.leave()
+    scene.see(starved, after_s=1.0)
+    scene.see(starved, after_s=STARVED_S - 0.1)
+    assert scene.tail.place is Place.AWAY
+    # A token, or a turn that waits for its tool, begins the time anew.
+    for made in (replace(starved, guest_tokens=8), replace(starved, guest_busy=False)):
+        scene.see(made, after_s=0.1)
+        scene.see(replace(made, guest_busy=True), after_s=STARVED_S - 0.1)
+        assert scene.tail.place is Place.AWAY
+    scene.see(starved, after_s=0.2)
+    assert scene.tail.place is Place.IN_LINE
 
 
 def test_a_lost_permit_ends_the_use_of_engines_and_leases_wherever_the_tail_is() -> None:

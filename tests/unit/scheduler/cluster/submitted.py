@@ -186,7 +186,7 @@ def resident_bytes(policy: ClusterPolicy) -> dict[NodeId, int]:
     """By the planner's names of nodes: what is there."""
     found: dict[NodeId, int] = {}
     for stay in policy.stays.values():
-        for node in stay.held:
+        for node in policy.residency.nodes_of(stay.job):
             found[node] = found.get(node, 0) + stay.submission.host_bytes
     return found
 

@@ -17,7 +17,16 @@ from scheduler.policy.phases.terms import LEASED_TAIL_RATIO, PhaseTerms
 from tests.unit.scheduler.cluster.submitted import ROLLOUT, Control, cluster, submission
 from tests.unit.scheduler.phases.test_leased_rollout import BOTH, FakeGateway
 
-HARVESTS = msgspec.structs.replace(submission("a"), harvesting=True)
+
+def undivided(given: Submission) -> Submission:
+    """Its tails keep their nodes, unless they leave for leases."""
+    rollout, training = given.phases
+    phases = (msgspec.structs.replace(rollout, divisible=False), training)
+    return msgspec.structs.replace(given, phases=phases)
+
+
+ALONE = undivided(submission("a"))
+HARVESTS = msgspec.structs.replace(ALONE, harvesting=True)
 
 
 def _rollout_terms(control: Control, given: Submission) -> tuple[Placed, PhaseTerms]:
@@ -36,7 +45,7 @@ def test_a_tail_may_leave_for_leases_where_the_control_allows_and_the_job_asks(
     allowed: bool, asks: bool
 ) -> None:
     control = Control(cluster(harvesting=allowed))
-    placed, rollout = _rollout_terms(control, HARVESTS if asks else submission("a"))
+    placed, rollout = _rollout_terms(control, HARVESTS if asks else ALONE)
     both = allowed and asks
     assert placed.harvesting == both
     tail = (LEASED_TAIL_RATIO, 0) if both else (1.0, 1)
