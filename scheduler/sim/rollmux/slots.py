@@ -5,14 +5,14 @@ accelerator. Who gets which stands in for a gateway that gives leases by demand.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import floor
 
 
 class HeadroomRecord:
     """What a slot gave, which begins again when it ends."""
 
-    def __init__(self, given_s: Sequence[float]) -> None:
+    def __init__(self, given_s: Iterable[float]) -> None:
         """`given_s` are the accelerator seconds given by the end of each second, from 0 on."""
         self._given_s = [float(each) for each in given_s]
         self._seconds = len(self._given_s) - 1
@@ -38,9 +38,10 @@ class HeadroomRecord:
         def done_s(second: int) -> float:
             return own * (second - from_s) + leased * (self._by_second(second) - gave_s)
 
-        last = first + self._seconds * (2 + int(left_s / a_lap_s))
+        most_s = self._seconds * (1.0 + left_s / a_lap_s)
         if own > 0.0:
-            last = min(last, first + 2 + int(left_s / own))
+            most_s = min(most_s, left_s / own)
+        last = first + 2 + int(most_s)
         end = bisect_left(range(first + 1, last), left_s, key=done_s) + first + 1
         at_s = max(from_s, end - 1.0)
         did_s = done_s(end - 1) if end - 1 > from_s else 0.0
