@@ -18,8 +18,9 @@ from scheduler.demo.bursts import Bursts, generated_trace
 from scheduler.demo.trace import read_trace
 from scheduler.policy.model import Pool
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
-from scheduler.sim.rollmux.harvest import NEVER, LeaseSupply, run_harvest
+from scheduler.sim.rollmux.harvest import run_harvest
 from scheduler.sim.rollmux.headroom import Headroom, headroom_of
+from scheduler.sim.rollmux.lease_supply import NEVER, LeaseSupply
 from scheduler.sim.rollmux.workload import JOBS, NODE_TYPES, SPAN_S, w1
 
 LEASE_PRICE_RATIO = 0.3

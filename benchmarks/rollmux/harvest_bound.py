@@ -3,7 +3,8 @@
 Six jobs, their true means, no variation, moves free and as often as wanted: a linear program over
 all groups of up to four of them says how long each group should last so that every job gets its
 hour of solo work within its SLO at the least price. No planner with these groups and this order of
-phases does it for less. Steady headroom, no price for leases.
+phases does it for less. Steady headroom, no price for leases, and every bulk has all slots of its
+group to itself.
 """
 
 import statistics
@@ -22,14 +23,12 @@ from scheduler.policy.groups.compiled import Records
 from scheduler.policy.groups.execution import advance
 from scheduler.policy.groups.forecast import Roster
 from scheduler.policy.groups.judge import OUR_RULES
-from scheduler.policy.groups.leased_execution import advance_leased
-from scheduler.policy.groups.leases import POOL
 from scheduler.policy.groups.regrouping import CheapestHosting, Guest
 from scheduler.policy.groups.stages import EVENT, empty_nodes, empty_permits
 from scheduler.policy.groups.tail import Completion, TailShape, best_shape
 from scheduler.policy.model import Pool
-from scheduler.sim.rollmux.harvest import SLOTS_RATIO, W1_TERMS
 from scheduler.sim.rollmux.headroom import HARVESTED_RATIO
+from scheduler.sim.rollmux.lease_supply import SLOTS_RATIO
 from scheduler.sim.rollmux.optimum import KnownJob
 from scheduler.sim.rollmux.workload import (
     H20_PER_HOUR,
@@ -47,9 +46,7 @@ GROUP_JOBS: Final = 4
 TAIL: Final = best_shape((Completion(0.5, 0.8),), accelerators=8)
 _WARM_UP, _CYCLES = 4.0, 24.0
 """Of the longest job alone."""
-_RECORD_S = 3600
 _NO_LOG = np.zeros(0, dtype=EVENT)
-_NEVER = np.zeros(0)
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,27 +113,30 @@ def _speeds(roster: Roster, headroom: float) -> Records:
     """Solo seconds that every job gets done in a second."""
     jobs = roster.jobs.copy()
     jobs["offset"], jobs["length"] = np.arange(jobs.size), 1
-    lengths_s = np.ascontiguousarray(roster.beliefs[:, :, 0])
-    longest_s = float(lengths_s.sum(axis=1).max())
+    solo_s = roster.beliefs[:, :, 0]
+    lengths_s = np.array(solo_s, order="C")
+    lengths_s[:, 0] = _spill(jobs, solo_s[:, 0], headroom)
+    longest_s = float(solo_s.sum(axis=1).max())
     settled_s, until_s = _WARM_UP * longest_s, (_WARM_UP + _CYCLES) * longest_s
-    nodes, permits = empty_nodes(), empty_permits()
-    pool = np.zeros(1, dtype=POOL)
-    pool["slots_per_node"], pool["offset_s"] = SLOTS_RATIO * W1_TERMS.accelerators, _RECORD_S
-    given_s = headroom * np.arange(_RECORD_S + 1.0)
-
-    def run(from_s: float, to_s: float) -> None:
-        state = (jobs, nodes, permits, lengths_s, OUR_RULES)
-        if headroom:
-            advance_leased(*state, pool, given_s, _NEVER, W1_TERMS, from_s, to_s, _NO_LOG)
-        else:
-            advance(*state, from_s, to_s, _NO_LOG)
-
-    run(0.0, settled_s)
+    state = (jobs, empty_nodes(), empty_permits(), lengths_s, OUR_RULES)
+    advance(*state, 0.0, settled_s, _NO_LOG)
     before_s = jobs["solo_s"] + jobs["worked_s"]
-    # Credit, which pays for a leased tail, counts from when the group has settled.
-    jobs["began_s"] = settled_s - jobs["slo"] * jobs["solo_s"]
-    run(settled_s, until_s)
-    return np.asarray((jobs["solo_s"] + jobs["worked_s"] - before_s) / (until_s - settled_s))
+    advance(*state, settled_s, until_s, _NO_LOG)
+    worked_s = jobs["solo_s"] + jobs["worked_s"] - before_s
+    speedup = solo_s.sum(axis=1) / lengths_s.sum(axis=1)
+    return np.asarray(speedup * worked_s / (until_s - settled_s))
+
+
+def _spill(jobs: Records, rollout_s: Records, headroom: float) -> Records:
+    """What rollouts take with their bulks on all slots of the group; gives jobs such bulks."""
+    nodes = [int(mask).bit_count() for mask in jobs["rollout_nodes"]]
+    group = int(np.bitwise_or.reduce(jobs["rollout_nodes"])).bit_count()
+    bulk_s = (
+        rollout_s * jobs["bulk_ratio"] / (1.0 + headroom * SLOTS_RATIO * group / np.array(nodes))
+    )
+    taken_s = bulk_s + rollout_s * (1.0 - jobs["bulk_ratio"])
+    jobs["bulk_ratio"] = bulk_s / taken_s
+    return np.asarray(taken_s)
 
 
 def drawn(instance: int) -> list[SimulatedJob]:

@@ -16,6 +16,7 @@ from scheduler.phases.harvesting import GatewayView, JobGateway
 from scheduler.phases.permit import Permit
 from scheduler.phases.wire import Transport
 from scheduler.policy.leased_tail import (
+    BULK_RATIO,
     LeasedTail,
     NarrowPermit,
     Place,
@@ -23,6 +24,7 @@ from scheduler.policy.leased_tail import (
     Switches,
     Tail,
     TailSample,
+    taken_off_s,
 )
 from scheduler.policy.model import EngineKind
 
@@ -30,8 +32,6 @@ LOOK_S: Final = 0.1
 ON_FOR_S: Final = 10.0
 """A process that dies leaves nothing switched on for longer, nor for longer than its permit."""
 RENEWALS: Final = 3
-LEASED_MOST_RATIO: Final = 0.9
-"""Beyond it, what the job's own nodes made says little of what they would make alone."""
 OFF: Final = Switches(dedicated=False, harvesting=False)
 
 _log = logging.getLogger(__name__)
@@ -61,8 +61,10 @@ class LeasedRollout:
         self._renew_s = 0.0
         self._tokens: dict[EngineKind, int] = {}
         """Before the rollout, by the kind of engine."""
-        self._began_s = self._over_s = 0.0
+        self._began_s = 0.0
+        self._bulk_over_s: float | None = None
         self._leased_ratio = 0.0
+        """Of the bulk's tokens."""
         self._stays: bool | None = None
         """Whether a job that waits for the nodes uses the same gateway; None: not looked at yet."""
         self._fault = ""
@@ -73,12 +75,9 @@ class LeasedRollout:
 
     @property
     def leased_s(self) -> float:
-        """The time that leases have taken off the rollout, of one that was bound by throughput.
-
-        While its tail was away it took as long as at home.
-        """
-        bulk_s = self._over_s - self._began_s - sum(tail.seconds for tail in self.tails)
-        return max(0.0, bulk_s) * self._leased_ratio / (1.0 - self._leased_ratio)
+        """The time that leases have taken off the rollout; its tail took as long as at home."""
+        bulk_s = (self._bulk_over_s or self._began_s) - self._began_s
+        return taken_off_s(bulk_s, leased_ratio=self._leased_ratio)
 
     @property
     def tails(self) -> tuple[Tail, ...]:
@@ -104,16 +103,21 @@ class LeasedRollout:
         """Neither engines nor leases are the job's any more."""
         self._over.set()
         self._looking.join()
-        self._over_s = self._clock.now()
-        self._tail.end(now=self._over_s)
-        self._leased_ratio = self._measured_ratio()
+        self._tail.end(now=self._clock.now())
+        self._measure_bulk()
         try:
             self._gateway.switch(OFF, for_s=0.0)
         except RoseMuxError as error:
             self._say(error)
 
+    def _measure_bulk(self) -> None:
+        """Once, when the rollout is in its tail, or over."""
+        if self._bulk_over_s is None:
+            self._bulk_over_s = self._clock.now()
+            self._leased_ratio = self._measured_ratio()
+
     def _measured_ratio(self) -> float:
-        """The share of the rollout's tokens that guests made; 0 where the gateway does not say."""
+        """The share of the tokens so far that guests made; 0 where the gateway does not say."""
         # A gateway that did not answer last keeps nobody's nodes waiting for its figures.
         view = self._view() if self._kept is not None and self._tokens else None
         if view is None:
@@ -122,13 +126,15 @@ class LeasedRollout:
         made = {kind: tokens.get(kind, 0) - before for kind, before in self._tokens.items()}
         if min(made.values()) < 0 or not any(made.values()):
             return 0.0
-        return min(LEASED_MOST_RATIO, made.get(EngineKind.GUEST, 0) / sum(made.values()))
+        return made.get(EngineKind.GUEST, 0) / sum(made.values())
 
     def _looks(self) -> None:
         while not self._over.wait(LOOK_S):
             self._look()
 
     def _look(self) -> None:
+        if self._permit.keep is not None or self._permit.complete_ratio >= BULK_RATIO:
+            self._measure_bulk()
         for effect in self._tail.observe(self._sample(), now=self._clock.now()):
             match effect:
                 case NarrowPermit():

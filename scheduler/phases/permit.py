@@ -80,6 +80,11 @@ class Permit:
         if self._lost:
             raise Stale(f"{self.kind} phase of job {self.job}: {self._lost}")
 
+    @property
+    def complete_ratio(self) -> float:
+        """As the job last said."""
+        return self._complete_ratio
+
     def progress(self, complete_ratio: float, *, tokens: int = 0) -> None:
         """How much of the phase is complete, and how many tokens it has made."""
         self._complete_ratio, self._tokens = complete_ratio, tokens

@@ -24,6 +24,11 @@ STARVED_S: Final = 10.0
 RECALL_S: Final = 0.25
 """Between two questions whether the nodes are free: each is an event in the control's journal."""
 
+BULK_RATIO: Final = 0.8
+"""Completed share up to which a rollout is bound by throughput; then by its longest responses."""
+LEASED_MOST_RATIO: Final = 0.9
+"""Beyond it, what the job's own nodes made says little of what they would make alone."""
+
 
 class Place(StrEnum):
     HOME = "home"
@@ -115,6 +120,15 @@ class Tail:
     in_line_s: float = 0.0
     """Of these, after its lease was lost."""
     end: TailEnd
+
+
+def taken_off_s(bulk_s: float, *, leased_ratio: float) -> float:
+    """The time that leases have taken off a rollout: off its bulk, which is bound by throughput.
+
+    The bulk took `bulk_s`, and guests made `leased_ratio` of its tokens.
+    """
+    ratio = min(leased_ratio, LEASED_MOST_RATIO)
+    return max(0.0, bulk_s) * ratio / (1.0 - ratio)
 
 
 class LeasedTail:

@@ -1,10 +1,10 @@
 """A group's execution in virtual time, phase by phase.
 
-Planners run it with the durations that they expect, the simulator with those that it drew; both get
-the same starts from `order`. A rollout's bulk runs at the speed of the share of its nodes that no
-other tail occupies; a tail runs at its own speed anywhere. Who waits for nodes that are held for a
-tail only has the tail moved. A weight sync follows a training on no node. A phase that starts after
-another job's pays a warm start, unless the node was idle long enough to load its state before.
+Planners run it with the durations that they expect, and get the starts from `order`. A rollout's
+bulk runs at the speed of the share of its nodes that no other tail occupies; a tail runs at its own
+speed anywhere. Who waits for nodes that are held for a tail only has the tail moved. A weight sync
+follows a training on no node. A phase that starts after another job's pays a warm start, unless the
+node was idle long enough to load its state before.
 """
 
 from scheduler.policy.groups.compiled import Records, compiled
@@ -12,19 +12,12 @@ from scheduler.policy.groups.order import expected_wish_s, movable_tail, next_st
 from scheduler.policy.groups.stages import (
     BULK,
     BUSY,
-    DONE,
-    JOB_DONE,
-    JOB_PARKED,
-    JOB_READY,
-    LOADING,
     NODES_MAX,
-    PARKED,
     ROLLOUT_ENDED,
     ROLLOUT_STARTED,
     SYNC_ENDED,
     SYNCING,
     TAIL_HELD,
-    TAIL_LEASED,
     TAIL_MIGRATED,
     TAIL_MOVED,
     TAILS,
@@ -48,7 +41,7 @@ def note(log: Records, at: int, t_s: float, kind: int, job: int, nodes: int, sol
 
 @compiled
 def runs(stage: int) -> bool:
-    return stage in (LOADING, BULK, TAIL_HELD, TAIL_MOVED, TAIL_LEASED, TRAINING, SYNCING)
+    return stage in (BULK, TAIL_HELD, TAIL_MOVED, TRAINING, SYNCING)
 
 
 @compiled
@@ -179,8 +172,6 @@ def prewarm(jobs: Records, nodes: Records, permits: Records, now_s: float, warm_
             rollout = (jobs["rollout_nodes"][k] & mask) != 0
             if not rollout and not jobs["training_nodes"][k] & mask:
                 continue
-            if jobs["stage"][k] in (LOADING, PARKED, DONE):
-                continue
             wish_s = expected_wish_s(jobs, k, rollout)
             if first < 0 or wish_s < first_s:
                 first, first_s = k, wish_s
@@ -201,9 +192,6 @@ def finish(
 ) -> int:
     """What follows when job k's present stage has no work left."""
     stage, job = jobs["stage"][k], jobs["id"][k]
-    if stage == LOADING:
-        jobs["stage"][k], jobs["waits_since_s"][k] = WAITS_ROLLOUT, now_s
-        return note(log, at, now_s, JOB_READY, job, 0, 0.0)
     if stage == BULK and jobs["bulk_ratio"][k] < 1.0:
         length_s = lengths_s[jobs["offset"][k] + jobs["done"][k] % jobs["length"][k]][0]
         jobs["stage"][k] = TAIL_HELD
@@ -214,9 +202,8 @@ def finish(
     worked_s = jobs["worked_s"][k]
     jobs["worked_s"][k] = 0.0
     if stage not in (TRAINING, SYNCING):
-        if stage != TAIL_LEASED:
-            released = TAILS if stage == TAIL_MOVED else BUSY
-            permits[released] &= ~jobs["rollout_nodes"][k]
+        released = TAILS if stage == TAIL_MOVED else BUSY
+        permits[released] &= ~jobs["rollout_nodes"][k]
         jobs["stage"][k] = WAITS_TRAINING
         return note(log, at, now_s, ROLLOUT_ENDED, job, jobs["rollout_nodes"][k], worked_s)
     if stage == TRAINING:
@@ -228,12 +215,6 @@ def finish(
     else:
         at = note(log, at, now_s, SYNC_ENDED, job, 0, worked_s)
     jobs["done"][k] += 1
-    if jobs["done"][k] >= jobs["iterations"][k]:
-        jobs["stage"][k] = DONE
-        return note(log, at, now_s, JOB_DONE, job, 0, jobs["solo_s"][k])
-    if jobs["park"][k]:
-        jobs["stage"][k] = PARKED
-        return note(log, at, now_s, JOB_PARKED, job, 0, 0.0)
     jobs["stage"][k] = WAITS_ROLLOUT
     return at
 
@@ -247,8 +228,7 @@ def _progress(jobs: Records, permits: Records, passed_s: float) -> None:
         worked_s = (passed_s - overhead_s) * own_speed(jobs, permits, k)
         jobs["overhead_s"][k] -= overhead_s
         jobs["left_s"][k] -= worked_s
-        if jobs["stage"][k] != LOADING:
-            jobs["worked_s"][k] += worked_s
+        jobs["worked_s"][k] += worked_s
 
 
 @compiled

@@ -76,7 +76,6 @@ class Roster:
         jobs = np.zeros(len(occupants), dtype=JOB)
         jobs["id"] = np.arange(len(occupants))
         jobs["stage"] = WAITS_ROLLOUT
-        jobs["iterations"] = np.iinfo(np.int64).max
         for name in _OF_OCCUPANTS:
             jobs[name] = [getattr(one, name) for one in occupants]
         beliefs = np.array([one.belief.doubts for one in occupants], dtype=np.float64)

@@ -11,7 +11,6 @@ from scheduler.policy.groups.compiled import Records, compiled
 from scheduler.policy.groups.stages import (
     BULK,
     BUSY,
-    LOADING,
     SYNCING,
     TAIL_HELD,
     TAILS,
@@ -93,9 +92,6 @@ def expected_wish_s(jobs: Records, k: int, rollout: bool) -> float:
     stage = jobs["stage"][k]
     rollout_s, sync_s = jobs["rollout_mean_s"][k], jobs["sync_s"][k]
     trained_s = jobs["training_mean_s"][k] + sync_s
-    if stage == LOADING:
-        loaded_s = float(jobs["overhead_s"][k])
-        return loaded_s if rollout else loaded_s + rollout_s
     if stage == WAITS_ROLLOUT:
         return 0.0 if rollout else float(rollout_s)
     if stage == WAITS_TRAINING:

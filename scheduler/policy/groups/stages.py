@@ -12,34 +12,22 @@ import numpy as np
 
 from scheduler.policy.groups.compiled import Records
 
-LOADING: Final = 0
-"""State comes from storage or from another node; holds no permit."""
-WAITS_ROLLOUT: Final = 1
-BULK: Final = 2
-TAIL_HELD: Final = 3
+WAITS_ROLLOUT: Final = 0
+BULK: Final = 1
+TAIL_HELD: Final = 2
 """The tail still runs on all of the job's nodes, because nobody asked for them."""
-TAIL_MOVED: Final = 4
-TAIL_LEASED: Final = 5
-"""The tail runs on leased slots and holds no node; without slots it waits to come home."""
-WAITS_TRAINING: Final = 6
-TRAINING: Final = 7
-SYNCING: Final = 8
+TAIL_MOVED: Final = 3
+WAITS_TRAINING: Final = 4
+TRAINING: Final = 5
+SYNCING: Final = 6
 """New weights go to the rollout engines: holds no node and waits for none."""
-PARKED: Final = 9
-"""At an iteration's end, ready to be moved."""
-DONE: Final = 10
 
 ROLLOUT_STARTED: Final = 0
 TAIL_MIGRATED: Final = 1
 ROLLOUT_ENDED: Final = 2
 TRAINING_STARTED: Final = 3
 TRAINING_ENDED: Final = 4
-JOB_PARKED: Final = 5
-JOB_DONE: Final = 6
-JOB_READY: Final = 7
-TAIL_SENT: Final = 8
-TAIL_RETURNED: Final = 9
-SYNC_ENDED: Final = 10
+SYNC_ENDED: Final = 5
 
 BUSY: Final = 0
 TAILS: Final = 1
@@ -59,10 +47,7 @@ JOB: Final = np.dtype(
         ("offset", "i8"),
         ("length", "i8"),
         ("done", "i8"),
-        ("iterations", "i8"),
-        ("park", "i8"),
         ("slo", "f8"),
-        ("began_s", "f8"),
         ("solo_s", "f8"),
         ("rollout_mean_s", "f8"),
         ("training_mean_s", "f8"),
@@ -70,18 +55,11 @@ JOB: Final = np.dtype(
         ("divisible", "i8"),
         ("bulk_ratio", "f8"),
         ("tail_share", "f8"),
-        ("slots", "i8"),
-        ("slots_coming", "i8"),
-        ("slots_ready_s", "f8"),
-        ("published_s", "f8"),
-        ("tail_sent", "i8"),
     ]
 )
 """`left_s` and `worked_s` are solo seconds of the present stage and phase; overheads run first.
 `rollout_mean_s` and `training_mean_s` are what the policy believes, never what will be; a weight
-sync takes `sync_s` after every training, 0 where there is none. The last five are a job's leases:
-slots that serve it, slots on their way and when they are there, since when its present weights are
-published, and whether this rollout's tail was leased already."""
+sync takes `sync_s` after every training, 0 where there is none."""
 
 NODE: Final = np.dtype([("loaded", "i8"), ("warm_at_s", "f8"), ("left_at_s", "f8")])
 """`left_at_s` is when the last tail that was moved has left all but its share."""

@@ -76,7 +76,9 @@ _NEVER_S: Final = 1e9
 """Simulated jobs are never silent: the driver leaves out what only says that they live."""
 
 
-def runtime_of(name: str, jobs: list[SimulatedJob], *, seed: int) -> PhaseRuntime:
+def runtime_of(
+    name: str, jobs: list[SimulatedJob], *, seed: int, harvesting: bool = False
+) -> PhaseRuntime:
     """The shipped runtime with as many nodes as the jobs can ever hold at once."""
     arm = ARMS[name]
     cluster = ClusterConfig(
@@ -85,6 +87,7 @@ def runtime_of(name: str, jobs: list[SimulatedJob], *, seed: int) -> PhaseRuntim
         tail_ratio=arm.tail_ratio,
         slo_counts_queueing=SLO_COUNTS_QUEUEING,
         gone_s=_NEVER_S,
+        harvesting=harvesting,
     )
     config = RuntimeConfig(permits=PermitsConfig(lease_s=_NEVER_S), cluster=cluster)
     planner = None if arm.planner is None else arm.planner(cluster, jobs, seed)

@@ -89,7 +89,7 @@ class Driver:
         self._runtime = runtime
         self._world = world
         self._disruptions = disruptions
-        self._workers = [Worker(one, world) for one in jobs]
+        self._workers = [self._worker(one) for one in jobs]
         self._by_job = {worker.job: worker for worker in self._workers}
         self._bill = NodeBill(runtime.cluster, self.ledger)
         self._counts = Counts()
@@ -111,8 +111,15 @@ class Driver:
                 continue
             self._now = max(self._now, t_s)
             act(whom)
+            self._settle()
         self._counts.events = next(self._numbers)
         return RunResult(ledger=self.ledger, counts=self._counts, end_s=self._now)
+
+    def _worker(self, one: SimulatedJob) -> Worker:
+        return Worker(one, self._world)
+
+    def _settle(self) -> None:
+        """After every moment."""
 
     def _set(self, t_s: float, act: Callable[[Any], None], whom: Any) -> None:
         heappush(self._moments, (t_s, next(self._numbers), act, whom, _ALWAYS))
@@ -214,18 +221,23 @@ class Driver:
         self._tell(PhaseRequested(job=worker.job, kind=worker.kind, holder=worker.job))
 
     def _begin(self, worker: Worker, grant: GrantPermit) -> None:
-        loading_s = 0.0
-        if any(self._loaded.get(node, worker.job) != worker.job for node in grant.nodes):
-            loading_s = self._world.warm_start_s
-        if not worker.resident.issuperset(grant.nodes):
-            loading_s += self._world.move_s
-            worker.resident.update(grant.nodes)
-        self._loaded.update(dict.fromkeys(grant.nodes, worker.job))
+        loading_s = self._load(worker, grant.nodes)
         worker.epoch = grant.epoch
         share = worker.share_of(grant.nodes, grant.accelerators)
         worker.begin(grant.nodes, loading_s=loading_s, share=share, now=self._now)
         self._phase("phase_start", worker, grant.nodes)
         self._set_next(worker, worker.next_s(), self._work)
+
+    def _load(self, worker: Worker, nodes: tuple[NodeId, ...]) -> float:
+        """Its state on these nodes' accelerators; the seconds until it is there."""
+        loading_s = 0.0
+        if any(self._loaded.get(node, worker.job) != worker.job for node in nodes):
+            loading_s = self._world.warm_start_s
+        if not worker.resident.issuperset(nodes):
+            loading_s += self._world.move_s
+            worker.resident.update(nodes)
+        self._loaded.update(dict.fromkeys(nodes, worker.job))
+        return loading_s
 
     def _work(self, worker: Worker) -> None:
         worker.work_until(self._now)
@@ -271,6 +283,7 @@ class Driver:
                 epoch=worker.epoch,
                 loading_s=worker.loading_s,
                 stays_loaded=True,
+                leased_s=worker.leased_s,
             )
         )
         worker.next_kind()

@@ -1,4 +1,7 @@
-"""What a simulated job's owner says of it: declared maxima, nodes, memory and SLO, and no mean."""
+"""What a simulated job's owner says of it: declared maxima, nodes, memory and SLO, and no mean.
+
+It harvests, which changes nothing where the control allows no leases.
+"""
 
 from typing import Final
 
@@ -13,7 +16,9 @@ _SYNC_MAX_RATIO: Final = 2.0
 
 def submission_of(one: SimulatedJob, world: World) -> Submission:
     phases = [
-        DeclaredPhase(kind=phase.kind, max_s=phase.max_s, nodes=phase.nodes)
+        DeclaredPhase(
+            kind=phase.kind, max_s=phase.max_s, nodes=phase.nodes, divisible=phase.divisible
+        )
         for phase in one.job.phases
     ]
     if world.sync_s:
@@ -25,4 +30,5 @@ def submission_of(one: SimulatedJob, world: World) -> Submission:
         phases=tuple(phases),
         slo=one.job.slowdown_slo,
         host_bytes=one.job.host_bytes_per_node,
+        harvesting=True,
     )

@@ -16,7 +16,7 @@ from scheduler.policy.phases.completion import LEVELS
 from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob
 from scheduler.sim.rollmux.world import World
 
-_ROUNDING_S: Final = 1e-9
+ROUNDING_S: Final = 1e-9
 
 
 class WorkerStage(StrEnum):
@@ -47,6 +47,8 @@ class Worker:
         """Nodes whose host memory has its state."""
         self.loading_s = 0.0
         """Of the present phase, spent on loading and on moving its tail."""
+        self.leased_s = 0.0
+        """What leases are known to have taken off it."""
         self.worked_s = 0.0
         self.length_s = 0.0
         self.overhead_s = 0.0
@@ -102,7 +104,7 @@ class Worker:
         passed_s, self._at_s = now - self._at_s, now
         overhead_s = min(self.overhead_s, passed_s)
         self.overhead_s -= overhead_s
-        self.worked_s += (passed_s - overhead_s) * self._speed()
+        self.worked_s += self._done_s(passed_s - overhead_s)
 
     def next_s(self) -> float:
         """When it has something to say, or its speed changes, if nothing else happens."""
@@ -110,21 +112,25 @@ class Worker:
         if self.kind is PhaseKind.ROLLOUT:
             if self._said < len(self._levels):
                 target_s = self._levels[self._said][0] * self.length_s
-            bulk_s = self._bulk_ratio * self.length_s
-            if self.share < 1.0 and self.worked_s < bulk_s - _ROUNDING_S:
-                target_s = min(target_s, bulk_s)
+            if self.is_in_bulk and self._is_slower_or_faster:
+                target_s = min(target_s, self._bulk_ratio * self.length_s)
         left_s = max(0.0, target_s - self.worked_s)
-        return self._at_s + self.overhead_s + left_s / self._speed()
+        return self._at_s + self.overhead_s + self._takes_s(left_s)
 
     def progress(self) -> float | None:
         """Share of its responses that it has newly to say; None where there is no news."""
         said = self._said
         while (
             self._said < len(self._levels)
-            and self.worked_s >= self._levels[self._said][0] * self.length_s - _ROUNDING_S
+            and self.worked_s >= self._levels[self._said][0] * self.length_s - ROUNDING_S
         ):
             self._said += 1
-        return self._levels[self._said - 1][1] if self._said > said else None
+        return self.said_ratio if self._said > said else None
+
+    @property
+    def said_ratio(self) -> float:
+        """Share of its responses that it has said to be complete."""
+        return self._levels[self._said - 1][1] if self._said else 0.0
 
     @property
     def left_s(self) -> float:
@@ -133,7 +139,7 @@ class Worker:
 
     @property
     def is_complete(self) -> bool:
-        return self.left_s <= _ROUNDING_S and self.overhead_s <= _ROUNDING_S
+        return self.left_s <= ROUNDING_S and self.overhead_s <= ROUNDING_S
 
     def next_kind(self) -> None:
         """The phase after the present one; an iteration more after the last."""
@@ -145,11 +151,29 @@ class Worker:
         """Back to its last checkpoint."""
         self.kind = PhaseKind.ROLLOUT
 
+    @property
+    def is_in_bulk(self) -> bool:
+        """Of its rollout."""
+        return self.worked_s < self._bulk_ratio * self.length_s - ROUNDING_S
+
+    @property
+    def _is_slower_or_faster(self) -> bool:
+        """Than on its own nodes alone: its speed changes when its bulk ends."""
+        return self.share < 1.0
+
+    def _done_s(self, works_s: float) -> float:
+        """Solo seconds that it has got done in so many up to now."""
+        return works_s * self._speed()
+
+    def _takes_s(self, left_s: float) -> float:
+        """Until so many solo seconds more are done, from the end of what it waits for."""
+        return left_s / self._speed()
+
     def _speed(self) -> float:
+        """Solo seconds in a second, on the accelerators that it holds."""
         if self.kind is not PhaseKind.ROLLOUT or self.share >= 1.0:
             return 1.0
-        bulk = self.worked_s < self._bulk_ratio * self.length_s - _ROUNDING_S
-        return min(1.0, self.share / (1.0 if bulk else self._tail_share or 1.0))
+        return min(1.0, self.share / (1.0 if self.is_in_bulk else self._tail_share or 1.0))
 
 
 def _levels(one: SimulatedJob) -> Iterator[tuple[float, float]]:

@@ -44,8 +44,7 @@ def test_leases_make_a_job_alone_cheaper_by_the_bulk_that_they_take() -> None:
     bulk_s, iteration_s = 0.5 * one.means_s[0], sum(one.means_s)
     shorter_s = bulk_s / 3
     leased = cheapest_mix(jobs, headroom=1.0)
-    assert leased > PAIR_PER_HOUR * (1 - shorter_s / iteration_s)
-    assert leased == pytest.approx(PAIR_PER_HOUR * (1 - shorter_s / iteration_s), rel=0.03)
+    assert leased == pytest.approx(PAIR_PER_HOUR * (1 - shorter_s / iteration_s), rel=1e-6)
 
 
 def test_no_idle_node_bounds_what_leases_spare_by_the_rollouts_share_of_the_price() -> None:

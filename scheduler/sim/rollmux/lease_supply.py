@@ -1,0 +1,89 @@
+"""What serving lends to every group, and what using it costs."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Final
+from zlib import crc32
+
+import numpy as np
+
+from harvester.contracts.ids import GroupId
+from scheduler.policy.groups.compiled import Records
+from scheduler.policy.model import Pool
+from scheduler.sim.rollmux.workload import NODE_TYPES
+
+SLOTS_RATIO: Final = 0.5
+"""Serving accelerators beside a group, by its rollout accelerators."""
+ACTIVATION_S: Final = 5.0
+SYNC_S: Final = 20.0
+RECOMPUTED_S: Final = 3.0
+"""W1's migration; RollPacker reports at most this for moving by recomputing."""
+TAIL_TOKENS: Final = 51 * 12_100
+"""Open at a tail's beginning: a fifth of 256 responses, at RollMux's mean of the longest."""
+KV_BYTES_PER_TOKEN: Final = 147_456
+"""Of an 8B model in bf16: 36 layers, 8 KV heads of 128."""
+LINK_BYTES_PER_S: Final = 25e9
+"""ROSE's 200 Gb/s between clusters."""
+NEVER: Final[tuple[float, ...]] = ()
+ALWAYS: Final = (0.0,)
+"""Revoked before anything began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTerms:
+    """What using a leased slot costs."""
+
+    activation_s: float
+    """From a sleeping policy to a serving one."""
+    sync_s: float
+    """From a version's publication until every slot holds it; a slot sleeps meanwhile."""
+    kept_s: float
+    """To move a tail with its KV."""
+    recomputed_s: float
+    """To move a tail without, and prefill what it has."""
+    accelerators: int
+    """Of one rollout node."""
+
+    @property
+    def move_s(self) -> float:
+        """A tail moves with its KV or without, whichever is cheaper."""
+        return min(self.kept_s, self.recomputed_s)
+
+
+def kv_kept_s(tokens: int, *, bytes_per_token: int, link_bytes_per_s: float) -> float:
+    """Seconds to move the KV of so many tokens over a link."""
+    return tokens * bytes_per_token / link_bytes_per_s
+
+
+W1_TERMS: Final = LeaseTerms(
+    activation_s=ACTIVATION_S,
+    sync_s=SYNC_S,
+    kept_s=kv_kept_s(
+        TAIL_TOKENS, bytes_per_token=KV_BYTES_PER_TOKEN, link_bytes_per_s=LINK_BYTES_PER_S
+    ),
+    recomputed_s=RECOMPUTED_S,
+    accelerators=NODE_TYPES[Pool.ROLLOUT].accelerators,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseSupply:
+    given_s: Records
+    """Accelerator seconds that a slot gave by the end of each second."""
+    turns_s: tuple[float, ...] = NEVER
+    """When all leases are revoked and, in turn, given back."""
+    slots_ratio: float = SLOTS_RATIO
+    terms: LeaseTerms = W1_TERMS
+    seed: int = 0
+
+    def slots(self, nodes: int) -> int:
+        """Beside so many rollout nodes."""
+        return int(self.slots_ratio * self.terms.accelerators * nodes)
+
+    def offset_s(self, group: GroupId) -> float:
+        """Where in the record the time of this group's slots begins."""
+        rng = np.random.Generator(np.random.PCG64([self.seed, crc32(group.encode())]))
+        return 3600.0 + float(rng.uniform(0.0, len(self.given_s) - 1))
+
+    def in_force(self, *, now: float) -> bool:
+        return bisect_right(self.turns_s, now) % 2 == 0
