@@ -19,8 +19,6 @@ least so nice: it is what Ray gives its workers."""
 ROLLOUT_NODE = NodeId("rollout-0")
 TRAINING_NODE = NodeId("training-0")
 NODES = {PhaseKind.ROLLOUT: ROLLOUT_NODE, PhaseKind.TRAINING: TRAINING_NODE}
-TAIL_RATIO = 0.85
-"""Completed trajectories from which the rest may go on on the lease alone."""
 
 
 class Arm(StrEnum):
@@ -85,15 +83,8 @@ class JobShape:
         return JobId(f"{self.name}-{run.name}")
 
     def terms(self, run: Run) -> JobTerms:
-        """With a lease, a rollout's tail needs no node of the job's own."""
-        rollout = PhaseTerms(
-            kind=PhaseKind.ROLLOUT,
-            nodes=(ROLLOUT_NODE,),
-            tail_ratio=TAIL_RATIO if run.leases else 1.0,
-            tail_accelerators=0 if run.leases else 1,
-        )
-        training = PhaseTerms(kind=PhaseKind.TRAINING, nodes=(TRAINING_NODE,))
-        return JobTerms(job=self.job(run), phases=(rollout, training))
+        phases = (PhaseTerms(kind=kind, nodes=(node,)) for kind, node in NODES.items())
+        return JobTerms(job=self.job(run), phases=tuple(phases))
 
 
 JOBS = (

@@ -12,20 +12,18 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
-from benchmarks.multiplex.arms import ROLLOUT_NODE, TRAINER_NICE, TRAINING_CORE
-from benchmarks.multiplex.leased_rollout import LeasedRollout
-from harvester.contracts.clock import MonotonicClock
-from scheduler.demo.gateway_admin import GatewayAdmin
+from benchmarks.multiplex.arms import TRAINER_NICE, TRAINING_CORE
 from scheduler.demo.job.config import read_config
 from scheduler.demo.job.environment import Task
 from scheduler.demo.job.rollout import StepBatch
 from scheduler.demo.job.training_run import Collects, TrainingRun
 from scheduler.phases import on_ray
 from scheduler.phases.control import PhaseControl, Start
+from scheduler.phases.harvesting import Harvesting
 from scheduler.phases.permit import Permit
+from scheduler.policy.leased_tail import TailEnd
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.terms import JobTerms
 
@@ -39,12 +37,12 @@ class TrainingJob:
         _settle()
         self._config = read_config(Path(config))
         self._engine_url = engine_url
-        self._leases = leases
         self._phases: PhasedRun | None = None
         if terms is not None:
             job_terms = msgspec.json.decode(terms, type=JobTerms)
-            self._transport = on_ray.connected()
-            self._phases = PhasedRun(PhaseControl(self._transport, job_terms))
+            harvesting = Harvesting(gateway=self._config.gateway_url) if leases else None
+            control = PhaseControl(on_ray.connected(), job_terms, harvesting=harvesting)
+            self._phases = PhasedRun(control)
         self._stack = AsyncExitStack()
         self._run: TrainingRun | None = None
 
@@ -67,13 +65,6 @@ class TrainingJob:
             self._phases.control.resident(
                 PhaseKind.ROLLOUT, on_resume=lambda _cold: _answers(self._engine_url)
             )
-            if self._leases:
-                self._phases.leased = await self._leased(self._phases.control)
-
-    async def _leased(self, control: PhaseControl) -> LeasedRollout:
-        session = await self._stack.enter_async_context(aiohttp.ClientSession())
-        gateway = GatewayAdmin(session, self._config.gateway_url)
-        return LeasedRollout(gateway, control, self._transport, ROLLOUT_NODE, MonotonicClock())
 
     async def published(self) -> None:
         assert self._run is not None
@@ -99,14 +90,13 @@ class TrainingJob:
 
     async def tails(self) -> dict[str, float]:
         """What became of its rollouts' tails; nothing where it leases nothing."""
-        leased = None if self._phases is None else self._phases.leased
-        if leased is None:
-            return {}
+        tails = [] if self._phases is None else self._phases.control.tails
+        ends = [tail.end for tail in tails]
         return {
-            "moved": leased.tails,
-            "seconds": leased.tail_s,
-            "returned": leased.returns,
-            "lost": leased.losses,
+            "moved": len(tails),
+            "seconds": sum(tail.seconds for tail in tails),
+            "returned": ends.count(TailEnd.RETURNED),
+            "lost": ends.count(TailEnd.LEASE_LOST),
         }
 
     async def close(self) -> None:
@@ -118,34 +108,22 @@ class PhasedRun:
 
     def __init__(self, control: PhaseControl) -> None:
         self.control = control
-        self.leased: LeasedRollout | None = None
+        self._rollout: Permit | None = None
         self._training: Permit | None = None
 
     def around(self, collector: Collects) -> Collects:
         return _PhasedCollector(collector, self)
 
     def progress(self, complete_ratio: float) -> None:
-        if self.leased is not None:
-            self.leased.progress(complete_ratio)
+        if self._rollout is not None:
+            self._rollout.progress(complete_ratio)
 
     async def rolled_out(self, collector: Collects, tasks: Sequence[Task], **at: int) -> StepBatch:
-        permit = await asyncio.to_thread(self.control.begin, PhaseKind.ROLLOUT)
-        try:
-            collecting = collector.collect(tasks, **at)
-            if self.leased is None:
-                batch = await collecting
-            else:
-                batch = await self.leased.run(permit, collecting)
-        except BaseException as error:
-            await asyncio.to_thread(self.control.end, self._held(permit), failed=repr(error))
-            raise
-        await asyncio.to_thread(self.control.end, self._held(permit))
+        async with self.control.phase(PhaseKind.ROLLOUT) as self._rollout:
+            batch = await collector.collect(tasks, **at)
+        self._rollout = None
         self._training = await asyncio.to_thread(self.control.begin, PhaseKind.TRAINING)
         return batch
-
-    def _held(self, begun_with: Permit) -> Permit:
-        """A tail that lost its lease goes on under another permit."""
-        return begun_with if self.leased is None else self.leased.permit or begun_with
 
     async def trained(self) -> None:
         assert self._training is not None

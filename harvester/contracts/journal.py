@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import xxhash
@@ -41,6 +41,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     """After a reload: fields of the configuration file that are not in force."""
     missing: int = 0
     """Decisions before this line that could not be written."""
+    t_s: float | None = None
+    """What the decisions' clock showed at `wall`; None where nobody said."""
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True, tag="decided"):
@@ -153,14 +155,19 @@ def read_journal(path: Path) -> Iterator[Line]:
 
     Raises Corrupt, naming the line, for anything else that is not a journal line.
     """
-    decoder = msgspec.json.Decoder(Line)
     with path.open("rb") as file:
-        for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
-            if not raw.endswith(b"\n"):
-                if len(raw) == MAX_LINE_BYTES:
-                    raise Corrupt(f"{path.name} line {number}: longer than {MAX_LINE_BYTES} bytes")
-                return
-            try:
-                yield decoder.decode(raw)
-            except UNDECODABLE as error:
-                raise Corrupt(f"{path.name} line {number}: {error}") from error
+        yield from lines_of(file, path.name)
+
+
+def lines_of(file: BinaryIO, name: str) -> Iterator[Line]:
+    """The same of a file that is open; `name` is for errors."""
+    decoder = msgspec.json.Decoder(Line)
+    for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
+        if not raw.endswith(b"\n"):
+            if len(raw) == MAX_LINE_BYTES:
+                raise Corrupt(f"{name} line {number}: longer than {MAX_LINE_BYTES} bytes")
+            return
+        try:
+            yield decoder.decode(raw)
+        except UNDECODABLE as error:
+            raise Corrupt(f"{name} line {number}: {error}") from error

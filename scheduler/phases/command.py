@@ -147,6 +147,41 @@ def status(
         Console().print(printed(jobs))
 
 
+@phases.command()
+def explain(
+    job: Annotated[str, typer.Argument(help="The job's name.")],
+    journal: Annotated[
+        Path | None, typer.Option(help="Directory of the control's journal.")
+    ] = None,
+    socket: Annotated[
+        Path | None, typer.Option(help="The control's Unix socket: it says where its journal is.")
+    ] = None,
+    last: Annotated[str, typer.Option(help="Only so long ago and later: 90s, 30m, 24h, 7d.")] = "",
+    since: Annotated[
+        str, typer.Option(help="Only from this moment on, as 2026-01-31T12:00 (UTC).")
+    ] = "",
+    permits: Annotated[
+        bool, typer.Option("--permits", help="Every permit by itself, not only their summary.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Tell a job's story: where it was placed, why it moved, whom it waited for."""
+    from harvester.contracts.errors import ConfigError
+    from scheduler.phases.explanation import explanation, moment
+    from scheduler.phases.socket_control import SocketControl
+
+    if (journal is None) == (socket is None):
+        raise ConfigError("explain needs --journal DIRECTORY or --socket FILE")
+    directory = journal if socket is None else SocketControl(socket).journal()
+    assert directory is not None
+    found = explanation(directory, job, since=moment(last=last, since=since), permits=permits)
+    if as_json:
+        typer.echo(found.encoded())
+    else:
+        for line in found.lines():
+            typer.echo(line)
+
+
 def _answer(reply: "Reply") -> str:
     from scheduler.phases.wire import Placed, Queued, Refused
 

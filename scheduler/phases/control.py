@@ -6,7 +6,7 @@
     @phases.phase("rollout")
     def roll_out(): ...
 
-    with phases.phase("training") as permit:
+    with phases.phase("training") as permit:  # or `async with`
         permit.progress(0.5)
 
 Entering waits for the permit, then loads the state from host memory; leaving offloads it, then
@@ -14,16 +14,21 @@ gives the nodes back. The process itself stays: communicators and environments a
 """
 
 import os
+import threading
 import uuid
 from collections.abc import Callable
-from contextlib import ContextDecorator, suppress
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import TracebackType
+
+import msgspec
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
+from scheduler.phases.harvesting import Harvesting
+from scheduler.phases.leased_rollout import LeasedRollout
 from scheduler.phases.permit import Permit
+from scheduler.phases.phase import Phase
 from scheduler.phases.retries import Pauses
 from scheduler.phases.wire import (
     Admitted,
@@ -42,8 +47,9 @@ from scheduler.phases.wire import (
     Withdraw,
 )
 from scheduler.policy.cluster.submission import Submission
+from scheduler.policy.leased_tail import Tail
 from scheduler.policy.model import PhaseKind
-from scheduler.policy.phases.terms import JobTerms
+from scheduler.policy.phases.terms import JobTerms, leased_tail
 
 Resume = Callable[[bool], None]
 """Told whether the start is cold: the first of this kind in this process."""
@@ -82,12 +88,14 @@ class PhaseControl:
         timeout_s: float = float("inf"),
         on_move: OnMove = lambda _move: None,
         on_arrive: OnArrive = lambda _placed: None,
+        harvesting: Harvesting | None = None,
     ) -> None:
         """`terms` name the job's nodes; a control that plans takes a `Submission` and names them.
 
         `timeout_s` bounds the wait for a place, for a permit and for a control that is not there.
         A job that moves is told between two iterations: `on_move` frees what it holds on its old
         nodes, and once its new ones have room `on_arrive` brings its state there.
+        With `harvesting` its rollouts use leases of its gateway, and their tails may end there.
 
         Raises ConfigError where the job is refused, Exhausted where nobody answers in time.
         """
@@ -95,17 +103,24 @@ class PhaseControl:
         self.starts: list[Start] = []
         self.placement: Placed | None = None
         """Where a planning control has placed the job."""
+        self.tails: list[Tail] = []
+        """Those that left their nodes for leases, of rollouts that have ended."""
         self._transport = transport
-        self._terms = terms
+        self._terms = terms if harvesting is None else _harvesting(terms)
+        self._gateway = None if harvesting is None else harvesting.of(terms.job)
+        self._leased: LeasedRollout | None = None
         self._clock = clock or MonotonicClock()
         self._timeout_s = timeout_s
         self._holder = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._on_move, self._on_arrive = on_move, on_arrive
         self._loading_s = 0.0
+        self._leased_s = 0.0
         self._residents: dict[PhaseKind, _Resident] = {}
         self._entered: set[PhaseKind] = set()
         self._open: PhaseKind | None = None
         self._place()
+        if self._gateway is not None:
+            self._gateway.rest()
 
     def resident(
         self,
@@ -117,7 +132,7 @@ class PhaseControl:
         """What loads this kind of phase's state when it starts and offloads it when it ends."""
         self._residents[PhaseKind(kind)] = _Resident(on_resume, on_release)
 
-    def phase(self, kind: PhaseKind | str) -> "Phase":
+    def phase(self, kind: PhaseKind | str) -> Phase:
         """A context manager and a decorator."""
         return Phase(lambda: self, PhaseKind(kind))
 
@@ -125,13 +140,16 @@ class PhaseControl:
         """The job is over: give up its place for good."""
         self._transport.call("forget", Forget(job=self.job))
 
-    def begin(self, kind: PhaseKind) -> Permit:
-        """Raises Exhausted where no permit came in time, ConfigError for a phase it has not."""
+    def begin(self, kind: PhaseKind, *, cancelled: threading.Event | None = None) -> Permit:
+        """`cancelled`, set by another thread, ends the wait for the permit.
+
+        Raises Exhausted where no permit came in time, ConfigError for a phase it has not.
+        """
         if self._open is not None:
             raise ConfigError(f"job {self.job}: its {self._open} phase must end before {kind}")
         asked_s = self._clock.now()
         try:
-            granted = self._awaited(kind)
+            granted = self._awaited(kind, cancelled or threading.Event())
         except BaseException:
             self._withdraw()
             raise
@@ -147,6 +165,12 @@ class PhaseControl:
                 self._leave(permit, failed=f"could not be resumed: {error!r}")
                 raise
         self._entered.add(kind)
+        if kind is PhaseKind.ROLLOUT and self._gateway is not None:
+            leases = self.placement is None or self.placement.harvesting
+            self._leased = LeasedRollout(
+                permit, self._gateway, self._transport, self._clock, leases=leases
+            )
+            self._leased.begin()
         resumed_s = self._clock.now()
         self._loading_s = resumed_s - granted_s
         self.starts.append(
@@ -162,6 +186,12 @@ class PhaseControl:
     def end(self, permit: Permit, *, failed: str = "") -> None:
         """Raises Stale where the permit ended before its phase did."""
         resident = self._residents.get(permit.kind)
+        if self._leased is not None:
+            self._leased.end()
+            self.tails += self._leased.tails
+            self._leased_s = self._leased.leased_s
+            self._loading_s += sum(tail.in_line_s for tail in self._leased.tails)
+            self._leased = None
         ended_s = self._clock.now()
         try:
             if resident is not None:
@@ -201,10 +231,10 @@ class PhaseControl:
             return self._transport.call("submit", self._terms)
         return self._transport.call("place", self._terms)
 
-    def _awaited(self, kind: PhaseKind) -> Granted:
+    def _awaited(self, kind: PhaseKind, cancelled: threading.Event) -> Granted:
         pauses = Pauses(self._clock, timeout_s=self._timeout_s)
         wait_s = 1.0
-        while True:
+        while not cancelled.is_set():
             entry = Enter(job=self.job, kind=kind, holder=self._holder, wait_s=wait_s)
             try:
                 reply = self._transport.call("enter", entry)
@@ -222,14 +252,20 @@ class PhaseControl:
                     raise ConfigError(f"job {self.job}: {reply.reason}")
                 case _:
                     pauses.pause(Exhausted(f"{kind} phase of job {self.job}: {reply}"))
+        raise Exhausted(f"{kind} phase of job {self.job}: cancelled")
 
     def _leave(self, permit: Permit, *, failed: str) -> None:
         """Until the control has heard it; one that is away hears it when it is back."""
         permit.end()
         self._open = None
         leave = Leave(
-            job=self.job, epoch=permit.epoch, failed=failed[:500], loading_s=self._loading_s
+            job=self.job,
+            epoch=permit.epoch,
+            failed=failed[:500],
+            loading_s=self._loading_s,
+            leased_s=self._leased_s,
         )
+        self._leased_s = 0.0
         if not failed:
             self._told(self._say(leave, timeout_s=self._timeout_s))
             return
@@ -263,27 +299,11 @@ class PhaseControl:
             return reply
 
 
-class Phase(ContextDecorator):
-    """Used with `with` or as a decorator, any number of times, by one thread at a time."""
-
-    def __init__(self, control: Callable[[], PhaseControl], kind: PhaseKind) -> None:
-        self._control = control
-        self._kind = kind
-        self._permit: Permit | None = None
-
-    def __enter__(self) -> Permit:
-        self._permit = self._control().begin(self._kind)
-        return self._permit
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._permit is not None
-        failed = "" if error is None else f"{type(error).__name__}: {error}"
-        self._control().end(self._permit, failed=failed)
+def _harvesting(terms: JobTerms | Submission) -> JobTerms | Submission:
+    """The same, of a job whose rollouts use leases."""
+    if isinstance(terms, Submission):
+        return msgspec.structs.replace(terms, harvesting=True)
+    return msgspec.structs.replace(terms, phases=tuple(map(leased_tail, terms.phases)))
 
 
 _CURRENT: ContextVar[PhaseControl] = ContextVar("phase_control")

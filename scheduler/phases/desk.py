@@ -5,6 +5,7 @@ says that something is different. The embedded control, the socket and the Ray a
 this one desk.
 """
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -63,8 +64,9 @@ from scheduler.service.decisions import DecisionLog
 
 JOBS_MAX = 4096
 TICK_S = 0.1
-_JOURNAL_BYTES = 64 << 20
+JOURNAL_BYTES = 64 << 20
 _RETRY_S = 0.5
+_LOG = logging.getLogger(__name__)
 
 
 class PermitDesk:
@@ -77,8 +79,11 @@ class PermitDesk:
         *,
         state: Path | None = None,
         journal: Path | None = None,
+        journal_bytes: int = JOURNAL_BYTES,
     ) -> None:
         self.config = config
+        self.journal = journal
+        """The directory that decisions are written to; None: they are not."""
         self.on_change: Callable[[], None] = lambda: None
         self._clock = clock
         self._policy = self._new_policy()
@@ -92,7 +97,8 @@ class PermitDesk:
             journal,
             self._policy,
             msgspec.to_builtins(self._policy.config),
-            max_bytes=_JOURNAL_BYTES,
+            max_bytes=journal_bytes,
+            now=clock.now(),
             snapshot=snapshot,
         )
         self._ticked_s = clock.now()
@@ -190,6 +196,7 @@ class PermitDesk:
             epoch=Epoch(leave.epoch),
             failed=leave.failed,
             loading_s=leave.loading_s,
+            leased_s=leave.leased_s,
         )
         refusal = _refusal(self._observe(event))
         standing = self._policy.standing(leave.job)
@@ -253,12 +260,21 @@ class PermitDesk:
         now = self._clock.now()
         effects = self._policy.observe(event, now=now)
         self._metrics.decided(effects, self._policy, now=now)
-        snapshot = self._log.decided(now=now, sample=event, effects=effects)
         self._unsaved |= {each.job for each in effects if not isinstance(each, Refuse)}
+        self._journal(event, effects, now)
         self._keep()
+        return effects
+
+    def _journal(self, event: RuntimeEvent, effects: tuple[RuntimeEffect, ...], now: float) -> None:
+        """A full disk costs the journal decisions, never a job its answer."""
+        try:
+            snapshot = self._log.decided(now=now, sample=event, effects=effects)
+        except OSError as error:
+            if self._log.missing == 1:
+                _LOG.warning("the journal cannot be written: %s", error)
+            return
         if snapshot is not None:
             self._begin_anew(snapshot)
-        return effects
 
     def _begin_anew(self, snapshot: dict[str, Any]) -> None:
         """From what the journal's new file begins with: it replays what is decided from here."""

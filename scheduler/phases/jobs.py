@@ -11,13 +11,14 @@ from scheduler.policy.cluster.submission import Submission, submission_fault
 
 
 class JobsFile(BaseModel):
-    """`nodes` and `risk` may stand there for `rosemux plan`; the control has its own."""
+    """All but `jobs` may stand there for `rosemux plan`; the control has its own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     jobs: tuple[JobSettings, ...] = Field(min_length=1, max_length=JOBS_MAX)
     nodes: PoolSettings | None = None
     risk: float | None = None
+    slo_counts_queueing: bool | None = None
 
 
 def read_submissions(path: Path) -> tuple[Submission, ...]:

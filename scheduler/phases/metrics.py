@@ -19,6 +19,7 @@ from prometheus_client import (
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.phases.plan_metrics import PlanMetrics
+from scheduler.policy.cluster.events import CloseJob, PlanJob
 from scheduler.policy.cluster.phase_policy import PhasePolicy, RuntimeEffect
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.events import (
@@ -106,6 +107,8 @@ class PhaseMetrics:
                     self._end(effect, policy.standing(effect.job), now)
                 case RemoveJob():
                     self._processes.pop(effect.job, None)
+                case PlanJob() | CloseJob():
+                    self.plan.decided(effect)
                 case _:
                     pass
 

@@ -60,6 +60,8 @@ class ClusterSettings(_Settings):
     nodes: NamedPools
     risk: float = Field(default=0.25, ge=0.001, le=0.5)
     """Accepted probability that a forecast slow-down exceeds its SLO."""
+    slo_counts_queueing: bool = False
+    """An SLO counts from the placement on; true: from the submission on."""
     cold_start_s: Seconds = 135.0
     """A job's first load from storage; alone it would take that too."""
     warm_start_s: Seconds = 5.0
@@ -70,6 +72,8 @@ class ClusterSettings(_Settings):
     """Between two looks at promises and savings."""
     gone_s: float = Field(default=900.0, ge=1, le=1e6)
     """A placed job of which nothing was heard for so long has left."""
+    harvesting: bool = False
+    """Jobs that ask for it may use leases of serving nodes in their rollouts."""
 
     @property
     def as_config(self) -> ClusterConfig:
@@ -77,11 +81,13 @@ class ClusterSettings(_Settings):
             rollout=self.nodes.rollout.as_pool,
             training=self.nodes.training.as_pool,
             risk=self.risk,
+            slo_counts_queueing=self.slo_counts_queueing,
             cold_start_s=self.cold_start_s,
             warm_start_s=self.warm_start_s,
             move_s=self.move_s,
             review_s=self.review_s,
             gone_s=self.gone_s,
+            harvesting=self.harvesting,
         )
 
 

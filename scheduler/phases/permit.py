@@ -51,6 +51,11 @@ class Permit:
         return self._orders.nodes
 
     @property
+    def stage(self) -> Stage:
+        """As the control last said."""
+        return self._orders.stage
+
+    @property
     def keep(self) -> tuple[NodeId, ...] | None:
         """Where the tail is to be brought together, then call `narrowed`; None: nobody asks."""
         return self._orders.keep if self._orders.stage is Stage.NARROWING else None

@@ -7,13 +7,13 @@ from collections import Counter as Tally
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from scheduler.policy.cluster.cluster import ClusterPolicy, Promise
-from scheduler.policy.cluster.events import Decision
+from scheduler.policy.cluster.cluster import ClusterPolicy
+from scheduler.policy.cluster.events import CloseJob, Decision, PlanJob
 from scheduler.policy.cluster.stays import StayStage
 from scheduler.policy.model import Pool
 
 _STATES = ("used", "free", "failed", "missing")
-_KEPT, _OWED = "kept", "owed"
+_KEPT, _OWED, _BROKEN = "kept", "owed", "broken"
 _BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
@@ -60,10 +60,14 @@ class PlanMetrics:
         )
         for decision in Decision:
             self._decisions.labels(decision)
-        for promise in Promise:
+        for promise in (_KEPT, _BROKEN):
             self._ended.labels(promise)
-        self._counted: Tally[Decision] = Tally()
-        self._counted_ended: Tally[Promise] = Tally()
+
+    def decided(self, effect: PlanJob | CloseJob) -> None:
+        if isinstance(effect, PlanJob):
+            self._decisions.labels(effect.decision).inc()
+        else:
+            self._ended.labels(_KEPT if effect.kept else _BROKEN).inc()
 
     def show(self, cluster: ClusterPolicy, *, now: float) -> None:
         stages = Tally(stay.stage for stay in cluster.stays.values())
@@ -87,9 +91,3 @@ class PlanMetrics:
         self._promises.labels(_OWED).set(owed)
         queued = [one for one in cluster.stays.values() if one.stage is StayStage.QUEUED]
         self._longest.set(max((now - one.submitted_s for one in queued), default=0.0))
-        for decision, count in cluster.decisions.items():
-            self._decisions.labels(decision).inc(count - self._counted[decision])
-            self._counted[decision] = count
-        for promise, count in cluster.promises.items():
-            self._ended.labels(promise).inc(count - self._counted_ended[promise])
-            self._counted_ended[promise] = count

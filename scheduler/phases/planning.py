@@ -10,7 +10,7 @@ from typing import Any, Final
 from harvester.contracts.clock import Clock, monotonic_origin
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId
-from scheduler.phases.desk import JOBS_MAX, PermitDesk
+from scheduler.phases.desk import JOBS_MAX, JOURNAL_BYTES, PermitDesk
 from scheduler.phases.kept_plan import (
     KeptClock,
     changed_records,
@@ -64,9 +64,10 @@ class PlanningDesk(PermitDesk):
         *,
         state: Path | None = None,
         journal: Path | None = None,
+        journal_bytes: int = JOURNAL_BYTES,
     ) -> None:
         self._settings = RuntimeConfig(permits=config, cluster=cluster)
-        super().__init__(config, clock, state=state, journal=journal)
+        super().__init__(config, clock, state=state, journal=journal, journal_bytes=journal_bytes)
         for machine in strangers(self.cluster):
             self._observe(NodeLost(node=machine))
             if self.cluster.fleet.pool_of(machine) is not None:
@@ -121,6 +122,7 @@ class PlanningDesk(PermitDesk):
             training_nodes=training,
             reason=stay.reason,
             lease_s=self.config.lease_s,
+            harvesting=given.harvesting and self._settings.cluster.harvesting,
         )
 
     def report(self, given: NodeReport) -> ReportReply:
@@ -182,6 +184,12 @@ class PlanningDesk(PermitDesk):
             )
         by_s = shift_s(plan, self._kept_clock())
         return {"permits": shifted(permits, by_s), "plan": kept_memory(plan, by_s=by_s)}
+
+    def _begin_anew(self, snapshot: dict[str, Any]) -> None:
+        before = self.cluster
+        super()._begin_anew(snapshot)
+        self.cluster.unsaved |= before.unsaved
+        self.cluster.layout_changed |= before.layout_changed
 
     def _plan_records(self) -> dict[str, bytes | None]:
         return changed_records(self.cluster, self._kept_clock())

@@ -47,9 +47,15 @@ def application(front: Front) -> web.Application:
         body = msgspec.json.encode(statuses(front.desk))
         return web.Response(body=body, content_type="application/json")
 
+    async def journal(_request: web.Request) -> web.Response:
+        # Its lines are read by who asks: a control has better things to do than to read a file.
+        where = front.desk.journal
+        return web.json_response({"directory": None if where is None else str(where.resolve())})
+
     app.add_routes(
         [
             web.post("/v1/phases/{call}", call),
+            web.get("/v1/journal", journal),
             web.get("/v1/phases", status),
             web.get("/metrics", metrics_of(front.desk)),
         ]

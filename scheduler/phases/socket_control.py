@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from scheduler.phases.wire import Absent, Call, Enter, JobStatus, Reply, decoded_reply
 
 MAX_REPLY_BYTES = 1 << 20
@@ -48,6 +48,22 @@ class SocketControl:
             return msgspec.json.decode(body, type=tuple[JobStatus, ...])
         except msgspec.MsgspecError as error:
             raise PeerProtocolError(f"status at {self._path}: {error}") from error
+
+    def journal(self) -> Path:
+        """The directory of the control's journal.
+
+        Raises ConfigError where it writes none, else as `call` does.
+        """
+        body = self._answer(
+            "GET", "/v1/journal", None, timeout_s=self._answer_s, most_bytes=MAX_REPLY_BYTES
+        )
+        try:
+            where = msgspec.json.decode(body, type=dict[str, str | None]).get("directory")
+        except msgspec.MsgspecError as error:
+            raise PeerProtocolError(f"journal at {self._path}: {error}") from error
+        if where is None:
+            raise ConfigError(f"the control at {self._path} was started without --journal")
+        return Path(where)
 
     def _answer(
         self, method: str, route: str, body: bytes | None, *, timeout_s: float, most_bytes: int

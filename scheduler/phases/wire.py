@@ -63,7 +63,9 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     epoch: Epoch
     failed: str = ""
     loading_s: float = 0.0
-    """Of the phase, spent on loading and offloading; no part of what it would take alone."""
+    """Of the phase, spent on loading, offloading and in line: alone it would not take them."""
+    leased_s: float = 0.0
+    """Leases have taken so much off it: what it would take alone is longer."""
 
 
 class Forget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -186,6 +188,8 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True, tag="placed"):
     training_nodes: tuple[NodeId, ...]
     reason: str
     lease_s: float
+    harvesting: bool = False
+    """Its rollouts may use leases."""
 
 
 class Queued(msgspec.Struct, frozen=True, kw_only=True, tag="queued"):
@@ -235,6 +239,10 @@ class Transport(Protocol):
     """
 
     def call(self, name: str, message: Call) -> Reply: ...
+
+    def jobs(self) -> tuple[JobStatus, ...]:
+        """How every job stands."""
+        ...
 
 
 def decoded_call(name: str, body: bytes) -> Call:

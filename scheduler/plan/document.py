@@ -106,3 +106,4 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """By type."""
     groups: tuple[PlannedGroup, ...]
     unplaced: tuple[Unplaced, ...] = ()
+    slo_counts_queueing: bool = False

@@ -18,7 +18,6 @@ from scheduler.plan.jobs_file import GB, PlanSettings
 from scheduler.plan.known_jobs import KnownJobsPlanner
 from scheduler.policy.groups.book import Cell
 from scheduler.policy.groups.forecast import Roster
-from scheduler.policy.groups.judge import OUR_RULES
 from scheduler.policy.groups.load import group_load
 from scheduler.policy.groups.rehearsal import meta_iteration
 from scheduler.policy.model import Pool
@@ -55,6 +54,7 @@ def draft(settings: PlanSettings) -> Plan:
             for number, cell in enumerate(cells, start=1)
         ),
         unplaced=tuple(unplaced),
+        slo_counts_queueing=settings.slo_counts_queueing,
     )
 
 
@@ -78,7 +78,7 @@ def _group(
 ) -> PlannedGroup:
     kept = promises(planner, cell)
     occupants = planner.packer.occupants(cell)
-    picture = meta_iteration(Roster.of(occupants), rules=OUR_RULES)
+    picture = meta_iteration(Roster.of(occupants), rules=planner.rules)
     own, jobs = (*cell.rollout, *cell.training), tuple(cell.pinned)
     return PlannedGroup(
         group=group,
@@ -127,22 +127,17 @@ def _load(planner: KnownJobsPlanner, cell: Cell) -> GroupLoad:
 def _residents(
     planner: KnownJobsPlanner, cell: Cell, names: dict[NodeId, NodeId]
 ) -> tuple[Resident, ...]:
-    facts, types = planner.facts, planner.book.types
+    ledger, types = planner.book.planned, planner.book.types
     residents = []
     for pool, nodes in ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training)):
         for node in nodes:
-            jobs = tuple(
-                job
-                for job, one in cell.pinned.items()
-                if node in (*one.rollout_nodes, *one.training_nodes)
-            )
-            used = sum(facts[job].job.host_bytes_per_node for job in jobs)
+            used_bytes = types[pool].host_bytes - ledger.free_bytes(node, pool)
             residents.append(
                 Resident(
                     node=names[node],
                     pool=pool,
-                    jobs=jobs,
-                    used_gb=used / GB,
+                    jobs=ledger.jobs_on(node),
+                    used_gb=used_bytes / GB,
                     host_gb=types[pool].host_bytes / GB,
                 )
             )

@@ -139,7 +139,7 @@ def _closed(planner: GroupPlanner, job: JobId, spared: float) -> Iterator[Altern
 def _short(planner: GroupPlanner, cell: Cell, host_bytes: int) -> bool:
     sides = ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training))
     return any(
-        max(planner.book.free_bytes(node, pool) for node in nodes) < host_bytes
+        max(planner.book.resident.free_bytes(node, pool) for node in nodes) < host_bytes
         for pool, nodes in sides
     )
 

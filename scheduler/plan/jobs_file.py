@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN, JobId, TenantId
 from harvester.yaml_file import Where, explained, named, parse_fields, read_text
+from scheduler.policy.cluster.config import ClusterConfig, PoolNodes
 from scheduler.policy.cluster.submission import CURVE_MAX, DeclaredPhase, Submission
 from scheduler.policy.groups.book import NodeType
 from scheduler.policy.groups.tail import Completion
@@ -86,6 +87,8 @@ class JobSettings(_Settings):
     """State that stays resident on every node of the job."""
     rollout: RolloutSettings
     training: PhaseSettings
+    harvesting: bool = False
+    """Its rollouts use leases where a control allows them; no plan counts on one."""
     sync: DurationSettings | None = None
     """New weights on their way to the rollout engines, where the next rollout waits for them."""
     responses: tuple[tuple[Ratio, Ratio], ...] = Field(default=(), max_length=CURVE_MAX)
@@ -106,6 +109,7 @@ class JobSettings(_Settings):
             tenant=TenantId(self.tenant),
             slo=self.slo,
             host_bytes=int(self.host_gb * GB),
+            harvesting=self.harvesting,
             phases=tuple(self._declared(kind, given) for kind, given in self.phases),
         )
 
@@ -127,15 +131,22 @@ class PlanSettings(_Settings):
     nodes: PoolSettings
     risk: float = Field(default=0.25, ge=0.001, le=0.5)
     """Accepted probability that a forecast slow-down exceeds its SLO."""
+    slo_counts_queueing: bool = False
+    """What the control that will run the jobs is set to; nobody waits in a plan."""
     jobs: tuple[JobSettings, ...] = Field(min_length=1, max_length=JOBS_MAX)
     """In the order of their arrival."""
 
     @property
-    def types(self) -> dict[Pool, NodeType]:
-        return {
-            Pool.ROLLOUT: self.nodes.rollout.as_type,
-            Pool.TRAINING: self.nodes.training.as_type,
-        }
+    def as_control(self) -> ClusterConfig:
+        """A control with these settings and else the defaults; its nodes have no names."""
+        pools = (self.nodes.rollout.as_type, self.nodes.training.as_type)
+        rollout, training = (PoolNodes(type=kind, names=()) for kind in pools)
+        return ClusterConfig(
+            rollout=rollout,
+            training=training,
+            risk=self.risk,
+            slo_counts_queueing=self.slo_counts_queueing,
+        )
 
     @property
     def supply(self) -> dict[Pool, int]:

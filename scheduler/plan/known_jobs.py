@@ -4,15 +4,14 @@ Nobody runs yet: a job that was placed may move for free, so savings are looked 
 left.
 """
 
+from dataclasses import replace
 from typing import Final
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.plan.jobs_file import JobSettings, PlanSettings
 from scheduler.policy.groups.events import JobMoved, PlaceJob
-from scheduler.policy.groups.judge import Distributional
-from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
+from scheduler.policy.groups.planner import GroupPlanner
 from scheduler.policy.groups.relocation import MovePrices
-from scheduler.policy.groups.slo import ChanceConstraint
 from scheduler.policy.model import Placement, Pool
 
 FREE_MOVES: Final = MovePrices(
@@ -23,10 +22,11 @@ _LOOKS: Final = 40
 
 class KnownJobsPlanner(GroupPlanner):
     def __init__(self, settings: PlanSettings) -> None:
-        constraint = ChanceConstraint(risk=settings.risk)
-        config = PlannerConfig(prices=FREE_MOVES, accelerators=settings.nodes.rollout.accelerators)
-        judge = Distributional(constraint=constraint)
-        super().__init__(judge, settings.types, config, settings.supply)
+        control = settings.as_control
+        config = replace(control.planner, prices=FREE_MOVES)
+        super().__init__(control.judge, control.types, config, settings.supply)
+        self.rules = control.rules
+        """What its forecasts assume of permits."""
         self.reasons: dict[JobId, str] = {}
 
     def place(self, job: JobSettings) -> None:

@@ -12,7 +12,8 @@ def summary(plan: Plan) -> str:
     return (
         f"{_counted(jobs, 'job')} in {_counted(len(plan.groups), 'group')} on {nodes}: "
         f"{plan.price_per_hour:.2f} $/h. On nodes of their own they would cost "
-        f"{plan.dedicated_per_hour:.2f} $/h, {dearer:.2f} times as much{left_out}."
+        f"{plan.dedicated_per_hour:.2f} $/h, {dearer:.2f} times as much{left_out}. "
+        f"SLOs count from the {'submission' if plan.slo_counts_queueing else 'placement'} on."
     )
 
 

@@ -74,6 +74,7 @@ class Running(Protocol):
     """An attempt that runs on an engine."""
 
     turn: Turn
+    tokens: int
 
     def cut(self, why: Cut) -> None: ...
 

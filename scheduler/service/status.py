@@ -3,6 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
+from harvester.contracts.ids import JobId
+from scheduler.policy.model import EngineKind
 from scheduler.service.scheduler import Scheduler
 
 
@@ -42,7 +44,7 @@ def status(scheduler: Scheduler, *, now: float) -> dict[str, Any]:
                 "store": published.store if published else "",
                 "harvesting": scheduler.harvesting(job),
                 "dedicated": scheduler.fleet.may_use_dedicated(job),
-                "tokens": scheduler.tokens[job],
+                "tokens": _tokens(scheduler, job),
                 "turns": asdict(ledger.counters),
                 "turns_in_ledger": len(ledger),
             }
@@ -66,6 +68,15 @@ def status(scheduler: Scheduler, *, now: float) -> dict[str, Any]:
         },
         "silent_agents": dict(scheduler.harvest.silent_agents),
     }
+
+
+def _tokens(scheduler: Scheduler, job: JobId) -> dict[EngineKind, int]:
+    """Generated so far by the kind of engine, by attempts that run as well."""
+    tokens = dict(scheduler.tokens[job])
+    for member in scheduler.fleet.members.values():
+        running = (each.tokens for each in member.running if each.turn.job == job)
+        tokens[member.engine.kind] += sum(running)
+    return tokens
 
 
 def render_metrics(scheduler: Scheduler) -> bytes:

@@ -1,6 +1,6 @@
-"""A job in a process of its own: `python -m tests.integration.phase_job SOCKET JOB`.
+"""A job in a process of its own: `python -m tests.integration.phase_job SOCKET JOB [GATEWAY]`.
 
-stdin    a kind of phase, to enter it; an empty line, to end it
+stdin    a kind of phase, to enter it; in it a share, for progress; an empty line, to end it
 stdout   what happened, a line each
 """
 
@@ -10,13 +10,14 @@ from pathlib import Path
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.phases.control import PhaseControl
+from scheduler.phases.harvesting import Harvesting
 from scheduler.phases.socket_control import SocketControl
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.terms import JobTerms, PhaseTerms
 
 
 def main() -> None:
-    path, job = sys.argv[1:]
+    path, job, *gateway = sys.argv[1:]
     nodes = {PhaseKind.ROLLOUT: "r0", PhaseKind.TRAINING: "t0"}
     phases = PhaseControl(
         SocketControl(Path(path), answer_s=1.0),
@@ -26,13 +27,15 @@ def main() -> None:
                 PhaseTerms(kind=kind, nodes=(NodeId(node),)) for kind, node in nodes.items()
             ),
         ),
+        harvesting=Harvesting(gateway=gateway[0]) if gateway else None,
     )
     say("placed")
     for line in sys.stdin:
         try:
             with phases.phase(line.strip()) as permit:
                 say(f"granted {permit.epoch}")
-                sys.stdin.readline()
+                while share := sys.stdin.readline().strip():
+                    permit.progress(float(share))
             say("ended")
         except RoseMuxError as error:
             say(f"{type(error).__name__}: {error}")

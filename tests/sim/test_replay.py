@@ -21,7 +21,7 @@ CONFIG: dict[str, Any] = {"instance": "test", "duration_s": 9.0, "idle_release_s
 def _record(directory: Path, *, max_bytes: int = 1 << 20) -> Path:
     """A job comes, leases, renews, falls idle and lets go; its slot refuses nothing."""
     policy = CapacityPolicy.from_config(CONFIG)
-    log = DecisionLog(directory, policy, CONFIG, max_bytes=max_bytes)
+    log = DecisionLog(directory, policy, CONFIG, max_bytes=max_bytes, now=0.0)
     lease: Lease | None = None
     for tick in range(60):
         now = tick * 0.5

@@ -7,8 +7,6 @@ is replaced by a free one; only a phase that ran on it ends. Reads how jobs stan
 permits; says events of the permit policy. Asks nobody and reads no clock.
 """
 
-from collections import Counter
-from enum import StrEnum
 from typing import Protocol
 
 from harvester.contracts.errors import Exhausted
@@ -31,10 +29,10 @@ from scheduler.policy.cluster.events import (
     PlanJob,
     PlanReviewed,
     QueueJob,
+    SettleJob,
     TellMove,
 )
 from scheduler.policy.cluster.fleet import Fleet
-from scheduler.policy.cluster.residency import Residency, kept_nodes
 from scheduler.policy.cluster.stays import Stay, StayStage
 from scheduler.policy.cluster.submission import KINDS, Submission, nodes_of, submission_fault
 from scheduler.policy.groups.events import (
@@ -51,6 +49,7 @@ from scheduler.policy.groups.events import (
     ReviewDue,
 )
 from scheduler.policy.groups.planner import GroupPlanner
+from scheduler.policy.groups.residency import Residency
 from scheduler.policy.model import Placement, Pool
 from scheduler.policy.phases.events import JobLeft, JobPlaced
 from scheduler.policy.phases.standing import NO_EPOCH, Stage, Standing
@@ -58,13 +57,6 @@ from scheduler.policy.phases.terms import JobTerms
 
 _QUEUE_TRIES = 16
 """Waiting jobs that are looked at when something has changed."""
-
-
-class Promise(StrEnum):
-    """To a job that has ended, by its last phase that did; counted."""
-
-    KEPT = "kept"
-    BROKEN = "broken"
 
 
 class Permits(Protocol):
@@ -81,11 +73,9 @@ class ClusterPolicy:
         self.fleet = Fleet(config.pools)
         self.stays: dict[JobId, Stay] = {}
         """Everybody who was submitted, in the order of arrival."""
-        self.residency = Residency(config.types)
+        self.residency = Residency({pool: one.host_bytes for pool, one in config.types.items()})
+        """Of what is there; the planner's book counts what it has asked for."""
         self.arrivals = 0
-        self.decisions: Counter[Decision] = Counter()
-        self.promises: Counter[Promise] = Counter()
-        """Both since this process began."""
         self.unsaved: set[JobId] = set()
         """Whose record has changed since the shell has cleared this."""
         self.layout_changed = False
@@ -128,6 +118,7 @@ class ClusterPolicy:
                 facts = self.planner.facts[job]
                 if event.overran is not None:
                     facts.observe_cut(event.overran, event.at_least_s)
+                    facts.belief()
                 facts.lose_iteration()
                 self.unsaved.add(job)
             case JobGone(job=job) if job in self.stays:
@@ -164,6 +155,7 @@ class ClusterPolicy:
             training,
             accelerators=self.config.rollout.type.accelerators,
             tail_ratio=self.config.tail_ratio,
+            leases=self.config.harvesting,
         )
 
     def _submit(self, given: Submission, now: float) -> None:
@@ -225,14 +217,12 @@ class ClusterPolicy:
         self.layout_changed = True
         if stay.stage is StayStage.QUEUED:
             return
-        self.residency.hold(stay, ())
+        self.residency.hold(job, (), 0)
         self._remove(job, for_good=True)
         facts = self.planner.facts[job]
         if stay.iterations:
             # Who falls silent is given up much later; that is no delay of ours.
             account = facts.account
-            kept = account.credit_s(facts.seen_s) >= 0
-            self.promises[Promise.KEPT if kept else Promise.BROKEN] += 1
             self._effects.append(
                 CloseJob(
                     job=job,
@@ -276,6 +266,7 @@ class ClusterPolicy:
                 case PlaceJob(group=group, placement=placement, reason=reason):
                     stay = self.stays[placement.job]
                     stay.placed_s, stay.reason = now, reason
+                    self.planner.facts[stay.job].belief()
                     self._direct(stay, group, placement)
                     self._decided(Decision.PLACED, stay, placement)
                     self._enter_if_room(stay)
@@ -285,7 +276,6 @@ class ClusterPolicy:
                     self._restart(self.stays[placement.job], group, placement, why or reason)
 
     def _decided(self, decision: Decision, stay: Stay, placement: Placement) -> None:
-        self.decisions[decision] += 1
         rollout, training = self.machines(placement)
         self._effects.append(
             PlanJob(
@@ -294,9 +284,17 @@ class ClusterPolicy:
                 group=stay.to_group or GroupId(""),
                 rollout_nodes=rollout,
                 training_nodes=training,
+                beside=self._beside(stay, placement),
                 reason=stay.reason,
             )
         )
+
+    def _beside(self, stay: Stay, placement: Placement) -> tuple[JobId, ...]:
+        cell = self.planner.book.cells.get(stay.to_group or GroupId(""))
+        others = {} if cell is None else cell.pinned
+        nodes = set(nodes_of(placement))
+        found = (job for job, other in others.items() if nodes.intersection(nodes_of(other)))
+        return tuple(sorted(job for job in found if job != stay.job))
 
     def _direct(self, stay: Stay, group: GroupId, placement: Placement) -> None:
         stay.to, stay.to_group, stay.told = placement, group, False
@@ -318,7 +316,7 @@ class ClusterPolicy:
         stay.reason = reason
         self._direct(stay, group, placement)
         self._decided(Decision.RESTARTED, stay, placement)
-        self.residency.hold(stay, kept_nodes(stay, placement))
+        self._hold(stay, self.residency.kept(stay.job, placement))
         standing = self._permits.standing(stay.job)
         own = {node for nodes in self.machines(placement) for node in nodes}
         if standing is not None and not (standing.holding and own.issuperset(standing.nodes)):
@@ -329,19 +327,22 @@ class ClusterPolicy:
 
     def _leave_old(self, stay: Stay, now: float) -> None:
         stay.at = None
-        self.residency.hold(stay, ())
+        self._hold(stay, ())
         self._touched.add(stay.job)
         self.unsaved.add(stay.job)
         self.layout_changed = True
         self._apply(self.planner.observe(JobMoved(job=stay.job), now=now), now)
         self._let_in(now)
 
+    def _hold(self, stay: Stay, nodes: tuple[NodeId, ...]) -> None:
+        self.residency.hold(stay.job, nodes, stay.submission.host_bytes)
+
     def _enter_if_room(self, stay: Stay) -> None:
         assert stay.to is not None
-        if not self.residency.has_room(stay, stay.to):
+        if not self.residency.has_room(stay.to, stay.submission.host_bytes):
             return
         stay.moves += stay.started
-        self.residency.hold(stay, nodes_of(stay.to))
+        self._hold(stay, nodes_of(stay.to))
         stay.arrive()
         self._arrived.add(stay.job)
         self._touched.add(stay.job)
@@ -364,7 +365,7 @@ class ClusterPolicy:
         waiting = [one for one in self.stays.values() if one.stage is StayStage.QUEUED]
         for stay in waiting[:_QUEUE_TRIES]:
             try:
-                effects = self.planner.observe(stay.submission.arrival, now=now)
+                effects = self.planner.observe(stay.arrival, now=now)
             except Exhausted as error:
                 book.supply = dict.fromkeys(Pool, 0)
                 if stay.reason != str(error):
@@ -410,8 +411,17 @@ class ClusterPolicy:
             if wanted is None:
                 self._remove(job)
             elif wanted != there or job in self._arrived:
-                self._effects.append(JobPlaced(terms=wanted))
+                self._effects += [JobPlaced(terms=wanted), self._settled(stay)]
         self._touched = set()
+
+    def _settled(self, stay: Stay) -> SettleJob:
+        rollout, training = self.machines(stay.at)
+        return SettleJob(
+            job=stay.job,
+            group=stay.group or GroupId(""),
+            rollout_nodes=rollout,
+            training_nodes=training,
+        )
 
 
 def _is_on(stay: Stay, name: NodeId) -> bool:

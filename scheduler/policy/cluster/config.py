@@ -32,6 +32,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a job loses by a move to other nodes."""
     migrate_s: float = 3.0
     """What moving a tail to a part of its accelerators costs the job, and the one that waits."""
+    slo_counts_queueing: bool = False
+    """An SLO counts from the placement on; true: from the submission on."""
     tail_ratio: float | None = None
     """Completed share from which every rollout's tail may leave, as RollMux has it with 0.8; None:
     learned for each job."""
@@ -39,6 +41,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Between two looks at promises and savings."""
     gone_s: float = 900.0
     """A placed job of which nothing was heard for so long has left."""
+    harvesting: bool = False
+    """Jobs that ask for it may use leases of serving nodes in their rollouts."""
 
     @property
     def pools(self) -> dict[Pool, PoolNodes]:
@@ -63,4 +67,5 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
             cold_start_s=self.cold_start_s,
             prices=MovePrices(move_s=self.move_s),
             accelerators=self.rollout.type.accelerators,
+            slo_counts_queueing=self.slo_counts_queueing,
         )

@@ -99,7 +99,18 @@ class PlanJob(msgspec.Struct, frozen=True, kw_only=True, tag="plan_job"):
     rollout_nodes: tuple[NodeId, ...]
     """Empty while one of them has failed and no other is free; the same of the others."""
     training_nodes: tuple[NodeId, ...]
+    beside: tuple[JobId, ...] = ()
+    """Jobs that share some of these nodes, as far as is planned."""
     reason: str
+
+
+class SettleJob(msgspec.Struct, frozen=True, kw_only=True, tag="settle_job"):
+    """The job's phases run on these nodes from now on: it has arrived, or a node was replaced."""
+
+    job: JobId
+    group: GroupId
+    rollout_nodes: tuple[NodeId, ...]
+    training_nodes: tuple[NodeId, ...]
 
 
 class QueueJob(msgspec.Struct, frozen=True, kw_only=True, tag="queue_job"):
@@ -127,6 +138,11 @@ class CloseJob(msgspec.Struct, frozen=True, kw_only=True, tag="close_job"):
     iterations: int
     moves: int
 
+    @property
+    def kept(self) -> bool:
+        """Whether its SLO was."""
+        return self.slowdown <= self.slo
 
-PlanEffect = PlanJob | QueueJob | TellMove | CloseJob
+
+PlanEffect = PlanJob | SettleJob | QueueJob | TellMove | CloseJob
 ClusterEffect = JobPlaced | JobLeft | PlanEffect

@@ -12,8 +12,9 @@ import msgspec
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.policy.cluster.cluster import ClusterPolicy
 from scheduler.policy.cluster.stays import Stay
+from scheduler.policy.cluster.submission import nodes_of
 from scheduler.policy.groups.book import Cell
-from scheduler.policy.groups.durations import PhaseEstimate
+from scheduler.policy.groups.durations import Belief, PhaseEstimate
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.slo import SloAccount
 from scheduler.policy.groups.tail import TailShape
@@ -38,12 +39,16 @@ class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
     sync: PhaseEstimate | None = None
     next_phase: PhaseKind | None = None
     """None: of a version before weight syncs."""
+    belief: Belief | None = None
+    """In force until observations outdate it; None where an older version wrote this."""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     stay: Stay
     facts: PlannedFacts | None = None
     """None while it waits for a place."""
+    held: tuple[NodeId, ...] | None = None
+    """Nodes whose host memory has its state; None: of a version that kept it with the stay."""
 
     def shifted(self, by_s: float) -> "JobRecord":
         """The same in the times of a clock that shows so much more. Changes this one too."""
@@ -55,7 +60,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         facts.account.began_s += by_s
         moved_s = None if facts.moved_s is None else facts.moved_s + by_s
         facts = msgspec.structs.replace(facts, moved_s=moved_s, seen_s=facts.seen_s + by_s)
-        return JobRecord(stay=stay, facts=facts)
+        return msgspec.structs.replace(self, facts=facts)
 
 
 class CellRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +96,7 @@ def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
     moved_s = None if facts.moved_s == float("-inf") else facts.moved_s
     return JobRecord(
         stay=stay,
+        held=policy.residency.nodes_of(job),
         facts=PlannedFacts(
             rollout=facts.rollout,
             training=facts.training,
@@ -102,6 +108,7 @@ def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
             leaving=policy.planner.book.is_leaving(job),
             sync=facts.sync,
             next_phase=facts.next_phase,
+            belief=facts.belief(),
         ),
     )
 
@@ -149,8 +156,9 @@ def restore(policy: ClusterPolicy, memory: Memory) -> None:
 
 def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
     stay, kept = record.stay, record.facts
-    held, stay.held = stay.held, ()
-    policy.residency.restore(stay, held)
+    there = () if stay.at is None else nodes_of(stay.at)
+    held = there if record.held is None else record.held
+    policy.residency.hold(stay.job, held, stay.submission.host_bytes)
     policy.stays[stay.job] = stay
     if kept is None:
         return
@@ -164,6 +172,11 @@ def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
     facts.next_phase = kept.next_phase or trains
     if kept.moved_s is not None:
         facts.moved_s = kept.moved_s
+    # At once: a belief that the first reader forms would depend on when somebody reads.
+    if kept.belief is None:
+        facts.belief()
+    else:
+        facts.believe(kept.belief)
     policy.planner.facts[stay.job] = facts
 
 

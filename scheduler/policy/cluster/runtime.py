@@ -78,13 +78,21 @@ class PhaseRuntime:
         return cls(msgspec.convert(config, RuntimeConfig))
 
     def snapshot(self) -> dict[str, Any]:
-        return {"permits": self.permits.snapshot(), "plan": snapshot(self.cluster)}
+        return {
+            "permits": self.permits.snapshot(),
+            "plan": snapshot(self.cluster),
+            "reviewed_s": self._reviewed_s,
+            "heard_s": dict(self._heard_s),
+        }
 
     def restore(self, kept: dict[str, Any]) -> None:
         """Raises ValueError where the records contradict each other."""
         self.permits.restore(kept["permits"])
         restore(self.cluster, msgspec.convert(kept["plan"], Memory))
         self.permits.close(self.cluster.fleet.failed)
+        # A state file has neither: after a restart everybody is given time anew.
+        self._reviewed_s = kept.get("reviewed_s")
+        self._heard_s = dict(kept.get("heard_s", {}))
 
     @property
     def counters(self) -> tuple[int, int]:

@@ -4,8 +4,9 @@ from enum import StrEnum
 
 import msgspec
 
-from harvester.contracts.ids import GroupId, JobId, NodeId
+from harvester.contracts.ids import GroupId, JobId
 from scheduler.policy.cluster.submission import Submission
+from scheduler.policy.groups.events import JobArrived
 from scheduler.policy.model import Placement
 
 
@@ -29,8 +30,6 @@ class Stay(msgspec.Struct, kw_only=True):
     placed_s: float | None = None
     group: GroupId | None = None
     at: Placement | None = None
-    held: tuple[NodeId, ...] = ()
-    """Nodes whose host memory holds its state."""
     to: Placement | None = None
     to_group: GroupId | None = None
     told: bool = False
@@ -47,6 +46,11 @@ class Stay(msgspec.Struct, kw_only=True):
     @property
     def job(self) -> JobId:
         return self.submission.job
+
+    @property
+    def arrival(self) -> JobArrived:
+        """What the planner is told of it."""
+        return msgspec.structs.replace(self.submission.arrival, submitted_s=self.submitted_s)
 
     @property
     def stage(self) -> StayStage:

@@ -10,7 +10,7 @@ from scheduler.policy.groups.durations import Measured
 from scheduler.policy.groups.events import JobArrived
 from scheduler.policy.groups.tail import Completion, best_tail, tail_accelerators
 from scheduler.policy.model import Job, Phase, PhaseKind, Placement
-from scheduler.policy.phases.terms import JobTerms, PhaseTerms
+from scheduler.policy.phases.terms import JobTerms, PhaseTerms, leased_tail
 
 NODES_MAX: Final = 8
 """Of one pool; what `rosemux plan` takes too."""
@@ -51,6 +51,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     host_bytes: int
     """State that stays resident in host memory of every node of the job."""
     tenant: TenantId = TenantId("default")
+    harvesting: bool = False
+    """Its rollouts use leases where the control allows them; no plan counts on one."""
 
     @property
     def as_job(self) -> Job:
@@ -92,11 +94,13 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         *,
         accelerators: int,
         tail_ratio: float | None = None,
+        leases: bool = False,
     ) -> JobTerms | None:
         """On nodes that there are, of which a rollout's have so many accelerators each.
 
         A phase that misses its nodes is left out. None where both miss them. A rollout's tail
         leaves at `tail_ratio` complete, or where its completion says: as declared, then as seen.
+        `leases`: the tail of a job that harvests and is not divisible may leave for them.
         """
         sides = {PhaseKind.ROLLOUT: rollout, PhaseKind.TRAINING: training, PhaseKind.SYNC: ()}
         phases = tuple(
@@ -104,6 +108,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             for one in self.phases
             if sides[one.kind] or one.kind is PhaseKind.SYNC
         )
+        if leases and self.harvesting:
+            phases = tuple(map(leased_tail, phases))
         return JobTerms(job=self.job, phases=phases) if rollout or training else None
 
 

@@ -6,10 +6,11 @@ it has left; arrivals count it there, and other movers wait for its room.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
+from scheduler.policy.groups.residency import Residency
 from scheduler.policy.model import Group, Node, Placement, Pool
 
 
@@ -61,10 +62,11 @@ class GroupBook:
         self.cells: dict[GroupId, Cell] = {}
         self.home: dict[JobId, GroupId] = {}
         self.nodes: dict[NodeId, GroupId] = {}
-        self.resident_bytes: dict[NodeId, int] = {}
-        """By node, of those who leave it too."""
-        self.planned_bytes: dict[NodeId, int] = {}
-        """By node, once everybody who moves has moved."""
+        host_bytes = {pool: kind.host_bytes for pool, kind in types.items()}
+        self.resident = Residency(host_bytes)
+        """With the jobs that are still leaving."""
+        self.planned = Residency(host_bytes)
+        """Once every job that moves has moved."""
         self.up = Counter[Pool]()
         """Nodes that somebody is pinned to or still leaving."""
         self.committed_per_hour = 0.0
@@ -93,6 +95,8 @@ class GroupBook:
 
         Raises ValueError for what no planner may do: a node of another group, or host memory short.
         """
+        if not self.planned.has_room(placement, host_bytes):
+            raise ValueError(f"the nodes of job {placement.job} lack {host_bytes} bytes")
         up: list[Node] = []
         self.cells.setdefault(cell.group, cell)
         sides = (
@@ -106,8 +110,9 @@ class GroupBook:
                 if node not in owned:
                     owned.append(node)
                     up.append(self._node(node, pool))
-                self._hold(node, pool, host_bytes)
-        self._settle(placement, cell)
+                self.up[pool] += node not in self._pins
+                self._pins[node] = self._pins.get(node, 0) + 1
+        self._settle(placement, cell, host_bytes)
         return tuple(up)
 
     def unpin(
@@ -121,26 +126,24 @@ class GroupBook:
         placement = cell.pinned.pop(job)
         self._count(placement, -1)
         if stays_resident:
-            self._plan(placement, -host_bytes)
             self._leaving.setdefault(job, []).append(placement)
-            return ()
-        self._plan(placement, -host_bytes)
-        return self._release(placement, cell, host_bytes)
+        self._count_memory(job, host_bytes)
+        return () if stays_resident else self._release(placement, cell)
 
     def stay(self, job: JobId, host_bytes: int) -> None:
         """Takes back the last `unpin` of a job that was to stay resident."""
         placement = self._leaving[job].pop()
         if not self._leaving[job]:
             del self._leaving[job]
-        self._plan(placement, host_bytes)
-        self._settle(placement, self.cells[self.nodes[placement.rollout_nodes[0]]])
+        self._settle(placement, self.cells[self.nodes[placement.rollout_nodes[0]]], host_bytes)
 
     def left(self, job: JobId, host_bytes: int) -> tuple[NodeId, ...]:
         """The moved or ended job has left every old place; returns the nodes that go down."""
         down: list[NodeId] = []
         cells = self.leaving_cells(job)
         for cell, placement in zip(cells, self._leaving.pop(job, ()), strict=True):
-            down += self._release(placement, cell, host_bytes)
+            down += self._release(placement, cell)
+        self._count_memory(job, host_bytes)
         return tuple(down)
 
     def on_node(self, node: NodeId) -> tuple[JobId, ...]:
@@ -169,8 +172,10 @@ class GroupBook:
         self.nodes[fresh] = cell.group
         for job, placement in cell.pinned.items():
             cell.pinned[job] = _exchanged(placement, lost, fresh)
-        for by_node in (self.resident_bytes, self.planned_bytes, self._pins, self._staying):
+        for by_node in (self._pins, self._staying):
             by_node[fresh] = by_node.pop(lost)
+        self.resident.replace(lost, fresh)
+        self.planned.replace(lost, fresh)
         return self._node(fresh, pool)
 
     def leaving_cells(self, job: JobId) -> list[Cell]:
@@ -180,12 +185,6 @@ class GroupBook:
 
     def is_leaving(self, job: JobId) -> bool:
         return job in self._leaving
-
-    def free_bytes(self, node: NodeId, pool: Pool) -> int:
-        return self.types[pool].host_bytes - self.resident_bytes.get(node, 0)
-
-    def planned_free_bytes(self, node: NodeId, pool: Pool) -> int:
-        return self.types[pool].host_bytes - self.planned_bytes.get(node, 0)
 
     def free_nodes(self, pool: Pool) -> int | None:
         """How many more of the pool may come up; None: as many as are wanted."""
@@ -220,13 +219,17 @@ class GroupBook:
             + len(cell.training) * training.price_per_hour
         )
 
-    def _plan(self, placement: Placement, change: int) -> None:
-        for node in (*placement.rollout_nodes, *placement.training_nodes):
-            self.planned_bytes[node] += change
+    def _count_memory(self, job: JobId, host_bytes: int) -> None:
+        home = self.home.get(job)
+        pinned = [] if home is None else [self.cells[home].pinned[job]]
+        self.planned.hold(job, _nodes_of(pinned), host_bytes)
+        leaving = self._leaving.get(job, ())
+        self.resident.hold(job, _nodes_of([*pinned, *leaving]), host_bytes)
 
-    def _settle(self, placement: Placement, cell: Cell) -> None:
+    def _settle(self, placement: Placement, cell: Cell, host_bytes: int) -> None:
         cell.pinned[placement.job] = placement
         self.home[placement.job] = cell.group
+        self._count_memory(placement.job, host_bytes)
         self._count(placement, 1)
 
     def _count(self, placement: Placement, change: int) -> None:
@@ -253,16 +256,7 @@ class GroupBook:
             host_bytes=kind.host_bytes,
         )
 
-    def _hold(self, node: NodeId, pool: Pool, host_bytes: int) -> None:
-        planned = self.planned_bytes.get(node, 0) + host_bytes
-        if planned > self.types[pool].host_bytes:
-            raise ValueError(f"node {node} would hold {planned} bytes")
-        self.planned_bytes[node] = planned
-        self.resident_bytes[node] = self.resident_bytes.get(node, 0) + host_bytes
-        self.up[pool] += node not in self._pins
-        self._pins[node] = self._pins.get(node, 0) + 1
-
-    def _release(self, placement: Placement, cell: Cell, host_bytes: int) -> tuple[NodeId, ...]:
+    def _release(self, placement: Placement, cell: Cell) -> tuple[NodeId, ...]:
         down: list[NodeId] = []
         for pool, owned, wanted in (
             (Pool.ROLLOUT, cell.rollout, placement.rollout_nodes),
@@ -270,16 +264,18 @@ class GroupBook:
         ):
             for node in wanted:
                 self._pins[node] -= 1
-                self.resident_bytes[node] -= host_bytes
                 if self._pins[node] == 0:
                     owned.remove(node)
                     self.up[pool] -= 1
-                    del self._pins[node], self.resident_bytes[node], self.nodes[node]
-                    del self.planned_bytes[node]
+                    del self._pins[node], self.nodes[node]
                     down.append(node)
         if not cell.rollout and not cell.training:
             del self.cells[cell.group]
         return tuple(down)
+
+
+def _nodes_of(placements: Iterable[Placement]) -> list[NodeId]:
+    return [node for one in placements for node in (*one.rollout_nodes, *one.training_nodes)]
 
 
 def _uses(placement: Placement, node: NodeId) -> bool:

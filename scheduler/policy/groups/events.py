@@ -14,6 +14,8 @@ class JobArrived(msgspec.Struct, frozen=True, kw_only=True, tag="job_arrived"):
     """Of its phases, before it came here: teaches durations and earns no credit."""
     curve: tuple[Completion, ...] = ()
     """How its responses complete over a rollout, as declared; empty: not known."""
+    submitted_s: float | None = None
+    """When it began to wait for a place; None: it did not."""
 
 
 class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):

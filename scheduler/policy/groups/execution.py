@@ -58,10 +58,19 @@ def own_speed(jobs: Records, permits: Records, k: int) -> float:
         return 1.0
     taken = 0.0
     for other in range(jobs.size):
-        shares = jobs["rollout_nodes"][other] & jobs["rollout_nodes"][k]
-        if jobs["stage"][other] == TAIL_MOVED and shares:
-            taken = max(taken, jobs["tail_share"][other])
-    return 1.0 - taken
+        if jobs["stage"][other] == TAIL_MOVED:
+            shared = jobs["rollout_nodes"][other] & jobs["rollout_nodes"][k]
+            taken += jobs["tail_share"][other] * node_count(shared)
+    return float(1.0 - taken / node_count(jobs["rollout_nodes"][k]))
+
+
+@compiled
+def node_count(mask: int) -> int:
+    count = 0
+    while mask:
+        mask &= mask - 1
+        count += 1
+    return count
 
 
 @compiled
@@ -84,10 +93,16 @@ def _load(nodes: Records, wanted: int, job: int, now_s: float, warm_s: float) ->
 
 @compiled
 def _move_tails(
-    jobs: Records, permits: Records, j: int, now_s: float, rules: Rules, log: Records, at: int
-) -> tuple[float, int]:
-    """Moves every tail that keeps job j from its nodes; the seconds it takes, and the log's end."""
-    spent_s = 0.0
+    jobs: Records,
+    nodes: Records,
+    permits: Records,
+    j: int,
+    now_s: float,
+    rules: Rules,
+    log: Records,
+    at: int,
+) -> int:
+    """Moves every tail that keeps job j from its nodes; returns the log's end."""
     for k in range(jobs.size):
         held = permits[BUSY] & jobs["rollout_nodes"][j] & jobs["rollout_nodes"][k]
         if k == j or not held or not movable_tail(jobs, permits, k, rules):
@@ -96,9 +111,23 @@ def _move_tails(
         jobs["overhead_s"][k] += rules.migrate_s
         permits[BUSY] &= ~jobs["rollout_nodes"][k]
         permits[TAILS] |= jobs["rollout_nodes"][k]
-        spent_s = rules.migrate_s
+        for bit in range(NODES_MAX):
+            if (jobs["rollout_nodes"][k] >> bit) & 1:
+                nodes["left_at_s"][bit] = now_s + rules.migrate_s
         at = note(log, at, now_s, TAIL_MIGRATED, jobs["id"][k], jobs["rollout_nodes"][k], 0.0)
-    return spent_s, at
+    return at
+
+
+@compiled
+def _left_s(nodes: Records, wanted: int, now_s: float) -> float:
+    """Seconds until tails that are being moved have left the nodes."""
+    longest_s = 0.0
+    for bit in range(NODES_MAX):
+        if wanted >> bit == 0:
+            break
+        if (wanted >> bit) & 1:
+            longest_s = max(longest_s, nodes["left_at_s"][bit] - now_s)
+    return longest_s
 
 
 @compiled
@@ -116,20 +145,19 @@ def start(
     length_s = lengths_s[jobs["offset"][j] + jobs["done"][j] % jobs["length"][j]]
     jobs["worked_s"][j] = 0.0
     if jobs["stage"][j] == WAITS_ROLLOUT:
-        moved_s, at = _move_tails(jobs, permits, j, now_s, rules, log, at)
+        at = _move_tails(jobs, nodes, permits, j, now_s, rules, log, at)
         wanted = jobs["rollout_nodes"][j]
         jobs["stage"][j] = BULK
         jobs["left_s"][j] = length_s[0] * jobs["bulk_ratio"][j]
         kind = ROLLOUT_STARTED
     else:
-        moved_s = 0.0
         wanted = jobs["training_nodes"][j]
         jobs["stage"][j] = TRAINING
         jobs["left_s"][j] = length_s[1]
         kind = TRAINING_STARTED
     permits[BUSY] |= wanted
     loaded_s = _load(nodes, wanted, jobs["id"][j], now_s, rules.warm_s)
-    jobs["overhead_s"][j] = moved_s + loaded_s
+    jobs["overhead_s"][j] = _left_s(nodes, wanted, now_s) + loaded_s
     return note(log, at, now_s, kind, jobs["id"][j], wanted, 0.0)
 
 

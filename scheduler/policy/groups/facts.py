@@ -44,13 +44,20 @@ class JobFacts:
     _belief: Belief | None = None
 
     @classmethod
-    def of(cls, job: Job, *, cold_start_s: float, now: float) -> "JobFacts":
+    def of(
+        cls, job: Job, *, cold_start_s: float, began_s: float | None = None, now: float
+    ) -> "JobFacts":
+        """Its SLO counts from `began_s` on; None: from now on."""
         rollout, training, *sync = job.phases
         return cls(
             job=job,
             rollout=PhaseEstimate(rollout.max_s),
             training=PhaseEstimate(training.max_s),
-            account=SloAccount(slo=job.slowdown_slo, began_s=now, solo_s=cold_start_s),
+            account=SloAccount(
+                slo=job.slowdown_slo,
+                began_s=now if began_s is None else began_s,
+                solo_s=cold_start_s,
+            ),
             sync=PhaseEstimate(sync[0].max_s) if sync else None,
             seen_s=now + cold_start_s,
         )

@@ -53,7 +53,7 @@ class GroupIndex:
             ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training))
         ):
             self._shares[row, side] = min(shares[node] for node in nodes)
-            self._bytes[row, side] = max(book.free_bytes(node, pool) for node in nodes)
+            self._bytes[row, side] = max(book.resident.free_bytes(node, pool) for node in nodes)
             load += sum(shares[node] for node in nodes) * book.types[pool].price_per_hour
         self._load[row] = load / book.cell_price_per_hour(cell)
 

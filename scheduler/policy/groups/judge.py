@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
+from scheduler.policy.groups.compiled import Records
 from scheduler.policy.groups.durations import Belief, worst_case
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.forecast import Glance, Horizon, Occupant, Roster, keeps_all, slowdowns
 from scheduler.policy.groups.load import group_load
-from scheduler.policy.groups.scenarios import ROUNDING
+from scheduler.policy.groups.scenarios import ROUNDING, upper_bound
 from scheduler.policy.groups.slo import ChanceConstraint
 from scheduler.policy.groups.stages import Rules
 from scheduler.policy.groups.tail import TailShape
@@ -47,6 +50,10 @@ class Judge(Protocol):
         """Whether every job keeps its SLO."""
         ...
 
+    def bounds(self, roster: Roster) -> Records:
+        """The slow-down of each job that has to stay within its SLO."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class WorstCase:
@@ -67,8 +74,10 @@ class WorstCase:
         return not group_load(occupants, tails_move=self.rules.migrate).saturated
 
     def admits(self, roster: Roster) -> bool:
-        found = slowdowns(roster, rules=self.rules, horizon=self.horizon)[0]
-        return bool((found <= roster.slos + ROUNDING).all())
+        return bool((self.bounds(roster) <= roster.slos + ROUNDING).all())
+
+    def bounds(self, roster: Roster) -> Records:
+        return np.asarray(slowdowns(roster, rules=self.rules, horizon=self.horizon)[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +107,7 @@ class Distributional:
             glance=self.glance,
             quantile=self.constraint.quantile,
         )
+
+    def bounds(self, roster: Roster) -> Records:
+        found = slowdowns(roster, rules=self.rules, horizon=self.horizon)
+        return np.asarray(upper_bound(found, self.constraint.quantile))

@@ -7,7 +7,15 @@ own speed, tails go home as soon as a place there is free.
 """
 
 from scheduler.policy.groups.compiled import Records, compiled
-from scheduler.policy.groups.execution import finish, note, own_speed, prewarm, runs, start
+from scheduler.policy.groups.execution import (
+    finish,
+    node_count,
+    note,
+    own_speed,
+    prewarm,
+    runs,
+    start,
+)
 from scheduler.policy.groups.leased_tails import comes_home, leased_is_sooner, waits_for
 from scheduler.policy.groups.leases import (
     NOWHERE,
@@ -17,7 +25,6 @@ from scheduler.policy.groups.leases import (
     given_until,
     in_force,
     move_s,
-    node_count,
     tail_slots,
 )
 from scheduler.policy.groups.order import next_start

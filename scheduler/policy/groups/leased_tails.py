@@ -8,7 +8,8 @@ comes home when the leases are revoked, or when its nodes are idle and faster.
 from typing import Final
 
 from scheduler.policy.groups.compiled import Records, compiled
-from scheduler.policy.groups.leases import LeaseTerms, all_slots, move_s, node_count, tail_slots
+from scheduler.policy.groups.execution import node_count
+from scheduler.policy.groups.leases import LeaseTerms, all_slots, move_s, tail_slots
 from scheduler.policy.groups.order import expected_rest_s, movable_tail
 from scheduler.policy.groups.stages import (
     BUSY,

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from scheduler.policy.groups.compiled import Records, compiled
+from scheduler.policy.groups.execution import node_count
 from scheduler.policy.groups.stages import BULK, TAIL_LEASED
 
 NOWHERE: Final = float("inf")
@@ -89,15 +90,6 @@ def forecast_headroom(headroom_s: Records, at_s: float, quantile: float) -> tupl
         square += (gave / _BIN_S) ** 2 / _LOOKBACK_BINS
     spread = np.sqrt(max(0.0, square - mean * mean))
     return mean, max(0.0, mean - quantile * spread)
-
-
-@compiled
-def node_count(mask: int) -> int:
-    count = 0
-    while mask:
-        mask &= mask - 1
-        count += 1
-    return count
 
 
 @compiled

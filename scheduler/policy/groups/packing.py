@@ -265,7 +265,7 @@ class Packer:
                     node
                     for node in nodes
                     if 0.0 < taken[node] <= share_max - share
-                    and book.free_bytes(node, pool) >= facts.job.host_bytes_per_node
+                    and book.resident.takes(job, node, pool, facts.job.host_bytes_per_node)
                 ),
                 key=lambda node: -taken[node],
             )

@@ -32,6 +32,7 @@ from scheduler.policy.groups.events import (
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.forecast import Roster
 from scheduler.policy.groups.judge import Judge
+from scheduler.policy.groups.move_reasons import endangered, together
 from scheduler.policy.groups.packing import Opening, Packer, PackingLimits
 from scheduler.policy.groups.regroup import Regroup
 from scheduler.policy.groups.relocation import Move, MovePrices, Relocation
@@ -53,6 +54,8 @@ class PlannerConfig:
     """Between two looks at a group that nothing happened to."""
     accelerators: int = 8
     """Of a rollout node."""
+    slo_counts_queueing: bool = False
+    """An SLO counts from the placement on; true: from the submission on."""
 
 
 class GroupPlanner:
@@ -108,7 +111,9 @@ class GroupPlanner:
 
     def _place(self, event: JobArrived, *, now: float) -> tuple[GroupEffect, ...]:
         config, job = self.config, event.job
-        facts = JobFacts.of(job, cold_start_s=config.cold_start_s, now=now)
+        queues = config.slo_counts_queueing and event.submitted_s is not None
+        began_s = event.submitted_s if queues else None
+        facts = JobFacts.of(job, cold_start_s=config.cold_start_s, began_s=began_s, now=now)
         facts.learn_tail(event.curve, accelerators=config.accelerators * job.phases[0].nodes)
         facts.recall(event.measured)
         self.facts[job.job] = facts
@@ -180,8 +185,10 @@ class GroupPlanner:
             self._looks = self.config.looks
         if self._looks:
             self._looks -= 1
+            before = self.book.committed_per_hour
             moves = self.regroup.improve(now=now)
-            effects += self._announce(moves, "spares nodes", now=now)
+            saved_per_hour = before - self.book.committed_per_hour
+            effects += self._announce(moves, f"saves {saved_per_hour:.2f} $/h", now=now)
             if moves:
                 self._looks = self.config.looks
         return tuple(effects)
@@ -191,10 +198,17 @@ class GroupPlanner:
             return []
         self.packer.refresh(cell)
         occupants = self.packer.occupants(cell, slo_of=self.packer.slo_ahead)
-        if self.packer.judge.admits(Roster.of(occupants)):
+        judge, roster = self.packer.judge, Roster.of(occupants)
+        if judge.admits(roster):
             return []
+        members = [self.facts[job] for job in cell.pinned]
+        before = self.book.committed_per_hour
         moves = self.relocation.restore(cell, now=now)
-        return self._announce(moves, "a promise was in danger", now=now)
+        if not moves:
+            return []
+        price = f"costs {self.book.committed_per_hour - before:+.2f} $/h"
+        danger = endangered(members, roster, judge, now=now)
+        return self._announce(moves, f"{danger}; {price}", now=now)
 
     def _announce(self, moves: list[Move], why: str, *, now: float) -> list[GroupEffect]:
         effects: list[GroupEffect] = []
@@ -207,7 +221,7 @@ class GroupPlanner:
                 MoveJob(
                     group=group,
                     placement=move.opening.placement,
-                    reason=f"{why}; {_reason(move.opening)}",
+                    reason=f"{why}{together(move, moves)}; {move.opening.kind}",
                 )
             )
         return effects

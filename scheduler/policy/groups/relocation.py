@@ -15,7 +15,7 @@ from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.forecast import Roster
 from scheduler.policy.groups.packing import Opening, OpeningKind, Packer
 from scheduler.policy.groups.slo import SPEND_OVER_S
-from scheduler.policy.model import Node, Placement, Pool
+from scheduler.policy.model import Node, Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,8 @@ class Relocation:
         moves: list[Move] = []
         for cell, placement in wanted:
             before = book.committed_per_hour
-            if not self._fits(placement) or not book.is_supplied(placement):
+            fits = book.planned.has_room(placement, self._bytes(placement.job))
+            if not fits or not book.is_supplied(placement):
                 self.take_back(moves)
                 self._return_home(homes)
                 return []
@@ -202,17 +203,6 @@ class Relocation:
             )
             moves.append(Move(job=placement.job, opening=opening, up=up))
         return moves
-
-    def _fits(self, placement: Placement) -> bool:
-        size = self._bytes(placement.job)
-        return all(
-            self._book.planned_free_bytes(node, pool) >= size
-            for pool, nodes in (
-                (Pool.ROLLOUT, placement.rollout_nodes),
-                (Pool.TRAINING, placement.training_nodes),
-            )
-            for node in nodes
-        )
 
     def _return_home(self, homes: Sequence[tuple[JobId, Cell]]) -> None:
         for job, home in homes:

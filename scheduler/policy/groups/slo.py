@@ -51,10 +51,11 @@ def _quantile(probability: float) -> float:
 
 @dataclass(slots=True)
 class SloAccount:
-    """What a job was promised and what it got, from its arrival on."""
+    """What a job was promised and what it got since `began_s`."""
 
     slo: float
     began_s: float
+    """Its placement, or its submission where an SLO counts queueing."""
     solo_s: float
     """Time that the finished phases, and a cold start, would have taken alone."""
 

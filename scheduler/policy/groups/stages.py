@@ -83,7 +83,8 @@ sync takes `sync_s` after every training, 0 where there is none. The last five a
 slots that serve it, slots on their way and when they are there, since when its present weights are
 published, and whether this rollout's tail was leased already."""
 
-NODE: Final = np.dtype([("loaded", "i8"), ("warm_at_s", "f8")])
+NODE: Final = np.dtype([("loaded", "i8"), ("warm_at_s", "f8"), ("left_at_s", "f8")])
+"""`left_at_s` is when the last tail that was moved has left all but its share."""
 
 EVENT: Final = np.dtype(
     [("t_s", "f8"), ("kind", "i8"), ("job", "i8"), ("nodes", "i8"), ("solo_s", "f8")]

@@ -21,6 +21,8 @@ from scheduler.policy.phases.standing import Stage, Standing, Trigger
 
 _LEAST_S: Final = 1e-3
 """Of a phase: no estimate is made of nothing."""
+_LEASED_MAX_RATIO: Final = 9.0
+"""Most that leases may have shortened a phase by, of what it took."""
 
 Ending = list[EndPermit | EnqueuePhase | FailJob | Refuse]
 
@@ -35,19 +37,30 @@ def ended(book: PermitBook, event: PhaseEnded, *, now: float) -> Ending:
         reason = EndReason.OVERRAN if told else EndReason.FAILED
         return fail(book, standing, reason, event.failed, now=now)
     work_until(standing, now=now)
-    _learn(standing, standing.kind, event.loading_s)
-    effects: Ending = [end(book, standing, EndReason.DONE, "", loading_s=event.loading_s, now=now)]
+    leased_s = min(max(0.0, event.leased_s), _LEASED_MAX_RATIO * standing.worked_s)
+    _learn(standing, standing.kind, loading_s=event.loading_s, leased_s=leased_s)
+    effects: Ending = [
+        end(
+            book,
+            standing,
+            EndReason.DONE,
+            "",
+            leased_s=leased_s,
+            loading_s=event.loading_s,
+            now=now,
+        )
+    ]
     # Terms may have changed while it ran, and no longer know this phase.
     if standing.terms.phase(standing.kind) is None:
         return effects
     return [*effects, enqueue(book, standing, standing.terms.after(standing.kind), now=now)]
 
 
-def _learn(standing: Standing, kind: PhaseKind, loading_s: float) -> None:
+def _learn(standing: Standing, kind: PhaseKind, *, loading_s: float, leased_s: float) -> None:
     """How long the phase took, and how it completed, for its tail's threshold."""
     longest = standing.longest_runs.get(kind, LongestRun())
     standing.longest_runs[kind] = longest.completed(standing.worked_s)
-    lasted_s = _solo_s(standing, loading_s)
+    lasted_s = _solo_s(standing, loading_s, leased_s)
     phase = standing.terms.phase(kind)
     if phase is not None and phase.learn_tail and standing.course is not None:
         before = standing.curves.get(kind, CompletionCurve())
@@ -62,6 +75,7 @@ def end(
     *,
     now: float,
     loading_s: float = 0.0,
+    leased_s: float = 0.0,
 ) -> EndPermit:
     assert standing.kind is not None
     work_until(standing, now=now)
@@ -75,12 +89,13 @@ def end(
         epoch=standing.epoch,
         ended=reason,
         reason=words,
-        solo_s=_solo_s(standing, loading_s),
+        solo_s=_solo_s(standing, loading_s, leased_s),
     )
 
 
-def _solo_s(standing: Standing, loading_s: float) -> float:
-    return max(_LEAST_S, standing.worked_s - max(0.0, loading_s))
+def _solo_s(standing: Standing, loading_s: float, leased_s: float) -> float:
+    """What the phase has done would have taken alone on its own nodes."""
+    return max(_LEAST_S, standing.worked_s - max(0.0, loading_s) + leased_s)
 
 
 def fail(

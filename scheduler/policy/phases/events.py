@@ -79,6 +79,8 @@ class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
     """Why it did not complete; empty if it did."""
     loading_s: float = 0.0
     """Spent on loading, offloading and moving its tail: no part of what it would take alone."""
+    leased_s: float = 0.0
+    """By so much leases have shortened it."""
 
 
 class ControlResumed(msgspec.Struct, frozen=True, kw_only=True, tag="control_resumed"):

@@ -106,6 +106,8 @@ class PermitPolicy:
         if not touched:
             return tuple(effects)
         effects += serve(self._book, touched, now=now)
+        # A holder that has its nodes whole again may make room on all of them.
+        touched += self._book.settle()
         effects += make_room(self._book, self.config, touched, now=now)
         # Who is asked to make room leaves its lines, where others may stand behind it.
         return (*effects, *serve(self._book, self._book.settle(), now=now))

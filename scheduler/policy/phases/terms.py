@@ -8,6 +8,8 @@ from harvester.contracts.ids import JobId, NodeId
 from scheduler.policy.model import PhaseKind
 
 PHASES_MAX = 8
+LEASED_TAIL_RATIO = 0.85
+"""Completed share from which a rollout's tail may end on leases, where the job declares none."""
 NODES_MAX = 1024
 ACCELERATORS_MAX = 64
 
@@ -63,6 +65,14 @@ class JobTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The phase that follows `kind` in the cycle."""
         kinds = [phase.kind for phase in self.phases]
         return self.phases[(kinds.index(kind) + 1) % len(kinds)]
+
+
+def leased_tail(phase: PhaseTerms) -> PhaseTerms:
+    """The same, with a tail that may leave for leases; one that was declared stays as it is."""
+    declared = phase.tail_ratio < 1.0 or phase.learn_tail
+    if declared or phase.kind is not PhaseKind.ROLLOUT:
+        return phase
+    return msgspec.structs.replace(phase, tail_ratio=LEASED_TAIL_RATIO, tail_accelerators=0)
 
 
 def terms_fault(terms: JobTerms) -> str:

@@ -83,6 +83,7 @@ def runtime_of(name: str, jobs: list[SimulatedJob], *, seed: int) -> PhaseRuntim
         rollout=_nodes(Pool.ROLLOUT, sum(one.job.phases[0].nodes for one in jobs)),
         training=_nodes(Pool.TRAINING, sum(one.job.phases[1].nodes for one in jobs)),
         tail_ratio=arm.tail_ratio,
+        slo_counts_queueing=SLO_COUNTS_QUEUEING,
         gone_s=_NEVER_S,
     )
     config = RuntimeConfig(permits=PermitsConfig(lease_s=_NEVER_S), cluster=cluster)

@@ -50,7 +50,7 @@ class Floor:
             if node not in self.names:
                 bit = self.names.index(None)
                 self.names[bit] = node
-                self.nodes[bit] = (-1, 0.0)
+                self.nodes[bit] = (-1, 0.0, 0.0)
             mask |= 1 << self.names.index(node)
         return mask
 

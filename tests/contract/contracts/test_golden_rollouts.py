@@ -73,7 +73,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         Opened(actor="a", policy="p", config={"k": 1}, config_hash="h", wall="w"),
         (
             b'{"type":"opened","schema":1,"actor":"a","policy":"p","config":{"k":1},"config_hash":"h",'
-            b'"snapshot":null,"wall":"w","restart_needed":[],"missing":0}'
+            b'"snapshot":null,"wall":"w","restart_needed":[],"missing":0,"t_s":null}'
         ),
     ),
     (

@@ -75,7 +75,7 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
     (
         "leave",
         Leave(job=JOB, epoch=Epoch(2)),
-        b'{"job":"j","epoch":2,"failed":"","loading_s":0.0}',
+        b'{"job":"j","epoch":2,"failed":"","loading_s":0.0,"leased_s":0.0}',
     ),
     ("forget", Forget(job=JOB), b'{"job":"j"}'),
     (
@@ -89,7 +89,7 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
         (
             b'{"job":"j","phases":[{"kind":"rollout","max_s":9.0,"nodes":1,"mean_s":null,'
             b'"cv":0.1,"seen":40,"divisible":true,"curve":[]}],"slo":1.5,"host_bytes":7,"tenant":'
-            b'"default"}'
+            b'"default","harvesting":false}'
         ),
     ),
     ("node", NodeReport(node=NODES[0], failed=True), b'{"node":"n","failed":true}'),
@@ -122,7 +122,7 @@ GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
         Placed(group="g", rollout_nodes=NODES, training_nodes=(), reason="why", lease_s=10.0),
         (
             b'{"type":"placed","group":"g","rollout_nodes":["n"],"training_nodes":[],'
-            b'"reason":"why","lease_s":10.0}'
+            b'"reason":"why","lease_s":10.0,"harvesting":false}'
         ),
     ),
     (Queued(reason="why", ahead=1), b'{"type":"queued","reason":"why","ahead":1}'),

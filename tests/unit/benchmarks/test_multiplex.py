@@ -169,11 +169,3 @@ def test_the_jobs_differ_in_length_and_their_terms_can_be_met() -> None:
             terms = job.terms(Run(arm))
             assert terms_fault(terms) == ""
             assert [phase.nodes for phase in terms.phases] == [(node,) for node in NODES.values()]
-
-
-def test_only_a_job_that_leases_gives_its_node_up_before_its_rollout_ends() -> None:
-    for arm in Arm:
-        rollout, _ = JOBS[0].terms(Run(arm)).phases
-        assert (rollout.tail_ratio < 1.0, rollout.tail_accelerators) == (
-            (True, 0) if arm is Arm.LEASED else (False, 1)
-        )

@@ -5,11 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import yaml
 
 from deploy.metrics import METRICS, Exporter
 from scheduler.phases.nodes_file import ClusterSettings
 from scheduler.phases.permit import Permit
 from scheduler.phases.wire import CALLS
+from scheduler.policy import leased_tail
+from scheduler.policy.leased_tail import Place
 from scheduler.policy.phases.standing import TRANSITIONS
 from scheduler.policy.phases.terms import PermitsConfig
 
@@ -24,6 +27,15 @@ def test_a_job_s_stages_are_those_of_the_policy(table_after: TableAfter) -> None
     }
 
 
+def test_the_places_of_a_leased_tail_are_those_of_the_policy(table_after: TableAfter) -> None:
+    rows = table_after(PAGE, "| place | seen | next |")
+    one = {(row[0], row[1]): row[2] for row in rows if row[0] != "any"}
+    of_any = {(place.value, row[1]): row[2] for row in rows for place in Place if row[0] == "any"}
+    assert one | of_any == {
+        (place.value, seen.value): to.value for (place, seen), to in leased_tail.TRANSITIONS.items()
+    }
+
+
 def test_the_settings_and_their_defaults_are_the_policy_s(table_after: TableAfter) -> None:
     rows = table_after(PAGE, "## Settings")
     assert {row[0]: float(row[1]) for row in rows} == msgspec.to_builtins(PermitsConfig())
@@ -31,7 +43,7 @@ def test_the_settings_and_their_defaults_are_the_policy_s(table_after: TableAfte
 
 def test_the_settings_of_a_file_of_nodes_are_those_that_are_read(table_after: TableAfter) -> None:
     rows = table_after(PAGE, "| `nodes.yaml` | default |")
-    assert {row[0]: float(row[1]) for row in rows} == {
+    assert {row[0]: yaml.safe_load(row[1]) for row in rows} == {
         name: field.default
         for name, field in ClusterSettings.model_fields.items()
         if not field.is_required()
@@ -66,7 +78,7 @@ def test_what_a_permit_says_is_there(table_after: TableAfter) -> None:
 
 
 def test_the_example_parses_and_imports_what_there_is(repository: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (repository / PAGE).read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", (repository / PAGE).read_text(), re.DOTALL)
     compile(code, PAGE, "exec")
     imports = "\n".join(line for line in code.splitlines() if line.startswith("from "))
     exec(imports, {})

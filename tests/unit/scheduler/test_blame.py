@@ -256,7 +256,7 @@ class Cluster:
         clock = MonotonicClock()
         versions = VersionPolicy.from_config({"min_dedicated": 1})
         dispatcher = Dispatcher(RoutingPolicy(RoutingConfig()), clock, queue_s=60)
-        log = DecisionLog(None, versions, {}, max_bytes=1 << 16)
+        log = DecisionLog(None, versions, {}, max_bytes=1 << 16, now=0.0)
         self.fleet = Fleet(versions, dispatcher, log, clock, update_s=1)
         self.runner = TurnRunner(
             self.fleet, dispatcher, Nobody(), clock, timeouts=Timeouts(), max_attempts=8

@@ -140,7 +140,7 @@ class Stage:
             policy,
             self.fleet,  # type: ignore[arg-type]
             SchedulerState(None),
-            DecisionLog(None, policy, {}, max_bytes=1 << 20),
+            DecisionLog(None, policy, {}, max_bytes=1 << 20, now=0.0),
             self.clock,
             agents=self.agents,  # type: ignore[arg-type]
             guests={},

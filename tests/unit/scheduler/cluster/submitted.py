@@ -81,15 +81,21 @@ class Control:
         *,
         clock: VirtualClock | None = None,
         state: Path | None = None,
+        journal: Path | None = None,
+        journal_bytes: int = 1 << 20,
     ) -> None:
         self.clock = clock or VirtualClock()
         self.config = config or cluster()
-        self.state = state
-        self.desk = PlanningDesk(PERMITS, self.config, self.clock, state=state)
+        self.kept: dict[str, Any] = {
+            "state": state,
+            "journal": journal,
+            "journal_bytes": journal_bytes,
+        }
+        self.desk = PlanningDesk(PERMITS, self.config, self.clock, **self.kept)
 
     def restarted(self, config: ClusterConfig | None = None) -> "Control":
         self.desk.close()
-        return Control(config or self.config, clock=self.clock, state=self.state)
+        return Control(config or self.config, clock=self.clock, **self.kept)
 
     def submit(self, *given: Submission) -> list[Any]:
         return [self.desk.call(each) for each in given]
@@ -180,7 +186,7 @@ def resident_bytes(policy: ClusterPolicy) -> dict[NodeId, int]:
     """By the planner's names of nodes: what is there."""
     found: dict[NodeId, int] = {}
     for stay in policy.stays.values():
-        for node in stay.held:
+        for node in policy.residency.nodes_of(stay.job):
             found[node] = found.get(node, 0) + stay.submission.host_bytes
     return found
 

@@ -3,6 +3,7 @@
 import tempfile
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,10 +42,13 @@ NODES = ("r0", "r1", "r2", "t0", "t1")
 class World:
     """Jobs that do anything, with a control; who is on which node by the answers alone."""
 
-    def __init__(self, chance: Random, state: Path) -> None:
+    steps = "seeellbbfntmmmwwwwR"
+    """One letter for what may happen next, as often as it is likely."""
+
+    def __init__(self, chance: Random, state: Path, **more: Any) -> None:
         config = cluster("r0 r1 r2", "t0 t1", review_s=30.0, gone_s=200.0)
         self.chance = chance
-        self.control = Control(config, state=state)
+        self.control = Control(config, state=state, **more)
         self.given = {
             name: submission(
                 name,
@@ -63,7 +67,7 @@ class World:
         job, desk = JobId(name), self.control.desk
         standing = desk.policy.standing(job)
         epoch = Epoch(0) if standing is None else standing.epoch
-        match chance.choice("seeellbbfntmmmwwwwR"):
+        match chance.choice(self.steps):
             case "s":
                 assert isinstance(desk.call(self.given[name]), Placed | Queued | Refused)
             case "e":

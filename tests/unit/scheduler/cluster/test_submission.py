@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from scheduler.policy.cluster.cluster import ClusterPolicy
-from scheduler.policy.cluster.events import JobSubmitted, PhaseBegan, PhaseDone
+from scheduler.policy.cluster.events import JobGone, JobSubmitted, PhaseBegan, PhaseDone
 from scheduler.policy.cluster.memory import Memory, restore, snapshot
 from scheduler.policy.cluster.submission import DeclaredPhase, Submission, submission_fault
 from scheduler.policy.groups.tail import Completion
@@ -113,3 +113,28 @@ def test_a_restart_between_training_and_sync_goes_on_there() -> None:
     assert after.belief() == before.belief()
     after.lose_iteration()
     assert after.account.solo_s == 0.0
+
+
+def test_a_record_that_kept_residency_with_the_job_s_stay_is_read_as_its_place() -> None:
+    policy = _policy()
+    record = snapshot(policy)
+    for one in record["jobs"]:
+        one["stay"]["held"] = list(one.pop("held"))
+    again = ClusterPolicy(policy.config, NoPermits())
+    restore(again, msgspec.convert(record, Memory))
+    assert again.residency.nodes_of(SYNCED.job) == policy.residency.nodes_of(SYNCED.job) != ()
+
+
+@pytest.mark.parametrize(("counts", "credit_s"), [(False, 60.0), (True, -140.0)])
+def test_whether_an_slo_counts_the_wait_for_a_place_is_a_setting(
+    counts: bool, credit_s: float
+) -> None:
+    config = cluster("r0", "t0", cold_start_s=40.0, slo_counts_queueing=counts)
+    policy = ClusterPolicy(config, NoPermits())
+    first, late = submission("first", slo=1.0), submission("late", slo=1.5)
+    policy.observe(JobSubmitted(submission=first), now=0.0)
+    policy.observe(JobSubmitted(submission=late), now=100.0)
+    assert late.job not in policy.planner.facts
+    policy.observe(JobGone(job=first.job), now=300.0)
+    assert policy.planner.facts[late.job].account.credit_s(300.0) == credit_s
+    assert policy.planner.facts[late.job].seen_s == 340.0

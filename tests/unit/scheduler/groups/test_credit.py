@@ -102,14 +102,18 @@ def test_who_is_slowed_more_than_forecast_is_left_alone_before_its_credit_is_spe
     planner, now = _beside_each_other(), DAY_S
     _settle(planner, TIGHT, credit_s=1500.0, now=now)
     account = planner.facts[TIGHT.job].account
-    moved: list[JobId] = []
+    moved: list[MoveJob] = []
     while not moved and account.credit_s(now) > -HOUR_S:
         now += 0.5 * HOUR_S
         account.solo_s += 0.5 * HOUR_S / (account.slo + 0.1)
         planner.facts[EASY.job].account.solo_s += 0.5 * HOUR_S / 1.5
         effects = planner.observe(ReviewDue(), now=now)
-        moved = [effect.placement.job for effect in effects if isinstance(effect, MoveJob)]
+        moved = [effect for effect in effects if isinstance(effect, MoveJob)]
     assert len(moved) == 1
+    assert moved[0].reason.startswith(
+        f"the promise to {TIGHT.job} was in danger: forecast slow-down "
+    )
+    assert f"keeps its SLO of {account.slo:.2f}; costs " in moved[0].reason
     assert account.credit_s(now) > 0.0
     assert planner.book.home[TIGHT.job] != planner.book.home[EASY.job]
 
@@ -179,8 +183,15 @@ def test_everybody_leaves_a_job_that_a_surprise_would_make_late(place: int) -> N
     for job in others:
         _settle(planner, job, credit_s=DAY_S, now=DAY_S)
     _settle(planner, late, credit_s=-HOUR_S, now=DAY_S)
-    assert sorted(_moved(planner)) == [job.job for job in others]
+    moves = {move.placement.job: move.reason for move in _moves(planner)}
+    assert sorted(moves) == [job.job for job in others]
     assert list(cell.pinned) == [late.job]
+    credit_s = planner.facts[late.job].settled_credit_s(DAY_S)
+    assert credit_s < 0.0
+    why = f"the promise to late was in danger: its credit of {credit_s:.0f} s absorbs no surprise"
+    assert all(reason.startswith(why) for reason in moves.values()), moves
+    assert "other-0 was in danger" not in moves[others[0].job]
+    assert "together with other-1, other-2;" in moves[others[0].job]
 
 
 @pytest.mark.parametrize("credit_s", [-400.0, -1000.0])
@@ -248,8 +259,12 @@ def _together(jobs: list[Job]) -> tuple[GroupPlanner, Cell]:
 
 
 def _moved(planner: GroupPlanner) -> list[JobId]:
+    return [move.placement.job for move in _moves(planner)]
+
+
+def _moves(planner: GroupPlanner) -> list[MoveJob]:
     effects = planner.observe(ReviewDue(), now=DAY_S)
-    return [effect.placement.job for effect in effects if isinstance(effect, MoveJob)]
+    return [effect for effect in effects if isinstance(effect, MoveJob)]
 
 
 def test_alone_on_its_nodes_a_job_keeps_whatever_it_is_owed() -> None:

@@ -104,7 +104,9 @@ def test_wide_jobs_are_moved_together_too_when_that_spares_nodes() -> None:
     before = planner.book.price_per_hour()
     moved = _settled(planner, jobs)
     assert moved
-    assert planner.book.price_per_hour() < before
+    saved = before - planner.book.price_per_hour()
+    assert saved > 0.0
+    assert f"saves {saved:.2f} $/h" in moved[0].reason
     assert all(len(move.placement.rollout_nodes) == 2 for move in moved)
 
 

@@ -26,6 +26,9 @@ def test_nodes_are_named_and_the_rest_has_defaults(tmp_path: Path) -> None:
     assert config.rollout.names == ("r0", "r1")
     assert config.training.type.host_bytes == 1000 * GB
     assert (config.risk, config.move_s) == (0.25, 300.0)
+    assert not config.slo_counts_queueing
+    counted = read_nodes(_written(tmp_path / "nodes.yaml", f"slo_counts_queueing: true\n{NODES}"))
+    assert counted.planner.slo_counts_queueing
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def _file(tmp_path: Path, text: str) -> Path:
 def test_reads_jobs_nodes_and_prices(tmp_path: Path) -> None:
     settings = read_jobs(_file(tmp_path, GOOD))
     assert [job.id for job in settings.jobs] == ["first", "second"]
-    assert settings.types[Pool.TRAINING].host_bytes == 10**12
+    assert settings.as_control.types[Pool.TRAINING].host_bytes == 10**12
     assert settings.jobs[0].as_submission.as_job.phases[0].max_s == 500
 
 

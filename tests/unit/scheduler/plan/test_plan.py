@@ -210,3 +210,9 @@ def test_a_weight_sync_makes_room_for_company_and_is_shown() -> None:
     console.print(printed(synced, width=120))
     assert "| sync 200 s" in console.export_text()
     assert "| sync 200 s" in plan_page(synced, title="synced")
+
+
+def test_a_plan_says_from_when_on_slos_count(pair: Plan) -> None:
+    counted = msgspec.structs.replace(pair, slo_counts_queueing=True)
+    for plan, said in ((pair, "from the placement on"), (counted, "from the submission on")):
+        assert said in plan_page(plan, title="a plan")

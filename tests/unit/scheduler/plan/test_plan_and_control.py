@@ -1,6 +1,7 @@
 """One planner: a plan and a control of as many nodes group the jobs of a file the same."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from harvester.contracts.ids import JobId, NodeId
 from scheduler.phases.jobs import read_submissions
 from scheduler.plan.drafting import draft
 from scheduler.plan.jobs_file import PlanSettings, read_jobs
-from scheduler.plan.known_jobs import KnownJobsPlanner
+from scheduler.plan.known_jobs import FREE_MOVES
 from scheduler.policy.cluster.cluster import ClusterPolicy
 from scheduler.policy.cluster.config import ClusterConfig, PoolNodes
 from scheduler.policy.cluster.events import JobSubmitted, PlanReviewed
@@ -19,6 +20,10 @@ from scheduler.policy.model import Pool
 from scheduler.policy.phases.standing import Standing
 
 REVIEWS = 12
+
+
+Grouped = tuple[set[tuple[frozenset[str], int]], set[str]]
+"""Jobs and number of nodes of each group, and jobs without a place."""
 
 
 class NoPermits:
@@ -33,7 +38,6 @@ def _job(name: str, rollout_s: float, training_s: float, **more: Any) -> dict[st
         "host_gb": 400,
         "rollout": {"max_s": rollout_s / 0.8, "mean_s": rollout_s, "cv": 0.05},
         "training": {"max_s": training_s / 0.8, "mean_s": training_s, "cv": 0.05},
-        "responses": [],
     } | more
 
 
@@ -47,14 +51,17 @@ def _file(path: Path, jobs: list[dict[str, Any]], *, count: int) -> Path:
     return path
 
 
-def _planned(settings: PlanSettings) -> tuple[set[frozenset[str]], set[str]]:
-    """Groups, and jobs without a place."""
+def _planned(settings: PlanSettings) -> Grouped:
+    """By `rosemux plan`."""
     plan = draft(settings)
-    groups = {frozenset(job.job for job in group.jobs) for group in plan.groups}
-    return groups, {one.job for one in plan.unplaced}
+    groups = {
+        (frozenset(map(str, (one.job for one in group.jobs))), len(group.nodes))
+        for group in plan.groups
+    }
+    return groups, {str(one.job) for one in plan.unplaced}
 
 
-def _controlled(path: Path, settings: PlanSettings) -> tuple[set[frozenset[str]], set[str]]:
+def _controlled(path: Path, settings: PlanSettings) -> Grouped:
     """The same of a control on as many nodes, for which moves are free too."""
     sides = ((Pool.ROLLOUT, settings.nodes.rollout), (Pool.TRAINING, settings.nodes.training))
     pools = [
@@ -63,16 +70,20 @@ def _controlled(path: Path, settings: PlanSettings) -> tuple[set[frozenset[str]]
         )
         for pool, one in sides
     ]
-    policy = ClusterPolicy(ClusterConfig(rollout=pools[0], training=pools[1]), NoPermits())
-    plan = KnownJobsPlanner(settings)
-    policy.planner = GroupPlanner(plan.packer.judge, plan.book.types, plan.config)
+    config = ClusterConfig(rollout=pools[0], training=pools[1])
+    free = replace(config.planner, prices=FREE_MOVES, recheck_s=0.0)
+    planner = GroupPlanner(config.judge, config.types, free)
+    policy = ClusterPolicy(config, NoPermits(), planner)
     for submission in read_submissions(path):
         policy.observe(JobSubmitted(submission=submission), now=0.0)
     for _ in range(REVIEWS):
-        policy.planner._checked_s.clear()
         policy.observe(PlanReviewed(), now=0.0)
     cells = policy.planner.book.cells.values()
-    placed = {frozenset(map(str, cell.pinned)) for cell in cells if cell.pinned}
+    placed = {
+        (frozenset(map(str, cell.pinned)), len(cell.rollout) + len(cell.training))
+        for cell in cells
+        if cell.pinned
+    }
     return placed, {str(job) for job in policy.stays if job not in policy.planner.facts}
 
 
@@ -92,6 +103,16 @@ MIXES = {
         _job("c", 390, 110, slo=1.4),
         _job("d", 110, 390, slo=1.4),
     ],
+    "tails that make room": [
+        _job(name, 300, 100, slo=1.3, responses=[[0.3, 0.8]]) for name in "abcd"
+    ],
+    "a rollout that is not divisible": [
+        _job("a", 300, 100, slo=1.3, responses=[[0.3, 0.8]]),
+        _job("b", 300, 100, slo=1.3, rollout={"max_s": 375, "mean_s": 300, "divisible": False}),
+    ],
+    "weight syncs": [
+        _job(name, 150, 250, slo=1.25, sync={"max_s": 260, "mean_s": 200}) for name in "abcd"
+    ],
     "one of which nothing is known": [
         _job("a", 300, 200),
         _job("b", 250, 250, rollout={"max_s": 375}),
@@ -109,4 +130,4 @@ def test_a_plan_and_a_control_group_the_same_jobs_alike(name: str, tmp_path: Pat
 def test_a_job_of_a_tight_slo_begins_alone_however_well_it_was_measured(tmp_path: Path) -> None:
     path = _file(tmp_path / "jobs.yaml", MIXES[TIGHT], count=4)
     groups, _ = _planned(read_jobs(path))
-    assert groups == {frozenset({"a"}), frozenset({"b"})}
+    assert groups == {(frozenset({"a"}), 2), (frozenset({"b"}), 2)}

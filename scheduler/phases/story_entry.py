@@ -1,0 +1,61 @@
+"""One thing that happened to a job, in words."""
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from enum import StrEnum
+
+import msgspec
+
+from harvester.contracts.ids import NodeId
+
+
+class Told(StrEnum):
+    JOURNAL = "journal"
+    """It begins here, or lacks decisions."""
+    CONTROL = "control"
+    """It was away."""
+    SUBMITTED = "submitted"
+    QUEUED = "queued"
+    PLACED = "placed"
+    MOVE_ASKED = "move_asked"
+    MOVE_TOLD = "move_told"
+    ARRIVED = "arrived"
+    RESTARTED = "restarted"
+    CLOSED = "closed"
+    GRANTED = "granted"
+    NARROWED = "narrowed"
+    FREED = "freed"
+    WIDENED = "widened"
+    WARNED = "warned"
+    REVOKED = "revoked"
+    DONE = "done"
+    LOST = "lost"
+    """A permit ended and its phase is not done."""
+
+
+SUMMARISED = frozenset(
+    {Told.GRANTED, Told.NARROWED, Told.FREED, Told.WIDENED, Told.WARNED, Told.DONE}
+)
+"""Of permits in the ordinary run of things: too many to be told one by one."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    at: datetime
+    told: Told
+    text: str
+
+
+def seconds(value_s: float) -> str:
+    return f"{value_s:.1f} s" if value_s < 100 else f"{value_s:.0f} s"
+
+
+def nodes_in_words(
+    nodes: Iterable[NodeId], accelerators: Mapping[NodeId, tuple[int, ...]] | None = None
+) -> str:
+    """`accelerators` of the nodes that are meant in part."""
+    parts = accelerators or {}
+    return " ".join(f"{node}{_numbers(parts[node])}" if node in parts else node for node in nodes)
+
+
+def _numbers(numbers: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, numbers))}]"

@@ -1,0 +1,151 @@
+"""The compiled forecast and the shipped runtime, on the same draws: the same phases and times."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harvester.contracts.ids import JobId, NodeId, TenantId
+from scheduler.policy.cluster.config import ClusterConfig, PoolNodes
+from scheduler.policy.cluster.runtime import PhaseRuntime, RuntimeConfig
+from scheduler.policy.groups.execution import advance
+from scheduler.policy.groups.forecast import Roster
+from scheduler.policy.groups.stages import (
+    EVENT,
+    ROLLOUT_ENDED,
+    TAIL_MIGRATED,
+    TRAINING_ENDED,
+    Rules,
+    empty_nodes,
+    empty_permits,
+)
+from scheduler.policy.groups.verdicts import Hosting
+from scheduler.policy.model import Job, Pool
+from scheduler.policy.phases.terms import PermitsConfig
+from scheduler.sim.rollmux.driver import Driver
+from scheduler.sim.rollmux.ledger import Ledger
+from scheduler.sim.rollmux.pinned import PinnedPlanner
+from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob, phases
+from scheduler.sim.rollmux.world import World
+from tests.unit.scheduler.groups.stage_jobs import occupant
+
+ITERATIONS = 12
+WORLD = World(cold_start_s=0.0, warm_start_s=5.0, migrate_s=0.0)
+RULES = Rules(migrate=True, prewarm=False, warm_s=5.0, migrate_s=0.0)
+BULK_RATIO, TAIL_SHARE = 0.5, 0.25
+"""Of the papers' curve, with a threshold of 0.8."""
+APART_S = 1e-7
+"""Between two arrivals: the forecast's jobs are in an order, and wait from the beginning."""
+KINDS = {ROLLOUT_ENDED: "rollout", TRAINING_ENDED: "training"}
+
+_job = st.tuples(
+    st.floats(60.0, 500.0),
+    st.floats(40.0, 400.0),
+    st.sampled_from((1, 2, 3)),
+    st.sampled_from((1, 2, 3)),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(_job, min_size=2, max_size=4), st.integers(0, 10_000))
+def test_phases_end_when_the_forecast_says(
+    drawn: list[tuple[float, float, int, int]], seed: int
+) -> None:
+    """One or two nodes of each pool; tails move, start beside each other and end."""
+    jobs = _jobs(drawn, seed)
+    rollout, training = (tuple(one[at] for one in drawn) for at in (2, 3))
+    if max(rollout).bit_length() > 1 and not any(mask & 1 for mask in rollout):
+        return
+    lived, moved = _lived(jobs, rollout, training)
+    forecast, migrated = _forecast(jobs, rollout, training)
+    assert [each[1:] for each in lived] == [each[1:] for each in forecast[: len(lived)]]
+    for (at_s, *_), (said_s, *_) in zip(lived, forecast, strict=False):
+        assert at_s == pytest.approx(said_s, abs=1e-3)
+    assert moved == migrated
+
+
+def _jobs(drawn: list[tuple[float, float, int, int]], seed: int) -> list[SimulatedJob]:
+    rng = np.random.Generator(np.random.PCG64(seed))
+    return [
+        SimulatedJob(
+            job=Job(
+                job=JobId(f"j{at}"),
+                tenant=TenantId("t"),
+                phases=phases(1e6, 1e6, rollout.bit_count(), training.bit_count()),
+                slowdown_slo=50.0,
+            ),
+            arrival_s=at * APART_S,
+            lengths_s=np.array([rollout_s, training_s]) * rng.uniform(0.8, 1.2, (ITERATIONS, 2)),
+            means_s=(rollout_s, training_s),
+        )
+        for at, (rollout_s, training_s, rollout, training) in enumerate(drawn)
+    ]
+
+
+def _lived(
+    jobs: list[SimulatedJob], rollout: tuple[int, ...], training: tuple[int, ...]
+) -> tuple[list[tuple[float, str, str]], int]:
+    """Ends of phases until the first job is done, and tails moved by then."""
+    pools = {
+        pool: PoolNodes(type=kind, names=tuple(NodeId(f"{pool}-{at}") for at in range(4)))
+        for pool, kind in NODE_TYPES.items()
+    }
+    cluster = ClusterConfig(
+        rollout=pools[Pool.ROLLOUT], training=pools[Pool.TRAINING], tail_ratio=0.8, gone_s=1e9
+    )
+    config = RuntimeConfig(permits=PermitsConfig(lease_s=1e9), cluster=cluster)
+    hosting = Hosting(tuple(range(len(jobs))), rollout, training)
+    ledger = Ledger(record=True)
+    Driver(
+        jobs, PhaseRuntime(config, PinnedPlanner(jobs, [hosting])), world=WORLD, ledger=ledger
+    ).run()
+    events = ledger.in_order()
+    until_s = next(each["t"] for each in events if each["type"] == "job_done")
+    ends: list[tuple[float, str, str]] = []
+    moved: set[tuple[float, str]] = set()
+    for each in events:
+        if each["t"] > until_s - 10.0:
+            break
+        end = (each["t"], each.get("job", ""), str(each.get("phase", "")))
+        if each["type"] == "phase_end" and end not in ends[-2:]:
+            ends.append(end)
+        elif each["type"] == "tail_moved":
+            moved.add((each["t"], each["job"]))
+    return ends, len([one for one in moved if one[0] < ends[-1][0] - 5.0])
+
+
+def _forecast(
+    jobs: list[SimulatedJob], rollout: tuple[int, ...], training: tuple[int, ...]
+) -> tuple[list[tuple[float, str, str]], int]:
+    first = max(rollout).bit_length()
+    members = [
+        occupant(*one.means_s, rollout=rollout[at], training=training[at] << first)
+        for at, one in enumerate(jobs)
+    ]
+    records = Roster.of(members).jobs
+    records["bulk_ratio"], records["tail_share"] = BULK_RATIO, TAIL_SHARE
+    records["offset"] = np.arange(len(jobs)) * ITERATIONS
+    records["length"] = records["iterations"] = ITERATIONS
+    log = np.zeros(8192, dtype=EVENT)
+    _, logged, _ = advance(
+        records,
+        empty_nodes(),
+        empty_permits(),
+        np.concatenate([one.lengths_s for one in jobs]),
+        RULES,
+        0.0,
+        1e6,
+        log,
+    )
+    events = log[:logged]
+    done_s = min(
+        float(events["t_s"][(events["kind"] == TRAINING_ENDED) & (events["job"] == at)][-1])
+        for at in range(len(jobs))
+    )
+    ends = [
+        (float(each["t_s"]), f"j{each['job']}", KINDS[int(each["kind"])])
+        for each in events
+        if each["kind"] in KINDS and each["t_s"] <= done_s - 10.0
+    ]
+    migrated = events[(events["kind"] == TAIL_MIGRATED) & (events["t_s"] < ends[-1][0] - 8.0)]
+    return ends, len(migrated)

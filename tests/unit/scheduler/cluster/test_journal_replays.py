@@ -1,0 +1,246 @@
+"""Every file of a planning control's journal, decided again by `rosemux replay`'s own function."""
+
+import errno
+import tempfile
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harvester.contracts.errors import Exhausted
+from harvester.contracts.ids import JobId
+from harvester.contracts.journal import Decided, JournalWriter, Opened, read_journal
+from scheduler.phases.state import PermitState
+from scheduler.phases.status import statuses
+from scheduler.phases.wire import Beat, Enter
+from scheduler.policy.cluster.runtime import PhaseRuntime
+from scheduler.policy.groups.durations import Belief
+from scheduler.policy.phases.events import EndReason
+from scheduler.sim.replay import replay_journal
+from tests.unit.scheduler.cluster.submitted import ROLLOUT, Control, cluster, submission
+from tests.unit.scheduler.cluster.test_shell_invariants import JOBS, World
+
+NAME = "scheduler.policy.cluster.jsonl"
+
+
+class JournalledWorld(World):
+    """The same jobs, whose tails move too, while somebody looks at status and metrics."""
+
+    steps = "seeellbbfntpppqqhwwwwwwR"
+
+    def step(self) -> None:
+        super().step()
+        desk = self.control.desk
+        match self.chance.choice("psmc..."):
+            case "p":
+                self.progresses(self.chance.choice(JOBS))
+            case "s":
+                statuses(desk)
+            case "m":
+                desk.metrics()
+            case "c":
+                self.control.clock.now_s += self.chance.choice((70.0, 1900.0))
+                desk.tick()
+            case _:
+                pass
+
+    def progresses(self, name: str) -> None:
+        """A rollout of which others may want the nodes, and its tail that is narrowed."""
+        standing = self.control.desk.policy.standing(JobId(name))
+        if standing is None or standing.kind is not ROLLOUT or not standing.holding:
+            return
+        for ratio in (0.3, 0.6, 0.9, 0.95):
+            self.control.clock.now_s += 1.0
+            beat = Beat(job=JobId(name), epoch=standing.epoch, complete_ratio=ratio)
+            self.control.desk.call(beat)
+        self.control.desk.call(Beat(job=JobId(name), epoch=standing.epoch, narrowed=True))
+
+
+class Archive:
+    """Every file that the journal ever was, replayed once it is full, and the last as it is."""
+
+    def __init__(self, directory: Path) -> None:
+        self._old, self._current = directory / f"{NAME}.1", directory / NAME
+        self._seen: tuple[int, int] | None = None
+        self.decisions = self.files = 0
+
+    def look(self) -> None:
+        if not self._old.exists():
+            return
+        found = self._old.stat()
+        if self._seen != (found.st_ino, found.st_mtime_ns):
+            self._seen = found.st_ino, found.st_mtime_ns
+            self._replay(self._old)
+
+    def end(self) -> None:
+        self.look()
+        self._replay(self._current)
+
+    def _replay(self, path: Path) -> None:
+        replayed = replay_journal(path)
+        assert replayed.difference is None, replayed.difference
+        self.decisions += replayed.decisions
+        self.files += 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.randoms(use_true_random=False),
+    st.integers(40, 200),
+    st.sampled_from((20_000, 60_000, 10_000_000)),
+)
+def test_whatever_jobs_nodes_time_and_restarts_do_every_file_replays(
+    chance: Random, steps: int, journal_bytes: int
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        state = directory / "state.sqlite"
+        world = JournalledWorld(chance, state, journal=directory, journal_bytes=journal_bytes)
+        archive = Archive(directory)
+        for _ in range(steps):
+            world.step()
+            world.check()
+            archive.look()
+        world.drained()
+        world.control.desk.close()
+        archive.end()
+        assert archive.decisions > steps / 2
+
+
+def test_who_reads_metrics_after_a_restart_changes_no_belief(tmp_path: Path) -> None:
+    control = Control(state=tmp_path / "state.sqlite", journal=tmp_path)
+    control.submit(submission("a"))
+    for _ in range(5):
+        control.iteration("a", 40.0)
+    control = control.restarted()
+    control.desk.metrics()
+    control.phase("a", ROLLOUT, 40.4)
+    _believes_what_is_replayed(control, tmp_path)
+
+
+def test_who_reads_metrics_after_an_overrun_changes_no_belief(tmp_path: Path) -> None:
+    control = Control(state=tmp_path / "state.sqlite", journal=tmp_path)
+    control.submit(submission("a", slo=3.0), submission("b", slo=3.0))
+    for job in "aaaaab":
+        control.iteration(job)
+        control.pass_time(1.0)
+    control.runs("a")
+    for _ in range(40):
+        control.enter("b")
+        control.pass_time(4.0, beats="a")
+    standing = control.desk.policy.standing(JobId("a"))
+    assert standing is not None
+    assert standing.ended is EndReason.OVERRAN
+    control.desk.metrics()
+    control.leave("b")
+    control.pass_time(1.0)
+    control.phase("a", ROLLOUT, control.desk.cluster.planner.facts[JobId("a")].rollout.mean_s)
+    _believes_what_is_replayed(control, tmp_path)
+
+
+def _believes_what_is_replayed(control: Control, directory: Path) -> None:
+    beliefs = {job: facts.belief() for job, facts in control.desk.cluster.planner.facts.items()}
+    control.desk.close()
+    archive = Archive(directory)
+    archive.end()
+    assert archive.decisions > 20
+    assert beliefs == _replayed_beliefs(directory / NAME)
+
+
+def test_the_belief_in_force_outlives_a_restart(tmp_path: Path) -> None:
+    control = Control(state=tmp_path / "state.sqlite")
+    control.submit(submission("a"))
+    for at in range(9):
+        control.iteration("a", 40.0 + 0.01 * at)
+    before = control.desk.cluster.planner.facts[JobId("a")].belief()
+    control = control.restarted()
+    assert control.desk.cluster.planner.facts[JobId("a")].belief() == before
+    control.desk.close()
+
+
+def test_metrics_go_on_counting_when_the_journal_begins_a_new_file(tmp_path: Path) -> None:
+    control = Control(journal=tmp_path, journal_bytes=20_000)
+    control.submit(*(submission(name, slo=3.0) for name in "abc"))
+    assert b'plan_decisions_total{decision="placed"} 3.0' in control.desk.metrics()
+    for _ in range(4):
+        control.iteration("a")
+    assert (tmp_path / f"{NAME}.1").exists()
+    control.submit(submission("d", slo=3.0))
+    assert b'plan_decisions_total{decision="placed"} 4.0' in control.desk.metrics()
+    control.desk.close()
+
+
+def test_what_was_last_heard_and_reviewed_is_known_in_the_journal_s_next_file(
+    tmp_path: Path,
+) -> None:
+    """A file that fills up with every decision would else put off every review for ever."""
+    control = Control(cluster(gone_s=30.0, review_s=20.0), journal=tmp_path, journal_bytes=2_000)
+    control.submit(submission("a"), submission("b"))
+    control.iteration("a")
+    for _ in range(10):
+        control.desk.call(Enter(job=JobId("a"), kind=ROLLOUT, holder="a.1"))
+        control.pass_time(4.0, beats="a")
+    assert set(control.desk.cluster.stays) == {"a"}
+    control.desk.close()
+
+
+def _replayed_beliefs(path: Path) -> dict[JobId, Belief]:
+    """What the policy believes that has decided everything in the file again."""
+    policy: PhaseRuntime | None = None
+    for line in read_journal(path):
+        match line:
+            case Opened():
+                policy = PhaseRuntime.from_config(line.config)
+                if line.snapshot is not None:
+                    policy.restore(line.snapshot)
+            case Decided():
+                assert policy is not None
+                policy.observe(msgspec.convert(line.sample, PhaseRuntime.SAMPLE), now=line.t_s)
+    assert policy is not None
+    return {job: facts.belief() for job, facts in policy.cluster.planner.facts.items()}
+
+
+def test_decisions_that_a_full_disk_refused_are_counted_and_the_rest_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_given: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    control = Control(journal=tmp_path)
+    control.submit(submission("a"))
+    with monkeypatch.context() as patched:
+        patched.setattr(JournalWriter, "_append", full)
+        assert control.runs("a")
+        control.pass_time(20.0, beats="a")
+    control.leave("a")
+    control.iteration("a")
+    control.desk.close()
+    found = [line for line in read_journal(tmp_path / NAME) if isinstance(line, Opened)]
+    assert [line.missing > 0 for line in found] == [False, True]
+    archive = Archive(tmp_path)
+    archive.end()
+    assert archive.decisions > 10
+
+
+def test_a_full_disk_when_the_journal_is_full_too_changes_no_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_given: object) -> None:
+        raise Exhausted("no space left")
+
+    control = Control(state=tmp_path / "state.sqlite", journal=tmp_path, journal_bytes=2_000)
+    control.submit(submission("a"))
+    with monkeypatch.context() as patched:
+        patched.setattr(PermitState, "keep", full)
+        with pytest.raises(Exhausted):
+            control.enter("a")
+    control.desk.tick()
+    control = control.restarted()
+    control.iteration("a")
+    control.desk.close()
+    archive = Archive(tmp_path)
+    archive.look()
+    archive.end()
