@@ -94,7 +94,7 @@ def test_why_was_my_job_moved_names_the_job_whose_promise_was_in_danger(control:
     (told,), (arrived,) = _told(found, Told.MOVE_TOLD), _told(found, Told.ARRIVED)
     where = " | ".join(" ".join(side) for side in control.at("easy"))
     assert told == f"its iteration is over: told to go on on {where}"
-    assert arrived.endswith(f"on {where}")
+    assert arrived.endswith(f"on {where} now")
     order = [entry.told for entry in found.entries]
     assert order == [
         Told.SUBMITTED,
@@ -131,10 +131,21 @@ def test_a_failed_node_is_named_with_the_phase_that_it_ended(control: Control) -
     control.desk.call(NodeReport(node=NodeId("r0"), failed=True))
     found = _explained(control, "a")
     assert _told(found, Told.RESTARTED) == [
-        "begins its iteration again in group-3 on r1 | t0 alone: node r0 failed; it is replaced"
+        "gets other nodes, in group-3 on r1 | t0 alone: node r0 failed; it is replaced"
     ]
     assert _told(found, Told.LOST) == ["its rollout permit ended after 8.0 s, left: node r0 failed"]
-    assert _told(found, Told.ARRIVED) == ["has its place in group-3 on r1 | t0"]
+    assert not _told(found, Told.ARRIVED)
+
+
+def test_who_has_no_node_left_hears_when_it_has_one_again(opens: Opens) -> None:
+    control = opens(cluster("r0", "t0"))
+    control.submit(submission("a"))
+    control.desk.call(NodeReport(node=NodeId("t0"), failed=True))
+    control.desk.call(NodeReport(node=NodeId("t0"), failed=False))
+    found = _explained(control, "a")
+    (restarted,), (arrived,) = _told(found, Told.RESTARTED), _told(found, Told.ARRIVED)
+    assert "on r0 | (no node is free) alone: node t0 failed" in restarted
+    assert arrived == "is in group-3 on r0 | t0 now"
 
 
 def test_a_permit_says_how_long_it_was_waited_for_and_behind_whom(control: Control) -> None:
