@@ -244,5 +244,7 @@ def test_the_toy_jobs_of_the_examples_share_two_nodes(tmp_path: Path) -> None:
         assert all("on roll-0 | train-0" in one for one in said)
         assert all("iteration 2 trains on train-0" in one for one in said)
         assert SocketControl(machine.socket).jobs() == ()
+        with pytest.raises(ConfigError, match="without --journal"):
+            SocketControl(machine.socket).journal()
     finally:
         machine.children.stop()
