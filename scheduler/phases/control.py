@@ -27,6 +27,7 @@ from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from scheduler.phases.harvesting import Harvesting
 from scheduler.phases.leased_rollout import LeasedRollout
+from scheduler.phases.loaded_states import LoadedStates
 from scheduler.phases.permit import Permit
 from scheduler.phases.phase import Phase
 from scheduler.phases.retries import Pauses
@@ -49,6 +50,7 @@ from scheduler.phases.wire import (
 from scheduler.policy.cluster.submission import Submission
 from scheduler.policy.leased_tail import Tail
 from scheduler.policy.model import PhaseKind
+from scheduler.policy.phases.standing import Stage
 from scheduler.policy.phases.terms import JobTerms, leased_tail
 
 Resume = Callable[[bool], None]
@@ -74,6 +76,7 @@ class Start:
 class _Resident:
     on_resume: Resume
     on_release: Release
+    stays_loaded: bool
 
 
 class PhaseControl:
@@ -115,6 +118,7 @@ class PhaseControl:
         self._on_move, self._on_arrive = on_move, on_arrive
         self._loading_s = 0.0
         self._leased_s = 0.0
+        self._loaded = LoadedStates(transport, self.job)
         self._residents: dict[PhaseKind, _Resident] = {}
         self._entered: set[PhaseKind] = set()
         self._open: PhaseKind | None = None
@@ -128,9 +132,15 @@ class PhaseControl:
         *,
         on_resume: Resume = lambda _cold: None,
         on_release: Release = lambda: None,
+        stays_loaded: bool = True,
     ) -> None:
-        """What loads this kind of phase's state when it starts and offloads it when it ends."""
-        self._residents[PhaseKind(kind)] = _Resident(on_resume, on_release)
+        """What loads this kind of phase's state on accelerators, and takes it off them.
+
+        It stays loaded when its phase ends, until another job is to start there: `on_release` may
+        be called by another thread, during another phase of the job. Without `stays_loaded` it is
+        called when the phase ends.
+        """
+        self._residents[PhaseKind(kind)] = _Resident(on_resume, on_release, stays_loaded)
 
     def phase(self, kind: PhaseKind | str) -> Phase:
         """A context manager and a decorator."""
@@ -138,6 +148,7 @@ class PhaseControl:
 
     def forget(self) -> None:
         """The job is over: give up its place for good."""
+        self._loaded.release()
         self._transport.call("forget", Forget(job=self.job))
 
     def begin(self, kind: PhaseKind, *, cancelled: threading.Event | None = None) -> Permit:
@@ -155,12 +166,20 @@ class PhaseControl:
             raise
         granted_s = self._clock.now()
         self._open = kind
-        permit = Permit(self._transport, self._clock, job=self.job, kind=kind, granted=granted)
+        permit = Permit(
+            self._transport,
+            self._clock,
+            job=self.job,
+            kind=kind,
+            granted=granted,
+            on_unload=self._loaded.ask,
+        )
         cold = kind not in self._entered
         resident = self._residents.get(kind)
         if resident is not None:
             try:
-                resident.on_resume(cold)
+                if not self._loaded.take(kind, granted.nodes):
+                    resident.on_resume(cold)
             except BaseException as error:
                 self._leave(permit, failed=f"could not be resumed: {error!r}")
                 raise
@@ -193,14 +212,19 @@ class PhaseControl:
             self._loading_s += sum(tail.in_line_s for tail in self._leased.tails)
             self._leased = None
         ended_s = self._clock.now()
+        # A tail has its nodes in part, and leaves that part to the job that has the rest.
+        whole = permit.stage in (Stage.RUNNING, Stage.NARROWING) and not failed
+        stays = resident is not None and resident.stays_loaded and whole
         try:
-            if resident is not None:
+            if resident is not None and not stays:
                 resident.on_release()
         except BaseException as error:
             self._leave(permit, failed=failed or f"could not be released: {error!r}")
             raise
         self._loading_s += self._clock.now() - ended_s
-        self._leave(permit, failed=failed)
+        if resident is not None and stays:
+            self._loaded.leave(permit.kind, permit.nodes, resident.on_release)
+        self._leave(permit, failed=failed, stays_loaded=stays)
         if not failed:
             permit.check()
 
@@ -245,6 +269,8 @@ class PhaseControl:
                 case Granted():
                     return reply
                 case Waiting():
+                    if reply.unload:
+                        self._loaded.release(reply.unload)
                     pauses.check(f"{reply.ahead} jobs are before it")
                 case Refused(unknown=True):
                     self._place_again()
@@ -254,7 +280,7 @@ class PhaseControl:
                     pauses.pause(Exhausted(f"{kind} phase of job {self.job}: {reply}"))
         raise Exhausted(f"{kind} phase of job {self.job}: cancelled")
 
-    def _leave(self, permit: Permit, *, failed: str) -> None:
+    def _leave(self, permit: Permit, *, failed: str, stays_loaded: bool = False) -> None:
         """Until the control has heard it; one that is away hears it when it is back."""
         permit.end()
         self._open = None
@@ -264,6 +290,7 @@ class PhaseControl:
             failed=failed[:500],
             loading_s=self._loading_s,
             leased_s=self._leased_s,
+            stays_loaded=stays_loaded,
         )
         self._leased_s = 0.0
         if not failed:
@@ -274,10 +301,14 @@ class PhaseControl:
             self._say(leave, timeout_s=min(self._timeout_s, permit.lease_s))
 
     def _told(self, left: Reply) -> None:
-        move = left.move if isinstance(left, Left) else None
-        if move is None or self.placement is None:
+        if not isinstance(left, Left):
             return
-        self._on_move(move)
+        if left.unload:
+            self._loaded.release(left.unload)
+        if left.move is None or self.placement is None:
+            return
+        self._loaded.release()
+        self._on_move(left.move)
         self._place_again()
 
     def _place_again(self) -> None:

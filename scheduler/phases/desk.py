@@ -37,6 +37,7 @@ from scheduler.phases.wire import (
     PlanStatus,
     Refused,
     Reply,
+    Unloaded,
     Waiting,
     Withdraw,
 )
@@ -48,6 +49,7 @@ from scheduler.policy.phases.events import (
     HolderHeard,
     JobLeft,
     JobPlaced,
+    NodesUnloaded,
     PermitEvent,
     PhaseEnded,
     PhaseNarrowed,
@@ -125,6 +127,9 @@ class PermitDesk:
                 return self.beat(message)
             case Leave():
                 return self.leave(message)
+            case Unloaded():
+                self._observe(NodesUnloaded(job=message.job, nodes=message.nodes))
+                return Left()
             case Forget():
                 self._observe(JobLeft(job=message.job))
                 return Left()
@@ -168,8 +173,10 @@ class PermitDesk:
                 nodes=standing.nodes,
                 accelerators=standing.accelerators,
                 lease_s=self.config.lease_s,
+                unload=standing.unload,
             )
-        return Waiting(ahead=self._policy.ahead(entry.job, now=self._clock.now()))
+        ahead = self._policy.ahead(entry.job, now=self._clock.now())
+        return Waiting(ahead=ahead, unload=standing.unload)
 
     def beat(self, beat: Beat) -> BeatReply:
         event: PermitEvent = HolderHeard(
@@ -197,14 +204,16 @@ class PermitDesk:
             failed=leave.failed,
             loading_s=leave.loading_s,
             leased_s=leave.leased_s,
+            stays_loaded=leave.stays_loaded,
         )
         refusal = _refusal(self._observe(event))
         standing = self._policy.standing(leave.job)
         if not refusal or standing is None:
-            return Ended(reason=refusal) if refusal else Left()
+            unload = () if standing is None else standing.unload
+            return Ended(reason=refusal) if refusal else Left(unload=unload)
         # A leave whose reply was lost is said again.
         was_done = standing.epoch == leave.epoch and standing.ended is EndReason.DONE
-        return Left() if was_done else Ended(reason=refusal)
+        return Left(unload=standing.unload) if was_done else Ended(reason=refusal)
 
     def tick(self) -> None:
         """To be called every `TICK_S`; whoever could not be heard for lack of it is forgiven."""
@@ -251,6 +260,7 @@ class PermitDesk:
             accelerators=standing.accelerators,
             keep=standing.keep,
             keep_accelerators=standing.keep_accelerators,
+            unload=standing.unload,
             warned=standing.warned_s is not None,
             ends_in_s=ends_in_s,
         )

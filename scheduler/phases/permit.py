@@ -6,6 +6,7 @@ is there but cannot be heard, the permit is given up one margin before its lease
 """
 
 import threading
+from collections.abc import Callable
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
@@ -23,18 +24,32 @@ _PROGRESS_STEP = 0.01
 _MARGIN_RATIO = 0.1
 
 
+OnUnload = Callable[[tuple[NodeId, ...]], None]
+
+
 class Permit:
     """One phase of a job while it runs. Safe to use from any thread of its process."""
 
     def __init__(
-        self, transport: Transport, clock: Clock, *, job: JobId, kind: PhaseKind, granted: Granted
+        self,
+        transport: Transport,
+        clock: Clock,
+        *,
+        job: JobId,
+        kind: PhaseKind,
+        granted: Granted,
+        on_unload: OnUnload = lambda _nodes: None,
     ) -> None:
+        """`on_unload` is called with nodes that the job's other states have to leave."""
         self.job, self.kind = job, kind
         self.epoch = granted.epoch
         self._transport = transport
         self._clock = clock
         self.lease_s = granted.lease_s
-        self._orders = Orders(stage=Stage.RUNNING, nodes=granted.nodes)
+        self._orders = Orders(
+            stage=Stage.RUNNING, nodes=granted.nodes, accelerators=granted.accelerators
+        )
+        self._on_unload = on_unload
         self._complete_ratio, self._tokens, self._narrowed = 0.0, 0, False
         self._recall: Recall | None = None
         self._said_ratio = 0.0
@@ -49,6 +64,16 @@ class Permit:
     def nodes(self) -> tuple[NodeId, ...]:
         """Held now: grows when a tail leaves, shrinks when this one is narrowed."""
         return self._orders.nodes
+
+    @property
+    def accelerators(self) -> dict[NodeId, tuple[int, ...]]:
+        """By number, of nodes that it has in part, beside a tail or as one; else it has all."""
+        return self._orders.accelerators
+
+    @property
+    def keep_accelerators(self) -> dict[NodeId, tuple[int, ...]]:
+        """Of the nodes in `keep`, which part is to be kept; all of those that are not named."""
+        return self._orders.keep_accelerators
 
     @property
     def stage(self) -> Stage:
@@ -138,5 +163,6 @@ class Permit:
         self._answered_s = asked_s
         if isinstance(reply, Orders):
             self._orders = reply
+            self._on_unload(reply.unload)
         elif isinstance(reply, Ended):
             self._lost = reply.reason

@@ -145,7 +145,8 @@ class PlanningDesk(PermitDesk):
         if isinstance(reply, Left) and stay is not None and stay.told and not leave.failed:
             rollout, training = self.cluster.machines(stay.to)
             return Left(
-                move=Move(rollout_nodes=rollout, training_nodes=training, reason=stay.reason)
+                move=Move(rollout_nodes=rollout, training_nodes=training, reason=stay.reason),
+                unload=reply.unload,
             )
         return reply
 

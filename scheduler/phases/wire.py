@@ -5,6 +5,7 @@
     withdraw Withdraw -> Left
     beat     Beat     -> Orders | Ended
     leave    Leave    -> Left | Ended
+    unloaded Unloaded -> Left
     forget   Forget   -> Left
     submit   Submission -> Placed | Queued | Refused      where the control plans: instead of place
     node     NodeReport -> Kept | Refused                 by an operator or a health check
@@ -66,6 +67,15 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Of the phase, spent on loading, offloading and in line: alone it would not take them."""
     leased_s: float = 0.0
     """Leases have taken so much off it: what it would take alone is longer."""
+    stays_loaded: bool = False
+    """The state is still on the accelerators; the control asks for them when another job starts."""
+
+
+class Unloaded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The job's state has left these nodes' accelerators."""
+
+    job: JobId
+    nodes: tuple[NodeId, ...]
 
 
 class Forget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,11 +93,15 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted", omit_def
     """By number, of the nodes that it has in part; the tail of another job has the others."""
     lease_s: float
     """Say something at least three times in so long."""
+    unload: tuple[NodeId, ...] = ()
+    """As in `Waiting`."""
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
+class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting", omit_defaults=True):
     ahead: int
     """Jobs that come before."""
+    unload: tuple[NodeId, ...] = ()
+    """Where the job's state has to leave the accelerators now: another job is to start there."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -111,6 +125,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, tag="orders"):
     """Of those nodes of which it keeps a part."""
     warned: bool = False
     """The phase takes longer than it declared."""
+    unload: tuple[NodeId, ...] = ()
+    """As in `Waiting`."""
     ends_in_s: float | None = None
     """While revoked: end the phase within this."""
 
@@ -122,6 +138,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
 class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left", omit_defaults=True):
     move: "Move | None" = None
     """The iteration is over, and the job goes on elsewhere."""
+    unload: tuple[NodeId, ...] = ()
+    """As in `Waiting`."""
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
@@ -206,7 +224,7 @@ LeaveReply = Left | Ended
 PlaceReply = Admitted | Refused
 SubmitReply = Placed | Queued | Refused
 ReportReply = Kept | Refused
-Call = JobTerms | Enter | Withdraw | Beat | Leave | Forget | Submission | NodeReport
+Call = JobTerms | Enter | Withdraw | Beat | Leave | Unloaded | Forget | Submission | NodeReport
 Reply = Admitted | Granted | Waiting | Refused | Orders | Ended | Left | Kept | Placed | Queued
 
 CallKind = (
@@ -215,6 +233,7 @@ CallKind = (
     | type[Withdraw]
     | type[Beat]
     | type[Leave]
+    | type[Unloaded]
     | type[Forget]
     | type[Submission]
     | type[NodeReport]
@@ -225,6 +244,7 @@ CALLS: dict[str, CallKind] = {
     "withdraw": Withdraw,
     "beat": Beat,
     "leave": Leave,
+    "unloaded": Unloaded,
     "forget": Forget,
     "submit": Submission,
     "node": NodeReport,
@@ -267,11 +287,17 @@ def checked(call: Call) -> Call:
         checked_name(call.tenant, what="tenant")
     if isinstance(call, Enter | Withdraw):
         checked_name(call.holder, what="holder")
+    nodes = call.nodes if isinstance(call, Unloaded) else ()
     if isinstance(call, JobTerms):
-        for phase in call.phases:
-            for node in phase.nodes:
-                checked_name(node, what="node")
+        nodes = tuple(node for phase in call.phases for node in phase.nodes)
+    for node in nodes:
+        checked_name(node, what="node")
     return call
+
+
+def is_waiting(reply: Reply) -> bool:
+    """Whether an entry is held open: a job that is to unload has to hear so."""
+    return isinstance(reply, Waiting) and not reply.unload
 
 
 def decoded_reply(body: bytes) -> Reply:

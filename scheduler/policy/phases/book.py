@@ -69,7 +69,7 @@ class PermitBook:
         del self.jobs[job]
 
     def leave_loaded(self, standing: Standing) -> None:
-        """Its state stays on its nodes' accelerators; a tail leaves its part to who has the rest."""
+        """Its state stays on its nodes' accelerators, but for the part that its tail had of one."""
         parts = standing.accelerators
         nodes = tuple(node for node in standing.nodes if 0 not in parts.get(node, ()))
         standing.loaded += nodes

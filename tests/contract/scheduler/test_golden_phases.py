@@ -26,6 +26,7 @@ from scheduler.phases.wire import (
     Queued,
     Refused,
     Reply,
+    Unloaded,
     Waiting,
     Withdraw,
     decoded_call,
@@ -75,8 +76,9 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
     (
         "leave",
         Leave(job=JOB, epoch=Epoch(2)),
-        b'{"job":"j","epoch":2,"failed":"","loading_s":0.0,"leased_s":0.0}',
+        b'{"job":"j","epoch":2,"failed":"","loading_s":0.0,"leased_s":0.0,"stays_loaded":false}',
     ),
+    ("unloaded", Unloaded(job=JOB, nodes=NODES), b'{"job":"j","nodes":["n"]}'),
     ("forget", Forget(job=JOB), b'{"job":"j"}'),
     (
         "submit",
@@ -109,7 +111,7 @@ GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
         Orders(stage=Stage.NARROWING, nodes=NODES, keep=NODES, warned=True, ends_in_s=3.0),
         (
             b'{"type":"orders","stage":"narrowing","nodes":["n"],"accelerators":{},'
-            b'"keep":["n"],"keep_accelerators":{},"warned":true,"ends_in_s":3.0}'
+            b'"keep":["n"],"keep_accelerators":{},"warned":true,"unload":[],"ends_in_s":3.0}'
         ),
     ),
     (Ended(reason="why"), b'{"type":"ended","reason":"why"}'),
