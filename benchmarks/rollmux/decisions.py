@@ -11,7 +11,7 @@ from scheduler.policy.groups.events import JobArrived, PhaseEnded
 from scheduler.policy.groups.planner import GroupPlanner
 from scheduler.policy.model import PhaseKind
 from scheduler.sim.rollmux.baselines import our_planner
-from scheduler.sim.rollmux.workload import SimulatedJob, w1
+from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob, w1
 
 ACTIVE = (200, 2_000, 20_000)
 PROBES = 200
@@ -42,6 +42,8 @@ def _arrived(active: int) -> tuple[list[float], GroupPlanner]:
 
 
 def _learn(planner: GroupPlanner, one: SimulatedJob) -> None:
+    accelerators = ROLLOUT_ACCELERATORS * one.job.phases[0].nodes
+    planner.facts[one.job.job].learn_tail(one.curve, accelerators=accelerators)
     for rollout_s, training_s in one.lengths_s[np.arange(8) % one.iterations].tolist():
         for kind, solo_s in ((PhaseKind.ROLLOUT, rollout_s), (PhaseKind.TRAINING, training_s)):
             event = PhaseEnded(job=one.job.job, phase=kind, solo_s=solo_s)

@@ -23,7 +23,13 @@ from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, 
 from scheduler.sim.rollmux.baselines import our_planner
 from scheduler.sim.rollmux.ledger import RunResult
 from scheduler.sim.rollmux.optimum import KnownJob, Optimum
-from scheduler.sim.rollmux.workload import PHASE_CV, SimulatedJob, drawn_lengths, w1
+from scheduler.sim.rollmux.workload import (
+    PHASE_CV,
+    ROLLOUT_ACCELERATORS,
+    SimulatedJob,
+    drawn_lengths,
+    w1,
+)
 
 _SETTLED_S = 24 * 3600.0
 """By then every job is mature and its credit pays for moves."""
@@ -101,6 +107,8 @@ def _settled(jobs: list[SimulatedJob]) -> GroupPlanner:
             ):
                 event = PhaseEnded(job=one.job.job, phase=kind, solo_s=solo_s)
                 planner.observe(event, now=now)
+        accelerators = ROLLOUT_ACCELERATORS * one.job.phases[0].nodes
+        planner.facts[one.job.job].learn_tail(one.curve, accelerators=accelerators)
         # Jobs that lived a day alone: their credit is what their SLO gives for it.
         now += _SETTLED_S
         for other in planner.facts.values():

@@ -32,6 +32,9 @@ def serve(
     journal: Annotated[
         Path | None, typer.Option(help="Directory for the journal of decisions.")
     ] = None,
+    journal_mib: Annotated[
+        int, typer.Option(min=1, max=1 << 16, help="Size that the journal is bounded by.")
+    ] = 64,
     metrics_port: Annotated[
         int | None,
         typer.Option(min=1, max=65535, help="Loopback port for Prometheus; none opens none."),
@@ -71,6 +74,7 @@ def serve(
             journal=journal,
             metrics_port=metrics_port,
             cluster=cluster,
+            journal_bytes=journal_mib << 20,
         )
     )
 

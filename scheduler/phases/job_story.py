@@ -131,8 +131,8 @@ class JobStory:
                 case TellMove():
                     words = f"its iteration is over: told to go on on {_nodes(effect)}"
                     yield Entry(at=now.at, told=Told.MOVE_TOLD, text=words)
-                case SettleJob() if asked is None or asked.decision is not Decision.PLACED:
-                    words = f"has its place in {effect.group} on {_nodes(effect)}"
+                case SettleJob() if asked is None or _nodes(asked) != _nodes(effect):
+                    words = f"is in {effect.group} on {_nodes(effect)} now"
                     yield Entry(at=now.at, told=Told.ARRIVED, text=words)
                 case _:
                     pass
@@ -196,7 +196,7 @@ def _asked(plan: PlanJob, now: Moment) -> Entry:
             words = f"asked to move to {where}{beside}, at its iteration's end: {plan.reason}"
             told = Told.MOVE_ASKED
         case Decision.RESTARTED:
-            words = f"begins its iteration again in {where}{beside}: {plan.reason}"
+            words = f"gets other nodes, in {where}{beside}: {plan.reason}"
             told = Told.RESTARTED
     return Entry(at=now.at, told=told, text=words)
 

@@ -20,7 +20,15 @@ from scheduler.policy.cluster.memory import (
 _LAYOUT: Final = "layout"
 _CLOCK: Final = "clock"
 _JOB: Final = "job/"
-_TIMES: Final = ("enqueued_s", "heard_s", "started_s", "worked_at_s", "warned_s", "revoked_s")
+_TIMES: Final = (
+    "enqueued_s",
+    "heard_s",
+    "started_s",
+    "worked_at_s",
+    "unload_s",
+    "warned_s",
+    "revoked_s",
+)
 """Of a job's standing."""
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from harvester.contracts.clock import Clock
-from scheduler.phases.desk import PermitDesk
+from scheduler.phases.desk import JOURNAL_BYTES, PermitDesk
 from scheduler.policy.cluster.config import ClusterConfig
 from scheduler.policy.phases.terms import PermitsConfig
 
@@ -15,14 +15,17 @@ def opened(
     state: Path | None,
     journal: Path | None,
     cluster: ClusterConfig | None,
+    journal_bytes: int = JOURNAL_BYTES,
 ) -> PermitDesk:
     """Raises ConfigError where the state file is not one of such a control."""
     if cluster is None:
-        return PermitDesk(config, clock, state=state, journal=journal)
+        return PermitDesk(config, clock, state=state, journal=journal, journal_bytes=journal_bytes)
     # Whoever does not plan needs no compiler.
     from scheduler.phases.planning import PlanningDesk
 
-    return PlanningDesk(config, cluster, clock, state=state, journal=journal)
+    return PlanningDesk(
+        config, cluster, clock, state=state, journal=journal, journal_bytes=journal_bytes
+    )
 
 
 def compile_for(cluster: ClusterConfig | None) -> None:

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
-from scheduler.phases.desk import PermitDesk
+from scheduler.phases.desk import JOURNAL_BYTES, PermitDesk
 from scheduler.phases.front import Front
 from scheduler.phases.opening import compile_for, opened
 from scheduler.phases.status import statuses
@@ -137,13 +137,16 @@ async def serve(
     journal: Path | None,
     metrics_port: int | None = None,
     cluster: ClusterConfig | None = None,
+    journal_bytes: int = JOURNAL_BYTES,
     clock: Clock | None = None,
 ) -> None:
     """Until SIGTERM or SIGINT. Raises ConfigError where it cannot start."""
     clock = clock or MonotonicClock()
     compile_for(cluster)
     listening = listening_socket(path)
-    desk = opened(config, clock, state=state, journal=journal, cluster=cluster)
+    desk = opened(
+        config, clock, state=state, journal=journal, cluster=cluster, journal_bytes=journal_bytes
+    )
     front = Front(desk, clock)
     runner = web.AppRunner(
         application(front),

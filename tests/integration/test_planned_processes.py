@@ -1,5 +1,6 @@
 """A control that plans, and jobs, as real processes: killed, restarted, on nodes that fail."""
 
+import re
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -10,10 +11,12 @@ import pytest
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
-from scheduler.phases.command import forget, node, submit
+from scheduler.phases.command import explain, forget, node, submit
 from scheduler.phases.command import status as phases_status
 from scheduler.phases.socket_control import SocketControl
 from scheduler.phases.wire import JobStatus, PlanStatus
+from scheduler.policy.phases.standing import Stage
+from scheduler.sim.command import replay
 from tests.integration.line_children import LineChild, LineChildren
 
 REPOSITORY = Path(__file__).parents[2]
@@ -50,6 +53,10 @@ class Machine:
     def socket(self) -> Path:
         return self.directory / "phases.sock"
 
+    @property
+    def journal(self) -> Path:
+        return self.directory / "journal"
+
     def control(self, more: str = "") -> subprocess.Popen[str]:
         """`more` is what its file of nodes says beside the nodes."""
         nodes = self.directory / "nodes.yaml"
@@ -57,7 +64,7 @@ class Machine:
         process = self.children.start(
             *("-m", "scheduler.phases", "--socket", str(self.socket)),
             *("--state", str(self.directory / "state.sqlite"), "--nodes", str(nodes)),
-            *("--lease-s", "3.0"),
+            *("--journal", str(self.journal), "--lease-s", "3.0"),
         )
         self.until(lambda: process.poll() is None and self.answers())
         return process
@@ -76,6 +83,9 @@ class Machine:
     def plan(self, name: str) -> PlanStatus | None:
         jobs: tuple[JobStatus, ...] = SocketControl(self.socket).jobs()
         return next((one.plan for one in jobs if one.job == name), None)
+
+    def stage(self, name: str) -> Stage:
+        return next(one.stage for one in SocketControl(self.socket).jobs() if one.job == name)
 
     def until(self, done) -> None:
         clock = MonotonicClock()
@@ -115,6 +125,46 @@ def test_two_processes_share_the_planned_nodes_over_a_killed_control(machine: Ma
         plan = machine.plan(name)
         assert plan is not None
         assert plan.iterations == 1
+
+
+def test_the_journal_of_a_killed_control_replays_and_tells_each_job_s_story(
+    machine: Machine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    control = machine.control()
+    first = machine.job("first")
+    assert first.hears() == "placed r0 t0"
+    second = machine.job("second")
+    assert second.hears() == "placed r0 t0"
+    first.says("rollout")
+    assert first.hears() == "granted r0"
+    second.says("rollout")
+    machine.until(lambda: machine.stage("second") is Stage.WAITING)
+    control.kill()
+    control.wait()
+    machine.control()
+    first.says("")
+    assert first.hears() == "ended"
+    assert second.hears() == "granted r0"
+    node("r0", machine.socket, failed=True)
+    second.says("")
+    assert second.hears().startswith("Stale")
+    assert second.runs("rollout") == "granted r1"
+    forget("first", machine.socket)
+    replay(machine.journal / "scheduler.policy.cluster.jsonl")
+    assert capfd.readouterr().out.startswith("identical: ")
+    story = explain_to(capfd, "second", socket=machine.socket)
+    assert re.search(r"placed in group-\d+ on r0 \| t0 beside first", story)
+    assert "the control is back" in story
+    assert re.search(r"rollout begins on r0, after [\d.]+ s of waiting, behind first", story)
+    assert re.search(r"gets other nodes, in group-\d+ on r1 .*: node r0 failed", story)
+    assert re.search(r"its rollout permit ended after [\d.]+ s, left: node r0 failed", story)
+    assert "closed: it was forgotten" in explain_to(capfd, "first", journal=machine.journal)
+
+
+def explain_to(capfd: pytest.CaptureFixture[str], job: str, **where: Path) -> str:
+    asked = {"journal": None, "socket": None, "last": "1h", "since": ""} | where
+    explain(job, **asked, permits=True, as_json=False)
+    return capfd.readouterr().out
 
 
 def test_a_job_that_crashes_and_one_that_leaves_make_room_for_who_waits(machine: Machine) -> None:
@@ -194,5 +244,7 @@ def test_the_toy_jobs_of_the_examples_share_two_nodes(tmp_path: Path) -> None:
         assert all("on roll-0 | train-0" in one for one in said)
         assert all("iteration 2 trains on train-0" in one for one in said)
         assert SocketControl(machine.socket).jobs() == ()
+        with pytest.raises(ConfigError, match="without --journal"):
+            SocketControl(machine.socket).journal()
     finally:
         machine.children.stop()

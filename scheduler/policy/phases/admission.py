@@ -46,6 +46,7 @@ def remove(book: PermitBook, event: JobLeft, *, now: float) -> Effects:
     if standing.holding:
         effects.append(end(book, standing, EndReason.LEFT, "the job left", now=now))
     book.leave_lines(standing)
+    book.unload(standing, standing.loaded)
     if event.for_good:
         book.remove(event.job)
         return [*effects, RemoveJob(job=event.job)]

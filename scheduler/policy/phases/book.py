@@ -24,6 +24,8 @@ class PermitBook:
         """Nodes that have failed: nobody starts there."""
         self._lines = NodeLines()
         self._touched: set[NodeId] = set()
+        self._loaded: dict[NodeId, JobId] = {}
+        """Whose state was left on the node's accelerators without a permit."""
 
     def snapshot(self) -> list[dict[str, Any]]:
         return [msgspec.to_builtins(standing) for standing in self.jobs.values()]
@@ -40,6 +42,7 @@ class PermitBook:
             for node, kept in tails.items():
                 self._lines.keep_tail(standing.job, node, len(kept))
             self._lines.join(standing.ticket, standing.job, standing.awaits)
+            self._loaded |= dict.fromkeys(standing.loaded, standing.job)
 
     def next_epoch(self) -> Epoch:
         epoch, ticket = self.counters
@@ -64,6 +67,32 @@ class PermitBook:
 
     def remove(self, job: JobId) -> None:
         del self.jobs[job]
+
+    def leave_loaded(self, standing: Standing) -> None:
+        """Its state stays on its nodes' accelerators; a tail leaves its part to who has the rest."""
+        parts = standing.accelerators
+        nodes = tuple(node for node in standing.nodes if 0 not in parts.get(node, ()))
+        standing.loaded += nodes
+        self._loaded |= dict.fromkeys(nodes, standing.job)
+
+    def unload(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
+        """Its state is on these nodes no more, of those that it holds no permit for."""
+        gone = tuple(node for node in nodes if node in standing.loaded)
+        for node in gone:
+            del self._loaded[node]
+        self._forget_loaded(standing, gone)
+        self.touch(gone)
+
+    def _forget_loaded(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
+        standing.loaded = tuple(node for node in standing.loaded if node not in nodes)
+        standing.unload = tuple(node for node in standing.unload if node not in nodes)
+        if not standing.unload:
+            standing.unload_s = None
+
+    def loaded_by_other(self, standing: Standing, node: NodeId) -> Standing | None:
+        """The job whose state has to leave the node before this one starts there."""
+        job = self._loaded.get(node)
+        return None if job is None or job == standing.job else self.jobs[job]
 
     def touch(self, nodes: Iterable[NodeId]) -> None:
         """Something has changed there: who waits for them may go on now."""
@@ -95,6 +124,10 @@ class PermitBook:
         self._lines.occupy(standing.job, nodes)
         self._lines.leave(standing.ticket, standing.job, nodes)
         standing.nodes += nodes
+        if standing.loaded:
+            self._forget_loaded(standing, nodes)
+            for node in nodes:
+                self._loaded.pop(node, None)
         standing.awaits = tuple(node for node in standing.awaits if node not in nodes)
         parts = {node: tuple(range(tail[1], per_node)) for node, tail in self._tails(nodes)}
         if parts:
@@ -198,6 +231,7 @@ class PermitBook:
             for node in standing.awaits
             if self._lines.on(node) is None
             and node not in self.closed
+            and self.loaded_by_other(standing, node) is None
             and self.is_first(standing, node, now)
         )
 

@@ -39,17 +39,17 @@ def ended(book: PermitBook, event: PhaseEnded, *, now: float) -> Ending:
     work_until(standing, now=now)
     leased_s = min(max(0.0, event.leased_s), _LEASED_MAX_RATIO * standing.worked_s)
     _learn(standing, standing.kind, loading_s=event.loading_s, leased_s=leased_s)
-    effects: Ending = [
-        end(
-            book,
-            standing,
-            EndReason.DONE,
-            "",
-            leased_s=leased_s,
-            loading_s=event.loading_s,
-            now=now,
-        )
-    ]
+    done = end(
+        book,
+        standing,
+        EndReason.DONE,
+        "",
+        now=now,
+        loading_s=event.loading_s,
+        leased_s=leased_s,
+        stays_loaded=event.stays_loaded,
+    )
+    effects: Ending = [done]
     # Terms may have changed while it ran, and no longer know this phase.
     if standing.terms.phase(standing.kind) is None:
         return effects
@@ -76,9 +76,14 @@ def end(
     now: float,
     loading_s: float = 0.0,
     leased_s: float = 0.0,
+    stays_loaded: bool = False,
 ) -> EndPermit:
     assert standing.kind is not None
     work_until(standing, now=now)
+    if stays_loaded:
+        book.leave_loaded(standing)
+    if reason not in (EndReason.DONE, EndReason.WITHDRAWN):
+        book.unload(standing, standing.loaded)
     book.free(standing, standing.nodes)
     book.leave_lines(standing)
     standing.move(Trigger.ENDED)

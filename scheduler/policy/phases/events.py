@@ -81,6 +81,15 @@ class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
     """Spent on loading, offloading and moving its tail: no part of what it would take alone."""
     leased_s: float = 0.0
     """By so much leases have shortened it."""
+    stays_loaded: bool = False
+    """Its state is still on the nodes' accelerators, until another job is to start there."""
+
+
+class NodesUnloaded(msgspec.Struct, frozen=True, kw_only=True, tag="nodes_unloaded"):
+    """The job's state has left these nodes' accelerators."""
+
+    job: JobId
+    nodes: tuple[NodeId, ...]
 
 
 class ControlResumed(msgspec.Struct, frozen=True, kw_only=True, tag="control_resumed"):
@@ -100,6 +109,7 @@ PermitEvent = (
     | PhaseNarrowed
     | TailRecalled
     | PhaseEnded
+    | NodesUnloaded
     | ControlResumed
     | TimePassed
 )
@@ -176,6 +186,13 @@ class FreeNodes(msgspec.Struct, frozen=True, kw_only=True, tag="free_nodes"):
     nodes: tuple[NodeId, ...]
 
 
+class UnloadNodes(msgspec.Struct, frozen=True, kw_only=True, tag="unload_nodes"):
+    """Another job is to start there: take the state off the accelerators, and say so."""
+
+    job: JobId
+    nodes: tuple[NodeId, ...]
+
+
 class WarnHolder(msgspec.Struct, frozen=True, kw_only=True, tag="warn_holder"):
     job: JobId
     epoch: Epoch
@@ -229,6 +246,7 @@ PermitEffect = (
     | WidenPermit
     | NarrowPhase
     | FreeNodes
+    | UnloadNodes
     | WarnHolder
     | RevokePermit
     | EndPermit

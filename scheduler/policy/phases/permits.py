@@ -23,6 +23,7 @@ from scheduler.policy.phases.events import (
     HolderHeard,
     JobLeft,
     JobPlaced,
+    NodesUnloaded,
     PermitEffect,
     PermitEvent,
     PhaseEnded,
@@ -106,6 +107,8 @@ class PermitPolicy:
         if not touched:
             return tuple(effects)
         effects += serve(self._book, touched, now=now)
+        # A holder that has its nodes whole again may make room on all of them.
+        touched += self._book.settle()
         effects += make_room(self._book, self.config, touched, now=now)
         # Who is asked to make room leaves its lines, where others may stand behind it.
         return (*effects, *serve(self._book, self._book.settle(), now=now))
@@ -129,6 +132,11 @@ class PermitPolicy:
                 return [*recall(book, event, now=now)]
             case PhaseEnded():
                 return [*ended(book, event, now=now)]
+            case NodesUnloaded():
+                unloaded = book.jobs.get(event.job)
+                if unloaded is not None:
+                    book.unload(unloaded, event.nodes)
+                return []
             case ControlResumed():
                 resume(book, now=now)
                 return []

@@ -1,17 +1,17 @@
-"""Asks holders to make room for those who wait: long tails, and phases that overran.
+"""Asks jobs to make room for one that waits: tails, states left loaded, phases that overran.
 
-A tail is asked to move only where that lets a job start at once: moving it costs seconds. To end a
-phase costs its job a step, so an overrun is ended only where somebody waits. Changes the standings
-that it asks of, and answers what to tell their holders.
+A tail is asked to move, and a state to leave accelerators, only where that lets a job start at
+once: either costs seconds. To end a phase costs its job a step, so an overrun is ended only where
+another job waits. Changes the standings that it asks of, and answers what to tell their holders.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from harvester.contracts.ids import NodeId
+from harvester.contracts.ids import JobId, NodeId
 from scheduler.policy.phases.accelerators import in_tail, spread, work_until
 from scheduler.policy.phases.book import PermitBook
 from scheduler.policy.phases.completion import tail_of
-from scheduler.policy.phases.events import NarrowPhase, RevokePermit
+from scheduler.policy.phases.events import NarrowPhase, RevokePermit, UnloadNodes
 from scheduler.policy.phases.standing import Stage, Standing, Trigger
 from scheduler.policy.phases.terms import PermitsConfig, PhaseTerms
 from scheduler.policy.phases.watchdog import Verdict, verdict
@@ -24,11 +24,20 @@ class MovableTail(NamedTuple):
     """Accelerators, of the nodes on which it keeps any."""
 
 
+class Obstacles(NamedTuple):
+    tails: list[MovableTail]
+    loaded: dict[JobId, tuple[NodeId, ...]]
+    """Nodes on whose accelerators the state of each of these jobs was left."""
+
+
+NOTHING: Final = Obstacles([], {})
+
+
 def make_room(
     book: PermitBook, config: PermitsConfig, touched: tuple[NodeId, ...], *, now: float
-) -> list[NarrowPhase | RevokePermit]:
+) -> list[NarrowPhase | RevokePermit | UnloadNodes]:
     """On the nodes where something has changed."""
-    asked: list[NarrowPhase | RevokePermit] = []
+    asked: list[NarrowPhase | RevokePermit | UnloadNodes] = []
     waiting = [each for each in book.in_line(touched) if book.waits(each, now)]
     if not waiting:
         return asked
@@ -38,7 +47,9 @@ def make_room(
         if verdict(standing, config, wanted=True, now=now) is Verdict.OBSTRUCTS:
             asked.append(revoke(book, config, standing, now=now))
     for standing in waiting:
-        asked += [_narrow(book, tail, now) for tail in _tails_before(book, standing, now)]
+        tails, loaded = _obstacles(book, standing, now)
+        asked += [_narrow(book, tail, now) for tail in tails]
+        asked += [_unload(book.jobs[job], nodes, now) for job, nodes in loaded.items()]
     return asked
 
 
@@ -56,25 +67,34 @@ def revoke(
     )
 
 
-def _tails_before(book: PermitBook, waiter: Standing, now: float) -> list[MovableTail]:
-    """Tails that alone keep a waiting job from its start; none where more does."""
+def _obstacles(book: PermitBook, waiter: Standing, now: float) -> Obstacles:
+    """What alone keeps a waiting job from its start; nothing where more does."""
     phase = None if waiter.kind is None else waiter.terms.phase(waiter.kind)
     if phase is None or not all(book.is_first(waiter, node, now) for node in waiter.awaits):
-        return []
-    tails: dict[str, MovableTail] = {}
+        return NOTHING
+    tails: dict[JobId, MovableTail] = {}
+    loaded: dict[JobId, tuple[NodeId, ...]] = {}
     found = 0
     for node in waiter.awaits:
         job = book.on(node)
         if job is None:
             found += book.free_accelerators(node, per_node=phase.accelerators)
+            if (other := book.loaded_by_other(waiter, node)) is not None:
+                loaded[other.job] = (*loaded.get(other.job, ()), node)
         elif not book.under_tail(node):
             tail = tails.get(job) or _movable_tail(book, book.jobs[job], now)
             if tail is None:
-                return []
+                return NOTHING
             tails[job] = tail
             found += max(0, phase.accelerators - tail.keeps.get(node, 0))
     starts = found == phase.all_accelerators or found >= phase.least_accelerators > 0
-    return list(tails.values()) if starts else []
+    return Obstacles([*tails.values()], loaded) if starts else NOTHING
+
+
+def _unload(other: Standing, nodes: tuple[NodeId, ...], now: float) -> UnloadNodes:
+    other.unload_s = now if other.unload_s is None else other.unload_s
+    other.unload = tuple(dict.fromkeys((*other.unload, *nodes)))
+    return UnloadNodes(job=other.job, nodes=nodes)
 
 
 def _movable_tail(book: PermitBook, holder: Standing, now: float) -> MovableTail | None:

@@ -84,4 +84,6 @@ def _widen(book: PermitBook, standing: Standing, now: float) -> list[WidenPermit
 def _widen_nodes(book: PermitBook, standing: Standing, now: float) -> list[WidenPermit]:
     work_until(standing, now=now)
     nodes = book.widen(standing)
+    if nodes:
+        book.touch_lines(standing.nodes)
     return [WidenPermit(job=standing.job, epoch=standing.epoch, nodes=nodes)] if nodes else []

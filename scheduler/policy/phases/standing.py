@@ -87,6 +87,12 @@ class Standing(msgspec.Struct, kw_only=True):
     started_s: float = 0.0
     warned_s: float | None = None
     revoked_s: float | None = None
+    loaded: tuple[NodeId, ...] = ()
+    """Nodes on whose accelerators its state was left, though it holds no permit for them."""
+    unload: tuple[NodeId, ...] = ()
+    """Those that it was asked to take its state off, for another job to start there."""
+    unload_s: float | None = None
+    """When it was first asked."""
     worked_s: float = 0.0
     """What the phase would have taken alone until `worked_at_s`, loading included."""
     worked_at_s: float = 0.0

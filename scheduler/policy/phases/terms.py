@@ -59,7 +59,10 @@ class JobTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """In the order of the cycle, each kind once."""
 
     def phase(self, kind: PhaseKind) -> PhaseTerms | None:
-        return next((phase for phase in self.phases if phase.kind is kind), None)
+        for phase in self.phases:
+            if phase.kind is kind:
+                return phase
+        return None
 
     def after(self, kind: PhaseKind) -> PhaseTerms:
         """The phase that follows `kind` in the cycle."""

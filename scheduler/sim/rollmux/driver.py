@@ -31,12 +31,14 @@ from scheduler.policy.phases.events import (
     HolderHeard,
     JobLeft,
     NarrowPhase,
+    NodesUnloaded,
     PhaseEnded,
     PhaseNarrowed,
     PhaseRequested,
     Refuse,
     RevokePermit,
     TimePassed,
+    UnloadNodes,
     WarnHolder,
     WidenPermit,
 )
@@ -60,6 +62,8 @@ _NOTES: Final = {
     Decision.RESTARTED: "restart",
 }
 _ALWAYS: Final = -1
+_NO_JOB: Final = JobId("")
+"""On accelerators that a job has left: the next one loads its own state."""
 
 
 Watch = Callable[[PhaseRuntime, float], None]
@@ -161,6 +165,9 @@ class Driver:
             case Refuse() if self._by_job[effect.job].stage is WorkerStage.WAITING:
                 worker = self._by_job[effect.job]
                 self._set_next(worker, self._now + _RETRY_S, self._ask)
+            case UnloadNodes():
+                self._loaded.update(dict.fromkeys(effect.nodes, _NO_JOB))
+                self._set(self._now, self._unloaded, effect)
             case PlanJob():
                 self._note(effect)
             case WarnHolder():
@@ -174,6 +181,9 @@ class Driver:
         self._tell(TimePassed())
         if periodic:
             self._set(self._now + TICK_S, self._tick, True)
+
+    def _unloaded(self, asked: UnloadNodes) -> None:
+        self._tell(NodesUnloaded(job=asked.job, nodes=asked.nodes))
 
     def _arrive(self, worker: Worker) -> None:
         one = worker.one
@@ -272,6 +282,7 @@ class Driver:
                 job=worker.job,
                 epoch=worker.epoch,
                 loading_s=worker.loading_s,
+                stays_loaded=True,
                 leased_s=worker.leased_s,
             )
         )

@@ -16,8 +16,8 @@ from scheduler.policy.groups.regrouping import CheapestHosting, Guest
 from scheduler.policy.groups.stages import Rules
 from scheduler.policy.groups.tail import TailShape, best_shape
 from scheduler.policy.groups.verdicts import Hosting
-from scheduler.policy.model import Job, Pool
-from scheduler.sim.rollmux.workload import NODE_TYPES, PHASE_CV, SimulatedJob
+from scheduler.policy.model import Job
+from scheduler.sim.rollmux.workload import NODE_TYPES, PHASE_CV, ROLLOUT_ACCELERATORS, SimulatedJob
 
 LONG_RUN: Final = Horizon(scenarios=2, cycles=100.0)
 """Eight cycles, the planner's horizon, admit groups that break an SLO by more than a per cent over
@@ -35,10 +35,11 @@ class KnownJob:
     @classmethod
     def of(cls, one: SimulatedJob) -> "KnownJob":
         rollout_s, training_s = one.means_s
+        accelerators = ROLLOUT_ACCELERATORS * one.job.phases[0].nodes
         return cls(
             job=one.job,
             truth=Belief(rollout_s, 0.0, PHASE_CV, training_s, 0.0, PHASE_CV),
-            tail=best_shape(one.curve, accelerators=NODE_TYPES[Pool.ROLLOUT].accelerators),
+            tail=best_shape(one.curve, accelerators=accelerators),
         )
 
     def as_guest(self, version: int) -> Guest:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from harvester.contracts.ids import JobId, NodeId
 from scheduler.phases.command import explain
 from scheduler.phases.desk import PermitDesk
 from scheduler.phases.explanation import EVER, Explanation, explanation, moment
+from scheduler.phases.journal_lines import journal_lines
 from scheduler.phases.story_entry import Told
 from scheduler.phases.wire import Beat, Enter, Forget, NodeReport
 from scheduler.policy.cluster.config import ClusterConfig
@@ -94,7 +96,7 @@ def test_why_was_my_job_moved_names_the_job_whose_promise_was_in_danger(control:
     (told,), (arrived,) = _told(found, Told.MOVE_TOLD), _told(found, Told.ARRIVED)
     where = " | ".join(" ".join(side) for side in control.at("easy"))
     assert told == f"its iteration is over: told to go on on {where}"
-    assert arrived.endswith(f"on {where}")
+    assert arrived.endswith(f"on {where} now")
     order = [entry.told for entry in found.entries]
     assert order == [
         Told.SUBMITTED,
@@ -131,10 +133,21 @@ def test_a_failed_node_is_named_with_the_phase_that_it_ended(control: Control) -
     control.desk.call(NodeReport(node=NodeId("r0"), failed=True))
     found = _explained(control, "a")
     assert _told(found, Told.RESTARTED) == [
-        "begins its iteration again in group-3 on r1 | t0 alone: node r0 failed; it is replaced"
+        "gets other nodes, in group-3 on r1 | t0 alone: node r0 failed; it is replaced"
     ]
     assert _told(found, Told.LOST) == ["its rollout permit ended after 8.0 s, left: node r0 failed"]
-    assert _told(found, Told.ARRIVED) == ["has its place in group-3 on r1 | t0"]
+    assert not _told(found, Told.ARRIVED)
+
+
+def test_who_has_no_node_left_hears_when_it_has_one_again(opens: Opens) -> None:
+    control = opens(cluster("r0", "t0"))
+    control.submit(submission("a"))
+    control.desk.call(NodeReport(node=NodeId("t0"), failed=True))
+    control.desk.call(NodeReport(node=NodeId("t0"), failed=False))
+    found = _explained(control, "a")
+    (restarted,), (arrived,) = _told(found, Told.RESTARTED), _told(found, Told.ARRIVED)
+    assert "on r0 | (no node is free) alone: node t0 failed" in restarted
+    assert arrived == "is in group-3 on r0 | t0 now"
 
 
 def test_a_permit_says_how_long_it_was_waited_for_and_behind_whom(control: Control) -> None:
@@ -254,6 +267,56 @@ def test_a_torn_last_line_is_left_out(control: Control, tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"type":"decided","t_s":1.0,"sam')
     assert _told(_explained(control, "a"), Told.PLACED)
+
+
+def test_a_rotation_while_the_journal_is_read_loses_no_line(opens: Opens, tmp_path: Path) -> None:
+    control = opens(journal_bytes=30_000)
+    control.submit(submission("a"))
+    for _ in range(8):
+        control.iteration("a")
+    before = list(journal_lines(tmp_path))
+    reading = journal_lines(tmp_path)
+    first = next(reading)
+    for _ in range(20):
+        control.iteration("a")
+    assert [first, *reading][: len(before)] == before
+
+
+def test_lines_of_other_versions_are_dated_and_what_is_not_known_is_left_out(
+    opens: Opens, tmp_path: Path
+) -> None:
+    control = opens()
+    control.clock.now_s = 5000.0
+    control.submit(submission("a"))
+    control.desk.close()
+    expected = _explained(control, "a").entries
+    path = tmp_path / "scheduler.policy.cluster.jsonl"
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    del lines[0]["t_s"]
+    for line in lines[1:]:
+        line["effects"].insert(0, {"type": "of_another_version", "job": "a"})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = _explained(control, "a").entries
+    assert [entry.text for entry in found] == [entry.text for entry in expected]
+    assert found[0].at == datetime.fromisoformat(lines[0]["wall"])
+
+
+def test_after_a_reboot_no_wait_is_measured_over_two_clocks(opens: Opens, tmp_path: Path) -> None:
+    control = opens(state=tmp_path / "state.sqlite")
+    control.clock.now_s = 90_000.0
+    control.submit(submission("a", slo=3.0), submission("b", slo=3.0))
+    control.runs("a")
+    control.enter("b")
+    control.clock.now_s = 10.0
+    again = control.restarted()
+    again.pass_time(4.0, beats="a")
+    again.enter("b")
+    again.leave("a")
+    found = _explained(again, "b", permits=True)
+    again.desk.close()
+    waits_s = [wait_s for one in found.permits for wait_s in one.waits_s]
+    assert waits_s
+    assert all(0.0 <= wait_s <= 4.0 for wait_s in waits_s)
 
 
 def test_a_control_that_does_not_plan_tells_of_permits(tmp_path: Path) -> None:
