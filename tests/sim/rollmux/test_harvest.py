@@ -82,7 +82,7 @@ def away(undivided: list[SimulatedJob]) -> HarvestResult:
 
 @pytest.fixture(scope="module")
 def failing(undivided: list[SimulatedJob]) -> HarvestResult:
-    harsh = Disruptions(seed=1, node_mtbf_s=20 * 3600.0, leaving_ratio=0.2)
+    harsh = Disruptions(seed=1, node_mtbf_s=5 * 3600.0, leaving_ratio=0.2)
     supply = LeaseSupply(given_s=UNEVEN, turns_s=OFTEN)
     return run_harvest(undivided, supply, disruptions=harsh, record=True)
 
@@ -137,7 +137,11 @@ def test_a_tail_that_keeps_no_node_ends_on_leases_or_comes_home_and_is_never_los
     assert told["phase_lost"] == told["tail_moved"] == 0
 
 
-def test_a_node_that_fails_takes_no_tail_that_is_out_on_leases(failing: HarvestResult) -> None:
+def test_a_node_that_fails_takes_no_tail_that_is_out_on_leases(
+    jobs: list[SimulatedJob], failing: HarvestResult
+) -> None:
+    """Of two nodes a tail in line may have one back before it goes home, and loses with it."""
+    narrow = {one.job.job for one in jobs if one.job.phases[0].nodes == 1}
     counts = failing.run.counts
     assert min(counts.failures, counts.restarts, counts.given_up) > 0
     events = failing.run.ledger.in_order()
@@ -149,11 +153,11 @@ def test_a_node_that_fails_takes_no_tail_that_is_out_on_leases(failing: HarvestR
         if kind == "tail_leased":
             out[job].add(event["node"])
         elif kind == "node_failed":
-            outlived += any(event["node"] in nodes for nodes in out.values())
+            outlived += any(event["node"] in out[job] for job in narrow & set(out))
         elif kind in ("tail_returned", "phase_end", "job_given_up", "left"):
             out.pop(job, None)
         elif kind == "phase_lost":
-            assert job not in out or (event["t"], job) in given_up
+            assert job not in narrow & set(out) or (event["t"], job) in given_up
     assert outlived > 0
 
 
