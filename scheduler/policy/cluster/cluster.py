@@ -184,7 +184,9 @@ class ClusterPolicy:
 
     def _learn(self, event: PhaseDone, now: float) -> None:
         stay, facts = self.stays[event.job], self.planner.facts[event.job]
-        ended = PhaseEnded(job=event.job, phase=event.kind, solo_s=event.solo_s)
+        ended = PhaseEnded(
+            job=event.job, phase=event.kind, solo_s=event.solo_s, measured=event.measured
+        )
         self._apply(self.planner.observe(ended, now=now), now)
         if event.curve:
             facts.learn_tail(event.curve, accelerators=self._accelerators(stay))

@@ -194,7 +194,11 @@ class PhaseRuntime:
                 case EndPermit(ended=EndReason.DONE):
                     curve = self._curve(effect)
                     done = PhaseDone(
-                        job=effect.job, kind=effect.kind, solo_s=effect.solo_s, curve=curve
+                        job=effect.job,
+                        kind=effect.kind,
+                        solo_s=effect.solo_s,
+                        measured=effect.measured,
+                        curve=curve,
                     )
                     self._plan(done, now)
                 case EndPermit(ended=EndReason.OVERRAN):

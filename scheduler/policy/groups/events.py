@@ -23,6 +23,8 @@ class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
     phase: PhaseKind
     solo_s: float
     """What it would have taken alone: waiting, loading and narrowed nodes not counted."""
+    measured: bool = True
+    """False: at most so much, and nothing to learn from."""
 
 
 class JobEnded(msgspec.Struct, frozen=True, kw_only=True, tag="job_ended"):

@@ -85,11 +85,15 @@ class JobFacts:
         for kind, each in measured.items():
             self.estimate(kind).recall(each)
 
-    def observe(self, kind: PhaseKind, solo_s: float) -> None:
+    def observe(self, kind: PhaseKind, solo_s: float, *, measured: bool = True) -> None:
+        """A phase has ended. What was not measured teaches nothing and earns its mean at most."""
         if kind is PhaseKind.SYNC and self.sync is None:
             self.sync = PhaseEstimate(solo_s)
             self._belief = None
-        self.estimate(kind).observe(solo_s)
+        if measured:
+            self.estimate(kind).observe(solo_s)
+        else:
+            solo_s = min(solo_s, self.estimate(kind).mean_s)
         self.account.solo_s += solo_s
         self.next_phase = self._after(kind)
         began_s = 0.0 if kind is PhaseKind.ROLLOUT else self.open_s

@@ -86,8 +86,8 @@ class GroupPlanner:
         """Raises Exhausted for an arrival that finds no place; the planner is as before then."""
         self.packer.now_s = now
         match event:
-            case PhaseEnded(job=job, phase=phase, solo_s=solo_s):
-                return self._learn(job, phase, solo_s, now=now)
+            case PhaseEnded():
+                return self._learn(event, now=now)
             case JobArrived():
                 return self._place(event, now=now)
             case JobEnded(job=job):
@@ -99,12 +99,10 @@ class GroupPlanner:
             case ReviewDue():
                 return self._review(now=now)
 
-    def _learn(
-        self, job: JobId, phase: Any, solo_s: float, *, now: float
-    ) -> tuple[GroupEffect, ...]:
-        facts = self.facts[job]
+    def _learn(self, event: PhaseEnded, *, now: float) -> tuple[GroupEffect, ...]:
+        facts = self.facts[event.job]
         young = not facts.mature
-        facts.observe(phase, solo_s)
+        facts.observe(event.phase, event.solo_s, measured=event.measured)
         facts.seen_s = now
         self._changed |= young and facts.mature
         return ()

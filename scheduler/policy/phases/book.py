@@ -149,6 +149,7 @@ class PermitBook:
         for node, kept in parts.items():
             self._lines.keep_tail(standing.job, node, len(kept))
         standing.accelerators = dict(parts)
+        standing.was_away |= not standing.nodes
         self.touch(parts)
         return (*freed, *parts)
 

@@ -62,7 +62,8 @@ def _learn(standing: Standing, kind: PhaseKind, *, loading_s: float, leased_s: f
     standing.longest_runs[kind] = longest.completed(standing.worked_s)
     lasted_s = _solo_s(standing, loading_s, leased_s)
     phase = standing.terms.phase(kind)
-    if phase is not None and phase.learn_tail and standing.course is not None:
+    learns = phase is not None and phase.learn_tail and not standing.was_away
+    if learns and standing.course is not None:
         before = standing.curves.get(kind, CompletionCurve())
         standing.curves[kind] = before.after(standing.course, lasted_s=lasted_s)
 
@@ -95,6 +96,7 @@ def end(
         ended=reason,
         reason=words,
         solo_s=_solo_s(standing, loading_s, leased_s),
+        measured=not standing.was_away,
     )
 
 

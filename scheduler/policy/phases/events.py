@@ -216,6 +216,8 @@ class EndPermit(msgspec.Struct, frozen=True, kw_only=True, tag="end_permit"):
     reason: str
     solo_s: float = 0.0
     """What the phase has done by then would have taken alone."""
+    measured: bool = True
+    """False: at most so much, for its tail was away on leases."""
 
 
 class FailJob(msgspec.Struct, frozen=True, kw_only=True, tag="fail_job"):

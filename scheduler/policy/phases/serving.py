@@ -43,7 +43,7 @@ def grant(
     standing.warned_s = standing.revoked_s = standing.ended = None
     standing.complete_ratio, standing.tokens = 0.0, 0
     standing.keep, standing.keep_accelerators, standing.accelerators = (), {}, {}
-    standing.worked_s, standing.worked_at_s = 0.0, now
+    standing.worked_s, standing.worked_at_s, standing.was_away = 0.0, now, False
     standing.course = Course()
     book.take(standing, nodes, per_node=phase.accelerators)
     return GrantPermit(

@@ -93,6 +93,8 @@ class Standing(msgspec.Struct, kw_only=True):
     """Those that it was asked to take its state off, for another job to start there."""
     unload_s: float | None = None
     """When it was first asked."""
+    was_away: bool = False
+    """The tail of this phase has been on none of its nodes, at a speed that is not known here."""
     worked_s: float = 0.0
     """What the phase would have taken alone until `worked_at_s`, loading included."""
     worked_at_s: float = 0.0

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from harvester.contracts.ids import JobId, NodeId, TenantId
 from scheduler.policy.cluster.config import ClusterConfig, PoolNodes
 from scheduler.policy.cluster.runtime import PhaseRuntime, RuntimeConfig
+from scheduler.policy.groups.compiled import Records
 from scheduler.policy.groups.execution import advance
 from scheduler.policy.groups.forecast import Roster
 from scheduler.policy.groups.stages import (
@@ -72,6 +73,7 @@ def _jobs(drawn: list[tuple[float, float, int, int]], seed: int) -> list[Simulat
                 job=JobId(f"j{at}"),
                 tenant=TenantId("t"),
                 phases=phases(1e6, 1e6, rollout.bit_count(), training.bit_count()),
+                host_bytes_per_node=1,
                 slowdown_slo=50.0,
             ),
             arrival_s=at * APART_S,
@@ -125,7 +127,7 @@ def _forecast(
     records = Roster.of(members).jobs
     records["bulk_ratio"], records["tail_share"] = BULK_RATIO, TAIL_SHARE
     records["offset"] = np.arange(len(jobs)) * ITERATIONS
-    records["length"] = records["iterations"] = ITERATIONS
+    records["length"] = ITERATIONS
     log = np.zeros(8192, dtype=EVENT)
     _, logged, _ = advance(
         records,
@@ -134,18 +136,21 @@ def _forecast(
         np.concatenate([one.lengths_s for one in jobs]),
         RULES,
         0.0,
-        1e6,
+        sum(float(one.lengths_s.sum()) for one in jobs) + 1e4,
         log,
     )
     events = log[:logged]
-    done_s = min(
-        float(events["t_s"][(events["kind"] == TRAINING_ENDED) & (events["job"] == at)][-1])
-        for at in range(len(jobs))
-    )
+    done_s = min(_trained(events, at, ITERATIONS) for at in range(len(jobs)))
     ends = [
         (float(each["t_s"]), f"j{each['job']}", KINDS[int(each["kind"])])
         for each in events
         if each["kind"] in KINDS and each["t_s"] <= done_s - 10.0
     ]
-    migrated = events[(events["kind"] == TAIL_MIGRATED) & (events["t_s"] < ends[-1][0] - 8.0)]
+    migrated = events[(events["kind"] == TAIL_MIGRATED) & (events["t_s"] < ends[-1][0] - 5.0)]
     return ends, len(migrated)
+
+
+def _trained(events: Records, job: int, times: int) -> float:
+    """When the job's training has ended for that time."""
+    ended = (events["kind"] == TRAINING_ENDED) & (events["job"] == job)
+    return float(events["t_s"][ended][times - 1])

@@ -111,6 +111,7 @@ def test_state_is_loaded_after_the_permit_and_offloaded_before_the_nodes_are_giv
         ROLLOUT,
         on_resume=lambda cold: said.append("cold" if cold else "warm"),
         on_release=on_release,
+        stays_loaded=False,
     )
     for _ in range(2):
         with phases.phase(ROLLOUT):
@@ -121,11 +122,70 @@ def test_state_is_loaded_after_the_permit_and_offloaded_before_the_nodes_are_giv
     assert [start.cold for start in phases.starts] == [True, True, False, False]
 
 
+def test_a_state_stays_loaded_until_another_job_is_to_start_there(
+    embedded: EmbeddedControl,
+) -> None:
+    said: list[str] = []
+    phases = PhaseControl(embedded, terms("a"))
+    phases.resident(
+        ROLLOUT,
+        on_resume=lambda _cold: said.append("loaded"),
+        on_release=lambda: said.append("offloaded"),
+    )
+    for _ in range(2):
+        with phases.phase(ROLLOUT):
+            said.append("runs")
+    assert said == ["loaded", "runs", "runs"]
+    other = PhaseControl(embedded, terms("b"), timeout_s=LONG_S)
+    with phases.phase(TRAINING), other.phase(ROLLOUT):
+        said.append("other runs")
+    with phases.phase(ROLLOUT):
+        said.append("runs")
+    assert said[3:] == ["offloaded", "other runs", "loaded", "runs"]
+
+
+def test_a_job_that_waits_itself_takes_its_state_off_for_another(embedded: EmbeddedControl) -> None:
+    said: list[str] = []
+    phases = PhaseControl(embedded, terms("a"), timeout_s=LONG_S)
+    phases.resident(ROLLOUT, on_release=lambda: said.append("offloaded"))
+    with phases.phase(ROLLOUT):
+        pass
+    trains = PhaseControl(embedded, terms("b", rollout="r1"))
+    with trains.phase(ROLLOUT):
+        pass
+    other = PhaseControl(embedded, terms("c", training="t1"), timeout_s=LONG_S)
+    with trains.phase(TRAINING):
+        waiting = threading.Thread(target=lambda: phases.end(phases.begin(TRAINING)))
+        waiting.start()
+        with other.phase(ROLLOUT):
+            said.append("other runs")
+    waiting.join(LONG_S)
+    assert said == ["offloaded", "other runs"]
+
+
+def test_phases_of_one_job_on_one_node_take_each_other_s_state_off(
+    embedded: EmbeddedControl,
+) -> None:
+    said: list[str] = []
+    phases = PhaseControl(embedded, terms("a", rollout="n0", training="n0"))
+    for kind in (ROLLOUT, TRAINING):
+        phases.resident(
+            kind,
+            on_resume=lambda _cold, kind=kind: said.append(f"{kind} on"),
+            on_release=lambda kind=kind: said.append(f"{kind} off"),
+        )
+    for kind in (ROLLOUT, TRAINING, ROLLOUT):
+        with phases.phase(kind):
+            pass
+    on, off = "rollout on", "rollout off"
+    assert said == [on, off, "training on", "training off", on]
+
+
 @pytest.mark.parametrize("hook", ["on_resume", "on_release"])
 def test_a_hook_that_fails_gives_the_nodes_back(embedded: EmbeddedControl, hook: str) -> None:
     phases = PhaseControl(embedded, terms("a"))
     broken: Callable[..., None] = _breaks
-    phases.resident(ROLLOUT, **{hook: broken})
+    phases.resident(ROLLOUT, stays_loaded=False, **{hook: broken})
     with pytest.raises(OSError, match="host memory"), phases.phase(ROLLOUT):
         pass
     other = PhaseControl(embedded, terms("b"), timeout_s=LONG_S)
