@@ -68,6 +68,10 @@ class ClusterSettings(_Settings):
     """A phase's start after another job's, from host memory."""
     move_s: Seconds = 300.0
     """What a job loses by a move to other nodes."""
+    migrate_s: Seconds = 3.0
+    """What moving a tail costs its job, and the one that starts then."""
+    tail_ratio: float | None = Field(default=None, gt=0, le=1)
+    """Completed share from which every tail may move; without, each job's own."""
     review_s: float = Field(default=60.0, ge=0.1, le=86_400)
     """Between two looks at promises and savings."""
     gone_s: float = Field(default=900.0, ge=1, le=1e6)
@@ -85,6 +89,8 @@ class ClusterSettings(_Settings):
             cold_start_s=self.cold_start_s,
             warm_start_s=self.warm_start_s,
             move_s=self.move_s,
+            migrate_s=self.migrate_s,
+            tail_ratio=self.tail_ratio,
             review_s=self.review_s,
             gone_s=self.gone_s,
             harvesting=self.harvesting,

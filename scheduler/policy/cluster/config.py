@@ -27,7 +27,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     cold_start_s: float = 135.0
     """A job's first load from storage; alone it would take that too."""
     warm_start_s: float = 5.0
-    """A phase's start after another job's, from host memory."""
+    """A phase's start after another job's, from host memory; nothing is loaded ahead."""
     move_s: float = 300.0
     """What a job loses by a move to other nodes."""
     migrate_s: float = 3.0
@@ -55,7 +55,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rules(self) -> Rules:
         """What forecasts assume of permits."""
-        return OUR_RULES._replace(prewarm=False, warm_s=self.warm_start_s, migrate_s=self.migrate_s)
+        return OUR_RULES._replace(warm_s=self.warm_start_s, migrate_s=self.migrate_s)
 
     @property
     def judge(self) -> Distributional:

@@ -3,12 +3,13 @@
 Planners run it with the durations that they expect, and get the starts from `order`. A rollout's
 bulk runs at the speed of the share of its nodes that no other tail occupies; a tail runs at its own
 speed anywhere. Who waits for nodes that are held for a tail only has the tail moved. A weight sync
-follows a training on no node. A phase that starts after another job's pays a warm start, unless the
-node was idle long enough to load its state before.
+follows a training on no node. A state stays on accelerators until another job starts there; a phase
+that starts after another job's pays a warm start. The compiled model of `cluster.runtime`: a test
+runs both on the same draws.
 """
 
 from scheduler.policy.groups.compiled import Records, compiled
-from scheduler.policy.groups.order import expected_wish_s, movable_tail, next_start
+from scheduler.policy.groups.order import movable_tail, next_start
 from scheduler.policy.groups.stages import (
     BULK,
     BUSY,
@@ -67,20 +68,15 @@ def node_count(mask: int) -> int:
 
 
 @compiled
-def _load(nodes: Records, wanted: int, job: int, now_s: float, warm_s: float) -> float:
+def _load(nodes: Records, wanted: int, job: int, warm_s: float) -> float:
     """Puts the job's state on its nodes; the seconds until it is there."""
     longest_s = 0.0
     for bit in range(NODES_MAX):
         if wanted >> bit == 0:
             break
-        if not (wanted >> bit) & 1:
-            continue
-        if nodes["loaded"][bit] == job:
-            longest_s = max(longest_s, nodes["warm_at_s"][bit] - now_s)
-        else:
+        if (wanted >> bit) & 1 and nodes["loaded"][bit] != job:
             longest_s = max(longest_s, warm_s if nodes["loaded"][bit] >= 0 else 0.0)
             nodes["loaded"][bit] = job
-        nodes["warm_at_s"][bit] = now_s + longest_s
     return longest_s
 
 
@@ -149,35 +145,9 @@ def start(
         jobs["left_s"][j] = length_s[1]
         kind = TRAINING_STARTED
     permits[BUSY] |= wanted
-    loaded_s = _load(nodes, wanted, jobs["id"][j], now_s, rules.warm_s)
+    loaded_s = _load(nodes, wanted, jobs["id"][j], rules.warm_s)
     jobs["overhead_s"][j] = _left_s(nodes, wanted, now_s) + loaded_s
     return note(log, at, now_s, kind, jobs["id"][j], wanted, 0.0)
-
-
-@compiled
-def prewarm(jobs: Records, nodes: Records, permits: Records, now_s: float, warm_s: float) -> None:
-    """Loads, on every idle node, the state of the job that is expected there first."""
-    pinned = 0
-    for k in range(jobs.size):
-        pinned |= jobs["rollout_nodes"][k] | jobs["training_nodes"][k]
-    idle = pinned & ~permits[BUSY]
-    for bit in range(NODES_MAX):
-        mask = 1 << bit
-        if mask > idle:
-            return
-        if not idle & mask:
-            continue
-        first, first_s = -1, 0.0
-        for k in range(jobs.size):
-            rollout = (jobs["rollout_nodes"][k] & mask) != 0
-            if not rollout and not jobs["training_nodes"][k] & mask:
-                continue
-            wish_s = expected_wish_s(jobs, k, rollout)
-            if first < 0 or wish_s < first_s:
-                first, first_s = k, wish_s
-        if first >= 0 and nodes["loaded"][bit] != jobs["id"][first]:
-            nodes["loaded"][bit] = jobs["id"][first]
-            nodes["warm_at_s"][bit] = now_s + warm_s
 
 
 @compiled
@@ -254,8 +224,6 @@ def advance(
             at = start(jobs, nodes, permits, started, now_s, lengths_s, rules, log, at)
             events += 1
             started = next_start(jobs, permits, rules)
-        if rules.prewarm:
-            prewarm(jobs, nodes, permits, now_s, rules.warm_s)
         if log.size and at > log.size - 4 * jobs.size - 4:
             return now_s, at, events
         first, passed_s = -1, until_s - now_s

@@ -22,11 +22,11 @@ from scheduler.policy.groups.slo import ChanceConstraint
 from scheduler.policy.groups.stages import Rules
 from scheduler.policy.groups.tail import TailShape
 
-PAPER_PLAN = Rules(migrate=True, prewarm=False, warm_s=0.0, migrate_s=3.0)
+PAPER_PLAN = Rules(migrate=True, warm_s=0.0, migrate_s=3.0)
 """What Algorithm 1 simulates, without the price of switching."""
-PAPER_RULES = Rules(migrate=True, prewarm=False, warm_s=5.0, migrate_s=3.0)
+PAPER_RULES = Rules(migrate=True, warm_s=5.0, migrate_s=3.0)
 """What RollMux runs."""
-OUR_RULES = Rules(migrate=True, prewarm=True, warm_s=5.0, migrate_s=3.0)
+OUR_RULES = Rules(migrate=True, warm_s=5.0, migrate_s=3.0)
 PAPER_TAIL = TailShape(bulk_ratio=0.5, share=0.25)
 """The last 20 % of the responses take half of the rollout, on 2 of 8 accelerators."""
 PAPER_HORIZON = Horizon(scenarios=1, warm_up=3.0, cycles=6.0)

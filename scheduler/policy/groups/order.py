@@ -9,12 +9,9 @@ with tickets; how long anything takes is not known to it.
 
 from scheduler.policy.groups.compiled import Records, compiled
 from scheduler.policy.groups.stages import (
-    BULK,
     BUSY,
-    SYNCING,
     TAIL_HELD,
     TAILS,
-    TRAINING,
     WAITS_ROLLOUT,
     WAITS_TRAINING,
     Rules,
@@ -72,33 +69,3 @@ def next_start(jobs: Records, permits: Records, rules: Rules) -> int:
             return first
         asked |= 1 << first
         awaited |= nodes
-
-
-@compiled
-def expected_rest_s(jobs: Records, k: int) -> float:
-    """Of the phase that job k is in, as far as its mean tells; never quite nothing."""
-    stage = jobs["stage"][k]
-    mean_s = jobs["training_mean_s"][k]
-    if BULK <= stage < WAITS_TRAINING:
-        mean_s = jobs["rollout_mean_s"][k]
-    elif stage == SYNCING:
-        mean_s = jobs["sync_s"][k]
-    return float(jobs["overhead_s"][k] + max(mean_s - jobs["worked_s"][k], 0.05 * mean_s))
-
-
-@compiled
-def expected_wish_s(jobs: Records, k: int, rollout: bool) -> float:
-    """Seconds until job k will want nodes of that kind."""
-    stage = jobs["stage"][k]
-    rollout_s, sync_s = jobs["rollout_mean_s"][k], jobs["sync_s"][k]
-    trained_s = jobs["training_mean_s"][k] + sync_s
-    if stage == WAITS_ROLLOUT:
-        return 0.0 if rollout else float(rollout_s)
-    if stage == WAITS_TRAINING:
-        return float(trained_s) if rollout else 0.0
-    rest_s = expected_rest_s(jobs, k)
-    if stage == TRAINING:
-        rest_s += sync_s
-    if stage in (TRAINING, SYNCING):
-        return rest_s if rollout else rest_s + rollout_s
-    return rest_s + trained_s if rollout else rest_s

@@ -61,7 +61,7 @@ JOB: Final = np.dtype(
 `rollout_mean_s` and `training_mean_s` are what the policy believes, never what will be; a weight
 sync takes `sync_s` after every training, 0 where there is none."""
 
-NODE: Final = np.dtype([("loaded", "i8"), ("warm_at_s", "f8"), ("left_at_s", "f8")])
+NODE: Final = np.dtype([("loaded", "i8"), ("left_at_s", "f8")])
 """`left_at_s` is when the last tail that was moved has left all but its share."""
 
 EVENT: Final = np.dtype(
@@ -73,7 +73,6 @@ class Rules(NamedTuple):
     """What is done for a phase that waits, and what switching costs."""
 
     migrate: bool
-    prewarm: bool
     warm_s: float
     migrate_s: float
 

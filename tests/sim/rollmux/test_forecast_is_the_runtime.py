@@ -32,7 +32,7 @@ from tests.unit.scheduler.groups.stage_jobs import occupant
 
 ITERATIONS = 12
 WORLD = World(cold_start_s=0.0, warm_start_s=5.0, migrate_s=0.0)
-RULES = Rules(migrate=True, prewarm=False, warm_s=5.0, migrate_s=0.0)
+RULES = Rules(migrate=True, warm_s=5.0, migrate_s=0.0)
 BULK_RATIO, TAIL_SHARE = 0.5, 0.25
 """Of the papers' curve, with a threshold of 0.8."""
 APART_S = 1e-7

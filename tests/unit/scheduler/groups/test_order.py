@@ -8,7 +8,7 @@ from scheduler.policy.groups.load import group_load
 from scheduler.policy.groups.stages import Rules
 from tests.unit.scheduler.groups.stage_jobs import exact_slowdowns, occupant
 
-PLAIN = Rules(migrate=False, prewarm=False, warm_s=0.0, migrate_s=0.0)
+PLAIN = Rules(migrate=False, warm_s=0.0, migrate_s=0.0)
 
 
 def test_a_group_is_saturated_once_its_busiest_node_is_full() -> None:

@@ -8,8 +8,8 @@ from scheduler.policy.groups.stages import Rules
 from scheduler.policy.model import PhaseKind
 from tests.unit.scheduler.groups.stage_jobs import occupant
 
-PLAIN = Rules(migrate=False, prewarm=False, warm_s=0.0, migrate_s=0.0)
-TAILS = Rules(migrate=True, prewarm=True, warm_s=5.0, migrate_s=3.0)
+PLAIN = Rules(migrate=False, warm_s=0.0, migrate_s=0.0)
+TAILS = Rules(migrate=True, warm_s=5.0, migrate_s=3.0)
 
 
 def _apart(*jobs: tuple[float, float], slo: float = 1.5) -> list[Occupant]:

@@ -8,8 +8,6 @@ from scheduler.policy.groups.durations import Belief
 from scheduler.policy.groups.execution import advance
 from scheduler.policy.groups.facts import JobFacts
 from scheduler.policy.groups.forecast import Occupant, Roster
-from scheduler.policy.groups.judge import OUR_RULES
-from scheduler.policy.groups.order import expected_wish_s
 from scheduler.policy.groups.stages import (
     EVENT,
     ROLLOUT_STARTED,
@@ -24,7 +22,7 @@ from scheduler.policy.model import Job, Phase, PhaseKind
 from tests.unit.scheduler.groups.planned_jobs import planned_job
 from tests.unit.scheduler.groups.stage_jobs import exact_slowdowns, occupant
 
-PLAIN = Rules(migrate=False, prewarm=False, warm_s=0.0, migrate_s=0.0)
+PLAIN = Rules(migrate=False, warm_s=0.0, migrate_s=0.0)
 ROLLOUT, TRAINING, SYNC = PhaseKind.ROLLOUT, PhaseKind.TRAINING, PhaseKind.SYNC
 
 
@@ -72,17 +70,6 @@ def test_a_sync_counts_as_time_alone() -> None:
     assert max(exact_slowdowns(beside, PLAIN)) == pytest.approx(1.0, abs=0.01)
     without = [occupant(100.0, 50.0), occupant(100.0, 50.0)]
     assert max(exact_slowdowns(without, PLAIN)) > 1.3
-
-
-def test_a_state_is_loaded_ahead_for_the_job_whose_sync_ends_first() -> None:
-    roster = Roster.of([_synced(100.0, 50.0, 20.0)])
-    jobs = roster.jobs.copy()
-    lengths_s = np.ascontiguousarray(roster.beliefs[:, :, 0])
-    jobs["length"] = 1
-    log = np.zeros(0, dtype=EVENT)
-    advance(jobs, empty_nodes(), empty_permits(), lengths_s, OUR_RULES, 0.0, 155.0, log)
-    assert expected_wish_s(jobs, 0, True) == pytest.approx(15.0)
-    assert expected_wish_s(jobs, 0, False) == pytest.approx(115.0)
 
 
 def _job(*, sync_max_s: float | None) -> Job:

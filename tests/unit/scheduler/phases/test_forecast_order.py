@@ -19,7 +19,7 @@ from tests.unit.scheduler.groups.stage_jobs import occupant
 from tests.unit.scheduler.phases.cycling import CyclingJobs
 from tests.unit.scheduler.phases.said import ROLLOUT, TRAINING, terms
 
-PLAIN = Rules(migrate=False, prewarm=False, warm_s=0.0, migrate_s=0.0)
+PLAIN = Rules(migrate=False, warm_s=0.0, migrate_s=0.0)
 UNTIL_S = 4000.0
 KINDS = {ROLLOUT_STARTED: ROLLOUT, TRAINING_STARTED: TRAINING}
 JOBS = "abcde"
