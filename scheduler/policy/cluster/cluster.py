@@ -33,6 +33,7 @@ from scheduler.policy.cluster.events import (
     TellMove,
 )
 from scheduler.policy.cluster.fleet import Fleet
+from scheduler.policy.cluster.measured import MeasuredSeconds
 from scheduler.policy.cluster.stays import Stay, StayStage
 from scheduler.policy.cluster.submission import KINDS, Submission, nodes_of, submission_fault
 from scheduler.policy.groups.events import (
@@ -50,7 +51,7 @@ from scheduler.policy.groups.events import (
 )
 from scheduler.policy.groups.planner import GroupPlanner
 from scheduler.policy.groups.residency import Residency
-from scheduler.policy.model import Placement, Pool
+from scheduler.policy.model import PhaseKind, Placement, Pool
 from scheduler.policy.phases.events import JobLeft, JobPlaced
 from scheduler.policy.phases.standing import NO_EPOCH, Stage, Standing
 from scheduler.policy.phases.terms import JobTerms
@@ -75,6 +76,8 @@ class ClusterPolicy:
         """Everybody who was submitted, in the order of arrival."""
         self.residency = Residency({pool: one.host_bytes for pool, one in config.types.items()})
         """Of what is there; the planner's book counts what it has asked for."""
+        self.move_s = MeasuredSeconds.begin(config.move_s)
+        self.warm_start_s = MeasuredSeconds.begin(config.warm_start_s)
         self.arrivals = 0
         self.unsaved: set[JobId] = set()
         """Whose record has changed since the shell has cleared this."""
@@ -176,6 +179,12 @@ class ClusterPolicy:
 
     def _asked(self, job: JobId, begins: bool, now: float) -> None:
         stay = self.stays.get(job)
+        if stay is not None and stay.arrived_s is not None:
+            self.unsaved.add(job)
+            if self.move_s.observe(now - stay.arrived_s):
+                self.layout_changed = True
+                self.planner.set_move_s(self.move_s.in_force_s)
+            stay.arrived_s = None
         standing = self._permits.standing(job)
         if standing is not None and standing.holding:
             return
@@ -188,6 +197,11 @@ class ClusterPolicy:
             job=event.job, phase=event.kind, solo_s=event.solo_s, measured=event.measured
         )
         self._apply(self.planner.observe(ended, now=now), now)
+        # A rollout may have moved its tail, too.
+        loaded = event.kind is PhaseKind.TRAINING and event.loading_s > 0.0
+        if loaded and self.warm_start_s.observe(event.loading_s):
+            self.layout_changed = True
+            self.planner.set_warm_start_s(self.warm_start_s.in_force_s)
         if event.curve:
             facts.learn_tail(event.curve, accelerators=self._accelerators(stay))
         facts.belief()
@@ -271,11 +285,11 @@ class ClusterPolicy:
                     self.planner.facts[stay.job].belief()
                     self._direct(stay, group, placement)
                     self._decided(Decision.PLACED, stay, placement)
-                    self._enter_if_room(stay)
+                    self._enter_if_room(stay, now)
                 case MoveJob(group=group, placement=placement, reason=reason):
                     self._move(self.stays[placement.job], group, placement, why or reason, now)
                 case RestartJob(group=group, placement=placement, reason=reason):
-                    self._restart(self.stays[placement.job], group, placement, why or reason)
+                    self._restart(self.stays[placement.job], group, placement, why or reason, now)
 
     def _decided(self, decision: Decision, stay: Stay, placement: Placement) -> None:
         rollout, training = self.machines(placement)
@@ -313,7 +327,9 @@ class ClusterPolicy:
             # Nothing of it is on the nodes that it would have to leave.
             self._leave_old(stay, now)
 
-    def _restart(self, stay: Stay, group: GroupId, placement: Placement, reason: str) -> None:
+    def _restart(
+        self, stay: Stay, group: GroupId, placement: Placement, reason: str, now: float
+    ) -> None:
         """A phase on nodes that the job keeps runs to its end; any other is over now."""
         stay.reason = reason
         self._direct(stay, group, placement)
@@ -325,7 +341,7 @@ class ClusterPolicy:
             self._remove(stay.job)
         stay.at, stay.changed = None, True
         self._touched.add(stay.job)
-        self._enter_if_room(stay)
+        self._enter_if_room(stay, now)
 
     def _leave_old(self, stay: Stay, now: float) -> None:
         stay.at = None
@@ -339,11 +355,12 @@ class ClusterPolicy:
     def _hold(self, stay: Stay, nodes: tuple[NodeId, ...]) -> None:
         self.residency.hold(stay.job, nodes, stay.submission.host_bytes)
 
-    def _enter_if_room(self, stay: Stay) -> None:
+    def _enter_if_room(self, stay: Stay, now: float) -> None:
         assert stay.to is not None
         if not self.residency.has_room(stay.to, stay.submission.host_bytes):
             return
         stay.moves += stay.started
+        stay.arrived_s = now if stay.started else None
         self._hold(stay, nodes_of(stay.to))
         stay.arrive()
         self._arrived.add(stay.job)
@@ -357,7 +374,7 @@ class ClusterPolicy:
             self._touched |= {job for job, stay in self.stays.items() if _is_on(stay, name)}
         for stay in self.stays.values():
             if stay.stage is StayStage.BETWEEN and all(self.machines(stay.to)):
-                self._enter_if_room(stay)
+                self._enter_if_room(stay, now)
         self._admit(now)
 
     def _admit(self, now: float) -> None:

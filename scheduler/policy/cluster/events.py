@@ -35,6 +35,8 @@ class PhaseDone(msgspec.Struct, frozen=True, kw_only=True, tag="phase_done"):
     """What it would have taken alone: without waiting and loading."""
     measured: bool = True
     """False: at most so much, and nothing to learn from."""
+    loading_s: float = 0.0
+    """Beside it."""
     curve: tuple[Completion, ...] = ()
     """How the job's phases of this kind complete, once enough of them were seen."""
 

@@ -11,6 +11,7 @@ import msgspec
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.policy.cluster.cluster import ClusterPolicy
+from scheduler.policy.cluster.measured import MeasuredSeconds
 from scheduler.policy.cluster.stays import Stay
 from scheduler.policy.cluster.submission import nodes_of
 from scheduler.policy.groups.book import Cell
@@ -55,6 +56,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         stay, facts = self.stay, self.facts
         stay.submitted_s += by_s
         stay.placed_s = None if stay.placed_s is None else stay.placed_s + by_s
+        stay.arrived_s = None if stay.arrived_s is None else stay.arrived_s + by_s
         if facts is None:
             return self
         facts.account.began_s += by_s
@@ -78,6 +80,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     awaited: dict[NodeId, Pool] = {}
     failed: tuple[NodeId, ...] = ()
     arrivals: int = 0
+    move_s: MeasuredSeconds | None = None
+    warm_start_s: MeasuredSeconds | None = None
+    """These two: None in records of a version that did not measure."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +133,8 @@ def layout(policy: ClusterPolicy) -> Layout:
         awaited=policy.fleet.awaited,
         failed=tuple(sorted(policy.fleet.failed)),
         arrivals=policy.arrivals,
+        move_s=policy.move_s,
+        warm_start_s=policy.warm_start_s,
     )
 
 
@@ -150,6 +157,10 @@ def restore(policy: ClusterPolicy, memory: Memory) -> None:
     last = records[-1].stay.number if records else 0
     policy.arrivals = max(memory.layout.arrivals, last)
     where = memory.layout
+    policy.move_s = where.move_s or policy.move_s
+    policy.warm_start_s = where.warm_start_s or policy.warm_start_s
+    policy.planner.set_move_s(policy.move_s.in_force_s)
+    policy.planner.set_warm_start_s(policy.warm_start_s.in_force_s)
     policy.fleet.restore(where.machines, where.awaited, where.failed)
     _restore_book(policy, memory.layout.cells, records)
 

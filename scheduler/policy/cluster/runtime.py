@@ -165,7 +165,7 @@ class PhaseRuntime:
 
     def _request(self, event: PhaseRequested, now: float) -> None:
         stay = self.cluster.stays.get(event.job)
-        if stay is not None and stay.told:
+        if stay is not None and (stay.told or stay.arrived_s is not None):
             self._plan(PhaseAsked(job=event.job, kind=event.kind), now)
         reason = self.held_up(event.job, event.kind)
         if reason:
@@ -198,6 +198,7 @@ class PhaseRuntime:
                         kind=effect.kind,
                         solo_s=effect.solo_s,
                         measured=effect.measured,
+                        loading_s=effect.loading_s,
                         curve=curve,
                     )
                     self._plan(done, now)

@@ -36,6 +36,8 @@ class Stay(msgspec.Struct, kw_only=True):
     """That it moves: the next time that it asks for its first phase, it has left."""
     changed: bool = False
     """Its nodes are others than its process was told: it hears of them before its next phase."""
+    arrived_s: float | None = None
+    """When it came to other nodes, until it asks for a phase there."""
     started: bool = False
     """It had a permit: before that nothing of it is anywhere."""
     reason: str = ""

@@ -7,7 +7,7 @@ is what runs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +34,10 @@ OUR_HORIZON = Horizon()
 
 
 class Judge(Protocol):
+    def with_warm_start(self, seconds: float) -> "Judge":
+        """The same, with starts after another job's of that length."""
+        ...
+
     def belief(self, facts: JobFacts) -> Belief: ...
 
     def tail(self, facts: JobFacts) -> TailShape: ...
@@ -59,6 +63,11 @@ class Judge(Protocol):
 class WorstCase:
     rules: Rules = PAPER_PLAN
     horizon: Horizon = PAPER_HORIZON
+
+    def with_warm_start(self, seconds: float) -> "WorstCase":  # noqa: ARG002 - the protocol's
+        """Algorithm 1 counts no price of switching."""
+        return self
+
     planned_tail: TailShape = PAPER_TAIL
 
     def belief(self, facts: JobFacts) -> Belief:
@@ -86,6 +95,9 @@ class Distributional:
     horizon: Horizon = OUR_HORIZON
     glance: Glance = field(default_factory=Glance)
     constraint: ChanceConstraint = field(default_factory=ChanceConstraint)
+
+    def with_warm_start(self, seconds: float) -> "Distributional":
+        return replace(self, rules=self.rules._replace(warm_s=seconds))
 
     def belief(self, facts: JobFacts) -> Belief:
         return facts.belief()

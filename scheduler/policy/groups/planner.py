@@ -82,6 +82,18 @@ class GroupPlanner:
         self._changed = False
         """Something happened since the last review that may let a node be spared."""
 
+    def set_move_s(self, seconds: float) -> None:
+        """What a move has been seen to take."""
+        self.relocation.move_s = seconds
+
+    def set_warm_start_s(self, seconds: float) -> None:
+        """What a start after another job's has been seen to take; every forecast is made anew."""
+        judge = self.packer.judge.with_warm_start(seconds)
+        if judge != self.packer.judge:
+            self.packer.judge = judge
+            self.regroup.forget()
+            self._changed = True
+
     def observe(self, event: GroupEvent, *, now: float) -> tuple[GroupEffect, ...]:
         """Raises Exhausted for an arrival that finds no place; the planner is as before then."""
         self.packer.now_s = now

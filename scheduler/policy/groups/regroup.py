@@ -44,6 +44,13 @@ class Regroup:
         self._idle: tuple[list[float], list[list[int]], float] | None = None
         """Of which groups, by what they spare and their jobs' versions, all is seen until when."""
 
+    def forget(self) -> None:
+        """What was found, where forecasts have changed."""
+        self.search.verdicts.clear()
+        self._seen.clear()
+        self._spares.clear()
+        self._idle = None
+
     def improve(self, *, now: float) -> list[Move]:
         """One look: moves that spare nodes, already applied to the book, or none."""
         cells, key = self._most_promising(now=now)

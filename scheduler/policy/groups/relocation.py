@@ -44,6 +44,8 @@ class Relocation:
         self._packer = packer
         self._book: GroupBook = packer.book
         self._prices = prices
+        self.move_s = prices.move_s
+        """Time that a job loses by a move, as far as it is known."""
 
     def restore(self, cell: Cell, *, now: float) -> list[Move]:
         """The fewest, then cheapest, moves out of a group that does not keep its promises.
@@ -162,7 +164,7 @@ class Relocation:
 
     def _need_s(self, facts: JobFacts) -> float:
         prices = self._prices
-        return prices.move_s + prices.surprise_iterations * facts.belief().iteration_s
+        return self.move_s + prices.surprise_iterations * facts.belief().iteration_s
 
     def may_spare(self, job: JobId, *, now: float) -> bool:
         facts = self._facts(job)

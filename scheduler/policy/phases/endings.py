@@ -97,6 +97,7 @@ def end(
         reason=words,
         solo_s=_solo_s(standing, loading_s, leased_s),
         measured=not standing.was_away,
+        loading_s=loading_s,
     )
 
 

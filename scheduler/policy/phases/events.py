@@ -218,6 +218,8 @@ class EndPermit(msgspec.Struct, frozen=True, kw_only=True, tag="end_permit"):
     """What the phase has done by then would have taken alone."""
     measured: bool = True
     """False: at most so much, for its tail was away on leases."""
+    loading_s: float = 0.0
+    """Beside it, as the holder said."""
 
 
 class FailJob(msgspec.Struct, frozen=True, kw_only=True, tag="fail_job"):
