@@ -353,16 +353,25 @@ class Driver:
             reason=decided.reason,
         )
 
-    def _phase(self, kind: str, worker: Worker, nodes: tuple[NodeId, ...], **alone: float) -> None:
-        if self.ledger.record:
-            pool = _POOLS.get(worker.kind, "")
-            for node in nodes:
-                self.ledger.write(
-                    self._now,
-                    kind,
-                    job=worker.job,
-                    node=node,
-                    pool=pool,
-                    phase=worker.kind,
-                    **alone,
-                )
+    def _phase(
+        self, kind: str, worker: Worker, nodes: tuple[NodeId, ...], **fields: object
+    ) -> None:
+        """One event for each node, or one without; of a part of a node, which accelerators."""
+        if not self.ledger.record:
+            return
+        standing = self._runtime.standing(worker.job)
+        parts = {} if standing is None else standing.accelerators
+        if not nodes:
+            self.ledger.write(self._now, kind, job=worker.job, phase=worker.kind, **fields)
+        for node in nodes:
+            part = {"accelerators": parts[node]} if node in parts else {}
+            self.ledger.write(
+                self._now,
+                kind,
+                job=worker.job,
+                node=node,
+                pool=_POOLS[worker.kind],
+                phase=worker.kind,
+                **part,
+                **fields,
+            )

@@ -16,9 +16,12 @@ from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.ledger import RunResult
 from scheduler.sim.rollmux.report import write_events
 from scheduler.sim.rollmux.workload import Drift, SimulatedJob, w1
+from scheduler.sim.rollmux.world import PAPER_WORLD, World
 
 Events = list[dict[str, Any]]
 Told = tuple[list[SimulatedJob], RunResult, Events]
+SYNCED = Disruptions(seed=2)
+"""Nothing fails, and weights take 20 s to the engines."""
 HARSH = Disruptions(seed=1, node_mtbf_s=40 * 3600.0, leaving_ratio=0.2)
 
 
@@ -26,6 +29,7 @@ HARSH = Disruptions(seed=1, node_mtbf_s=40 * 3600.0, leaving_ratio=0.2)
     scope="module",
     params=[
         ("ours", 24, UNDISTURBED),
+        ("ours", 12, SYNCED),
         ("rollmux_paper", 24, UNDISTURBED),
         ("greedy", 24, UNDISTURBED),
         ("ours", 14, HARSH),
@@ -37,7 +41,8 @@ HARSH = Disruptions(seed=1, node_mtbf_s=40 * 3600.0, leaving_ratio=0.2)
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
     arm, count, disruptions = request.param
     jobs = w1(5, jobs=count, drift=Drift.MIXED, wide_ratio=0.1)
-    run = run_arm(arm, jobs, seed=5, record=True, disruptions=disruptions)
+    world = World(sync_s=20.0) if disruptions is SYNCED else PAPER_WORLD
+    run = run_arm(arm, jobs, seed=5, record=True, world=world, disruptions=disruptions)
     if disruptions is HARSH:
         assert min(run.counts.failures, run.counts.restarts, run.counts.given_up) > 0
     path = tmp_path_factory.mktemp("events") / "events.jsonl"
@@ -72,10 +77,16 @@ def test_arrivals_phases_and_ends_give_the_kept_promises(told: Told) -> None:
         solo_s = arrival["cold_start_s"] + alone[job][0]
         kept += ended_s - arrival["t"] <= arrival["slo"] * solo_s + 1e-3
     assert len(ended) == len(jobs) - run.counts.given_up
-    assert kept == summary(jobs, run).kept
+    world = _world(events)
+    assert kept == summary(jobs, run, world).kept
     for one in jobs:
         if one.job.job in ended:
-            assert alone[one.job.job][0] == pytest.approx(float(one.lengths_s.sum()))
+            assert alone[one.job.job][0] == pytest.approx(float(one.iterations_s(world).sum()))
+
+
+def _world(events: Events) -> World:
+    syncs = any(event.get("phase") == "sync" for event in events)
+    return World(sync_s=20.0) if syncs else PAPER_WORLD
 
 
 def _solo_s(events: Events) -> dict[str, tuple[float, int]]:
@@ -91,6 +102,9 @@ def _solo_s(events: Events) -> dict[str, tuple[float, int]]:
             rollout_s.pop(job, None)
         elif event["type"] == "phase_end" and event["phase"] == "rollout":
             rollout_s[job] = event["solo_s"]
+        elif event["type"] == "phase_end" and event["phase"] == "sync":
+            solo_s, count = found[job]
+            found[job] = solo_s + event["solo_s"], count
         elif event["type"] == "phase_end" and job in rollout_s:
             solo_s, count = found[job]
             found[job] = solo_s + rollout_s.pop(job) + event["solo_s"], count + 1
@@ -113,6 +127,26 @@ def test_no_node_ever_holds_more_than_its_memory(told: Told) -> None:
                 assert sum(size[job] for job in resident[node]) <= limit[node]
                 most = max(most, len(resident[node]))
     assert most > 1
+
+
+def test_no_accelerator_is_held_twice(told: Told) -> None:
+    """A holder that begins beside a tail has the rest, and the whole node when the tail ends."""
+    _, _, events = told
+    held: dict[str, dict[str, set[int]]] = defaultdict(dict)
+    shared = 0
+    for event in events:
+        node, job = event.get("node", ""), event.get("job", "")
+        if event["type"] in ("phase_start", "tail_moved"):
+            held[node][job] = set(event.get("accelerators", range(8)))
+            parts = [part for part in held[node].values()]
+            assert len(set().union(*parts)) == sum(map(len, parts))
+            shared += len(parts) > 1
+        elif event["type"] in ("phase_end", "phase_lost"):
+            held[node].pop(job, None)
+            if len(held[node]) == 1:
+                (last,) = held[node]
+                held[node][last] = held[node][last] if 0 in held[node][last] else set(range(8))
+    assert shared > 0
 
 
 def test_no_permit_is_held_twice_and_only_resident_jobs_run(told: Told) -> None:
