@@ -118,7 +118,7 @@ class PhaseControl:
         self._on_move, self._on_arrive = on_move, on_arrive
         self._loading_s = 0.0
         self._leased_s = 0.0
-        self._loaded = LoadedStates(transport, self.job)
+        self._loaded = LoadedStates(transport, self._clock, self.job, self._holder)
         self._residents: dict[PhaseKind, _Resident] = {}
         self._entered: set[PhaseKind] = set()
         self._open: PhaseKind | None = None
@@ -172,7 +172,6 @@ class PhaseControl:
             job=self.job,
             kind=kind,
             granted=granted,
-            on_unload=self._loaded.ask,
         )
         cold = kind not in self._entered
         resident = self._residents.get(kind)
@@ -211,6 +210,7 @@ class PhaseControl:
             self._leased_s = self._leased.leased_s
             self._loading_s += sum(tail.in_line_s for tail in self._leased.tails)
             self._leased = None
+        self._loading_s += permit.narrowing_s
         ended_s = self._clock.now()
         # A tail has its nodes in part, and leaves that part to the job that has the rest.
         whole = permit.stage in (Stage.RUNNING, Stage.NARROWING) and not failed
@@ -223,7 +223,9 @@ class PhaseControl:
             raise
         self._loading_s += self._clock.now() - ended_s
         if resident is not None and stays:
-            self._loaded.leave(permit.kind, permit.nodes, resident.on_release)
+            self._loaded.leave(
+                permit.kind, permit.nodes, resident.on_release, lease_s=permit.lease_s
+            )
         self._leave(permit, failed=failed, stays_loaded=stays)
         if not failed:
             permit.check()
@@ -269,8 +271,6 @@ class PhaseControl:
                 case Granted():
                     return reply
                 case Waiting():
-                    if reply.unload:
-                        self._loaded.release(reply.unload)
                     pauses.check(f"{reply.ahead} jobs are before it")
                 case Refused(unknown=True):
                     self._place_again()
@@ -315,6 +315,7 @@ class PhaseControl:
         before = self.placement
         self._place()
         if self.placement is not None and self.placement != before:
+            self._loaded.release()
             self._on_arrive(self.placement)
 
     def _say(self, leave: Leave, *, timeout_s: float) -> Reply:

@@ -104,6 +104,8 @@ class PermitDesk:
             snapshot=snapshot,
         )
         self._ticked_s = clock.now()
+        self._loaded_heard_s: dict[JobId, float] = {}
+        """When a process that left its job's state loaded was last heard."""
         self._unsaved: set[JobId] = set()
         if snapshot is not None:
             self._observe(ControlResumed())
@@ -128,8 +130,7 @@ class PermitDesk:
             case Leave():
                 return self.leave(message)
             case Unloaded():
-                self._observe(NodesUnloaded(job=message.job, nodes=message.nodes))
-                return Left()
+                return self.unloaded(message)
             case Forget():
                 self._observe(JobLeft(job=message.job))
                 return Left()
@@ -173,10 +174,8 @@ class PermitDesk:
                 nodes=standing.nodes,
                 accelerators=standing.accelerators,
                 lease_s=self.config.lease_s,
-                unload=standing.unload,
             )
-        ahead = self._policy.ahead(entry.job, now=self._clock.now())
-        return Waiting(ahead=ahead, unload=standing.unload)
+        return Waiting(ahead=self._policy.ahead(entry.job, now=self._clock.now()))
 
     def beat(self, beat: Beat) -> BeatReply:
         event: PermitEvent = HolderHeard(
@@ -198,6 +197,7 @@ class PermitDesk:
         return self._orders(standing)
 
     def leave(self, leave: Leave) -> LeaveReply:
+        self._loaded_heard_s[leave.job] = self._clock.now()
         event = PhaseEnded(
             job=leave.job,
             epoch=Epoch(leave.epoch),
@@ -215,16 +215,42 @@ class PermitDesk:
         was_done = standing.epoch == leave.epoch and standing.ended is EndReason.DONE
         return Left(unload=standing.unload) if was_done else Ended(reason=refusal)
 
+    def unloaded(self, said: Unloaded) -> LeaveReply:
+        standing = self._policy.standing(said.job)
+        if standing is None:
+            return Ended(reason=f"job {said.job} is not placed")
+        if standing.loaded_by != said.holder:
+            return Left()
+        self._loaded_heard_s[said.job] = self._clock.now()
+        if said.nodes:
+            self._observe(NodesUnloaded(job=said.job, nodes=said.nodes))
+        return Left(unload=standing.unload)
+
+    def _unload_silent(self, now: float) -> None:
+        """A process that was asked and is not heard for a lease is gone, and its state with it."""
+        for job in self._asked_to_unload():
+            heard_s = self._loaded_heard_s.setdefault(job, now)
+            standing = self._policy.standing(job)
+            if standing is not None and now - heard_s > self.config.lease_s:
+                self._observe(NodesUnloaded(job=job, nodes=standing.unload))
+
+    def _asked_to_unload(self) -> list[JobId]:
+        found = ((job, self._policy.standing(job)) for job in self._policy.jobs)
+        return [job for job, standing in found if standing is not None and standing.unload]
+
     def tick(self) -> None:
         """To be called every `TICK_S`; whoever could not be heard for lack of it is forgiven."""
         now = self._clock.now()
         if now - self._ticked_s > self.config.lease_s / 2:
+            self._loaded_heard_s.clear()
             self._observe(ControlResumed())
         self._ticked_s = now
         if self._unsaved or self._plan_records() or now >= self._policy.due_s():
             # What a full disk does not take is tried again at every tick, and answered by none.
             with suppress(Exhausted):
                 self._observe(TimePassed())
+        with suppress(Exhausted):
+            self._unload_silent(now)
 
     def _retry_s(self, entry: Enter) -> float | None:
         """None for a phase that the job does not have."""
@@ -260,7 +286,6 @@ class PermitDesk:
             accelerators=standing.accelerators,
             keep=standing.keep,
             keep_accelerators=standing.keep_accelerators,
-            unload=standing.unload,
             warned=standing.warned_s is not None,
             ends_in_s=ends_in_s,
         )

@@ -8,7 +8,7 @@ from harvester.contracts.clock import Clock, MonotonicClock
 from scheduler.phases.desk import TICK_S
 from scheduler.phases.opening import compile_for, opened
 from scheduler.phases.status import statuses
-from scheduler.phases.wire import WAIT_MAX_S, Call, Enter, JobStatus, Reply, checked, is_waiting
+from scheduler.phases.wire import WAIT_MAX_S, Call, Enter, JobStatus, Reply, Waiting, checked
 from scheduler.policy.cluster.config import ClusterConfig
 from scheduler.policy.phases.terms import PermitsConfig
 
@@ -43,7 +43,7 @@ class EmbeddedControl:
             if not isinstance(message, Enter):
                 return reply
             until_s = self._clock.now() + min(message.wait_s, WAIT_MAX_S)
-            while is_waiting(reply) and (left_s := until_s - self._clock.now()) > 0:
+            while isinstance(reply, Waiting) and (left_s := until_s - self._clock.now()) > 0:
                 self._changed.wait(left_s)
                 reply = self._desk.look(message)
             return reply

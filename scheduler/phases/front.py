@@ -9,7 +9,7 @@ import msgspec
 
 from harvester.contracts.clock import Clock
 from scheduler.phases.desk import TICK_S, PermitDesk
-from scheduler.phases.wire import WAIT_MAX_S, Enter, Reply, decoded_call, is_waiting
+from scheduler.phases.wire import WAIT_MAX_S, Enter, Reply, Waiting, decoded_call
 
 
 class Front:
@@ -35,7 +35,7 @@ class Front:
 
     async def _awaited(self, entry: Enter, reply: Reply) -> Reply:
         until_s = self._clock.now() + min(entry.wait_s, WAIT_MAX_S)
-        while is_waiting(reply) and (left_s := until_s - self._clock.now()) > 0:
+        while isinstance(reply, Waiting) and (left_s := until_s - self._clock.now()) > 0:
             changed = self._changed
             try:
                 async with asyncio.timeout(left_s):

@@ -25,7 +25,6 @@ _TIMES: Final = (
     "heard_s",
     "started_s",
     "worked_at_s",
-    "unload_s",
     "warned_s",
     "revoked_s",
 )

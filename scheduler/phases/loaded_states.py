@@ -1,20 +1,26 @@
 """States that stay on accelerators between a job's phases, until another job is to start there.
 
 Leaving a phase keeps its state loaded, so that the next phase of the kind starts at once where no
-other job was there meanwhile. When one is to start there, the control asks; then the state is
-released, by a thread of its own, and the control hears so.
+other job was there meanwhile. A thread asks the control whether another is to start there, for as
+long as anything is loaded: then the state is released, and the control hears so before that job
+starts. A process that cannot hear the control releases everything one margin before its lease ends:
+by then the control takes it for gone.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 
+from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.phases.wire import Transport, Unloaded
+from scheduler.phases.wire import Absent, Ended, Left, Transport, Unloaded
 from scheduler.policy.model import PhaseKind
+
+_ASKS_PER_LEASE = 5
+_ASK_MAX_S = 0.5
+_MARGIN_RATIO = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -28,16 +34,35 @@ class _Loaded:
 class LoadedStates:
     """Of one process of a job. Safe to use from any thread."""
 
-    def __init__(self, transport: Transport, job: JobId) -> None:
+    def __init__(self, transport: Transport, clock: Clock, job: JobId, holder: str) -> None:
         self._transport = transport
-        self._job = job
+        self._clock = clock
+        self._job, self._holder = job, holder
         self._states: dict[PhaseKind, _Loaded] = {}
+        self._stuck: set[PhaseKind] = set()
+        """States that could not be released; said once in a row, and tried again."""
         self._lock = threading.Lock()
+        self._asking: threading.Thread | None = None
+        self._lease_s = 0.0
+        self._answered_s = 0.0
 
-    def leave(self, kind: PhaseKind, nodes: Iterable[NodeId], release: Callable[[], None]) -> None:
+    def leave(
+        self,
+        kind: PhaseKind,
+        nodes: Iterable[NodeId],
+        release: Callable[[], None],
+        *,
+        lease_s: float,
+    ) -> None:
         """The phase has ended, and its state is still on these nodes."""
         with self._lock:
             self._states[kind] = _Loaded(frozenset(nodes), release)
+            self._lease_s, self._answered_s = lease_s, self._clock.now()
+            if self._asking is None:
+                self._asking = threading.Thread(
+                    target=self._asks, name=f"loaded-{self._job}", daemon=True
+                )
+                self._asking.start()
 
     def take(self, kind: PhaseKind, nodes: Iterable[NodeId]) -> bool:
         """Whether the state is loaded on all of these nodes; those of other kinds leave them.
@@ -54,14 +79,8 @@ class LoadedStates:
                 return False
             return found is not None
 
-    def ask(self, nodes: tuple[NodeId, ...]) -> None:
-        """Another job is to start there: release what is there, without keeping the caller."""
-        if nodes:
-            name = f"unload-{self._job}"
-            threading.Thread(target=self.release, args=(nodes,), name=name, daemon=True).start()
-
     def release(self, nodes: Iterable[NodeId] | None = None) -> None:
-        """From these nodes, or from all. A state that cannot be released is said to nobody."""
+        """From these nodes, or from all, and say so. One that cannot be released stays."""
         asked = None if nodes is None else frozenset(nodes)
         gone: set[NodeId] = set()
         with self._lock:
@@ -72,11 +91,42 @@ class LoadedStates:
                 try:
                     state.release()
                 except Exception:
-                    _log.exception("job %s: its %s state stays loaded", self._job, kind)
+                    if kind not in self._stuck:
+                        _log.exception("job %s: its %s state stays loaded", self._job, kind)
+                    self._stuck.add(kind)
                     continue
+                self._stuck.discard(kind)
                 gone |= state.nodes
                 del self._states[kind]
-        if asked is None or not gone:
-            return
-        with suppress(Exhausted, PeerProtocolError):
-            self._transport.call("unloaded", Unloaded(job=self._job, nodes=tuple(sorted(gone))))
+        if gone:
+            self._say(gone)
+
+    def _asks(self) -> None:
+        while True:
+            threading.Event().wait(min(self._lease_s / _ASKS_PER_LEASE, _ASK_MAX_S))
+            with self._lock:
+                if not self._states:
+                    self._asking = None
+                    return
+            reply = self._say(())
+            if isinstance(reply, Left) and reply.unload:
+                self.release(reply.unload)
+            elif isinstance(reply, Ended):
+                self.release()
+            elif self._clock.now() - self._answered_s > self._lease_s * (1 - _MARGIN_RATIO):
+                _log.warning("job %s: the control is silent; its states are released", self._job)
+                self.release()
+
+    def _say(self, nodes: Iterable[NodeId]) -> object:
+        """The answer; None where there is none. Where nobody is, nobody starts another job."""
+        asked_s = self._clock.now()
+        said = Unloaded(job=self._job, holder=self._holder, nodes=tuple(sorted(nodes)))
+        try:
+            reply = self._transport.call("unloaded", said)
+        except Absent:
+            self._answered_s = asked_s
+            return None
+        except (Exhausted, PeerProtocolError):
+            return None
+        self._answered_s = asked_s
+        return reply

@@ -6,7 +6,6 @@ is there but cannot be heard, the permit is given up one margin before its lease
 """
 
 import threading
-from collections.abc import Callable
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
@@ -24,9 +23,6 @@ _PROGRESS_STEP = 0.01
 _MARGIN_RATIO = 0.1
 
 
-OnUnload = Callable[[tuple[NodeId, ...]], None]
-
-
 class Permit:
     """One phase of a job while it runs. Safe to use from any thread of its process."""
 
@@ -38,9 +34,7 @@ class Permit:
         job: JobId,
         kind: PhaseKind,
         granted: Granted,
-        on_unload: OnUnload = lambda _nodes: None,
     ) -> None:
-        """`on_unload` is called with nodes that the job's other states have to leave."""
         self.job, self.kind = job, kind
         self.epoch = granted.epoch
         self._transport = transport
@@ -49,12 +43,14 @@ class Permit:
         self._orders = Orders(
             stage=Stage.RUNNING, nodes=granted.nodes, accelerators=granted.accelerators
         )
-        self._on_unload = on_unload
         self._complete_ratio, self._tokens, self._narrowed = 0.0, 0, False
         self._recall: Recall | None = None
         self._said_ratio = 0.0
         self._lost = ""
         self._answered_s = clock.now()
+        self._asked_to_narrow_s: float | None = None
+        self.narrowing_s = 0.0
+        """Spent on bringing the tail together."""
         self._ended = False
         self._wake = threading.Event()
         self._beating = threading.Thread(target=self._beats, name=f"permit-{job}", daemon=True)
@@ -119,6 +115,8 @@ class Permit:
 
     def narrowed(self) -> None:
         """The tail runs on `keep`; the other nodes are empty."""
+        if self._asked_to_narrow_s is not None and not self._narrowed:
+            self.narrowing_s += self._clock.now() - self._asked_to_narrow_s
         self._narrowed, self._recall = True, None
         self._wake.set()
 
@@ -163,6 +161,7 @@ class Permit:
         self._answered_s = asked_s
         if isinstance(reply, Orders):
             self._orders = reply
-            self._on_unload(reply.unload)
+            if reply.stage is Stage.NARROWING and self._asked_to_narrow_s is None:
+                self._asked_to_narrow_s = self._clock.now()
         elif isinstance(reply, Ended):
             self._lost = reply.reason

@@ -23,12 +23,21 @@ def _permits(jobs: Sequence[JobStatus]) -> Table:
             job.job,
             "" if job.kind is None else job.kind,
             f"{job.stage}, warned" if job.warned else job.stage,
-            " ".join(job.nodes),
+            _held(job),
             " ".join(job.awaits),
             f"{job.complete_ratio:.0%}" if job.nodes else "",
             str(job.failures or ""),
         )
     return table
+
+
+def _held(job: JobStatus) -> str:
+    """Nodes of its permit, then those where its state is without one; the last may be asked for."""
+    words = [" ".join(job.nodes)] if job.nodes else []
+    if job.loaded:
+        asked = ", asked to leave" if job.unload else ""
+        words.append(f"(loaded: {' '.join(job.loaded)}{asked})")
+    return " ".join(words)
 
 
 def _plan(planned: Sequence[tuple[JobStatus, PlanStatus]]) -> Table:

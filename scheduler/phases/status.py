@@ -38,5 +38,7 @@ def _status(desk: PermitDesk, job: JobId) -> JobStatus:
         tokens=standing.tokens,
         warned=standing.warned_s is not None,
         failures=standing.failures,
+        loaded=standing.loaded,
+        unload=standing.unload,
         plan=plan,
     )

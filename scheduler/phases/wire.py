@@ -5,7 +5,7 @@
     withdraw Withdraw -> Left
     beat     Beat     -> Orders | Ended
     leave    Leave    -> Left | Ended
-    unloaded Unloaded -> Left
+    unloaded Unloaded -> Left | Ended
     forget   Forget   -> Left
     submit   Submission -> Placed | Queued | Refused      where the control plans: instead of place
     node     NodeReport -> Kept | Refused                 by an operator or a health check
@@ -72,10 +72,15 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Unloaded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The job's state has left these nodes' accelerators."""
+    """The job's state has left these nodes' accelerators.
+
+    A process that has left a state loaded also says it of no node, several times in a lease: so it
+    hears where it is to unload, and is known to live.
+    """
 
     job: JobId
-    nodes: tuple[NodeId, ...]
+    holder: str
+    nodes: tuple[NodeId, ...] = ()
 
 
 class Forget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,15 +98,11 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted", omit_def
     """By number, of the nodes that it has in part; the tail of another job has the others."""
     lease_s: float
     """Say something at least three times in so long."""
-    unload: tuple[NodeId, ...] = ()
-    """As in `Waiting`."""
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting", omit_defaults=True):
+class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
     ahead: int
     """Jobs that come before."""
-    unload: tuple[NodeId, ...] = ()
-    """Where the job's state has to leave the accelerators now: another job is to start there."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -125,8 +126,6 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, tag="orders"):
     """Of those nodes of which it keeps a part."""
     warned: bool = False
     """The phase takes longer than it declared."""
-    unload: tuple[NodeId, ...] = ()
-    """As in `Waiting`."""
     ends_in_s: float | None = None
     """While revoked: end the phase within this."""
 
@@ -139,7 +138,7 @@ class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left", omit_defaults=
     move: "Move | None" = None
     """The iteration is over, and the job goes on elsewhere."""
     unload: tuple[NodeId, ...] = ()
-    """As in `Waiting`."""
+    """Where the job's state has to leave the accelerators now: another job is to start there."""
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
@@ -180,6 +179,10 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     warned: bool
     failures: int
+    loaded: tuple[NodeId, ...] = ()
+    """Nodes on whose accelerators its state is, without a permit."""
+    unload: tuple[NodeId, ...] = ()
+    """Those of them that it was asked to leave, for another job to start there."""
     plan: "PlanStatus | None" = None
     """Where the control plans."""
 
@@ -285,7 +288,7 @@ def checked(call: Call) -> Call:
     checked_name(call.job, what="job")
     if isinstance(call, Submission):
         checked_name(call.tenant, what="tenant")
-    if isinstance(call, Enter | Withdraw):
+    if isinstance(call, Enter | Withdraw | Unloaded):
         checked_name(call.holder, what="holder")
     nodes = call.nodes if isinstance(call, Unloaded) else ()
     if isinstance(call, JobTerms):
@@ -293,11 +296,6 @@ def checked(call: Call) -> Call:
     for node in nodes:
         checked_name(node, what="node")
     return call
-
-
-def is_waiting(reply: Reply) -> bool:
-    """Whether an entry is held open: a job that is to unload has to hear so."""
-    return isinstance(reply, Waiting) and not reply.unload
 
 
 def decoded_reply(body: bytes) -> Reply:

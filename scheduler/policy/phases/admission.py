@@ -46,8 +46,8 @@ def remove(book: PermitBook, event: JobLeft, *, now: float) -> Effects:
     if standing.holding:
         effects.append(end(book, standing, EndReason.LEFT, "the job left", now=now))
     book.leave_lines(standing)
-    book.unload(standing, standing.loaded)
     if event.for_good:
+        book.unload(standing, standing.loaded)
         book.remove(event.job)
         return [*effects, RemoveJob(job=event.job)]
     standing.move(Trigger.ENDED)

@@ -73,6 +73,7 @@ class PermitBook:
         parts = standing.accelerators
         nodes = tuple(node for node in standing.nodes if 0 not in parts.get(node, ()))
         standing.loaded += nodes
+        standing.loaded_by = standing.holder
         self._loaded |= dict.fromkeys(nodes, standing.job)
 
     def unload(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
@@ -86,8 +87,6 @@ class PermitBook:
     def _forget_loaded(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
         standing.loaded = tuple(node for node in standing.loaded if node not in nodes)
         standing.unload = tuple(node for node in standing.unload if node not in nodes)
-        if not standing.unload:
-            standing.unload_s = None
 
     def loaded_by_other(self, standing: Standing, node: NodeId) -> Standing | None:
         """The job whose state has to leave the node before this one starts there."""

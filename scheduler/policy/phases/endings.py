@@ -83,7 +83,7 @@ def end(
     work_until(standing, now=now)
     if stays_loaded:
         book.leave_loaded(standing)
-    if reason not in (EndReason.DONE, EndReason.WITHDRAWN):
+    if reason is EndReason.SILENT and standing.loaded_by == standing.holder:
         book.unload(standing, standing.loaded)
     book.free(standing, standing.nodes)
     book.leave_lines(standing)

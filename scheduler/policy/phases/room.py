@@ -49,7 +49,7 @@ def make_room(
     for standing in waiting:
         tails, loaded = _obstacles(book, standing, now)
         asked += [_narrow(book, tail, now) for tail in tails]
-        asked += [_unload(book.jobs[job], nodes, now) for job, nodes in loaded.items()]
+        asked += [_unload(book.jobs[job], nodes) for job, nodes in loaded.items()]
     return asked
 
 
@@ -91,8 +91,7 @@ def _obstacles(book: PermitBook, waiter: Standing, now: float) -> Obstacles:
     return Obstacles([*tails.values()], loaded) if starts else NOTHING
 
 
-def _unload(other: Standing, nodes: tuple[NodeId, ...], now: float) -> UnloadNodes:
-    other.unload_s = now if other.unload_s is None else other.unload_s
+def _unload(other: Standing, nodes: tuple[NodeId, ...]) -> UnloadNodes:
     other.unload = tuple(dict.fromkeys((*other.unload, *nodes)))
     return UnloadNodes(job=other.job, nodes=nodes)
 

@@ -89,10 +89,10 @@ class Standing(msgspec.Struct, kw_only=True):
     revoked_s: float | None = None
     loaded: tuple[NodeId, ...] = ()
     """Nodes on whose accelerators its state was left, though it holds no permit for them."""
+    loaded_by: str = ""
+    """Which process of the job has left it there."""
     unload: tuple[NodeId, ...] = ()
     """Those that it was asked to take its state off, for another job to start there."""
-    unload_s: float | None = None
-    """When it was first asked."""
     was_away: bool = False
     """The tail of this phase has been on none of its nodes, at a speed that is not known here."""
     worked_s: float = 0.0

@@ -13,8 +13,6 @@ Effects = list[PermitEffect]
 def tend(book: PermitBook, *, now: float) -> Effects:
     effects: Effects = []
     for _, standing in sorted(book.jobs.items()):
-        if standing.unload_s is not None and now >= standing.unload_s + book.config.grace_s:
-            book.unload(standing, standing.unload)
         if standing.holding:
             effects += _watch(book, standing, now)
         elif not book.asks(standing, now):
@@ -33,8 +31,6 @@ def resume(book: PermitBook, *, now: float) -> None:
             standing.warned_s = min(standing.warned_s, now)
         if standing.revoked_s is not None:
             standing.revoked_s = min(standing.revoked_s, now)
-        if standing.unload_s is not None:
-            standing.unload_s = now
         if standing.holding or standing.heard_s is not None:
             standing.heard_s = now
         standing.course = None

@@ -6,8 +6,6 @@ a phase that is in nobody's way would help nobody. Pure; the policy acts on the 
 
 from enum import StrEnum
 
-import msgspec
-
 from scheduler.policy.phases.accelerators import speed
 from scheduler.policy.phases.longest_run import LongestRun
 from scheduler.policy.phases.standing import Stage, Standing
@@ -56,9 +54,6 @@ def bound_s(standing: Standing) -> float:
 
 def deadlines_s(standing: Standing, config: PermitsConfig) -> tuple[float, ...]:
     """When time alone may change something for this job; deadlines that have passed included."""
-    if standing.unload_s is not None:
-        rest = msgspec.structs.replace(standing, unload_s=None)
-        return (standing.unload_s + config.grace_s, *deadlines_s(rest, config))
     heard_s = standing.heard_s
     lapses_s = standing.enqueued_s + config.patience_s
     if heard_s is not None:

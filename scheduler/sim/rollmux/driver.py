@@ -258,6 +258,7 @@ class Driver:
         worker.work_until(self._now)
         worker.share = worker.share_of(standing.nodes, standing.accelerators)
         if isinstance(effect, FreeNodes):
+            worker.tail_moved()
             self._phase("tail_moved", worker, worker.nodes)
         self._set_next(worker, worker.next_s(), self._work)
 

@@ -10,13 +10,14 @@ from enum import StrEnum
 from typing import Final
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
-from scheduler.policy.groups.tail import best_shape
+from scheduler.policy.groups.tail import ROOM_RATIO, best_shape
 from scheduler.policy.model import PhaseKind
 from scheduler.policy.phases.completion import LEVELS
 from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob
 from scheduler.sim.rollmux.world import World
 
 ROUNDING_S: Final = 1e-9
+_LEAST_SHARE: Final = 1e-6
 
 
 class WorkerStage(StrEnum):
@@ -58,6 +59,8 @@ class Worker:
         self._sync_s = world.sync_s
         self._at_s = 0.0
         self._said = 0
+        self._moved_at: float | None = None
+        # Completed share at which its tail was moved.
         nodes = one.job.phases[0].nodes
         tail = best_shape(one.curve, accelerators=nodes * ROLLOUT_ACCELERATORS)
         self._bulk_ratio, self._tail_share = tail.bulk_ratio, tail.share
@@ -95,6 +98,7 @@ class Worker:
         self.nodes, self.share = nodes, share
         self.overhead_s = self.loading_s = loading_s
         self.worked_s, self._at_s, self._said = 0.0, now, 0
+        self._moved_at = None
         self.length_s = self._sync_s
         if self.kind is not PhaseKind.SYNC:
             column = 0 if self.kind is PhaseKind.ROLLOUT else 1
@@ -116,6 +120,10 @@ class Worker:
                 target_s = min(target_s, self._bulk_ratio * self.length_s)
         left_s = max(0.0, target_s - self.worked_s)
         return self._at_s + self.overhead_s + self._takes_s(left_s)
+
+    def tail_moved(self) -> None:
+        """Its tail is on the share that it holds: enough where its open responses have room."""
+        self._moved_at = self.said_ratio
 
     def progress(self) -> float | None:
         """Share of its responses that it has newly to say; None where there is no news."""
@@ -173,6 +181,8 @@ class Worker:
         """Solo seconds in a second, on the accelerators that it holds."""
         if self.kind is not PhaseKind.ROLLOUT or self.share >= 1.0:
             return 1.0
+        if self._moved_at is not None:
+            return min(1.0, self.share / max(ROOM_RATIO * (1.0 - self._moved_at), _LEAST_SHARE))
         return min(1.0, self.share / (1.0 if self.is_in_bulk else self._tail_share or 1.0))
 
 

@@ -78,7 +78,11 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
         Leave(job=JOB, epoch=Epoch(2)),
         b'{"job":"j","epoch":2,"failed":"","loading_s":0.0,"leased_s":0.0,"stays_loaded":false}',
     ),
-    ("unloaded", Unloaded(job=JOB, nodes=NODES), b'{"job":"j","nodes":["n"]}'),
+    (
+        "unloaded",
+        Unloaded(job=JOB, holder="h", nodes=NODES),
+        b'{"job":"j","holder":"h","nodes":["n"]}',
+    ),
     ("forget", Forget(job=JOB), b'{"job":"j"}'),
     (
         "submit",
@@ -111,7 +115,7 @@ GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
         Orders(stage=Stage.NARROWING, nodes=NODES, keep=NODES, warned=True, ends_in_s=3.0),
         (
             b'{"type":"orders","stage":"narrowing","nodes":["n"],"accelerators":{},'
-            b'"keep":["n"],"keep_accelerators":{},"warned":true,"unload":[],"ends_in_s":3.0}'
+            b'"keep":["n"],"keep_accelerators":{},"warned":true,"ends_in_s":3.0}'
         ),
     ),
     (Ended(reason="why"), b'{"type":"ended","reason":"why"}'),

@@ -20,6 +20,7 @@ from scheduler.phases.wire import (
     Left,
     Orders,
     Refused,
+    Unloaded,
     Waiting,
 )
 from scheduler.policy.model import PhaseKind
@@ -50,6 +51,51 @@ def test_an_entry_is_granted_or_says_how_many_come_before() -> None:
     assert _enter(desk, "a") == Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=10.0)
     assert _enter(desk, "b") == Waiting(ahead=1)
     assert desk.leave(Leave(job=JobId("a"), epoch=Epoch(1))) == Left()
+    assert isinstance(_enter(desk, "b"), Granted)
+
+
+def _leave_loaded(desk: PermitDesk) -> None:
+    """Job a has left its state on r0, and b waits for it."""
+    for job in ("a", "b"):
+        desk.place(terms(job))
+    _enter(desk, "a")
+    assert desk.leave(Leave(job=JobId("a"), epoch=Epoch(1), stays_loaded=True)) == Left()
+    assert isinstance(_enter(desk, "b"), Waiting)
+
+
+def test_a_state_that_is_not_released_yet_is_waited_for_while_its_process_lives() -> None:
+    clock = VirtualClock()
+    desk = _desk(clock)
+    _leave_loaded(desk)
+    for _ in range(40):
+        reply = desk.call(Unloaded(job=JobId("a"), holder="a.1"))
+        assert reply == Left(unload=nodes("r0"))
+        assert isinstance(_enter(desk, "b"), Waiting)
+        _pass_time(desk, clock, 3.0)
+    desk.call(Unloaded(job=JobId("a"), holder="a.1", nodes=nodes("r0")))
+    assert isinstance(_enter(desk, "b"), Granted)
+
+
+def test_a_process_that_is_not_heard_for_a_lease_keeps_no_node_by_its_state() -> None:
+    clock = VirtualClock()
+    desk = _desk(clock)
+    _leave_loaded(desk)
+    for _ in range(3):
+        _pass_time(desk, clock, 3.0)
+        desk.call(Unloaded(job=JobId("a"), holder="another process", nodes=nodes("r0")))
+        assert isinstance(_enter(desk, "b"), Waiting)
+    _pass_time(desk, clock, 3.0)
+    assert isinstance(_enter(desk, "b"), Granted)
+
+
+def test_a_state_left_loaded_outlives_a_restart_of_the_control(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    desk = _desk(clock, tmp_path / "state.sqlite")
+    _leave_loaded(desk)
+    desk.close()
+    desk = _desk(clock, tmp_path / "state.sqlite")
+    assert isinstance(_enter(desk, "b"), Waiting)
+    desk.call(Unloaded(job=JobId("a"), holder="a.1", nodes=nodes("r0")))
     assert isinstance(_enter(desk, "b"), Granted)
 
 

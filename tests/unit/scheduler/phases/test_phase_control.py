@@ -1,6 +1,7 @@
 """What a job's code sees, with the control embedded: jobs are threads."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -142,6 +143,25 @@ def test_a_state_stays_loaded_until_another_job_is_to_start_there(
     with phases.phase(ROLLOUT):
         said.append("runs")
     assert said[3:] == ["offloaded", "other runs", "loaded", "runs"]
+
+
+def test_a_job_between_two_phases_takes_its_state_off_for_another(
+    embedded: EmbeddedControl,
+) -> None:
+    said: list[str] = []
+    phases = PhaseControl(embedded, terms("a"))
+
+    def on_release() -> None:
+        said.append("leaves")
+        time.sleep(0.3)
+        said.append("left")
+
+    phases.resident(ROLLOUT, on_release=on_release)
+    with phases.phase(ROLLOUT):
+        pass
+    with PhaseControl(embedded, terms("b"), timeout_s=LONG_S).phase(ROLLOUT):
+        said.append("other runs")
+    assert said == ["leaves", "left", "other runs"]
 
 
 def test_a_job_that_waits_itself_takes_its_state_off_for_another(embedded: EmbeddedControl) -> None:
