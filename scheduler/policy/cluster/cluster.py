@@ -411,10 +411,12 @@ class ClusterPolicy:
         return standing is None or standing.stage is Stage.APART or standing.epoch == NO_EPOCH
 
     def _rank(self, effect: ClusterEffect) -> int:
-        """New terms before anybody leaves: who waits for a freed node must not be on a lost one."""
+        """New terms before a holder leaves: a job that waits for a freed node must not be on a lost
+        one, nor about to leave itself."""
         match effect:
-            case JobLeft():
-                return 1
+            case JobLeft(job=job):
+                standing = self._permits.standing(job)
+                return int(standing is not None and standing.holding)
             case JobPlaced(terms=terms) if terms.job in self._removed:
                 return 2
         return 0
