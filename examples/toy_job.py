@@ -16,12 +16,14 @@ from pathlib import Path
 
 from harvester.contracts.ids import JobId
 from scheduler.phases.control import PhaseControl
+from scheduler.phases.permit import Permit
 from scheduler.phases.socket_control import SocketControl
 from scheduler.phases.wire import Move
 from scheduler.policy.cluster.submission import DeclaredPhase, Submission
 from scheduler.policy.model import PhaseKind
 
 GB = 10**9
+STEPS = 20
 
 
 def submission(job: str, *, rollout_s: float, training_s: float) -> Submission:
@@ -35,6 +37,22 @@ def submission(job: str, *, rollout_s: float, training_s: float) -> Submission:
             DeclaredPhase(kind=PhaseKind.TRAINING, max_s=1.5 * training_s),
         ),
     )
+
+
+def places(permit: Permit) -> str:
+    """Nodes, and the accelerators of those that another job's tail has a part of."""
+    parts = permit.accelerators
+    return " ".join(f"{node}{list(parts[node]) if node in parts else ''}" for node in permit.nodes)
+
+
+def roll_out(permit: Permit, seconds: float) -> None:
+    """Says how far it is, and makes room for a job that waits, as a real rollout's tail would."""
+    for step in range(STEPS):
+        time.sleep(seconds / STEPS)
+        permit.progress((step + 1) / STEPS)
+        if permit.keep is not None:
+            # Here the open responses go to the accelerators that the permit keeps.
+            permit.narrowed()
 
 
 def main() -> None:
@@ -61,8 +79,8 @@ def main() -> None:
     say(f"{place.group} on {nodes}: {place.reason}")
     for iteration in range(1, given.iterations + 1):
         with phases.phase("rollout") as permit:
-            say(f"iteration {iteration} rolls out on {' '.join(permit.nodes)}")
-            time.sleep(given.rollout_s)
+            say(f"iteration {iteration} rolls out on {places(permit)}")
+            roll_out(permit, given.rollout_s)
         with phases.phase("training") as permit:
             say(f"iteration {iteration} trains on {' '.join(permit.nodes)}")
             time.sleep(given.training_s)

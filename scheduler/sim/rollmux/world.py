@@ -1,6 +1,7 @@
 """What is true in a run beside the jobs: how long switching and loading take.
 
-No planner and no permit is told any of it; they measure what they see.
+The published values are also the defaults of a control's settings; where they are wrong it measures
+moves and warm starts. Nothing else of a world is told to anybody.
 """
 
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ class World:
     cold_start_s: float = 135.0
     """A job's state from storage, before its first iteration."""
     warm_start_s: float = 5.0
-    """A resident state back on its node's accelerators, where another job's was there."""
+    """A resident state back on its node's accelerators, and another job's off them."""
     move_s: float = 300.0
-    """A job's state from its old nodes to its new ones."""
+    """A job's state to its new nodes, from its checkpoint: its old nodes are free at once."""
     migrate_s: float = 3.0
     """A rollout's tail to a share of its accelerators; the next rollout there waits as long."""
     sync_s: float = 0.0
