@@ -21,6 +21,7 @@ from scheduler.policy.phases.events import (
     GrantPermit,
     NarrowPhase,
     RevokePermit,
+    UnloadNodes,
     WarnHolder,
     WidenPermit,
 )
@@ -144,6 +145,10 @@ class PermitStory:
             case FreeNodes():
                 words = f"its tail has left {nodes_in_words(effect.nodes)}, or a part of each"
                 yield self._happened(now, Told.FREED, words)
+            case UnloadNodes():
+                where = nodes_in_words(effect.nodes)
+                words = f"asked to take its state off {where}: another job is to start there"
+                yield self._happened(now, Told.UNLOADED, words)
             case WarnHolder():
                 yield self._happened(now, Told.WARNED, f"warned: {effect.reason}")
             case RevokePermit():

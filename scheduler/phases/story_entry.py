@@ -25,6 +25,7 @@ class Told(StrEnum):
     GRANTED = "granted"
     NARROWED = "narrowed"
     FREED = "freed"
+    UNLOADED = "unloaded"
     WIDENED = "widened"
     WARNED = "warned"
     REVOKED = "revoked"
@@ -34,7 +35,15 @@ class Told(StrEnum):
 
 
 SUMMARISED = frozenset(
-    {Told.GRANTED, Told.NARROWED, Told.FREED, Told.WIDENED, Told.WARNED, Told.DONE}
+    {
+        Told.GRANTED,
+        Told.NARROWED,
+        Told.FREED,
+        Told.UNLOADED,
+        Told.WIDENED,
+        Told.WARNED,
+        Told.DONE,
+    }
 )
 """Of permits in the ordinary run of things: too many to be told one by one."""
 

@@ -55,7 +55,7 @@ class ArmResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class ArmSettings:
     """What differs from the shipped settings."""
 
     planner: Callable[[ClusterConfig, list[SimulatedJob], int], GroupPlanner] | None = None
@@ -64,13 +64,13 @@ class Arm:
 
 
 ARMS: Final = {
-    "ours": Arm(),
-    "ours_resubmit": Arm(lambda config, _jobs, _seed: resubmitting_planner(config)),
-    "rollmux_paper": Arm(lambda _config, _jobs, _seed: paper_planner(), PAPER_THRESHOLD),
-    "random": Arm(lambda _config, _jobs, seed: RandomPlanner(seed), PAPER_THRESHOLD),
-    "greedy": Arm(lambda _config, _jobs, _seed: GreedyPlanner(), PAPER_THRESHOLD),
-    "hourly": Arm(lambda config, jobs, _seed: HourlyPlanner(config, jobs)),
-    "optimum": Arm(lambda _config, jobs, _seed: _optimum_planner(jobs)),
+    "ours": ArmSettings(),
+    "ours_resubmit": ArmSettings(lambda config, _jobs, _seed: resubmitting_planner(config)),
+    "rollmux_paper": ArmSettings(lambda _config, _jobs, _seed: paper_planner(), PAPER_THRESHOLD),
+    "random": ArmSettings(lambda _config, _jobs, seed: RandomPlanner(seed), PAPER_THRESHOLD),
+    "greedy": ArmSettings(lambda _config, _jobs, _seed: GreedyPlanner(), PAPER_THRESHOLD),
+    "hourly": ArmSettings(lambda config, jobs, _seed: HourlyPlanner(config, jobs)),
+    "optimum": ArmSettings(lambda _config, jobs, _seed: _optimum_planner(jobs)),
 }
 _NEVER_S: Final = 1e9
 """Simulated jobs are never silent: the driver leaves out what only says that they live."""
