@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from harvester.contracts.ids import JobId, NodeId, TenantId
 from scheduler.policy.cluster.config import ClusterConfig, PoolNodes
@@ -21,7 +22,7 @@ from scheduler.policy.groups.stages import (
     empty_permits,
 )
 from scheduler.policy.groups.verdicts import Hosting
-from scheduler.policy.model import Job, Pool
+from scheduler.policy.model import Job, Phase, Pool
 from scheduler.policy.phases.terms import PermitsConfig
 from scheduler.sim.rollmux.driver import Driver
 from scheduler.sim.rollmux.ledger import Ledger
@@ -32,6 +33,7 @@ from tests.unit.scheduler.groups.stage_jobs import occupant
 
 ITERATIONS = 12
 WORLD = World(cold_start_s=0.0, warm_start_s=5.0, migrate_s=0.0)
+SYNCED = World(cold_start_s=0.0, warm_start_s=5.0, migrate_s=0.0, sync_s=7.3)
 RULES = Rules(migrate=True, warm_s=5.0, migrate_s=0.0)
 BULK_RATIO, TAIL_SHARE = 0.5, 0.25
 """Of the papers' curve, with a threshold of 0.8."""
@@ -44,35 +46,40 @@ _job = st.tuples(
     st.floats(40.0, 400.0),
     st.sampled_from((1, 2, 3)),
     st.sampled_from((1, 2, 3)),
+    st.sampled_from((True, True, False)),
 )
+Drawn = tuple[float, float, int, int, bool]
+"""Means, nodes of each pool as masks, and whether the rollout can run on a part of a node."""
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(_job, min_size=2, max_size=4), st.integers(0, 10_000))
-def test_phases_end_when_the_forecast_says(
-    drawn: list[tuple[float, float, int, int]], seed: int
-) -> None:
+@given(
+    st.lists(_job, min_size=2, max_size=4),
+    st.integers(0, 10_000),
+    st.sampled_from((WORLD, SYNCED)),
+)
+def test_phases_end_when_the_forecast_says(drawn: list[Drawn], seed: int, world: World) -> None:
     """One or two nodes of each pool; tails move, start beside each other and end."""
     jobs = _jobs(drawn, seed)
     rollout, training = (tuple(one[at] for one in drawn) for at in (2, 3))
     if max(rollout).bit_length() > 1 and not any(mask & 1 for mask in rollout):
         return
-    lived, moved = _lived(jobs, rollout, training)
-    forecast, migrated = _forecast(jobs, rollout, training)
+    lived, moved = _lived(jobs, rollout, training, world)
+    forecast, migrated = _forecast(jobs, rollout, training, world)
     assert [each[1:] for each in lived] == [each[1:] for each in forecast[: len(lived)]]
     for (at_s, *_), (said_s, *_) in zip(lived, forecast, strict=False):
         assert at_s == pytest.approx(said_s, abs=1e-3)
     assert moved == migrated
 
 
-def _jobs(drawn: list[tuple[float, float, int, int]], seed: int) -> list[SimulatedJob]:
+def _jobs(drawn: list[Drawn], seed: int) -> list[SimulatedJob]:
     rng = np.random.Generator(np.random.PCG64(seed))
     return [
         SimulatedJob(
             job=Job(
                 job=JobId(f"j{at}"),
                 tenant=TenantId("t"),
-                phases=phases(1e6, 1e6, rollout.bit_count(), training.bit_count()),
+                phases=_phases(rollout.bit_count(), training.bit_count(), divisible=divisible),
                 host_bytes_per_node=1,
                 slowdown_slo=50.0,
             ),
@@ -80,12 +87,20 @@ def _jobs(drawn: list[tuple[float, float, int, int]], seed: int) -> list[Simulat
             lengths_s=np.array([rollout_s, training_s]) * rng.uniform(0.8, 1.2, (ITERATIONS, 2)),
             means_s=(rollout_s, training_s),
         )
-        for at, (rollout_s, training_s, rollout, training) in enumerate(drawn)
+        for at, (rollout_s, training_s, rollout, training, divisible) in enumerate(drawn)
     ]
 
 
+def _phases(rollout: int, training: int, *, divisible: bool) -> tuple[Phase, ...]:
+    rolls, trains = phases(1e6, 1e6, rollout, training)
+    return replace(rolls, divisible=divisible), trains
+
+
 def _lived(
-    jobs: list[SimulatedJob], rollout: tuple[int, ...], training: tuple[int, ...]
+    jobs: list[SimulatedJob],
+    rollout: tuple[int, ...],
+    training: tuple[int, ...],
+    world: World,
 ) -> tuple[list[tuple[float, str, str]], int]:
     """Ends of phases until the first job is done, and tails moved by then."""
     pools = {
@@ -99,7 +114,7 @@ def _lived(
     hosting = Hosting(tuple(range(len(jobs))), rollout, training)
     ledger = Ledger(record=True)
     Driver(
-        jobs, PhaseRuntime(config, PinnedPlanner(jobs, [hosting])), world=WORLD, ledger=ledger
+        jobs, PhaseRuntime(config, PinnedPlanner(jobs, [hosting])), world=world, ledger=ledger
     ).run()
     events = ledger.in_order()
     until_s = next(each["t"] for each in events if each["type"] == "job_done")
@@ -109,7 +124,7 @@ def _lived(
         if each["t"] > until_s - 10.0:
             break
         end = (each["t"], each.get("job", ""), str(each.get("phase", "")))
-        if each["type"] == "phase_end" and end not in ends[-2:]:
+        if each["type"] == "phase_end" and end[2] != "sync" and end not in ends[-2:]:
             ends.append(end)
         elif each["type"] == "tail_moved":
             moved.add((each["t"], each["job"]))
@@ -117,7 +132,10 @@ def _lived(
 
 
 def _forecast(
-    jobs: list[SimulatedJob], rollout: tuple[int, ...], training: tuple[int, ...]
+    jobs: list[SimulatedJob],
+    rollout: tuple[int, ...],
+    training: tuple[int, ...],
+    world: World,
 ) -> tuple[list[tuple[float, str, str]], int]:
     first = max(rollout).bit_length()
     members = [
@@ -125,7 +143,10 @@ def _forecast(
         for at, one in enumerate(jobs)
     ]
     records = Roster.of(members).jobs
-    records["bulk_ratio"], records["tail_share"] = BULK_RATIO, TAIL_SHARE
+    divisible = np.array([one.job.phases[0].divisible for one in jobs])
+    records["bulk_ratio"] = np.where(divisible, BULK_RATIO, 1.0)
+    records["tail_share"] = np.where(divisible, TAIL_SHARE, 0.0)
+    records["divisible"], records["sync_s"] = divisible, world.sync_s
     records["offset"] = np.arange(len(jobs)) * ITERATIONS
     records["length"] = ITERATIONS
     log = np.zeros(8192, dtype=EVENT)
@@ -136,7 +157,7 @@ def _forecast(
         np.concatenate([one.lengths_s for one in jobs]),
         RULES,
         0.0,
-        sum(float(one.lengths_s.sum()) for one in jobs) + 1e4,
+        sum(float(one.iterations_s(world).sum()) for one in jobs) + 1e4,
         log,
     )
     events = log[:logged]
