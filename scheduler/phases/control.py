@@ -1,4 +1,4 @@
-"""What a job's code uses: phases that run when their nodes are free, and start warm.
+"""Phases in a job's code: they run when their nodes are free, and start warm.
 
     phases = PhaseControl(connected("/run/rosemux/phases.sock"), terms)
     phases.resident(PhaseKind.TRAINING, on_resume=load, on_release=offload)
@@ -134,7 +134,7 @@ class PhaseControl:
         on_release: Release = lambda: None,
         stays_loaded: bool = True,
     ) -> None:
-        """What loads this kind of phase's state on accelerators, and takes it off them.
+        """Hooks that load this kind of phase's state on accelerators, and take it off them.
 
         It stays loaded when its phase ends, until another job is to start there: `on_release` may
         be called by another thread, during another phase of the job. Without `stays_loaded` it is

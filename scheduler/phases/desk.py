@@ -331,13 +331,13 @@ class PermitDesk:
         return PermitPolicy(self.config)
 
     def _kept(self) -> dict[str, Any] | None:
-        """What the policy was, in the times of this clock; None where nothing was kept."""
+        """The policy's kept state, in the times of this clock; None where nothing was kept."""
         if self._state.plan():
             raise ConfigError("the state file holds a plan: start the control with its nodes")
         return self._state.snapshot()
 
     def _plan_records(self) -> dict[str, bytes | None]:
-        """What a planning desk has to keep with the same decision."""
+        """Records of the plan that belong to the same decision."""
         return {}
 
     def _plan_kept(self) -> None:

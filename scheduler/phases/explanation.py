@@ -1,4 +1,4 @@
-"""What a journal says of one job, for people and for machines."""
+"""One job's story in a journal, for people and for machines."""
 
 import re
 from collections.abc import Iterator

@@ -61,7 +61,7 @@ class _Job(msgspec.Struct, frozen=True):
 
 
 class GatewayView(msgspec.Struct, frozen=True):
-    """What a gateway says of itself, as far as it matters here."""
+    """A gateway's status, as far as it matters here."""
 
     active_job: JobId | None
     engines: dict[str, _Engine]
@@ -118,7 +118,7 @@ class JobGateway:
         self._post("activate", None, timeout_s=ACTIVATE_S)
 
     def switch(self, switches: Switches, *, for_s: float) -> None:
-        """What is on is on for so long. Dedicated engines first: they are another job's soon."""
+        """Switches stay on for so long. Dedicated engines first: they are another job's soon."""
         for name, on in switches._asdict().items():
             said = {"enabled": True, "for_s": for_s} if on else {"enabled": False}
             self._post(name, said, timeout_s=ANSWER_S)
