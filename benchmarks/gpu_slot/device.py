@@ -140,8 +140,6 @@ class KnownDevice(CpuDevice):
                 with self._turn():
                     time.sleep(min(left_s, self.turn_s))
                 left_s -= self.turn_s
-                # Whoever waits for the file gets it now.
-                time.sleep(_HAND_OVER_S)
 
         return step
 
@@ -150,12 +148,13 @@ class KnownDevice(CpuDevice):
         if self.turns is None:
             yield
             return
-        with self.turns.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        # First come, first served, and no time between two turns: a process that waits holds the
+        # place behind the turn, so the one whose turn ends cannot take the next one before it.
+        with self.turns.open("ab") as turn:
+            with self.turns.with_suffix(".next").open("ab") as place:
+                fcntl.flock(place, fcntl.LOCK_EX)
+                fcntl.flock(turn, fcntl.LOCK_EX)
             yield
-
-
-_HAND_OVER_S = 2e-4
 
 
 def device_of(kind: str) -> Device:
