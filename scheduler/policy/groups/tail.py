@@ -8,7 +8,7 @@ completion curve, counted in whole accelerators.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import ceil
 from typing import Final, NamedTuple
 
@@ -71,8 +71,12 @@ def best_shape(curve: Sequence[Completion], *, accelerators: int) -> TailShape:
 
 def best_tail(curve: Sequence[Completion], *, accelerators: int) -> tuple[float, TailShape]:
     """The threshold of that shape, too; 1 where the rollout is better undivided."""
-    if not curve:
-        return 1.0, UNDIVIDED
+    return _best_tail(tuple(curve), accelerators) if curve else (1.0, UNDIVIDED)
+
+
+# Permits, plan and forecast ask the same of a job's latest curve.
+@lru_cache(maxsize=4096)
+def _best_tail(curve: tuple[Completion, ...], accelerators: int) -> tuple[float, TailShape]:
     points = np.array([(0.0, 0.0), *curve, (1.0, 1.0)])
     bulks = np.interp(_THRESHOLDS, points[:, 1], points[:, 0])
     shares = _kept(accelerators) / accelerators

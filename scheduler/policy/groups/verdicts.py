@@ -5,8 +5,9 @@ of pairs and of parts rules out most others unasked. What was found holds as lon
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from itertools import combinations
 from typing import NamedTuple
 
@@ -14,7 +15,9 @@ from scheduler.policy.groups.assignments import Masks, without
 
 Versions = tuple[int, ...]
 """Of each member, what is believed of it."""
-Key = tuple[Versions, Masks, Masks]
+Nodes = tuple[Masks, Masks]
+"""Of each member, its nodes of either pool."""
+Key = tuple[Versions, Nodes]
 _APART = -1
 
 
@@ -48,10 +51,13 @@ class Verdicts:
 
     def refused(self, versions: Versions, hosting: Hosting) -> bool:
         """Whether it is known to break an SLO, or one with fewer of its members is."""
-        key = (versions, hosting.rollout, hosting.training)
+        key = (versions, (hosting.rollout, hosting.training))
         known = self._found.get(key)
-        if known is None and any(self._found.get(part) is False for part in _parts(*key)):
-            known = self._found[key] = False
+        if known is None:
+            for part in _parts(*key):
+                if self._found.get(part) is False:
+                    known = self._found[key] = False
+                    break
         return known is False
 
     def admitted(self, versions: Versions, hosting: Hosting, admits: Admits) -> bool:
@@ -61,7 +67,7 @@ class Verdicts:
         fails.
         """
         members, rollout, training = hosting
-        key = (versions, rollout, training)
+        key = (versions, (rollout, training))
         known = self._found.get(key)
         if known is not None:
             return known
@@ -69,10 +75,7 @@ class Verdicts:
         if len(members) == 1 or relation == _APART:
             known = True
         else:
-            known = not self.refused(versions, hosting) and all(
-                self.admitted(fewer, Hosting(_less(members, at), *masks), admits)
-                for at, (fewer, *masks) in enumerate(_parts(*key))
-            )
+            known = self._parts_admitted(key, members, admits)
             if known:
                 self.simulated += 1
                 known = admits(hosting)
@@ -80,6 +83,15 @@ class Verdicts:
         if relation is not None and not known:
             self._refused[versions][relation] = 1
         return known
+
+    def _parts_admitted(self, key: Key, members: tuple[int, ...], admits: Admits) -> bool:
+        parts = tuple(_parts(*key))
+        found = [self._found.get(part) for part in parts]
+        # One that is known to fail spares the forecasts of all others.
+        return False not in found and all(
+            known or self.admitted(versions, Hosting(others, *nodes), admits)
+            for known, others, (versions, nodes) in zip(found, _less(members), parts, strict=False)
+        )
 
     def refused_pairs(self, versions: Versions) -> tuple[int, int, int]:
         """Of each relation, the pairs that are known to break an SLO by it."""
@@ -99,15 +111,17 @@ def _relation(rollout: Masks, training: Masks) -> int:
     return 2 if training[0] & training[1] else _APART
 
 
-def _parts(versions: Versions, rollout: Masks, training: Masks) -> list[Key]:
+def _parts(versions: Versions, nodes: Nodes) -> Iterable[Key]:
     """What is left without each of the members; of two nobody shares with the one left."""
-    if len(versions) < 3:
-        return []
-    return [
-        (_less(versions, at), without(rollout, at), without(training, at))
-        for at in range(len(versions))
-    ]
+    return zip(_less(versions), _nodes_less(*nodes), strict=True) if len(versions) > 2 else ()
 
 
-def _less(whole: tuple[int, ...], at: int) -> tuple[int, ...]:
-    return whole[:at] + whole[at + 1 :]
+@lru_cache(maxsize=4096)
+def _less(whole: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Without each of its members."""
+    return tuple(whole[:at] + whole[at + 1 :] for at in range(len(whole)))
+
+
+@cache
+def _nodes_less(rollout: Masks, training: Masks) -> tuple[Nodes, ...]:
+    return tuple((without(rollout, at), without(training, at)) for at in range(len(rollout)))

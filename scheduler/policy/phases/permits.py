@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.policy.phases.accelerators import work_until
+from scheduler.policy.phases.accelerators import in_tail, work_until
 from scheduler.policy.phases.admission import place, remove, request, withdraw
 from scheduler.policy.phases.book import PermitBook
 from scheduler.policy.phases.endings import ended, stale
@@ -154,7 +154,10 @@ class PermitPolicy:
         standing.complete_ratio = max(standing.complete_ratio, event.complete_ratio)
         if standing.course is not None:
             standing.course = standing.course.heard(event.complete_ratio, at_s=standing.worked_s)
-        self._book.touch_lines(standing.nodes)
+        phase = None if standing.kind is None else standing.terms.phase(standing.kind)
+        if phase is not None and in_tail(standing, phase):
+            # Whoever waits may start on what the tail leaves.
+            self._book.touch_lines(standing.nodes)
         return []
 
     def _narrowed(self, event: PhaseNarrowed, now: float) -> Effects:

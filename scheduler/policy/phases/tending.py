@@ -37,7 +37,7 @@ def resume(book: PermitBook, *, now: float) -> None:
 
 
 def _watch(book: PermitBook, standing: Standing, now: float) -> Effects:
-    wanted = book.wanted(standing, now)
+    wanted = standing.warned_s is not None and book.wanted(standing, now)
     lasted_s = now - standing.started_s
     match verdict(standing, book.config, wanted=wanted, now=now):
         case Verdict.WELL:
