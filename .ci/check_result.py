@@ -1,6 +1,6 @@
 """Refuses a demo's `result.json` that is not whole, or whose zeros are not zeros.
 
-Usage: check_result.py PATH. What is whole is written in `scheduler.demo.schema`. Judges no speed: a
+Usage: check_result.py PATH. What is whole is written in `examples.demo.schema`. Judges no speed: a
 quick run on a busy machine may be slow, but it may lose nothing.
 """
 
@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from scheduler.demo.schema import problems
+from examples.demo.schema import problems
 
 
 def main(path: Path) -> int:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from scheduler.demo.bootstrap import itl_of, ratio_interval, ttft_of
-from scheduler.demo.serving_figures import ArmRequests, ratio
+from examples.demo.bootstrap import itl_of, ratio_interval, ttft_of
+from examples.demo.serving_figures import ArmRequests, ratio
 
 PARTS = (("ttft", ttft_of), ("itl", itl_of))
 

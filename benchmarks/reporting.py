@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from examples.demo.prerequisites import check_machine
 from harvester.contracts.errors import RoseMuxError
-from harvester.result_file import make_writable
-from scheduler.demo.prerequisites import check_machine
+from harvester.platform.result_file import make_writable
 
 
 def report(

@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 
 from harvester.contracts.ids import JobId
-from scheduler.phases.control import PhaseControl
-from scheduler.phases.permit import Permit
-from scheduler.phases.socket_control import SocketControl
-from scheduler.phases.wire import Move
-from scheduler.policy.cluster.submission import DeclaredPhase, Submission
-from scheduler.policy.model import PhaseKind
+from scheduler.model import PhaseKind
+from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
+from scheduler.rollmux.control.control import PhaseControl
+from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.control.socket_control import SocketControl
+from scheduler.rollmux.control.wire import Move
 
 GB = 10**9
 STEPS = 20

@@ -20,15 +20,22 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from harvester.contracts.bearer import is_loopback, read_token
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import NAME_PATTERN, checked_name
-from harvester.contracts.mps import DEFAULT_CONTROL
 from harvester.contracts.page.owners import PageOwners, uids
+from harvester.platform.bearer import is_loopback, read_token
+from harvester.platform.mps import DEFAULT_CONTROL
+from harvester.platform.yaml_file import (
+    Where,
+    explained,
+    named,
+    parse_fields,
+    parse_value,
+    read_text,
+)
 from harvester.policy.bounds import Range, beyond
 from harvester.policy.settings import Mode, SlotSettings, more_careful
 from harvester.policy.slo_edges import slo_warnings
-from harvester.yaml_file import Where, explained, named, parse_fields, parse_value, read_text
 
 ENVIRONMENT_PREFIX = "ROSEMUX_AGENT_"
 _NAME = Field(pattern=NAME_PATTERN)

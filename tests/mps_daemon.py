@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harvester.contracts.mps import MpsControl
+from harvester.platform.mps import MpsControl
 
 EXECUTABLE = Path(__file__).parent / "fake_mps.py"
 

@@ -17,9 +17,9 @@ import psutil
 import yaml
 
 from benchmarks.reporting import report
+from examples.demo.prerequisites import free_ports
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import Guest, PageDirectory, Pulse
-from scheduler.demo.prerequisites import free_ports
 
 WINDOWS = 10
 WINDOW_S = 3.0

@@ -32,25 +32,25 @@ from benchmarks.coserve.unseen import CONTEXT_TOKENS, KV_ARGUMENTS, full_kv, lon
 from benchmarks.partial_result import PartialResult
 from benchmarks.reporting import report
 from benchmarks.rotation import rotated
+from examples.demo.bursts import Bursts, generated_trace
+from examples.demo.calibration import Replayed
+from examples.demo.gpu_hardware import find_hardware
+from examples.demo.hardware import Hardware, Kind
+from examples.demo.parts import Parts
+from examples.demo.prerequisites import free_ports
+from examples.demo.processes import Processes
+from examples.demo.production import ProductionClient, Prompts, production_session
+from examples.demo.production_model import PROMPT_IDS
+from examples.demo.records import ProductionRequest
+from examples.demo.run_directory import run_directory
+from examples.demo.session import FIRST_LEVEL, unless
+from examples.demo.slo import choose_slo
+from examples.demo.slot import AGENT, PRODUCTION, ServingSlot, SlotPorts, url
+from examples.demo.trace import Trace, read_trace
+from examples.demo.window import Window, mean_rate
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import Guest, Pulse, pulse_page
-from scheduler.demo.bursts import Bursts, generated_trace
-from scheduler.demo.calibration import Replayed
-from scheduler.demo.gpu_hardware import find_hardware
-from scheduler.demo.hardware import Hardware, Kind
-from scheduler.demo.parts import Parts
-from scheduler.demo.prerequisites import free_ports
-from scheduler.demo.processes import Processes
-from scheduler.demo.production import ProductionClient, Prompts, production_session
-from scheduler.demo.production_model import PROMPT_IDS
-from scheduler.demo.records import ProductionRequest
-from scheduler.demo.run_directory import run_directory
-from scheduler.demo.session import FIRST_LEVEL, unless
-from scheduler.demo.slo import choose_slo
-from scheduler.demo.slot import AGENT, PRODUCTION, ServingSlot, SlotPorts, url
-from scheduler.demo.trace import Trace, read_trace
-from scheduler.demo.window import Window, mean_rate
-from scheduler.service.leases import AgentClient
+from scheduler.gateway.leases import AgentClient
 
 PARTS = ("rounds", "reclaim", "closed_gate", "unseen", "failsafe")
 _FIRST_RATE = 3.0

@@ -16,11 +16,11 @@ import msgspec
 from benchmarks.coserve.arms import BARE
 from benchmarks.coserve.reclaim import percentile
 from benchmarks.coserve.rounds import Runner
+from examples.demo.job.vocabulary import VOCABULARY_SIZE
+from examples.demo.slot import GUEST, url
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest
 from harvester.contracts.wire.leases import EPOCH_HEADER
-from scheduler.demo.job.vocabulary import VOCABULARY_SIZE
-from scheduler.demo.slot import GUEST, url
 
 _AWAKE: dict[str, Any] = {**BARE, "sleep_after_s": 0.0}
 _ASLEEP: dict[str, Any] = {**BARE, "sleep_after_s": 0.2}

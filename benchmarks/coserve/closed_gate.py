@@ -15,10 +15,10 @@ from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.opening import opening_figures, openings
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.run_length import RunLength
-from coserve.isolation import NO_ISOLATION
+from coserve.guest.isolation import NO_ISOLATION
+from examples.demo.slot import GUEST, ServingSlot
 from harvester.contracts.clock import Clock
 from harvester.contracts.page import Grant, PageReader
-from scheduler.demo.slot import GUEST, ServingSlot
 
 _WINDOW_S = 15.0
 _SETTLE_S = 3.0

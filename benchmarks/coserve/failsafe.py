@@ -16,10 +16,10 @@ import msgspec
 
 from benchmarks.coserve.reclaim import after_loss
 from benchmarks.coserve.rollouts import Lease, Rollouts
+from examples.demo.slot import ServingSlot
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest
-from scheduler.demo.slot import ServingSlot
 
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 _TRIES = 2

@@ -6,10 +6,10 @@ Both follow from the step times that were measured on this machine. Pure.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from examples.demo.calibration import Replayed, measured_ratio, rate_for
+from examples.demo.trace import Trace
+from examples.demo.window import TokenScale, Window, windows_of
 from harvester.contracts.page import ProductionModel
-from scheduler.demo.calibration import Replayed, measured_ratio, rate_for
-from scheduler.demo.trace import Trace
-from scheduler.demo.window import TokenScale, Window, windows_of
 
 REQUESTS_MIN = 1000
 

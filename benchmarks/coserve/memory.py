@@ -17,10 +17,10 @@ import aiohttp
 from benchmarks.coserve.arms import BARE
 from benchmarks.coserve.reclaim import percentile
 from benchmarks.coserve.rounds import Runner
+from examples.demo.slot import url
+from examples.demo.trace import Arrival
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Grant, Guest, PageReader
-from scheduler.demo.slot import url
-from scheduler.demo.trace import Arrival
 
 KEPT_TOKENS = 1024
 """Less than the rollouts hold, so that some of them have to end."""

@@ -15,10 +15,10 @@ import numpy as np
 
 from benchmarks.coserve.arms import RECLAIM, SETTINGS, Arm
 from benchmarks.coserve.rounds import Runner
+from examples.demo.slot import AGENT, ServingSlot
+from examples.demo.window import Window
 from harvester.contracts.clock import Clock, monotonic_ns
 from harvester.contracts.page import Grant, GrantMode, Guest, PageReader
-from scheduler.demo.slot import AGENT, ServingSlot
-from scheduler.demo.window import Window
 
 _POLL_S = 0.001
 _AFTER_S = 0.1

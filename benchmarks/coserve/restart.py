@@ -12,12 +12,12 @@ from typing import Any
 from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.rounds import Runner
 from coserve.vllm.pulse import PULSE_TTL_NS
+from examples.demo.records import ProductionRequest
+from examples.demo.slot import PRODUCTION
+from examples.demo.window import Window
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest, Pulse, Reading
-from scheduler.demo.records import ProductionRequest
-from scheduler.demo.slot import PRODUCTION
-from scheduler.demo.window import Window
 
 _BEFORE_S = 3.0
 _LOOK_S = 0.005

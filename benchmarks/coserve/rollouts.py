@@ -13,13 +13,13 @@ from random import Random
 
 import aiohttp
 
+from examples.demo.hardware import RolloutLoad
+from examples.demo.job.vocabulary import VOCABULARY_SIZE
+from examples.demo.slot import GUEST, SLOT
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.wire.leases import EPOCH_HEADER, LeaseGranted, LeaseRequest
-from scheduler.demo.hardware import RolloutLoad
-from scheduler.demo.job.vocabulary import VOCABULARY_SIZE
-from scheduler.demo.slot import GUEST, SLOT
-from scheduler.service.leases import AgentClient
+from scheduler.gateway.leases import AgentClient
 
 _DURATION_S = 10.0
 _RENEW_S = 2.0

@@ -10,15 +10,15 @@ from typing import Any
 from benchmarks.core_time import account, used
 from benchmarks.coserve.arms import ALONE, IN_ROUNDS, Arm, Setting
 from benchmarks.coserve.rollouts import Lease, Rollouts
-from coserve.isolation import NO_ISOLATION
+from coserve.guest.isolation import NO_ISOLATION
+from examples.demo.production import ProductionClient
+from examples.demo.records import ProductionRequest
+from examples.demo.slo import ServiceLevel, choose_slo
+from examples.demo.slot import GUEST, PRODUCTION, ServingSlot
+from examples.demo.window import Window
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest, Pulse
-from scheduler.demo.production import ProductionClient
-from scheduler.demo.records import ProductionRequest
-from scheduler.demo.slo import ServiceLevel, choose_slo
-from scheduler.demo.slot import GUEST, PRODUCTION, ServingSlot
-from scheduler.demo.window import Window
 
 # Until the guest's steps are under way, and what the last arm left has gone.
 _SETTLE_S = 1.0

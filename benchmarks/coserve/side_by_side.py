@@ -10,10 +10,10 @@ import numpy as np
 from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.rounds import Runner
 from benchmarks.rotation import rotated
-from scheduler.demo.bootstrap import Latencies, ratio_interval
-from scheduler.demo.records import ProductionRequest
-from scheduler.demo.serving_figures import ratio
-from scheduler.demo.trace import Arrival
+from examples.demo.bootstrap import Latencies, ratio_interval
+from examples.demo.records import ProductionRequest
+from examples.demo.serving_figures import ratio
+from examples.demo.trace import Arrival
 
 _BEFORE_S = 3.0
 _LOOK_S = 0.05

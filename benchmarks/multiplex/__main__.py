@@ -15,13 +15,13 @@ from typing import Any
 from benchmarks.multiplex.arms import Arm
 from benchmarks.multiplex.rounds import Bench
 from benchmarks.reporting import report
+from examples.demo.bursts import Bursts, generated_trace
+from examples.demo.parts import Parts
+from examples.demo.processes import Processes
+from examples.demo.run_directory import run_directory
+from examples.demo.trace import read_trace
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
-from scheduler.demo.bursts import Bursts, generated_trace
-from scheduler.demo.parts import Parts
-from scheduler.demo.processes import Processes
-from scheduler.demo.run_directory import run_directory
-from scheduler.demo.trace import read_trace
 
 _OBJECT_STORE_BYTES = 80 << 20
 _SEED = 1

@@ -5,8 +5,8 @@ from enum import StrEnum
 
 from benchmarks.rotation import rotated
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.policy.model import PhaseKind
-from scheduler.policy.phases.terms import JobTerms, PhaseTerms
+from scheduler.model import PhaseKind
+from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 
 ROLLOUT_CORE = 0
 TRAINING_CORE = 1

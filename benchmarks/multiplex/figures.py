@@ -24,9 +24,9 @@ from benchmarks.multiplex.outcomes import (
     training_s,
 )
 from benchmarks.multiplex.serving_node import Served
-from scheduler.demo.job.events import StepDone
-from scheduler.demo.records import ProductionRequest
-from scheduler.policy.model import PhaseKind
+from examples.demo.job.events import StepDone
+from examples.demo.records import ProductionRequest
+from scheduler.model import PhaseKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

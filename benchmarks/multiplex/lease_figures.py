@@ -19,10 +19,10 @@ from benchmarks.multiplex.outcomes import (
     spread,
 )
 from benchmarks.multiplex.serving_node import Served
-from scheduler.demo.job.events import StepDone
-from scheduler.demo.records import ProductionRequest
-from scheduler.demo.serving_figures import ArmRequests, arms_of, serving_of
-from scheduler.demo.slo import Slo, choose_slo
+from examples.demo.job.events import StepDone
+from examples.demo.records import ProductionRequest
+from examples.demo.serving_figures import ArmRequests, arms_of, serving_of
+from examples.demo.slo import Slo, choose_slo
 
 _TAIL_KEYS = ("moved", "seconds", "returned", "lost")
 _SEED = 1

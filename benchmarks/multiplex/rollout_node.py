@@ -19,12 +19,12 @@ from benchmarks.multiplex.arms import JOBS, ROLLOUT_CORE, JobShape, Run
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import STEADY_HEAP, EngineSpec
-from scheduler.demo.job.config import JobConfig
-from scheduler.demo.job.model import PolicyShape, write_checkpoint
-from scheduler.demo.job.warm_up import WarmUp
-from scheduler.demo.parts import Parts
-from scheduler.demo.processes import pin
-from scheduler.demo.slot import url
+from examples.demo.job.config import JobConfig
+from examples.demo.job.model import PolicyShape, write_checkpoint
+from examples.demo.job.warm_up import WarmUp
+from examples.demo.parts import Parts
+from examples.demo.processes import pin
+from examples.demo.slot import url
 
 CONCURRENCY = 48
 _POLL_S = 0.25
@@ -142,5 +142,5 @@ def _gateway(job: JobShape) -> str:
 
 
 def _warm_only(config: Path) -> tuple[str, ...]:
-    trainer = "scheduler.demo.job.trainer"
+    trainer = "examples.demo.job.trainer"
     return (sys.executable, "-m", trainer, "--config", str(config), "--warm-only")

@@ -16,15 +16,15 @@ from benchmarks.multiplex.outcomes import ArmDone, JobDone
 from benchmarks.multiplex.rollout_node import RolloutNode
 from benchmarks.multiplex.serving_node import ServingNode
 from benchmarks.multiplex.training_job import TrainingJob
-from scheduler.demo.gateway_admin import GatewayAdmin
-from scheduler.demo.job.events import StepDone
-from scheduler.demo.parts import Parts
-from scheduler.demo.prerequisites import free_ports
-from scheduler.demo.production import production_session
-from scheduler.demo.session import unless
-from scheduler.demo.trace import Trace
-from scheduler.phases import on_ray
-from scheduler.policy.phases.terms import PermitsConfig
+from examples.demo.gateway_admin import GatewayAdmin
+from examples.demo.job.events import StepDone
+from examples.demo.parts import Parts
+from examples.demo.prerequisites import free_ports
+from examples.demo.production import production_session
+from examples.demo.session import unless
+from examples.demo.trace import Trace
+from scheduler.rollmux.control import on_ray
+from scheduler.rollmux.permits.terms import PermitsConfig
 
 _STEP_MAX_S = 180.0
 _STARTED = tuple(reversed(JOBS))

@@ -13,17 +13,17 @@ import aiohttp
 
 from benchmarks.multiplex.arms import SERVING_CORE, Arm, Run
 from benchmarks.multiplex.rollout_node import CONCURRENCY
+from examples.demo.calibration import Replayed, measured_ratio, rate_for
+from examples.demo.parts import Parts
+from examples.demo.production import ProductionClient, Prompts
+from examples.demo.production_model import PROMPT_IDS
+from examples.demo.records import ProductionRequest
+from examples.demo.session import FIRST_LEVEL
+from examples.demo.slo import choose_slo
+from examples.demo.slot import PRODUCTION, ServingSlot, SlotPorts, url
+from examples.demo.trace import Trace
+from examples.demo.window import TokenScale, Window, windows_of
 from harvester.contracts.page import Guest, Pulse, pulse_page
-from scheduler.demo.calibration import Replayed, measured_ratio, rate_for
-from scheduler.demo.parts import Parts
-from scheduler.demo.production import ProductionClient, Prompts
-from scheduler.demo.production_model import PROMPT_IDS
-from scheduler.demo.records import ProductionRequest
-from scheduler.demo.session import FIRST_LEVEL
-from scheduler.demo.slo import choose_slo
-from scheduler.demo.slot import PRODUCTION, ServingSlot, SlotPorts, url
-from scheduler.demo.trace import Trace
-from scheduler.demo.window import TokenScale, Window, windows_of
 
 BUSY_SHARE = 0.2
 """Of its core, by production's own steps: light, as on most serving nodes at most hours."""

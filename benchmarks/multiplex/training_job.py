@@ -15,17 +15,17 @@ from typing import Any
 import msgspec
 
 from benchmarks.multiplex.arms import TRAINER_NICE, TRAINING_CORE
-from scheduler.demo.job.config import read_config
-from scheduler.demo.job.environment import Task
-from scheduler.demo.job.rollout import StepBatch
-from scheduler.demo.job.training_run import Collects, TrainingRun
-from scheduler.phases import on_ray
-from scheduler.phases.control import PhaseControl, Start
-from scheduler.phases.harvesting import Harvesting
-from scheduler.phases.permit import Permit
-from scheduler.policy.leased_tail import TailEnd
-from scheduler.policy.model import PhaseKind
-from scheduler.policy.phases.terms import JobTerms
+from examples.demo.job.config import read_config
+from examples.demo.job.environment import Task
+from examples.demo.job.rollout import StepBatch
+from examples.demo.job.training_run import Collects, TrainingRun
+from scheduler.model import PhaseKind
+from scheduler.rollmux.control import on_ray
+from scheduler.rollmux.control.control import PhaseControl, Start
+from scheduler.rollmux.control.harvesting import Harvesting
+from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.permits.leased_tail import TailEnd
+from scheduler.rollmux.permits.terms import JobTerms
 
 _ANSWER_S = 5.0
 
@@ -48,9 +48,9 @@ class TrainingJob:
 
     async def loaded(self) -> None:
         """The trainer could begin a phase now."""
-        from scheduler.demo.job.master_weights import MasterWeights, policy_of
-        from scheduler.demo.job.trainer import opened_run
-        from scheduler.demo.job.warm_up import use_one_thread, warm_start
+        from examples.demo.job.master_weights import MasterWeights, policy_of
+        from examples.demo.job.trainer import opened_run
+        from examples.demo.job.warm_up import use_one_thread, warm_start
 
         use_one_thread()
         config = self._config

@@ -26,22 +26,22 @@ from benchmarks.reporting import report
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
+from examples.demo.bursts import Bursts, generated_trace
+from examples.demo.gpu_hardware import find_hardware
+from examples.demo.hardware import CpuHardware, Hardware, Kind
+from examples.demo.parts import Parts
+from examples.demo.prerequisites import free_ports
+from examples.demo.processes import Processes, pin
+from examples.demo.production import ProductionClient, Prompts, production_session
+from examples.demo.production_model import PROMPT_IDS, write_production_checkpoint
+from examples.demo.records import ProductionRequest
+from examples.demo.run_directory import run_directory
+from examples.demo.session import unless
+from examples.demo.slot import PRODUCTION_MAX_LEN, ROLLOUT_CORE, SERVING_CORE, url
+from examples.demo.trace import Trace, read_trace
+from examples.demo.window import Window, windows_of
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import PageDirectory
-from scheduler.demo.bursts import Bursts, generated_trace
-from scheduler.demo.gpu_hardware import find_hardware
-from scheduler.demo.hardware import CpuHardware, Hardware, Kind
-from scheduler.demo.parts import Parts
-from scheduler.demo.prerequisites import free_ports
-from scheduler.demo.processes import Processes, pin
-from scheduler.demo.production import ProductionClient, Prompts, production_session
-from scheduler.demo.production_model import PROMPT_IDS, write_production_checkpoint
-from scheduler.demo.records import ProductionRequest
-from scheduler.demo.run_directory import run_directory
-from scheduler.demo.session import unless
-from scheduler.demo.slot import PRODUCTION_MAX_LEN, ROLLOUT_CORE, SERVING_CORE, url
-from scheduler.demo.trace import Trace, read_trace
-from scheduler.demo.window import Window, windows_of
 
 SLICE_S = 10.0
 _CLOSED_S = 5.0

@@ -16,14 +16,14 @@ from benchmarks.rollmux.disturbed import drift_figures, failure_figures
 from benchmarks.rollmux.figures import mix_figures, single_workload
 from benchmarks.rollmux.harvest import harvest_figures
 from benchmarks.rollmux.harvest_bound import INSTANCES, bound_figures
+from benchmarks.rollmux.headroom import HARVESTED_RATIO
 from benchmarks.rollmux.optimum import optimum_figures
 from benchmarks.rollmux.pieces import ArmOfSeed, Pieces
 from benchmarks.rollmux.worlds import world_figures
 from harvester.contracts.errors import ConfigError
-from harvester.result_file import make_writable
+from harvester.platform.result_file import make_writable
 from scheduler.sim.rollmux.arms import ARMS
 from scheduler.sim.rollmux.baselines import UNSHARED
-from scheduler.sim.rollmux.headroom import HARVESTED_RATIO
 from scheduler.sim.rollmux.mixes import Mix
 from scheduler.sim.rollmux.variants import AS_PUBLISHED, VARIANTS
 from scheduler.sim.rollmux.workload import JOBS, Drift

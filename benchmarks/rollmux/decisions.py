@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from harvester.contracts.clock import MonotonicClock
-from scheduler.policy.groups.events import JobArrived, PhaseEnded
-from scheduler.policy.groups.planner import GroupPlanner
-from scheduler.policy.model import PhaseKind
+from scheduler.model import PhaseKind
+from scheduler.rollmux.planner.events import JobArrived, PhaseEnded
+from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.sim.rollmux.baselines import our_planner
 from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob, w1
 

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from benchmarks.rollmux.headroom import Headroom, headroom_of
 from benchmarks.rollmux.pieces import ArmOfSeed, Pieces
-from scheduler.demo.bursts import Bursts, generated_trace
-from scheduler.demo.trace import read_trace
-from scheduler.policy.model import Pool
+from examples.demo.bursts import Bursts, generated_trace
+from examples.demo.trace import read_trace
+from scheduler.model import Pool
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
 from scheduler.sim.rollmux.harvest import run_harvest
-from scheduler.sim.rollmux.headroom import Headroom, headroom_of
 from scheduler.sim.rollmux.lease_supply import NEVER, LeaseSupply
 from scheduler.sim.rollmux.workload import JOBS, NODE_TYPES, SPAN_S, w1
 

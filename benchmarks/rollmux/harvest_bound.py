@@ -17,17 +17,17 @@ import msgspec
 import numpy as np
 from scipy.optimize import linprog
 
+from benchmarks.rollmux.headroom import HARVESTED_RATIO
 from benchmarks.rollmux.pieces import Pieces
-from scheduler.demo.calibration import TARGET_BUSY_SHARE
-from scheduler.policy.groups.compiled import Records
-from scheduler.policy.groups.execution import advance
-from scheduler.policy.groups.forecast import Roster
-from scheduler.policy.groups.judge import OUR_RULES
-from scheduler.policy.groups.regrouping import CheapestHosting, Guest
-from scheduler.policy.groups.stages import EVENT, empty_nodes, empty_permits
-from scheduler.policy.groups.tail import Completion, TailShape, best_shape
-from scheduler.policy.model import Pool
-from scheduler.sim.rollmux.headroom import HARVESTED_RATIO
+from examples.demo.calibration import TARGET_BUSY_SHARE
+from scheduler.model import Pool
+from scheduler.rollmux.beliefs.tail import Completion, TailShape, best_shape
+from scheduler.rollmux.forecast.compiled import Records
+from scheduler.rollmux.forecast.execution import advance
+from scheduler.rollmux.forecast.forecast import Roster
+from scheduler.rollmux.forecast.judge import OUR_RULES
+from scheduler.rollmux.forecast.stages import EVENT, empty_nodes, empty_permits
+from scheduler.rollmux.planner.regrouping import CheapestHosting, Guest
 from scheduler.sim.rollmux.lease_supply import SLOTS_RATIO
 from scheduler.sim.rollmux.optimum import KnownJob
 from scheduler.sim.rollmux.workload import (

@@ -15,10 +15,10 @@ import numpy as np
 
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.ids import JobId
-from scheduler.policy.groups.events import JobArrived, JobMoved, MoveJob, PhaseEnded, ReviewDue
-from scheduler.policy.groups.planner import GroupPlanner
-from scheduler.policy.groups.verdicts import Hosting
-from scheduler.policy.model import PhaseKind
+from scheduler.model import PhaseKind
+from scheduler.rollmux.planner.events import JobArrived, JobMoved, MoveJob, PhaseEnded, ReviewDue
+from scheduler.rollmux.planner.planner import GroupPlanner
+from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
 from scheduler.sim.rollmux.baselines import our_planner
 from scheduler.sim.rollmux.ledger import RunResult

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from harvester.contracts.parent import end_with
+from harvester.platform.parent import end_with
 from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.mixes import Mix

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.reporting import report
-from coserve.guest_slot import GuestSlot
+from coserve.guest.guest_slot import GuestSlot
 from harvester.contracts.page import (
     EngineCore,
     Grant,

@@ -17,9 +17,9 @@ from benchmarks.reporting import report
 from benchmarks.weightsync.contenders import CONTENDERS
 from benchmarks.weightsync.race import raced
 from benchmarks.weightsync.states import LARGE, SMALL, Pair, adam_step, checkpoints, consecutive
+from examples.demo.gpu_hardware import find_hardware
+from examples.demo.hardware import Hardware, Kind
 from harvester.contracts.errors import ConfigError
-from scheduler.demo.gpu_hardware import find_hardware
-from scheduler.demo.hardware import Hardware, Kind
 from weightsync.encoding.codec import warm_up
 
 PARTS = ("codecs", "vllm", "fanout", "faults", "memory")

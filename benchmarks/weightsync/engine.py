@@ -20,11 +20,11 @@ from typing import Any
 from benchmarks.partial_result import PartialResult
 from benchmarks.reporting import report
 from benchmarks.weightsync.engine_arms import FORM_FILE, RESULT_FILE
+from examples.demo.gpu_hardware import find_hardware
+from examples.demo.hardware import CpuHardware, Hardware, Kind
+from examples.demo.processes import Child, Processes
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Exhausted, Unsupported
-from scheduler.demo.gpu_hardware import find_hardware
-from scheduler.demo.hardware import CpuHardware, Hardware, Kind
-from scheduler.demo.processes import Child, Processes
 
 REPETITIONS = 7
 ENGINE_S = 480.0

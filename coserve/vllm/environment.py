@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from coserve.isolation import IsolationBackend
-from coserve.work_gate import WorkGate
+from coserve.guest.isolation import IsolationBackend
+from coserve.law.work_gate import WorkGate
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.mps import PIPE_VARIABLE
 from harvester.contracts.page import PageDirectory
 from harvester.contracts.page.directory import DIRECTORY_VARIABLE, pulse_page
 from harvester.contracts.page.owners import OWN_USER, PageOwners, owners_told
 from harvester.contracts.stock_fallback import GUEST_ROLE, ROLE_VARIABLE
+from harvester.platform.mps import PIPE_VARIABLE
 
 ENGINE_VARIABLE = "ROSEMUX_ENGINE"
 ISOLATION_VARIABLE = "ROSEMUX_ISOLATION"

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from coserve import isolation as backends
-from coserve.gpus import Gpu
-from coserve.isolation import Isolation, IsolationBackend
-from coserve.mps import MpsShare
+from coserve.guest import isolation as backends
+from coserve.guest.gpus import Gpu
+from coserve.guest.isolation import Isolation, IsolationBackend
+from coserve.guest.mps import MpsShare
 from coserve.vllm import kv_shared, residency
 from coserve.vllm.capabilities import Capabilities
 from coserve.vllm.launch import GpuShare

@@ -19,7 +19,7 @@ from typing import Any
 
 from coserve.vllm.capabilities import Capabilities
 from harvester.contracts.errors import Exhausted, Unsupported
-from harvester.contracts.kv_segment import KVCACHED_VERSION, KvSegment
+from harvester.platform.kv_segment import KVCACHED_VERSION, KvSegment
 
 OLDEST_VLLM, NEWEST_VLLM = (0, 24, 0), (0, 30, 0)
 """Of those that RoseMux supports, the ones that kvcached 0.1.6 says it was tested up to."""

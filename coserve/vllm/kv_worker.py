@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import torch
 
-from coserve.kv_pages import Plane, give_back, whole_pages
+from coserve.guest.kv_pages import Plane, give_back, whole_pages
+from coserve.law.work_gate import WorkGate
 from coserve.vllm.environment import work_gate
 from coserve.vllm.memory_report import report
 from coserve.vllm.residency import follow_updates
-from coserve.work_gate import WorkGate
 
 
 class KvPages:

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coserve.isolation import Isolation
+from coserve.guest.isolation import Isolation
 from coserve.vllm import residency
 from coserve.vllm.capabilities import Capabilities
 from coserve.vllm.environment import ENGINE_VARIABLE, ISOLATION_VARIABLE, Role

@@ -12,7 +12,7 @@ weight version and adapter, so that a kept prefix serves no other.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from coserve.prefix_retention import PrefixRetention
+from coserve.guest.prefix_retention import PrefixRetention
 from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
 
 # The only group of a model whose layers all cache alike; others are not kept.

@@ -18,8 +18,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coserve.engine_step import NO_SIBLINGS, EngineStep, Siblings
-from coserve.pulse_book import PulseBook
+from coserve.law.engine_step import NO_SIBLINGS, EngineStep, Siblings
+from coserve.pulse.pulse_book import PulseBook
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (

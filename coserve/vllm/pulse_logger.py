@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from coserve.engine_step import EngineStep
+from coserve.law.engine_step import EngineStep
 from coserve.vllm.engine_shape import engine_shape
 from coserve.vllm.pulse import EngineShape, process_reporter
 from harvester.contracts.stock_fallback import guarded

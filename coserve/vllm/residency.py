@@ -17,8 +17,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from coserve.law.work_gate import WorkGate
 from coserve.vllm.capabilities import Capabilities
-from coserve.work_gate import WorkGate
 from harvester.contracts.errors import ConfigError, Unsupported
 
 _WEIGHTS = "weights"

@@ -15,9 +15,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
-from coserve.guest_slot import GuestSlot
-from coserve.isolation import IsolationBackend
-from coserve.memory_deadline import end_guest
+from coserve.guest.guest_slot import GuestSlot
+from coserve.guest.isolation import IsolationBackend
+from coserve.guest.memory_deadline import end_guest
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.environment import Role, slot_environment, work_gate
 from coserve.vllm.gated_loop import GatedLoop
@@ -30,8 +30,8 @@ from coserve.vllm.residency import WAKE, Residency, residency
 from coserve.vllm.waker import Waker
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Unsupported
-from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.process import process_ids
+from harvester.platform.kv_segment import KvSegment
 
 _log = logging.getLogger(__name__)
 

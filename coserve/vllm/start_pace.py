@@ -11,7 +11,7 @@ of the host's time that no later pass takes, and after a minute the next one wou
 from collections.abc import Callable
 from typing import Any
 
-from coserve.work_gate import WorkGate
+from coserve.law.work_gate import WorkGate
 
 _KIND = "start"
 _PIECE_S = 0.05

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from coserve.launch_lock import LaunchLock
+from coserve.guest.launch_lock import LaunchLock
 from coserve.vllm.environment import SlotEnvironment
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page.directory import LAUNCH_DIRECTORY

@@ -17,8 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from coserve.guest_slot import GuestSlot
-from coserve.memory_deadline import end_guest
+from coserve.guest.guest_slot import GuestSlot
+from coserve.guest.memory_deadline import end_guest
 from harvester.contracts.bell import PrivateBell, Word, sleep_until_rung
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.process import ProcessId

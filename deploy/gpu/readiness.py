@@ -57,7 +57,7 @@ ROSEMUX_MODULES = (
     "harvester.agent.node",
     "harvester.cli",
     "coserve.vllm.launch",
-    "scheduler.service",
+    "scheduler.gateway",
     "weightsync.publisher",
     "weightsync.receiver",
 )

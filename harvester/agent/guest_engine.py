@@ -25,9 +25,9 @@ import psutil
 from harvester.agent.mps import MpsWatch
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
-from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.page import Guest, PageDirectory, PageWriter
-from harvester.contracts.parent import end_with
+from harvester.platform.kv_segment import KvSegment
+from harvester.platform.parent import end_with
 
 _log = logging.getLogger(__name__)
 

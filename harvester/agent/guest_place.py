@@ -14,9 +14,9 @@ from pathlib import Path
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
-from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.page import PageDirectory
 from harvester.contracts.process import start_ticks
+from harvester.platform.kv_segment import KvSegment
 
 _log = logging.getLogger(__name__)
 

@@ -26,13 +26,13 @@ from pathlib import Path
 
 import msgspec
 
-from harvester import whole_file
 from harvester.agent.mps import MpsWatch
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import UNDECODABLE, Unsupported
-from harvester.contracts.idle_groups import IdleGroups
 from harvester.contracts.process import ProcessId, lineage, start_ticks
-from harvester.contracts.scheduling_group import is_under_idle, scheduling_group
+from harvester.platform import whole_file
+from harvester.platform.idle_groups import IdleGroups
+from harvester.platform.scheduling_group import is_under_idle, scheduling_group
 from harvester.policy.sample import GuestAction, Outcome
 
 _log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from aiohttp.typedefs import Handler, Middleware
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from harvester.agent.node import Node
-from harvester.contracts.bearer import is_sent
 from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
 from harvester.contracts.ids import LeaseId, checked_name
 from harvester.contracts.wire.leases import EndReason, LeaseRenewal, LeaseRequest, SlotOffers
+from harvester.platform.bearer import is_sent
 
 MAX_BODY_BYTES = 64 << 10
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """GPU memory that production and guest share page by page, as their kvcached segments say."""
 
 from harvester.contracts.errors import Unsupported
-from harvester.contracts.kv_segment import KvSegment, KvUse
+from harvester.platform.kv_segment import KvSegment, KvUse
 from harvester.policy.sample import KvReading, MemoryReading
 
 

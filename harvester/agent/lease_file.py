@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from harvester import whole_file
 from harvester.contracts.errors import UNDECODABLE
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId
+from harvester.platform import whole_file
 from harvester.policy.leases import Lease
 
 _MAX_BYTES = 4096

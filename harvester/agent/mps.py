@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import PeerProtocolError, Unsupported
-from harvester.contracts.mps import MpsControl, ServerStatus
+from harvester.platform.mps import MpsControl, ServerStatus
 from harvester.policy.sample import MpsReading
 
 _log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from harvester.agent.node import Node
 from harvester.agent.scrape import MetricsProbe
 from harvester.agent.systemd import Notifier
 from harvester.config import LoadedConfig
-from harvester.contracts.bearer import read_token
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
+from harvester.platform.bearer import read_token
 
 _log = logging.getLogger(__name__)
 

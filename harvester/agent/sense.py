@@ -20,7 +20,7 @@ from harvester.contracts.page import (
 )
 from harvester.contracts.page.owners import user_name
 from harvester.contracts.process import ProcessId, start_ticks
-from harvester.contracts.scheduling_group import is_under_idle, scheduling_group
+from harvester.platform.scheduling_group import is_under_idle, scheduling_group
 from harvester.policy.expected_pulses import FOREIGN_PULSE, MAX_PULSES, expected
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
 

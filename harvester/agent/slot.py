@@ -22,8 +22,6 @@ from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, SlotId
 from harvester.contracts.journal import Opened, config_hash
-from harvester.contracts.kv_segment import KvSegment
-from harvester.contracts.mps import MpsControl
 from harvester.contracts.page import (
     Grant,
     GrantMode,
@@ -34,6 +32,8 @@ from harvester.contracts.page import (
     PageOwners,
 )
 from harvester.contracts.wire.leases import EndReason, SlotOffer, SlotState
+from harvester.platform.kv_segment import KvSegment
+from harvester.platform.mps import MpsControl
 from harvester.policy.effects import (
     Effect,
     EndLease,

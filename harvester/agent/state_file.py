@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from harvester import whole_file
 from harvester.contracts.clock import monotonic_origin, wall_time_utc
 from harvester.contracts.errors import UNDECODABLE, Corrupt
+from harvester.platform import whole_file
 from harvester.policy.durable import DurableState, moved
 
 SCHEMA = 1

@@ -10,7 +10,7 @@ from yaml import YAMLError
 from harvester.config import LoadedConfig, read_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.distribution import rosemux_version
-from harvester.yaml_file import parse_value
+from harvester.platform.yaml_file import parse_value
 
 
 def agent(

@@ -12,12 +12,15 @@ class LazyCommand:
     target: str
     """`module:name` of a function that is a typer command, or of a typer app with several."""
     summary: str
+    in_checkout: bool = False
+    """Part of the repository only: no wheel has it."""
 
 
 COMMANDS: dict[str, LazyCommand] = {
     "demo": LazyCommand(
-        target="scheduler.demo.command:demo",
+        target="examples.demo.command:demo",
         summary="Run production, a guest and an RL job on this machine and compare three arms.",
+        in_checkout=True,
     ),
     "agent": LazyCommand(
         target="harvester.cli.agent:agent",
@@ -32,11 +35,11 @@ COMMANDS: dict[str, LazyCommand] = {
         summary="Lift a slot's quarantine, and say why.",
     ),
     "gateway": LazyCommand(
-        target="scheduler.service.command:gateway",
+        target="scheduler.gateway.command:gateway",
         summary="Run the rollout gateway with its scheduler.",
     ),
     "phases": LazyCommand(
-        target="scheduler.phases.command:phases",
+        target="scheduler.rollmux.control.command:phases",
         summary="Run the phase control of jobs that share nodes, and show how it stands.",
     ),
     "status": LazyCommand(
@@ -56,7 +59,7 @@ COMMANDS: dict[str, LazyCommand] = {
         summary="Feed a recorded journal to its policy again and report the first difference.",
     ),
     "plan": LazyCommand(
-        target="scheduler.plan.command:plan",
+        target="scheduler.rollmux.plan.command:plan",
         summary="Place RL jobs on shared nodes: groups, prices, reasons and who runs when.",
     ),
     "simulate": LazyCommand(

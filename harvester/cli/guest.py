@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from coserve import isolation
-from coserve.gpus import Gpu, gpus
-from coserve.isolation import IsolationBackend
-from coserve.mps import MpsShare
+from coserve.guest import isolation
+from coserve.guest.gpus import Gpu, gpus
+from coserve.guest.isolation import IsolationBackend
+from coserve.guest.mps import MpsShare
 from coserve.vllm import launch
 from coserve.vllm.guest_plan import Answer, GuestPlan, GuestWishes, answers, plan
 from harvester.agent.guest_engine import GuestEngine
@@ -25,10 +25,10 @@ from harvester.agent.mps import MpsWatch
 from harvester.cli.guest_checks import checks, refuse_bad, supported_vllm
 from harvester.config import AgentConfig, GuestConfig, MpsConfig, SlotConfig, load_agent_config
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.idle_groups import IdleGroups
-from harvester.contracts.kv_segment import KvSegment
-from harvester.contracts.mps import PIPE_VARIABLE, MpsControl
 from harvester.contracts.page import PageDirectory, PageOwners
+from harvester.platform.idle_groups import IdleGroups
+from harvester.platform.kv_segment import KvSegment
+from harvester.platform.mps import PIPE_VARIABLE, MpsControl
 from harvester.policy.settings import AUTO
 
 _NAME = "guest"

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from harvester import whole_file
 from harvester.agent.release import MAX_BYTES, release_path
 from harvester.config import load_agent_config
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
+from harvester.platform import whole_file
 
 _LOOK_S = 0.05
 _PATIENCE_S = 3.0

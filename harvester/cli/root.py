@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 wrong settings or an unsupported machine, 130 in
 
 import importlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -40,6 +41,8 @@ class LazyGroup(TyperGroup):
 def load(name: str, command: LazyCommand) -> Any:
     """Import a command. Raises Unsupported when something that it needs is not installed."""
     module_name, _, function_name = command.target.partition(":")
+    if command.in_checkout:
+        _find_in_checkout(name, module_name)
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except ModuleNotFoundError as error:
@@ -52,6 +55,18 @@ def load(name: str, command: LazyCommand) -> Any:
     app = typer.Typer(add_completion=False)
     app.command(name, help=function.__doc__ or command.summary)(function)
     return get_command(app)
+
+
+def _find_in_checkout(name: str, module_name: str) -> None:
+    """Makes the checkout's own modules importable. Raises Unsupported outside a checkout."""
+    checkout = Path(__file__).resolve().parents[2]
+    if not (checkout / module_name.replace(".", "/")).with_suffix(".py").is_file():
+        raise Unsupported(
+            f"rosemux {name} is no part of the installed package: run it from a checkout of the "
+            "repository (make demo)"
+        )
+    if str(checkout) not in sys.path:
+        sys.path.append(str(checkout))
 
 
 def _print_version(wanted: bool) -> None:

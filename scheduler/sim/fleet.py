@@ -13,11 +13,10 @@ from functools import partial
 import numpy as np
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
-from scheduler.policy.model import EngineKind
-from scheduler.policy.routing import (
+from scheduler.gateway.policy.routing import (
     RoutingPolicy,
 )
-from scheduler.policy.routing_events import (
+from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
     EngineOffered,
     EngineWithdrawn,
@@ -27,6 +26,7 @@ from scheduler.policy.routing_events import (
     TurnArrived,
     TurnLeft,
 )
+from scheduler.model import EngineKind
 from scheduler.sim.engine import Scheduled, Simulation
 
 Plan = list[tuple[int, float]]

@@ -9,11 +9,11 @@ from harvester.contracts.errors import Unsupported
 
 POLICIES: dict[str, str] = {
     "harvester.policy.slot": "harvester.policy.slot:SlotPolicy",
-    "scheduler.policy.capacity": "scheduler.policy.capacity:CapacityPolicy",
-    "scheduler.policy.cluster": "scheduler.policy.cluster.runtime:PhaseRuntime",
-    "scheduler.policy.phases": "scheduler.policy.phases.permits:PermitPolicy",
-    "scheduler.policy.routing": "scheduler.policy.routing:RoutingPolicy",
-    "scheduler.policy.versions": "scheduler.policy.versions:VersionPolicy",
+    "scheduler.policy.capacity": "scheduler.gateway.policy.capacity:CapacityPolicy",
+    "scheduler.policy.cluster": "scheduler.rollmux.cluster.runtime:PhaseRuntime",
+    "scheduler.policy.phases": "scheduler.rollmux.permits.permits:PermitPolicy",
+    "scheduler.policy.routing": "scheduler.gateway.policy.routing:RoutingPolicy",
+    "scheduler.policy.versions": "scheduler.gateway.policy.versions:VersionPolicy",
 }
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from coserve.vllm.kv_shared import KvShared
 from coserve.vllm.launch import SEGMENT_VARIABLE
-from harvester.contracts.kv_segment import KvSegment
+from harvester.platform.kv_segment import KvSegment
 from tests.contract.coserve.played_kvcached import (
     BLOCKS_PER_PAGE,
     PAGE_BYTES,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.errors import RoseMuxError
-from harvester.contracts.mps import DEFAULT_CONTROL, PIPE_VARIABLE, MpsControl
+from harvester.platform.mps import DEFAULT_CONTROL, PIPE_VARIABLE, MpsControl
 from tests.gpu.child import Child
 from tests.gpu.played_client import MULTIPROCESSORS
 from tests.mps_daemon import MpsDaemon

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harvester.contracts.mps import DEFAULT_PIPE_DIRECTORY, PIPE_VARIABLE, THREADS_VARIABLE
+from harvester.platform.mps import DEFAULT_PIPE_DIRECTORY, PIPE_VARIABLE, THREADS_VARIABLE
 
 MULTIPROCESSORS = 132
 SERVER = 1 << 22

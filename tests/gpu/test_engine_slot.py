@@ -9,8 +9,8 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
-from coserve.gpus import gpus
-from coserve.launch_lock import LaunchLock
+from coserve.guest.gpus import gpus
+from coserve.guest.launch_lock import LaunchLock
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec, GpuShare

@@ -11,7 +11,7 @@ import pytest
 from coserve.vllm.launch import SEGMENT_VARIABLE
 from harvester.agent.kv_sharing import SharedKv
 from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.kv_segment import KvSegment, KvUse
+from harvester.platform.kv_segment import KvSegment, KvUse
 from tests.gpu.child import Child
 from tests.gpu.conftest import ON_A_GPU, need_cuda
 from tests.gpu.kvcached_child import PER_BLOCK

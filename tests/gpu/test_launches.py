@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from coserve.gpus import gpus
-from coserve.launch_lock import LaunchLock
+from coserve.guest.gpus import gpus
+from coserve.guest.launch_lock import LaunchLock
 from harvester.contracts.errors import Exhausted
 from tests.gpu.child import ROOT
 from tests.gpu.conftest import ON_A_GPU, need_cuda
@@ -15,7 +15,7 @@ from tests.gpu.nvidia_smi import played
 
 BRIEF_S, LONG_S = 0.05, 60.0
 _STARTS = (
-    "import pathlib, sys\nfrom coserve.launch_lock import LaunchLock\n"
+    "import pathlib, sys\nfrom coserve.guest.launch_lock import LaunchLock\n"
     "lock = LaunchLock(pathlib.Path(sys.argv[1]), sys.argv[2:])\n"
     "lock.acquire(timeout_s=60)\nprint('starting', flush=True)\ninput()\n"
 )

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from coserve.gpus import ComputeMode, Gpu
-from coserve.isolation import TIME_SLICING, IsolationBackend, choose
-from coserve.mps import MpsShare
+from coserve.guest.gpus import ComputeMode, Gpu
+from coserve.guest.isolation import TIME_SLICING, IsolationBackend, choose
+from coserve.guest.mps import MpsShare
 from harvester.agent.mps import MpsWatch
 from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.mps import ServerStatus
 from harvester.contracts.process import ProcessId
+from harvester.platform.mps import ServerStatus
 from tests.gpu.child import Child
 from tests.gpu.conftest import ON_A_GPU, need_cuda
 from tests.gpu.mps_lab import MpsLab, played_lab, real_lab

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve.isolation import TIME_SLICING, apply_to_process
+from coserve.guest.isolation import TIME_SLICING, apply_to_process
 from tests.gpu.child import Child
 
 

@@ -22,6 +22,9 @@ import pytest
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec, GpuShare
+from examples.demo.job.model import PolicyShape, write_checkpoint
+from examples.demo.prerequisites import free_ports
+from examples.demo.processes import Child, Processes
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import (
     Grant,
@@ -35,10 +38,7 @@ from harvester.contracts.page import (
 from harvester.contracts.page.seal import SEQUENCE_OFFSET
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
-from scheduler.demo.job.model import PolicyShape, write_checkpoint
-from scheduler.demo.prerequisites import free_ports
-from scheduler.demo.processes import Child, Processes
-from scheduler.service.stream import EventStream
+from scheduler.gateway.stream import EventStream
 
 PRODUCTION = "production"
 PRODUCTION_PULSE = pulse_page(PRODUCTION, 0)

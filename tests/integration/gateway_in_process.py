@@ -8,11 +8,11 @@ import aiohttp
 from aiohttp import web
 
 from harvester.contracts.clock import MonotonicClock
-from scheduler.service.config import GatewaySettings
-from scheduler.service.gateway import Gateway
-from scheduler.service.scheduler import Scheduler
-from scheduler.service.state import SchedulerState
-from scheduler.service.tenants import Tenants
+from scheduler.gateway.config import GatewaySettings
+from scheduler.gateway.gateway import Gateway
+from scheduler.gateway.scheduler import Scheduler
+from scheduler.gateway.state import SchedulerState
+from scheduler.gateway.tenants import Tenants
 from tests.integration.fake_engine import FakeEngine, next_token
 
 PROMPT = [4, 5, 6]

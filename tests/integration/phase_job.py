@@ -9,11 +9,11 @@ from pathlib import Path
 
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.phases.control import PhaseControl
-from scheduler.phases.harvesting import Harvesting
-from scheduler.phases.socket_control import SocketControl
-from scheduler.policy.model import PhaseKind
-from scheduler.policy.phases.terms import JobTerms, PhaseTerms
+from scheduler.model import PhaseKind
+from scheduler.rollmux.control.control import PhaseControl
+from scheduler.rollmux.control.harvesting import Harvesting
+from scheduler.rollmux.control.socket_control import SocketControl
+from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 
 
 def main() -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import JobId
-from scheduler.phases.control import PhaseControl
-from scheduler.phases.socket_control import SocketControl
-from scheduler.phases.wire import Move
-from scheduler.policy.cluster.submission import KINDS, DeclaredPhase, Submission
+from scheduler.rollmux.cluster.submission import KINDS, DeclaredPhase, Submission
+from scheduler.rollmux.control.control import PhaseControl
+from scheduler.rollmux.control.socket_control import SocketControl
+from scheduler.rollmux.control.wire import Move
 
 
 def main() -> None:

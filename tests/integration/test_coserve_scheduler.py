@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from coserve.guest_slot import GuestSlot
-from coserve.work_gate import WorkGate
+from coserve.guest.guest_slot import GuestSlot
+from coserve.law.work_gate import WorkGate
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import Unsupported
 from harvester.contracts.page import Grant, GrantMode, PageDirectory

@@ -16,6 +16,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from examples.demo.job.environment import KEY_DIGITS, Line
+from examples.demo.job.gateway_client import GatewayClient
+from examples.demo.job.retry_schedule import RetrySchedule
+from examples.demo.job.vocabulary import STOP_ID, digit_of
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import (
@@ -24,10 +28,6 @@ from harvester.contracts.wire.rollouts import (
     SamplingParams,
     VersionPin,
 )
-from scheduler.demo.job.environment import KEY_DIGITS, Line
-from scheduler.demo.job.gateway_client import GatewayClient
-from scheduler.demo.job.retry_schedule import RetrySchedule
-from scheduler.demo.job.vocabulary import STOP_ID, digit_of
 
 QUICK = RetrySchedule(first_wait_s=0.001, wait_max_s=0.002, attempts_max=5)
 TINY_JOB = {
@@ -110,7 +110,7 @@ async def started(tmp_path: Path, url: str) -> Process:
     }
     (tmp_path / "job.json").write_text(json.dumps(config))
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "scheduler.demo.job.trainer"),
+        *(sys.executable, "-m", "examples.demo.job.trainer"),
         *("--config", str(tmp_path / "job.json")),
         stdin=PIPE,
         stdout=PIPE,

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from benchmarks.gpu_slot.engines.children import engine
 from benchmarks.gpu_slot.engines.orders import EngineSetting
 from benchmarks.gpu_slot.sharing.pair import REHEARSED, Sharing
-from coserve.isolation import IsolationBackend
+from coserve.guest.isolation import IsolationBackend
 from harvester.contracts.page import PageDirectory
 
 _STEP_MS = 20.0

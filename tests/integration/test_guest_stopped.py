@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from examples.demo.job.model import write_checkpoint
+from examples.demo.prerequisites import free_ports
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import PageName, Pulse
-from scheduler.demo.job.model import write_checkpoint
-from scheduler.demo.prerequisites import free_ports
 from tests.integration.engine_slot import SHAPE
 from tests.integration.test_agent_process import Agent, wait_for
 

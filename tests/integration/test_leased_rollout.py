@@ -11,7 +11,7 @@ import pytest
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId
-from scheduler.phases.harvesting import Harvesting
+from scheduler.rollmux.control.harvesting import Harvesting
 from tests.integration.test_phase_processes import LEASE_S, Job, Machine
 
 PLACES = 4

@@ -21,7 +21,7 @@ TIMEOUT_S = 60
 PRODUCTION = """
 import json, sys, time
 from pathlib import Path
-from coserve.engine_step import EngineStep
+from coserve.law.engine_step import EngineStep
 from coserve.vllm.environment import Role, SlotEnvironment
 from coserve.vllm.pulse import PulseReporter
 STEP = EngineStep(running=0, kv_usage_ratio=0.5, prompt_tokens=10, generation_tokens=1,
@@ -45,7 +45,7 @@ print(json.dumps({"requests": requests, "mapped": mapped, "silent": reporter._si
 GUEST = """
 import json, sys, time
 from pathlib import Path
-from coserve.guest_slot import GuestSlot
+from coserve.guest.guest_slot import GuestSlot
 from harvester.contracts.bell import sleep_until_rung
 slot = GuestSlot(Path(sys.argv[1]), token_limit=512)
 print("up", flush=True)

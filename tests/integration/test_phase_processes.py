@@ -19,10 +19,10 @@ import pytest
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId
-from scheduler.phases.command import status as phases_status
-from scheduler.phases.service import listening_socket
-from scheduler.phases.socket_control import SocketControl
-from scheduler.phases.wire import Absent, Beat, Ended
+from scheduler.rollmux.control.command import status as phases_status
+from scheduler.rollmux.control.service import listening_socket
+from scheduler.rollmux.control.socket_control import SocketControl
+from scheduler.rollmux.control.wire import Absent, Beat, Ended
 from tests.integration.line_children import LineChild, LineChildren
 
 LEASE_S = 2.0
@@ -40,7 +40,7 @@ class Machine:
         return self.directory / "phases" / "phases.sock"
 
     def control(self, *arguments: str, module: bool = True) -> subprocess.Popen[str]:
-        command = ("scheduler.phases",) if module else ("harvester.cli", "phases", "serve")
+        command = ("scheduler.rollmux.control",) if module else ("harvester.cli", "phases", "serve")
         process = self.children.start(
             *("-m", *command, "--socket", str(self.socket)),
             *("--state", str(self.directory / "state.sqlite")),

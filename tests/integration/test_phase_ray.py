@@ -14,12 +14,12 @@ pytest.importorskip("ray")
 import ray
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.phases import on_ray
-from scheduler.phases.control import PhaseControl
-from scheduler.phases.permit import Permit
-from scheduler.phases.wire import Absent
-from scheduler.policy.model import PhaseKind
-from scheduler.policy.phases.terms import JobTerms, PermitsConfig, PhaseTerms
+from scheduler.model import PhaseKind
+from scheduler.rollmux.control import on_ray
+from scheduler.rollmux.control.control import PhaseControl
+from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.control.wire import Absent
+from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig, PhaseTerms
 from tests.unit.scheduler.cluster.submitted import cluster as planned_nodes
 from tests.unit.scheduler.cluster.submitted import submission
 

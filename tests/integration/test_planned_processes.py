@@ -11,11 +11,11 @@ import pytest
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
-from scheduler.phases.command import explain, forget, node, submit
-from scheduler.phases.command import status as phases_status
-from scheduler.phases.socket_control import SocketControl
-from scheduler.phases.wire import JobStatus, PlanStatus
-from scheduler.policy.phases.standing import Stage
+from scheduler.rollmux.control.command import explain, forget, node, submit
+from scheduler.rollmux.control.command import status as phases_status
+from scheduler.rollmux.control.socket_control import SocketControl
+from scheduler.rollmux.control.wire import JobStatus, PlanStatus
+from scheduler.rollmux.permits.standing import Stage
 from scheduler.sim.command import replay
 from tests.integration.line_children import LineChild, LineChildren
 
@@ -62,7 +62,7 @@ class Machine:
         nodes = self.directory / "nodes.yaml"
         nodes.write_text(NODES + more)
         process = self.children.start(
-            *("-m", "scheduler.phases", "--socket", str(self.socket)),
+            *("-m", "scheduler.rollmux.control", "--socket", str(self.socket)),
             *("--state", str(self.directory / "state.sqlite"), "--nodes", str(nodes)),
             *("--journal", str(self.journal), "--lease-s", "3.0"),
         )
@@ -229,7 +229,7 @@ def test_the_toy_jobs_of_the_examples_share_two_nodes(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     try:
         machine.children.start(
-            *("-m", "scheduler.phases", "--socket", str(machine.socket)),
+            *("-m", "scheduler.rollmux.control", "--socket", str(machine.socket)),
             *("--nodes", str(REPOSITORY / "examples/nodes.yaml")),
         )
         machine.until(machine.answers)

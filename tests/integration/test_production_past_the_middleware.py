@@ -14,6 +14,9 @@ import pytest
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
+from examples.demo.job.model import write_checkpoint
+from examples.demo.prerequisites import free_ports
+from examples.demo.processes import Child, Processes
 from harvester.agent.sense import SlotSensor
 from harvester.contracts.ids import Epoch
 from harvester.contracts.page import GrantMode, Pulse, pulse_page
@@ -21,9 +24,6 @@ from harvester.policy.production import ProductionWatch
 from harvester.policy.sample import KillSwitch, LeaseView
 from harvester.policy.settings import ProfileSettings, SlotSettings
 from harvester.policy.states import Condition
-from scheduler.demo.job.model import write_checkpoint
-from scheduler.demo.prerequisites import free_ports
-from scheduler.demo.processes import Child, Processes
 from tests.integration.engine_slot import (
     CONTEXT_TOKENS,
     SHAPE,

@@ -16,11 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coserve.gate import Closed
-from coserve.guest_slot import GuestSlot
+from coserve.guest.guest_slot import GuestSlot
+from coserve.law.gate import Closed
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
+from examples.demo.job.model import write_checkpoint
+from examples.demo.prerequisites import free_ports
+from examples.demo.processes import Child, Processes
 from harvester.agent.sense import SlotSensor
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.ids import Epoch
@@ -34,9 +37,6 @@ from harvester.contracts.page import (
 )
 from harvester.policy.production import kv_usage_ratio
 from harvester.policy.sample import KillSwitch, LeaseView
-from scheduler.demo.job.model import write_checkpoint
-from scheduler.demo.prerequisites import free_ports
-from scheduler.demo.processes import Child, Processes
 from tests.integration.engine_slot import CONTEXT_TOKENS, SHAPE, completed, until, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

@@ -18,7 +18,7 @@ from harvester.contracts.wire.engines import (
     WEIGHTS_FEATURE,
     EngineReport,
 )
-from scheduler.service.engine import EngineClient
+from scheduler.gateway.engine import EngineClient
 from tests.integration.gateway_in_process import PROMPT, gateway_on
 
 CONTEXT_TOKENS = 512
@@ -73,9 +73,9 @@ def restarted(tmp_path: Path) -> Iterator[Any]:
     pytest.importorskip("vllm")
     from coserve.vllm import launch
     from coserve.vllm.capabilities import capabilities, installed_vllm_version
-    from scheduler.demo.job.model import PolicyShape, write_checkpoint
-    from scheduler.demo.prerequisites import free_ports
-    from scheduler.demo.processes import Processes
+    from examples.demo.job.model import PolicyShape, write_checkpoint
+    from examples.demo.prerequisites import free_ports
+    from examples.demo.processes import Processes
     from tests.integration.engine_slot import wait_for
 
     shape = PolicyShape(
@@ -113,7 +113,7 @@ def restarted(tmp_path: Path) -> Iterator[Any]:
 async def test_no_token_of_a_restarted_engine_is_labelled_with_the_version_before(
     restarted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from scheduler.demo.job.vocabulary import VOCABULARY_SIZE
+    from examples.demo.job.vocabulary import VOCABULARY_SIZE
     from tests.integration.test_guest_weights import first_state
     from weightsync.publisher import Publisher
 

@@ -21,19 +21,19 @@ import aiohttp
 import psutil
 import pytest
 
-from coserve import isolation
+from coserve.guest import isolation
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
 from deploy.check_expressions import DEPLOY
+from examples.demo.job.model import write_checkpoint
+from examples.demo.prerequisites import free_ports
+from examples.demo.processes import Child, Processes
 from harvester.config import AgentConfig, load_agent_config
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import Grant, Guest, PageDirectory, PageReader, Record
 from harvester.contracts.process import family
 from harvester.contracts.wire.leases import EPOCH_HEADER
-from scheduler.demo.job.model import write_checkpoint
-from scheduler.demo.prerequisites import free_ports
-from scheduler.demo.processes import Child, Processes
 from tests.integration.engine_slot import (
     CONTEXT_TOKENS,
     PRODUCTION,

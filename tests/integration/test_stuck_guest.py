@@ -16,7 +16,7 @@ WITHIN_S = 30.0
 STUCK = """
 import os, subprocess, sys, threading, time
 from pathlib import Path
-from coserve.guest_slot import GuestSlot
+from coserve.guest.guest_slot import GuestSlot
 from coserve.vllm.waker import Waker
 from harvester.contracts.process import process_ids
 

@@ -59,7 +59,7 @@ PRODUCTION_PROCESS = """
 import json, sys, time
 from pathlib import Path
 import msgspec
-from coserve.pulse_book import PulseBook
+from coserve.pulse.pulse_book import PulseBook
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import PageDirectory, ProductionModel, owners_told
 become({production}, {group})
@@ -80,7 +80,7 @@ while True:
 GUEST_PROCESS = """
 import json, sys, time
 from pathlib import Path
-from coserve.guest_slot import GuestSlot
+from coserve.guest.guest_slot import GuestSlot
 from harvester.contracts.page import owners_told
 become({guest}, {group})
 slot = GuestSlot(Path(sys.argv[1]), token_limit=512, owners=owners_told())

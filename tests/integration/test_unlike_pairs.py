@@ -14,14 +14,14 @@ import aiohttp
 import psutil
 import pytest
 
-from harvester.contracts.page import GrantMode
-from scheduler.demo.job.vocabulary import (
+from examples.demo.job.vocabulary import (
     BOS_ID,
     PAD_ID,
     STOP_ID,
     VOCABULARY_SIZE,
     write_tokenizer,
 )
+from harvester.contracts.page import GrantMode
 from tests.integration.engine_slot import (
     CONTEXT_TOKENS,
     PRODUCTION,

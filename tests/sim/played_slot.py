@@ -9,10 +9,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import ceil
 
-from coserve.engine_step import EngineStep
-from coserve.gate import Decision, decide
-from coserve.pulse_book import PulseBook
-from coserve.step_time import StepTimeModel
+from coserve.law.engine_step import EngineStep
+from coserve.law.gate import Decision, decide
+from coserve.law.step_time import StepTimeModel
+from coserve.pulse.pulse_book import PulseBook
 from harvester.contracts.ids import Epoch, LeaseId
 from harvester.contracts.page import Grant, GrantMode, Guest, PageFault, Pulse, Reading
 from harvester.policy.effects import Effect, WriteGrant

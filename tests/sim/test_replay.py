@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from harvester.contracts.errors import Corrupt, Unsupported
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId
 from harvester.contracts.journal import JournalWriter, Opened, config_hash
-from scheduler.policy.capacity import CapacityPolicy, CapacitySample, Demand, OfferedSlot
-from scheduler.policy.model import Lease
-from scheduler.service.decisions import DecisionLog
+from scheduler.decision_log import DecisionLog
+from scheduler.gateway.policy.capacity import CapacityPolicy, CapacitySample, Demand, OfferedSlot
+from scheduler.model import Lease
 from scheduler.sim.replay import replay_journal
 
 CONFIG: dict[str, Any] = {"instance": "test", "duration_s": 9.0, "idle_release_s": 3.0}

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from harvester.contracts.bearer import read_token
 from harvester.contracts.errors import ConfigError
+from harvester.platform.bearer import read_token
 from weightsync.transport.patience import RetryLimits
 
 TOKEN_VARIABLE = "ROSEMUX_WEIGHT_TOKEN_FILE"

@@ -104,7 +104,7 @@ def list_stores(
 def _access(
     token_file: Path | None, ca_file: Path | None, *, streams: int = 4, give_up_s: float = 60.0
 ) -> "Access":
-    from harvester.contracts.bearer import read_token
+    from harvester.platform.bearer import read_token
     from weightsync.transport.access import Access
     from weightsync.transport.patience import RetryLimits
 
@@ -120,7 +120,7 @@ def _access(
 def _listening(
     host: str, port: int, token_file: Path | None, cert: Path | None, key: Path | None
 ) -> "Listening":
-    from harvester.contracts.bearer import read_token
+    from harvester.platform.bearer import read_token
     from weightsync.transport.listener import Listening
 
     token = None if token_file is None else read_token(token_file)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from harvester.contracts.bearer import is_loopback
 from harvester.contracts.errors import ConfigError
+from harvester.platform.bearer import is_loopback
 from weightsync.transport.metrics import TransferMetrics
 from weightsync.transport.server import ServingLimits, WeightServer
 from weightsync.transport.shelf import Shelf

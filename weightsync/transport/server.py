@@ -17,10 +17,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from harvester.contracts.bearer import is_sent
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import Corrupt, Exhausted, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import checked_name
+from harvester.platform.bearer import is_sent
 from weightsync.layout.names import (
     INDEX_FILE,
     LATEST_FILE,

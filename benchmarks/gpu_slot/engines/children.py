@@ -25,7 +25,7 @@ from benchmarks.gpu_slot.engines.orders import (
 from benchmarks.gpu_slot.engines.request_load import Request
 from benchmarks.gpu_slot.engines.step_log import GuestLog, ProductionLog
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.parent import end_with
+from harvester.platform.parent import end_with
 
 _LINE_BYTES_MAX = 1 << 28
 _START_S = 90.0

@@ -12,8 +12,8 @@ from random import Random
 
 from benchmarks.gpu_slot.device import Device, Work
 from benchmarks.gpu_slot.engines.step_log import GuestLog, Step
-from coserve.guest_slot import GuestSlot
-from coserve.isolation import IsolationBackend
+from coserve.guest.guest_slot import GuestSlot
+from coserve.guest.isolation import IsolationBackend
 from coserve.vllm.waker import BEAT_S, Waker
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.process import process_ids

@@ -4,7 +4,7 @@ import msgspec
 
 from benchmarks.gpu_slot.engines.request_load import Request
 from benchmarks.gpu_slot.engines.step_log import GuestLog, ProductionLog
-from coserve.isolation import IsolationBackend
+from coserve.guest.isolation import IsolationBackend
 
 
 class EngineForms(msgspec.Struct, frozen=True, kw_only=True):

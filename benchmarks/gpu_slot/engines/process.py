@@ -35,7 +35,7 @@ from benchmarks.gpu_slot.engines.orders import (
     Served,
 )
 from benchmarks.gpu_slot.engines.production import ProductionEngine
-from coserve.isolation import Isolation, apply_to_process
+from coserve.guest.isolation import Isolation, apply_to_process
 from harvester.contracts.clock import MonotonicClock
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""GPUs as nvidia-smi, NVML and torch see them, and whether `coserve.gpus` reads the same."""
+"""GPUs as nvidia-smi, NVML and torch see them, and whether `coserve.guest.gpus` reads the same."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_slot.spread import spread
-from coserve.gpus import ComputeMode, gpus
+from coserve.guest.gpus import ComputeMode, gpus
 from coserve.vllm.memory_report import nvml
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import Unsupported

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_slot.spread import spread
-from coserve.launch_lock import LaunchLock
+from coserve.guest.launch_lock import LaunchLock
 from harvester.contracts.clock import monotonic_ns
 
 _TIMEOUT_S = 30.0

@@ -19,12 +19,12 @@ import yaml
 
 from benchmarks.coserve.rollouts import Lease
 from benchmarks.gpu_slot.ended_process import ended
+from examples.demo.prerequisites import free_ports
+from examples.demo.slot import SLOT
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory
-from harvester.contracts.parent import end_with
-from scheduler.demo.prerequisites import free_ports
-from scheduler.demo.slot import SLOT
-from scheduler.service.leases import AgentClient
+from harvester.platform.parent import end_with
+from scheduler.gateway.leases import AgentClient
 
 _START_S = 60.0
 _POLL_S = 0.05

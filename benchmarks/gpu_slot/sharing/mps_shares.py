@@ -22,13 +22,13 @@ from benchmarks.gpu_slot.engines.children import engine
 from benchmarks.gpu_slot.engines.orders import EngineSetting
 from benchmarks.gpu_slot.results import Put, under
 from benchmarks.gpu_slot.sharing.pair import REHEARSED, SHORT, Sharing
-from coserve.isolation import IsolationBackend
-from coserve.mps import MpsShare
+from coserve.guest.isolation import IsolationBackend
+from coserve.guest.mps import MpsShare
+from examples.demo.slot import SLOT
 from harvester.contracts.errors import ConfigError, PeerProtocolError, Unsupported
-from harvester.contracts.mps import DEFAULT_CONTROL, PIPE_VARIABLE, MpsControl
 from harvester.contracts.page import PageDirectory
-from harvester.contracts.parent import end_with
-from scheduler.demo.slot import SLOT
+from harvester.platform.mps import DEFAULT_CONTROL, PIPE_VARIABLE, MpsControl
+from harvester.platform.parent import end_with
 
 _LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
 _ANSWER_S = 10.0

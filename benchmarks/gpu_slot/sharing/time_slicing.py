@@ -14,11 +14,11 @@ from benchmarks.gpu_slot.engines.orders import EngineSetting
 from benchmarks.gpu_slot.results import Put
 from benchmarks.gpu_slot.sharing.agent_arm import AgentArm
 from benchmarks.gpu_slot.sharing.pair import FULL, REHEARSED, Sharing, Sizes
-from coserve.gpus import gpus
-from coserve.isolation import Isolation, IsolationBackend, choose
+from coserve.guest.gpus import gpus
+from coserve.guest.isolation import Isolation, IsolationBackend, choose
+from examples.demo.slot import SLOT
 from harvester.contracts.page import PageDirectory
 from harvester.contracts.page.records import Law
-from scheduler.demo.slot import SLOT
 
 _NO_BRAKES = {
     "misses": {"limit_ratio": 0.999, "minimum_misses": 1e9},

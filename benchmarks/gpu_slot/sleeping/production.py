@@ -20,7 +20,7 @@ from typing import IO
 from benchmarks.gpu_slot.decode_model import LLAMA_8B, TINY, DecodeModel
 from benchmarks.gpu_slot.device import Device, Work, device_of
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.parent import end_with
+from harvester.platform.parent import end_with
 
 BATCH = 16
 CONTEXT_TOKENS = 1024

@@ -6,13 +6,13 @@ from typing import Final
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NodeId
-from scheduler.policy.cluster.config import ClusterConfig, PoolNodes
-from scheduler.policy.cluster.runtime import PhaseRuntime, RuntimeConfig
-from scheduler.policy.groups.planner import GroupPlanner
-from scheduler.policy.groups.scenarios import ROUNDING
-from scheduler.policy.groups.tail import PAPER_THRESHOLD
-from scheduler.policy.model import Pool
-from scheduler.policy.phases.terms import PermitsConfig
+from scheduler.model import Pool
+from scheduler.rollmux.beliefs.tail import PAPER_THRESHOLD
+from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
+from scheduler.rollmux.cluster.runtime import PhaseRuntime, RuntimeConfig
+from scheduler.rollmux.forecast.scenarios import ROUNDING
+from scheduler.rollmux.permits.terms import PermitsConfig
+from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.sim.rollmux.baselines import (
     GreedyPlanner,
     RandomPlanner,

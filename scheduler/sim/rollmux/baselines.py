@@ -12,11 +12,11 @@ from typing import Final
 import numpy as np
 
 from harvester.contracts.ids import JobId
-from scheduler.policy.cluster.config import ClusterConfig, PoolNodes
-from scheduler.policy.groups.judge import Distributional, WorstCase
-from scheduler.policy.groups.packing import Opening, OpeningKind, PackingLimits
-from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
-from scheduler.policy.model import Pool
+from scheduler.model import Pool
+from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
+from scheduler.rollmux.forecast.judge import Distributional, WorstCase
+from scheduler.rollmux.planner.packing import Opening, OpeningKind, PackingLimits
+from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from scheduler.sim.rollmux.workload import (
     H20_PER_HOUR,
     H800_PER_HOUR,

@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from scheduler.policy.model import Pool
+from scheduler.model import Pool
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
 from scheduler.sim.rollmux.baselines import UNSHARED
 from scheduler.sim.rollmux.ledger import slowdown

@@ -10,7 +10,8 @@ from itertools import count
 from typing import Any, Final
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.policy.cluster.events import (
+from scheduler.model import PhaseKind, Pool
+from scheduler.rollmux.cluster.events import (
     Decision,
     JobSubmitted,
     NodeBack,
@@ -18,10 +19,9 @@ from scheduler.policy.cluster.events import (
     PlanJob,
     TellMove,
 )
-from scheduler.policy.cluster.phase_policy import RuntimeEffect, RuntimeEvent
-from scheduler.policy.cluster.runtime import PhaseRuntime
-from scheduler.policy.model import PhaseKind, Pool
-from scheduler.policy.phases.events import (
+from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
+from scheduler.rollmux.cluster.runtime import PhaseRuntime
+from scheduler.rollmux.permits.events import (
     AdmitJob,
     DropPlace,
     EndPermit,

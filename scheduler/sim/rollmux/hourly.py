@@ -8,11 +8,11 @@ comes to lie on other nodes pays the usual price of a move. Between two hours no
 from dataclasses import replace
 
 from harvester.contracts.ids import JobId
-from scheduler.policy.cluster.config import ClusterConfig
-from scheduler.policy.groups.durations import Belief
-from scheduler.policy.groups.events import GroupEffect
-from scheduler.policy.groups.planner import GroupPlanner
-from scheduler.policy.groups.relocation import MovePrices
+from scheduler.rollmux.beliefs.durations import Belief
+from scheduler.rollmux.cluster.config import ClusterConfig
+from scheduler.rollmux.planner.events import GroupEffect
+from scheduler.rollmux.planner.planner import GroupPlanner
+from scheduler.rollmux.planner.relocation import MovePrices
 from scheduler.sim.rollmux.workload import PHASE_CV, SimulatedJob
 
 HOUR_S = 3600.0

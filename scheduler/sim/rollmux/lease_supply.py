@@ -8,8 +8,8 @@ from zlib import crc32
 import numpy as np
 
 from harvester.contracts.ids import GroupId
-from scheduler.policy.groups.compiled import Records
-from scheduler.policy.model import Pool
+from scheduler.model import Pool
+from scheduler.rollmux.forecast.compiled import Records
 from scheduler.sim.rollmux.workload import NODE_TYPES
 
 SLOTS_RATIO: Final = 0.5

@@ -9,18 +9,10 @@ from collections.abc import Callable
 from typing import Final
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
-from scheduler.policy.cluster.phase_policy import RuntimeEffect, RuntimeEvent
-from scheduler.policy.cluster.runtime import PhaseRuntime
-from scheduler.policy.leased_tail import (
-    GONE_S,
-    RECALL_S,
-    NarrowPermit,
-    Place,
-    RecallTail,
-    TailSample,
-)
-from scheduler.policy.model import PhaseKind
-from scheduler.policy.phases.events import (
+from scheduler.model import PhaseKind
+from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
+from scheduler.rollmux.cluster.runtime import PhaseRuntime
+from scheduler.rollmux.permits.events import (
     EndPermit,
     FreeNodes,
     GrantPermit,
@@ -28,7 +20,15 @@ from scheduler.policy.phases.events import (
     TailRecalled,
     WidenPermit,
 )
-from scheduler.policy.phases.standing import Stage, Standing
+from scheduler.rollmux.permits.leased_tail import (
+    GONE_S,
+    RECALL_S,
+    NarrowPermit,
+    Place,
+    RecallTail,
+    TailSample,
+)
+from scheduler.rollmux.permits.standing import Stage, Standing
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.driver import Driver
 from scheduler.sim.rollmux.lease_supply import LeaseSupply

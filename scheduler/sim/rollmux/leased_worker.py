@@ -2,15 +2,15 @@
 may use them alone.
 
 What slots give is the truth, second by second; where its tail runs is decided by the policy that
-ships with the job, `scheduler.policy.leased_tail`. A bulk has sequences for every slot; a tail
-waits for its longest ones, so that more slots than it needs make it no faster.
+ships with the job, `scheduler.rollmux.permits.leased_tail`. A bulk has sequences for every slot; a
+tail waits for its longest ones, so that more slots than it needs make it no faster.
 """
 
 from math import ceil
 
 from harvester.contracts.ids import NodeId
-from scheduler.policy.leased_tail import BULK_RATIO, LeasedTail, Place, taken_off_s
-from scheduler.policy.model import PhaseKind
+from scheduler.model import PhaseKind
+from scheduler.rollmux.permits.leased_tail import BULK_RATIO, LeasedTail, Place, taken_off_s
 from scheduler.sim.rollmux.lease_supply import LeaseTerms
 from scheduler.sim.rollmux.slots import HeadroomRecord
 from scheduler.sim.rollmux.worker import ROUNDING_S, Worker, WorkerStage

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.policy.model import Node, Pool
+from scheduler.model import Node, Pool
 from scheduler.sim.rollmux.workload import SimulatedJob
 from scheduler.sim.rollmux.world import World
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, TenantId
-from scheduler.policy.model import Job
+from scheduler.model import Job
 from scheduler.sim.rollmux.variants import lognormal_curve
 from scheduler.sim.rollmux.workload import (
     GB,

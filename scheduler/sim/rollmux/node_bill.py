@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from harvester.contracts.ids import NodeId
-from scheduler.policy.cluster.cluster import ClusterPolicy
-from scheduler.policy.model import Node
+from scheduler.model import Node
+from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.sim.rollmux.ledger import Ledger
 
 

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from scheduler.policy.groups.durations import Belief
-from scheduler.policy.groups.forecast import NO_GLANCE, Horizon, Occupant, Roster, keeps_all
-from scheduler.policy.groups.judge import OUR_RULES
-from scheduler.policy.groups.price_floor import PriceFloor
-from scheduler.policy.groups.regrouping import CheapestHosting, Guest
-from scheduler.policy.groups.stages import Rules
-from scheduler.policy.groups.tail import TailShape, best_shape
-from scheduler.policy.groups.verdicts import Hosting
-from scheduler.policy.model import Job
+from scheduler.model import Job
+from scheduler.rollmux.beliefs.durations import Belief
+from scheduler.rollmux.beliefs.tail import TailShape, best_shape
+from scheduler.rollmux.forecast.forecast import NO_GLANCE, Horizon, Occupant, Roster, keeps_all
+from scheduler.rollmux.forecast.judge import OUR_RULES
+from scheduler.rollmux.forecast.stages import Rules
+from scheduler.rollmux.planner.price_floor import PriceFloor
+from scheduler.rollmux.planner.regrouping import CheapestHosting, Guest
+from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.workload import NODE_TYPES, PHASE_CV, ROLLOUT_ACCELERATORS, SimulatedJob
 
 LONG_RUN: Final = Horizon(scenarios=2, cycles=100.0)

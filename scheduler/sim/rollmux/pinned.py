@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.policy.groups.assignments import Masks
-from scheduler.policy.groups.book import Cell
-from scheduler.policy.groups.judge import Distributional
-from scheduler.policy.groups.packing import Opening, OpeningKind
-from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
-from scheduler.policy.groups.verdicts import Hosting
-from scheduler.policy.model import Placement, Pool
+from scheduler.model import Placement, Pool
+from scheduler.rollmux.forecast.judge import Distributional
+from scheduler.rollmux.planner.assignments import Masks
+from scheduler.rollmux.planner.book import Cell
+from scheduler.rollmux.planner.packing import Opening, OpeningKind
+from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
+from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob
 
 

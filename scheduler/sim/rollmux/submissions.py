@@ -5,8 +5,8 @@ It harvests, which changes nothing where the control allows no leases.
 
 from typing import Final
 
-from scheduler.policy.cluster.submission import DeclaredPhase, Submission
-from scheduler.policy.model import PhaseKind
+from scheduler.model import PhaseKind
+from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
 from scheduler.sim.rollmux.workload import SimulatedJob
 from scheduler.sim.rollmux.world import World
 

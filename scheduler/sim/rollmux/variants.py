@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from scheduler.policy.groups.tail import Completion
+from scheduler.rollmux.beliefs.tail import Completion
 from scheduler.sim.rollmux.workload import PHASE_CV, SimulatedJob, cut_noise
 from scheduler.sim.rollmux.world import PAPER_WORLD, World
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from harvester.contracts.ids import NodeId
-from scheduler.policy.cluster.runtime import PhaseRuntime
+from scheduler.rollmux.cluster.runtime import PhaseRuntime
 from scheduler.sim.rollmux.ledger import Ledger
 
 

@@ -10,9 +10,9 @@ from enum import StrEnum
 from typing import Final
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
-from scheduler.policy.groups.tail import ROOM_RATIO, best_shape
-from scheduler.policy.model import PhaseKind
-from scheduler.policy.phases.completion import LEVELS
+from scheduler.model import PhaseKind
+from scheduler.rollmux.beliefs.tail import ROOM_RATIO, best_shape
+from scheduler.rollmux.permits.completion import LEVELS
 from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob
 from scheduler.sim.rollmux.world import World
 

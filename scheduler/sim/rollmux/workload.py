@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from harvester.contracts.ids import JobId, TenantId
-from scheduler.policy.groups.book import NodeType
-from scheduler.policy.groups.tail import Completion
-from scheduler.policy.model import Job, Phase, PhaseKind, Pool
+from scheduler.model import Job, Phase, PhaseKind, Pool
+from scheduler.rollmux.beliefs.tail import Completion
+from scheduler.rollmux.planner.book import NodeType
 from scheduler.sim.rollmux.world import World
 
 Lengths = npt.NDArray[np.float64]

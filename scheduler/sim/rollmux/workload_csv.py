@@ -14,7 +14,7 @@ import numpy as np
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, TenantId, is_name
-from scheduler.policy.model import Job, Pool
+from scheduler.model import Job, Pool
 from scheduler.sim.rollmux.workload import GB, NODE_TYPES, SimulatedJob, drawn_lengths, phases
 
 COLUMNS: Final = (

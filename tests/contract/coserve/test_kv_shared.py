@@ -13,7 +13,7 @@ import pytest
 from coserve.vllm.capabilities import capabilities
 from coserve.vllm.kv_shared import KvShared, check, is_shared
 from harvester.contracts.errors import Unsupported
-from harvester.contracts.kv_segment import SEGMENTS, KvSegment
+from harvester.platform.kv_segment import SEGMENTS, KvSegment
 from tests.contract.coserve.played_kvcached import (
     BLOCKS_PER_PAGE,
     MOST_AHEAD,

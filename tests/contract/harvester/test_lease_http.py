@@ -11,7 +11,6 @@ from aiohttp.test_utils import TestClient, TestServer
 from harvester.agent.http import application
 from harvester.agent.node import Node
 from harvester.config import AgentConfig
-from harvester.contracts.bearer import read_token
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest, PageDirectory, Pulse
@@ -23,6 +22,7 @@ from harvester.contracts.wire.leases import (
     SlotOffers,
     SlotState,
 )
+from harvester.platform.bearer import read_token
 
 TAKE = {"request_id": "r1", "slot": "slot0", "tenant": "t", "job": "j", "duration_s": 5.0}
 Answer = LeaseGranted | LeaseRefused | LeaseEnded

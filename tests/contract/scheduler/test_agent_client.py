@@ -12,8 +12,8 @@ from aiohttp.test_utils import TestServer
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import Epoch, NodeId, SlotId
 from harvester.contracts.wire.leases import SlotOffer, SlotOffers, SlotState
-from scheduler.service import leases
-from scheduler.service.leases import AgentClient
+from scheduler.gateway import leases
+from scheduler.gateway.leases import AgentClient
 
 OFFERS = SlotOffers(
     node=NodeId("n"),

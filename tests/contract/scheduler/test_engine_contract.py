@@ -12,9 +12,9 @@ import pytest
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
-from scheduler.policy.trajectories import Attempt, TurnLedger
-from scheduler.service.engine import EngineClient, RequestRefused
-from scheduler.service.stream import EngineChoice
+from scheduler.gateway.engine import EngineClient, RequestRefused
+from scheduler.gateway.policy.trajectories import Attempt, TurnLedger
+from scheduler.gateway.stream import EngineChoice
 
 PROMPT = tuple(range(3, 19))
 

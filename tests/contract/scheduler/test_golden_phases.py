@@ -7,7 +7,9 @@ import pytest
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId, NodeId
-from scheduler.phases.wire import (
+from scheduler.model import PhaseKind
+from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
+from scheduler.rollmux.control.wire import (
     CALLS,
     Admitted,
     Beat,
@@ -32,11 +34,9 @@ from scheduler.phases.wire import (
     decoded_call,
     decoded_reply,
 )
-from scheduler.policy.cluster.submission import DeclaredPhase, Submission
-from scheduler.policy.model import PhaseKind
-from scheduler.policy.phases.events import Recall
-from scheduler.policy.phases.standing import Stage
-from scheduler.policy.phases.terms import JobTerms, PhaseTerms
+from scheduler.rollmux.permits.events import Recall
+from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 
 JOB, NODES = JobId("j"), (NodeId("n"),)
 TERMS = JobTerms(

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harvester.contracts.ids import JobId, NodeId, TenantId
-from scheduler.policy.cluster.config import ClusterConfig, PoolNodes
-from scheduler.policy.cluster.runtime import PhaseRuntime, RuntimeConfig
-from scheduler.policy.groups.compiled import Records
-from scheduler.policy.groups.execution import advance
-from scheduler.policy.groups.forecast import Roster
-from scheduler.policy.groups.stages import (
+from scheduler.model import Job, Phase, Pool
+from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
+from scheduler.rollmux.cluster.runtime import PhaseRuntime, RuntimeConfig
+from scheduler.rollmux.forecast.compiled import Records
+from scheduler.rollmux.forecast.execution import advance
+from scheduler.rollmux.forecast.forecast import Roster
+from scheduler.rollmux.forecast.stages import (
     EVENT,
     ROLLOUT_ENDED,
     TAIL_MIGRATED,
@@ -21,9 +22,8 @@ from scheduler.policy.groups.stages import (
     empty_nodes,
     empty_permits,
 )
-from scheduler.policy.groups.verdicts import Hosting
-from scheduler.policy.model import Job, Phase, Pool
-from scheduler.policy.phases.terms import PermitsConfig
+from scheduler.rollmux.permits.terms import PermitsConfig
+from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.driver import Driver
 from scheduler.sim.rollmux.ledger import Ledger
 from scheduler.sim.rollmux.pinned import PinnedPlanner

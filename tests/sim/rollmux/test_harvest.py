@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from scheduler.policy.model import Phase
+from scheduler.model import Phase
 from scheduler.sim.rollmux.arms import run_arm, summary
 from scheduler.sim.rollmux.disruptions import Disruptions
 from scheduler.sim.rollmux.harvest import HarvestResult, run_harvest

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from harvester.contracts.errors import ConfigError
-from scheduler.policy.groups.tail import best_shape
+from scheduler.rollmux.beliefs.tail import best_shape
 from scheduler.sim.rollmux.mixes import TIGHT_SLO, Mix
 from scheduler.sim.rollmux.workload import Drift, SimulatedJob, as_numbers, w1
 

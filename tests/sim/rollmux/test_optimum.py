@@ -9,9 +9,9 @@ from benchmarks.rollmux import optimum as benchmark
 from benchmarks.rollmux.optimum import Compared, Lived, compared, instance_jobs, optimum_figures
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.errors import ConfigError
-from scheduler.policy.groups.forecast import Horizon
-from scheduler.policy.groups.verdicts import Hosting
-from scheduler.policy.model import Pool
+from scheduler.model import Pool
+from scheduler.rollmux.forecast.forecast import Horizon
+from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.arms import run_arm, summary
 from scheduler.sim.rollmux.optimum import KnownJob, Optimum
 from scheduler.sim.rollmux.pinned import PinnedPlanner

@@ -5,11 +5,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from scheduler.phases.explanation import EVER, explanation
-from scheduler.phases.story_entry import Told
-from scheduler.policy.cluster.phase_policy import RuntimeEffect, RuntimeEvent
-from scheduler.policy.cluster.runtime import PhaseRuntime
-from scheduler.service.decisions import DecisionLog
+from scheduler.decision_log import DecisionLog
+from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
+from scheduler.rollmux.cluster.runtime import PhaseRuntime
+from scheduler.rollmux.control.explanation import EVER, explanation
+from scheduler.rollmux.control.story_entry import Told
 from scheduler.sim.replay import replay_journal
 from scheduler.sim.rollmux.arms import runtime_of
 from scheduler.sim.rollmux.disruptions import Disruptions

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scheduler.policy.groups.tail import UNDIVIDED, best_shape
+from scheduler.rollmux.beliefs.tail import UNDIVIDED, best_shape
 from scheduler.sim.rollmux.arms import run_arm, summary
 from scheduler.sim.rollmux.variants import (
     AS_PUBLISHED,

@@ -14,14 +14,14 @@ from benchmarks.coserve.figures import Facts, figures, inconclusive
 from benchmarks.coserve.residual import residual_figures
 from benchmarks.coserve.rounds import Slice
 from benchmarks.rotation import rotated
-from coserve.isolation import NO_ISOLATION
+from coserve.guest.isolation import NO_ISOLATION
+from examples.demo.gpu_hardware import find_hardware
+from examples.demo.hardware import CpuHardware, Kind
+from examples.demo.records import ProductionRequest
+from examples.demo.slo import ServiceLevel
+from examples.demo.slot import ServingSlot, SlotPorts
 from harvester.config import SlotConfig, load_agent_config
 from harvester.policy.settings import SlotSettings
-from scheduler.demo.gpu_hardware import find_hardware
-from scheduler.demo.hardware import CpuHardware, Kind
-from scheduler.demo.records import ProductionRequest
-from scheduler.demo.slo import ServiceLevel
-from scheduler.demo.slot import ServingSlot, SlotPorts
 
 FACTS = Facts(trace="given", requests_per_s=2.0, seed=1)
 SECONDS = 20.0

@@ -3,12 +3,12 @@
 import pytest
 
 from benchmarks.coserve.load import REQUESTS_MIN, Aim, Load
-from coserve.gpus import ComputeMode, Gpu, GpuMemory
+from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory
+from examples.demo.bursts import Bursts, generated_trace
+from examples.demo.calibration import mean_busy_share
+from examples.demo.gpu_hardware import GpuHardware
+from examples.demo.hardware import CpuHardware, Hardware
 from harvester.contracts.page import ProductionModel
-from scheduler.demo.bursts import Bursts, generated_trace
-from scheduler.demo.calibration import mean_busy_share
-from scheduler.demo.gpu_hardware import GpuHardware
-from scheduler.demo.hardware import CpuHardware, Hardware
 
 GPU = GpuHardware(
     Gpu("GPU-1", ComputeMode.DEFAULT), GpuMemory(total_bytes=140 << 30, free_bytes=140 << 30)

@@ -28,11 +28,11 @@ from benchmarks.coserve.unseen import (
     long_prompt,
 )
 from coserve.vllm.pulse import PULSE_TTL_NS
+from examples.demo.records import ProductionRequest
+from examples.demo.trace import Arrival
+from examples.demo.window import Window
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.page import Grant, GrantMode, Guest, PageReader, Pulse, Reading
-from scheduler.demo.records import ProductionRequest
-from scheduler.demo.trace import Arrival
-from scheduler.demo.window import Window
 
 SEEN = ProductionRequest(
     arm="a", block=0, due_s=0.0, input_tokens=8, output_tokens=2, ttft_s=0.1, itl_s=(), failed=False

@@ -18,11 +18,11 @@ from benchmarks.coserve.arms import Arm
 from benchmarks.coserve.failsafe import FailSafe
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.run_length import SHORT
+from examples.demo.bursts import Bursts, generated_trace
+from examples.demo.hardware import CpuHardware
+from examples.demo.slot import ServingSlot
+from examples.demo.window import Window
 from harvester.contracts.page import PageDirectory
-from scheduler.demo.bursts import Bursts, generated_trace
-from scheduler.demo.hardware import CpuHardware
-from scheduler.demo.slot import ServingSlot
-from scheduler.demo.window import Window
 
 ARM_S = 12.0
 

@@ -15,8 +15,8 @@ from benchmarks.weightsync.engine_arms import (
     first_state,
     next_state,
 )
+from examples.demo.hardware import Kind
 from harvester.contracts.errors import Exhausted, Unsupported
-from scheduler.demo.hardware import Kind
 
 TINY = {
     **FORMS[Kind.CPU].model,

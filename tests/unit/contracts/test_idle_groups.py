@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.errors import Unsupported
-from harvester.contracts.idle_groups import IdleGroups
-from harvester.contracts.scheduling_group import (
+from harvester.platform.idle_groups import IdleGroups
+from harvester.platform.scheduling_group import (
     hierarchies,
     is_idle,
     ranks_below,

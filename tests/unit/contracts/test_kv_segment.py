@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.errors import Exhausted, PeerProtocolError, Unsupported
-from harvester.contracts.kv_segment import KvSegment, KvUse
+from harvester.platform.kv_segment import KvSegment, KvUse
 
 NAME = "kvcached_guest"
 SIZES = (8 << 30, 3 << 30, 1 << 20)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.errors import PeerProtocolError, Unsupported
-from harvester.contracts.mps import MpsControl, ServerStatus
+from harvester.platform.mps import MpsControl, ServerStatus
 from tests.mps_daemon import EXECUTABLE, MpsDaemon
 
 

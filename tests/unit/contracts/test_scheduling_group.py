@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harvester.contracts.scheduling_group import (
+from harvester.platform.scheduling_group import (
     Rank,
     is_below,
     ranks,

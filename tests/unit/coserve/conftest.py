@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coserve.guest_slot import GuestSlot
+from coserve.guest.guest_slot import GuestSlot
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (
     Grant,

@@ -1,6 +1,6 @@
 """Engine cores that step side by side, told of through one API server of several."""
 
-from coserve.engine_cores import EngineCores
+from coserve.pulse.engine_cores import EngineCores
 
 MS = 1_000_000
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from coserve.engine_terms import terms_of
-from coserve.laws import GuestLoad, slack_law
-from coserve.step_time import StepTimeModel
+from coserve.law.engine_terms import terms_of
+from coserve.law.laws import GuestLoad, slack_law
+from coserve.law.step_time import StepTimeModel
 from harvester.contracts.page import EngineCore, Grant, ProductionModel, Pulse
 
 MakeGrant = Callable[..., Grant]

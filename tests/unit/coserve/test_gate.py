@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.gate import Closed, Decision, decide
-from coserve.step_time import StepTimeModel
+from coserve.law.gate import Closed, Decision, decide
+from coserve.law.step_time import StepTimeModel
 from harvester.contracts.page import Grant, GrantMode, PageFault, ProductionModel, Pulse, Reading
 
 MakeGrant = Callable[..., Grant]

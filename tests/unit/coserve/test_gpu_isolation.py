@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coserve.gpus import ComputeMode, Gpu, GpuMemory, gpu_memory, gpus
-from coserve.isolation import (
+from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory, gpu_memory, gpus
+from coserve.guest.isolation import (
     NO_ISOLATION,
     TIME_SLICING,
     Isolation,
@@ -17,9 +17,9 @@ from coserve.isolation import (
     choose,
     lift_from_process,
 )
-from coserve.mps import MpsShare
+from coserve.guest.mps import MpsShare
 from harvester.contracts.errors import ConfigError, Unsupported
-from harvester.contracts.mps import DEFAULT_PIPE_DIRECTORY, PIPE_VARIABLE
+from harvester.platform.mps import DEFAULT_PIPE_DIRECTORY, PIPE_VARIABLE
 from tests.mps_daemon import MpsDaemon
 
 SHARED = Gpu("GPU-1", ComputeMode.DEFAULT)
@@ -65,7 +65,7 @@ def test_a_gpu_guests_threads_on_the_host_rank_below_productions(
 def test_a_process_puts_its_other_threads_under_the_backend_too() -> None:
     script = (
         "import os, threading\n"
-        "from coserve.isolation import TIME_SLICING, apply_to_process\n"
+        "from coserve.guest.isolation import TIME_SLICING, apply_to_process\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         "apply_to_process(TIME_SLICING)\n"
         "threads = [int(name) for name in os.listdir('/proc/self/task')]\n"
@@ -82,7 +82,9 @@ def test_a_thread_that_ends_meanwhile_is_passed_over(monkeypatch: pytest.MonkeyP
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         with subprocess.Popen(["true"]) as ended:
             pass
-        monkeypatch.setattr("coserve.isolation._threads", lambda pid: {ended.pid, process.pid})
+        monkeypatch.setattr(
+            "coserve.guest.isolation._threads", lambda pid: {ended.pid, process.pid}
+        )
         apply_to_process(TIME_SLICING, process.pid)
         assert os.sched_getscheduler(process.pid) == os.SCHED_BATCH
 
@@ -163,7 +165,7 @@ def test_a_gpu_without_the_driver_s_program_is_no_machine_without_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     control = tmp_path / "nvidiactl"
-    monkeypatch.setattr("coserve.gpus._CONTROL_DEVICE", control)
+    monkeypatch.setattr("coserve.guest.gpus._CONTROL_DEVICE", control)
     assert gpus(str(tmp_path / "absent")) == ()
     control.touch()
     with pytest.raises(Unsupported, match="NVIDIA_DRIVER_CAPABILITIES"):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from coserve.gate import Closed
-from coserve.guest_slot import GuestSlot
+from coserve.guest.guest_slot import GuestSlot
+from coserve.law.gate import Closed
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import Grant, GrantMode, PageFault, PageHeld, Pulse
 from tests.unit.coserve.conftest import HOUR_NS, Slot
@@ -311,7 +311,7 @@ def test_a_grant_that_was_believed_ages_without_being_written_again(
     slot.grant(ttl_ns=24 * HOUR_NS, mode=GrantMode.UNGATED, abort_grace_s=86_400.0)
     assert guest.decide().open
     late_ns = monotonic_ns() + Grant.AGE_MAX_NS
-    monkeypatch.setattr("coserve.guest_slot.monotonic_ns", lambda: late_ns)
+    monkeypatch.setattr("coserve.guest.guest_slot.monotonic_ns", lambda: late_ns)
     assert not guest.decide().open
     assert not guest.grace_over()
     late_ns += 601_000_000_000
@@ -324,7 +324,7 @@ def missed_after(guest: GuestSlot, monkeypatch: pytest.MonkeyPatch, seconds: flo
     guest.memory_missed()
     later_ns = monotonic_ns() + int(seconds * 1e9)
     with monkeypatch.context() as patch:
-        patch.setattr("coserve.guest_slot.monotonic_ns", lambda: later_ns)
+        patch.setattr("coserve.guest.guest_slot.monotonic_ns", lambda: later_ns)
         return guest.memory_missed()
 
 

@@ -1,7 +1,7 @@
 """The account of a guest's steps: what each taught, and how well it had been foreseen."""
 
-from coserve.guest_steps import GuestSteps, ProductionMoment
-from coserve.step_time import StepTimeModel
+from coserve.guest.guest_steps import GuestSteps, ProductionMoment
+from coserve.law.step_time import StepTimeModel
 
 IDLE = ProductionMoment(idle=True, requests=7)
 BUSY = ProductionMoment(idle=False, requests=8)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from coserve import isolation
-from coserve.isolation import IDLE_CLASS, IDLE_GROUP, NO_ISOLATION, IsolationBackend
+from coserve.guest import isolation
+from coserve.guest.isolation import IDLE_CLASS, IDLE_GROUP, NO_ISOLATION, IsolationBackend
 from harvester.contracts.errors import Unsupported
-from harvester.contracts.scheduling_group import Rank
+from harvester.platform.scheduling_group import Rank
 
 
 @pytest.fixture

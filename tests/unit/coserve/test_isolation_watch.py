@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from coserve import isolation
-from coserve.guest_slot import GuestSlot
-from coserve.isolation import IDLE_CLASS, IsolationBackend
-from coserve.isolation_watch import IsolationWatch
+from coserve.guest import isolation
+from coserve.guest.guest_slot import GuestSlot
+from coserve.guest.isolation import IDLE_CLASS, IsolationBackend
+from coserve.guest.isolation_watch import IsolationWatch
 from harvester.contracts.process import ProcessId, process_ids
-from harvester.contracts.scheduling_group import Rank
+from harvester.platform.scheduling_group import Rank
 from tests.unit.coserve.conftest import Slot
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.kv_pages import Plane, Span, give_back, runs, whole_pages
+from coserve.guest.kv_pages import Plane, Span, give_back, runs, whole_pages
 
 PAGE = 4096
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve.launch_lock import LaunchLock
+from coserve.guest.launch_lock import LaunchLock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 
 BRIEF_S = 0.05
@@ -53,7 +53,7 @@ def test_who_gets_not_all_of_its_gpus_keeps_none(tmp_path: Path) -> None:
 
 def test_an_engine_that_is_killed_gives_its_turn_back(tmp_path: Path) -> None:
     script = (
-        "import pathlib, sys, time\nfrom coserve.launch_lock import LaunchLock\n"
+        "import pathlib, sys, time\nfrom coserve.guest.launch_lock import LaunchLock\n"
         "lock = LaunchLock(pathlib.Path(sys.argv[1]), ['GPU-1'])\n"
         "lock.acquire(timeout_s=5)\nprint('started', flush=True)\ntime.sleep(60)\n"
     )

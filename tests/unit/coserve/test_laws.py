@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.engine_terms import terms_of
-from coserve.gate import Closed, decide
-from coserve.laws import (
+from coserve.law.engine_terms import terms_of
+from coserve.law.gate import Closed, decide
+from coserve.law.laws import (
     ROSE_CHUNK_TOKENS,
     Admission,
     GuestLoad,
@@ -17,7 +17,7 @@ from coserve.laws import (
     saturation_law,
     slack_law,
 )
-from coserve.step_time import StepTimeModel
+from coserve.law.step_time import StepTimeModel
 from harvester.contracts.page import Grant, Law, ProductionModel, Pulse, Reading
 
 MakeGrant = Callable[..., Grant]

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from coserve.least_squares import LeastSquares
+from coserve.law.least_squares import LeastSquares
 
 LEAST = (0.0, 1e-9, 1e-9, 0.0)
 

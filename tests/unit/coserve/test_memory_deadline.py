@@ -1,6 +1,6 @@
 """When a guest that keeps memory ends itself."""
 
-from coserve.memory_deadline import MARGIN_S, MemoryDeadline
+from coserve.guest.memory_deadline import MARGIN_S, MemoryDeadline
 
 DEADLINE_S = 2.0
 

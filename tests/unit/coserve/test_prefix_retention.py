@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.prefix_retention import MOST_TRAJECTORIES, PrefixRetention
+from coserve.guest.prefix_retention import MOST_TRAJECTORIES, PrefixRetention
 
 
 def test_the_oldest_of_equals_goes_first() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.production_time import ProductionTime, upper_line
+from coserve.law.production_time import ProductionTime, upper_line
 
 
 def test_finds_the_line_of_exact_steps() -> None:

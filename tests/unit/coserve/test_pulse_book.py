@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from coserve.engine_step import NO_SIBLINGS, EngineStep, Siblings
-from coserve.pulse_book import PulseBook
+from coserve.law.engine_step import NO_SIBLINGS, EngineStep, Siblings
+from coserve.pulse.pulse_book import PulseBook
 from harvester.contracts.page import Pulse
 
 START_NS = 1_000_000_000_000

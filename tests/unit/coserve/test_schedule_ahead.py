@@ -8,7 +8,7 @@ from collections import deque
 
 import pytest
 
-from coserve.guest_slot import GuestSlot
+from coserve.guest.guest_slot import GuestSlot
 from tests.unit.coserve.conftest import Slot
 
 DEPTH = 2

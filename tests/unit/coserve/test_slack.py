@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.engine_terms import terms_of
-from coserve.slack import deadline_s, hung, slack_s
+from coserve.law.engine_terms import terms_of
+from coserve.law.slack import deadline_s, hung, slack_s
 from harvester.contracts.page import Grant, GrantMode, ProductionModel, Pulse
 
 MakeGrant = Callable[..., Grant]

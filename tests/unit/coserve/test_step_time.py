@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.step_time import StepTimeModel
+from coserve.law.step_time import StepTimeModel
 
 Law = Callable[[int, int], float]
 

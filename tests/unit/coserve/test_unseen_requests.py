@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.engine_step import EngineStep, Siblings
-from coserve.engine_terms import idle, terms_of
-from coserve.gate import Closed, Decision, decide
-from coserve.pulse_book import PulseBook
-from coserve.step_time import StepTimeModel
+from coserve.law.engine_step import EngineStep, Siblings
+from coserve.law.engine_terms import idle, terms_of
+from coserve.law.gate import Closed, Decision, decide
+from coserve.law.step_time import StepTimeModel
+from coserve.pulse.pulse_book import PulseBook
 from harvester.contracts.page import EngineCore, Grant, Law, ProductionModel, PulseHead, Reading
 
 MakeGrant = Callable[..., Grant]

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from coserve.guest_slot import GuestSlot
-from coserve.work_gate import WorkGate
+from coserve.guest.guest_slot import GuestSlot
+from coserve.law.work_gate import WorkGate
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.page import GrantMode
 from tests.unit.coserve.conftest import HOUR_NS, Slot

@@ -44,15 +44,15 @@ def test_the_agent_exports_the_table() -> None:
     assert exported(AgentMetrics(version="1").registry) == table(Exporter.AGENT)
 
 
-@pytest.mark.skipif(find_spec("scheduler.service.metrics") is None, reason="no gateway yet")
+@pytest.mark.skipif(find_spec("scheduler.gateway.metrics") is None, reason="no gateway yet")
 def test_the_gateway_exports_the_table() -> None:
-    from scheduler.service.metrics import GatewayMetrics
+    from scheduler.gateway.metrics import GatewayMetrics
 
     assert exported(GatewayMetrics().registry) == table(Exporter.GATEWAY)
 
 
 def test_the_phase_control_exports_the_table() -> None:
-    from scheduler.phases.metrics import PhaseMetrics
+    from scheduler.rollmux.control.metrics import PhaseMetrics
 
     assert exported(PhaseMetrics().registry) == table(Exporter.PHASES)
 

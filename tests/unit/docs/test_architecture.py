@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harvester.policy.states import TRANSITIONS, Condition, State
-from scheduler.policy import versions
+from scheduler.gateway.policy import versions
 
 PAGE = "docs/architecture.md"
 TableAfter = Callable[[str, str], list[list[str]]]

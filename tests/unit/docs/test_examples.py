@@ -16,17 +16,17 @@ import msgspec
 import pytest
 import torch
 
-from coserve.isolation import IDLE_CLASS
+from coserve.guest.isolation import IDLE_CLASS
 from coserve.vllm import launch
 from coserve.vllm.capabilities import SUPPORTED
 from coserve.vllm.launch import EngineSpec
 from harvester.config import load_agent_config
 from harvester.contracts.wire.rollouts import PublishedVersion
 from harvester.policy.settings import AUTO, Mode
-from scheduler.plan.drafting import draft
-from scheduler.plan.jobs_file import read_jobs
-from scheduler.service.config import load_settings
-from scheduler.service.requests import decode_generate
+from scheduler.gateway.config import load_settings
+from scheduler.gateway.requests import decode_generate
+from scheduler.rollmux.plan.drafting import draft
+from scheduler.rollmux.plan.jobs_file import read_jobs
 from weightsync.publisher import Published, Publisher
 from weightsync.receiver import Receiver
 from weightsync.target import TensorTarget

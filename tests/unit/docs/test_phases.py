@@ -8,13 +8,13 @@ import msgspec
 import yaml
 
 from deploy.metrics import METRICS, Exporter
-from scheduler.phases.nodes_file import ClusterSettings
-from scheduler.phases.permit import Permit
-from scheduler.phases.wire import CALLS
-from scheduler.policy import leased_tail
-from scheduler.policy.leased_tail import Place
-from scheduler.policy.phases.standing import TRANSITIONS
-from scheduler.policy.phases.terms import PermitsConfig
+from scheduler.rollmux.control.nodes_file import ClusterSettings
+from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.control.wire import CALLS
+from scheduler.rollmux.permits import leased_tail
+from scheduler.rollmux.permits.leased_tail import Place
+from scheduler.rollmux.permits.standing import TRANSITIONS
+from scheduler.rollmux.permits.terms import PermitsConfig
 
 PAGE = "docs/phases.md"
 TableAfter = Callable[[str, str], list[list[str]]]

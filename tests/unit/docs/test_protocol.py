@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from coserve.gate import Closed
+from coserve.law.gate import Closed
 from harvester.agent.http import application
 from harvester.contracts import journal
 from harvester.contracts.clock import MonotonicClock
@@ -39,15 +39,15 @@ from harvester.contracts.page.seal import (
     SEQUENCE_OFFSET,
 )
 from harvester.contracts.wire import engines, leases, rollouts
-from scheduler.service.config import GatewaySettings
-from scheduler.service.gateway import Gateway
-from scheduler.service.requests import (
+from scheduler.gateway.config import GatewaySettings
+from scheduler.gateway.gateway import Gateway
+from scheduler.gateway.requests import (
     REFUSED_FIELDS,
     REFUSED_SAMPLING_FIELDS,
     RefusedField,
     decode_generate,
 )
-from scheduler.service.tenants import Tenants
+from scheduler.gateway.tenants import Tenants
 from weightsync.layout.manifest import AdapterRecord, Block, FileRecord, decoded_manifest
 from weightsync.layout.slices import SliceRecord
 

@@ -13,7 +13,7 @@ from typing import get_args
 
 import pytest
 
-from coserve.isolation import IsolationBackend
+from coserve.guest.isolation import IsolationBackend
 from coserve.vllm.capabilities import installed_vllm_version
 from harvester.agent.sharing_exposition import BACKENDS
 from harvester.cli import main

@@ -16,9 +16,9 @@ from harvester.agent.sense import SlotSensor
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch
-from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.page import Guest, PageDirectory, PageName
 from harvester.contracts.process import ProcessId
+from harvester.platform.kv_segment import KvSegment
 from harvester.policy.sample import KillSwitch, LeaseView
 from tests.mps_daemon import MpsDaemon
 

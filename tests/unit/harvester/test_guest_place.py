@@ -11,9 +11,9 @@ import pytest
 from harvester.agent.guest_place import GuestPlace
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
-from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.page import Guest, PageDirectory
 from harvester.contracts.process import ProcessId, process_ids
+from harvester.platform.kv_segment import KvSegment
 
 Place = Callable[[], GuestPlace]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from harvester import whole_file
 from harvester.agent import guest_processes
 from harvester.agent.guest_processes import GuestProcesses
 from harvester.contracts.errors import Unsupported
-from harvester.contracts.idle_groups import IdleGroups
 from harvester.contracts.process import ProcessId, process_ids, start_ticks
-from harvester.contracts.scheduling_group import is_idle, scheduling_group
+from harvester.platform import whole_file
+from harvester.platform.idle_groups import IdleGroups
+from harvester.platform.scheduling_group import is_idle, scheduling_group
 from harvester.policy.sample import GuestAction, Outcome
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux only")

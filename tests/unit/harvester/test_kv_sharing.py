@@ -11,9 +11,9 @@ import pytest
 from harvester.agent.kv_sharing import SharedKv
 from harvester.config import load_agent_config
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.kv_segment import KvSegment
 from harvester.contracts.page import Guest
 from harvester.contracts.process import ProcessId
+from harvester.platform.kv_segment import KvSegment
 from harvester.policy.effects import KillGuest, LiftGuest, SettleGuest
 from harvester.policy.sample import KvReading, MemoryReading
 

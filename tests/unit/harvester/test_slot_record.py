@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from harvester import whole_file
 from harvester.agent.node import Node
 from harvester.config import AgentConfig
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
@@ -19,6 +18,7 @@ from harvester.contracts.journal import JournalWriter, Opened, read_journal
 from harvester.contracts.page import Grant, Guest, PageDirectory, Pulse
 from harvester.contracts.process import ProcessId, process_ids
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRequest
+from harvester.platform import whole_file
 from harvester.policy.budget import ErrorBudget
 from harvester.policy.states import Condition
 from scheduler.sim.replay import replay_journal

@@ -5,10 +5,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harvester import whole_file
 from harvester.agent import state_file
 from harvester.agent.state_file import StateFile
 from harvester.contracts.errors import Corrupt
+from harvester.platform import whole_file
 from harvester.policy.durable import DurableState
 
 STATE = DurableState(quarantine="guest lost", danger_at_s=90.0, guest_losses_s=[70.0, 80.0])

@@ -7,7 +7,7 @@ import pytest
 from yaml import YAMLError
 
 from harvester.contracts.errors import ConfigError
-from harvester.yaml_file import parse_fields, parse_value
+from harvester.platform.yaml_file import parse_fields, parse_value
 
 REPOSITORY = Path(__file__).parents[3]
 PACKAGES = ("harvester", "coserve", "weightsync", "scheduler")

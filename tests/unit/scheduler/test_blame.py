@@ -21,7 +21,13 @@ from harvester.contracts.wire.rollouts import (
     SamplingParams,
     TokenLogprob,
 )
-from scheduler.policy.blame import (
+from scheduler.decision_log import DecisionLog
+from scheduler.gateway.config import Timeouts
+from scheduler.gateway.dispatch import Dispatcher
+from scheduler.gateway.engine import EngineLost, EngineUnreachable, RequestFailed, RequestRefused
+from scheduler.gateway.fleet import Fleet, Member
+from scheduler.gateway.identity import Change
+from scheduler.gateway.policy.blame import (
     CLEARED_TOKENS,
     HELD_S,
     KILLS_WITHIN_S,
@@ -31,20 +37,14 @@ from scheduler.policy.blame import (
     BlamePolicy,
     Ran,
 )
-from scheduler.policy.model import Engine, EngineKind
-from scheduler.policy.routing import RoutingPolicy
-from scheduler.policy.routing_events import Refusal, RefuseTurn, RoutingConfig
-from scheduler.policy.trajectories import Attempt, Turn, TurnLedger
-from scheduler.policy.versions import VersionPolicy
-from scheduler.policy.versions_events import JobActivated
-from scheduler.service.config import Timeouts
-from scheduler.service.decisions import DecisionLog
-from scheduler.service.dispatch import Dispatcher
-from scheduler.service.engine import EngineLost, EngineUnreachable, RequestFailed, RequestRefused
-from scheduler.service.fleet import Fleet, Member
-from scheduler.service.identity import Change
-from scheduler.service.stream import EngineChoice, _Logprobs
-from scheduler.service.turns import TurnRunner
+from scheduler.gateway.policy.routing import RoutingPolicy
+from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn, RoutingConfig
+from scheduler.gateway.policy.trajectories import Attempt, Turn, TurnLedger
+from scheduler.gateway.policy.versions import VersionPolicy
+from scheduler.gateway.policy.versions_events import JobActivated
+from scheduler.gateway.stream import EngineChoice, _Logprobs
+from scheduler.gateway.turns import TurnRunner
+from scheduler.model import Engine, EngineKind
 
 JOB = JobId("job")
 A, B, C = EngineId("a"), EngineId("b"), EngineId("c")

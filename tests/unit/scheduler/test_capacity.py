@@ -3,7 +3,7 @@
 from typing import Any
 
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId
-from scheduler.policy.capacity import (
+from scheduler.gateway.policy.capacity import (
     CapacityConfig,
     CapacityPolicy,
     CapacitySample,
@@ -15,7 +15,7 @@ from scheduler.policy.capacity import (
     SlotRefusal,
     TakeLease,
 )
-from scheduler.policy.model import Lease
+from scheduler.model import Lease
 
 JOB = JobId("job")
 

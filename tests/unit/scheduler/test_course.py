@@ -1,7 +1,7 @@
 """How long a turn is tried, and where."""
 
 from harvester.contracts.ids import EngineId
-from scheduler.policy.course import PAUSE_MAX_S, TurnCourse
+from scheduler.gateway.policy.course import PAUSE_MAX_S, TurnCourse
 
 A, B = EngineId("a"), EngineId("b")
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.policy.fault_streak import MOST_IN_A_ROW, FaultStreak
+from scheduler.gateway.policy.fault_streak import MOST_IN_A_ROW, FaultStreak
 
 
 def test_one_broken_attempt_is_not_the_engines_fault() -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
-from scheduler.policy.trajectories import TurnLedger
-from scheduler.service.engine import generate_body
+from scheduler.gateway.engine import generate_body
+from scheduler.gateway.policy.trajectories import TurnLedger
 
 
 def body(

@@ -19,11 +19,11 @@ from harvester.contracts.wire.leases import (
     SlotState,
 )
 from harvester.policy.leases import LeaseBook
-from scheduler.policy.capacity import CapacityConfig, CapacityPolicy, Demand
-from scheduler.policy.model import Engine, Lease
-from scheduler.service.decisions import DecisionLog
-from scheduler.service.harvest import Harvest
-from scheduler.service.state import SchedulerState
+from scheduler.decision_log import DecisionLog
+from scheduler.gateway.harvest import Harvest
+from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
+from scheduler.gateway.state import SchedulerState
+from scheduler.model import Engine, Lease
 
 SLOTS = tuple(SlotId(f"slot{number}") for number in range(3))
 JOB = JobId("job")

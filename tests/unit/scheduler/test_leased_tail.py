@@ -6,7 +6,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.policy.leased_tail import (
+from scheduler.rollmux.permits.events import Recall
+from scheduler.rollmux.permits.leased_tail import (
     GONE_S,
     RECALL_S,
     STARVED_S,
@@ -18,8 +19,7 @@ from scheduler.policy.leased_tail import (
     TailEnd,
     TailSample,
 )
-from scheduler.policy.phases.events import Recall
-from scheduler.policy.phases.standing import Stage
+from scheduler.rollmux.permits.standing import Stage
 
 BOTH = Switches(dedicated=True, harvesting=True)
 LEASES_ALONE = Switches(dedicated=False, harvesting=True)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from scheduler.policy.meddling import FORGOTTEN_S, Meddling
-from scheduler.service.identity import Change, change_between
+from scheduler.gateway.identity import Change, change_between
+from scheduler.gateway.policy.meddling import FORGOTTEN_S, Meddling
 
 
 def test_once_costs_no_wait_and_again_costs_ever_more() -> None:

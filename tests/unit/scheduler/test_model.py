@@ -1,7 +1,7 @@
 """Invariants of groups and leases."""
 
 from harvester.contracts.ids import Epoch, GroupId, JobId, LeaseId, NodeId, SlotId, TenantId
-from scheduler.policy.model import (
+from scheduler.model import (
     Group,
     Job,
     Lease,

@@ -6,9 +6,9 @@ import pytest
 
 from harvester.contracts.ids import JobId, TrajectoryId
 from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, SamplingParams
-from scheduler.policy.trajectories import Turn, TurnLedger
-from scheduler.service.engine import RequestRefused
-from scheduler.service.open_turns import IdInUse, Listen, OpenTurns
+from scheduler.gateway.engine import RequestRefused
+from scheduler.gateway.open_turns import IdInUse, Listen, OpenTurns
+from scheduler.gateway.policy.trajectories import Turn, TurnLedger
 
 
 class Work:

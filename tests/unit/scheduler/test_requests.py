@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harvester.contracts.errors import PeerProtocolError
-from scheduler.service.requests import (
+from scheduler.gateway.requests import (
     REFUSED_FIELDS,
     REFUSED_SAMPLING_FIELDS,
     UNKNOWN_VOCABULARY_TOKENS,

@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
-from scheduler.policy.engine_load import PROBE_TURNS, STALL_PAUSE_S
-from scheduler.policy.model import EngineKind
-from scheduler.policy.routing import (
+from scheduler.gateway.policy.engine_load import PROBE_TURNS, STALL_PAUSE_S
+from scheduler.gateway.policy.routing import (
     RoutingPolicy,
 )
-from scheduler.policy.routing_events import (
+from scheduler.gateway.policy.routing_events import (
     ContextLimited,
     DispatchReason,
     DispatchTurn,
@@ -29,6 +28,7 @@ from scheduler.policy.routing_events import (
     TurnLeft,
     TurnWithdrawn,
 )
+from scheduler.model import EngineKind
 
 JOB = JobId("job")
 DEDICATED, GUEST = EngineKind.DEDICATED, EngineKind.GUEST

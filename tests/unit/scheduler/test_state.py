@@ -7,8 +7,8 @@ import pytest
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, WeightVersion
-from scheduler.policy.model import Lease
-from scheduler.service.state import JobFacts, SchedulerState
+from scheduler.gateway.state import JobFacts, SchedulerState
+from scheduler.model import Lease
 
 A, B = JobId("a"), JobId("b")
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.wire.rollouts import TokenLogprob
-from scheduler.service.stream import EventStream
+from scheduler.gateway.stream import EventStream
 
 
 def _event(token: int) -> bytes:

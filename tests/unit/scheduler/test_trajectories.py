@@ -11,7 +11,7 @@ from harvester.contracts.wire.rollouts import (
     SamplingParams,
     TokenLogprob,
 )
-from scheduler.policy.trajectories import Turn, TurnLedger, continued_seed
+from scheduler.gateway.policy.trajectories import Turn, TurnLedger, continued_seed
 
 JOB = JobId("job")
 

@@ -4,10 +4,10 @@ import math
 
 from harvester.contracts.ids import JobId, TrajectoryId
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
-from scheduler.policy.model import EngineKind
-from scheduler.policy.trajectories import Turn, TurnCounters
-from scheduler.service.config import Timeouts
-from scheduler.service.turns import RunningAttempt
+from scheduler.gateway.config import Timeouts
+from scheduler.gateway.policy.trajectories import Turn, TurnCounters
+from scheduler.gateway.turns import RunningAttempt
+from scheduler.model import EngineKind
 
 
 def _attempt() -> RunningAttempt:

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.contracts.wire.rollouts import SwitchState
-from scheduler.policy.model import EngineKind
-from scheduler.policy.versions import (
+from scheduler.gateway.policy.versions import (
     TRANSITIONS,
     EngineState,
     VersionPolicy,
 )
-from scheduler.policy.versions_events import (
+from scheduler.gateway.policy.versions_events import (
     EngineEmptied,
     EngineJoined,
     EngineLeft,
@@ -30,6 +29,7 @@ from scheduler.policy.versions_events import (
     VersionPublished,
     VersionsConfig,
 )
+from scheduler.model import EngineKind
 
 JOB, OTHER = JobId("job"), JobId("other")
 DEDICATED, GUEST = EngineKind.DEDICATED, EngineKind.GUEST

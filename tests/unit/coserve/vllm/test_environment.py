@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve.isolation import IsolationBackend
+from coserve.guest.isolation import IsolationBackend
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.errors import ConfigError
 

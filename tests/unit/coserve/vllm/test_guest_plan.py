@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from coserve import isolation
-from coserve.gpus import ComputeMode, Gpu
-from coserve.isolation import IsolationBackend
-from coserve.mps import MpsShare
+from coserve.guest import isolation
+from coserve.guest.gpus import ComputeMode, Gpu
+from coserve.guest.isolation import IsolationBackend
+from coserve.guest.mps import MpsShare
 from coserve.vllm import kv_shared
 from coserve.vllm.capabilities import capabilities
 from coserve.vllm.guest_plan import Answer, GuestWishes, Memory, answers, plan
 from harvester.contracts.errors import ConfigError, Unsupported
-from harvester.contracts.kv_segment import KVCACHED_VERSION
+from harvester.platform.kv_segment import KVCACHED_VERSION
 from tests.mps_daemon import MpsDaemon
 
 NEWEST, WITH_KVCACHED = capabilities("0.32.0"), capabilities("0.30.0")

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from coserve.kv_pages import Plane  # noqa: E402
+from coserve.guest.kv_pages import Plane  # noqa: E402
 from coserve.vllm.kv_worker import planes_of  # noqa: E402
 
 BLOCKS, HEADS, TOKENS, WIDTH = 9, 2, 32, 64

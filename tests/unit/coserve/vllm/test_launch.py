@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coserve.isolation import TIME_SLICING, Isolation, IsolationBackend
+from coserve.guest.isolation import TIME_SLICING, Isolation, IsolationBackend
 from coserve.vllm.capabilities import capabilities
 from coserve.vllm.launch import (
     HUGE_PAGES,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coserve.engine_step import EngineStep
+from coserve.law.engine_step import EngineStep
 from coserve.vllm import pulse
 from coserve.vllm.middleware import (
     App,

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from coserve.engine_step import EngineStep
-from coserve.guest_slot import GuestSlot
+from coserve.guest.guest_slot import GuestSlot
+from coserve.law.engine_step import EngineStep
 from coserve.vllm import pulse
 from coserve.vllm.environment import Role, SlotEnvironment
 from coserve.vllm.pulse import EngineShape, PulseReporter, process_reporter

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
+from coserve.law.work_gate import WorkGate
 from coserve.vllm import start_pace
-from coserve.work_gate import WorkGate
 
 
 class Gate:

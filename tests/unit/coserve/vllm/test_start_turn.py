@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coserve.launch_lock import LaunchLock
+from coserve.guest.launch_lock import LaunchLock
 from coserve.vllm import start_turn
 from coserve.vllm.environment import Role, SlotEnvironment
 from coserve.vllm.plugin import _in_turn

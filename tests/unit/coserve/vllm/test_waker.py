@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coserve.gate import Closed, Decision
+from coserve.law.gate import Closed, Decision
 from coserve.vllm import waker
 from coserve.vllm.waker import Waker
 from harvester.contracts import bell

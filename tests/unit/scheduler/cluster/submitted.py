@@ -6,23 +6,23 @@ from typing import Any
 
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.phases.planning import PlanningDesk
-from scheduler.phases.wire import Enter, EnterReply, Granted, Leave, LeaveReply
-from scheduler.policy.cluster.cluster import ClusterPolicy
-from scheduler.policy.cluster.config import ClusterConfig, PoolNodes
-from scheduler.policy.cluster.submission import DeclaredPhase, Submission
-from scheduler.policy.groups.book import NodeType
-from scheduler.policy.groups.events import (
+from scheduler.model import PhaseKind, Pool
+from scheduler.rollmux.cluster.cluster import ClusterPolicy
+from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
+from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
+from scheduler.rollmux.control.planning import PlanningDesk
+from scheduler.rollmux.control.wire import Enter, EnterReply, Granted, Leave, LeaveReply
+from scheduler.rollmux.permits.terms import PermitsConfig
+from scheduler.rollmux.planner.book import NodeType
+from scheduler.rollmux.planner.events import (
     AddNode,
     GroupEffect,
     GroupEvent,
     MoveJob,
     ReviewDue,
 )
-from scheduler.policy.groups.planner import GroupPlanner
-from scheduler.policy.groups.relocation import Move
-from scheduler.policy.model import PhaseKind, Pool
-from scheduler.policy.phases.terms import PermitsConfig
+from scheduler.rollmux.planner.planner import GroupPlanner
+from scheduler.rollmux.planner.relocation import Move
 
 ROLLOUT, TRAINING = PhaseKind.ROLLOUT, PhaseKind.TRAINING
 PERMITS = PermitsConfig(lease_s=10.0, patience_s=0.5)
@@ -128,7 +128,7 @@ class Control:
         return self.phase(job, TRAINING, training_s)
 
     def pass_time(self, seconds: float, *, beats: Iterable[str] = ()) -> None:
-        from scheduler.phases.wire import Beat
+        from scheduler.rollmux.control.wire import Beat
 
         until_s = self.clock.now_s + seconds
         while self.clock.now_s < until_s:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import JobId
 from harvester.contracts.journal import Decided, JournalWriter, Opened, read_journal
-from scheduler.phases.explanation import EVER, explanation
-from scheduler.phases.state import PermitState
-from scheduler.phases.status import statuses
-from scheduler.phases.wire import Beat, Enter
-from scheduler.policy.cluster.runtime import PhaseRuntime
-from scheduler.policy.groups.durations import Belief
-from scheduler.policy.phases.events import EndReason
+from scheduler.rollmux.beliefs.durations import Belief
+from scheduler.rollmux.cluster.runtime import PhaseRuntime
+from scheduler.rollmux.control.explanation import EVER, explanation
+from scheduler.rollmux.control.state import PermitState
+from scheduler.rollmux.control.status import statuses
+from scheduler.rollmux.control.wire import Beat, Enter
+from scheduler.rollmux.permits.events import EndReason
 from scheduler.sim.replay import replay_journal
 from tests.unit.scheduler.cluster.submitted import ROLLOUT, Control, cluster, submission
 from tests.unit.scheduler.cluster.test_shell_invariants import JOBS, World

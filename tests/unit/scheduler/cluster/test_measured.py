@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.policy.cluster.measured import MeasuredSeconds
+from scheduler.rollmux.cluster.measured import MeasuredSeconds
 from tests.unit.scheduler.cluster.submitted import (
     ROLLOUT,
     TRAINING,

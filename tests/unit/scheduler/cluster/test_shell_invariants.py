@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
-from scheduler.phases.wire import (
+from scheduler.rollmux.cluster.stays import StayStage
+from scheduler.rollmux.cluster.submission import nodes_of
+from scheduler.rollmux.control.wire import (
     Beat,
     Enter,
     Forget,
@@ -20,9 +22,7 @@ from scheduler.phases.wire import (
     Queued,
     Refused,
 )
-from scheduler.policy.cluster.stays import StayStage
-from scheduler.policy.cluster.submission import nodes_of
-from scheduler.policy.phases.standing import Stage
+from scheduler.rollmux.permits.standing import Stage
 from tests.unit.scheduler.cluster.submitted import (
     HOST_BYTES,
     POOLS,

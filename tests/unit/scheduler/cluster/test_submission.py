@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
-from scheduler.policy.cluster.cluster import ClusterPolicy
-from scheduler.policy.cluster.events import JobGone, JobSubmitted, PhaseBegan, PhaseDone
-from scheduler.policy.cluster.memory import Memory, restore, snapshot
-from scheduler.policy.cluster.submission import DeclaredPhase, Submission, submission_fault
-from scheduler.policy.groups.tail import Completion
-from scheduler.policy.model import PhaseKind
+from scheduler.model import PhaseKind
+from scheduler.rollmux.beliefs.tail import Completion
+from scheduler.rollmux.cluster.cluster import ClusterPolicy
+from scheduler.rollmux.cluster.events import JobGone, JobSubmitted, PhaseBegan, PhaseDone
+from scheduler.rollmux.cluster.memory import Memory, restore, snapshot
+from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission, submission_fault
 from tests.unit.scheduler.cluster.submitted import ROLLOUT, TRAINING, cluster, submission
 from tests.unit.scheduler.plan.test_plan_and_control import NoPermits
 

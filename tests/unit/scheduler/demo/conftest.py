@@ -7,7 +7,7 @@ import async_solipsism
 import numpy as np
 import pytest
 
-from scheduler.demo.records import (
+from examples.demo.records import (
     Arm,
     Block,
     EngineGap,
@@ -16,8 +16,8 @@ from scheduler.demo.records import (
     Record,
     TrainingStep,
 )
-from scheduler.demo.result import Facts, result_of
-from scheduler.demo.schema import Result
+from examples.demo.result import Facts, result_of
+from examples.demo.schema import Result
 
 BLOCK_S = 40.0
 STEPS_PER_BLOCK = 8

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.demo.blocks import BlockPlan, BlockRunner, another_fits
+from examples.demo.job.events import StepDone, Trajectories
+from examples.demo.records import Arm, Block, Record, TrainingStep
+from examples.demo.trace import Arrival
+from examples.demo.window import Window
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Pulse
-from scheduler.demo.blocks import BlockPlan, BlockRunner, another_fits
-from scheduler.demo.job.events import StepDone, Trajectories
-from scheduler.demo.records import Arm, Block, Record, TrainingStep
-from scheduler.demo.trace import Arrival
-from scheduler.demo.window import Window
 
 PLAN = BlockPlan(rounds=3, serving_s=40.0, steps=2)
 WINDOW = Window(

@@ -3,8 +3,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from scheduler.demo.bootstrap import STRETCH_REQUESTS, itl_of, ratio_interval, ttft_of
-from scheduler.demo.records import ProductionRequest
+from examples.demo.bootstrap import STRETCH_REQUESTS, itl_of, ratio_interval, ttft_of
+from examples.demo.records import ProductionRequest
 
 Build = Callable[..., ProductionRequest]
 

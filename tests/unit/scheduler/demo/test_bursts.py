@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from scheduler.demo.bursts import Bursts, generated_trace
+from examples.demo.bursts import Bursts, generated_trace
 
 
 def test_same_seed_same_trace_and_another_seed_another() -> None:

@@ -5,17 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harvester.contracts.page import ProductionModel
-from scheduler.demo.bursts import Bursts, generated_trace
-from scheduler.demo.calibration import (
+from examples.demo.bursts import Bursts, generated_trace
+from examples.demo.calibration import (
     Replayed,
     busy_share,
     mean_busy_share,
     measured_ratio,
     rate_for,
 )
-from scheduler.demo.trace import Arrival
-from scheduler.demo.window import TokenScale, Window, windows_of
+from examples.demo.trace import Arrival
+from examples.demo.window import TokenScale, Window, windows_of
+from harvester.contracts.page import ProductionModel
 
 MODELS = {
     "small": ProductionModel(

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from examples.demo import command
+from examples.demo.bursts import Bursts, generated_trace
+from examples.demo.command import demo
+from examples.demo.records import Record
+from examples.demo.schema import problems
+from examples.demo.session import Outcome
+from examples.demo.trace import Trace
+from examples.demo.window import windows_of
 from harvester.contracts.errors import ConfigError
-from scheduler.demo import command
-from scheduler.demo.bursts import Bursts, generated_trace
-from scheduler.demo.command import demo
-from scheduler.demo.records import Record
-from scheduler.demo.schema import problems
-from scheduler.demo.session import Outcome
-from scheduler.demo.trace import Trace
-from scheduler.demo.window import windows_of
 
 PLAIN_TRACE = "t_s,input_tokens,output_tokens\n" + "".join(
     f"{second},100,20\n" for second in range(100)

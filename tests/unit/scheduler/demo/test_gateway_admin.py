@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+from examples.demo.gateway_admin import GatewayAdmin
 from harvester.contracts.errors import PeerProtocolError
-from scheduler.demo.gateway_admin import GatewayAdmin
 
 
 @dataclass(slots=True)

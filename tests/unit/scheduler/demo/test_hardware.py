@@ -13,17 +13,17 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from coserve.gpus import ComputeMode, Gpu, GpuMemory
-from coserve.isolation import NO_ISOLATION, TIME_SLICING
+from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory
+from coserve.guest.isolation import NO_ISOLATION, TIME_SLICING
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineCommand
+from examples.demo import prerequisites
+from examples.demo.gpu_hardware import GpuHardware, find_hardware
+from examples.demo.hardware import CpuHardware, Hardware, Kind
+from examples.demo.job.model import PolicyShape
+from examples.demo.parts import Parts
+from examples.demo.slot import GUEST, PRODUCTION, ServingSlot, SlotPorts
 from harvester.contracts.errors import ConfigError, Unsupported
-from scheduler.demo import prerequisites
-from scheduler.demo.gpu_hardware import GpuHardware, find_hardware
-from scheduler.demo.hardware import CpuHardware, Hardware, Kind
-from scheduler.demo.job.model import PolicyShape
-from scheduler.demo.parts import Parts
-from scheduler.demo.slot import GUEST, PRODUCTION, ServingSlot, SlotPorts
 
 GIB = 1 << 30
 UUID = "GPU-5f0c"
@@ -270,7 +270,7 @@ def test_nothing_is_pinned_on_a_gpu_machine_and_no_arm_lifts_a_guest(
 ) -> None:
     applied: list[tuple[object, int]] = []
     lifted: list[int] = []
-    isolation = "coserve.isolation"
+    isolation = "coserve.guest.isolation"
     monkeypatch.setattr(f"{isolation}.lift_from_process", lifted.append)
     monkeypatch.setattr(
         f"{isolation}.apply_to_process", lambda one, pid, guest: applied.append((one, pid))

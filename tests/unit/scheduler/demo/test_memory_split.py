@@ -2,9 +2,8 @@
 
 import pytest
 
-from coserve.gpus import GpuMemory
-from harvester.contracts.errors import Unsupported
-from scheduler.demo.memory_split import (
+from coserve.guest.gpus import GpuMemory
+from examples.demo.memory_split import (
     GIB,
     GUEST_KV_BYTES_MAX,
     KV_BYTES_MIN,
@@ -12,7 +11,8 @@ from scheduler.demo.memory_split import (
     beside,
     side_by_side,
 )
-from scheduler.demo.production_model import EIGHT_BILLION
+from examples.demo.production_model import EIGHT_BILLION
+from harvester.contracts.errors import Unsupported
 
 MIB = 1 << 20
 H200_MIB, H100_MIB, L40S_MIB, L4_MIB = 143_771, 81_559, 46_068, 23_034

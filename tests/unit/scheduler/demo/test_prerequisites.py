@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from examples.demo import prerequisites
+from examples.demo.prerequisites import check_machine
 from harvester.contracts.errors import ConfigError, Unsupported
-from scheduler.demo import prerequisites
-from scheduler.demo.prerequisites import check_machine
 
 GIB = 1 << 30
 

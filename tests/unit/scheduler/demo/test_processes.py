@@ -11,9 +11,9 @@ from typing import Any, cast
 import psutil
 import pytest
 
+from examples.demo import processes
+from examples.demo.processes import Child, Processes, pin, renice
 from harvester.contracts.errors import ConfigError
-from scheduler.demo import processes
-from scheduler.demo.processes import Child, Processes, pin, renice
 
 WAIT_S = 20.0
 SLEEPER = "import signal; print('up', flush=True); signal.pause()"
@@ -28,7 +28,7 @@ grandchild.wait()
 DRIVER = """
 import signal, sys
 from pathlib import Path
-from scheduler.demo.processes import Processes
+from examples.demo.processes import Processes
 
 # A shell's background starts everything with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.demo.production import ProductionClient, Prompts, StreamWatch
-from scheduler.demo.records import Arm, ProductionRequest
-from scheduler.demo.trace import Arrival
+from examples.demo.production import ProductionClient, Prompts, StreamWatch
+from examples.demo.records import Arm, ProductionRequest
+from examples.demo.trace import Arrival
 
 EVENT = b'data: {"choices":[{"text":"x"}]}\n\n'
 DONE = b"data: [DONE]\n\n"

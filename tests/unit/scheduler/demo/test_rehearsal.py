@@ -8,15 +8,15 @@ from typing import Any, cast
 
 import pytest
 
+from examples.demo.blocks import WARM_UP_BLOCK, BlockPlan
+from examples.demo.bursts import Bursts, generated_trace
+from examples.demo.calibration import TARGET_BUSY_SHARE, busy_share, mean_busy_share
+from examples.demo.records import Arm, ProductionRequest
+from examples.demo.rehearsal import Rehearsal
+from examples.demo.slo import ServiceLevel
+from examples.demo.trace import Arrival
+from examples.demo.window import Window
 from harvester.contracts.page import ProductionModel, Pulse
-from scheduler.demo.blocks import WARM_UP_BLOCK, BlockPlan
-from scheduler.demo.bursts import Bursts, generated_trace
-from scheduler.demo.calibration import TARGET_BUSY_SHARE, busy_share, mean_busy_share
-from scheduler.demo.records import Arm, ProductionRequest
-from scheduler.demo.rehearsal import Rehearsal
-from scheduler.demo.slo import ServiceLevel
-from scheduler.demo.trace import Arrival
-from scheduler.demo.window import Window
 
 TRACE = generated_trace(Bursts(), duration_s=900.0, seed=2)
 MODEL = ProductionModel(

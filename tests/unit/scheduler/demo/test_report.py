@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.demo.records import Record
-from scheduler.demo.report import report_html, write_report
-from scheduler.demo.result import Facts, result_of
-from scheduler.demo.schema import Result
+from examples.demo.records import Record
+from examples.demo.report import report_html, write_report
+from examples.demo.result import Facts, result_of
+from examples.demo.schema import Result
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from examples.demo.records import Arm, Block, EngineGap, ProductionRequest, Record, TrainingStep
+from examples.demo.result import Facts, as_json, result_of
+from examples.demo.schema import Check, Result
+from examples.demo.serving_figures import arms_of, level_of
+from examples.demo.session import measured_level
 from harvester.contracts.errors import ConfigError
-from scheduler.demo.records import Arm, Block, EngineGap, ProductionRequest, Record, TrainingStep
-from scheduler.demo.result import Facts, as_json, result_of
-from scheduler.demo.schema import Check, Result
-from scheduler.demo.serving_figures import arms_of, level_of
-from scheduler.demo.session import measured_level
 
 Requests = Callable[..., ProductionRequest]
 Steps = Callable[..., TrainingStep]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo.run_directory import run_directory
 from harvester.contracts.errors import ConfigError
-from scheduler.demo.run_directory import run_directory
 
 SHARED_MEMORY = Path("/dev/shm")
 

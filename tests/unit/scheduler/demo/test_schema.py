@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from scheduler.demo.result import as_json
-from scheduler.demo.schema import Result, problems
+from examples.demo.result import as_json
+from examples.demo.schema import Result, problems
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from scheduler.demo.records import Arm, Block, GrantSample, ProductionRequest, Record
-from scheduler.demo.series import axis_of, grant_series, itl_series, ttft_series
+from examples.demo.records import Arm, Block, GrantSample, ProductionRequest, Record
+from examples.demo.series import axis_of, grant_series, itl_series, ttft_series
 
 Requests = Callable[..., ProductionRequest]
 

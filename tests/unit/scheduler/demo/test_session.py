@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
+from examples.demo.session import unless
 from harvester.contracts.errors import ConfigError
-from scheduler.demo.session import unless
 
 
 class Work:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.demo.records import ProductionRequest
-from scheduler.demo.slo import (
+from examples.demo.records import ProductionRequest
+from examples.demo.slo import (
     ATTAINMENT_MAX,
     ATTAINMENT_MIN,
     SLO_EDGES_ITL_S,

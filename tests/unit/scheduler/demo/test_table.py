@@ -5,9 +5,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from scheduler.demo import table, wording
-from scheduler.demo.records import Arm, ProductionRequest, TrainingStep
-from scheduler.demo.schema import Result
+from examples.demo import table, wording
+from examples.demo.records import Arm, ProductionRequest, TrainingStep
+from examples.demo.schema import Result
 
 
 def printed(result: Result) -> str:

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo import trace as trace_module
+from examples.demo.trace import read_trace
 from harvester.contracts.errors import ConfigError
-from scheduler.demo import trace as trace_module
-from scheduler.demo.trace import read_trace
 
 HEADER = "t_s,input_tokens,output_tokens\n"
 

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
+from examples.demo.job.events import Event, Failed, Ready, StepDone, Trajectories, encoded_event
+from examples.demo.processes import Child
+from examples.demo.trainer_link import TrainerLink
 from harvester.contracts.errors import ConfigError, PeerProtocolError
-from scheduler.demo.job.events import Event, Failed, Ready, StepDone, Trajectories, encoded_event
-from scheduler.demo.processes import Child
-from scheduler.demo.trainer_link import TrainerLink
 
 READY = Ready(
     job="fixed",

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from coserve.work_gate import WorkGate
+from coserve.law.work_gate import WorkGate
+from examples.demo import unpaced_start
+from examples.demo.unpaced_start import unpaced
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.page import PageDirectory
-from scheduler.demo import unpaced_start
-from scheduler.demo.unpaced_start import unpaced
 
 
 def test_a_start_waits_for_nothing_while_it_lasts_and_for_slack_afterwards(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 import torch
 
-from scheduler.demo.weights_audit import WeightsAudit
+from examples.demo.weights_audit import WeightsAudit
 from weightsync.encoding.codec import Encoding
 from weightsync.publisher import Published, Publisher
 

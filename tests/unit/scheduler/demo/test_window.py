@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.demo.bursts import Bursts, generated_trace
+from examples.demo.trace import Trace
+from examples.demo.window import TokenScale, window_of, windows_of
 from harvester.contracts.errors import ConfigError
-from scheduler.demo.bursts import Bursts, generated_trace
-from scheduler.demo.trace import Trace
-from scheduler.demo.window import TokenScale, window_of, windows_of
 
 
 def trace_of(times: list[float]) -> Trace:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from scheduler.demo.job.model import PolicyShape
+from examples.demo.job.model import PolicyShape
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from examples.demo.job.config import JobConfig, read_config
 from harvester.contracts.errors import ConfigError
-from scheduler.demo.job.config import JobConfig, read_config
 
 GOOD: dict[str, Any] = {
     "job": "harvest",

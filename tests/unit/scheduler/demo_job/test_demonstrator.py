@@ -1,8 +1,8 @@
 from random import Random
 from statistics import mean
 
-from scheduler.demo.job.demonstrator import Demonstration, MistakeRates, demonstration
-from scheduler.demo.job.environment import LINE_TOKENS, Task, TaskShape, parsed_line
+from examples.demo.job.demonstrator import Demonstration, MistakeRates, demonstration
+from examples.demo.job.environment import LINE_TOKENS, Task, TaskShape, parsed_line
 
 FLAWLESS = MistakeRates(early_answer=0.0, stale_key=0.0, wrong_digit=0.0)
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harvester.contracts.errors import ConfigError
-from scheduler.demo.job.environment import (
+from examples.demo.job.environment import (
     KEY_DIGITS,
     LINE_TOKENS,
     Episode,
@@ -16,7 +15,8 @@ from scheduler.demo.job.environment import (
     TaskShape,
     parsed_line,
 )
-from scheduler.demo.job.vocabulary import VOCABULARY_SIZE, encoded
+from examples.demo.job.vocabulary import VOCABULARY_SIZE, encoded
+from harvester.contracts.errors import ConfigError
 
 SHAPE = TaskShape()
 

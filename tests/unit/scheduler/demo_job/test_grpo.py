@@ -4,14 +4,14 @@ from random import Random
 import pytest
 import torch
 
+from examples.demo.job.environment import Task, TaskShape
+from examples.demo.job.grpo import GrpoSettings, advantages, update
+from examples.demo.job.local_sampler import LocalSampler
+from examples.demo.job.master_weights import AdamSettings, MasterWeights
+from examples.demo.job.microbatch import microbatches
+from examples.demo.job.model import Policy, PolicyShape
+from examples.demo.job.trajectory import Trajectory
 from harvester.contracts.errors import ConfigError
-from scheduler.demo.job.environment import Task, TaskShape
-from scheduler.demo.job.grpo import GrpoSettings, advantages, update
-from scheduler.demo.job.local_sampler import LocalSampler
-from scheduler.demo.job.master_weights import AdamSettings, MasterWeights
-from scheduler.demo.job.microbatch import microbatches
-from scheduler.demo.job.model import Policy, PolicyShape
-from scheduler.demo.job.trajectory import Trajectory
 
 SETTINGS = GrpoSettings()
 TASKS = [Task(TaskShape(), 1, 0, i) for i in range(4)]

@@ -1,7 +1,7 @@
 import torch
 
-from scheduler.demo.job.master_weights import AdamSettings, MasterWeights
-from scheduler.demo.job.model import Policy, PolicyShape
+from examples.demo.job.master_weights import AdamSettings, MasterWeights
+from examples.demo.job.model import Policy, PolicyShape
 
 
 def stepped(weights: MasterWeights, times: int = 1) -> None:

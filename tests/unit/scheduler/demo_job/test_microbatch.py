@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.demo.job.microbatch import microbatches
-from scheduler.demo.job.model import Policy, PolicyShape
+from examples.demo.job.microbatch import microbatches
+from examples.demo.job.model import Policy, PolicyShape
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from examples.demo.job.master_weights import policy_of
+from examples.demo.job.model import KvCache, Policy, PolicyShape, write_checkpoint
+from examples.demo.job.rms_norm import rms_norm
 from harvester.contracts.errors import ConfigError
-from scheduler.demo.job.master_weights import policy_of
-from scheduler.demo.job.model import KvCache, Policy, PolicyShape, write_checkpoint
-from scheduler.demo.job.rms_norm import rms_norm
 
 
 def token_ids(rows: int = 3, tokens: int = 11) -> Tensor:

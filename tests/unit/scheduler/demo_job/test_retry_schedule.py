@@ -3,7 +3,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.demo.job.retry_schedule import RetrySchedule
+from examples.demo.job.retry_schedule import RetrySchedule
 
 
 @given(st.integers(1, 59), st.one_of(st.none(), st.floats(-10, 1e9)), st.integers())

@@ -3,6 +3,14 @@ from random import Random
 
 import pytest
 
+from examples.demo.job.environment import LINE_TOKENS, Line, Task, TaskShape
+from examples.demo.job.rollout import (
+    RolloutCollector,
+    StepBatch,
+    TrajectoryLedger,
+    sampled_tokens,
+)
+from examples.demo.job.vocabulary import STOP_ID, digit_of
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import EngineId, TrajectoryId, WeightVersion
@@ -14,14 +22,6 @@ from harvester.contracts.wire.rollouts import (
     Span,
     TokenLogprob,
 )
-from scheduler.demo.job.environment import LINE_TOKENS, Line, Task, TaskShape
-from scheduler.demo.job.rollout import (
-    RolloutCollector,
-    StepBatch,
-    TrajectoryLedger,
-    sampled_tokens,
-)
-from scheduler.demo.job.vocabulary import STOP_ID, digit_of
 
 SHAPE = TaskShape(prompts_per_step=4)
 TASKS = [Task(SHAPE, 1, 0, i) for i in range(4)]

@@ -6,11 +6,8 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from harvester.contracts.clock import VirtualClock
-from harvester.contracts.errors import Exhausted
-from harvester.contracts.wire.rollouts import PublishedVersion, VersionSwitched
-from scheduler.demo.job.environment import Task, TaskShape
-from scheduler.demo.job.events import (
+from examples.demo.job.environment import Task, TaskShape
+from examples.demo.job.events import (
     Event,
     Refused,
     StepDone,
@@ -18,13 +15,16 @@ from scheduler.demo.job.events import (
     decoded_command,
     encoded_event,
 )
-from scheduler.demo.job.grpo import GrpoSettings
-from scheduler.demo.job.local_sampler import LocalSampler
-from scheduler.demo.job.master_weights import AdamSettings, MasterWeights
-from scheduler.demo.job.model import Policy, PolicyShape
-from scheduler.demo.job.rollout import StepBatch, TrajectoryLedger
-from scheduler.demo.job.trainer import serve
-from scheduler.demo.job.training_run import TrainingRun
+from examples.demo.job.grpo import GrpoSettings
+from examples.demo.job.local_sampler import LocalSampler
+from examples.demo.job.master_weights import AdamSettings, MasterWeights
+from examples.demo.job.model import Policy, PolicyShape
+from examples.demo.job.rollout import StepBatch, TrajectoryLedger
+from examples.demo.job.trainer import serve
+from examples.demo.job.training_run import TrainingRun
+from harvester.contracts.clock import VirtualClock
+from harvester.contracts.errors import Exhausted
+from harvester.contracts.wire.rollouts import PublishedVersion, VersionSwitched
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from scheduler.demo.job.vocabulary import (
+from examples.demo.job.vocabulary import (
     VOCABULARY_SIZE,
     WORDS,
     decoded,

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.demo.job import warm_up as module
+from examples.demo.job.demonstrator import MistakeRates
+from examples.demo.job.environment import TaskShape
+from examples.demo.job.model import PolicyShape
+from examples.demo.job.warm_up import WarmUp, trained, warm_start
 from harvester.contracts.clock import VirtualClock
-from scheduler.demo.job import warm_up as module
-from scheduler.demo.job.demonstrator import MistakeRates
-from scheduler.demo.job.environment import TaskShape
-from scheduler.demo.job.model import PolicyShape
-from scheduler.demo.job.warm_up import WarmUp, trained, warm_start
 
 
 @pytest.fixture

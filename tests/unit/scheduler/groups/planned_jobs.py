@@ -1,8 +1,8 @@
 """Jobs and node types for tests of the planner."""
 
 from harvester.contracts.ids import JobId, TenantId
-from scheduler.policy.groups.book import NodeType
-from scheduler.policy.model import Job, Phase, PhaseKind, Pool
+from scheduler.model import Job, Phase, PhaseKind, Pool
+from scheduler.rollmux.planner.book import NodeType
 
 TYPES = {
     Pool.ROLLOUT: NodeType(type="r", accelerators=8, price_per_hour=15.0, host_bytes=2000),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.policy.groups.assignments import (
+from scheduler.rollmux.planner.assignments import (
     Masks,
     assignments,
     connected,

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harvester.contracts.ids import JobId
-from scheduler.policy.groups.book import Cell
-from scheduler.policy.groups.events import JobArrived, MoveJob, PhaseEnded, ReviewDue
-from scheduler.policy.groups.forecast import Roster
-from scheduler.policy.groups.judge import PAPER_TAIL, Distributional, WorstCase
-from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
-from scheduler.policy.groups.slo import NOBODY_BESIDE, RESERVE_ITERATIONS, SloAccount
-from scheduler.policy.groups.tail import UNDIVIDED, Completion
-from scheduler.policy.model import Job
+from scheduler.model import Job
+from scheduler.rollmux.beliefs.slo import NOBODY_BESIDE, RESERVE_ITERATIONS, SloAccount
+from scheduler.rollmux.beliefs.tail import UNDIVIDED, Completion
+from scheduler.rollmux.forecast.forecast import Roster
+from scheduler.rollmux.forecast.judge import PAPER_TAIL, Distributional, WorstCase
+from scheduler.rollmux.planner.book import Cell
+from scheduler.rollmux.planner.events import JobArrived, MoveJob, PhaseEnded, ReviewDue
+from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from tests.unit.scheduler.groups.planned_jobs import TYPES, planned_job
 
 HOUR_S = 3600.0

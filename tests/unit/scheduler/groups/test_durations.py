@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.policy.groups.durations import PhaseEstimate
+from scheduler.rollmux.beliefs.durations import PhaseEstimate
 
 
 def _seen(max_s: float, *durations_s: float) -> PhaseEstimate:

@@ -3,7 +3,9 @@
 import pytest
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.policy.groups.events import (
+from scheduler.model import PhaseKind, Placement
+from scheduler.rollmux.forecast.judge import Distributional
+from scheduler.rollmux.planner.events import (
     AddNode,
     JobArrived,
     JobMoved,
@@ -13,9 +15,7 @@ from scheduler.policy.groups.events import (
     ReleaseNode,
     RestartJob,
 )
-from scheduler.policy.groups.judge import Distributional
-from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
-from scheduler.policy.model import PhaseKind, Placement
+from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from tests.unit.scheduler.groups.planned_jobs import TYPES, planned_job
 
 HOUR_S = 3600.0

@@ -5,10 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.policy.groups.durations import Belief
-from scheduler.policy.groups.forecast import Glance, Horizon, Occupant, Roster, keeps_all, slowdowns
-from scheduler.policy.groups.judge import OUR_RULES
-from scheduler.policy.groups.scenarios import least_bound, upper_bound
+from scheduler.rollmux.beliefs.durations import Belief
+from scheduler.rollmux.forecast.forecast import (
+    Glance,
+    Horizon,
+    Occupant,
+    Roster,
+    keeps_all,
+    slowdowns,
+)
+from scheduler.rollmux.forecast.judge import OUR_RULES
+from scheduler.rollmux.forecast.scenarios import least_bound, upper_bound
 
 HORIZON = Horizon()
 occupants = st.builds(

@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.policy.groups.judge import OUR_RULES
-from scheduler.policy.groups.load import group_load
-from scheduler.policy.groups.stages import Rules
+from scheduler.rollmux.forecast.judge import OUR_RULES
+from scheduler.rollmux.forecast.load import group_load
+from scheduler.rollmux.forecast.stages import Rules
 from tests.unit.scheduler.groups.stage_jobs import exact_slowdowns, occupant
 
 PLAIN = Rules(migrate=False, warm_s=0.0, migrate_s=0.0)

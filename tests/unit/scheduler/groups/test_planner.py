@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.policy.groups.events import (
+from scheduler.model import Job, Node, Pool, group_faults
+from scheduler.rollmux.forecast.judge import Distributional, WorstCase
+from scheduler.rollmux.planner.events import (
     AddNode,
     GroupEffect,
     GroupEvent,
@@ -21,9 +23,7 @@ from scheduler.policy.groups.events import (
     RestartJob,
     ReviewDue,
 )
-from scheduler.policy.groups.judge import Distributional, WorstCase
-from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
-from scheduler.policy.model import Job, Node, Pool, group_faults
+from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from tests.unit.scheduler.groups.planned_jobs import TYPES, planned_job
 
 HOUR_S = 3600.0

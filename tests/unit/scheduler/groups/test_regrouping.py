@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.policy.groups.book import NodeType
-from scheduler.policy.groups.price_floor import PriceFloor
-from scheduler.policy.groups.regrouping import CheapestHosting, Guest
-from scheduler.policy.groups.verdicts import Hosting
-from scheduler.policy.model import Pool
+from scheduler.model import Pool
+from scheduler.rollmux.planner.book import NodeType
+from scheduler.rollmux.planner.price_floor import PriceFloor
+from scheduler.rollmux.planner.regrouping import CheapestHosting, Guest
+from scheduler.rollmux.planner.verdicts import Hosting
 
 TYPES = {
     Pool.ROLLOUT: NodeType(type="r", accelerators=8, price_per_hour=3.0, host_bytes=100),

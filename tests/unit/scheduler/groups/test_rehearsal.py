@@ -2,10 +2,10 @@
 
 from itertools import pairwise
 
-from scheduler.policy.groups.forecast import Occupant, Roster
-from scheduler.policy.groups.rehearsal import meta_iteration, rehearsed
-from scheduler.policy.groups.stages import Rules
-from scheduler.policy.model import PhaseKind
+from scheduler.model import PhaseKind
+from scheduler.rollmux.forecast.forecast import Occupant, Roster
+from scheduler.rollmux.forecast.rehearsal import meta_iteration, rehearsed
+from scheduler.rollmux.forecast.stages import Rules
 from tests.unit.scheduler.groups.stage_jobs import occupant
 
 PLAIN = Rules(migrate=False, warm_s=0.0, migrate_s=0.0)

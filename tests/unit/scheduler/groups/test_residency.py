@@ -3,9 +3,9 @@
 import pytest
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.policy.groups.book import GroupBook
-from scheduler.policy.groups.residency import Residency
-from scheduler.policy.model import Placement, Pool
+from scheduler.model import Placement, Pool
+from scheduler.rollmux.planner.book import GroupBook
+from scheduler.rollmux.planner.residency import Residency
 from tests.unit.scheduler.groups.planned_jobs import TYPES
 
 A, B = JobId("a"), JobId("b")

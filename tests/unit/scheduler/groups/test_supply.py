@@ -4,8 +4,10 @@ import pytest
 
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId
-from scheduler.policy.groups.durations import Measured
-from scheduler.policy.groups.events import (
+from scheduler.model import PhaseKind, Pool
+from scheduler.rollmux.beliefs.durations import Measured
+from scheduler.rollmux.forecast.judge import Distributional
+from scheduler.rollmux.planner.events import (
     AddNode,
     JobArrived,
     JobMoved,
@@ -16,9 +18,7 @@ from scheduler.policy.groups.events import (
     RestartJob,
     ReviewDue,
 )
-from scheduler.policy.groups.judge import Distributional
-from scheduler.policy.groups.planner import GroupPlanner, PlannerConfig
-from scheduler.policy.model import PhaseKind, Pool
+from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from tests.unit.scheduler.groups.planned_jobs import TYPES, planned_job
 
 HOUR_S = 3600.0

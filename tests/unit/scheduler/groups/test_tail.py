@@ -3,18 +3,18 @@
 import pytest
 from msgspec.structs import replace
 
-from scheduler.policy.groups.events import JobArrived
-from scheduler.policy.groups.facts import JobFacts
-from scheduler.policy.groups.judge import Distributional
-from scheduler.policy.groups.planner import GroupPlanner
-from scheduler.policy.groups.tail import (
+from scheduler.model import Job
+from scheduler.rollmux.beliefs.facts import JobFacts
+from scheduler.rollmux.beliefs.tail import (
     PAPER_THRESHOLD,
     UNDIVIDED,
     Completion,
     best_shape,
     shape_at,
 )
-from scheduler.policy.model import Job
+from scheduler.rollmux.forecast.judge import Distributional
+from scheduler.rollmux.planner.events import JobArrived
+from scheduler.rollmux.planner.planner import GroupPlanner
 from tests.unit.scheduler.groups.planned_jobs import TYPES, planned_job
 
 W1 = (Completion(0.5, 0.8),)

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from harvester.contracts.ids import JobId
-from scheduler.policy.groups.durations import Belief
-from scheduler.policy.groups.execution import advance
-from scheduler.policy.groups.facts import JobFacts
-from scheduler.policy.groups.forecast import Occupant, Roster
-from scheduler.policy.groups.stages import (
+from scheduler.model import Job, Phase, PhaseKind
+from scheduler.rollmux.beliefs.durations import Belief
+from scheduler.rollmux.beliefs.facts import JobFacts
+from scheduler.rollmux.forecast.execution import advance
+from scheduler.rollmux.forecast.forecast import Occupant, Roster
+from scheduler.rollmux.forecast.stages import (
     EVENT,
     ROLLOUT_STARTED,
     SYNC_ENDED,
@@ -18,7 +19,6 @@ from scheduler.policy.groups.stages import (
     empty_nodes,
     empty_permits,
 )
-from scheduler.policy.model import Job, Phase, PhaseKind
 from tests.unit.scheduler.groups.planned_jobs import planned_job
 from tests.unit.scheduler.groups.stage_jobs import exact_slowdowns, occupant
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from harvester.contracts.ids import JobId
-from scheduler.policy.model import PhaseKind
-from scheduler.policy.phases.events import (
+from scheduler.model import PhaseKind
+from scheduler.rollmux.permits.events import (
     GrantPermit,
     JobPlaced,
     PermitEffect,
@@ -15,8 +15,8 @@ from scheduler.policy.phases.events import (
     PhaseRequested,
     TimePassed,
 )
-from scheduler.policy.phases.permits import PermitPolicy
-from scheduler.policy.phases.terms import JobTerms, PermitsConfig
+from scheduler.rollmux.permits.permits import PermitPolicy
+from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 from tests.unit.scheduler.phases.said import ROLLOUT, TRAINING
 
 STEADY = PermitsConfig(lease_s=1e9, patience_s=0.5, warn_s=1e9)

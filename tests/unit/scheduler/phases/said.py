@@ -3,8 +3,8 @@
 from typing import Any
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
-from scheduler.policy.model import PhaseKind
-from scheduler.policy.phases.events import (
+from scheduler.model import PhaseKind
+from scheduler.rollmux.permits.events import (
     GrantPermit,
     HolderHeard,
     JobPlaced,
@@ -17,8 +17,8 @@ from scheduler.policy.phases.events import (
     TailRecalled,
     TimePassed,
 )
-from scheduler.policy.phases.permits import PermitPolicy
-from scheduler.policy.phases.terms import JobTerms, PermitsConfig, PhaseTerms
+from scheduler.rollmux.permits.permits import PermitPolicy
+from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig, PhaseTerms
 
 ROLLOUT, TRAINING = PhaseKind.ROLLOUT, PhaseKind.TRAINING
 CONFIG = PermitsConfig(lease_s=10.0, patience_s=0.5, warn_s=5.0, grace_s=3.0)

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from scheduler.policy.phases.completion import LEVELS, SEEN_MIN, CompletionCurve, Course, tail_of
-from scheduler.policy.phases.events import ControlResumed, NarrowPhase
-from scheduler.policy.phases.permits import PermitPolicy
-from scheduler.policy.phases.terms import PhaseTerms, terms_fault
+from scheduler.rollmux.permits.completion import LEVELS, SEEN_MIN, CompletionCurve, Course, tail_of
+from scheduler.rollmux.permits.events import ControlResumed, NarrowPhase
+from scheduler.rollmux.permits.permits import PermitPolicy
+from scheduler.rollmux.permits.terms import PhaseTerms, terms_fault
 from tests.unit.scheduler.phases.said import CONFIG, ROLLOUT, TRAINING, Group, nodes, of, terms
 
 EIGHT = "r0 r1 r2 r3 r4 r5 r6 r7"

@@ -7,10 +7,11 @@ import pytest
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import Epoch, JobId
-from scheduler.phases import desk as desk_module
-from scheduler.phases.desk import PermitDesk
-from scheduler.phases.state import PermitState
-from scheduler.phases.wire import (
+from scheduler.model import PhaseKind
+from scheduler.rollmux.control import desk as desk_module
+from scheduler.rollmux.control.desk import PermitDesk
+from scheduler.rollmux.control.state import PermitState
+from scheduler.rollmux.control.wire import (
     Beat,
     Ended,
     Enter,
@@ -23,8 +24,7 @@ from scheduler.phases.wire import (
     Unloaded,
     Waiting,
 )
-from scheduler.policy.model import PhaseKind
-from scheduler.policy.phases.standing import Stage
+from scheduler.rollmux.permits.standing import Stage
 from scheduler.sim.replay import replay_journal
 from tests.unit.scheduler.phases.said import CONFIG, ROLLOUT, TRAINING, nodes, terms
 

@@ -12,13 +12,13 @@ import pytest
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.phases.command import explain
-from scheduler.phases.desk import PermitDesk
-from scheduler.phases.explanation import EVER, Explanation, explanation, moment
-from scheduler.phases.journal_lines import journal_lines
-from scheduler.phases.story_entry import Told
-from scheduler.phases.wire import Beat, Enter, Forget, NodeReport
-from scheduler.policy.cluster.config import ClusterConfig
+from scheduler.rollmux.cluster.config import ClusterConfig
+from scheduler.rollmux.control.command import explain
+from scheduler.rollmux.control.desk import PermitDesk
+from scheduler.rollmux.control.explanation import EVER, Explanation, explanation, moment
+from scheduler.rollmux.control.journal_lines import journal_lines
+from scheduler.rollmux.control.story_entry import Told
+from scheduler.rollmux.control.wire import Beat, Enter, Forget, NodeReport
 from tests.unit.scheduler.cluster.submitted import (
     PERMITS,
     ROLLOUT,

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.policy.groups.execution import advance
-from scheduler.policy.groups.forecast import Roster
-from scheduler.policy.groups.stages import (
+from scheduler.rollmux.forecast.execution import advance
+from scheduler.rollmux.forecast.forecast import Roster
+from scheduler.rollmux.forecast.stages import (
     EVENT,
     ROLLOUT_STARTED,
     TRAINING_STARTED,

@@ -10,14 +10,14 @@ import pytest
 
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import JobId
-from scheduler.phases.control import PhaseControl
-from scheduler.phases.embedded import EmbeddedControl
-from scheduler.phases.harvesting import GatewayView, Harvesting
-from scheduler.phases.permit import Permit
-from scheduler.phases.wire import Call, Leave, Reply
-from scheduler.policy.leased_tail import GONE_S, Switches, TailEnd
-from scheduler.policy.phases.standing import Stage
-from scheduler.policy.phases.terms import LEASED_TAIL_RATIO, PermitsConfig
+from scheduler.rollmux.control.control import PhaseControl
+from scheduler.rollmux.control.embedded import EmbeddedControl
+from scheduler.rollmux.control.harvesting import GatewayView, Harvesting
+from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.control.wire import Call, Leave, Reply
+from scheduler.rollmux.permits.leased_tail import GONE_S, Switches, TailEnd
+from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.terms import LEASED_TAIL_RATIO, PermitsConfig
 from tests.unit.scheduler.phases.said import ROLLOUT, nodes, terms
 
 LONG_S = 20.0

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from scheduler.policy.phases.events import EndPermit, EndReason, RevokePermit, WarnHolder
-from scheduler.policy.phases.longest_run import CUT_RATIO_MAX, MARGIN_RATIO, LongestRun
-from scheduler.policy.phases.permits import PermitPolicy
+from scheduler.rollmux.permits.events import EndPermit, EndReason, RevokePermit, WarnHolder
+from scheduler.rollmux.permits.longest_run import CUT_RATIO_MAX, MARGIN_RATIO, LongestRun
+from scheduler.rollmux.permits.permits import PermitPolicy
 from tests.unit.scheduler.phases.said import CONFIG, TRAINING, Group, of, terms
 
 

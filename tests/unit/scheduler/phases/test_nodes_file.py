@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.errors import ConfigError
-from scheduler.phases.jobs import read_submissions
-from scheduler.phases.nodes_file import GB, read_nodes
-from scheduler.policy.cluster.submission import submission_fault
+from scheduler.rollmux.cluster.submission import submission_fault
+from scheduler.rollmux.control.jobs import read_submissions
+from scheduler.rollmux.control.nodes_file import GB, read_nodes
 
 REPOSITORY = Path(__file__).parents[4]
 NODES = """nodes:

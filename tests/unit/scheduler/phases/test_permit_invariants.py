@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
-from scheduler.policy.model import PhaseKind
-from scheduler.policy.phases.events import (
+from scheduler.model import PhaseKind
+from scheduler.rollmux.permits.events import (
     ControlResumed,
     EndPermit,
     FreeNodes,
@@ -28,9 +28,9 @@ from scheduler.policy.phases.events import (
     TimePassed,
     WidenPermit,
 )
-from scheduler.policy.phases.permits import PermitPolicy
-from scheduler.policy.phases.standing import Stage
-from scheduler.policy.phases.terms import JobTerms, PhaseTerms
+from scheduler.rollmux.permits.permits import PermitPolicy
+from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 from tests.unit.scheduler.phases.said import CONFIG, ROLLOUT, TRAINING
 
 JOBS = tuple(JobId(name) for name in "abcd")

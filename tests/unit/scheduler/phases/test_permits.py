@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from harvester.contracts.ids import JobId
-from scheduler.policy.phases.events import (
+from scheduler.rollmux.permits.events import (
     ControlResumed,
     EndPermit,
     EndReason,
@@ -20,9 +20,9 @@ from scheduler.policy.phases.events import (
     WarnHolder,
     WidenPermit,
 )
-from scheduler.policy.phases.permits import PermitPolicy
-from scheduler.policy.phases.standing import HOLDING, TRANSITIONS, Stage, Trigger
-from scheduler.policy.phases.terms import JobTerms, PhaseTerms
+from scheduler.rollmux.permits.permits import PermitPolicy
+from scheduler.rollmux.permits.standing import HOLDING, TRANSITIONS, Stage, Trigger
+from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 from tests.unit.scheduler.phases.said import (
     CONFIG,
     ROLLOUT,

@@ -11,10 +11,10 @@ import pytest
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import ConfigError, Exhausted, Stale
 from harvester.contracts.ids import Epoch, JobId
-from scheduler.phases.control import PhaseControl, install, phase
-from scheduler.phases.embedded import EmbeddedControl
-from scheduler.phases.permit import Permit
-from scheduler.phases.wire import (
+from scheduler.rollmux.control.control import PhaseControl, install, phase
+from scheduler.rollmux.control.embedded import EmbeddedControl
+from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.control.wire import (
     Absent,
     Admitted,
     Beat,
@@ -25,7 +25,7 @@ from scheduler.phases.wire import (
     Reply,
     Transport,
 )
-from scheduler.policy.phases.terms import JobTerms, PermitsConfig
+from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 from tests.unit.scheduler.phases.said import ROLLOUT, TRAINING, nodes, terms
 
 QUICK = PermitsConfig(lease_s=0.3, patience_s=0.01)

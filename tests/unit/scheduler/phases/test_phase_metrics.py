@@ -6,10 +6,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.ids import JobId
-from scheduler.phases.desk import PermitDesk
-from scheduler.phases.wire import Beat, Enter, Forget, Granted, Leave
-from scheduler.policy.model import PhaseKind
-from scheduler.policy.phases.terms import JobTerms, PhaseTerms
+from scheduler.model import PhaseKind
+from scheduler.rollmux.control.desk import PermitDesk
+from scheduler.rollmux.control.wire import Beat, Enter, Forget, Granted, Leave
+from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 from tests.unit.scheduler.phases.said import CONFIG, ROLLOUT, TRAINING, nodes, terms
 
 Labels = frozenset[tuple[str, str]]

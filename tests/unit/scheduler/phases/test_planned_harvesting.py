@@ -7,13 +7,13 @@ import msgspec
 import pytest
 
 from harvester.contracts.ids import JobId
-from scheduler.phases.control import PhaseControl
-from scheduler.phases.embedded import EmbeddedControl
-from scheduler.phases.jobs import read_submissions
-from scheduler.phases.wire import Leave, Placed
-from scheduler.policy.cluster.submission import Submission
-from scheduler.policy.leased_tail import Switches
-from scheduler.policy.phases.terms import LEASED_TAIL_RATIO, PhaseTerms
+from scheduler.rollmux.cluster.submission import Submission
+from scheduler.rollmux.control.control import PhaseControl
+from scheduler.rollmux.control.embedded import EmbeddedControl
+from scheduler.rollmux.control.jobs import read_submissions
+from scheduler.rollmux.control.wire import Leave, Placed
+from scheduler.rollmux.permits.leased_tail import Switches
+from scheduler.rollmux.permits.terms import LEASED_TAIL_RATIO, PhaseTerms
 from tests.unit.scheduler.cluster.submitted import ROLLOUT, Control, cluster, submission
 from tests.unit.scheduler.phases.test_leased_rollout import BOTH, FakeGateway
 

@@ -7,9 +7,11 @@ import pytest
 
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import Epoch, JobId, NodeId
-from scheduler.phases.desk import PermitDesk
-from scheduler.phases.state import PermitState
-from scheduler.phases.wire import (
+from scheduler.model import PhaseKind
+from scheduler.rollmux.cluster.stays import StayStage
+from scheduler.rollmux.control.desk import PermitDesk
+from scheduler.rollmux.control.state import PermitState
+from scheduler.rollmux.control.wire import (
     Beat,
     Ended,
     Forget,
@@ -24,9 +26,7 @@ from scheduler.phases.wire import (
     Refused,
     Waiting,
 )
-from scheduler.policy.cluster.stays import StayStage
-from scheduler.policy.groups.packing import OpeningKind
-from scheduler.policy.model import PhaseKind
+from scheduler.rollmux.planner.packing import OpeningKind
 from tests.unit.scheduler.cluster.submitted import (
     PERMITS,
     ROLLOUT,
@@ -431,7 +431,7 @@ def test_what_the_disk_did_not_take_is_answered_by_nobody(tmp_path: Path, monkey
 
 
 def test_the_status_says_group_nodes_slow_down_and_credit() -> None:
-    from scheduler.phases.status import statuses
+    from scheduler.rollmux.control.status import statuses
 
     control = Control(cluster("r0", "t0"))
     control.submit(submission("a", slo=1.0), submission("b", slo=1.0))

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.errors import ConfigError
-from scheduler.plan.jobs_file import read_jobs
-from scheduler.policy.groups.tail import Completion
-from scheduler.policy.model import Pool
+from scheduler.model import Pool
+from scheduler.rollmux.beliefs.tail import Completion
+from scheduler.rollmux.plan.jobs_file import read_jobs
 
 GOOD = """\
 nodes:

@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 from harvester.cli import main
-from scheduler.plan.document import Plan
-from scheduler.plan.drafting import draft
-from scheduler.plan.jobs_file import PlanSettings
-from scheduler.plan.printed import printed
-from scheduler.plan.report import plan_page
-from scheduler.policy.model import PhaseKind
+from scheduler.model import PhaseKind
+from scheduler.rollmux.plan.document import Plan
+from scheduler.rollmux.plan.drafting import draft
+from scheduler.rollmux.plan.jobs_file import PlanSettings
+from scheduler.rollmux.plan.printed import printed
+from scheduler.rollmux.plan.report import plan_page
 
 ROLLOUT, TRAINING = PhaseKind.ROLLOUT, PhaseKind.TRAINING
 

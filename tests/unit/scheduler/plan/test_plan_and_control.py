@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.phases.jobs import read_submissions
-from scheduler.plan.drafting import draft
-from scheduler.plan.jobs_file import PlanSettings, read_jobs
-from scheduler.plan.known_jobs import FREE_MOVES
-from scheduler.policy.cluster.cluster import ClusterPolicy
-from scheduler.policy.cluster.config import ClusterConfig, PoolNodes
-from scheduler.policy.cluster.events import JobSubmitted, PlanReviewed
-from scheduler.policy.groups.planner import GroupPlanner
-from scheduler.policy.model import Pool
-from scheduler.policy.phases.standing import Standing
+from scheduler.model import Pool
+from scheduler.rollmux.cluster.cluster import ClusterPolicy
+from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
+from scheduler.rollmux.cluster.events import JobSubmitted, PlanReviewed
+from scheduler.rollmux.control.jobs import read_submissions
+from scheduler.rollmux.permits.standing import Standing
+from scheduler.rollmux.plan.drafting import draft
+from scheduler.rollmux.plan.jobs_file import PlanSettings, read_jobs
+from scheduler.rollmux.plan.known_jobs import FREE_MOVES
+from scheduler.rollmux.planner.planner import GroupPlanner
 
 REVIEWS = 12
 

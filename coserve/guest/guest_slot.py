@@ -1,0 +1,313 @@
+"""The guest's side of its slot: reads grant and pulses, decides steps, keeps the guest page.
+
+One object per guest engine process. The engine loop's thread asks it before every step; the waker's
+thread asks it while the gate is closed and while there is no work, so every call takes its lock. It
+knows no vLLM.
+"""
+
+import logging
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import thread_time_ns
+
+from coserve.guest.guest_steps import GuestSteps, ProductionMoment
+from coserve.guest.isolation import PREEMPTED, IsolationBackend
+from coserve.guest.isolation_watch import IsolationWatch, Standing
+from coserve.guest.memory_deadline import MemoryDeadline
+from coserve.law.engine_terms import idle, terms_of
+from coserve.law.gate import Closed, Decision, decide
+from coserve.law.step_time import StepTimeModel
+from harvester.contracts.bell import Word
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.page import (
+    OWN_USER,
+    Grant,
+    Guest,
+    GuestMemory,
+    PageDirectory,
+    PageOwners,
+    PageReader,
+    PulseHead,
+    Reading,
+)
+from harvester.contracts.process import ProcessId
+
+_log = logging.getLogger(__name__)
+
+GUEST_PAGE_TTL_NS = 500_000_000
+_GRACE_MAX_S, _DEADLINE_MAX_S = 600.0, 60.0
+"""The guest keeps its memory no longer after a lost grant, or when it is due, whatever the grant
+says: the bounds of an agent's settings."""
+_LOOK_NS = 100_000_000
+"""How often the guest sees to it that its page is still there."""
+_DEFAULT_GRACE_S = 10.0
+_FAULT_CHARACTERS = 300
+_DEFAULT_DEADLINE_S = 2.0
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    """What the guest's scheduler holds now."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_tokens: int = 0
+    kv_tokens_total: int = 0
+    kv_tokens_withheld: int = 0
+    kv_budget_tokens: int | None = None
+    """The budget that was obeyed last; None is all that there is."""
+    kv_tokens_short: int = 0
+    """What requests held above it at that time."""
+    kv_tokens_retained: int = 0
+    prefix_tokens_used_total: int = 0
+    prefix_tokens_dropped_total: int = 0
+    weight_version: str = ""
+    processes: tuple[ProcessId, ...] = ()
+    sleeps: bool = False
+    """Whether the weights go away when the slot falls asleep."""
+    weights_away: bool = False
+    isolation: str = ""
+    standing: Standing = field(default_factory=Standing)
+    memory: GuestMemory = field(default_factory=GuestMemory)
+
+
+class GuestSlot:
+    """Decisions and accounts of one guest on one slot."""
+
+    def __init__(self, directory: Path, *, token_limit: int, owners: PageOwners = OWN_USER) -> None:
+        """Raises ConfigError and Exhausted where there can be no guest page, and PageHeld where
+        another guest lives on the slot."""
+        self._directory = PageDirectory(directory, owners)
+        self._grant_page = self._directory.grant_reader()
+        self._guest_page = self._directory.guest_page()
+        self._guest_page.make()
+        self._look_ns = 0
+        self._pulse_names: tuple[str, ...] = ()
+        self._pulse_pages: dict[str, PageReader[PulseHead]] = {}
+        self._token_limit = token_limit
+        self.steps = GuestSteps()
+        self.load = EngineLoad()
+        self.last = Decision(0, Closed.NO_GRANT, 0.0)
+        self._grant: Reading[Grant] = self._grant_page.read()
+        self._epoch = 0
+        self.abort_grace_s = _DEFAULT_GRACE_S
+        self._budget_tokens: int | None = None
+        self._kv_deadline_s = _DEFAULT_DEADLINE_S
+        self._memory_deadline = MemoryDeadline()
+        self.asleep = False
+        """By the last grant; without one nothing falls asleep or wakes up."""
+        self.kv_retained_ratio = 0.0
+        """Of the last grant."""
+        self._granted_ns = monotonic_ns()
+        self._closings = self._aborted = 0
+        self._decide_s = 0.0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def decide(self, *, for_step: bool = False) -> Decision:
+        """May a step start now? Reads every page of the slot.
+
+        `for_step` says that one would: what the decision costs is told of those alone, and not of
+        what the waker asks out of its sleep.
+        """
+        with self._lock:
+            # Of this thread alone: beside production the idle class is preempted at any moment.
+            began_ns, now_ns = thread_time_ns(), monotonic_ns()
+            grant = self._grant = self._grant_page.read(now_ns=now_ns)
+            pulses = self._read_pulses(now_ns)
+            if grant.record is not None:
+                self._granted_ns = now_ns
+                self._epoch = grant.record.epoch
+                self.abort_grace_s = min(grant.record.abort_grace_s, _GRACE_MAX_S)
+                self._kv_deadline_s = min(grant.record.kv_deadline_s, _DEADLINE_MAX_S)
+                budget_tokens = grant.record.kv_budget_tokens or None
+                self.asleep = grant.record.asleep
+                self._budget_tokens = 0 if self.asleep else budget_tokens
+                self.kv_retained_ratio = grant.record.kv_retained_ratio
+            decision = decide(
+                grant,
+                pulses,
+                step_time=self.steps.model,
+                decodes=self.load.running,
+                context_tokens=self.load.kv_tokens,
+                launched_s=self.steps.launched_s,
+                token_limit=self._token_limit,
+                may_probe=now_ns > self.steps.probe_ns,
+                now_ns=now_ns,
+            )
+            if decision.tokens == 0 < self.last.tokens:
+                self._closings += 1
+            self.last = decision
+            if for_step:
+                self._decide_s += 0.01 * ((thread_time_ns() - began_ns) * 1e-9 - self._decide_s)
+            return decision
+
+    def written(self, *, grant_only: bool = False) -> tuple[Word, ...]:
+        """Changes when a page of the slot was written; what is there can be slept on."""
+        with self._lock:
+            pages = () if grant_only else self._pulse_pages.values()
+            words = [self._grant_page.peek(), *[page.peek() for page in pages]]
+            return tuple([word for word in words if word is not None])
+
+    def isolation_watch(self) -> IsolationWatch | None:
+        """Not yet started; None where the isolation is none that could cease to hold."""
+        load = self.load
+        if load.isolation not in PREEMPTED:
+            return None
+
+        def tell(standing: Standing) -> None:
+            load.standing = standing
+
+        return IsolationWatch(
+            IsolationBackend(load.isolation),
+            self._directory,
+            guest=lambda: load.processes,
+            tell=tell,
+        )
+
+    @property
+    def closed_by_grant(self) -> bool:
+        """As of the last decision no pulse can open the gate."""
+        return self.last.closed_by_grant
+
+    def grace_over(self) -> bool:
+        """At the last decision the grant had been gone for longer than its grace."""
+        if self._grant.record is not None:
+            return False
+        return monotonic_ns() - self._granted_ns > self.abort_grace_s * 1e9
+
+    def kv_budget_tokens(self) -> int | None:
+        """KV that the guest may keep as of the last decision; None for all that it has."""
+        # A grant that is merely late takes nothing; one that stays away takes everything.
+        return 0 if self.grace_over() else self._budget_tokens
+
+    def owes_memory(self) -> bool:
+        """The loop has another budget to obey than the one that it knows, or must sleep or wake."""
+        load = self.load
+        if load.sleeps and load.weights_away != self.asleep:
+            return True
+        return load.kv_tokens_short > 0 or load.kv_budget_tokens != self.kv_budget_tokens()
+
+    def memory_missed(self) -> bool:
+        """By the last decision the guest has held more than its budget for longer than its
+        deadline. One that falls asleep gives up what nobody waits for. Asked by one thread."""
+        waits = self.grace_over() or not self.asleep
+        return self._memory_deadline.missed(
+            usable_tokens=self.load.kv_tokens_total - self.load.kv_tokens_withheld,
+            budget_tokens=self.kv_budget_tokens() if waits else None,
+            deadline_s=self._kv_deadline_s,
+            now=monotonic_ns() * 1e-9,
+        )
+
+    @property
+    def step_time(self) -> StepTimeModel:
+        return self.steps.model
+
+    def launched(self, *, decodes: int, prefill_tokens: int) -> None:
+        with self._lock:
+            now_ns = monotonic_ns()
+            self.steps.launch(
+                decodes=decodes,
+                prefill_tokens=prefill_tokens,
+                context_tokens=self.load.kv_tokens,
+                production=self._production(now_ns),
+                now_ns=now_ns,
+            )
+
+    def finished(self) -> None:
+        """The oldest launched step has ended."""
+        with self._lock:
+            now_ns = monotonic_ns()
+            self.steps.finish(production=self._production(now_ns), now_ns=now_ns)
+
+    def aborted(self, requests: int) -> None:
+        self._aborted += requests
+
+    def publish(self) -> None:
+        """Write the guest page."""
+        with self._lock:
+            if not self._closed:
+                now_ns = monotonic_ns()
+                if now_ns >= self._look_ns:
+                    self._look_ns = now_ns + _LOOK_NS
+                    self._guest_page.keep()
+                self._guest_page.write(
+                    self._record(now_ns), now_ns=now_ns, ttl_ns=GUEST_PAGE_TTL_NS
+                )
+
+    def close(self) -> None:
+        """Give up the guest page; what is called afterwards does nothing to it."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._guest_page.close(unlink=True)
+
+    def _record(self, now_ns: int) -> Guest:
+        decision, steps, standing = self.last, self.steps, self.load.standing
+        alone, beside = steps.calibrations(now_ns=now_ns)
+        return Guest(
+            epoch=self._epoch,
+            gate="open" if decision.open else "closed",
+            reason=(decision.fault or decision.reason or ""),
+            steps_launched=steps.launched_total,
+            steps_finished=steps.finished_total,
+            tokens_total=steps.tokens_total,
+            last_step_tokens=steps.last_tokens,
+            last_step_s=steps.last_step_s,
+            last_step_end_ns=steps.last_end_ns,
+            running=self.load.running,
+            waiting=self.load.waiting,
+            kv_tokens=self.load.kv_tokens,
+            kv_tokens_total=self.load.kv_tokens_total,
+            kv_tokens_withheld=self.load.kv_tokens_withheld,
+            kv_tokens_retained=self.load.kv_tokens_retained,
+            prefix_tokens_used_total=self.load.prefix_tokens_used_total,
+            prefix_tokens_dropped_total=self.load.prefix_tokens_dropped_total,
+            processes=self.load.processes,
+            isolation=self.load.isolation,
+            blocking_ratio=standing.blocking_ratio,
+            isolation_fault=standing.fault[:_FAULT_CHARACTERS],
+            memory=self.load.memory,
+            weights_away=self.load.weights_away,
+            step_over_ratio=steps.model.over_ratio,
+            step_calibration=alone,
+            beside_calibration=beside,
+            weight_version=self.load.weight_version,
+            aborted_total=self._aborted,
+            closings_total=self._closings,
+            decide_s_mean=self._decide_s,
+        )
+
+    def _read_pulses(self, now_ns: int) -> list[Reading[PulseHead]]:
+        record = self._grant.record
+        if record is None:
+            return []
+        if self._pulse_names != record.pulses:
+            self._expect_pulses(record.pulses)
+        return [page.read(now_ns=now_ns) for page in self._pulse_pages.values()]
+
+    def _expect_pulses(self, names: tuple[str, ...]) -> None:
+        for page in self._pulse_pages.values():
+            page.close()
+        self._pulse_names, self._pulse_pages = names, {}
+        try:
+            self._pulse_pages = {name: self._directory.pulse_head_reader(name) for name in names}
+        except PeerProtocolError as error:
+            # Without its pulses the gate stays closed; the engine lives on for a better grant.
+            _log.error("grant of %s: %s", self._directory.path, error)
+
+    def _production(self, now_ns: int) -> ProductionMoment | None:
+        grant, pulses = self._grant.record, list[PulseHead]()
+        for page in self._pulse_pages.values():
+            pulse = page.read(now_ns=now_ns).record
+            if pulse is None:
+                return None
+            pulses.append(pulse)
+        if grant is None:
+            return None
+        return ProductionMoment(
+            idle(pulses, terms_of(pulses, grant), now_ns=now_ns),
+            sum([pulse.requests_total for pulse in pulses]),
+        )

@@ -1,0 +1,112 @@
+"""The account of a guest's steps: those that are launched, how long they took, what they taught.
+
+Reads no clock and no page: what production did at the launch and at the end of a step is told.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from coserve.law.step_time import StepTimeModel
+from harvester.contracts.page import Calibration
+
+# A probe comes after so many times the last step's duration: it takes a hundredth of idle time.
+_PROBE_RATIO = 100.0
+_PROBE_MAX_S = 10.0
+_CALIBRATIONS_NS = 1_000_000_000
+"""So often is what is said of the steps computed anew."""
+
+
+class ProductionMoment(msgspec.Struct, frozen=True):
+    """All engines of a slot at one moment."""
+
+    idle: bool
+    requests: int
+    """Ever."""
+
+
+class _Launched(msgspec.Struct, frozen=True):
+    decodes: int
+    prefill_tokens: int
+    context_tokens: int
+    predicted_s: float
+    start_ns: int
+    production: ProductionMoment | None
+
+
+@dataclass(slots=True)
+class GuestSteps:
+    model: StepTimeModel = field(default_factory=StepTimeModel)
+    launched_total: int = 0
+    finished_total: int = 0
+    tokens_total: int = 0
+    last_tokens: int = 0
+    last_step_s: float = 0.0
+    last_end_ns: int = 0
+    probe_ns: int = 0
+    """When the next probe may come."""
+    _launched: deque[_Launched] = field(default_factory=deque)
+    _calibrations: tuple[Calibration, Calibration] = (Calibration(), Calibration())
+    _calibrated_ns: int = 0
+
+    @property
+    def launched_s(self) -> float:
+        """Predicted time of those that are launched and not finished."""
+        launched = self._launched
+        return sum([step.predicted_s for step in launched]) if launched else 0.0
+
+    def launch(
+        self,
+        *,
+        decodes: int,
+        prefill_tokens: int,
+        context_tokens: int,
+        production: ProductionMoment | None,
+        now_ns: int,
+    ) -> None:
+        """`production` is None where a pulse says nothing."""
+        predicted_s = self.model.predict_s(
+            decodes=decodes, prefill_tokens=prefill_tokens, context_tokens=context_tokens
+        )
+        self._launched.append(
+            _Launched(decodes, prefill_tokens, context_tokens, predicted_s, now_ns, production)
+        )
+        self.launched_total += 1
+
+    def finish(self, *, production: ProductionMoment | None, now_ns: int) -> None:
+        """The oldest launched step has ended."""
+        if not self._launched:
+            return
+        step = self._launched.popleft()
+        # With steps queued behind one another a step begins when the one before it ends.
+        start_ns = max(step.start_ns, self.last_end_ns)
+        self.last_step_s = (now_ns - start_ns) * 1e-9
+        self.last_tokens = step.decodes + step.prefill_tokens
+        self.last_end_ns = now_ns
+        self.probe_ns = now_ns + int(min(_PROBE_MAX_S, _PROBE_RATIO * self.last_step_s) * 1e9)
+        self.finished_total += 1
+        self.tokens_total += self.last_tokens
+        self._learn(step, production)
+
+    def calibrations(self, *, now_ns: int) -> tuple[Calibration, Calibration]:
+        """Of steps alone, and of those beside production; at most a second old."""
+        if now_ns - self._calibrated_ns > _CALIBRATIONS_NS:
+            self._calibrated_ns = now_ns
+            self._calibrations = (self.model.alone.summary(), self.model.beside.summary())
+        return self._calibrations
+
+    def _learn(self, step: _Launched, after: ProductionMoment | None) -> None:
+        before, model, step_s = step.production, self.model, self.last_step_s
+        if before is None or after is None:
+            return  # Whether it was alone nobody knows.
+        if not (before.idle and before == after):
+            model.beside.observe(predicted_s=step.predicted_s, step_s=step_s)
+            return
+        model.alone.observe(predicted_s=step.predicted_s, step_s=step_s)
+        model.observe(
+            decodes=step.decodes,
+            prefill_tokens=step.prefill_tokens,
+            context_tokens=step.context_tokens,
+            step_s=step_s,
+        )

@@ -1,0 +1,232 @@
+"""What bounds a guest step that is already running. The slack law bounds which steps run.
+
+Chosen by capability, reported in the grant as `blocking_ratio` and undone on exit:
+
+    idle-group    Linux: the guest in a control group that is idle as a whole, preempted at once;
+                  production's threads are ranked as if it were not there
+    idle          Linux: the guest's processes in the idle scheduling class, preempted at once
+    time-slicing  CUDA's default: contexts take turns on the GPU; a fault stays with who caused it
+    mps           CUDA, by consent only: both run at once, the guest on a share of the GPU and at
+                  lower priority; without fault isolation, see coserve/guest/mps.py
+                  under both the guest's threads on the host rank below production's as well
+    none          nothing; the whole of a running step delays production
+
+The idle class ranks a process among those of its own scheduling group only, and groups share a core
+out by their own weights first: a guest in the idle class in another group than production gets half
+of the core. In the same group it is preempted, and what production's own threads are owed is off by
+up to a tick: they wait a millisecond for each other where they would not (decision 96).
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import product
+from pathlib import Path
+
+from coserve.guest.gpus import ComputeMode, Gpu
+from coserve.guest.mps import MpsShare
+from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.platform.idle_groups import IdleGroups
+from harvester.platform.mps import NO_DAEMON, PIPE_VARIABLE
+from harvester.platform.scheduling_group import Rank, is_below, ranks
+
+_GROUPS = IdleGroups()
+_GPU_GUEST_NICE = 19
+"""Of a GPU guest's threads on the host: a sixtieth of a core beside each of production's. Not the
+idle class: production may wait for a lock of the driver that a thread of the guest holds, and one
+that gets no core at all never lets it go."""
+
+
+class IsolationBackend(StrEnum):
+    IDLE_GROUP = "idle-group"
+    IDLE = "idle"
+    TIME_SLICING = "time-slicing"
+    MPS = "mps"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    backend: IsolationBackend
+    blocking_ratio: float
+    """Share of a running guest step that can delay production, 0 to 1."""
+    fault_isolated: bool = True
+    """Whether a fault of the guest stays with the guest."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables that the guest's processes start with; they end with it, so nothing is undone."""
+
+    @property
+    def statement(self) -> str:
+        """For a report: what an operator has agreed to."""
+        fate = "" if self.fault_isolated else ", shared fate: a fault of the guest ends production"
+        return f"{self.backend}, blocking ratio {self.blocking_ratio:g}{fate}"
+
+
+# A waking normal task preempts the idle class at once, whatever step it is in. What is left is the
+# switch and caches that the step has filled: together well under a millisecond.
+IDLE_GROUP = Isolation(IsolationBackend.IDLE_GROUP, blocking_ratio=0.02)
+IDLE_CLASS = Isolation(IsolationBackend.IDLE, blocking_ratio=0.02)
+# CUDA joins whatever MPS daemon answers in its default directory and says nothing: a guest without
+# anybody's consent to that is sent to look where there is none.
+_NO_MPS = ((PIPE_VARIABLE, str(NO_DAEMON)),)
+NO_ISOLATION = Isolation(IsolationBackend.NONE, blocking_ratio=1.0, environment=_NO_MPS)
+# Two contexts with work share the GPU about evenly, in slices of milliseconds. A step of production
+# that meets a guest step gets half of the GPU until one of them is done: it is late by at most the
+# rest of that step, and never by more than its own time.
+TIME_SLICING = Isolation(IsolationBackend.TIME_SLICING, blocking_ratio=1.0, environment=_NO_MPS)
+
+
+def choose(
+    wanted: IsolationBackend | None = None,
+    *,
+    gpus: Sequence[Gpu] = (),
+    mps: MpsShare | None = None,
+) -> Isolation:
+    """The best backend of this machine, or the wanted one. `gpus` are those of the guest.
+
+    `mps` is an operator's consent, and never chosen without being wanted. Raises Unsupported when
+    the wanted one cannot work here, ConfigError when it lacks that consent.
+    """
+    if wanted is IsolationBackend.NONE:
+        return NO_ISOLATION
+    if wanted is IsolationBackend.MPS:
+        return _mps(gpus, mps)
+    if gpus:
+        return _time_slicing(wanted, gpus)
+    if wanted is IsolationBackend.TIME_SLICING:
+        raise Unsupported("time-slicing needs an NVIDIA GPU")
+    return _on_cpu(wanted)
+
+
+def _on_cpu(wanted: IsolationBackend | None) -> Isolation:
+    if not hasattr(os, "SCHED_IDLE"):
+        if wanted is not None:
+            raise Unsupported(f"{wanted} needs Linux; choose isolation 'none'")
+        return NO_ISOLATION
+    if wanted is IsolationBackend.IDLE:
+        return IDLE_CLASS
+    try:
+        _GROUPS.check(os.getpid())
+    except Unsupported:
+        if wanted is IsolationBackend.IDLE_GROUP:
+            raise
+        return IDLE_CLASS
+    return IDLE_GROUP
+
+
+def _time_slicing(wanted: IsolationBackend | None, gpus: Sequence[Gpu]) -> Isolation:
+    if wanted in {IsolationBackend.IDLE, IsolationBackend.IDLE_GROUP}:
+        raise Unsupported(
+            f"{wanted} ranks threads on a core and no kernel on a GPU: leave isolation to "
+            "time-slicing, or choose mps"
+        )
+    for gpu in gpus:
+        if gpu.compute_mode is not ComputeMode.DEFAULT:
+            raise Unsupported(
+                f"GPU {gpu.uuid} is in compute mode {gpu.compute_mode}: no second process may use "
+                "it. Without MPS the mode must be Default"
+            )
+    return TIME_SLICING
+
+
+def _mps(gpus: Sequence[Gpu], share: MpsShare | None) -> Isolation:
+    if share is None:
+        raise ConfigError(
+            "mps takes an operator's consent: a fault of the guest ends production as well. Name "
+            "the daemon's pipe directory to give it"
+        )
+    if not gpus:
+        raise Unsupported("mps needs an NVIDIA GPU")
+    for gpu in gpus:
+        if gpu.compute_mode is ComputeMode.PROHIBITED:
+            raise Unsupported(f"GPU {gpu.uuid} is in compute mode {gpu.compute_mode}")
+    # Without a daemon CUDA starts all the same, silently time-sliced.
+    share.control.servers()
+    return Isolation(
+        IsolationBackend.MPS,
+        blocking_ratio=share.blocking_ratio,
+        fault_isolated=False,
+        environment=share.environment,
+    )
+
+
+def apply_to_process(isolation: Isolation, pid: int = 0, *, guest: int = 0) -> None:
+    """Put a process (0: this one) and every thread of it under the backend. Raises Unsupported.
+
+    `guest` is the first process of the guest that it is one of; 0 where it is that itself.
+    On the GPU itself a backend holds from a process's first call of CUDA: `Isolation.environment`.
+    Children and threads made later inherit it, so it is called before an engine starts its own.
+    """
+    if isolation.backend is IsolationBackend.IDLE_GROUP:
+        pid = pid or os.getpid()
+        _GROUPS.enter(pid, guest=guest or pid)
+    elif isolation.backend is IsolationBackend.IDLE:
+        _rank(pid, os.SCHED_IDLE)
+    elif isolation.backend in {IsolationBackend.TIME_SLICING, IsolationBackend.MPS}:
+        _rank(pid, os.SCHED_BATCH, nice=_GPU_GUEST_NICE)
+
+
+def lift_from_process(pid: int = 0) -> None:
+    """Back among all others, for a reclaim that must not wait behind production, or at the end.
+
+    Nothing lifts a process on a GPU: a client of MPS keeps the share that it started with.
+    """
+    _GROUPS.leave(pid or os.getpid())
+    _rank(pid, os.SCHED_OTHER)
+
+
+def clear() -> None:
+    """What isolating guests left on this machine; another's guests keep what they are in."""
+    _GROUPS.clear()
+
+
+PREEMPTED = {IsolationBackend.IDLE_GROUP: IDLE_GROUP, IsolationBackend.IDLE: IDLE_CLASS}
+"""Backends that hold by the kernel's order of threads on a core, which others may change."""
+
+
+def check_beside(isolation: Isolation, *, guest: Iterable[int], production: Iterable[int]) -> None:
+    """Both are process ids. Raises Unsupported where a thread of the guest could keep one of
+    production's waiting, or where the kernel does not show them."""
+    if isolation.backend not in PREEMPTED:
+        return
+    try:
+        below, above = _ranks(guest), _ranks(production)
+    except OSError as error:
+        raise Unsupported(f"isolation {isolation.backend} cannot be verified: {error}") from error
+    for one, other in product(below, above):
+        if not is_below(one, other):
+            raise Unsupported(
+                f"isolation {isolation.backend} has no effect: threads of the guest are in "
+                f"scheduling group {one}, of production in {other}; give the guest's control group "
+                "cpu.idle=1 (systemd: CPUWeight=idle)"
+            )
+
+
+def _ranks(pids: Iterable[int]) -> list[Rank]:
+    found: set[Rank] = set()
+    for pid in pids:
+        # A process that has ended since it was listed waits for nobody.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found |= ranks(pid)
+    if not found:
+        raise ProcessLookupError("no such process")
+    return sorted(found, key=str)
+
+
+def _rank(pid: int, policy: int, *, nice: int | None = None) -> None:
+    """Every thread of a process; those that a thread makes meanwhile inherit its old rank."""
+    ranked: set[int] = set()
+    while found := _threads(pid or os.getpid()) - ranked:
+        for thread in sorted(found):
+            # CUDA's threads come and go.
+            with suppress(ProcessLookupError):
+                os.sched_setscheduler(thread, policy, os.sched_param(0))
+                if nice is not None:
+                    os.setpriority(os.PRIO_PROCESS, thread, nice)
+        ranked |= found
+
+
+def _threads(pid: int) -> set[int]:
+    return {int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()}

@@ -1,0 +1,117 @@
+"""Whether a guest's isolation holds: asked of the kernel as long as the guest runs.
+
+An isolation is what somebody did once. Afterwards production restarts, an operator moves a service
+into another control group, a reclaim lifts the guest: the kernel's order is then another one and
+nothing reports it. What cannot be seen does not hold: the guest's steps count whole.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from coserve.guest.isolation import PREEMPTED, IsolationBackend, check_beside
+from harvester.contracts.errors import PeerProtocolError, Unsupported
+from harvester.contracts.page import PageDirectory
+from harvester.contracts.process import ProcessId, family, start_ticks
+
+_log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+MOST_PROCESSES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A guest beside production, as it was seen last."""
+
+    blocking_ratio: float = 1.0
+    """Share of a running guest step that can delay production."""
+    fault: str = ""
+    """Why the isolation does not hold; "" where it does, or where there is none to hold."""
+
+
+class IsolationWatch(threading.Thread):
+    """Tells every second how the guest stands; only a backend of `PREEMPTED` needs one."""
+
+    def __init__(
+        self,
+        backend: IsolationBackend,
+        directory: PageDirectory,
+        *,
+        guest: Callable[[], Iterable[ProcessId]],
+        tell: Callable[[Standing], None],
+    ) -> None:
+        """`guest` says which processes the engine has."""
+        super().__init__(name="rosemux-isolation", daemon=True)
+        self._isolation = PREEMPTED[backend]
+        self._directory = directory
+        self._guest = guest
+        self._tell = tell
+        self._told = Standing(fault="not looked at yet")
+        self._stopped = threading.Event()
+        tell(self._told)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def run(self) -> None:
+        while not self._stopped.is_set():
+            self.look()
+            self._stopped.wait(LOOK_S)
+
+    def look(self) -> None:
+        """Ask once, in the caller's thread."""
+        try:
+            self._check()
+            standing = Standing(self._isolation.blocking_ratio)
+        except (OSError, PeerProtocolError, Unsupported) as error:
+            standing = Standing(fault=str(error))
+        except Exception as error:
+            # Without this thread a standing would stay true for ever.
+            _log.exception("the watch goes on after an error")
+            standing = Standing(fault=f"it cannot be looked at: {error}")
+        if standing.fault and standing.fault != self._told.fault:
+            _log.warning("guest steps count whole (blocking ratio 1): %s", standing.fault)
+        elif self._told.fault and not standing.fault:
+            _log.warning("isolation %s holds", self._isolation.backend)
+        self._told = standing
+        self._tell(standing)
+
+    def _check(self) -> None:
+        guest = tuple(process.pid for process in self._guest())
+        if not guest:
+            raise Unsupported("the guest does not know its processes yet")
+        production = [pid for root in self._roots() for pid in family(root.pid)]
+        if len(production) > MOST_PROCESSES:
+            raise Unsupported(f"production has more than {MOST_PROCESSES} processes")
+        check_beside(self._isolation, guest=guest, production=production)
+
+    def _roots(self) -> list[ProcessId]:
+        """First process of every engine that the grant names."""
+        grants = self._directory.grant_reader()
+        try:
+            grant = grants.read().record
+        finally:
+            grants.close()
+        if grant is None or not grant.pulses:
+            raise Unsupported("no grant says who production is")
+        return [self._root(name) for name in grant.pulses]
+
+    def _root(self, name: str) -> ProcessId:
+        pulses = self._directory.pulse_reader(name)
+        try:
+            reading = pulses.read()
+        finally:
+            pulses.close()
+        if reading.record is None:
+            raise Unsupported(f"{name}: {reading.fault}")
+        root = reading.record.root
+        if root is None:
+            raise Unsupported(f"{name} does not name production's processes (an older RoseMux?)")
+        if start_ticks(root.pid) != root.start_ticks:
+            raise Unsupported(
+                f"{name}: production's process {root.pid} cannot be seen from here (another pid "
+                "namespace, or /proc mounted with hidepid)"
+            )
+        return root

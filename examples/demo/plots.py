@@ -1,0 +1,212 @@
+"""The report's figures as SVG text. Decides how things look; computes nothing.
+
+One arm has one colour everywhere, and every limit that a line is held to is drawn beside it.
+"""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from examples.demo.records import Arm, Record, TrainingStep
+from examples.demo.schema import Result
+from examples.demo.series import LatencySeries, axis_of, grant_series, itl_series, ttft_series
+from examples.demo.wording import ARM_TITLES, size
+
+ARM_COLOURS = {Arm.SERVING_ONLY: "#4b5563", Arm.FIXED: "#0b62a8", Arm.HARVEST: "#b8480a"}
+_INK, _SOFT, _GRID, _LIMIT = "#1f2937", "#4b5563", "#e5e7eb", "#b91c1c"
+_PHASES = {"rollout": 1.0, "train": 0.62, "publish and switch": 0.34}
+_STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.5,
+    "axes.edgecolor": "#9ca3af",
+    "axes.labelcolor": _SOFT,
+    "axes.titlecolor": _INK,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "xtick.color": _SOFT,
+    "ytick.color": _SOFT,
+    "legend.frameon": False,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "rosemux",
+}
+_WIDTH = 11.0
+
+
+def production_latency(records: Sequence[Record], result: Result) -> str:
+    """TTFT above, ITL below, one column per arm, all columns on one scale."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, 5.0), layout="constrained")
+        axes = figure.subplots(2, len(Arm), sharey="row", squeeze=False)
+        for column, arm in enumerate(Arm):
+            seams_s = axis_of(records, arm).seams_s
+            ttft, itl = ttft_series(records, arm), itl_series(records, arm)
+            axes[0][column].set_title(ARM_TITLES[arm])
+            _latency(axes[0][column], ttft, arm, result.slo.ttft_ms, seams_s)
+            _latency(axes[1][column], itl, arm, result.slo.itl_ms, seams_s)
+            axes[1][column].set_xlabel("seconds in this arm")
+        axes[0][0].set_ylabel("time to first token, ms")
+        axes[1][0].set_ylabel("between tokens, ms")
+        figure.legend(handles=_latency_keys(), loc="outside upper right", ncols=3, fontsize=8.5)
+        return _svg(figure)
+
+
+def grant_and_rollouts(records: Sequence[Record]) -> str:
+    """What production did, what was granted, what the guest made of it."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, 5.8), layout="constrained")
+        series = grant_series(records)
+        colour = ARM_COLOURS[Arm.HARVEST]
+        panels = (
+            ("Production's requests in flight", "requests", series.in_flight, "#9ca3af"),
+            ("Time that the gate was open", "%", 100 * series.open_share, "#94a3b8"),
+            ("Granted to each guest step", "tokens", series.cap_tokens, "#e0996b"),
+            ("Harvested rollout tokens", "tokens/s", series.tokens_per_s, colour),
+        )
+        second = np.arange(len(series.in_flight)) + 0.5
+        column = figure.subplots(len(panels), 1, sharex=True)
+        for axes, (title, unit, values, fill) in zip(column, panels, strict=True):
+            axes.fill_between(second, values, step="mid", color=fill, linewidth=0)
+            axes.set(title=title, ylabel=unit)
+            axes.set_ylim(bottom=0)
+            _seams(axes, axis_of(records, Arm.HARVEST).seams_s)
+        column[-1].set_xlabel("seconds in the harvesting arm")
+        return _svg(figure)
+
+
+def training_steps(records: Sequence[Record]) -> str:
+    """Step times by phase, and rollout tokens per second by kind of engine."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
+        times, speeds = figure.subplots(1, 2)
+        for place, arm in ((-0.19, Arm.FIXED), (0.19, Arm.HARVEST)):
+            steps = _steps(records, arm)
+            number = np.array([s.step for s in steps], float)
+            _phases(times, number + place, steps, arm)
+            speed = [s.rollout_tokens / s.rollout_s if s.rollout_s else np.nan for s in steps]
+            speeds.plot(number, speed, color=ARM_COLOURS[arm], marker="o", markersize=4)
+            speeds.plot([], [], color=ARM_COLOURS[arm], marker="o", label=ARM_TITLES[arm])
+        times.set(title="Time of each training step", ylabel="seconds", xlabel="training step")
+        times.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+        speeds.set(title="Rollout speed", ylabel="tokens/s", xlabel="training step")
+        speeds.set_ylim(bottom=0)
+        speeds.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+        for axes in (times, speeds):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        return _svg(figure)
+
+
+def reward(records: Sequence[Record]) -> str:
+    """Mean reward of each step with two standard errors, both jobs."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH / 2, 3.2), layout="constrained")
+        axes = figure.subplots()
+        for arm in (Arm.FIXED, Arm.HARVEST):
+            steps = _steps(records, arm)
+            number = np.array([s.step for s in steps], float)
+            mean = np.array([s.reward_mean for s in steps])
+            spread = 2 * np.array([s.reward_se for s in steps])
+            axes.fill_between(
+                number, mean - spread, mean + spread, color=ARM_COLOURS[arm], alpha=0.18, lw=0
+            )
+            axes.plot(number, mean, color=ARM_COLOURS[arm], marker="o", markersize=4)
+            axes.plot([], [], color=ARM_COLOURS[arm], marker="o", label=ARM_TITLES[arm])
+        axes.set(title="Reward", ylabel="mean reward of the step", xlabel="training step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(fontsize=8, loc="lower right")
+        return _svg(figure)
+
+
+def bytes_per_version(records: Sequence[Record]) -> str:
+    """What was sent for each version against the whole model."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH / 2, 3.2), layout="constrained")
+        axes = figure.subplots()
+        for arm in (Arm.FIXED, Arm.HARVEST):
+            steps = [s for s in _steps(records, arm) if s.bytes_sent > 0]
+            axes.plot(
+                [s.version for s in steps],
+                [s.bytes_sent for s in steps],
+                color=ARM_COLOURS[arm],
+                marker="o",
+                markersize=4,
+                label=f"sent, {ARM_TITLES[arm]}",
+            )
+        dense = [s for s in _steps(records, None) if s.bytes_dense > 0]
+        if dense:
+            axes.axhline(dense[-1].bytes_dense, color=_LIMIT, ls="--", lw=1.2, label="whole model")
+            axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set(title="Bytes per weight version", xlabel="version")
+        axes.legend(fontsize=8, loc="center right")
+        return _svg(figure)
+
+
+def _latency(
+    axes: Axes, series: LatencySeries, arm: Arm, slo_ms: float | None, seams_s: Sequence[float]
+) -> None:
+    second = np.arange(len(series.p50_s)) + 0.5
+    colour = ARM_COLOURS[arm]
+    axes.plot(second, 1e3 * series.p99_s, ".", color=colour, alpha=0.55, ms=4)
+    axes.plot(second, 1e3 * series.p50_s, color=colour, linewidth=1.5)
+    if slo_ms is not None:
+        axes.axhline(slo_ms, color=_LIMIT, linestyle="--", linewidth=1.2)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    _seams(axes, seams_s)
+
+
+def _latency_keys() -> list[Line2D]:
+    return [
+        Line2D([], [], color=_SOFT, linewidth=1.5, label="P50 of the second"),
+        Line2D([], [], color=_SOFT, marker=".", linestyle="", label="P99 of the second"),
+        Line2D([], [], color=_LIMIT, linewidth=1.2, linestyle="--", label="SLO"),
+    ]
+
+
+def _phases(axes: Axes, place: np.ndarray, steps: Sequence[TrainingStep], arm: Arm) -> None:
+    floor = np.zeros(len(steps))
+    for phase, alpha in _PHASES.items():
+        height = np.array([_phase_s(step, phase) for step in steps])
+        label = f"{arm}: {phase}"
+        axes.bar(place, height, 0.35, floor, color=ARM_COLOURS[arm], alpha=alpha, label=label)
+        floor += height
+
+
+def _phase_s(step: TrainingStep, phase: str) -> float:
+    if phase == "rollout":
+        return step.rollout_s
+    return step.train_s if phase == "train" else step.publish_s + step.switch_s
+
+
+def _steps(records: Sequence[Record], arm: Arm | None) -> list[TrainingStep]:
+    found = [
+        r for r in records if isinstance(r, TrainingStep) and r.block >= 0 and arm in {None, r.arm}
+    ]
+    return sorted(found, key=lambda step: step.step)
+
+
+def _seams(axes: Axes, seams_s: Sequence[float]) -> None:
+    for seam_s in seams_s:
+        axes.axvline(seam_s, color="#9ca3af", linewidth=0.8, linestyle=":")
+
+
+def _svg(figure: Figure) -> str:
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()

@@ -1,0 +1,130 @@
+"""From what a run observed to `result.json`. Measures nothing and invents nothing: what no record
+shows is null. Pure.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from examples.demo.checks import checks_of
+from examples.demo.job_figures import (
+    JobRun,
+    compared,
+    ideal_speedup,
+    job_of,
+    on_policy_of,
+    trajectories_of,
+    weights_of,
+)
+from examples.demo.records import Arm, Block, ProductionRequest, Record, TrainingStep
+from examples.demo.schema import Ratios, Result, Serving, ServingAndJob, SloMs
+from examples.demo.serving_figures import arms_of, intervals_of, ratio, ratios_of, serving_of
+
+_BOOTSTRAP_SEED = 20_250_711
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the records do not hold. None where it was not measured."""
+
+    trace: str
+    scale: float | None
+    """Trace seconds replayed per second."""
+    scaling: dict[str, float] = {}
+    """How token counts were scaled and clipped, and the mean rate."""
+    ttft_slo_s: float
+    itl_slo_s: float
+    guests: frozenset[str]
+    """Names of the engines whose tokens are harvested."""
+    hash_mismatches: int | None
+    migrated: int | None
+    """Trajectories that went on on another engine."""
+    seconds_total: float | None
+    seconds_to_first_harvested_token: float | None
+
+
+def result_of(records: Iterable[Record], facts: Facts) -> Result:
+    """The whole result; also of a run that was cut short."""
+    kept = tuple(records)
+    arms = arms_of([r for r in kept if isinstance(r, ProductionRequest)], Arm)
+    serving = {
+        arm: serving_of(given, ttft_slo_s=facts.ttft_slo_s, itl_slo_s=facts.itl_slo_s)
+        for arm, given in arms.items()
+    }
+    steps = [r for r in kept if isinstance(r, TrainingStep)]
+    fixed, harvest = job_of(steps, Arm.FIXED), job_of(steps, Arm.HARVEST)
+    both = compared(fixed, harvest)
+    alone = serving[Arm.SERVING_ONLY]
+    busy = busy_share([r for r in kept if isinstance(r, Block)])
+    result = Result(
+        trace=facts.trace,
+        scale=facts.scale,
+        scaling=facts.scaling,
+        slo=SloMs(ttft_ms=facts.ttft_slo_s * 1e3, itl_ms=facts.itl_slo_s * 1e3),
+        serving_only=alone,
+        fixed=_with_job(serving[Arm.FIXED], fixed),
+        harvest=_with_job(serving[Arm.HARVEST], harvest),
+        production_busy_share=busy,
+        ideal_speedup=ideal_speedup(rollout_share=fixed.rollout_share, busy_share=busy),
+        ratios=Ratios(
+            **msgspec.structs.asdict(ratios_of(serving[Arm.HARVEST], alone)),
+            step_speedup=both.step_speedup,
+            rollout_speedup=both.rollout_speedup,
+            step_speedup_per_token=both.step_speedup_per_token,
+            rollout_tokens=both.rollout_tokens_ratio,
+        ),
+        intervals=intervals_of(arms[Arm.HARVEST], arms[Arm.SERVING_ONLY], seed=_BOOTSTRAP_SEED),
+        fixed_ratios=ratios_of(serving[Arm.FIXED], alone),
+        fixed_intervals=intervals_of(arms[Arm.FIXED], arms[Arm.SERVING_ONLY], seed=_BOOTSTRAP_SEED),
+        onpolicy=on_policy_of(steps, guests=facts.guests),
+        weights=weights_of(steps, hash_mismatches=facts.hash_mismatches),
+        trajectories=trajectories_of(steps, migrated=facts.migrated),
+        seconds_total=facts.seconds_total,
+        seconds_to_first_harvested_token=facts.seconds_to_first_harvested_token,
+    )
+    checks = checks_of(result, fixed=fixed, harvest=harvest, both=both)
+    return msgspec.structs.replace(result, checks=checks)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Plain values for `json.dump`; a figure that came out infinite or undefined is null."""
+    plain: dict[str, Any] = _finite(msgspec.to_builtins(result))
+    return plain
+
+
+def busy_share(blocks: Iterable[Block]) -> float | None:
+    """Of production alone, over the time of its measured blocks."""
+    alone = [
+        (block.production_busy_share, block.end_s - block.start_s)
+        for block in blocks
+        if block.arm is Arm.SERVING_ONLY
+        and block.index >= 0
+        and block.production_busy_share is not None
+    ]
+    return ratio(sum(share * s for share, s in alone), sum(s for _, s in alone))
+
+
+def _with_job(serving: Serving, job: JobRun) -> ServingAndJob:
+    first, last = job.reward_first, job.reward_last
+    return ServingAndJob(
+        **msgspec.structs.asdict(serving),
+        steps=len(job.steps),
+        step_s_mean=job.step_s_mean,
+        rollout_share=job.rollout_share,
+        rollout_tokens=job.rollout_tokens,
+        rollout_tokens_per_s=ratio(job.rollout_tokens, job.rollout_s),
+        reward_first=None if first is None else first.mean,
+        reward_last=None if last is None else last.mean,
+        reward_se=job.reward_se,
+    )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

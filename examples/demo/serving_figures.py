@@ -1,0 +1,100 @@
+"""Production's figures in each arm, and each arm's ratios to production alone.
+
+Every figure rests on the requests that all arms replayed: a block with a job ends with its last
+step and so replays more or less of the window than its neighbours, and what only one arm saw would
+be compared with nothing. Failures are counted over everything that was sent. Pure.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from examples.demo.bootstrap import Latencies, itl_of, ratio_interval, ttft_of
+from examples.demo.records import Arm, ProductionRequest
+from examples.demo.schema import Interval, Intervals, LatencyRatios, Serving
+from examples.demo.slo import ServiceLevel, attainment, choose_slo
+from harvester.contracts.errors import ConfigError
+
+A = TypeVar("A", bound=str)
+
+
+@dataclass(frozen=True, slots=True)
+class ArmRequests:
+    """One arm's measured requests: all that were sent, and those that every arm replayed."""
+
+    sent: tuple[ProductionRequest, ...]
+    shared: tuple[ProductionRequest, ...]
+
+
+def arms_of(requests: Sequence[ProductionRequest], arms: Iterable[A]) -> dict[A, ArmRequests]:
+    """Warm-up blocks (negative) left out. An arm without requests narrows nothing."""
+    sent = {arm: tuple(r for r in requests if r.arm == arm and r.block >= 0) for arm in arms}
+    seen = [{_identity(r) for r in given} for given in sent.values() if given]
+    common = set.intersection(*seen) if seen else set()
+    return {
+        arm: ArmRequests(given, tuple(r for r in given if _identity(r) in common))
+        for arm, given in sent.items()
+    }
+
+
+def level_of(arms: Mapping[Arm, ArmRequests]) -> ServiceLevel:
+    """The SLO that production alone attains in what is compared.
+
+    Raises ConfigError where no request was replayed in every arm.
+    """
+    compared = arms[Arm.SERVING_ONLY].shared
+    if not compared:
+        raise ConfigError("no request of the trace came in every arm: use a longer or busier trace")
+    return choose_slo(compared).level
+
+
+def serving_of(arm: ArmRequests, *, ttft_slo_s: float, itl_slo_s: float) -> Serving:
+    ttft, itl = ttft_of(arm.shared), itl_of(arm.shared)
+    return Serving(
+        ttft_p50_ms=_ms(ttft.percentile_s(50)),
+        ttft_p99_ms=_ms(ttft.percentile_s(99)),
+        itl_p50_ms=_ms(itl.percentile_s(50)),
+        itl_p99_ms=_ms(itl.percentile_s(99)),
+        requests=len(arm.shared),
+        failed=sum(r.failed for r in arm.sent),
+        slo_attainment=attainment(arm.shared, ttft_s=ttft_slo_s, itl_s=itl_slo_s),
+        requests_sent=len(arm.sent),
+    )
+
+
+def ratios_of(above: Serving, below: Serving) -> LatencyRatios:
+    return LatencyRatios(
+        ttft_p50=ratio(above.ttft_p50_ms, below.ttft_p50_ms),
+        itl_p50=ratio(above.itl_p50_ms, below.itl_p50_ms),
+        ttft_p99=ratio(above.ttft_p99_ms, below.ttft_p99_ms),
+        itl_p99=ratio(above.itl_p99_ms, below.itl_p99_ms),
+        slo_attainment=ratio(above.slo_attainment, below.slo_attainment),
+    )
+
+
+def intervals_of(above: ArmRequests, below: ArmRequests, *, seed: int) -> Intervals:
+    ttft = (ttft_of(above.shared), ttft_of(below.shared))
+    itl = (itl_of(above.shared), itl_of(below.shared))
+    return Intervals(
+        ttft_p50=_interval(ttft, 50, seed),
+        itl_p50=_interval(itl, 50, seed),
+        ttft_p99=_interval(ttft, 99, seed),
+        itl_p99=_interval(itl, 99, seed),
+    )
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """None where either was not measured or `below` is 0."""
+    return None if above is None or not below else above / below
+
+
+def _interval(pair: tuple[Latencies, Latencies], percent: float, seed: int) -> Interval:
+    return ratio_interval(*pair, percent=percent, seed=seed)
+
+
+def _identity(request: ProductionRequest) -> tuple[int, int]:
+    return request.block, request.trace_index
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3

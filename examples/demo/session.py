@@ -1,0 +1,220 @@
+"""One run of the demo from cold engines to its result: what comes after what.
+
+services and engines start, the warm policy is made  ->  trainers publish version 1
+rehearsal: the replay's speed, production's SLO, one unmeasured step of each job
+measured blocks, as many rounds as there is time for  ->  result
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from examples.demo.blocks import BlockPlan, BlockRunner, another_fits
+from examples.demo.calibration import TARGET_BUSY_SHARE
+from examples.demo.gateway_admin import GatewayAdmin
+from examples.demo.production import ProductionClient, Prompts, production_session
+from examples.demo.production_model import PROMPT_IDS
+from examples.demo.records import Arm, ProductionRequest, Record
+from examples.demo.rehearsal import Rehearsal
+from examples.demo.slo import ServiceLevel, choose_slo
+from examples.demo.slot import PRODUCTION
+from examples.demo.stack import JOBS, Stack
+from examples.demo.trace import Trace
+from examples.demo.trainer_link import TrainerLink
+from examples.demo.watch import SlotWatch
+from examples.demo.weights_audit import WeightsAudit
+from examples.demo.window import Window, mean_rate
+from harvester.contracts.clock import Clock
+
+T = TypeVar("T")
+FIRST_LEVEL = ServiceLevel(ttft_s=0.25, itl_s=0.1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPlan:
+    blocks: BlockPlan
+    """At most so many rounds; a slow machine gets fewer."""
+    first_replay_s: float
+    last_replay_s: float
+    within_s: float
+    """From the command to the end of the last block."""
+
+
+class Recorder:
+    """Keeps every record and writes it down at once, so that an interrupted run leaves them."""
+
+    def __init__(self, path: Path) -> None:
+        self.records: list[Record] = []
+        self._file = path.open("wb")
+        self._encoder = msgspec.json.Encoder()
+
+    def __call__(self, record: Record) -> None:
+        self.records.append(record)
+        self._file.write(self._encoder.encode(record) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a run leaves for the result besides its records."""
+
+    windows: tuple[Window, ...]
+    """One for each round."""
+    gateway: dict[str, Any]
+    hash_mismatches: int | None
+    first_harvested_token_s: float | None
+    """CLOCK_MONOTONIC."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    stack: Stack
+    trace: Trace
+    plan: SessionPlan
+    recorder: Recorder
+    clock: Clock
+    told: Callable[[str], None]
+    progress: Callable[[Record], None]
+    seed: int
+    started_s: float
+    """When the command began."""
+    watch: SlotWatch = field(init=False)
+
+    async def run(self) -> Outcome:
+        """Raises RoseMuxError when a part fails; cancelled, it leaves its records."""
+        self.stack.start_engines()
+        self.stack.start_services(FIRST_LEVEL)
+        return await unless(self.stack.parts.one_dies(), self._run())
+
+    async def _run(self) -> Outcome:
+        await asyncio.gather(
+            self.stack.engines_ready(self.told), self.stack.services_ready(self.told)
+        )
+        self.watch = SlotWatch(
+            self.stack.slot.pages, PRODUCTION, clock=self.clock, record=self.recorder
+        )
+        watching = asyncio.ensure_future(self.watch.run())
+        try:
+            async with production_session() as session:
+                return await self._measure(session)
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
+    async def _measure(self, session: aiohttp.ClientSession) -> Outcome:
+        gateway = GatewayAdmin(session, self.stack.gateway_url)
+        client = ProductionClient(
+            session=session,
+            url=self.stack.production_url,
+            model=PRODUCTION,
+            prompts=Prompts(seed=self.seed, first_id=PROMPT_IDS[0], last_id=PROMPT_IDS[1]),
+            clock=self.clock,
+            record=self._record,
+        )
+        rehearsal = Rehearsal(
+            stack=self.stack, trace=self.trace, client=client, watch=self.watch, clock=self.clock
+        )
+        trainers, _ = await asyncio.gather(
+            self._trainers(), rehearsal.first_replay(self.plan.first_replay_s)
+        )
+        runner = BlockRunner(
+            stack=self.stack,
+            gateway=gateway,
+            client=client,
+            trainers=trainers,
+            watch=self.watch,
+            clock=self.clock,
+            record=self._record,
+            told=self.told,
+        )
+        await rehearsal.harvesting_step(runner)
+        step_s = await rehearsal.fixed_step(runner)
+        left_s = self.started_s + self.plan.within_s - self.clock.now()
+        blocks = self.plan.blocks.within(left_s - self.plan.last_replay_s, step_s=step_s)
+        windows = await rehearsal.last_replay(self.plan.last_replay_s, blocks=blocks)
+        self.told(
+            f"{blocks.rounds} rounds at {mean_rate(windows):.1f} requests/s, which should keep "
+            f"production busy {TARGET_BUSY_SHARE:.0%} of the time"
+        )
+        audit = WeightsAudit(session, self.stack.rollout_urls(), self.stack.paths.weights)
+        measured = [window async for window in self._rounds(blocks, windows, runner, audit)]
+        return Outcome(
+            windows=tuple(measured),
+            gateway=await gateway.status(),
+            hash_mismatches=audit.hash_mismatches,
+            first_harvested_token_s=self.watch.first_guest_token_s,
+        )
+
+    async def _rounds(
+        self,
+        blocks: BlockPlan,
+        windows: Sequence[Window],
+        runner: BlockRunner,
+        audit: WeightsAudit,
+    ) -> AsyncIterator[Window]:
+        """The windows that were measured: steps may take longer than the rehearsed one did."""
+        rounds_s: list[float] = []
+        for index, window in enumerate(windows):
+            began_s = self.clock.now()
+            if not another_fits(rounds_s, left_s=self.started_s + self.plan.within_s - began_s):
+                self.told(f"round {index + 1} is left out: one takes {max(rounds_s):.0f} s")
+                return
+            for arm in blocks.order(index):
+                self.told(f"round {index + 1}: {arm}")
+                await runner.run(arm, index, window, blocks)
+                await audit.run()
+                level = measured_level(self.recorder.records)
+                if arm is Arm.SERVING_ONLY and level is not None:
+                    self.stack.promise(level)
+            rounds_s.append(self.clock.now() - began_s)
+            yield window
+
+    def _record(self, record: Record) -> None:
+        self.recorder(record)
+        self.progress(record)
+
+    async def _trainers(self) -> dict[Arm, TrainerLink]:
+        """Start both; each is ready once its first version serves on the dedicated engine."""
+        links = {arm: TrainerLink(self.stack.start_trainer(arm)) for arm in JOBS}
+        for arm, link in links.items():
+            ready = await link.ready()
+            self.told(f"job {JOBS[arm]}: {ready.parameters / 1e6:.1f} M parameters published")
+        return links
+
+
+async def unless(danger: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns; what `danger` raises as soon as it does, with `work` cancelled."""
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(danger)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[1].done():
+            tasks[1].result()
+        return await tasks[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def measured_level(records: Iterable[Record]) -> ServiceLevel | None:
+    """The SLO that production alone attains in its measured blocks so far.
+
+    None before its first request: a round of a bursty trace may have none.
+    """
+    seen = [
+        record
+        for record in records
+        if isinstance(record, ProductionRequest)
+        and record.arm is Arm.SERVING_ONLY
+        and record.block >= 0
+    ]
+    return choose_slo(seen).level if seen else None

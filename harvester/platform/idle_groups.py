@@ -1,0 +1,177 @@
+"""Control groups for guests: idle as a whole, so below everything else on the machine.
+
+A thread of the idle class among production's own is preempted at once and still costs production:
+the kernel owes each group of threads a fair share, lets the idle one have its three thousandths in
+ticks of milliseconds, and production's threads, one of which waited, are then out of turn among
+themselves for a second. In a group apart they are ranked as if the guest were not there.
+
+A guest enters only from the root group, where nobody has given it one: in a service or a container
+the group is its operator's, who may make it or one above it idle (systemd: `CPUWeight=idle` of a
+slice). Each guest has one of its own: lifting it for a reclaim is one write and lifts no other.
+"""
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from harvester.contracts.errors import Unsupported
+from harvester.platform.scheduling_group import (
+    CGROUPS,
+    PROC,
+    control_group,
+    hierarchies,
+    is_under_idle,
+    scheduling_group,
+)
+
+_PREFIX = "rosemux-guest-"
+_PROBE = "rosemux-probe-"
+_MEMBERS = "cgroup.procs"
+_IDLE = "cpu.idle"
+_TRIES = 3
+# Ten times that of any other group. Who was idle stands behind the others in the kernel's virtual
+# time, and with an even weight first ran a tenth of a second after it was lifted.
+_LIFTED = {"cpu.weight": "1000", "cpu.shares": "10240"}
+
+
+class IdleGroups:
+    """Knows nothing but paths: any process may use it. A group is gone when nobody is in it."""
+
+    def __init__(self, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
+        self._proc = proc
+        self._cgroups = cgroups
+
+    def check(self, pid: int) -> None:
+        """Raises Unsupported with the reason why a process cannot be in an idle group here."""
+        try:
+            if self._is_given(pid):
+                return
+            own = control_group(pid, proc=self._proc, cgroups=self._cgroups)
+        except OSError as error:
+            raise Unsupported(f"process {pid} has no control groups: {error}") from error
+        if own != "/":
+            raise Unsupported(
+                f"control group {own} is not idle, and not ours to change: give it, or one above "
+                "it, cpu.idle=1 (systemd: CPUWeight=idle)"
+            )
+        self._try()
+
+    def enter(self, pid: int, *, guest: int) -> None:
+        """With all its threads; what it starts afterwards is there too. Raises Unsupported.
+
+        `guest` is the first process of the guest, which its group is named after.
+        """
+        self.check(pid)
+        if self._is_given(pid):
+            return
+        self.clear()  # Guests that were killed left theirs.
+        group = self._writable_root() / f"{_PREFIX}{guest}"
+        failure: OSError | None = None
+        for _ in range(_TRIES):
+            try:
+                group.mkdir(exist_ok=True)
+                _make_idle(group)
+                (group / _MEMBERS).write_text(f"{pid}\n")
+                return
+            except OSError as error:
+                failure = error
+                # Between those lines somebody may have removed it as one that nobody is in.
+                if error.errno not in {errno.ENOENT, errno.ENODEV}:
+                    break
+        raise Unsupported(f"{group}: {failure}") from failure
+
+    def leave(self, pid: int) -> None:
+        """Back to where it was. Raises OSError; nothing happens to who is in none of ours."""
+        group = self._of(pid)
+        if group is not None:
+            (group.parent / _MEMBERS).write_text(f"{pid}\n")
+
+    def lift(self, pid: int) -> bool:
+        """Let the guest that this process is of run before all others, for a while.
+
+        False where it is in no group of ours. Raises OSError.
+        """
+        group = self._set(pid, idle=False)
+        if group is None:
+            return False
+        for name, weight in _LIFTED.items():
+            # It is lifted already, and must count as such to be settled again.
+            with suppress(OSError):
+                if (group / name).exists():
+                    (group / name).write_text(f"{weight}\n")
+        return True
+
+    def settle(self, pid: int) -> bool:
+        """Below all others again. Raises OSError."""
+        return self._set(pid, idle=True) is not None
+
+    def clear(self) -> None:
+        """Remove those that nobody is in any more."""
+        for root in hierarchies(self._cgroups):
+            for group in root.glob(f"{_PREFIX}*"):
+                with suppress(OSError):
+                    group.rmdir()
+
+    def commands(self) -> tuple[str, ...]:
+        """For a shell that is to start a guest there; none where it is in an idle group already."""
+        if self._is_given(os.getpid()):
+            return ()
+        group = self._writable_root() / f"{_PREFIX}$$"
+        return (f"mkdir -p {group}", f"echo 1 > {group / _IDLE}", f"echo $$ > {group / _MEMBERS}")
+
+    def _set(self, pid: int, *, idle: bool) -> Path | None:
+        group = self._of(pid)
+        if group is not None:
+            (group / _IDLE).write_text(f"{int(idle)}\n")
+        return group
+
+    def _of(self, pid: int) -> Path | None:
+        try:
+            name = control_group(pid, proc=self._proc, cgroups=self._cgroups).lstrip("/")
+        except OSError:
+            return None
+        if not name.startswith(_PREFIX):
+            return None
+        found = (root / name for root in hierarchies(self._cgroups) if (root / name).is_dir())
+        return next(found, None)
+
+    def _is_given(self, pid: int) -> bool:
+        group = scheduling_group(pid, proc=self._proc, cgroups=self._cgroups)
+        return is_under_idle(group, cgroups=self._cgroups)
+
+    def _try(self) -> None:
+        """What a kernel or a container does not allow shows when it is done. Raises Unsupported."""
+        group = self._writable_root() / f"{_PROBE}{os.getpid()}"
+        try:
+            group.mkdir(exist_ok=True)
+            _make_idle(group)
+        except OSError as error:
+            raise Unsupported(f"{group}: {error.strerror}") from error
+        finally:
+            with suppress(OSError):
+                group.rmdir()
+
+    def _writable_root(self) -> Path:
+        """Of the machine's cpu controller. Raises Unsupported."""
+        for root in hierarchies(self._cgroups):
+            if not _has_cpu_controller(root):
+                continue
+            if not os.access(root / _MEMBERS, os.W_OK):
+                raise Unsupported(f"no control group can be made in {root}: that takes root")
+            return root
+        raise Unsupported("there is no cpu controller whose groups could be idle")
+
+
+def _make_idle(group: Path) -> None:
+    file = group / _IDLE
+    if not file.exists():
+        raise Unsupported("the kernel knows no cpu.idle; it came with Linux 5.15")
+    file.write_text("1\n")
+
+
+def _has_cpu_controller(root: Path) -> bool:
+    unified = root / "cgroup.subtree_control"
+    if unified.exists():
+        return "cpu" in unified.read_text().split()
+    return (root / "cpu.shares").exists() or (root / "cpu.cfs_quota_us").exists()

@@ -1,0 +1,156 @@
+"""The shell around the routing policy: turns wait here for their place."""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.ids import EngineId, JobId
+from scheduler.gateway.policy.routing import (
+    RoutingPolicy,
+)
+from scheduler.gateway.policy.routing_events import (
+    DispatchTurn,
+    QueueTurn,
+    Refusal,
+    RefuseTurn,
+    RoutingEvent,
+    TurnArrived,
+    TurnCleared,
+    TurnLeft,
+    TurnWithdrawn,
+)
+from scheduler.gateway.policy.trajectories import Turn
+
+
+class Dispatcher:
+    def __init__(self, policy: RoutingPolicy, clock: Clock, *, queue_s: float) -> None:
+        self.policy = policy
+        self._clock = clock
+        self._queue_s = queue_s
+        self._waiting: dict[str, asyncio.Future[DispatchTurn | RefuseTurn]] = {}
+        self.dispatched: Counter[str] = Counter()
+        """Turns placed so far, by reason."""
+        self.on_queued: Callable[[], None] = lambda: None
+        """Called when a turn finds no place."""
+        self.waits_for_permit: Callable[[JobId], bool] = lambda _job: False
+        """Whether the job's engines are there, and not its own for now."""
+
+    def observe(self, event: RoutingEvent) -> None:
+        for effect in self.policy.observe(event, now=self._clock.now()):
+            match effect:
+                case QueueTurn():
+                    self.on_queued()
+                case DispatchTurn() | RefuseTurn():
+                    waiting = self._waiting.get(effect.turn)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(effect)
+                    elif isinstance(effect, DispatchTurn):
+                        self.leave(effect.turn)
+
+    async def place(
+        self,
+        turn: Turn,
+        *,
+        resumed: bool,
+        suspect: str = "",
+        avoid: tuple[EngineId, ...] = (),
+        until_s: float = math.inf,
+    ) -> DispatchTurn | RefuseTurn | None:
+        """Wait for a place, but no longer than `until_s` (None).
+
+        A turn is refused that no engine could serve for `queue_s`, while its job might use one.
+        """
+        arrived = arrival(turn, resumed=resumed, suspect=suspect, avoid=avoid)
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting[arrived.turn] = waiting
+        try:
+            self.observe(arrived)
+            placed = await self._wait(arrived, waiting, until_s)
+        except asyncio.CancelledError:
+            self._give_up(arrived.turn, waiting)
+            raise
+        finally:
+            self._waiting.pop(arrived.turn, None)
+        if isinstance(placed, DispatchTurn):
+            self.dispatched[placed.reason] += 1
+        return placed
+
+    async def _wait(
+        self,
+        arrived: TurnArrived,
+        waiting: "asyncio.Future[DispatchTurn | RefuseTurn]",
+        until_s: float,
+    ) -> DispatchTurn | RefuseTurn | None:
+        servable_s = self._clock.now()
+        while True:
+            left_s = max(0.0, until_s - self._clock.now())
+            done, _ = await asyncio.wait((waiting,), timeout=min(self._queue_s / 4, left_s))
+            if done:
+                return waiting.result()
+            now = self._clock.now()
+            if self.policy.may_serve(arrived) or self.waits_for_permit(arrived.job):
+                servable_s = now
+            if now >= until_s:
+                self._give_up(arrived.turn, waiting)
+                return None
+            if now - servable_s >= self._queue_s:
+                self._give_up(arrived.turn, waiting)
+                reason = f"no engine has served job {arrived.job} for {self._queue_s:.0f} s"
+                return RefuseTurn(turn=arrived.turn, refusal=Refusal.FULL, reason=reason)
+
+    def close(self) -> None:
+        """Refuse all who wait."""
+        for turn, waiting in tuple(self._waiting.items()):
+            if not waiting.done():
+                self.observe(TurnWithdrawn(turn=turn))
+                reason = "the gateway is shutting down"
+                waiting.set_result(RefuseTurn(turn=turn, refusal=Refusal.FULL, reason=reason))
+
+    def leave(
+        self,
+        turn: str,
+        *,
+        tokens: int = 0,
+        seconds: float = 0.0,
+        stalled: bool = False,
+        refused_s: float | None = None,
+    ) -> None:
+        self.observe(
+            TurnLeft(
+                turn=turn, tokens=tokens, seconds=seconds, stalled=stalled, refused_s=refused_s
+            )
+        )
+
+    def cleared(self, turn: str) -> None:
+        self.observe(TurnCleared(turn=turn))
+
+    def other_places(self, turn: Turn, *, avoid: tuple[EngineId, ...]) -> int:
+        arrived = arrival(turn, resumed=True, avoid=avoid)
+        return self.policy.other_places(arrived, now=self._clock.now())
+
+    def _give_up(self, turn: str, waiting: asyncio.Future[DispatchTurn | RefuseTurn]) -> None:
+        if waiting.done() and isinstance(waiting.result(), DispatchTurn):
+            self.leave(turn)
+        elif not waiting.done():
+            waiting.cancel()
+            self.observe(TurnWithdrawn(turn=turn))
+
+
+def arrival(
+    turn: Turn, *, resumed: bool, suspect: str = "", avoid: tuple[EngineId, ...] = ()
+) -> TurnArrived:
+    pin = turn.request.weight_version
+    return TurnArrived(
+        turn=turn.key,
+        trajectory=turn.trajectory,
+        job=turn.job,
+        tokens=turn.remaining_tokens,
+        context_tokens=len(turn.request.token_ids) + turn.request.sampling_params.max_tokens,
+        exact=pin.exact,
+        minimum=pin.minimum,
+        resumed=resumed,
+        suspect=suspect,
+        avoid=avoid,
+    )

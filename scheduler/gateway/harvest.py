@@ -1,0 +1,298 @@
+"""The shell around the capacity policy: asks agents, takes, renews and releases leases.
+
+A lease in hand becomes a guest in the fleet; a lease that ends takes its guest out at once.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import aiohttp
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.ids import EngineId, JobId, LeaseId, SlotId, TenantId, checked_name
+from harvester.contracts.wire.leases import (
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequest,
+    SlotOffer,
+    SlotState,
+)
+from scheduler.decision_log import DecisionLog
+from scheduler.gateway.config import EngineSettings
+from scheduler.gateway.engine import EngineClient
+from scheduler.gateway.fleet import Cut, Fleet, Member
+from scheduler.gateway.leases import AgentClient
+from scheduler.gateway.policy.capacity import (
+    CapacityEffect,
+    CapacityPolicy,
+    CapacitySample,
+    Demand,
+    DropLease,
+    OfferedSlot,
+    ReleaseLease,
+    RenewLease,
+    SlotRefusal,
+    TakeLease,
+)
+from scheduler.gateway.state import SchedulerState
+from scheduler.model import Engine, EngineKind, Lease
+
+_log = logging.getLogger(__name__)
+
+# Between two looks when turns queue up: an agent answers in a millisecond.
+_LEAST_PERIOD_S = 0.1
+
+
+class Harvest:
+    def __init__(
+        self,
+        policy: CapacityPolicy,
+        fleet: Fleet,
+        state: SchedulerState,
+        log: DecisionLog,
+        clock: Clock,
+        *,
+        agents: dict[str, AgentClient],
+        guests: dict[SlotId, EngineSettings],
+        session: aiohttp.ClientSession,
+        connect_s: float,
+        demands: Callable[[], tuple[Demand, ...]],
+        tenant_of: Callable[[JobId], TenantId],
+    ) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._state = state
+        self._log = log
+        self._clock = clock
+        self._agents = agents
+        self._guests = guests
+        self._session = session
+        self._connect_s = connect_s
+        self._demands = demands
+        self._tenant_of = tenant_of
+        self._refusals: list[SlotRefusal] = []
+        self._doubted: set[LeaseId] = set()
+        self._wake = asyncio.Event()
+        self.leases: dict[LeaseId, Lease] = {}
+        self.offers: dict[SlotId, tuple[str, SlotOffer]] = {}
+        self.silent_agents: dict[str, str] = {}
+
+    def leasable_contexts(self) -> list[int]:
+        """Of slots that this scheduler may lease, whoever has them now; 0 is not known."""
+        return [
+            offer.engine.context_tokens
+            for _, offer in self.offers.values()
+            if offer.state in (SlotState.OFFERED, SlotState.LEASED, SlotState.LEARNING)
+            and not self._fleet.clash_of(offer.engine)
+        ]
+
+    def wake(self) -> None:
+        """Something changed; look at once instead of at the next period."""
+        self._wake.set()
+
+    async def run(self, *, period_s: float) -> None:
+        await self._adopt()
+        while True:
+            await self.look()
+            await asyncio.sleep(_LEAST_PERIOD_S)
+            try:
+                async with asyncio.timeout(period_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+
+    async def look(self) -> None:
+        """One sample, one decision, its effects."""
+        for name in sorted(self._doubted & self.leases.keys()):
+            await self._renew(self.leases[name], self._renewal(self.leases[name], "refused"))
+        self._doubted.clear()
+        await asyncio.gather(*(self._ask(name) for name in sorted(self._agents)))
+        sample = CapacitySample(
+            demands=self._demands(),
+            slots=tuple(
+                OfferedSlot(
+                    slot=offer.slot,
+                    agent=agent,
+                    free=offer.state is SlotState.OFFERED
+                    and not self._fleet.clash_of(offer.engine),
+                    idle_ratio=offer.idle_ratio,
+                )
+                for agent, offer in self.offers.values()
+            ),
+            leases=tuple(self.leases.values()),
+            refusals=tuple(self._refusals),
+        )
+        self._refusals.clear()
+        now = self._clock.now()
+        effects = self._policy.observe(sample, now=now)
+        self._log.decided(now=now, sample=sample, effects=effects)
+        await asyncio.gather(*map(self._apply, effects))
+
+    def refused(self, member: Member) -> None:
+        """The guest says that its lease is not the one in force.
+
+        A new grant reaches the guest a beat after its lease reached us, so this alone ends no
+        lease: the engine rests until its next health check, and the agent is asked.
+        """
+        self._fleet.down(member, "refused the lease epoch", cut=Cut.LEASE)
+        if member.lease is not None:
+            self._doubted.add(member.lease.lease)
+            self.wake()
+
+    async def release_all(self) -> None:
+        effects = [
+            ReleaseLease(lease=lease.lease, agent=lease.agent, reason="shutting down")
+            for lease in self.leases.values()
+        ]
+        await asyncio.gather(*map(self._apply, effects))
+
+    async def _adopt(self) -> None:
+        """Renew what an earlier process held; what its agent does not renew is forgotten."""
+        for lease in self._state.leases():
+            self._state.end(lease.lease)
+            if lease.agent not in self._agents:
+                continue
+            await self._ask(lease.agent)
+            await self._renew(lease, self._renewal(lease, "restarted"))
+
+    def _renewal(self, lease: Lease, reason: str) -> RenewLease:
+        return RenewLease(
+            lease=lease.lease,
+            agent=lease.agent,
+            epoch=lease.epoch,
+            duration_s=self._policy.duration_s,
+            reason=reason,
+        )
+
+    async def _ask(self, name: str) -> None:
+        try:
+            offers = await self._agents[name].offers()
+        except (Exhausted, PeerProtocolError) as error:
+            self.silent_agents[name] = str(error)
+            self.offers = {s: (a, o) for s, (a, o) in self.offers.items() if a != name}
+            return
+        self.silent_agents.pop(name, None)
+        others = {s: (a, o) for s, (a, o) in self.offers.items() if a != name}
+        twice = sorted(offer.slot for offer in offers.slots if offer.slot in others)
+        if twice:
+            # Leases and guests are known by their slot: one of two would get the other's turns.
+            first = others[twice[0]][0]
+            self.silent_agents[name] = f"agent {first} offers {', '.join(twice)} too: rename them"
+        fresh = {o.slot: (name, o) for o in offers.slots if o.slot not in others}
+        self.offers = {**others, **fresh}
+        self._fleet.review_contexts()
+
+    async def _apply(self, effect: CapacityEffect) -> None:
+        try:
+            match effect:
+                case TakeLease():
+                    await self._take(effect)
+                case RenewLease():
+                    lease = self.leases.get(effect.lease)
+                    if lease is not None:
+                        await self._renew(lease, effect)
+                case ReleaseLease():
+                    # Stop using it before its slot is free for another.
+                    self._end(self.leases[effect.lease], effect.reason)
+                    await self._agents[effect.agent].release(effect.lease)
+                case DropLease():
+                    self._end(self.leases[effect.lease], effect.reason)
+        except (Exhausted, PeerProtocolError) as error:
+            self.silent_agents[effect.agent] = str(error)
+
+    async def _take(self, effect: TakeLease) -> None:
+        asked_at_s = self._clock.now()
+        request = LeaseRequest(
+            request_id=effect.request_id,
+            slot=effect.slot,
+            tenant=self._tenant_of(effect.job),
+            job=effect.job,
+            duration_s=effect.duration_s,
+        )
+        match await self._agents[effect.agent].take(request):
+            case LeaseRefused() as refused:
+                refusal = SlotRefusal(slot=effect.slot, retry_after_s=refused.retry_after_s)
+                self._refusals.append(refusal)
+            case LeaseGranted(slot=slot) if slot != effect.slot:
+                _log.warning("agent %s: asked for %s, got %s", effect.agent, effect.slot, slot)
+                self._refusals.append(SlotRefusal(slot=effect.slot, retry_after_s=0.0))
+            case LeaseGranted() as granted:
+                lease = Lease(
+                    lease=granted.lease,
+                    slot=effect.slot,
+                    agent=effect.agent,
+                    job=effect.job,
+                    epoch=granted.epoch,
+                    # The grantor counts from its reply, later than the question.
+                    expires_s=asked_at_s + min(granted.duration_s, effect.duration_s),
+                )
+                self._hold(lease)
+
+    async def _renew(self, lease: Lease, effect: RenewLease) -> None:
+        asked_at_s = self._clock.now()
+        try:
+            reply = await self._agents[effect.agent].renew(
+                effect.lease, epoch=effect.epoch, duration_s=effect.duration_s
+            )
+        except (Exhausted, PeerProtocolError) as error:
+            self.silent_agents[effect.agent] = str(error)
+            return
+        mismatch = lease.mismatch(reply)
+        if mismatch:
+            _log.warning("agent %s, slot %s: %s", effect.agent, lease.slot, mismatch)
+            self._end(lease, mismatch)
+            return
+        match reply:
+            case LeaseEnded():
+                self._end(lease, f"ended by its agent: {reply.reason}")
+            case LeaseGranted():
+                renewed = Lease(
+                    lease=lease.lease,
+                    slot=lease.slot,
+                    agent=lease.agent,
+                    job=lease.job,
+                    epoch=lease.epoch,
+                    expires_s=asked_at_s + min(reply.duration_s, effect.duration_s),
+                )
+                self._hold(renewed)
+
+    def _hold(self, lease: Lease) -> None:
+        known = self.leases.get(lease.lease)
+        self.leases[lease.lease] = lease
+        self._state.hold(lease)
+        if known is not None and known.epoch == lease.epoch:
+            self._fleet.renewed(self._guest_id(lease.slot), lease)
+            return
+        offered = self.offers.get(lease.slot)
+        if offered is None or offered[0] != lease.agent:
+            return
+        self._fleet.remove(self._guest_id(lease.slot), "leased anew")
+        engine = self._guest(lease, offered[1])
+        client = EngineClient(self._session, engine.url, connect_s=self._connect_s)
+        self._fleet.add(engine, client, lease=lease)
+
+    def _end(self, lease: Lease, reason: str) -> None:
+        self.leases.pop(lease.lease, None)
+        self._state.end(lease.lease)
+        self._fleet.remove(self._guest_id(lease.slot), reason)
+
+    def _guest_id(self, slot: SlotId) -> EngineId:
+        settings = self._guests.get(slot)
+        return EngineId(settings.id if settings else f"guest.{slot}")
+
+    def _guest(self, lease: Lease, offer: SlotOffer) -> Engine:
+        settings = self._guests.get(lease.slot)
+        checked_name(lease.slot, what="slot")
+        return Engine(
+            engine=self._guest_id(lease.slot),
+            kind=EngineKind.GUEST,
+            url=offer.engine_url,
+            concurrency=min(max(1, offer.concurrency), settings.concurrency if settings else 4096),
+            slot=lease.slot,
+            epoch=lease.epoch,
+            numerics=settings.numerics if settings else "",
+        )

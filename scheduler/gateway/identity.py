@@ -1,0 +1,134 @@
+"""Identity of an engine by its own word: its process, what it can serve, what its workers hold.
+
+An engine with coserve's IdentityMiddleware tells in a route of its own and with every reply. Stock
+vLLM has neither: its process is known by the time at which it started, which its metrics tell, and
+of what it can serve it tells the model's name and context.
+"""
+
+import re
+from enum import IntEnum
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.wire.engines import ENGINE_ROUTE, EngineDescription, EngineReport
+from harvester.platform.reply import body_of
+
+_MOST_BYTES = 8 << 20
+_COUNTED = re.compile(r"[^.\s]+\.\d+")
+_STARTED = b"process_start_time_seconds "
+
+T = TypeVar("T")
+
+
+class Change(IntEnum):
+    """An engine as it is now, compared with the one that the version was applied to."""
+
+    NONE = 0
+    PROCESS = 1
+    """Another process: the one before has died."""
+    WEIGHTS = 2
+    """The same process, whose weights somebody else has called for."""
+
+
+def change_between(given: str, told: str) -> Change:
+    if given == told:
+        return Change.NONE
+    counted = _COUNTED.fullmatch(given) and _COUNTED.fullmatch(told)
+    same = counted and given.rpartition(".")[0] == told.rpartition(".")[0]
+    return Change.WEIGHTS if same else Change.PROCESS
+
+
+class _StockModel(msgspec.Struct, frozen=True):
+    id: str = ""
+    max_model_len: int | None = None
+
+
+class _StockModels(msgspec.Struct, frozen=True):
+    data: tuple[_StockModel, ...] = ()
+
+
+class HeldWeights(msgspec.Struct, frozen=True):
+    """Weights that one worker says it holds; empty before its first update and while in doubt."""
+
+    store: str = ""
+    version: int = 0
+    state_hash: str = ""
+    adapters: dict[str, "HeldWeights"] = {}
+
+    def of(self, adapter: str | None) -> "HeldWeights":
+        return self if adapter is None else self.adapters.get(adapter, HeldWeights())
+
+
+class _Held(msgspec.Struct, frozen=True):
+    """Every worker's reply to `/collective_rpc`."""
+
+    results: tuple[HeldWeights, ...]
+
+
+_REPORT = msgspec.json.Decoder(EngineReport)
+_MODELS = msgspec.json.Decoder(_StockModels)
+_HELD = msgspec.json.Decoder(_Held)
+
+
+class IdentityQuestions:
+    """Raises PeerProtocolError for an answer that is none, and aiohttp's errors."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, timeout_s: float) -> None:
+        self._session = session
+        self._url = url
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+
+    async def report(self) -> tuple[EngineReport, bool]:
+        """Also whether every reply carries the identity. A stock engine may tell none: ""."""
+        status, raw = await self._get(ENGINE_ROUTE)
+        if status == 200:
+            return _decoded(raw, _REPORT, ENGINE_ROUTE), True
+        if status != 404:
+            raise PeerProtocolError(f"{ENGINE_ROUTE}: HTTP {status}")
+        description = await self._stock_description()
+        return EngineReport(identity=await self.start_time(), description=description), False
+
+    async def start_time(self) -> str:
+        """When a stock engine's process started, as its metrics say; "" if they do not."""
+        # vLLM writes its whole page in the process that answers requests: the one series first.
+        for path in ("/metrics/?name[]=process_start_time_seconds", "/metrics"):
+            status, raw = await self._get(path)
+            for line in raw.splitlines() if status == 200 else ():
+                if line.startswith(_STARTED):
+                    return f"started {line[len(_STARTED) :].decode(errors='replace')[:40]}"
+        return ""
+
+    async def held(self) -> tuple[HeldWeights, ...]:
+        """Weights held by each worker. The caller bounds the wait: workers answer between steps."""
+        route = "/collective_rpc"
+        async with self._session.post(
+            self._url + route, json={"method": "rosemux_weights"}
+        ) as response:
+            raw = await body_of(response, most_bytes=_MOST_BYTES)
+            if response.status != 200:
+                raise PeerProtocolError(f"{route}: HTTP {response.status}")
+        return _decoded(raw, _HELD, route).results
+
+    async def _stock_description(self) -> EngineDescription:
+        status, raw = await self._get("/v1/models")
+        models = _decoded(raw, _MODELS, "/v1/models").data if status == 200 else ()
+        if not models:
+            return EngineDescription()
+        # The first is the model itself, those after it are adapters.
+        return EngineDescription(
+            model=models[0].id[:200], context_tokens=models[0].max_model_len or 0
+        )
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        async with self._session.get(self._url + path, timeout=self._timeout) as response:
+            return response.status, await body_of(response, most_bytes=_MOST_BYTES)
+
+
+def _decoded(raw: bytes, decoder: msgspec.json.Decoder[T], route: str) -> T:
+    try:
+        return decoder.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise PeerProtocolError(f"{route}: {error}") from error

@@ -1,0 +1,146 @@
+"""The turns of one job that somebody waits for, by request id.
+
+A client that asks again, with the same body under the same id, joins the turn that it began: its
+first connection may have timed out or broken. A turn outlives its last client by `rejoin_s`, and so
+does an end that nobody was there to hear; after that it is cancelled on its engine and forgotten.
+An id whose turn has been answered is free.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from harvester.contracts.errors import RoseMuxError
+from harvester.contracts.ids import TrajectoryId
+from harvester.contracts.wire.rollouts import GenerateRequest
+from scheduler.gateway.policy.routing_events import RefuseTurn
+from scheduler.gateway.policy.trajectories import Turn, TurnLedger
+
+Run = Callable[[Turn, Callable[[], None]], Coroutine[Any, Any, RefuseTurn | None]]
+Listen = Callable[[Turn], Callable[[], None]]
+
+
+class IdInUse(RoseMuxError):  # noqa: N818 - an answer, not a fault
+    """Another request is being served under this id."""
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    turn: Turn
+    listeners: list[Callable[[], None]] = field(default_factory=list)
+    clients: int = 0
+    task: "asyncio.Task[RefuseTurn | None] | None" = None
+    forget: asyncio.TimerHandle | None = None
+    abandoned: bool = False
+
+    def hear(self) -> None:
+        for listener in self.listeners:
+            listener()
+
+    def is_for(self, request: GenerateRequest, trajectory: TrajectoryId) -> bool:
+        asked = msgspec.structs.replace(request, stream=self.turn.request.stream)
+        return asked == self.turn.request and trajectory == self.turn.trajectory
+
+
+class OpenTurns:
+    def __init__(
+        self, ledger: TurnLedger, run: Run, *, on_end: Callable[[Turn], None], rejoin_s: float
+    ) -> None:
+        self._ledger = ledger
+        self._run = run
+        self._on_end = on_end
+        self._rejoin_s = rejoin_s
+        self._open: dict[str, _Open] = {}
+
+    async def serve(
+        self,
+        request: GenerateRequest,
+        *,
+        trajectory: TrajectoryId,
+        on_turn: Listen | None,
+        on_begin: Callable[[], None] = lambda: None,
+    ) -> tuple[Turn, RefuseTurn | None]:
+        """The turn at its end. Raises IdInUse, and what `run` raises.
+
+        `on_turn` gives a callback for new tokens; `on_begin` is called for a turn that is new.
+        """
+        while (held := self._open.get(request.request_id)) is not None:
+            if not held.abandoned and held.is_for(request, trajectory):
+                break
+            if held.clients:
+                raise IdInUse(
+                    f"request_id {request.request_id!r} is being served with another body; "
+                    "use a new id"
+                )
+            await self._cancel(held)
+        if held is None:
+            on_begin()
+            held = self._begin(request, trajectory)
+        return await self._follow(held, on_turn)
+
+    async def close(self) -> None:
+        """Turns that have ended say so to their clients first."""
+        for held in tuple(self._open.values()):
+            await self._cancel(held)
+
+    def _begin(self, request: GenerateRequest, trajectory: TrajectoryId) -> _Open:
+        turn = self._ledger.open(request, trajectory=trajectory)
+        assert turn is not None, "every open turn is held here"
+        held = self._open[request.request_id] = _Open(turn)
+        held.task = asyncio.create_task(self._run(turn, held.hear))
+        held.task.add_done_callback(lambda task: self._ended(held, task))
+        return held
+
+    def _ended(self, held: _Open, task: "asyncio.Task[RefuseTurn | None]") -> None:
+        self._ledger.close(held.turn)
+        self._on_end(held.turn)
+        # Whoever waits for it hears of its error; where nobody does, nobody is to.
+        if task.cancelled() or task.exception() is not None:
+            self._forget(held)
+
+    async def _follow(self, held: _Open, on_turn: Listen | None) -> tuple[Turn, RefuseTurn | None]:
+        assert held.task is not None
+        held.clients += 1
+        if held.forget is not None:
+            held.forget.cancel()
+            held.forget = None
+        listener = on_turn(held.turn) if on_turn is not None else None
+        if listener is not None:
+            held.listeners.append(listener)
+            if held.turn.token_ids:
+                listener()
+        heard = False
+        try:
+            await asyncio.wait((held.task,))
+            heard = True
+            return held.turn, held.task.result()
+        finally:
+            held.clients -= 1
+            if listener is not None:
+                held.listeners.remove(listener)
+            if heard:
+                self._forget(held)
+            elif not held.clients:
+                loop = asyncio.get_running_loop()
+                held.forget = loop.call_later(self._rejoin_s, self._abandon, held)
+
+    def _abandon(self, held: _Open) -> None:
+        assert held.task is not None
+        held.abandoned = True
+        if not held.task.cancel():
+            self._forget(held)
+
+    def _forget(self, held: _Open) -> None:
+        if self._open.get(held.turn.request.request_id) is held:
+            del self._open[held.turn.request.request_id]
+
+    async def _cancel(self, held: _Open) -> None:
+        assert held.task is not None
+        if held.forget is not None:
+            held.forget.cancel()
+        held.task.cancel()
+        await asyncio.gather(held.task, return_exceptions=True)
+        self._forget(held)

@@ -1,0 +1,452 @@
+"""Where each turn goes: per turn, not per trajectory (ROSE, section 4.3).
+
+    last engine of the trajectory, if it has a place (its KV prefix is there)
+    else a dedicated engine with a place, else a leased guest with a place
+    else the queue: turns of trajectories already begun first, then first come first served, but a
+    freed place goes to a turn whose prefix is there before it goes to an older one
+
+A place that is expected to end the turn later than waiting for a faster engine would is no place: a
+slow harvested engine gets the share that fits its speed. When none queues the batch is at its tail,
+and the turn goes where it is expected to end first, so that no straggler sits on a slow engine; a
+guest, whose gate may close any moment, must be clearly faster for that, even where the prefix is.
+Only engines that serve the turn's job at a version its pin allows, and whose context holds its
+prompt and all that it may say, are eligible: a turn never ends early because of its place.
+A decision costs O(engines). Opens no connection and reads no clock.
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
+
+import msgspec
+
+from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
+from scheduler.gateway.policy.engine_load import EngineLoad
+from scheduler.gateway.policy.routing_events import (
+    ContextLimited,
+    DispatchReason,
+    DispatchTurn,
+    EngineOffered,
+    EngineWithdrawn,
+    QueueTurn,
+    Refusal,
+    RefuseTurn,
+    Retargeted,
+    RoutingConfig,
+    RoutingEffect,
+    RoutingEvent,
+    TurnArrived,
+    TurnCleared,
+    TurnLeft,
+    TurnWithdrawn,
+)
+from scheduler.model import EngineKind
+
+_RESUMED, _BEGUN, _FRESH = 0, 1, 2
+_LineKey: TypeAlias = tuple[JobId, int, int, str, tuple[EngineId, ...], int]
+"""Job, exact and least version, suspect, engines to avoid, and which have the context."""
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """Queued turns that differ in nothing that routing looks at but age."""
+
+    waiting: tuple[deque[TurnArrived], ...] = field(
+        default_factory=lambda: (deque(), deque(), deque())
+    )
+    begun_on: dict[EngineId, deque[TurnArrived]] = field(default_factory=dict)
+    """Those of rank `_BEGUN` once more, by the engine that their trajectory was on."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.waiting))
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    job: JobId
+    since_s: float
+
+
+class RoutingPolicy:
+    NAME: ClassVar[str] = "scheduler.policy.routing"
+    SAMPLE: ClassVar[Any] = RoutingEvent
+    EFFECT: ClassVar[Any] = RoutingEffect
+
+    def __init__(self, config: RoutingConfig) -> None:
+        self._config = config
+        self._engines: dict[EngineId, EngineLoad] = {}
+        self._last: OrderedDict[TrajectoryId, EngineId] = OrderedDict()
+        self._placed: dict[str, tuple[JobId, EngineId]] = {}
+        self._lines: dict[_LineKey, _Line] = {}
+        self._trials: dict[EngineId, TurnArrived] = {}
+        """Suspects that are not cleared yet, where they are."""
+        self._queued: dict[str, _Queued] = {}
+        self._target: Retargeted | None = None
+        self._contexts: list[int] = []
+        """Of all engines offered so far, sorted: between two of them turns fit the same ones."""
+        self._context_limit: int | None = None
+        self._turn_tokens = config.default_turn_tokens
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "RoutingPolicy":
+        return cls(msgspec.convert(config, RoutingConfig))
+
+    def snapshot(self) -> dict[str, Any]:
+        """What outlives open turns: the learned speeds."""
+        return {
+            "turn_tokens": self._turn_tokens,
+            "measured": {
+                engine: {"seconds": at.seconds, "tokens": at.tokens, "learned_s": at.learned_s}
+                for engine, at in sorted(self._engines.items())
+                if at.tokens
+            },
+        }
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        self._turn_tokens = snapshot["turn_tokens"]
+        for engine, measured in snapshot["measured"].items():
+            at = self._engines.setdefault(EngineId(engine), EngineLoad(kind=EngineKind.GUEST))
+            at.seconds, at.tokens = measured["seconds"], measured["tokens"]
+            at.learned_s = measured["learned_s"]
+
+    @property
+    def queued_turns(self) -> int:
+        return len(self._queued)
+
+    @property
+    def open_turns(self) -> int:
+        return len(self._placed)
+
+    def open_turns_on(self, engine: EngineId) -> int:
+        load = self._engines.get(engine)
+        return load.open_turns if load else 0
+
+    def queued_turns_of(self, job: JobId) -> int:
+        return sum(queued.job == job for queued in self._queued.values())
+
+    def open_turns_of(self, job: JobId) -> int:
+        return sum(placed == job for placed, _ in self._placed.values())
+
+    def speeds(self) -> dict[EngineId, float]:
+        """Learned seconds per token of one stream alone."""
+        return {
+            engine: round(load.s_per_token_alone, 6)
+            for engine, load in sorted(self._engines.items())
+            if load.s_per_token_alone is not None
+        }
+
+    def s_per_token_alone(self, engine: EngineId) -> float | None:
+        load = self._engines.get(engine)
+        return load.s_per_token_alone if load else None
+
+    def may_serve(self, turn: TurnArrived) -> bool:
+        """Whether an engine is offered that the turn could wait for."""
+        return any(
+            load.offered
+            and load.job == turn.job
+            and _allows(turn, load.version)
+            and load.fits(turn.context_tokens)
+            for load in self._engines.values()
+        )
+
+    def other_places(self, turn: TurnArrived, *, now: float) -> int:
+        """Where a turn that stalls where it is could go on at once."""
+        _, here = self._placed.get(turn.turn, (turn.job, None))
+        return sum(
+            self._engines[engine].free_places(half_life_s=self._config.speed_half_life_s, now=now)
+            for engine in self._places(turn, now)
+            if engine != here
+        )
+
+    def observe(self, event: RoutingEvent, *, now: float) -> tuple[RoutingEffect, ...]:
+        match event:
+            case TurnArrived():
+                return self._arrive(event, now)
+            case TurnLeft():
+                self._leave(event, now)
+            case TurnWithdrawn():
+                self._queued.pop(event.turn, None)
+            case TurnCleared():
+                self._end_trial(event.turn)
+            case EngineOffered():
+                self._offer(event)
+            case EngineWithdrawn():
+                if event.engine in self._engines:
+                    self._engines[event.engine].offered = False
+                return (*self._drain(now), *self._refuse_stale())
+            case Retargeted():
+                self._target = event
+                return (*self._drain(now), *self._refuse_stale())
+            case ContextLimited():
+                self._context_limit = event.tokens
+                return (*self._drain(now), *self._refuse_stale())
+        return self._drain(now)
+
+    def _offer(self, event: EngineOffered) -> None:
+        load = self._engines.setdefault(event.engine, EngineLoad(kind=event.kind))
+        load.kind, load.concurrency = event.kind, event.concurrency
+        load.job, load.version = event.job, event.version
+        load.usable_until_s, load.offered = event.usable_until_s, True
+        load.context_tokens = event.context_tokens
+        if event.context_tokens and event.context_tokens not in self._contexts:
+            insort(self._contexts, event.context_tokens)
+            self._split_lines()
+
+    def _arrive(self, turn: TurnArrived, now: float) -> tuple[RoutingEffect, ...]:
+        refused = self._refusal(turn)
+        if refused is not None:
+            return (refused,)
+        line = self._lines.get(self._line_key(turn))
+        if line is None or not len(line):
+            chosen = self._choose(turn, now, tail=not self._queued)
+            if chosen is not None:
+                return (self._dispatch(turn, *chosen, now),)
+        if len(self._queued) >= self._config.queue_turns and not turn.resumed:
+            reason = f"{len(self._queued)} turns are waiting"
+            return (RefuseTurn(turn=turn.turn, refusal=Refusal.FULL, reason=reason),)
+        last = self._last.get(turn.trajectory)
+        begun = last is not None and self._config.begun_first
+        self._queued[turn.turn] = _Queued(turn.job, now)
+        self._wait(turn, _RESUMED if turn.resumed else _BEGUN if begun else _FRESH)
+        return (QueueTurn(turn=turn.turn), *self._drain(now))
+
+    def _wait(self, turn: TurnArrived, rank: int) -> None:
+        line = self._lines.setdefault(self._line_key(turn), _Line())
+        line.waiting[rank].append(turn)
+        last = self._last.get(turn.trajectory)
+        if rank == _BEGUN and last is not None:
+            near = line.begun_on.setdefault(last, deque())
+            while near and near[0].turn not in self._queued:
+                near.popleft()
+            near.append(turn)
+
+    def _line_key(self, turn: TurnArrived) -> _LineKey:
+        fits = bisect_left(self._contexts, turn.context_tokens)
+        pins = (_pin(turn.exact), _pin(turn.minimum))
+        return (turn.job, *pins, turn.suspect, turn.avoid, fits)
+
+    def _split_lines(self) -> None:
+        """An engine of another context is there: who waited alike may fit different engines."""
+        lines, self._lines = self._lines, {}
+        for line in lines.values():
+            for rank, waiting in enumerate(line.waiting):
+                for turn in waiting:
+                    if turn.turn in self._queued:
+                        self._wait(turn, rank)
+
+    def _leave(self, event: TurnLeft, now: float) -> None:
+        placed = self._placed.pop(event.turn, None)
+        if placed is None:
+            return
+        _, engine = placed
+        self._end_trial(event.turn)
+        if event.stalled:
+            self._engines[engine].stall(now=now)
+            return
+        if event.refused_s is not None:
+            self._engines[engine].refuse(event.turn, retry_s=event.refused_s, now=now)
+            return
+        weight = self._config.speed_weight
+        self._engines[engine].leave(
+            tokens=event.tokens, seconds=event.seconds, weight=weight, now=now
+        )
+        if event.tokens:
+            self._turn_tokens += weight * (event.tokens - self._turn_tokens)
+
+    def _refusal(self, turn: TurnArrived) -> RefuseTurn | None:
+        target = self._target
+        if target is None or turn.job != target.job:
+            active = target.job if target else "none"
+            reason = f"job {turn.job} is not active (active: {active}); activate it first"
+            return RefuseTurn(turn=turn.turn, refusal=Refusal.JOB, reason=reason)
+        limit = self._context_limit
+        if limit is not None and turn.context_tokens > limit:
+            reason = (
+                f"prompt and max_tokens are {turn.context_tokens} tokens together; "
+                f"the largest context of any engine is {limit}"
+            )
+            return RefuseTurn(turn=turn.turn, refusal=Refusal.CONTEXT, reason=reason)
+        if turn.exact is None and (turn.minimum or 0) <= target.version:
+            return None
+        if turn.exact == target.version or self.may_serve(turn):
+            return None
+        wanted = turn.exact if turn.exact is not None else f"at least {turn.minimum}"
+        reason = f"version {wanted} is served nowhere; job {turn.job} is at {target.version}"
+        return RefuseTurn(turn=turn.turn, refusal=Refusal.VERSION, reason=reason)
+
+    def _refuse_stale(self) -> Iterator[RefuseTurn]:
+        for key, line in list(self._lines.items()):
+            for waiting in line.waiting:
+                kept: list[TurnArrived] = []
+                for turn in waiting:
+                    refused = self._refusal(turn) if turn.turn in self._queued else None
+                    if refused is None:
+                        kept.append(turn)
+                    else:
+                        del self._queued[turn.turn]
+                        yield refused
+                waiting.clear()
+                waiting.extend(kept)
+            if not len(line):
+                del self._lines[key]
+
+    def _drain(self, now: float) -> tuple[RoutingEffect, ...]:
+        """Give freed places to waiting turns, rank before rank, in each rank the oldest first.
+
+        A turn that no free engine may serve holds up nobody but the turns that are like it.
+        """
+        if not self._queued:
+            self._lines.clear()
+            return ()
+        placed: list[RoutingEffect] = []
+        for rank in (_RESUMED, _BEGUN, _FRESH):
+            open_lines = list(self._lines.values())
+            while (line := self._oldest(open_lines, rank)) is not None:
+                turn = line.waiting[rank][0]
+                chosen = self._choose(turn, now, tail=False)
+                if chosen is None:
+                    open_lines.remove(line)
+                    continue
+                engine, reason = chosen
+                nearer = None
+                if rank == _BEGUN and reason is not DispatchReason.AFFINITY:
+                    nearer = self._nearer(line, engine, older=turn, now=now)
+                if nearer is not None:
+                    turn, reason = nearer, DispatchReason.AFFINITY
+                del self._queued[turn.turn]
+                placed.append(self._dispatch(turn, engine, reason, now))
+        return tuple(placed)
+
+    def _oldest(self, lines: list[_Line], rank: int) -> _Line | None:
+        """The line whose first turn of this rank has waited longest; None if none waits."""
+        found, since_s = None, math.inf
+        for line in lines:
+            waiting = line.waiting[rank]
+            while waiting and waiting[0].turn not in self._queued:
+                waiting.popleft()
+            if waiting and (at_s := self._queued[waiting[0].turn].since_s) < since_s:
+                found, since_s = line, at_s
+        return found
+
+    def _nearer(
+        self, line: _Line, engine: EngineId, *, older: TurnArrived, now: float
+    ) -> TurnArrived | None:
+        """The oldest turn of the line whose prefix is on `engine`, while `older` can wait."""
+        if now - self._queued[older.turn].since_s > self._config.patience_s:
+            return None
+        near = line.begun_on.get(engine)
+        while near:
+            turn = near.popleft()
+            if turn.turn in self._queued and self._last.get(turn.trajectory) == engine:
+                return turn
+        return None
+
+    def _may_try(self, turn: TurnArrived, engine: EngineId) -> bool:
+        if engine in turn.avoid:
+            return False
+        return not turn.suspect or (
+            engine not in self._trials
+            and all(other.suspect != turn.suspect for other in self._trials.values())
+        )
+
+    def _end_trial(self, turn: str) -> None:
+        for engine, tried in self._trials.items():
+            if tried.turn == turn:
+                del self._trials[engine]
+                return
+
+    def _expected_s(self, turn: TurnArrived, now: float) -> dict[EngineId, float]:
+        """How long the turn would take on each engine that may serve it, full or not."""
+        config, until_s = self._config, now + self._config.lease_margin_s
+        may = {
+            engine: load
+            for engine, load in self._engines.items()
+            if load.offered
+            and load.job == turn.job
+            and _allows(turn, load.version)
+            and load.fits(turn.context_tokens)
+            and (load.usable_until_s is None or until_s < load.usable_until_s)
+            and self._may_try(turn, engine)
+        }
+        known = [load.s_per_token_alone for load in may.values()]
+        guess_s = min((*filter(None, known), config.default_s_per_token))
+        return {
+            engine: load.turn_s(
+                self._turn_tokens, guess_s=guess_s, half_life_s=config.speed_half_life_s, now=now
+            )
+            for engine, load in may.items()
+        }
+
+    def _places(self, turn: TurnArrived, now: float) -> dict[EngineId, float]:
+        """Engines with a place that ends the turn no later than waiting for a faster one would.
+
+        Waiting takes as long as the faster engines, all full, need for everyone in the queue.
+        """
+        places: dict[EngineId, float] = {}
+        faster_places, fastest_s = 0, 0.0
+        ahead = max(1, len(self._queued))
+        expected = self._expected_s(turn, now)
+        for engine, turn_s in sorted(expected.items(), key=lambda item: (item[1], item[0])):
+            load = self._engines[engine]
+            wait_s = fastest_s * (1 + ahead / faster_places) if faster_places else turn_s
+            free = load.free_places(half_life_s=self._config.speed_half_life_s, now=now)
+            cost_s = turn_s
+            if load.kind is EngineKind.GUEST and self._config.moved_after_s is not None:
+                cost_s = min(turn_s, self._config.moved_after_s + fastest_s)
+            if free and (places or cost_s <= wait_s):
+                places[engine] = turn_s
+            if not faster_places:
+                fastest_s = turn_s
+            faster_places += load.concurrency
+        return places
+
+    def _choose(
+        self, turn: TurnArrived, now: float, *, tail: bool
+    ) -> tuple[EngineId, DispatchReason] | None:
+        places = self._places(turn, now)
+        if not places:
+            return None
+        fastest = next(iter(places))
+        last = self._last.get(turn.trajectory)
+        kept_s = self._config.affinity_ratio * places[fastest]
+        dedicated = next(
+            (each for each in places if self._engines[each].kind is EngineKind.DEDICATED), None
+        )
+        if last in places and places[last] <= kept_s:
+            kind = self._engines[last].kind
+            if kind is EngineKind.DEDICATED or dedicated is None or not tail:
+                return last, DispatchReason.AFFINITY
+        if tail:
+            safe = dedicated is not None and places[dedicated] <= kept_s
+            chosen = dedicated if dedicated is not None and safe else fastest
+            return chosen, DispatchReason.TAIL
+        if dedicated is not None:
+            return dedicated, DispatchReason.DEDICATED
+        return fastest, DispatchReason.GUEST
+
+    def _dispatch(
+        self, turn: TurnArrived, engine: EngineId, reason: DispatchReason, now: float
+    ) -> DispatchTurn:
+        load = self._engines[engine]
+        load.begin(now=now)
+        if turn.suspect:
+            self._trials[engine] = turn
+        self._placed[turn.turn] = (turn.job, engine)
+        self._last[turn.trajectory] = engine
+        self._last.move_to_end(turn.trajectory)
+        if len(self._last) > self._config.trajectories:
+            self._last.popitem(last=False)
+        return DispatchTurn(turn=turn.turn, engine=engine, version=load.version, reason=reason)
+
+
+def _pin(version: WeightVersion | None) -> int:
+    return -1 if version is None else version
+
+
+def _allows(turn: TurnArrived, version: WeightVersion) -> bool:
+    if turn.exact is not None and version != turn.exact:
+        return False
+    return turn.minimum is None or version >= turn.minimum

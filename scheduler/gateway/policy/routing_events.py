@@ -1,0 +1,165 @@
+"""What routing hears, and what it says: events, effects and settings."""
+
+from enum import StrEnum
+
+import msgspec
+
+from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
+from scheduler.model import EngineKind
+
+
+class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    queue_turns: int = 16384
+    """More are refused. A synchronous step asks for its whole batch at once: 1,024 prompts of 16
+    samples each wait here, with their prompts in memory."""
+    lease_margin_s: float = 1.0
+    """A guest takes no turn this shortly before its lease ends."""
+    affinity_ratio: float = 2.0
+    """At the tail the last engine keeps a turn unless another ends it this much sooner."""
+    default_s_per_token: float = 0.005
+    """Until an engine has been measured."""
+    default_turn_tokens: float = 64.0
+    """Until a turn has ended."""
+    speed_weight: float = 0.03
+    """Of the newest turn in the moving averages of speed and length."""
+    speed_half_life_s: float = 10.0
+    """In which an engine's measured speed fades where no turn renews it."""
+    moved_after_s: float | None = None
+    """A guest's turn without a token for this long is moved to where there is room, so a bad place
+    costs no more than this and the turn elsewhere. None: nobody moves it."""
+    begun_first: bool = True
+    """Queued turns of begun trajectories go before first turns, so that few prefixes are kept at a
+    time. False: first come first served. All trajectories then advance together and the step's tail
+    is shorter, which pays where prefixes are cheap to make again."""
+    patience_s: float = 1.0
+    """A queued turn is passed over for this long by turns whose prefix is on the freed engine."""
+    trajectories: int = 65536
+    """Remembered last engines; the longest unused is forgotten."""
+
+
+class EngineOffered(msgspec.Struct, frozen=True, kw_only=True, tag="engine_offered"):
+    """The engine serves this job at this version. Repeated when something changes."""
+
+    engine: EngineId
+    kind: EngineKind
+    concurrency: int
+    job: JobId
+    version: WeightVersion
+    usable_until_s: float | None = None
+    context_tokens: int = 0
+    """Prompt and output of a turn together; 0 is not known."""
+
+
+class EngineWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="engine_withdrawn"):
+    engine: EngineId
+
+
+class Retargeted(msgspec.Struct, frozen=True, kw_only=True, tag="retargeted"):
+    """What the fleet serves or is on its way to."""
+
+    job: JobId
+    version: WeightVersion
+
+
+class ContextLimited(msgspec.Struct, frozen=True, kw_only=True, tag="context_limited"):
+    """The largest context of all engines that there are or may be; None where one is unknown."""
+
+    tokens: int | None
+
+
+class TurnArrived(msgspec.Struct, frozen=True, kw_only=True, tag="turn_arrived"):
+    turn: str
+    trajectory: TrajectoryId
+    job: JobId
+    tokens: int
+    """Still to be generated, at most."""
+    context_tokens: int = 0
+    """Of prompt and whole output, wherever the turn is; an engine with less would cut it short."""
+    exact: WeightVersion | None = None
+    minimum: WeightVersion | None = None
+    resumed: bool = False
+    """Lost its engine; it waits in front of all others."""
+    suspect: str = ""
+    """What engines may have died of. Until it is cleared no other suspect, and nothing of the same
+    name, is on its engine."""
+    avoid: tuple[EngineId, ...] = ()
+    """Engines that failed or refused the turn a moment ago."""
+
+
+class TurnLeft(msgspec.Struct, frozen=True, kw_only=True, tag="turn_left"):
+    """A dispatched turn freed its place."""
+
+    turn: str
+    tokens: int = 0
+    seconds: float = 0.0
+    """On its engine, without the pauses of a guest's closed gate."""
+    stalled: bool = False
+    """Taken off an engine that had fallen silent."""
+    refused_s: float | None = None
+    """The engine did not take the turn: no more than what it has for this long."""
+
+
+class TurnCleared(msgspec.Struct, frozen=True, kw_only=True, tag="turn_cleared"):
+    """A suspect is none any more; it stays where it is."""
+
+    turn: str
+
+
+class TurnWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="turn_withdrawn"):
+    """Nobody waits for this queued turn any more."""
+
+    turn: str
+
+
+class QueueReviewed(msgspec.Struct, frozen=True, kw_only=True, tag="queue_reviewed"):
+    """Time has passed: an engine that fell silent may have made a slower one worth having."""
+
+
+RoutingEvent = (
+    EngineOffered
+    | EngineWithdrawn
+    | Retargeted
+    | ContextLimited
+    | TurnArrived
+    | TurnLeft
+    | TurnWithdrawn
+    | TurnCleared
+    | QueueReviewed
+)
+
+
+class DispatchReason(StrEnum):
+    AFFINITY = "affinity"
+    DEDICATED = "dedicated"
+    GUEST = "guest"
+    TAIL = "tail"
+
+
+class DispatchTurn(msgspec.Struct, frozen=True, kw_only=True, tag="dispatch_turn"):
+    turn: str
+    engine: EngineId
+    version: WeightVersion
+    reason: DispatchReason
+
+
+class QueueTurn(msgspec.Struct, frozen=True, kw_only=True, tag="queue_turn"):
+    turn: str
+
+
+class Refusal(StrEnum):
+    VERSION = "version"
+    JOB = "job"
+    FULL = "full"
+    CONTEXT = "context"
+    """No engine has the context that the turn needs."""
+    REQUEST = "request"
+    """The request itself is at fault; the same one is not served later either."""
+
+
+class RefuseTurn(msgspec.Struct, frozen=True, kw_only=True, tag="refuse_turn"):
+    turn: str
+    refusal: Refusal
+    reason: str
+
+
+RoutingEffect = DispatchTurn | QueueTurn | RefuseTurn

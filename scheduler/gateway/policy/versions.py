@@ -1,0 +1,290 @@
+"""Orders version switches: what each engine serves, and when a publish is done.
+
+The fleet has one target, a job and its version. An engine that is not at the target stops taking
+turns (quiescing), is updated once no turn is open on it, and serves again. Open turns whose pin
+admits the target are cut with what they have and go on at the new version; a turn pinned to exactly
+the old version is waited for, unless the publisher cuts it. A publish is settled when every
+dedicated engine serves it; harvested engines catch up and take no turn meanwhile.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import msgspec
+
+from harvester.contracts.ids import EngineId, JobId, WeightVersion
+from harvester.contracts.wire.rollouts import SwitchState
+from scheduler.gateway.policy.versions_events import (
+    EngineEmptied,
+    EngineJoined,
+    EngineLeft,
+    EngineUpdated,
+    JobActivated,
+    JobVersion,
+    QuiesceEngine,
+    RefusePublish,
+    Retarget,
+    ServeEngine,
+    SettlePublish,
+    TimePassed,
+    UpdateEngine,
+    VersionPublished,
+    VersionsConfig,
+    VersionsEffect,
+    VersionsEvent,
+)
+from scheduler.model import BASE_VERSION, NO_JOB, EngineKind
+
+
+class EngineState(StrEnum):
+    QUIESCING = "quiescing"
+    """Takes no turn; some are still open."""
+    UPDATING = "updating"
+    SERVING = "serving"
+    FAILED = "failed"
+    """The last update failed; tried again later."""
+
+
+class Trigger(StrEnum):
+    RETARGET = "retarget"
+    EMPTIED = "emptied"
+    UPDATED = "updated"
+    BROKE = "broke"
+    RETRY = "retry"
+
+
+# The whole life of an engine between joining and leaving. A pair that is not here changes nothing.
+TRANSITIONS: dict[tuple[EngineState, Trigger], EngineState] = {
+    (EngineState.SERVING, Trigger.RETARGET): EngineState.QUIESCING,
+    (EngineState.QUIESCING, Trigger.EMPTIED): EngineState.UPDATING,
+    (EngineState.UPDATING, Trigger.UPDATED): EngineState.SERVING,
+    (EngineState.UPDATING, Trigger.BROKE): EngineState.FAILED,
+    (EngineState.FAILED, Trigger.RETARGET): EngineState.UPDATING,
+    (EngineState.FAILED, Trigger.RETRY): EngineState.UPDATING,
+}
+
+
+@dataclass(slots=True)
+class _Engine:
+    kind: EngineKind
+    state: EngineState
+    job: JobId = NO_JOB
+    version: WeightVersion = BASE_VERSION
+    failed_at_s: float = 0.0
+
+    def move(self, trigger: Trigger) -> bool:
+        to = TRANSITIONS.get((self.state, trigger))
+        if to is not None:
+            self.state = to
+        return to is not None
+
+
+class VersionPolicy:
+    NAME: ClassVar[str] = "scheduler.policy.versions"
+    SAMPLE: ClassVar[Any] = VersionsEvent
+    EFFECT: ClassVar[Any] = VersionsEffect
+
+    def __init__(self, config: VersionsConfig) -> None:
+        self._config = config
+        self._engines: dict[EngineId, _Engine] = {}
+        self._published: dict[JobId, JobVersion] = {}
+        self._target: JobVersion | None = None
+        self._settled = True
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "VersionPolicy":
+        return cls(msgspec.convert(config, VersionsConfig))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Versions and target, and the engines where a journal file goes on in another."""
+        return {
+            "published": [msgspec.to_builtins(job) for job in self._published.values()],
+            "target": self._target.job if self._target else None,
+            "settled": self._settled,
+            "engines": {
+                engine: {
+                    "kind": at.kind,
+                    "state": at.state,
+                    "job": at.job,
+                    "version": at.version,
+                    "failed_at_s": at.failed_at_s,
+                }
+                for engine, at in self._engines.items()
+            },
+        }
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        jobs = msgspec.convert(snapshot["published"], list[JobVersion])
+        self._published = {job.job: job for job in jobs}
+        target = snapshot["target"]
+        self._target = None if target is None else self._published[JobId(target)]
+        self._settled = snapshot["settled"]
+        self._engines = {
+            EngineId(engine): _Engine(
+                kind=EngineKind(at["kind"]),
+                state=EngineState(at["state"]),
+                job=JobId(at["job"]),
+                version=WeightVersion(at["version"]),
+                failed_at_s=at["failed_at_s"],
+            )
+            for engine, at in snapshot["engines"].items()
+        }
+
+    @property
+    def target(self) -> JobVersion | None:
+        return self._target
+
+    @property
+    def settled(self) -> bool:
+        """Every dedicated engine serves the target."""
+        return self._settled
+
+    def published(self, job: JobId) -> JobVersion | None:
+        return self._published.get(job)
+
+    def state(self, engine: EngineId) -> EngineState | None:
+        at = self._engines.get(engine)
+        return at.state if at else None
+
+    def version(self, engine: EngineId) -> WeightVersion | None:
+        at = self._engines.get(engine)
+        return at.version if at else None
+
+    def switch_states(self, job: JobId, version: WeightVersion) -> dict[EngineId, SwitchState]:
+        return {
+            engine: SwitchState.SWITCHED
+            if at.state is EngineState.SERVING and (at.job, at.version) == (job, version)
+            else SwitchState.CATCHING_UP
+            for engine, at in sorted(self._engines.items())
+        }
+
+    def observe(self, event: VersionsEvent, *, now: float) -> tuple[VersionsEffect, ...]:
+        match event:
+            case EngineJoined():
+                effects = self._join(event)
+            case EngineLeft():
+                self._engines.pop(event.engine, None)
+                effects = []
+            case VersionPublished():
+                effects = self._publish(event)
+            case JobActivated():
+                effects = self._activate(event.job)
+            case EngineEmptied():
+                effects = self._advance(event.engine, Trigger.EMPTIED)
+            case EngineUpdated():
+                effects = self._updated(event, now)
+            case TimePassed():
+                effects = self._retry(now)
+        return (*effects, *self._settle())
+
+    def _join(self, event: EngineJoined) -> list[VersionsEffect]:
+        at = self._engines[event.engine] = _Engine(event.kind, EngineState.UPDATING)
+        target = self._target
+        if target is None:
+            at.state = EngineState.QUIESCING
+            return []
+        return [self._update(event.engine, target)]
+
+    def _publish(self, event: VersionPublished) -> list[VersionsEffect]:
+        before = self._published.get(event.job)
+        now_at = JobVersion(job=event.job, store=event.store, version=event.version)
+        # A version of a job is of one store for good: its number alone says what an engine holds.
+        if before is not None and now_at != before and event.version <= before.version:
+            reason = (
+                f"job {event.job} is at version {before.version} of store {before.store}; "
+                "versions only rise, whatever store they are in"
+            )
+            return [RefusePublish(job=event.job, version=event.version, reason=reason)]
+        self._published[event.job] = now_at
+        if self._target is None or self._target.job == event.job:
+            return self._retarget(now_at, cut_exact=event.cut_exact)
+        return []
+
+    def _activate(self, job: JobId) -> list[VersionsEffect]:
+        to = self._published.get(job)
+        if to is None:
+            to = JobVersion(job=job, store="", version=WeightVersion(0))
+        if to.version == 0 and any(at.version for at in self._engines.values()):
+            reason = f"job {job} has published nothing; publish a version before activating it"
+            return [RefusePublish(job=job, version=to.version, reason=reason)]
+        self._published[job] = to
+        return self._retarget(to, cut_exact=False)
+
+    def _retarget(self, to: JobVersion, *, cut_exact: bool) -> list[VersionsEffect]:
+        if to == self._target and not cut_exact:
+            self._settled = False
+            return []
+        self._target, self._settled = to, False
+        effects: list[VersionsEffect] = [Retarget(job=to.job, version=to.version)]
+        for engine, at in sorted(self._engines.items()):
+            if at.state is EngineState.SERVING and (at.job, at.version) == (to.job, to.version):
+                continue
+            effects += self._advance(engine, Trigger.RETARGET, cut_exact=cut_exact)
+        return effects
+
+    def _updated(self, event: EngineUpdated, now: float) -> list[VersionsEffect]:
+        at = self._engines.get(event.engine)
+        if at is None:
+            return []
+        if event.fault:
+            at.failed_at_s = now
+            return self._advance(event.engine, Trigger.BROKE)
+        at.job, at.version = event.job, event.version
+        target = self._target
+        assert target is not None
+        if (at.job, at.version) == (target.job, target.version):
+            return self._advance(event.engine, Trigger.UPDATED)
+        # The target moved on meanwhile; no turn can be open on an engine in update.
+        return [self._update(event.engine, target)]
+
+    def _retry(self, now: float) -> list[VersionsEffect]:
+        effects: list[VersionsEffect] = []
+        for engine, at in sorted(self._engines.items()):
+            due = now >= at.failed_at_s + self._config.retry_s
+            if at.state is EngineState.FAILED and due:
+                effects += self._advance(engine, Trigger.RETRY)
+        return effects
+
+    def _advance(
+        self, engine: EngineId, trigger: Trigger, *, cut_exact: bool = False
+    ) -> list[VersionsEffect]:
+        at, target = self._engines.get(engine), self._target
+        if at is None or target is None:
+            return []
+        if trigger is Trigger.RETARGET and at.state is EngineState.QUIESCING:
+            return [self._quiesce(engine, target, cut_exact)]
+        if not at.move(trigger):
+            return []
+        match at.state:
+            case EngineState.QUIESCING:
+                return [self._quiesce(engine, target, cut_exact)]
+            case EngineState.UPDATING:
+                return [self._update(engine, target)]
+            case EngineState.SERVING:
+                return [ServeEngine(engine=engine, job=at.job, version=at.version)]
+            case EngineState.FAILED:
+                return []
+
+    def _quiesce(self, engine: EngineId, target: JobVersion, cut_exact: bool) -> QuiesceEngine:
+        reason = f"to job {target.job} version {target.version}"
+        return QuiesceEngine(engine=engine, cut_exact=cut_exact, reason=reason)
+
+    def _update(self, engine: EngineId, to: JobVersion) -> UpdateEngine:
+        return UpdateEngine(engine=engine, job=to.job, store=to.store, version=to.version)
+
+    def _settle(self) -> list[VersionsEffect]:
+        target = self._target
+        if target is None or self._settled:
+            return []
+        serving = 0
+        for at in self._engines.values():
+            there = (at.job, at.version) == (target.job, target.version)
+            if at.kind is EngineKind.DEDICATED:
+                if at.state is not EngineState.SERVING or not there:
+                    return []
+                serving += 1
+        if serving < self._config.min_dedicated:
+            return []
+        self._settled = True
+        return [SettlePublish(job=target.job, version=target.version)]

@@ -1,0 +1,130 @@
+"""Durable facts of the scheduler in SQLite: what each job published, and the leases that are held.
+
+A restart resumes with them. Lease times are not kept: after a restart a lease counts as held only
+once its agent has renewed it.
+"""
+
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, WeightVersion
+from scheduler.model import Lease
+
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS jobs (
+    job TEXT PRIMARY KEY, store TEXT NOT NULL DEFAULT '', version INTEGER NOT NULL DEFAULT 0,
+    active INTEGER NOT NULL DEFAULT 0, harvesting INTEGER
+) STRICT;
+CREATE TABLE IF NOT EXISTS leases (
+    lease TEXT PRIMARY KEY, slot TEXT NOT NULL, agent TEXT NOT NULL, job TEXT NOT NULL,
+    epoch INTEGER NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS parked (job TEXT PRIMARY KEY) STRICT;
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFacts:
+    store: str = ""
+    version: WeightVersion
+    active: bool = False
+    harvesting: bool | None = None
+    """None: nobody has switched it, the configuration holds."""
+
+
+class SchedulerState:
+    """Raises ConfigError if the file cannot be opened or belongs to another version."""
+
+    def __init__(self, path: Path | None) -> None:
+        where = ":memory:" if path is None else str(path)
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(where, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            (found,) = self._db.execute("PRAGMA user_version").fetchone()
+            if found not in (0, _SCHEMA_VERSION):
+                raise ConfigError(
+                    f"{where} has schema {found}; this gateway knows {_SCHEMA_VERSION}"
+                )
+            self._db.executescript(_SCHEMA)
+            self._db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigError(f"cannot use state file {where}: {error}") from error
+
+    def jobs(self) -> dict[JobId, JobFacts]:
+        rows = self._db.execute("SELECT job, store, version, active, harvesting FROM jobs")
+        return {
+            JobId(job): JobFacts(
+                store=store,
+                version=WeightVersion(version),
+                active=bool(active),
+                harvesting=None if harvesting is None else bool(harvesting),
+            )
+            for job, store, version, active, harvesting in rows
+        }
+
+    def publish(self, job: JobId, *, store: str, version: WeightVersion) -> None:
+        self._db.execute(
+            "INSERT INTO jobs (job, store, version) VALUES (?, ?, ?) ON CONFLICT (job) "
+            "DO UPDATE SET store = excluded.store, version = excluded.version",
+            (job, store, version),
+        )
+
+    def activate(self, job: JobId) -> None:
+        with self._db:
+            self._db.execute("BEGIN")
+            self._db.execute("UPDATE jobs SET active = 0")
+            self._db.execute(
+                "INSERT INTO jobs (job, active) VALUES (?, 1) "
+                "ON CONFLICT (job) DO UPDATE SET active = 1",
+                (job,),
+            )
+
+    def set_harvesting(self, job: JobId, *, enabled: bool) -> None:
+        self._db.execute(
+            "INSERT INTO jobs (job, harvesting) VALUES (?, ?) "
+            "ON CONFLICT (job) DO UPDATE SET harvesting = excluded.harvesting",
+            (job, int(enabled)),
+        )
+
+    def parked(self) -> list[JobId]:
+        """Jobs whose turns may not run on dedicated engines."""
+        return [JobId(job) for (job,) in self._db.execute("SELECT job FROM parked ORDER BY job")]
+
+    def use_dedicated(self, job: JobId, *, enabled: bool) -> None:
+        if enabled:
+            self._db.execute("DELETE FROM parked WHERE job = ?", (job,))
+        else:
+            self._db.execute("INSERT OR IGNORE INTO parked (job) VALUES (?)", (job,))
+
+    def leases(self) -> list[Lease]:
+        """Not usable until renewed: their end is in the past."""
+        rows = self._db.execute("SELECT lease, slot, agent, job, epoch FROM leases ORDER BY lease")
+        return [
+            Lease(
+                lease=LeaseId(lease),
+                slot=SlotId(slot),
+                agent=agent,
+                job=JobId(job),
+                epoch=Epoch(epoch),
+                expires_s=float("-inf"),
+            )
+            for lease, slot, agent, job, epoch in rows
+        ]
+
+    def hold(self, lease: Lease) -> None:
+        self._db.execute(
+            "INSERT OR REPLACE INTO leases (lease, slot, agent, job, epoch) VALUES (?, ?, ?, ?, ?)",
+            (lease.lease, lease.slot, lease.agent, lease.job, lease.epoch),
+        )
+
+    def end(self, lease: LeaseId) -> None:
+        self._db.execute("DELETE FROM leases WHERE lease = ?", (lease,))
+
+    def close(self) -> None:
+        self._db.close()

@@ -1,0 +1,105 @@
+"""The scheduler as people and dashboards see it: one JSON object, and the gauges of a scrape."""
+
+from dataclasses import asdict
+from typing import Any
+
+from harvester.contracts.ids import JobId
+from scheduler.gateway.scheduler import Scheduler
+from scheduler.model import EngineKind
+
+
+def status(scheduler: Scheduler, *, now: float) -> dict[str, Any]:
+    """Engines, jobs, queue, leases and counters; times are seconds from now."""
+    policy, routing = scheduler.fleet.policy, scheduler.dispatcher.policy
+    target = policy.target
+    return {
+        "active_job": target.job if target else None,
+        "target_version": target.version if target else None,
+        "settled": policy.settled,
+        "queued_turns": routing.queued_turns,
+        "open_turns": routing.open_turns,
+        "dispatched": dict(scheduler.dispatcher.dispatched),
+        "engines": {
+            engine: {
+                "kind": member.engine.kind,
+                "url": member.engine.url,
+                "up": member.up,
+                "state": policy.state(engine),
+                "version": policy.version(engine),
+                "concurrency": member.engine.concurrency,
+                "open_turns": len(member.running),
+                "s_per_token_alone": routing.s_per_token_alone(engine),
+                "epoch": member.lease.epoch if member.lease else None,
+                "numerics": member.numerics,
+                "identity": member.client.identity,
+                "context_tokens": member.context_tokens,
+                "description": member.description,
+                "fault": member.fault,
+            }
+            for engine, member in sorted(scheduler.fleet.members.items())
+        },
+        "jobs": {
+            job: {
+                "version": published.version if published else 0,
+                "store": published.store if published else "",
+                "harvesting": scheduler.harvesting(job),
+                "dedicated": scheduler.fleet.may_use_dedicated(job),
+                "tokens": _tokens(scheduler, job),
+                "turns": asdict(ledger.counters),
+                "turns_in_ledger": len(ledger),
+            }
+            for job, ledger in sorted(scheduler.ledgers.items())
+            for published in (policy.published(job),)
+        },
+        "leases": [
+            {
+                "lease": f"{lease.slot}.{lease.epoch}",
+                "slot": lease.slot,
+                "agent": lease.agent,
+                "job": lease.job,
+                "epoch": lease.epoch,
+                "left_s": round(lease.expires_s - now, 3),
+            }
+            for lease in scheduler.harvest.leases.values()
+        ],
+        "slots": {
+            slot: {"agent": agent, "state": offer.state, "idle_ratio": offer.idle_ratio}
+            for slot, (agent, offer) in sorted(scheduler.harvest.offers.items())
+        },
+        "silent_agents": dict(scheduler.harvest.silent_agents),
+    }
+
+
+def _tokens(scheduler: Scheduler, job: JobId) -> dict[EngineKind, int]:
+    """Generated so far by the kind of engine, by attempts that run as well."""
+    tokens = dict(scheduler.tokens[job])
+    for member in scheduler.fleet.members.values():
+        running = (each.tokens for each in member.running if each.turn.job == job)
+        tokens[member.engine.kind] += sum(running)
+    return tokens
+
+
+def render_metrics(scheduler: Scheduler) -> bytes:
+    """Bring the gauges up to date and render everything."""
+    metrics, policy = scheduler.metrics, scheduler.fleet.policy
+    routing = scheduler.dispatcher.policy
+    for gauge in (metrics.turns_running, metrics.engine_up, metrics.engine_version):
+        gauge.clear()
+    for engine, member in scheduler.fleet.members.items():
+        labels = (engine, member.engine.kind)
+        metrics.turns_running.labels(*labels).set(len(member.running))
+        metrics.engine_up.labels(*labels).set(policy.state(engine) == "serving")
+        metrics.engine_version.labels(*labels).set(policy.version(engine) or 0)
+    for job, ledger in scheduler.ledgers.items():
+        published = policy.published(job)
+        metrics.turns_queued.labels(job).set(routing.queued_turns_of(job))
+        metrics.version.labels(job).set(published.version if published else 0)
+        held = sum(lease.job == job for lease in scheduler.harvest.leases.values())
+        metrics.leases_held.labels(job).set(held)
+        metrics.stale_tokens.labels(job)
+        for outcome in ("lost", "duplicated", "migrated"):
+            child = metrics.trajectories.labels(job, outcome)
+            total = getattr(ledger.counters, outcome)
+            child.inc(total - scheduler.exported.get((job, outcome), 0))
+            scheduler.exported[job, outcome] = total
+    return metrics.render()

@@ -1,0 +1,437 @@
+"""Carries one turn to its end: from engine to engine until it has ended, cancelled or lost.
+
+What goes wrong belongs to somebody: a refusal to the request, a broken stream to the engine, an
+abort for want of slack or of a lease to nobody.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import RoseMuxError, Stale
+from harvester.contracts.ids import EngineId, Epoch
+from harvester.contracts.wire.rollouts import FinishReason
+from scheduler.gateway.config import Timeouts
+from scheduler.gateway.dispatch import Dispatcher
+from scheduler.gateway.engine import (
+    EngineBusy,
+    EngineChanged,
+    EngineLost,
+    EngineUnreachable,
+    RequestFailed,
+    RequestRefused,
+)
+from scheduler.gateway.fleet import Cut, Fleet, Member
+from scheduler.gateway.policy.blame import CLEARED_TOKENS, BlamePolicy, Ran
+from scheduler.gateway.policy.course import TurnCourse
+from scheduler.gateway.policy.first_tokens import FirstTokens
+from scheduler.gateway.policy.routing_events import (
+    DispatchTurn,
+    QueueReviewed,
+    Refusal,
+    RefuseTurn,
+)
+from scheduler.gateway.policy.trajectories import Attempt, Turn
+from scheduler.gateway.stream import EngineChoice
+from scheduler.model import EngineKind
+
+_WATCH_S = 0.25
+_DRAIN_S = 1.0
+"""A finished stream is read to its end for this long, so that its connection can be used again."""
+_FAILED_PAUSE_S = 5.0
+_ABORTED_PAUSE_S = 0.25
+
+
+class TurnObserver(Protocol):
+    """Told what becomes of attempts, a few times per turn and never per token."""
+
+    def generated(self, turn: Turn, member: Member, tokens: int) -> None: ...
+
+    def lease_refused(self, member: Member) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class RunningAttempt:
+    turn: Turn
+    began_s: float
+    heard_s: float
+    course: TurnCourse = field(default_factory=TurnCourse)
+    task: "asyncio.Task[None] | None" = None
+    why_cut: Cut | None = None
+    paused_s: float = 0.0
+    """Waited for a guest's closed gate, which says nothing of its speed."""
+    trial: str = ""
+    """What is suspected of it; empty for a turn above suspicion."""
+    tokens: int = 0
+    broke_s: float | None = None
+    """When it was seen to fail, which may be before its engine is known to have died."""
+    reached: bool = True
+    """Whether the engine may have seen it."""
+    refused_s: float | None = None
+    """The engine did not take it and wants no more for this long."""
+
+    @property
+    def request(self) -> str:
+        """What is to blame if the engine fails now: its prompt, or it with its tokens."""
+        return suspected_as(self.turn)
+
+    def hear(self, *, now: float, pause_s: float) -> None:
+        """A chunk came; a gap of more than `pause_s` before it was a pause."""
+        gap_s, self.heard_s = now - self.heard_s, now
+        if gap_s > pause_s:
+            self.paused_s += gap_s
+
+    def cut(self, why: Cut) -> None:
+        if self.why_cut is None and self.task is not None and not self.task.done():
+            self.why_cut = why
+            self.task.cancel()
+
+
+def suspected_as(turn: Turn) -> str:
+    """A prompt of which tokens were made is none that kills: from there the turn is meant alone."""
+    return turn.key if turn.token_ids else turn.content
+
+
+class TurnRunner:
+    def __init__(
+        self,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        observer: TurnObserver,
+        clock: Clock,
+        *,
+        timeouts: Timeouts,
+        max_attempts: int,
+    ) -> None:
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._observer = observer
+        self._clock = clock
+        self._timeouts = timeouts
+        self._max_attempts = max_attempts
+        self._closing = False
+        self._first_tokens = FirstTokens()
+        """Those of dedicated engines: a guest's gate may be closed before one."""
+        self.blame = BlamePolicy()
+        fleet.on_lost = self._engine_lost
+
+    async def run(self, turn: Turn, *, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:
+        """Serve the turn to its end. A refusal is returned only where no token was made yet.
+
+        Raises RequestRefused where an engine says, before any token, that the request is wrong.
+        """
+        course = TurnCourse()
+        while not turn.ended:
+            if self._closing:
+                turn.end(FinishReason.ABORT)
+                return None
+            if (refused := self._given_up(turn, course)) is not None:
+                return None if turn.token_ids else refused
+            placed = await self._place(turn, course)
+            if placed is None:
+                continue
+            if isinstance(placed, RefuseTurn):
+                turn.fault = placed.reason
+                turn.refuse()
+                return None if turn.token_ids else placed
+            try:
+                await self._attempt(turn, placed, course, on_tokens)
+            except RequestRefused as error:
+                turn.fail(str(error))
+                if not turn.token_ids:
+                    raise
+        return None
+
+    def _given_up(self, turn: Turn, course: TurnCourse) -> RefuseTurn | None:
+        """Ends a turn that is not to be tried again."""
+        now = self._clock.now()
+        if reason := self._quarantined(turn, now):
+            turn.fail(reason)
+            return RefuseTurn(turn=turn.key, refusal=Refusal.REQUEST, reason=reason)
+        stuck_s = self._timeouts.stuck_s
+        reason = course.given_up(max_deaths=self._max_attempts, stuck_s=stuck_s, now=now)
+        if not reason:
+            return None
+        turn.fault = reason
+        if turn.token_ids:
+            turn.end(FinishReason.ABORT, lost=True)
+        else:
+            turn.refuse()
+        return RefuseTurn(turn=turn.key, refusal=Refusal.FULL, reason=reason)
+
+    async def _place(self, turn: Turn, course: TurnCourse) -> DispatchTurn | RefuseTurn | None:
+        """None: the turn may be looked at anew."""
+        course.suspect = suspect = self._suspected(turn)
+        if wait_s := self.blame.trial_in_s(suspect, now=self._clock.now()):
+            await asyncio.sleep(min(wait_s, _WATCH_S))
+            return None
+        avoid = self._shunned(suspect) | course.avoids(now=self._clock.now())
+        placed = await self._dispatcher.place(
+            turn,
+            resumed=course.resumed,
+            suspect=suspect,
+            avoid=tuple(sorted(avoid)),
+            until_s=min(avoid.values(), default=math.inf),
+        )
+        # A request of the same content may have failed engines while this one waited.
+        accused = self._suspected(turn) or self._quarantined(turn, self._clock.now())
+        early = self.blame.trial_in_s(suspect, now=self._clock.now()) > 0
+        if isinstance(placed, DispatchTurn) and accused and (early or not suspect):
+            self._dispatcher.leave(turn.key)
+            return None
+        return placed
+
+    def _shunned(self, suspect: str) -> dict[EngineId, float]:
+        """Only while another engine is there."""
+        shunned = self.blame.shunned(suspect, now=self._clock.now())
+        up = {engine for engine, member in self._fleet.members.items() if member.up}
+        return shunned if up - shunned.keys() else {}
+
+    def _suspected(self, turn: Turn) -> str:
+        if self.blame.idle:
+            return ""
+        name = suspected_as(turn)
+        return name if self.blame.suspected(name) else ""
+
+    def _quarantined(self, turn: Turn, now: float) -> str:
+        if self.blame.idle:
+            return ""
+        return self.blame.quarantined(suspected_as(turn), now=now)
+
+    def _engine_lost(self, member: Member, fault: str) -> None:
+        engine, now = member.engine.engine, self._clock.now()
+        lost = [
+            running
+            for running in member.running
+            if isinstance(running, RunningAttempt) and running.reached and not running.turn.ended
+        ]
+        broke_s = min((one.broke_s for one in lost if one.broke_s is not None), default=now)
+        for running in lost:
+            if running.trial not in ("", running.request):
+                # Its prompt, of which this engine has made tokens.
+                self.blame.served(running.trial, engine)
+        ran = [Ran(one.request, age_s=broke_s - one.began_s, tokens=one.tokens) for one in lost]
+        self.blame.died(engine, ran, reason=fault, now=now)
+
+    def close(self) -> None:
+        """End every turn with what it has."""
+        self._closing = True
+        self._dispatcher.close()
+        for member in self._fleet.members.values():
+            for running in tuple(member.running):
+                running.cut(Cut.END)
+
+    async def watch_stalls(self) -> None:
+        """Move turns off engines that fell silent; where nobody else has room they stay."""
+        period_s = min(_WATCH_S, self._timeouts.guest_tail_stall_s / 4)
+        while True:
+            await asyncio.sleep(period_s)
+            self._dispatcher.observe(QueueReviewed())
+            moving = 0
+            for member in tuple(self._fleet.members.values()):
+                for running in tuple(member.running):
+                    if isinstance(running, RunningAttempt):
+                        moving += self._check_stall(member, running, moving)
+
+    def _check_stall(self, member: Member, running: RunningAttempt, moving: int) -> bool:
+        """Whether the turn leaves; `moving` others do, who have not taken their places yet."""
+        now, kind = self._clock.now(), member.engine.kind
+        silent_s = now - running.heard_s
+        tail = not self._dispatcher.policy.queued_turns
+        usual_s = self._first_tokens.usual_s if kind is EngineKind.DEDICATED else 0.0
+        stall_s = self._timeouts.moved_after_s(kind, tail=tail)
+        stalls = silent_s > self._timeouts.silence_s
+        if not stalls and silent_s > running.course.stall_after_s(
+            stall_s, usual_first_token_s=usual_s
+        ):
+            avoid = tuple(sorted(running.course.avoids(now=now)))
+            stalls = self._dispatcher.other_places(running.turn, avoid=avoid) > moving
+        if stalls:
+            running.cut(Cut.STALL)
+        return stalls
+
+    async def _attempt(
+        self,
+        turn: Turn,
+        placed: DispatchTurn,
+        course: TurnCourse,
+        on_tokens: Callable[[], None] | None,
+    ) -> None:
+        """One attempt on one engine."""
+        now, engine = self._clock.now(), placed.engine
+        running = RunningAttempt(
+            turn, began_s=now, heard_s=now, course=course, trial=self._suspected(turn)
+        )
+        member = self._fleet.began(engine, running)
+        if member is None:
+            self._dispatcher.leave(turn.key)
+            return
+        self.blame.placed(running.trial, engine)
+        if course.suspect and not running.trial:
+            self._dispatcher.cleared(turn.key)
+        try:
+            _check_vocabulary(turn, member)
+            attempt = turn.begin(engine=engine, version=placed.version, numerics=member.numerics)
+            running.task = asyncio.ensure_future(self._stream(attempt, running, member, on_tokens))
+            await self._outcome(turn, attempt, running, member, course)
+        finally:
+            if running.trial and turn.finish_reason not in (None, FinishReason.ABORT):
+                self._clear(running, engine)
+            self.blame.left(running.trial, engine)
+            course.attempted(tokens=running.tokens, began_s=running.began_s)
+            if running.why_cut is Cut.STALL:
+                gated = member.engine.kind is EngineKind.GUEST
+                course.stalled(engine, gated=gated, now=self._clock.now())
+            self._observer.generated(turn, member, running.tokens)
+            self._dispatcher.leave(
+                turn.key,
+                tokens=running.tokens,
+                seconds=self._clock.now() - running.began_s - running.paused_s,
+                stalled=running.why_cut is Cut.STALL,
+                refused_s=None if running.tokens else running.refused_s,
+            )
+            self._fleet.ended(member, running)
+
+    async def _outcome(
+        self,
+        turn: Turn,
+        attempt: Attempt,
+        running: RunningAttempt,
+        member: Member,
+        course: TurnCourse,
+    ) -> None:
+        assert running.task is not None
+        engine, why = member.engine.engine, "aborted"
+        try:
+            await running.task
+            pause_s = _ABORTED_PAUSE_S
+        except asyncio.CancelledError:
+            if running.why_cut is None:
+                running.task.cancel()
+                raise
+            turn.lose(attempt)
+            if running.why_cut is Cut.END and not turn.ended:
+                turn.end(FinishReason.ABORT)
+            course.deaths += running.why_cut is Cut.ENGINE
+            course.why = f"{engine}: {running.why_cut}"
+            return
+        except Stale:
+            turn.lose(attempt)
+            course.why = f"{engine}: another lease epoch"
+            self._observer.lease_refused(member)
+            return
+        except EngineBusy as error:
+            why, pause_s = str(error), error.retry_after_s
+            running.refused_s = pause_s
+        except RequestFailed as error:
+            why, pause_s = str(error), _FAILED_PAUSE_S
+            running.broke_s = self._clock.now()
+            if not await member.client.healthy():
+                turn.lose(attempt)
+                self._died(member, why, course)
+                return
+            running.refused_s = pause_s
+            self.blame.failed(engine, [running.request], reason=why, now=self._clock.now())
+        except EngineUnreachable as error:
+            running.reached = False
+            turn.lose(attempt)
+            course.why = f"{engine}: {error}"
+            self._fleet.down(member, str(error))
+            return
+        except EngineLost as error:
+            running.broke_s = self._clock.now()
+            # Another engine in its place has seen nothing of the request.
+            running.reached = not isinstance(error, EngineChanged)
+            turn.lose(attempt)
+            course.why = f"{engine}: {error}"
+            if await self._fleet.attempt_broke(member, error, began_s=running.began_s):
+                course.deaths += running.reached
+            return
+        if turn.ended:
+            member.streak.succeed()
+        turn.lose(attempt)
+        if not running.tokens or running.refused_s is not None:
+            course.avoid(engine, pause_s, f"{engine}: {why}", now=self._clock.now())
+
+    def _died(self, member: Member, fault: str, course: TurnCourse) -> None:
+        course.deaths += 1
+        course.why = f"{member.engine.engine}: {fault}"
+        self._fleet.down(member, fault)
+
+    async def _stream(
+        self,
+        attempt: Attempt,
+        running: RunningAttempt,
+        member: Member,
+        on_tokens: Callable[[], None] | None,
+    ) -> None:
+        """Ends the turn with the engine's finish; without one the engine aborted it."""
+        turn = running.turn
+        epoch: Epoch | None = member.lease.epoch if member.lease else None
+        choices = member.client.generate(
+            attempt,
+            request_id=turn.request.request_id,
+            epoch=epoch,
+            priority=turn.request.priority,
+        )
+        guest = member.engine.kind is EngineKind.GUEST
+        pause_s = self._timeouts.guest_stall_s / 4 if guest else math.inf
+        async with aclosing(choices):
+            async for choice in choices:
+                running.hear(now=self._clock.now(), pause_s=pause_s)
+                if choice.token_ids:
+                    if not running.tokens and not guest:
+                        self._first_tokens.note(running.heard_s - running.began_s)
+                    self._accept(attempt, running, choice)
+                    if running.trial and running.tokens >= CLEARED_TOKENS:
+                        self._clear(running, member.engine.engine)
+                    if on_tokens is not None:
+                        on_tokens()
+                # Up to 0.30 vLLM ends the stream of an aborted request without a word where no
+                # token is left to send with it.
+                if choice.finish_reason == "length" and turn.remaining_tokens > 0:
+                    # The engine's length, not the client's: its context is full.
+                    said = len(turn.request.token_ids) + len(turn.token_ids)
+                    self._fleet.context_ended(member, said)
+                    return
+                if choice.finish_reason not in (None, "abort", "error"):
+                    turn.finish(attempt, choice.finish_reason)
+                    await _drain(choices)
+                    return
+
+    def _accept(self, attempt: Attempt, running: RunningAttempt, choice: EngineChoice) -> None:
+        token_ids = choice.token_ids or ()
+        logprobs = choice.logprobs.content if choice.logprobs else None
+        try:
+            if running.turn.accept(attempt, token_ids, logprobs or ()):
+                running.tokens += len(token_ids)
+        except ValueError as error:
+            raise EngineLost(f"protocol: {error}") from error
+
+    def _clear(self, running: RunningAttempt, engine: EngineId) -> None:
+        self.blame.served(running.trial, engine)
+        self._dispatcher.cleared(running.turn.key)
+        running.trial = ""
+
+
+async def _drain(choices: AsyncGenerator[EngineChoice, None]) -> None:
+    """The turn has ended: nothing that still comes, or does not, changes it."""
+    with suppress(TimeoutError, RoseMuxError):
+        async with asyncio.timeout(_DRAIN_S):
+            async for _ in choices:
+                pass
+
+
+def _check_vocabulary(turn: Turn, member: Member) -> None:
+    """A turn may have waited since before any engine had said its vocabulary."""
+    bound = member.vocabulary_tokens
+    if bound is None:
+        return
+    asked = (turn.request.token_ids, turn.request.sampling_params.stop_token_ids)
+    largest = max(max(token_ids, default=0) for token_ids in asked)
+    if largest >= bound:
+        raise RequestRefused(f"token id {largest}: {member.engine.engine} knows {bound} token ids")

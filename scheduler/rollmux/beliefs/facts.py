@@ -1,0 +1,190 @@
+"""What the planner knows of one job: what it declared, what was observed, what it was promised."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+from scheduler.model import Job, PhaseKind
+from scheduler.rollmux.beliefs.durations import Belief, Measured, PhaseEstimate, learned
+from scheduler.rollmux.beliefs.slo import SloAccount
+from scheduler.rollmux.beliefs.tail import UNDIVIDED, Completion, TailShape, best_shape
+
+_RENEWED_AT: Final = (1, 2, 4, 8, 16, 32)
+"""Observations after which a belief is renewed because its doubt has shrunk."""
+_STEP_RATIO: Final = 0.03
+"""A mean that moved this far renews the belief; less is not worth forecasting everything again."""
+_TAIL_STEP_RATIO: Final = 0.02
+"""The same of the end of a rollout's bulk, as a share of its time."""
+_LEAST_S: Final = 1e-3
+_versions = count(1)
+
+
+@dataclass(slots=True)
+class JobFacts:
+    job: Job
+    rollout: PhaseEstimate
+    training: PhaseEstimate
+    account: SloAccount
+    tail: TailShape = UNDIVIDED
+    """Learned; as long as nothing is known a rollout is taken to fill its nodes to its end."""
+    sync: PhaseEstimate | None = None
+    """Of the weight sync after a training; None: none was declared or seen."""
+    moving: bool = False
+    moved_s: float = float("-inf")
+    """When it last began to move."""
+    open_s: float = 0.0
+    """Solo seconds of the present iteration that have ended; lost with the iteration."""
+    next_phase: PhaseKind = PhaseKind.ROLLOUT
+    """That comes after the last one that ended, or runs already."""
+    seen_s: float = 0.0
+    """When its last phase ended, or its cold start."""
+    version: int = 0
+    """Names the belief in force, over all jobs; verdicts about a version stay true."""
+    _belief: Belief | None = None
+
+    @classmethod
+    def of(
+        cls, job: Job, *, cold_start_s: float, began_s: float | None = None, now: float
+    ) -> "JobFacts":
+        """Its SLO counts from `began_s` on; None: from now on."""
+        rollout, training, *sync = job.phases
+        return cls(
+            job=job,
+            rollout=PhaseEstimate(rollout.max_s),
+            training=PhaseEstimate(training.max_s),
+            account=SloAccount(
+                slo=job.slowdown_slo,
+                began_s=now if began_s is None else began_s,
+                solo_s=cold_start_s,
+            ),
+            sync=PhaseEstimate(sync[0].max_s) if sync else None,
+            seen_s=now + cold_start_s,
+        )
+
+    @property
+    def rollout_nodes(self) -> int:
+        return self.job.phases[0].nodes
+
+    @property
+    def training_nodes(self) -> int:
+        return self.job.phases[1].nodes
+
+    @property
+    def mature(self) -> bool:
+        """Seen often enough that its own durations outweigh its declaration."""
+        return self.training.count >= 4
+
+    @property
+    def drifts(self) -> bool:
+        """Whether the mean of one of its phases is known to move."""
+        return self.rollout.drift_s != 0.0 or self.training.drift_s != 0.0
+
+    def recall(self, measured: Mapping[PhaseKind, Measured]) -> None:
+        """What was measured before the job came here: into the estimates alone, no credit."""
+        for kind, each in measured.items():
+            self.estimate(kind).recall(each)
+
+    def observe(self, kind: PhaseKind, solo_s: float, *, measured: bool = True) -> None:
+        """A phase has ended. What was not measured teaches nothing and earns its mean at most."""
+        if kind is PhaseKind.SYNC and self.sync is None:
+            self.sync = PhaseEstimate(solo_s)
+            self._belief = None
+        if measured:
+            self.estimate(kind).observe(solo_s)
+        else:
+            solo_s = min(solo_s, self.estimate(kind).mean_s)
+        self.account.solo_s += solo_s
+        self.next_phase = self._after(kind)
+        began_s = 0.0 if kind is PhaseKind.ROLLOUT else self.open_s
+        self.open_s = 0.0 if self.next_phase is PhaseKind.ROLLOUT else began_s + solo_s
+        if self._belief is not None and self._outdated(self._belief):
+            self._belief = None
+
+    def observe_cut(self, kind: PhaseKind, at_least_s: float) -> None:
+        """A phase that was ended before its end teaches where it was longer than believed."""
+        estimate = self.estimate(kind)
+        if at_least_s > estimate.mean_s:
+            estimate.observe(at_least_s)
+            self._belief = None
+
+    @property
+    def divisible(self) -> bool:
+        return self.job.phases[0].divisible
+
+    def learn_tail(self, curve: Sequence[Completion], *, accelerators: int) -> None:
+        """From how its responses complete, on so many accelerators in all."""
+        shape = best_shape(curve, accelerators=accelerators) if self.divisible else UNDIVIDED
+        moved = abs(shape.bulk_ratio - self.tail.bulk_ratio)
+        if shape.share != self.tail.share or moved >= _TAIL_STEP_RATIO:
+            self.tail = shape
+            self._belief = None
+
+    def lose_iteration(self) -> None:
+        """It begins again at its last checkpoint: what it did since earns no credit."""
+        self.account.solo_s -= self.open_s
+        self.open_s = 0.0
+        self.next_phase = PhaseKind.ROLLOUT
+
+    def belief(self) -> Belief:
+        if self._belief is None:
+            self._belief = learned(self.rollout, self.training, self.sync)
+            self.version = next(_versions)
+        return self._belief
+
+    def believe(self, belief: Belief) -> None:
+        """Takes a belief from elsewhere, until observations outdate it."""
+        self._belief = belief
+        self.version = next(_versions)
+
+    def slo_ahead(self, now: float) -> float:
+        return self.account.slo_ahead(
+            now,
+            iteration_s=self.belief().iteration_s,
+            under_way_s=self._under_way_s(now),
+            drifts=self.drifts,
+        )
+
+    def settled_credit_s(self, now: float) -> float:
+        """Below 0 its promise is broken for now, even if its present phase ends as expected."""
+        return self.account.credit_s(now) + self._under_way_s(now)
+
+    def settled_slowdown(self, now: float) -> float:
+        """Above the SLO exactly where that credit is below 0."""
+        passed_s = now - self.account.began_s - self._under_way_s(now)
+        return max(0.0, passed_s) / max(self.account.solo_s, _LEAST_S)
+
+    def estimate(self, kind: PhaseKind) -> PhaseEstimate:
+        """Raises KeyError for a weight sync that was neither declared nor seen."""
+        if kind is PhaseKind.SYNC:
+            if self.sync is None:
+                raise KeyError(kind)
+            return self.sync
+        return self.rollout if kind is PhaseKind.ROLLOUT else self.training
+
+    def _after(self, kind: PhaseKind) -> PhaseKind:
+        if kind is PhaseKind.ROLLOUT:
+            return PhaseKind.TRAINING
+        synced = kind is PhaseKind.SYNC or self.sync is None
+        return PhaseKind.ROLLOUT if synced else PhaseKind.SYNC
+
+    def _under_way_s(self, now: float) -> float:
+        belief = self.belief()
+        phase_s = {
+            PhaseKind.ROLLOUT: belief.rollout_s,
+            PhaseKind.TRAINING: belief.training_s,
+            PhaseKind.SYNC: belief.sync_s,
+        }[self.next_phase]
+        return min(max(0.0, now - self.seen_s), phase_s)
+
+    def _outdated(self, belief: Belief) -> bool:
+        if self.training.count in _RENEWED_AT:
+            return True
+        return (
+            abs(self.rollout.mean_s / belief.rollout_s - 1.0) > _STEP_RATIO
+            or abs(self.training.mean_s / belief.training_s - 1.0) > _STEP_RATIO
+            or (
+                self.sync is not None
+                and abs(self.sync.mean_s - belief.sync_s) > _STEP_RATIO * belief.iteration_s
+            )
+        )

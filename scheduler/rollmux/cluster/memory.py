@@ -1,0 +1,248 @@
+"""What a restart must know of the cluster, and how a policy is made of it again.
+
+A record for every job and one for who is where. What the planner only remembers to save work
+(verdicts, when it last looked) is not kept: it looks again.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from harvester.contracts.ids import GroupId, JobId, NodeId
+from scheduler.model import PhaseKind, Placement, Pool
+from scheduler.rollmux.beliefs.durations import Belief, PhaseEstimate
+from scheduler.rollmux.beliefs.facts import JobFacts
+from scheduler.rollmux.beliefs.slo import SloAccount
+from scheduler.rollmux.beliefs.tail import TailShape
+from scheduler.rollmux.cluster.cluster import ClusterPolicy
+from scheduler.rollmux.cluster.measured import MeasuredSeconds
+from scheduler.rollmux.cluster.stays import Stay
+from scheduler.rollmux.cluster.submission import nodes_of
+from scheduler.rollmux.planner.book import Cell
+
+_NAMES_AT_ONCE = 1000
+
+
+class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the planner has learned of a job."""
+
+    rollout: PhaseEstimate
+    training: PhaseEstimate
+    account: SloAccount
+    tail: TailShape
+    open_s: float
+    seen_s: float
+    moved_s: float | None
+    """None: never."""
+    leaving: bool
+    """It is resident where it is, and pinned where it goes."""
+    sync: PhaseEstimate | None = None
+    next_phase: PhaseKind | None = None
+    """None: of a version before weight syncs."""
+    belief: Belief | None = None
+    """In force until observations outdate it; None where an older version wrote this."""
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    stay: Stay
+    facts: PlannedFacts | None = None
+    """None while it waits for a place."""
+    held: tuple[NodeId, ...] | None = None
+    """Nodes whose host memory has its state; None: of a version that kept it with the stay."""
+
+    def shifted(self, by_s: float) -> "JobRecord":
+        """The same in the times of a clock that shows so much more. Changes this one too."""
+        stay, facts = self.stay, self.facts
+        stay.submitted_s += by_s
+        stay.placed_s = None if stay.placed_s is None else stay.placed_s + by_s
+        stay.arrived_s = None if stay.arrived_s is None else stay.arrived_s + by_s
+        if facts is None:
+            return self
+        facts.account.began_s += by_s
+        moved_s = None if facts.moved_s is None else facts.moved_s + by_s
+        facts = msgspec.structs.replace(facts, moved_s=moved_s, seen_s=facts.seen_s + by_s)
+        return msgspec.structs.replace(self, facts=facts)
+
+
+class CellRecord(msgspec.Struct, frozen=True, kw_only=True):
+    group: GroupId
+    rollout: tuple[NodeId, ...]
+    training: tuple[NodeId, ...]
+    pinned: tuple[Placement, ...]
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Who is where; groups and jobs in the planner's order, which its choices follow."""
+
+    cells: tuple[CellRecord, ...] = ()
+    machines: dict[NodeId, NodeId] = {}
+    awaited: dict[NodeId, Pool] = {}
+    failed: tuple[NodeId, ...] = ()
+    arrivals: int = 0
+    move_s: MeasuredSeconds | None = None
+    warm_start_s: MeasuredSeconds | None = None
+    """These two: None in records of a version that did not measure."""
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    layout: Layout
+    jobs: tuple[JobRecord, ...]
+
+
+def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
+    """None where the job is gone."""
+    stay = policy.stays.get(job)
+    facts = policy.planner.facts.get(job)
+    if stay is None:
+        return None
+    if facts is None:
+        return JobRecord(stay=stay)
+    moved_s = None if facts.moved_s == float("-inf") else facts.moved_s
+    return JobRecord(
+        stay=stay,
+        held=policy.residency.nodes_of(job),
+        facts=PlannedFacts(
+            rollout=facts.rollout,
+            training=facts.training,
+            account=facts.account,
+            tail=facts.tail,
+            open_s=facts.open_s,
+            seen_s=facts.seen_s,
+            moved_s=moved_s,
+            leaving=policy.planner.book.is_leaving(job),
+            sync=facts.sync,
+            next_phase=facts.next_phase,
+            belief=facts.belief(),
+        ),
+    )
+
+
+def layout(policy: ClusterPolicy) -> Layout:
+    return Layout(
+        cells=tuple(
+            CellRecord(
+                group=cell.group,
+                rollout=tuple(cell.rollout),
+                training=tuple(cell.training),
+                pinned=tuple(cell.pinned.values()),
+            )
+            for cell in policy.planner.book.cells.values()
+        ),
+        machines=policy.fleet.machines,
+        awaited=policy.fleet.awaited,
+        failed=tuple(sorted(policy.fleet.failed)),
+        arrivals=policy.arrivals,
+        move_s=policy.move_s,
+        warm_start_s=policy.warm_start_s,
+    )
+
+
+def snapshot(policy: ClusterPolicy) -> dict[str, Any]:
+    """As plain values."""
+    records = (job_record(policy, job) for job in policy.stays)
+    jobs = tuple(record for record in records if record is not None)
+    found: dict[str, Any] = msgspec.to_builtins(Memory(layout=layout(policy), jobs=jobs))
+    return found
+
+
+def restore(policy: ClusterPolicy, memory: Memory) -> None:
+    """Into a new policy.
+
+    Raises ValueError where the records contradict each other or the nodes that there are.
+    """
+    records = sorted(memory.jobs, key=lambda record: record.stay.number)
+    for record in records:
+        _restore_job(policy, record)
+    last = records[-1].stay.number if records else 0
+    policy.arrivals = max(memory.layout.arrivals, last)
+    where = memory.layout
+    policy.move_s = where.move_s or policy.move_s
+    policy.warm_start_s = where.warm_start_s or policy.warm_start_s
+    policy.planner.set_move_s(policy.move_s.in_force_s)
+    policy.planner.set_warm_start_s(policy.warm_start_s.in_force_s)
+    policy.fleet.restore(where.machines, where.awaited, where.failed)
+    _restore_book(policy, memory.layout.cells, records)
+
+
+def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
+    stay, kept = record.stay, record.facts
+    there = () if stay.at is None else nodes_of(stay.at)
+    held = there if record.held is None else record.held
+    policy.residency.hold(stay.job, held, stay.submission.host_bytes)
+    policy.stays[stay.job] = stay
+    if kept is None:
+        return
+    job = stay.submission.as_job
+    facts = JobFacts.of(job, cold_start_s=policy.config.cold_start_s, now=0.0)
+    facts.tail = kept.tail
+    facts.rollout, facts.training, facts.account = kept.rollout, kept.training, kept.account
+    facts.open_s, facts.seen_s, facts.moving = kept.open_s, kept.seen_s, kept.leaving
+    facts.sync = kept.sync or facts.sync
+    trains = PhaseKind.TRAINING if kept.open_s else PhaseKind.ROLLOUT
+    facts.next_phase = kept.next_phase or trains
+    if kept.moved_s is not None:
+        facts.moved_s = kept.moved_s
+    # At once: a belief that the first reader forms would depend on when somebody reads.
+    if kept.belief is None:
+        facts.belief()
+    else:
+        facts.believe(kept.belief)
+    policy.planner.facts[stay.job] = facts
+
+
+def _restore_book(
+    policy: ClusterPolicy, records: Iterable[CellRecord], jobs: Iterable[JobRecord]
+) -> None:
+    book, packer = policy.planner.book, policy.planner.packer
+    cells = {one.group: Cell(one.group, [*one.rollout], [*one.training]) for one in records}
+    book.cells.update(cells)
+    for record in jobs:
+        stay = record.stay
+        if record.facts is not None and record.facts.leaving:
+            if stay.at is None or stay.group not in cells:
+                raise ValueError(f"job {stay.job} leaves nodes that no group has")
+            size = stay.submission.host_bytes
+            book.pin(stay.at, cells[stay.group], size)
+            book.unpin(stay.job, size, stays_resident=True)
+    for one in records:
+        for placement in one.pinned:
+            book.pin(
+                placement,
+                cells[one.group],
+                policy.stays[placement.job].submission.host_bytes,
+            )
+    for cell in cells.values():
+        packer.refresh(cell)
+    _skip_names(policy, cells.values())
+
+
+def _skip_names(policy: ClusterPolicy, cells: Iterable[Cell]) -> None:
+    """The planner numbers groups and nodes from one on: what is in force is not named again."""
+    last = max((_number(name) for cell in cells for name in _names(cell)), default=0)
+    while last > 0:
+        step = min(last, _NAMES_AT_ONCE)
+        policy.planner.book.fresh_nodes(Pool.ROLLOUT, step)
+        last -= step
+
+
+def _names(cell: Cell) -> tuple[str, ...]:
+    return (cell.group, *cell.rollout, *cell.training)
+
+
+def _number(name: str) -> int:
+    number = name.rpartition("-")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def strangers(policy: ClusterPolicy) -> tuple[NodeId, ...]:
+    """Machines in use that are not, or no more, nodes of that pool."""
+    fleet = policy.fleet
+    sides = (
+        (pool, name)
+        for cell in policy.planner.book.cells.values()
+        for pool, names in ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training))
+        for name in names
+    )
+    found = ((pool, fleet.machines[name]) for pool, name in sides if name in fleet.machines)
+    return tuple(machine for pool, machine in found if fleet.pool_of(machine) is not pool)

@@ -1,0 +1,253 @@
+"""The phases of all jobs as one state machine: which nodes each job is on, and which phase runs.
+
+What jobs and operators say goes to the permits or to the plan; what becomes of permits teaches the
+plan, and what the plan says is done with the permits in the same decision. A service, a Ray actor
+and a simulator are shells around it: they bring events and times, and do what the effects say.
+"""
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from harvester.contracts.ids import JobId
+from scheduler.model import PhaseKind
+from scheduler.rollmux.beliefs.tail import Completion
+from scheduler.rollmux.cluster.cluster import ClusterPolicy
+from scheduler.rollmux.cluster.config import ClusterConfig
+from scheduler.rollmux.cluster.events import (
+    ClusterEvent,
+    ClusterResumed,
+    JobGone,
+    JobSubmitted,
+    NodeBack,
+    NodeLost,
+    PhaseAsked,
+    PhaseBegan,
+    PhaseDone,
+    PhaseLost,
+    PlanReviewed,
+)
+from scheduler.rollmux.cluster.memory import Memory, restore, snapshot
+from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
+from scheduler.rollmux.cluster.stays import Stay, StayStage
+from scheduler.rollmux.permits.completion import SEEN_MIN
+from scheduler.rollmux.permits.events import (
+    ControlResumed,
+    EndPermit,
+    EndReason,
+    GrantPermit,
+    HolderHeard,
+    JobLeft,
+    JobPlaced,
+    PermitEvent,
+    PhaseEnded,
+    PhaseNarrowed,
+    PhaseRequested,
+    PhaseWithdrawn,
+    Refuse,
+    TimePassed,
+)
+from scheduler.rollmux.permits.permits import PermitPolicy
+from scheduler.rollmux.permits.standing import Standing
+from scheduler.rollmux.permits.terms import PermitsConfig
+from scheduler.rollmux.planner.planner import GroupPlanner
+
+
+class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    permits: PermitsConfig
+    cluster: ClusterConfig
+
+
+class PhaseRuntime:
+    NAME: ClassVar[str] = "scheduler.policy.cluster"
+    SAMPLE: ClassVar[Any] = RuntimeEvent
+    EFFECT: ClassVar[Any] = RuntimeEffect
+
+    def __init__(self, config: RuntimeConfig, planner: GroupPlanner | None = None) -> None:
+        """`planner` is another one than the settings give."""
+        self.config = config
+        self.permits = PermitPolicy(config.permits)
+        self.cluster = ClusterPolicy(config.cluster, self.permits, planner)
+        self._reviewed_s: float | None = None
+        self._heard_s: dict[JobId, float] = {}
+        """When something was last heard of each placed job."""
+        self._effects: list[RuntimeEffect] = []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "PhaseRuntime":
+        return cls(msgspec.convert(config, RuntimeConfig))
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "permits": self.permits.snapshot(),
+            "plan": snapshot(self.cluster),
+            "reviewed_s": self._reviewed_s,
+            "heard_s": dict(self._heard_s),
+        }
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        """Raises ValueError where the records contradict each other."""
+        self.permits.restore(kept["permits"])
+        restore(self.cluster, msgspec.convert(kept["plan"], Memory))
+        self.permits.close(self.cluster.fleet.failed)
+        # A state file has neither: after a restart everybody is given time anew.
+        self._reviewed_s = kept.get("reviewed_s")
+        self._heard_s = dict(kept.get("heard_s", {}))
+
+    @property
+    def counters(self) -> tuple[int, int]:
+        """Last epoch and last ticket of the permits; neither is ever given again."""
+        return self.permits.counters
+
+    @property
+    def jobs(self) -> tuple[JobId, ...]:
+        """Everybody who was submitted."""
+        return tuple(self.cluster.stays)
+
+    def knows(self, job: JobId) -> bool:
+        return job in self.cluster.stays
+
+    def standing(self, job: JobId) -> Standing | None:
+        """To read."""
+        return self.permits.standing(job)
+
+    def ahead(self, job: JobId, *, now: float) -> int:
+        """Jobs that come before this one on its nodes."""
+        return self.permits.ahead(job, now=now)
+
+    def due_s(self) -> float:
+        """When `TimePassed` will next change something."""
+        if self._reviewed_s is None:
+            return self.permits.due_s()
+        return min(self.permits.due_s(), self._reviewed_s + self.config.cluster.review_s)
+
+    def observe(self, event: RuntimeEvent, *, now: float) -> tuple[RuntimeEffect, ...]:
+        self._effects = []
+        if self._reviewed_s is None:
+            self._reviewed_s = now
+        self._hear(event, now)
+        match event:
+            case JobSubmitted() | NodeLost() | NodeBack():
+                self._plan(event, now)
+            case JobLeft(job=job) if job in self.cluster.stays:
+                self._plan(JobGone(job=job), now)
+            case JobPlaced(terms=terms):
+                self._refuse(terms.job, "this control plans: submit the job, and it is placed")
+            case PhaseRequested():
+                self._request(event, now)
+            case TimePassed():
+                self._pass_time(event, now)
+            case ControlResumed():
+                self._permit(event, now)
+                self._plan(ClusterResumed(), now)
+            case _:
+                self._permit(event, now)
+        return tuple(self._effects)
+
+    def held_up(self, job: JobId, kind: PhaseKind) -> str:
+        """Why a job that is known has no line to stand in for that phase now; empty if it has."""
+        stay = self.cluster.stays.get(job)
+        if stay is None:
+            return ""
+        terms = self.cluster.wanted_terms(stay)
+        standing = self.permits.standing(job)
+        if standing is not None and standing.holding:
+            return ""
+        if terms is not None and terms.phase(kind) is not None and not stay.changed:
+            return ""
+        if stay.changed:
+            return f"its nodes have changed: {stay.reason}"
+        if stay.stage is StayStage.QUEUED:
+            return f"it waits for a place: {stay.reason}"
+        if stay.at is not None:
+            return f"{stay.reason}, and none is free yet"
+        return "it waits for room on its new nodes"
+
+    def _request(self, event: PhaseRequested, now: float) -> None:
+        stay = self.cluster.stays.get(event.job)
+        if stay is not None and (stay.told or stay.arrived_s is not None):
+            self._plan(PhaseAsked(job=event.job, kind=event.kind), now)
+        reason = self.held_up(event.job, event.kind)
+        if reason:
+            changed = stay is not None and stay.changed
+            self._effects.append(Refuse(job=event.job, reason=reason, unknown=changed))
+        else:
+            self._permit(event, now)
+
+    def _pass_time(self, event: TimePassed, now: float) -> None:
+        self._permit(event, now)
+        if now - (self._reviewed_s or 0.0) >= self.config.cluster.review_s:
+            self._reviewed_s = now
+            self._plan(PlanReviewed(), now)
+            for job in self._silent(now):
+                self._plan(JobGone(job=job), now)
+
+    def _permit(self, event: PermitEvent, now: float) -> None:
+        effects = self.permits.observe(event, now=now)
+        self._effects += effects
+        for effect in effects:
+            match effect:
+                case GrantPermit(job=job):
+                    stay = self.cluster.stays.get(job)
+                    if stay is not None and not stay.started:
+                        self._plan(PhaseBegan(job=job), now)
+                case EndPermit(ended=EndReason.DONE):
+                    curve = self._curve(effect)
+                    done = PhaseDone(
+                        job=effect.job,
+                        kind=effect.kind,
+                        solo_s=effect.solo_s,
+                        measured=effect.measured,
+                        loading_s=effect.loading_s,
+                        curve=curve,
+                    )
+                    self._plan(done, now)
+                case EndPermit(ended=EndReason.OVERRAN):
+                    lost = PhaseLost(job=effect.job, overran=effect.kind, at_least_s=effect.solo_s)
+                    self._plan(lost, now)
+                case EndPermit():
+                    self._plan(PhaseLost(job=effect.job), now)
+                case _:
+                    pass
+
+    def _plan(self, event: ClusterEvent, now: float) -> None:
+        effects = self.cluster.observe(event, now=now)
+        self.permits.close(self.cluster.fleet.failed)
+        for effect in effects:
+            if isinstance(effect, JobPlaced | JobLeft):
+                self._permit(effect, now)
+            else:
+                self._effects.append(effect)
+
+    def _curve(self, end: EndPermit) -> tuple[Completion, ...]:
+        """How the job's rollouts complete, once enough of them were seen."""
+        standing = self.permits.standing(end.job)
+        curve = None if standing is None else standing.curves.get(end.kind)
+        return curve.points if curve is not None and curve.seen >= SEEN_MIN else ()
+
+    def _refuse(self, job: JobId, reason: str) -> None:
+        self._effects.append(Refuse(job=job, reason=reason))
+
+    def _hear(self, event: RuntimeEvent, now: float) -> None:
+        match event:
+            case JobSubmitted(submission=given):
+                self._heard_s[given.job] = now
+            case (
+                PhaseRequested() | PhaseWithdrawn() | HolderHeard() | PhaseNarrowed() | PhaseEnded()
+            ) if event.job in self.cluster.stays:
+                self._heard_s[event.job] = now
+            case ControlResumed():
+                self._heard_s = dict.fromkeys(self.cluster.stays, now)
+            case _:
+                pass
+
+    def _silent(self, now: float) -> list[JobId]:
+        """Placed jobs of which nothing was heard for long; one that waits for a place may be
+        silent."""
+        placed = [job for job, stay in self.cluster.stays.items() if _is_placed(stay)]
+        self._heard_s = {job: self._heard_s.get(job, now) for job in placed}
+        return [job for job in placed if now - self._heard_s[job] > self.config.cluster.gone_s]
+
+
+def _is_placed(stay: Stay) -> bool:
+    return stay.stage is not StayStage.QUEUED

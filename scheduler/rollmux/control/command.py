@@ -1,0 +1,200 @@
+"""`rosemux phases`: the phase control of one machine, and how it stands."""
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from scheduler.rollmux.control.wire import Reply
+
+phases = typer.Typer(add_completion=False, no_args_is_help=True)
+_Socket = Annotated[Path, typer.Option(help="The control's Unix socket.")]
+_Seconds = Annotated[float, typer.Option(help="See the settings in docs/phases.md.")]
+
+
+@phases.callback()
+def _phases() -> None:
+    """Who of several jobs runs which phase on which node: serve it, and look at it."""
+
+
+@phases.command()
+def serve(
+    socket: _Socket,
+    state: Annotated[
+        Path | None, typer.Option(help="SQLite file; without it a restart forgets.")
+    ] = None,
+    nodes: Annotated[
+        Path | None,
+        typer.Option(help="YAML file of machines: with it the control plans which job is where."),
+    ] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="Directory for the journal of decisions.")
+    ] = None,
+    journal_mib: Annotated[
+        int, typer.Option(min=1, max=1 << 16, help="Size that the journal is bounded by.")
+    ] = 64,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Loopback port for Prometheus; none opens none."),
+    ] = None,
+    lease_s: _Seconds = 10.0,
+    patience_s: _Seconds = 0.25,
+    warn_s: _Seconds = 30.0,
+    grace_s: _Seconds = 30.0,
+) -> None:
+    """Run the phase control until SIGTERM or SIGINT."""
+    import msgspec
+
+    from harvester.contracts.errors import ConfigError
+    from scheduler.rollmux.control.service import serve as served
+    from scheduler.rollmux.permits.terms import PermitsConfig
+
+    settings: dict[str, Any] = {
+        "lease_s": lease_s,
+        "patience_s": patience_s,
+        "warn_s": warn_s,
+        "grace_s": grace_s,
+    }
+    try:
+        config = msgspec.convert(settings, PermitsConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from error
+    cluster = None
+    if nodes is not None:
+        from scheduler.rollmux.control.nodes_file import read_nodes
+
+        cluster = read_nodes(nodes)
+    asyncio.run(
+        served(
+            socket,
+            config,
+            state=state,
+            journal=journal,
+            metrics_port=metrics_port,
+            cluster=cluster,
+            journal_bytes=journal_mib << 20,
+        )
+    )
+
+
+@phases.command()
+def submit(
+    jobs: Annotated[Path, typer.Argument(help="YAML file of jobs, as for rosemux plan.")],
+    socket: _Socket,
+) -> None:
+    """Ask a control that plans for places; a job that is known hears where it is."""
+    from scheduler.rollmux.control.jobs import read_submissions
+    from scheduler.rollmux.control.socket_control import SocketControl
+    from scheduler.rollmux.control.wire import Refused
+
+    transport, refused = SocketControl(socket), False
+    for given in read_submissions(jobs):
+        reply = transport.call("submit", given)
+        refused |= isinstance(reply, Refused)
+        typer.echo(f"{given.job}: {_answer(reply)}")
+    if refused:
+        raise typer.Exit(1)
+
+
+@phases.command()
+def forget(
+    job: Annotated[str, typer.Argument(help="The job's name.")],
+    socket: _Socket,
+) -> None:
+    """Give up a job's place for good; its phase, if one runs, loses its permit."""
+    from harvester.contracts.ids import JobId
+    from scheduler.rollmux.control.socket_control import SocketControl
+    from scheduler.rollmux.control.wire import Forget
+
+    SocketControl(socket).call("forget", Forget(job=JobId(job)))
+
+
+@phases.command()
+def node(
+    name: Annotated[str, typer.Argument(help="The node's name in the file of nodes.")],
+    socket: _Socket,
+    failed: Annotated[
+        bool, typer.Option("--failed/--back", help="It has failed, or is there again.")
+    ],
+) -> None:
+    """Tell a control that plans of a node that has failed or is there again."""
+    from harvester.contracts.errors import ConfigError
+    from harvester.contracts.ids import NodeId
+    from scheduler.rollmux.control.socket_control import SocketControl
+    from scheduler.rollmux.control.wire import NodeReport, Refused
+
+    reply = SocketControl(socket).call("node", NodeReport(node=NodeId(name), failed=failed))
+    if isinstance(reply, Refused):
+        raise ConfigError(reply.reason)
+
+
+@phases.command()
+def status(
+    socket: _Socket,
+    as_json: Annotated[bool, typer.Option("--json", help="As the control says it.")] = False,
+) -> None:
+    """Show every job: its phase, its stage, what it holds and what it waits for."""
+    from rich.console import Console
+
+    from scheduler.rollmux.control.socket_control import SocketControl
+
+    jobs = SocketControl(socket).jobs()
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(jobs).decode())
+    else:
+        from scheduler.rollmux.control.printed import printed
+
+        Console().print(printed(jobs))
+
+
+@phases.command()
+def explain(
+    job: Annotated[str, typer.Argument(help="The job's name.")],
+    journal: Annotated[
+        Path | None, typer.Option(help="Directory of the control's journal.")
+    ] = None,
+    socket: Annotated[
+        Path | None, typer.Option(help="The control's Unix socket: it says where its journal is.")
+    ] = None,
+    last: Annotated[str, typer.Option(help="Only so long ago and later: 90s, 30m, 24h, 7d.")] = "",
+    since: Annotated[
+        str, typer.Option(help="Only from this moment on, as 2026-01-31T12:00 (UTC).")
+    ] = "",
+    permits: Annotated[
+        bool, typer.Option("--permits", help="Every permit by itself, not only their summary.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Tell a job's story: where it was placed, why it moved, whom it waited for."""
+    from harvester.contracts.errors import ConfigError
+    from scheduler.rollmux.control.explanation import explanation, moment
+    from scheduler.rollmux.control.socket_control import SocketControl
+
+    if (journal is None) == (socket is None):
+        raise ConfigError("explain needs --journal DIRECTORY or --socket FILE")
+    directory = journal if socket is None else SocketControl(socket).journal()
+    assert directory is not None
+    found = explanation(directory, job, since=moment(last=last, since=since), permits=permits)
+    if as_json:
+        typer.echo(found.encoded())
+    else:
+        for line in found.lines():
+            typer.echo(line)
+
+
+def _answer(reply: "Reply") -> str:
+    from scheduler.rollmux.control.wire import Placed, Queued, Refused
+
+    match reply:
+        case Placed():
+            nodes = f"{' '.join(reply.rollout_nodes)} | {' '.join(reply.training_nodes)}"
+            return f"{reply.group} on {nodes}: {reply.reason}"
+        case Queued():
+            return f"waits behind {reply.ahead}: {reply.reason}"
+        case Refused():
+            return f"refused: {reply.reason}"
+    return str(reply)

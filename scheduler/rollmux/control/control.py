@@ -1,0 +1,363 @@
+"""Phases in a job's code: they run when their nodes are free, and start warm.
+
+    phases = PhaseControl(connected("/run/rosemux/phases.sock"), terms)
+    phases.resident(PhaseKind.TRAINING, on_resume=load, on_release=offload)
+
+    @phases.phase("rollout")
+    def roll_out(): ...
+
+    with phases.phase("training") as permit:  # or `async with`
+        permit.progress(0.5)
+
+Entering waits for the permit, then loads the state from host memory; leaving offloads it, then
+gives the nodes back. The process itself stays: communicators and environments are made once.
+"""
+
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import msgspec
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
+from scheduler.model import PhaseKind
+from scheduler.rollmux.cluster.submission import Submission
+from scheduler.rollmux.control.harvesting import Harvesting
+from scheduler.rollmux.control.leased_rollout import LeasedRollout
+from scheduler.rollmux.control.loaded_states import LoadedStates
+from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.control.phase import Phase
+from scheduler.rollmux.control.retries import Pauses
+from scheduler.rollmux.control.wire import (
+    Admitted,
+    Ended,
+    Enter,
+    Forget,
+    Granted,
+    Leave,
+    Left,
+    Move,
+    Placed,
+    Refused,
+    Reply,
+    Transport,
+    Waiting,
+    Withdraw,
+)
+from scheduler.rollmux.permits.leased_tail import Tail
+from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.terms import JobTerms, leased_tail
+
+Resume = Callable[[bool], None]
+"""Told whether the start is cold: the first of this kind in this process."""
+Release = Callable[[], None]
+OnMove = Callable[[Move], None]
+OnArrive = Callable[[Placed], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How one phase began."""
+
+    kind: PhaseKind
+    cold: bool
+    waited_s: float
+    """For the permit."""
+    resume_s: float
+    """From the permit to the phase's first line."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Resident:
+    on_resume: Resume
+    on_release: Release
+    stays_loaded: bool
+
+
+class PhaseControl:
+    """One job's process. Phases of one job run one after the other."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        terms: JobTerms | Submission,
+        *,
+        clock: Clock | None = None,
+        timeout_s: float = float("inf"),
+        on_move: OnMove = lambda _move: None,
+        on_arrive: OnArrive = lambda _placed: None,
+        harvesting: Harvesting | None = None,
+    ) -> None:
+        """`terms` name the job's nodes; a control that plans takes a `Submission` and names them.
+
+        `timeout_s` bounds the wait for a place, for a permit and for a control that is not there.
+        A job that moves is told between two iterations: `on_move` frees what it holds on its old
+        nodes, and once its new ones have room `on_arrive` brings its state there.
+        With `harvesting` its rollouts use leases of its gateway, and their tails may end there.
+
+        Raises ConfigError where the job is refused, Exhausted where nobody answers in time.
+        """
+        self.job = terms.job
+        self.starts: list[Start] = []
+        self.placement: Placed | None = None
+        """Where a planning control has placed the job."""
+        self.tails: list[Tail] = []
+        """Those that left their nodes for leases, of rollouts that have ended."""
+        self._transport = transport
+        self._terms = terms if harvesting is None else _harvesting(terms)
+        self._gateway = None if harvesting is None else harvesting.of(terms.job)
+        self._leased: LeasedRollout | None = None
+        self._clock = clock or MonotonicClock()
+        self._timeout_s = timeout_s
+        self._holder = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._on_move, self._on_arrive = on_move, on_arrive
+        self._loading_s = 0.0
+        self._leased_s = 0.0
+        self._loaded = LoadedStates(transport, self._clock, self.job, self._holder)
+        self._residents: dict[PhaseKind, _Resident] = {}
+        self._entered: set[PhaseKind] = set()
+        self._open: PhaseKind | None = None
+        self._place()
+        if self._gateway is not None:
+            self._gateway.rest()
+
+    def resident(
+        self,
+        kind: PhaseKind,
+        *,
+        on_resume: Resume = lambda _cold: None,
+        on_release: Release = lambda: None,
+        stays_loaded: bool = True,
+    ) -> None:
+        """Hooks that load this kind of phase's state on accelerators, and take it off them.
+
+        It stays loaded when its phase ends, until another job is to start there: `on_release` may
+        be called by another thread, during another phase of the job. Without `stays_loaded` it is
+        called when the phase ends.
+        """
+        self._residents[PhaseKind(kind)] = _Resident(on_resume, on_release, stays_loaded)
+
+    def phase(self, kind: PhaseKind | str) -> Phase:
+        """A context manager and a decorator."""
+        return Phase(lambda: self, PhaseKind(kind))
+
+    def forget(self) -> None:
+        """The job is over: give up its place for good."""
+        self._loaded.release()
+        self._transport.call("forget", Forget(job=self.job))
+
+    def begin(self, kind: PhaseKind, *, cancelled: threading.Event | None = None) -> Permit:
+        """`cancelled`, set by another thread, ends the wait for the permit.
+
+        Raises Exhausted where no permit came in time, ConfigError for a phase it has not.
+        """
+        if self._open is not None:
+            raise ConfigError(f"job {self.job}: its {self._open} phase must end before {kind}")
+        asked_s = self._clock.now()
+        try:
+            granted = self._awaited(kind, cancelled or threading.Event())
+        except BaseException:
+            self._withdraw()
+            raise
+        granted_s = self._clock.now()
+        self._open = kind
+        permit = Permit(
+            self._transport,
+            self._clock,
+            job=self.job,
+            kind=kind,
+            granted=granted,
+        )
+        cold = kind not in self._entered
+        resident = self._residents.get(kind)
+        if resident is not None:
+            try:
+                if not self._loaded.take(kind, granted.nodes):
+                    resident.on_resume(cold)
+            except BaseException as error:
+                self._leave(permit, failed=f"could not be resumed: {error!r}")
+                raise
+        self._entered.add(kind)
+        if kind is PhaseKind.ROLLOUT and self._gateway is not None:
+            leases = self.placement is None or self.placement.harvesting
+            self._leased = LeasedRollout(
+                permit, self._gateway, self._transport, self._clock, leases=leases
+            )
+            self._leased.begin()
+        resumed_s = self._clock.now()
+        self._loading_s = resumed_s - granted_s
+        self.starts.append(
+            Start(
+                kind=kind,
+                cold=cold,
+                waited_s=granted_s - asked_s,
+                resume_s=resumed_s - granted_s,
+            )
+        )
+        return permit
+
+    def end(self, permit: Permit, *, failed: str = "") -> None:
+        """Raises Stale where the permit ended before its phase did."""
+        resident = self._residents.get(permit.kind)
+        if self._leased is not None:
+            self._leased.end()
+            self.tails += self._leased.tails
+            self._leased_s = self._leased.leased_s
+            self._loading_s += sum(tail.in_line_s for tail in self._leased.tails)
+            self._leased = None
+        self._loading_s += permit.narrowing_s
+        ended_s = self._clock.now()
+        # A tail has its nodes in part, and leaves that part to the job that has the rest.
+        whole = permit.stage in (Stage.RUNNING, Stage.NARROWING) and not failed
+        stays = resident is not None and resident.stays_loaded and whole
+        try:
+            if resident is not None and not stays:
+                resident.on_release()
+        except BaseException as error:
+            self._leave(permit, failed=failed or f"could not be released: {error!r}")
+            raise
+        self._loading_s += self._clock.now() - ended_s
+        if resident is not None and stays:
+            self._loaded.leave(
+                permit.kind, permit.nodes, resident.on_release, lease_s=permit.lease_s
+            )
+        self._leave(permit, failed=failed, stays_loaded=stays)
+        if not failed:
+            permit.check()
+
+    def _withdraw(self) -> None:
+        """Keep nobody waiting; a control that does not hear it finds out by the lease."""
+        with suppress(Exhausted, PeerProtocolError):
+            self._transport.call("withdraw", Withdraw(job=self.job, holder=self._holder))
+
+    def _place(self) -> None:
+        pauses = Pauses(self._clock, timeout_s=self._timeout_s)
+        while True:
+            try:
+                reply = self._said_terms()
+            except Exhausted as error:
+                pauses.pause(error)
+                continue
+            if isinstance(reply, Admitted):
+                return
+            if isinstance(reply, Placed):
+                self.placement = reply
+                return
+            if isinstance(reply, Refused) and reply.retry_after_s is None:
+                raise ConfigError(f"job {self.job}: {reply.reason}")
+            pauses.pause(Exhausted(f"job {self.job}: {reply}"))
+
+    def _said_terms(self) -> Reply:
+        if isinstance(self._terms, Submission):
+            return self._transport.call("submit", self._terms)
+        return self._transport.call("place", self._terms)
+
+    def _awaited(self, kind: PhaseKind, cancelled: threading.Event) -> Granted:
+        pauses = Pauses(self._clock, timeout_s=self._timeout_s)
+        wait_s = 1.0
+        while not cancelled.is_set():
+            entry = Enter(job=self.job, kind=kind, holder=self._holder, wait_s=wait_s)
+            try:
+                reply = self._transport.call("enter", entry)
+            except Exhausted as error:
+                pauses.pause(error)
+                continue
+            match reply:
+                case Granted():
+                    return reply
+                case Waiting():
+                    pauses.check(f"{reply.ahead} jobs are before it")
+                case Refused(unknown=True):
+                    self._place_again()
+                case Refused(retry_after_s=None):
+                    raise ConfigError(f"job {self.job}: {reply.reason}")
+                case _:
+                    pauses.pause(Exhausted(f"{kind} phase of job {self.job}: {reply}"))
+        raise Exhausted(f"{kind} phase of job {self.job}: cancelled")
+
+    def _leave(self, permit: Permit, *, failed: str, stays_loaded: bool = False) -> None:
+        """Until the control has heard it; one that is away hears it when it is back."""
+        permit.end()
+        self._open = None
+        leave = Leave(
+            job=self.job,
+            epoch=permit.epoch,
+            failed=failed[:500],
+            loading_s=self._loading_s,
+            leased_s=self._leased_s,
+            stays_loaded=stays_loaded,
+        )
+        self._leased_s = 0.0
+        if not failed:
+            self._told(self._say(leave, timeout_s=self._timeout_s))
+            return
+        # Who has failed says so while its lease lasts: after that the control knows by itself.
+        with suppress(Exhausted, Stale, PeerProtocolError):
+            self._say(leave, timeout_s=min(self._timeout_s, permit.lease_s))
+
+    def _told(self, left: Reply) -> None:
+        if not isinstance(left, Left):
+            return
+        if left.unload:
+            self._loaded.release(left.unload)
+        if left.move is None or self.placement is None:
+            return
+        self._loaded.release()
+        self._on_move(left.move)
+        self._place_again()
+
+    def _place_again(self) -> None:
+        before = self.placement
+        self._place()
+        if self.placement is not None and self.placement != before:
+            self._loaded.release()
+            self._on_arrive(self.placement)
+
+    def _say(self, leave: Leave, *, timeout_s: float) -> Reply:
+        pauses = Pauses(self._clock, timeout_s=timeout_s)
+        while True:
+            try:
+                reply = self._transport.call("leave", leave)
+            except Exhausted as error:
+                pauses.pause(error)
+                continue
+            if isinstance(reply, Ended):
+                raise Stale(f"phase of job {self.job}: {reply.reason}")
+            return reply
+
+
+def _harvesting(terms: JobTerms | Submission) -> JobTerms | Submission:
+    """The same, of a job whose rollouts use leases."""
+    if isinstance(terms, Submission):
+        return msgspec.structs.replace(terms, harvesting=True)
+    return msgspec.structs.replace(terms, phases=tuple(map(leased_tail, terms.phases)))
+
+
+_CURRENT: ContextVar[PhaseControl] = ContextVar("phase_control")
+
+
+def install(control: PhaseControl) -> None:
+    """The control that `phase` of this module uses from here on."""
+    _CURRENT.set(control)
+
+
+def phase(kind: PhaseKind | str) -> Phase:
+    """A phase of the control that is installed when it is entered, not when it is declared.
+
+    Raises ConfigError on entry where there is none.
+    """
+    return Phase(_installed, PhaseKind(kind))
+
+
+def _installed() -> PhaseControl:
+    control = _CURRENT.get(None)
+    if control is None:
+        raise ConfigError(
+            "no phase control is installed: call scheduler.rollmux.control.control.install"
+        )
+    return control

@@ -1,0 +1,348 @@
+"""The shell around the permit policy: calls in, decisions kept and journalled, answers out.
+
+Never blocks and is used by one thread at a time; who may have to wait looks again when `on_change`
+says that something is different. The embedded control, the socket and the Ray actor are fronts of
+this one desk.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.ids import Epoch, JobId
+from scheduler.decision_log import DecisionLog
+from scheduler.rollmux.cluster.phase_policy import PhasePolicy, RuntimeEffect, RuntimeEvent
+from scheduler.rollmux.cluster.submission import Submission
+from scheduler.rollmux.control.metrics import PhaseMetrics
+from scheduler.rollmux.control.state import PermitState
+from scheduler.rollmux.control.wire import (
+    Admitted,
+    Beat,
+    BeatReply,
+    Call,
+    Ended,
+    Enter,
+    EnterReply,
+    Forget,
+    Granted,
+    Leave,
+    LeaveReply,
+    Left,
+    NodeReport,
+    Orders,
+    PlaceReply,
+    PlanStatus,
+    Refused,
+    Reply,
+    Unloaded,
+    Waiting,
+    Withdraw,
+)
+from scheduler.rollmux.permits.events import (
+    ControlResumed,
+    EndReason,
+    HolderHeard,
+    JobLeft,
+    JobPlaced,
+    NodesUnloaded,
+    PermitEvent,
+    PhaseEnded,
+    PhaseNarrowed,
+    PhaseRequested,
+    PhaseWithdrawn,
+    Refuse,
+    TailRecalled,
+    TimePassed,
+)
+from scheduler.rollmux.permits.permits import PermitPolicy
+from scheduler.rollmux.permits.standing import Stage, Standing
+from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
+
+JOBS_MAX = 4096
+TICK_S = 0.1
+JOURNAL_BYTES = 64 << 20
+_RETRY_S = 0.5
+_LOG = logging.getLogger(__name__)
+
+
+class PermitDesk:
+    """Raises ConfigError where its state file is another version's, or of a control that plans."""
+
+    def __init__(
+        self,
+        config: PermitsConfig,
+        clock: Clock,
+        *,
+        state: Path | None = None,
+        journal: Path | None = None,
+        journal_bytes: int = JOURNAL_BYTES,
+    ) -> None:
+        self.config = config
+        self.journal = journal
+        """The directory that decisions are written to; None: they are not."""
+        self.on_change: Callable[[], None] = lambda: None
+        self._clock = clock
+        self._policy = self._new_policy()
+        self._metrics = PhaseMetrics()
+        self._state = PermitState(state)
+        snapshot = self._kept()
+        if snapshot is not None:
+            self._policy.restore(snapshot)
+            self._metrics.resume(self._policy)
+        self._log = DecisionLog(
+            journal,
+            self._policy,
+            msgspec.to_builtins(self._policy.config),
+            max_bytes=journal_bytes,
+            now=clock.now(),
+            snapshot=snapshot,
+        )
+        self._ticked_s = clock.now()
+        self._loaded_heard_s: dict[JobId, float] = {}
+        """When a process that left its job's state loaded was last heard."""
+        self._unsaved: set[JobId] = set()
+        if snapshot is not None:
+            self._observe(ControlResumed())
+
+    @property
+    def policy(self) -> PhasePolicy:
+        """To read."""
+        return self._policy
+
+    def call(self, message: Call) -> Reply:
+        """Raises Exhausted where its decision could not be kept: ask again."""
+        match message:
+            case JobTerms():
+                return self.place(message)
+            case Enter():
+                return self.enter(message)
+            case Withdraw():
+                self._observe(PhaseWithdrawn(job=message.job, holder=message.holder))
+                return Left()
+            case Beat():
+                return self.beat(message)
+            case Leave():
+                return self.leave(message)
+            case Unloaded():
+                return self.unloaded(message)
+            case Forget():
+                self._observe(JobLeft(job=message.job))
+                return Left()
+            case Submission() | NodeReport():
+                return Refused(reason="this control does not plan: it was started without nodes")
+
+    def place(self, terms: JobTerms) -> PlaceReply:
+        known = self._policy.standing(terms.job)
+        if known is None and len(self._policy.jobs) >= JOBS_MAX:
+            return Refused(reason=f"{JOBS_MAX} jobs are placed", retry_after_s=_RETRY_S)
+        if known is None or known.terms != terms:
+            refusal = _refusal(self._observe(JobPlaced(terms=terms)))
+            if refusal:
+                return Refused(reason=refusal)
+        return Admitted(lease_s=self.config.lease_s)
+
+    def enter(self, entry: Enter) -> EnterReply:
+        standing = self._policy.standing(entry.job)
+        if standing is None and not self._policy.knows(entry.job):
+            return Refused(reason=f"job {entry.job} is not placed", unknown=True)
+        event = PhaseRequested(job=entry.job, kind=entry.kind, holder=entry.holder)
+        effects = self._observe(event)
+        refusal = _refusal(effects)
+        if refusal:
+            unknown = any(isinstance(each, Refuse) and each.unknown for each in effects)
+            return Refused(reason=refusal, retry_after_s=self._retry_s(entry), unknown=unknown)
+        return self.look(entry)
+
+    def look(self, entry: Enter) -> EnterReply:
+        """How an entry stands; changes nothing. Raises Exhausted as `call` does."""
+        if self._unsaved:
+            raise Exhausted("a decision is not on disk yet")
+        standing = self._policy.standing(entry.job)
+        if standing is None:
+            return Refused(reason=f"job {entry.job} is not placed", unknown=True)
+        if (standing.holder, standing.kind) != (entry.holder, entry.kind):
+            return Refused(reason="another process of the job came", retry_after_s=_RETRY_S)
+        if standing.holding:
+            return Granted(
+                epoch=standing.epoch,
+                nodes=standing.nodes,
+                accelerators=standing.accelerators,
+                lease_s=self.config.lease_s,
+            )
+        return Waiting(ahead=self._policy.ahead(entry.job, now=self._clock.now()))
+
+    def beat(self, beat: Beat) -> BeatReply:
+        event: PermitEvent = HolderHeard(
+            job=beat.job,
+            epoch=beat.epoch,
+            complete_ratio=beat.complete_ratio,
+            tokens=beat.tokens,
+        )
+        refusal = _refusal(self._observe(event))
+        if beat.narrowed and not refusal:
+            event = PhaseNarrowed(job=beat.job, epoch=beat.epoch)
+            refusal = _refusal(self._observe(event))
+        if beat.recall is not None and not refusal:
+            event = TailRecalled(job=beat.job, epoch=beat.epoch, recall=beat.recall)
+            refusal = _refusal(self._observe(event))
+        standing = self._policy.standing(beat.job)
+        if refusal or standing is None:
+            return Ended(reason=refusal or "the job has left")
+        return self._orders(standing)
+
+    def leave(self, leave: Leave) -> LeaveReply:
+        self._loaded_heard_s[leave.job] = self._clock.now()
+        event = PhaseEnded(
+            job=leave.job,
+            epoch=Epoch(leave.epoch),
+            failed=leave.failed,
+            loading_s=leave.loading_s,
+            leased_s=leave.leased_s,
+            stays_loaded=leave.stays_loaded,
+        )
+        refusal = _refusal(self._observe(event))
+        standing = self._policy.standing(leave.job)
+        if not refusal or standing is None:
+            unload = () if standing is None else standing.unload
+            return Ended(reason=refusal) if refusal else Left(unload=unload)
+        # A leave whose reply was lost is said again.
+        was_done = standing.epoch == leave.epoch and standing.ended is EndReason.DONE
+        return Left(unload=standing.unload) if was_done else Ended(reason=refusal)
+
+    def unloaded(self, said: Unloaded) -> LeaveReply:
+        standing = self._policy.standing(said.job)
+        if standing is None:
+            return Ended(reason=f"job {said.job} is not placed")
+        if standing.loaded_by != said.holder:
+            return Left()
+        self._loaded_heard_s[said.job] = self._clock.now()
+        if said.nodes:
+            self._observe(NodesUnloaded(job=said.job, nodes=said.nodes))
+        return Left(unload=standing.unload)
+
+    def _unload_silent(self, now: float) -> None:
+        """A process that was asked and is not heard for a lease is gone, and its state with it."""
+        for job in self._asked_to_unload():
+            heard_s = self._loaded_heard_s.setdefault(job, now)
+            standing = self._policy.standing(job)
+            if standing is not None and now - heard_s > self.config.lease_s:
+                self._observe(NodesUnloaded(job=job, nodes=standing.unload))
+
+    def _asked_to_unload(self) -> list[JobId]:
+        found = ((job, self._policy.standing(job)) for job in self._policy.jobs)
+        return [job for job, standing in found if standing is not None and standing.unload]
+
+    def tick(self) -> None:
+        """To be called every `TICK_S`; whoever could not be heard for lack of it is forgiven."""
+        now = self._clock.now()
+        if now - self._ticked_s > self.config.lease_s / 2:
+            self._loaded_heard_s.clear()
+            self._observe(ControlResumed())
+        self._ticked_s = now
+        if self._unsaved or self._plan_records() or now >= self._policy.due_s():
+            # What a full disk does not take is tried again at every tick, and answered by none.
+            with suppress(Exhausted):
+                self._observe(TimePassed())
+        with suppress(Exhausted):
+            self._unload_silent(now)
+
+    def _retry_s(self, entry: Enter) -> float | None:
+        """None for a phase that the job does not have."""
+        standing = self._policy.standing(entry.job)
+        known = standing is None or standing.terms.phase(entry.kind) is not None
+        return _RETRY_S if known else None
+
+    def plan_of(self, job: JobId) -> PlanStatus | None:  # noqa: ARG002 - a planning desk's to say
+        """How a job stands in the plan; None where there is none."""
+        return None
+
+    @property
+    def jobs(self) -> tuple[JobId, ...]:
+        """Everybody who is known."""
+        return self._policy.jobs
+
+    def metrics(self) -> bytes:
+        """As Prometheus reads them."""
+        return self._metrics.render(self._policy, now=self._clock.now())
+
+    def close(self) -> None:
+        self._log.close()
+        self._state.close()
+
+    def _orders(self, standing: Standing) -> Orders:
+        ends_in_s: float | None = None
+        if standing.stage is Stage.REVOKED and standing.revoked_s is not None:
+            ends_s = standing.revoked_s + self.config.grace_s
+            ends_in_s = max(0.0, ends_s - self._clock.now())
+        return Orders(
+            stage=standing.stage,
+            nodes=standing.nodes,
+            accelerators=standing.accelerators,
+            keep=standing.keep,
+            keep_accelerators=standing.keep_accelerators,
+            warned=standing.warned_s is not None,
+            ends_in_s=ends_in_s,
+        )
+
+    def _observe(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
+        """Decided, journalled and kept, before anything is answered."""
+        now = self._clock.now()
+        effects = self._policy.observe(event, now=now)
+        self._metrics.decided(effects, self._policy, now=now)
+        self._unsaved |= {each.job for each in effects if not isinstance(each, Refuse)}
+        self._journal(event, effects, now)
+        self._keep()
+        return effects
+
+    def _journal(self, event: RuntimeEvent, effects: tuple[RuntimeEffect, ...], now: float) -> None:
+        """A full disk costs the journal decisions, never a job its answer."""
+        try:
+            snapshot = self._log.decided(now=now, sample=event, effects=effects)
+        except OSError as error:
+            if self._log.missing == 1:
+                _LOG.warning("the journal cannot be written: %s", error)
+            return
+        if snapshot is not None:
+            self._begin_anew(snapshot)
+
+    def _begin_anew(self, snapshot: dict[str, Any]) -> None:
+        """From what the journal's new file begins with: it replays what is decided from here."""
+        self._policy = self._new_policy()
+        self._policy.restore(msgspec.json.decode(msgspec.json.encode(snapshot)))
+        self._log.policy = self._policy
+
+    def _keep(self) -> None:
+        """Raises Exhausted: nothing that was decided may be answered then."""
+        plan = self._plan_records()
+        if self._unsaved or plan:
+            standings = {job: self._policy.standing(job) for job in sorted(self._unsaved)}
+            self._state.keep(self._policy.counters, standings, plan)
+            self._unsaved.clear()
+            self._plan_kept()
+            self.on_change()
+
+    def _new_policy(self) -> PhasePolicy:
+        return PermitPolicy(self.config)
+
+    def _kept(self) -> dict[str, Any] | None:
+        """The policy's kept state, in the times of this clock; None where nothing was kept."""
+        if self._state.plan():
+            raise ConfigError("the state file holds a plan: start the control with its nodes")
+        return self._state.snapshot()
+
+    def _plan_records(self) -> dict[str, bytes | None]:
+        """Records of the plan that belong to the same decision."""
+        return {}
+
+    def _plan_kept(self) -> None:
+        pass
+
+
+def _refusal(effects: tuple[RuntimeEffect, ...]) -> str:
+    return next((effect.reason for effect in effects if isinstance(effect, Refuse)), "")

@@ -1,0 +1,86 @@
+"""The phase control in this process: jobs are threads, permits are taken without leaving it."""
+
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from scheduler.rollmux.cluster.config import ClusterConfig
+from scheduler.rollmux.control.desk import TICK_S
+from scheduler.rollmux.control.opening import compile_for, opened
+from scheduler.rollmux.control.status import statuses
+from scheduler.rollmux.control.wire import (
+    WAIT_MAX_S,
+    Call,
+    Enter,
+    JobStatus,
+    Reply,
+    Waiting,
+    checked,
+)
+from scheduler.rollmux.permits.terms import PermitsConfig
+
+
+class EmbeddedControl:
+    """A transport and what it leads to. Context manager; jobs must have left before it closes."""
+
+    def __init__(
+        self,
+        config: PermitsConfig | None = None,
+        *,
+        clock: Clock | None = None,
+        state: Path | None = None,
+        journal: Path | None = None,
+        cluster: ClusterConfig | None = None,
+    ) -> None:
+        """With a `cluster` it plans."""
+        self._clock = clock or MonotonicClock()
+        compile_for(cluster)
+        self._desk = opened(
+            config or PermitsConfig(), self._clock, state=state, journal=journal, cluster=cluster
+        )
+        self._changed = threading.Condition()
+        self._desk.on_change = self._changed.notify_all
+        self._closed = False
+        self._ticking = threading.Thread(target=self._tick, name="phase-control", daemon=True)
+        self._ticking.start()
+
+    def call(self, name: str, message: Call) -> Reply:  # noqa: ARG002 - the message says it all
+        with self._changed:
+            reply = self._desk.call(checked(message))
+            if not isinstance(message, Enter):
+                return reply
+            until_s = self._clock.now() + min(message.wait_s, WAIT_MAX_S)
+            while isinstance(reply, Waiting) and (left_s := until_s - self._clock.now()) > 0:
+                self._changed.wait(left_s)
+                reply = self._desk.look(message)
+            return reply
+
+    def jobs(self) -> tuple[JobStatus, ...]:
+        """How every job stands."""
+        with self._changed:
+            return statuses(self._desk)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._ticking.join()
+        self._desk.close()
+
+    def __enter__(self) -> "EmbeddedControl":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _tick(self) -> None:
+        with self._changed:
+            while not self._closed:
+                self._desk.tick()
+                self._changed.wait(TICK_S)

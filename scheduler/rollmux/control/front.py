@@ -1,0 +1,50 @@
+"""The desk in an event loop: calls as bytes, entries held open until their permit is there.
+
+What the socket and the Ray actor have in common.
+"""
+
+import asyncio
+
+import msgspec
+
+from harvester.contracts.clock import Clock
+from scheduler.rollmux.control.desk import TICK_S, PermitDesk
+from scheduler.rollmux.control.wire import WAIT_MAX_S, Enter, Reply, Waiting, decoded_call
+
+
+class Front:
+    def __init__(self, desk: PermitDesk, clock: Clock) -> None:
+        self.desk = desk
+        self._clock = clock
+        self._changed = asyncio.Event()
+        desk.on_change = self._wake
+
+    async def call(self, name: str, body: bytes) -> bytes:
+        """Raises PeerProtocolError for what is no call."""
+        message = decoded_call(name, body)
+        reply = self.desk.call(message)
+        if isinstance(message, Enter):
+            reply = await self._awaited(message, reply)
+        return msgspec.json.encode(reply)
+
+    async def tick(self) -> None:
+        """For as long as the control lives."""
+        while True:
+            self.desk.tick()
+            await asyncio.sleep(TICK_S)
+
+    async def _awaited(self, entry: Enter, reply: Reply) -> Reply:
+        until_s = self._clock.now() + min(entry.wait_s, WAIT_MAX_S)
+        while isinstance(reply, Waiting) and (left_s := until_s - self._clock.now()) > 0:
+            changed = self._changed
+            try:
+                async with asyncio.timeout(left_s):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+            reply = self.desk.look(entry)
+        return reply
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,156 @@
+"""A job's gateway, as its phases use it: what the job may run on, and whether a guest serves it.
+
+Calls block, and each may be repeated. What is switched on goes off by itself where nobody says it
+again: a process that dies leaves nothing behind.
+"""
+
+import http.client
+import logging
+import ssl
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
+from harvester.contracts.ids import JobId
+from scheduler.model import EngineKind
+from scheduler.rollmux.permits.leased_tail import Switches
+
+ANSWER_S: Final = 2.0
+ACTIVATE_S: Final = 150.0
+"""Every dedicated engine loads the job's weights meanwhile."""
+REPLY_MAX_BYTES: Final = 16 << 20
+_log = logging.getLogger(__name__)
+_SERVING: Final = "serving"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Harvesting:
+    """How a job takes part: which gateway its turns go through, and how to speak to it."""
+
+    gateway: str
+    """URL of the gateway, `https://` off loopback."""
+    token_file: Path | None = None
+    """Holds the tenant's bearer token, where the gateway asks for one."""
+
+    def of(self, job: JobId) -> "JobGateway":
+        """Raises ConfigError where the URL or the file is none."""
+        token = ""
+        if self.token_file is not None:
+            try:
+                token = self.token_file.read_text().strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"cannot read gateway token {self.token_file}: {error}"
+                ) from error
+        return JobGateway(self.gateway, job, token=token)
+
+
+class _Engine(msgspec.Struct, frozen=True):
+    kind: EngineKind
+    state: str | None
+    open_turns: int = 0
+
+
+class _Job(msgspec.Struct, frozen=True):
+    tokens: dict[EngineKind, int] = {}
+
+
+class GatewayView(msgspec.Struct, frozen=True):
+    """A gateway's status, as far as it matters here."""
+
+    active_job: JobId | None
+    engines: dict[str, _Engine]
+    jobs: dict[JobId, _Job]
+
+    def guest_serves(self, job: JobId) -> bool:
+        return self.active_job == job and any(each.state == _SERVING for each in self._guests)
+
+    @property
+    def guest_busy(self) -> bool:
+        return any(each.open_turns for each in self._guests)
+
+    @property
+    def _guests(self) -> tuple[_Engine, ...]:
+        return tuple(each for each in self.engines.values() if each.kind is EngineKind.GUEST)
+
+    def tokens(self, job: JobId) -> dict[EngineKind, int]:
+        """Generated so far, by the kind of engine."""
+        return self.jobs[job].tokens if job in self.jobs else {}
+
+
+class JobGateway:
+    """Calls raise Exhausted where nobody answers, PeerProtocolError where they are refused."""
+
+    def __init__(self, url: str, job: JobId, *, token: str = "") -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"gateway {url!r}: give a URL as http://127.0.0.1:8300")
+        self.url = url
+        self.job = job
+        self._secure, self._host, self._port = (
+            parts.scheme == "https", parts.hostname, parts.port
+        )  # fmt: skip
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def view(self) -> GatewayView:
+        body = self._answer("GET", "/v1/status", None, timeout_s=ANSWER_S)
+        try:
+            return msgspec.json.decode(body, type=GatewayView)
+        except msgspec.MsgspecError as error:
+            raise PeerProtocolError(f"status of gateway {self.url}: {error}") from error
+
+    def rest(self) -> None:
+        """Nothing is the job's before its first permit. Raises ConfigError where it is refused."""
+        try:
+            self.switch(Switches(dedicated=False, harvesting=False), for_s=0.0)
+        except PeerProtocolError as error:
+            raise ConfigError(f"job {self.job}: {error}") from error
+        except (Exhausted, Stale) as error:
+            _log.warning("job %s: %s", self.job, error)
+
+    def activate(self) -> None:
+        """The engines serve this job on return. Raises Stale while it has published nothing."""
+        self._post("activate", None, timeout_s=ACTIVATE_S)
+
+    def switch(self, switches: Switches, *, for_s: float) -> None:
+        """Switches stay on for so long. Dedicated engines first: they are another job's soon."""
+        for name, on in switches._asdict().items():
+            said = {"enabled": True, "for_s": for_s} if on else {"enabled": False}
+            self._post(name, said, timeout_s=ANSWER_S)
+
+    def _post(self, what: str, body: object, *, timeout_s: float) -> None:
+        path = f"/v1/jobs/{quote(self.job, safe='')}/{what}"
+        self._answer("POST", path, msgspec.json.encode(body), timeout_s=timeout_s)
+
+    def _answer(self, method: str, path: str, body: bytes | None, *, timeout_s: float) -> bytes:
+        connection = self._connection(timeout_s)
+        headers = {"Content-Type": "application/json", **self._headers}
+        try:
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            answer = response.read(REPLY_MAX_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            raise Exhausted(f"gateway {self.url} {path}: {error!r}") from error
+        finally:
+            connection.close()
+        if response.status == HTTPStatus.OK:
+            return answer
+        said = f"gateway {self.url} {path}: {response.status} {answer[:300]!r}"
+        if response.status == HTTPStatus.CONFLICT:
+            raise Stale(said)
+        if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise Exhausted(said)
+        raise PeerProtocolError(said)
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        if not self._secure:
+            return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(
+            self._host, self._port, timeout=timeout_s, context=context
+        )

@@ -1,0 +1,217 @@
+"""One job's story as the journal tells it: where it was placed, why it moved, what its permits did.
+
+Fed with every line of a journal, it answers entries in the order of time; keeps no more than
+what the next line needs.
+"""
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.rollmux.cluster.events import (
+    CloseJob,
+    Decision,
+    JobSubmitted,
+    NodeLost,
+    PlanJob,
+    QueueJob,
+    SettleJob,
+    TellMove,
+)
+from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
+from scheduler.rollmux.cluster.submission import Submission
+from scheduler.rollmux.control.journal_lines import Began, Dated, Moment
+from scheduler.rollmux.control.permit_story import PermitStory
+from scheduler.rollmux.control.story_entry import Entry, Told, seconds
+from scheduler.rollmux.permits.events import (
+    ControlResumed,
+    JobLeft,
+    JobPlaced,
+    PhaseRequested,
+    RemoveJob,
+)
+
+_CAUSES: Final = frozenset(
+    {"job_submitted", "job_placed", "job_left", "node_lost", "control_resumed", "phase_requested"}
+)
+"""Samples that a story needs beside what follows from them."""
+
+
+class JobStory:
+    def __init__(self, job: JobId, *, since: datetime) -> None:
+        """What happened before `since` is followed and not told."""
+        self.permits = PermitStory(job)
+        self.is_known = self.was_known = False
+        self._job = job
+        self._since = since
+        self._first = True
+        self._new_process = False
+        self._queued_for = ""
+
+    def heard(self, line: Began | Dated) -> Iterator[Entry]:
+        for entry in self._began(line) if isinstance(line, Began) else self._decided(line):
+            if entry.at >= self._since:
+                yield entry
+        self.was_known |= self.is_known
+
+    def _began(self, line: Began) -> Iterator[Entry]:
+        snapshot = line.snapshot or {}
+        standings = snapshot.get("permits", snapshot).get("jobs", [])
+        self.permits.begin(standings, line.moment)
+        self._new_process = True
+        was_known, self.is_known = self.is_known, self._is_in(snapshot)
+        if line.missing and was_known:
+            words = f"{line.missing} decisions before this could not be written to the journal"
+            yield Entry(at=line.moment.at, told=Told.JOURNAL, text=words)
+        if was_known and not self.is_known:
+            words = "the control began anew and does not know the job any more"
+            yield Entry(at=line.moment.at, told=Told.CONTROL, text=words)
+        elif self.is_known and self._first:
+            words = f"the journal begins; the job is there already{_where(standings, self._job)}"
+            yield Entry(at=line.moment.at, told=Told.JOURNAL, text=words)
+        self._first = False
+
+    def _is_in(self, snapshot: dict[str, Any]) -> bool:
+        planned = snapshot.get("plan", {}).get("jobs", ())
+        if any(one["stay"]["submission"]["job"] == self._job for one in planned):
+            return True
+        permits = snapshot.get("permits", snapshot).get("jobs", ())
+        return any(one["terms"]["job"] == self._job for one in permits)
+
+    def _decided(self, line: Dated) -> Iterator[Entry]:
+        sample = line.decided.sample
+        event: RuntimeEvent | None = None
+        if sample.get("type") in _CAUSES:
+            event = _converted(sample, RuntimeEvent)
+        effects = [
+            effect
+            for raw in line.decided.effects
+            if (effect := _converted(raw, RuntimeEffect)) is not None
+        ]
+        yield from self._caused(event, line.moment)
+        yield from self._planned(effects, line.moment)
+        yield from self.permits.heard(
+            effects, line.moment, cause=self._cause(event), counts=line.moment.at >= self._since
+        )
+        yield from self._closed(event, effects, line.moment)
+        self._new_process = False
+
+    def _caused(self, event: RuntimeEvent | None, now: Moment) -> Iterator[Entry]:
+        match event:
+            case JobSubmitted(submission=given) if given.job == self._job and not self.is_known:
+                self.is_known, self._queued_for = True, ""
+                yield Entry(at=now.at, told=Told.SUBMITTED, text=_submitted(given))
+            case JobPlaced(terms=terms) if terms.job == self._job and not self.is_known:
+                self.is_known = True
+                nodes = " ".join(dict.fromkeys(n for one in terms.phases for n in one.nodes))
+                yield Entry(at=now.at, told=Told.PLACED, text=f"placed by hand on {nodes}")
+            case ControlResumed() if self.is_known:
+                words = "the control is back" if self._new_process else "the control was paused"
+                yield Entry(
+                    at=now.at, told=Told.CONTROL, text=f"{words}: holders have a whole lease again"
+                )
+            case PhaseRequested(job=job, kind=kind) if job == self._job:
+                self.permits.asked(kind, now)
+            case _:
+                pass
+
+    def _planned(self, effects: list[RuntimeEffect], now: Moment) -> Iterator[Entry]:
+        own = [effect for effect in effects if effect.job == self._job]
+        asked = next((one for one in own if isinstance(one, PlanJob)), None)
+        for effect in own:
+            match effect:
+                case PlanJob():
+                    yield _asked(effect, now)
+                case QueueJob(reason=reason) if reason != self._queued_for:
+                    self._queued_for = reason
+                    yield Entry(at=now.at, told=Told.QUEUED, text=f"waits for a place: {reason}")
+                case TellMove():
+                    words = f"its iteration is over: told to go on on {_nodes(effect)}"
+                    yield Entry(at=now.at, told=Told.MOVE_TOLD, text=words)
+                case SettleJob() if asked is None or _nodes(asked) != _nodes(effect):
+                    words = f"is in {effect.group} on {_nodes(effect)} now"
+                    yield Entry(at=now.at, told=Told.ARRIVED, text=words)
+                case _:
+                    pass
+
+    def _cause(self, event: RuntimeEvent | None) -> str:
+        """What took a permit, in other words than its effect's."""
+        match event:
+            case NodeLost(node=node):
+                return f"node {node} failed"
+            case JobLeft(job=job) if job == self._job:
+                return "the job was forgotten"
+        return ""
+
+    def _closed(
+        self, event: RuntimeEvent | None, effects: list[RuntimeEffect], now: Moment
+    ) -> Iterator[Entry]:
+        forgotten = isinstance(event, JobLeft) and event.job == self._job
+        own = [effect for effect in effects if effect.job == self._job]
+        close = next((one for one in own if isinstance(one, CloseJob)), None)
+        gone = forgotten or close is not None or any(isinstance(one, RemoveJob) for one in own)
+        if not (gone and self.is_known):
+            return
+        self.is_known = False
+        why = "it was forgotten" if forgotten else "nothing was heard of it for too long"
+        fared = "" if close is None else f"; {_fared(close)}"
+        yield Entry(at=now.at, told=Told.CLOSED, text=f"closed: {why}{fared}")
+
+
+def _converted(raw: dict[str, Any], kind: Any) -> Any:
+    """None for what this version does not know."""
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError:
+        return None
+
+
+def _where(standings: list[dict[str, Any]], job: JobId) -> str:
+    own = next((one for one in standings if one["terms"]["job"] == job), None)
+    if own is None:
+        return ", without a place on nodes"
+    nodes = dict.fromkeys(node for phase in own["terms"]["phases"] for node in phase["nodes"])
+    return f", on {' '.join(nodes)}"
+
+
+def _submitted(given: Submission) -> str:
+    phases = ", ".join(
+        f"{one.kind} of at most {seconds(one.max_s)}"
+        + (f" on {one.nodes} node{'s' * (one.nodes > 1)}" if one.nodes else "")
+        for one in given.phases
+    )
+    return f"submitted with an SLO of {given.slo:.2f}: {phases}"
+
+
+def _asked(plan: PlanJob, now: Moment) -> Entry:
+    where = f"{plan.group} on {_nodes(plan)}"
+    beside = f" beside {', '.join(plan.beside)}" if plan.beside else " alone"
+    match plan.decision:
+        case Decision.PLACED:
+            told, words = Told.PLACED, f"placed in {where}{beside}: {plan.reason}"
+        case Decision.MOVED:
+            words = f"asked to move to {where}{beside}, at its iteration's end: {plan.reason}"
+            told = Told.MOVE_ASKED
+        case Decision.RESTARTED:
+            words = f"gets other nodes, in {where}{beside}: {plan.reason}"
+            told = Told.RESTARTED
+    return Entry(at=now.at, told=told, text=words)
+
+
+def _nodes(of: PlanJob | SettleJob | TellMove) -> str:
+    return f"{_or_none(of.rollout_nodes)} | {_or_none(of.training_nodes)}"
+
+
+def _or_none(nodes: tuple[NodeId, ...]) -> str:
+    return " ".join(nodes) or "(no node is free)"
+
+
+def _fared(close: CloseJob) -> str:
+    kept = "kept" if close.kept else "broken"
+    return (
+        f"after {close.iterations} iterations and {close.moves} moves its slow-down was "
+        f"{close.slowdown:.2f} of {close.slo:.2f}: its SLO was {kept}"
+    )

@@ -1,0 +1,200 @@
+"""The shell around a rollout's leased tail: one permit, the job's gateway, and a thread of its own.
+
+The thread looks at both, keeps the job's switches at the gateway and asks of the permit, whatever
+the job's code does meanwhile: that may be synchronous, or an event loop. Without an answer from the
+gateway nothing moves, and what was switched on goes off there by itself.
+"""
+
+import logging
+import threading
+from typing import Final
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import RoseMuxError, Stale
+from harvester.contracts.ids import NodeId
+from scheduler.model import EngineKind
+from scheduler.rollmux.control.harvesting import GatewayView, JobGateway
+from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.control.wire import Transport
+from scheduler.rollmux.permits.leased_tail import (
+    BULK_RATIO,
+    LeasedTail,
+    NarrowPermit,
+    Place,
+    RecallTail,
+    Switches,
+    Tail,
+    TailSample,
+    taken_off_s,
+)
+
+LOOK_S: Final = 0.1
+ON_FOR_S: Final = 10.0
+"""A process that dies leaves nothing switched on for longer, nor for longer than its permit."""
+RENEWALS: Final = 3
+OFF: Final = Switches(dedicated=False, harvesting=False)
+
+_log = logging.getLogger(__name__)
+
+
+class LeasedRollout:
+    """One rollout: `begin`, then `end`."""
+
+    def __init__(
+        self,
+        permit: Permit,
+        gateway: JobGateway,
+        transport: Transport,
+        clock: Clock,
+        *,
+        leases: bool,
+    ) -> None:
+        self._permit = permit
+        self._gateway = gateway
+        self._transport = transport
+        self._clock = clock
+        self._tail = LeasedTail(leases=leases)
+        self._nodes = permit.nodes
+        self._on_for_s = min(ON_FOR_S, permit.lease_s)
+        self._kept: Switches | None = None
+        """What the gateway has confirmed; None while it has not."""
+        self._renew_s = 0.0
+        self._tokens: dict[EngineKind, int] = {}
+        """Before the rollout, by the kind of engine."""
+        self._began_s = 0.0
+        self._bulk_over_s: float | None = None
+        self._leased_ratio = 0.0
+        """Of the bulk's tokens."""
+        self._stays: bool | None = None
+        """Whether a job that waits for the nodes uses the same gateway; None: not looked at yet."""
+        self._fault = ""
+        self._over = threading.Event()
+        self._looking = threading.Thread(
+            target=self._looks, name=f"leases-{permit.job}", daemon=True
+        )
+
+    @property
+    def leased_s(self) -> float:
+        """The time that leases have taken off the rollout; its tail took as long as at home."""
+        bulk_s = (self._bulk_over_s or self._began_s) - self._began_s
+        return taken_off_s(bulk_s, leased_ratio=self._leased_ratio)
+
+    @property
+    def tails(self) -> tuple[Tail, ...]:
+        """Those that have ended."""
+        return tuple(self._tail.tails)
+
+    def begin(self) -> None:
+        """The job's engines are its own, and serve it, on return; where the gateway answers."""
+        view = self._view()
+        self._tokens = {} if view is None else view.tokens(self._permit.job)
+        self._began_s = self._clock.now()
+        if view is not None and view.active_job not in (None, self._permit.job):
+            try:
+                self._gateway.activate()
+            except Stale:
+                pass  # Its first publish makes it the one that is served.
+            except RoseMuxError as error:
+                self._say(error)
+        self._keep_switches()
+        self._looking.start()
+
+    def end(self) -> None:
+        """Neither engines nor leases are the job's any more."""
+        self._over.set()
+        self._looking.join()
+        self._tail.end(now=self._clock.now())
+        self._measure_bulk()
+        try:
+            self._gateway.switch(OFF, for_s=0.0)
+        except RoseMuxError as error:
+            self._say(error)
+
+    def _measure_bulk(self) -> None:
+        """Once, when the rollout is in its tail, or over."""
+        if self._bulk_over_s is None:
+            self._bulk_over_s = self._clock.now()
+            self._leased_ratio = self._measured_ratio()
+
+    def _measured_ratio(self) -> float:
+        """The share of the tokens so far that guests made; 0 where the gateway does not say."""
+        # A gateway that did not answer last keeps nobody's nodes waiting for its figures.
+        view = self._view() if self._kept is not None and self._tokens else None
+        if view is None:
+            return 0.0
+        tokens = view.tokens(self._permit.job)
+        made = {kind: tokens.get(kind, 0) - before for kind, before in self._tokens.items()}
+        if min(made.values()) < 0 or not any(made.values()):
+            return 0.0
+        return made.get(EngineKind.GUEST, 0) / sum(made.values())
+
+    def _looks(self) -> None:
+        while not self._over.wait(LOOK_S):
+            self._look()
+
+    def _look(self) -> None:
+        if self._permit.keep is not None or self._permit.complete_ratio >= BULK_RATIO:
+            self._measure_bulk()
+        for effect in self._tail.observe(self._sample(), now=self._clock.now()):
+            match effect:
+                case NarrowPermit():
+                    self._permit.narrowed()
+                case RecallTail():
+                    self._permit.recall(effect.how)
+        self._keep_switches()
+
+    def _sample(self) -> TailSample:
+        asked = self._permit.keep == ()
+        away = self._tail.place in (Place.AWAY, Place.IN_LINE)
+        view = self._view() if asked or away else None
+        tokens = {} if view is None else view.tokens(self._permit.job)
+        serves = view is not None and view.guest_serves(self._permit.job)
+        return TailSample(
+            stage=self._permit.stage,
+            may_leave=asked and serves and view is not None and not self._shares(view),
+            lost=bool(self._permit.lost),
+            guest_serves=serves,
+            guest_busy=view is not None and view.guest_busy,
+            guest_tokens=tokens.get(EngineKind.GUEST, 0),
+            engines_off=self._kept is not None and not self._kept.dedicated,
+        )
+
+    def _view(self) -> GatewayView | None:
+        try:
+            return self._gateway.view()
+        except RoseMuxError as error:
+            self._say(error)
+            return None
+
+    def _shares(self, view: GatewayView) -> bool:
+        """A waiting job of the same gateway would take the leased guests with the engines."""
+        if self._stays is None:
+            wanted: set[NodeId] = set(self._nodes)
+            try:
+                jobs = self._transport.jobs()
+            except RoseMuxError as error:
+                self._say(error)
+                return True
+            waiting = (each.job for each in jobs if wanted & set(each.awaits))
+            self._stays = any(job in view.jobs for job in waiting if job != self._permit.job)
+        return self._stays
+
+    def _keep_switches(self) -> None:
+        """Says what holds now, where it changed or is about to go off."""
+        wanted, now = self._tail.switches, self._clock.now()
+        if wanted == self._kept and now < self._renew_s:
+            return
+        try:
+            self._gateway.switch(wanted, for_s=self._on_for_s)
+        except RoseMuxError as error:
+            self._kept = None
+            self._say(error)
+            return
+        self._kept, self._fault = wanted, ""
+        self._renew_s = now + self._on_for_s / RENEWALS
+
+    def _say(self, error: RoseMuxError) -> None:
+        """Once for each fault in a row."""
+        if str(error) != self._fault:
+            self._fault = str(error)
+            _log.warning("job %s rolls out without its leases: %s", self._permit.job, error)

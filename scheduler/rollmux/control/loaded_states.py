@@ -1,0 +1,132 @@
+"""States that stay on accelerators between a job's phases, until another job is to start there.
+
+Leaving a phase keeps its state loaded, so that the next phase of the kind starts at once where no
+other job was there meanwhile. A thread asks the control whether another is to start there, for as
+long as anything is loaded: then the state is released, and the control hears so before that job
+starts. A process that cannot hear the control releases everything one margin before its lease ends:
+by then the control takes it for gone.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.model import PhaseKind
+from scheduler.rollmux.control.wire import Absent, Ended, Left, Transport, Unloaded
+
+_ASKS_PER_LEASE = 5
+_ASK_MAX_S = 0.5
+_MARGIN_RATIO = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    nodes: frozenset[NodeId]
+    release: Callable[[], None]
+
+
+class LoadedStates:
+    """Of one process of a job. Safe to use from any thread."""
+
+    def __init__(self, transport: Transport, clock: Clock, job: JobId, holder: str) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._job, self._holder = job, holder
+        self._states: dict[PhaseKind, _Loaded] = {}
+        self._stuck: set[PhaseKind] = set()
+        """States that could not be released; said once in a row, and tried again."""
+        self._lock = threading.Lock()
+        self._asking: threading.Thread | None = None
+        self._lease_s = 0.0
+        self._answered_s = 0.0
+
+    def leave(
+        self,
+        kind: PhaseKind,
+        nodes: Iterable[NodeId],
+        release: Callable[[], None],
+        *,
+        lease_s: float,
+    ) -> None:
+        """The phase has ended, and its state is still on these nodes."""
+        with self._lock:
+            self._states[kind] = _Loaded(frozenset(nodes), release)
+            self._lease_s, self._answered_s = lease_s, self._clock.now()
+            if self._asking is None:
+                self._asking = threading.Thread(
+                    target=self._asks, name=f"loaded-{self._job}", daemon=True
+                )
+                self._asking.start()
+
+    def take(self, kind: PhaseKind, nodes: Iterable[NodeId]) -> bool:
+        """Whether the state is loaded on all of these nodes; those of other kinds leave them.
+
+        Raises what a release raises.
+        """
+        wanted = frozenset(nodes)
+        with self._lock:
+            found = self._states.pop(kind, None)
+            for other in [each for each in self._states if self._states[each].nodes & wanted]:
+                self._states.pop(other).release()
+            if found is not None and not found.nodes >= wanted:
+                found.release()
+                return False
+            return found is not None
+
+    def release(self, nodes: Iterable[NodeId] | None = None) -> None:
+        """From these nodes, or from all, and say so. One that cannot be released stays."""
+        asked = None if nodes is None else frozenset(nodes)
+        gone: set[NodeId] = set()
+        with self._lock:
+            for kind in list(self._states):
+                state = self._states[kind]
+                if asked is not None and not state.nodes & asked:
+                    continue
+                try:
+                    state.release()
+                except Exception:
+                    if kind not in self._stuck:
+                        _log.exception("job %s: its %s state stays loaded", self._job, kind)
+                    self._stuck.add(kind)
+                    continue
+                self._stuck.discard(kind)
+                gone |= state.nodes
+                del self._states[kind]
+        if gone:
+            self._say(gone)
+
+    def _asks(self) -> None:
+        while True:
+            threading.Event().wait(min(self._lease_s / _ASKS_PER_LEASE, _ASK_MAX_S))
+            with self._lock:
+                if not self._states:
+                    self._asking = None
+                    return
+            reply = self._say(())
+            if isinstance(reply, Left) and reply.unload:
+                self.release(reply.unload)
+            elif isinstance(reply, Ended):
+                self.release()
+            elif self._clock.now() - self._answered_s > self._lease_s * (1 - _MARGIN_RATIO):
+                _log.warning("job %s: the control is silent; its states are released", self._job)
+                self.release()
+
+    def _say(self, nodes: Iterable[NodeId]) -> object:
+        """The answer; None where there is none. Where nobody is, nobody starts another job."""
+        asked_s = self._clock.now()
+        said = Unloaded(job=self._job, holder=self._holder, nodes=tuple(sorted(nodes)))
+        try:
+            reply = self._transport.call("unloaded", said)
+        except Absent:
+            self._answered_s = asked_s
+            return None
+        except (Exhausted, PeerProtocolError):
+            return None
+        self._answered_s = asked_s
+        return reply

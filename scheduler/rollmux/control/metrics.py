@@ -1,0 +1,189 @@
+"""What the phase control tells Prometheus: who waits, who holds, and what went wrong.
+
+Fed with every decision of the desk, and brought up to date at a scrape. Labelled by phase and by
+reason only: thousands of jobs and nodes may share one control, and who they are is in its status
+and in its journal.
+"""
+
+from collections import Counter as Tally
+from collections.abc import Iterable
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.model import PhaseKind
+from scheduler.rollmux.cluster.events import CloseJob, PlanJob
+from scheduler.rollmux.cluster.phase_policy import PhasePolicy, RuntimeEffect
+from scheduler.rollmux.control.plan_metrics import PlanMetrics
+from scheduler.rollmux.permits.events import (
+    EndPermit,
+    EndReason,
+    FreeNodes,
+    GrantPermit,
+    RemoveJob,
+    RevokePermit,
+    WarnHolder,
+    WidenPermit,
+)
+from scheduler.rollmux.permits.standing import Stage, Standing
+
+_BUCKETS_S = (0.01, 0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600)
+_UNKNOWN = "unknown"
+_NODES_REMEMBERED = 1 << 16
+"""Last jobs of nodes; forgotten together when there are too many."""
+
+
+class PhaseMetrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        phase = ["phase"]
+        self._jobs = self._gauge("jobs", "Jobs that are placed, by stage.", ["stage"])
+        self._waiting = self._gauge("permits_waiting", "Workers that wait for a permit.", phase)
+        self._held = self._gauge("permits_held", "Permits in force.", phase)
+        self._longest = self._gauge(
+            "longest_wait_seconds", "How long the first of those who wait has waited.", phase
+        )
+        self._nodes = self._gauge("nodes_held", "Nodes that somebody's permit covers.", phase)
+        self._starts = self._counter(
+            "starts_total", "Permits granted; cold: the first of this phase in its process.",
+            ["phase", "start"],
+        )  # fmt: skip
+        self._switches = self._counter(
+            "switches_total", "Nodes that went from one job to another.", phase
+        )
+        self._ended = self._counter(
+            "permits_ended_total", "Permits ended, by reason; silent is a lost lease.",
+            ["phase", "reason"],
+        )  # fmt: skip
+        self._overruns = self._counter(
+            "overruns_total", "Phases that took longer than their bound.", phase
+        )
+        self._revocations = self._counter(
+            "revocations_total", "Permits revoked from a phase that overran while others waited.",
+            phase,
+        )  # fmt: skip
+        self._tails = self._counter(
+            "tails_moved_total", "Tails that left nodes to those who waited.", phase
+        )
+        self._wait_s = self._histogram("wait_seconds", "From a place in the line to the permit.")
+        self._hold_s = self._histogram("hold_seconds", "From a permit to its end.")
+        self.plan = PlanMetrics(self.registry)
+        self._last_job: dict[NodeId, JobId] = {}
+        self._processes: dict[JobId, tuple[str, set[PhaseKind]]] = {}
+        for kind in PhaseKind:
+            self._begin(kind)
+
+    def resume(self, policy: PhasePolicy) -> None:
+        """After a restart: processes and nodes that were known before are not new."""
+        for standing in _standings(policy):
+            self._last_job |= dict.fromkeys(standing.nodes, standing.job)
+            if standing.holder:
+                kinds = {phase.kind for phase in standing.terms.phases}
+                self._processes[standing.job] = (standing.holder, kinds)
+
+    def decided(self, effects: Iterable[RuntimeEffect], policy: PhasePolicy, *, now: float) -> None:
+        """`policy` as it stands after `effects`."""
+        for effect in effects:
+            match effect:
+                case GrantPermit():
+                    self._granted(effect, policy.standing(effect.job), now)
+                case WidenPermit():
+                    self._on_nodes(effect.job, effect.nodes, _kind(policy, effect.job))
+                case FreeNodes():
+                    self._tails.labels(_kind(policy, effect.job)).inc()
+                case WarnHolder():
+                    self._overruns.labels(_kind(policy, effect.job)).inc()
+                case RevokePermit():
+                    self._revocations.labels(_kind(policy, effect.job)).inc()
+                case EndPermit():
+                    self._end(effect, policy.standing(effect.job), now)
+                case RemoveJob():
+                    self._processes.pop(effect.job, None)
+                case PlanJob() | CloseJob():
+                    self.plan.decided(effect)
+                case _:
+                    pass
+
+    def render(self, policy: PhasePolicy, *, now: float) -> bytes:
+        """Bring the gauges up to date and render everything."""
+        standings = tuple(_standings(policy))
+        stages = Tally(each.stage for each in standings)
+        for stage in Stage:
+            self._jobs.labels(stage).set(stages[stage])
+        for kind in PhaseKind:
+            waiting = [each for each in standings if _waits(each, kind)]
+            held = [each for each in standings if each.holding and each.kind is kind]
+            longest_s = max((now - each.enqueued_s for each in waiting), default=0.0)
+            self._waiting.labels(kind).set(len(waiting))
+            self._longest.labels(kind).set(max(0.0, longest_s))
+            self._held.labels(kind).set(len(held))
+            self._nodes.labels(kind).set(sum(len(each.nodes) for each in held))
+        return generate_latest(self.registry)
+
+    def _granted(self, grant: GrantPermit, standing: Standing | None, now: float) -> None:
+        holder, kinds = self._processes.get(grant.job, ("", set()))
+        if holder != grant.holder:
+            kinds = set()
+        self._starts.labels(grant.kind, "warm" if grant.kind in kinds else "cold").inc()
+        self._processes[grant.job] = (grant.holder, kinds | {grant.kind})
+        self._on_nodes(grant.job, grant.nodes, grant.kind)
+        if standing is not None:
+            self._wait_s.labels(grant.kind).observe(max(0.0, now - standing.enqueued_s))
+
+    def _on_nodes(self, job: JobId, nodes: tuple[NodeId, ...], kind: str) -> None:
+        others = sum(self._last_job.get(node, job) != job for node in nodes)
+        self._switches.labels(kind).inc(others)
+        if len(self._last_job) > _NODES_REMEMBERED:
+            self._last_job.clear()
+        self._last_job |= dict.fromkeys(nodes, job)
+
+    def _end(self, end: EndPermit, standing: Standing | None, now: float) -> None:
+        self._ended.labels(end.kind, end.ended).inc()
+        if standing is not None:
+            self._hold_s.labels(end.kind).observe(max(0.0, now - standing.started_s))
+
+    def _begin(self, kind: PhaseKind) -> None:
+        """Every series is there from the first scrape on: an increase needs a zero before it."""
+        for start in ("cold", "warm"):
+            self._starts.labels(kind, start)
+        for reason in EndReason:
+            self._ended.labels(kind, reason)
+        for counter in (self._switches, self._overruns, self._revocations, self._tails):
+            counter.labels(kind)
+        for histogram in (self._wait_s, self._hold_s):
+            histogram.labels(kind)
+
+    def _gauge(self, name: str, text: str, labels: list[str]) -> Gauge:
+        return Gauge(f"scheduler_phase_{name}", text, labels, registry=self.registry)
+
+    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
+        return Counter(f"scheduler_phase_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(
+            f"scheduler_phase_{name}", text, ["phase"], buckets=_BUCKETS_S, registry=self.registry
+        )
+
+
+def _standings(policy: PhasePolicy) -> Iterable[Standing]:
+    found = (policy.standing(job) for job in policy.jobs)
+    return (each for each in found if each is not None)
+
+
+def _waits(standing: Standing, kind: PhaseKind) -> bool:
+    """A worker has asked; a place that nobody has claimed keeps nobody waiting."""
+    claimed = standing.stage is Stage.WAITING and standing.heard_s is not None
+    return claimed and standing.kind is kind
+
+
+def _kind(policy: PhasePolicy, job: JobId) -> str:
+    standing = policy.standing(job)
+    return _UNKNOWN if standing is None or standing.kind is None else standing.kind

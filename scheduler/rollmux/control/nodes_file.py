@@ -1,0 +1,122 @@
+"""`nodes.yaml`: the machines that a planning control has, and what it assumes of them.
+
+Checked whole before anything is started; every mistake is named by its field and its line.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import NAME_PATTERN, NodeId
+from harvester.platform.yaml_file import Where, explained, named, parse_fields, read_text
+from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
+from scheduler.rollmux.planner.book import NodeType
+
+GB: Final = 10**9
+NODES_MAX: Final = 10_000
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class NamedNodes(_Settings):
+    """The nodes of one pool, all of one type."""
+
+    type: Name
+    names: tuple[Name, ...] = Field(min_length=1, max_length=NODES_MAX)
+    """A node is whatever one job gets whole at a time; jobs are told these names."""
+    accelerators: int = Field(default=8, ge=1, le=1024)
+    price_per_hour: float = Field(ge=0, le=1e6, allow_inf_nan=False)
+    """Of the whole node."""
+    host_gb: float = Field(gt=0, le=1e6, allow_inf_nan=False)
+    """Host memory in which inactive jobs stay resident: a hard limit."""
+
+    @property
+    def as_pool(self) -> PoolNodes:
+        return PoolNodes(
+            type=NodeType(
+                type=self.type,
+                accelerators=self.accelerators,
+                price_per_hour=self.price_per_hour,
+                host_bytes=int(self.host_gb * GB),
+            ),
+            names=tuple(map(NodeId, self.names)),
+        )
+
+
+class NamedPools(_Settings):
+    rollout: NamedNodes
+    training: NamedNodes
+
+
+class ClusterSettings(_Settings):
+    nodes: NamedPools
+    risk: float = Field(default=0.25, ge=0.001, le=0.5)
+    """Accepted probability that a forecast slow-down exceeds its SLO."""
+    slo_counts_queueing: bool = False
+    """An SLO counts from the placement on; true: from the submission on."""
+    cold_start_s: Seconds = 135.0
+    """A job's first load from storage; alone it would take that too."""
+    warm_start_s: Seconds = 5.0
+    """A phase's start after another job's, from host memory."""
+    move_s: Seconds = 300.0
+    """What a job loses by a move to other nodes."""
+    migrate_s: Seconds = 3.0
+    """What moving a tail costs its job, and the one that starts then."""
+    tail_ratio: float | None = Field(default=None, gt=0, le=1)
+    """Completed share from which every tail may move; without, each job's own."""
+    review_s: float = Field(default=60.0, ge=0.1, le=86_400)
+    """Between two looks at promises and savings."""
+    gone_s: float = Field(default=900.0, ge=1, le=1e6)
+    """A placed job of which nothing was heard for so long has left."""
+    harvesting: bool = False
+    """Jobs that ask for it may use leases of serving nodes in their rollouts."""
+
+    @property
+    def as_config(self) -> ClusterConfig:
+        return ClusterConfig(
+            rollout=self.nodes.rollout.as_pool,
+            training=self.nodes.training.as_pool,
+            risk=self.risk,
+            slo_counts_queueing=self.slo_counts_queueing,
+            cold_start_s=self.cold_start_s,
+            warm_start_s=self.warm_start_s,
+            move_s=self.move_s,
+            migrate_s=self.migrate_s,
+            tail_ratio=self.tail_ratio,
+            review_s=self.review_s,
+            gone_s=self.gone_s,
+            harvesting=self.harvesting,
+        )
+
+
+def read_nodes(path: Path) -> ClusterConfig:
+    """Raises ConfigError that names each wrong field with its line."""
+    text = read_text(path)
+    try:
+        settings = ClusterSettings.model_validate(parse_fields(text, path))
+    except ValidationError as error:
+        raise ConfigError(explained(error, text, path)) from error
+    faults = [named(where, message, text, path) for where, message in _faults(settings.nodes)]
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return settings.as_config
+
+
+def _faults(nodes: NamedPools) -> Iterator[tuple[Where, str]]:
+    """What single fields cannot show."""
+    if nodes.rollout.type == nodes.training.type:
+        yield ("nodes", "training", "type"), "the pools need types of different names"
+    first: dict[str, str] = {}
+    for pool, names in (("rollout", nodes.rollout.names), ("training", nodes.training.names)):
+        for at, name in enumerate(names):
+            place = f"nodes.{pool}.names.{at}"
+            if first.setdefault(name, place) != place:
+                yield ("nodes", pool, "names", at), f"{name} is the name of {first[name]} too"

@@ -1,0 +1,168 @@
+"""The phase control on Ray: a detached, named actor with the same desk, and its transport.
+
+Messages cross as JSON bytes of the wire's own records. Ray restarts the actor when its process or
+node dies; with a state file that the new node sees too, it knows its holders then.
+"""
+
+import asyncio
+import logging
+import os
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
+from scheduler.rollmux.cluster.config import ClusterConfig
+from scheduler.rollmux.control.front import Front
+from scheduler.rollmux.control.opening import compile_for, opened
+from scheduler.rollmux.control.service import exposition
+from scheduler.rollmux.control.status import statuses
+from scheduler.rollmux.control.wire import Absent, Call, Enter, JobStatus, Reply, decoded_reply
+from scheduler.rollmux.permits.terms import PermitsConfig
+
+_LOG = logging.getLogger(__name__)
+ACTOR = "rosemux-phases"
+NAMESPACE = "rosemux"
+_ANSWER_S = 10.0
+_CALLS_AT_ONCE = 1000
+
+
+class ControlActor:
+    """Made a Ray actor by `started`; its methods run in the actor's event loop."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        state: str | None,
+        journal: str | None,
+        metrics_port: int | None,
+        cluster: dict[str, Any] | None = None,
+    ) -> None:
+        clock = MonotonicClock()
+        planned = None if cluster is None else msgspec.convert(cluster, ClusterConfig)
+        compile_for(planned)
+        self._desk = opened(
+            msgspec.convert(config, PermitsConfig),
+            clock,
+            state=None if state is None else Path(state),
+            journal=None if journal is None else Path(journal),
+            cluster=planned,
+        )
+        self._front = Front(self._desk, clock)
+        self._ticking: asyncio.Task[None] | None = None
+        self._metrics_port = metrics_port
+
+    async def call(self, name: str, body: bytes) -> tuple[bytes, str]:
+        """The reply, or what is wrong with the call. Raises Exhausted: ask again."""
+        if self._ticking is None:
+            self._ticking = asyncio.ensure_future(self._live())
+        if self._ticking.done():
+            # An error of the desk. Its state is on disk: Ray starts a process that died anew.
+            os._exit(1)
+        try:
+            return await self._front.call(name, body), ""
+        except PeerProtocolError as error:
+            return b"", str(error)
+
+    async def jobs(self) -> bytes:
+        """How every job stands, as the wire's records."""
+        return msgspec.json.encode(statuses(self._desk))
+
+    async def metrics(self) -> bytes:
+        """As Prometheus reads them."""
+        return self._desk.metrics()
+
+    async def _live(self) -> None:
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(exposition(self._desk, self._metrics_port))
+            except ConfigError as error:
+                # Jobs need the control more than anybody needs its figures.
+                _LOG.warning("no metrics: %s", error)
+            await self._front.tick()
+
+
+def started(
+    config: PermitsConfig | None = None,
+    *,
+    state: Path | None = None,
+    journal: Path | None = None,
+    metrics_port: int | None = None,
+    cluster: ClusterConfig | None = None,
+    name: str = ACTOR,
+) -> "RayControl":
+    """The control of this Ray cluster, started now if nobody has; Ray must be initialised.
+
+    With a `cluster` it plans; `scheduler.rollmux.control.nodes_file` reads one from a file.
+    `metrics_port` is a loopback port of the node that the actor is on, for a Prometheus there.
+    """
+    import ray
+
+    handle = (
+        ray.remote(ControlActor)
+        .options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=_CALLS_AT_ONCE,
+        )
+        .remote(
+            msgspec.to_builtins(config or PermitsConfig()),
+            None if state is None else str(state.absolute()),
+            None if journal is None else str(journal.absolute()),
+            metrics_port,
+            None if cluster is None else msgspec.to_builtins(cluster),
+        )
+    )
+    return RayControl(handle)
+
+
+def connected(*, name: str = ACTOR) -> "RayControl":
+    """From any task or actor of the cluster. Raises Absent where no control was started."""
+    import ray
+
+    try:
+        return RayControl(ray.get_actor(name, namespace=NAMESPACE))
+    except ValueError as error:
+        raise Absent(f"no phase control {name!r} on this Ray cluster") from error
+
+
+class RayControl:
+    """A transport."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def jobs(self) -> tuple[JobStatus, ...]:
+        """How every job stands. Raises as `call` does."""
+        return msgspec.json.decode(self._asked("jobs"), type=tuple[JobStatus, ...])
+
+    def metrics(self) -> bytes:
+        """As Prometheus reads them: for a collector that runs on Ray itself."""
+        text: bytes = self._asked("metrics")
+        return text
+
+    def call(self, name: str, message: Call) -> Reply:
+        """Raises Absent, Exhausted, or PeerProtocolError where the control refuses the call."""
+        timeout_s = _ANSWER_S + (message.wait_s if isinstance(message, Enter) else 0.0)
+        body, fault = self._asked("call", name, msgspec.json.encode(message), timeout_s=timeout_s)
+        if fault:
+            raise PeerProtocolError(f"{name}: {fault}")
+        return decoded_reply(body)
+
+    def _asked(self, method: str, *arguments: object, timeout_s: float = _ANSWER_S) -> Any:
+        import ray
+
+        try:
+            return ray.get(getattr(self.handle, method).remote(*arguments), timeout=timeout_s)
+        except ray.exceptions.ActorDiedError as error:
+            raise Absent(f"the phase control has died: {error}") from error
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            # Restarting, or out of reach: from here the two look alike.
+            raise Exhausted(f"{method}: the phase control does not answer: {error}") from error

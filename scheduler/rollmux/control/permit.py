@@ -1,0 +1,167 @@
+"""A permit in its holder's hands: beats that keep it, orders that come back, and its end.
+
+A thread of its own says that the holder lives. Where the control is gone, the holder goes on:
+nobody can give its nodes away meanwhile, and the control that comes back knows the epoch. Where it
+is there but cannot be heard, the permit is given up one margin before its lease ends.
+"""
+
+import threading
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.model import PhaseKind
+from scheduler.rollmux.control.wire import Absent, Beat, Ended, Granted, Orders, Transport
+from scheduler.rollmux.permits.events import Recall
+from scheduler.rollmux.permits.standing import Stage
+
+_BEATS_PER_LEASE = 3
+_BEAT_MAX_S = 1.0
+"""Orders come with the answer: a tail hears within this that somebody waits."""
+_PROGRESS_STEP = 0.01
+"""Progress by less than this waits for the next beat."""
+_MARGIN_RATIO = 0.1
+
+
+class Permit:
+    """One phase of a job while it runs. Safe to use from any thread of its process."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Clock,
+        *,
+        job: JobId,
+        kind: PhaseKind,
+        granted: Granted,
+    ) -> None:
+        self.job, self.kind = job, kind
+        self.epoch = granted.epoch
+        self._transport = transport
+        self._clock = clock
+        self.lease_s = granted.lease_s
+        self._orders = Orders(
+            stage=Stage.RUNNING, nodes=granted.nodes, accelerators=granted.accelerators
+        )
+        self._complete_ratio, self._tokens, self._narrowed = 0.0, 0, False
+        self._recall: Recall | None = None
+        self._said_ratio = 0.0
+        self._lost = ""
+        self._answered_s = clock.now()
+        self._asked_to_narrow_s: float | None = None
+        self.narrowing_s = 0.0
+        """Spent on bringing the tail together."""
+        self._ended = False
+        self._wake = threading.Event()
+        self._beating = threading.Thread(target=self._beats, name=f"permit-{job}", daemon=True)
+        self._beating.start()
+
+    @property
+    def nodes(self) -> tuple[NodeId, ...]:
+        """Held now: grows when a tail leaves, shrinks when this one is narrowed."""
+        return self._orders.nodes
+
+    @property
+    def accelerators(self) -> dict[NodeId, tuple[int, ...]]:
+        """By number, of nodes that it has in part, beside a tail or as one; else it has all."""
+        return self._orders.accelerators
+
+    @property
+    def keep_accelerators(self) -> dict[NodeId, tuple[int, ...]]:
+        """Of the nodes in `keep`, which part is to be kept; all of those that are not named."""
+        return self._orders.keep_accelerators
+
+    @property
+    def stage(self) -> Stage:
+        """As the control last said."""
+        return self._orders.stage
+
+    @property
+    def keep(self) -> tuple[NodeId, ...] | None:
+        """Where the tail is to be brought together, then call `narrowed`; None: nobody asks."""
+        return self._orders.keep if self._orders.stage is Stage.NARROWING else None
+
+    @property
+    def warned(self) -> bool:
+        """The phase takes longer than the job declared."""
+        return self._orders.warned
+
+    @property
+    def ends_in_s(self) -> float | None:
+        """Set when the permit is revoked: end the phase within this."""
+        return self._orders.ends_in_s
+
+    @property
+    def lost(self) -> str:
+        """Why the permit has ended; empty while it is held."""
+        return self._lost
+
+    def check(self) -> None:
+        """Raises Stale when the permit has ended: stop, and go back to the last checkpoint."""
+        if self._lost:
+            raise Stale(f"{self.kind} phase of job {self.job}: {self._lost}")
+
+    @property
+    def complete_ratio(self) -> float:
+        """As the job last said."""
+        return self._complete_ratio
+
+    def progress(self, complete_ratio: float, *, tokens: int = 0) -> None:
+        """How much of the phase is complete, and how many tokens it has made."""
+        self._complete_ratio, self._tokens = complete_ratio, tokens
+        if complete_ratio >= self._said_ratio + _PROGRESS_STEP:
+            self._said_ratio = complete_ratio
+            self._wake.set()
+
+    def narrowed(self) -> None:
+        """The tail runs on `keep`; the other nodes are empty."""
+        if self._asked_to_narrow_s is not None and not self._narrowed:
+            self.narrowing_s += self._clock.now() - self._asked_to_narrow_s
+        self._narrowed, self._recall = True, None
+        self._wake.set()
+
+    def recall(self, how: Recall) -> None:
+        """The tail asks for the nodes that it left; `nodes` has them when it may use them."""
+        self._recall, self._narrowed = how, False
+        self._wake.set()
+
+    def end(self) -> None:
+        """No beat is under way after it."""
+        self._ended = True
+        self._wake.set()
+        self._beating.join()
+
+    def _beats(self) -> None:
+        while not self._ended and not self._lost:
+            self._wake.wait(min(self.lease_s / _BEATS_PER_LEASE, _BEAT_MAX_S))
+            self._wake.clear()
+            if not self._ended:
+                self._beat()
+
+    def _beat(self) -> None:
+        recall, self._recall = self._recall, None
+        beat = Beat(
+            job=self.job,
+            epoch=self.epoch,
+            complete_ratio=self._complete_ratio,
+            tokens=self._tokens,
+            narrowed=self._narrowed,
+            recall=recall,
+        )
+        asked_s = self._clock.now()
+        try:
+            reply = self._transport.call("beat", beat)
+        except Absent:
+            self._answered_s = asked_s
+            return
+        except (Exhausted, PeerProtocolError) as error:
+            if self._clock.now() - self._answered_s > self.lease_s * (1 - _MARGIN_RATIO):
+                self._lost = f"the phase control is silent: {error}"
+            return
+        self._answered_s = asked_s
+        if isinstance(reply, Orders):
+            self._orders = reply
+            if reply.stage is Stage.NARROWING and self._asked_to_narrow_s is None:
+                self._asked_to_narrow_s = self._clock.now()
+        elif isinstance(reply, Ended):
+            self._lost = reply.reason

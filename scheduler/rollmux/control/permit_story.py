@@ -1,0 +1,211 @@
+"""One job's permits, as a journal tells them: how long it waited for each, and behind whom."""
+
+from collections.abc import Iterable, Iterator
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.model import PhaseKind
+from scheduler.rollmux.cluster.phase_policy import RuntimeEffect
+from scheduler.rollmux.control.journal_lines import Moment
+from scheduler.rollmux.control.node_holders import NodeHolders
+from scheduler.rollmux.control.story_entry import Entry, Told, nodes_in_words, seconds
+from scheduler.rollmux.permits.events import (
+    DropPlace,
+    EndPermit,
+    EndReason,
+    EnqueuePhase,
+    FreeNodes,
+    GrantPermit,
+    NarrowPhase,
+    RevokePermit,
+    UnloadNodes,
+    WarnHolder,
+    WidenPermit,
+)
+from scheduler.rollmux.permits.standing import HOLDING, Stage
+
+_SHOWN = 3
+"""Jobs that are named of those that were waited for."""
+
+
+class PermitSummary(msgspec.Struct, kw_only=True):
+    """All permits for one kind of phase."""
+
+    kind: PhaseKind
+    waits_s: list[float] = []
+    held_s: list[float] = []
+    """Of those that were done."""
+    solo_s: list[float] = []
+    """The same, what they would have taken alone."""
+    behind_s: dict[JobId, float] = {}
+    """By job on the nodes, how long it was waited for."""
+    happened: dict[str, int] = {}
+    ended: dict[EndReason, int] = {}
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "granted": len(self.waits_s),
+            "wait_median_s": median(self.waits_s) if self.waits_s else None,
+            "wait_longest_s": max(self.waits_s, default=None),
+            "behind_s": self.behind_s,
+            "held_median_s": median(self.held_s) if self.held_s else None,
+            "solo_median_s": median(self.solo_s) if self.solo_s else None,
+            "happened": self.happened,
+            "ended": self.ended,
+        }
+
+
+class PermitStory:
+    def __init__(self, job: JobId) -> None:
+        self.summaries: dict[PhaseKind, PermitSummary] = {}
+        self._job = job
+        self._holders = NodeHolders()
+        self._kind: PhaseKind | None = None
+        self._ticket = 0
+        self._awaits: tuple[NodeId, ...] = ()
+        self._asked_s: float | None = None
+        self._looked_s: float | None = None
+        """Until when those before it are counted."""
+        self._behind_s: dict[JobId, float] = {}
+        self._granted_s: float | None = None
+        self._last_s = float("-inf")
+        self._counts = True
+        """Whether what happens is of the time that is asked about."""
+
+    def begin(self, standings: list[dict[str, Any]], now: Moment) -> None:
+        """A process or a file begins with these records of the permits."""
+        self._holders.begin(standings)
+        if now.t_s < self._last_s:
+            # Another clock, after a reboot: nothing that went on can be measured.
+            self._asked_s = None
+        own = next((one for one in standings if one["terms"]["job"] == self._job), None)
+        if own is None or not own.get("kind"):
+            self._kind = self._asked_s = self._granted_s = None
+            return
+        self._kind, self._ticket = PhaseKind(own["kind"]), own["ticket"]
+        self._awaits = tuple(own.get("awaits", ()))
+        holds = Stage(own["stage"]) in HOLDING
+        self._granted_s = own["started_s"] if holds else None
+        if self._asked_s is None and not holds and own.get("heard_s") is not None:
+            # Since when its worker asks is in no record.
+            self._ask(now)
+
+    def asked(self, kind: PhaseKind, now: Moment) -> None:
+        """A worker of the job asks for its permit, perhaps again."""
+        if self._granted_s is None and (self._asked_s is None or kind is not self._kind):
+            self._kind = kind
+            self._ask(now)
+
+    def heard(
+        self, effects: Iterable[RuntimeEffect], now: Moment, *, cause: str, counts: bool
+    ) -> Iterator[Entry]:
+        """`cause` is what ended a permit where its effect does not know better."""
+        self._counts, self._last_s = counts, now.t_s
+        for effect in effects:
+            if effect.job == self._job:
+                yield from self._own(effect, now, cause)
+            if isinstance(effect, GrantPermit | WidenPermit | FreeNodes | EndPermit | NarrowPhase):
+                self._look(now)
+                self._holders.heard(effect)
+
+    def _ask(self, now: Moment) -> None:
+        self._asked_s = self._looked_s = now.t_s
+        self._behind_s.clear()
+
+    def _look(self, now: Moment) -> None:
+        """Counts the time since the last look for everybody who was on the awaited nodes."""
+        if self._looked_s is None or self._asked_s is None:
+            return
+        passed_s = now.t_s - self._looked_s
+        for other in self._holders.before(self._job, self._awaits):
+            self._behind_s[other] = self._behind_s.get(other, 0.0) + passed_s
+        self._looked_s = now.t_s
+
+    def _own(self, effect: RuntimeEffect, now: Moment, cause: str) -> Iterator[Entry]:
+        match effect:
+            case EnqueuePhase():
+                self._look(now)
+                if effect.ticket != self._ticket and effect.kind is not self._kind:
+                    self._asked_s = None
+                self._kind, self._ticket, self._awaits = effect.kind, effect.ticket, effect.nodes
+            case DropPlace():
+                self._asked_s, self._awaits = None, ()
+            case GrantPermit():
+                yield self._granted(effect, now)
+            case WidenPermit():
+                yield self._happened(now, Told.WIDENED, f"gets {nodes_in_words(effect.nodes)} too")
+            case NarrowPhase():
+                where = nodes_in_words(effect.keep, effect.accelerators) or "none of its nodes"
+                words = f"asked to bring its tail together on {where}: {effect.reason}"
+                yield self._happened(now, Told.NARROWED, words)
+            case FreeNodes():
+                words = f"its tail has left {nodes_in_words(effect.nodes)}, or a part of each"
+                yield self._happened(now, Told.FREED, words)
+            case UnloadNodes():
+                where = nodes_in_words(effect.nodes)
+                words = f"asked to take its state off {where}: another job is to start there"
+                yield self._happened(now, Told.UNLOADED, words)
+            case WarnHolder():
+                yield self._happened(now, Told.WARNED, f"warned: {effect.reason}")
+            case RevokePermit():
+                words = f"told to end within {seconds(effect.grace_s)}: {effect.reason}"
+                yield self._happened(now, Told.REVOKED, words)
+            case EndPermit():
+                yield self._ended(effect, now, cause)
+            case _:
+                pass
+
+    def _granted(self, grant: GrantPermit, now: Moment) -> Entry:
+        self._look(now)
+        waited_s = 0.0 if self._asked_s is None else now.t_s - self._asked_s
+        behind = {job: spent_s for job, spent_s in self._behind_s.items() if spent_s > 0.0}
+        self._asked_s, self._granted_s, self._kind = None, now.t_s, grant.kind
+        self._behind_s.clear()
+        if self._counts:
+            summary = self._summary(grant.kind)
+            summary.waits_s.append(waited_s)
+            for job, spent_s in behind.items():
+                summary.behind_s[job] = summary.behind_s.get(job, 0.0) + spent_s
+        where = nodes_in_words(grant.nodes, grant.accelerators) or "no nodes"
+        words = f"{grant.kind} begins on {where}, after {seconds(waited_s)} of waiting"
+        return Entry(at=now.at, told=Told.GRANTED, text=words + behind_in_words(behind))
+
+    def _ended(self, end: EndPermit, now: Moment, cause: str) -> Entry:
+        held_s = 0.0 if self._granted_s is None else now.t_s - self._granted_s
+        began, self._granted_s = self._granted_s, None
+        if self._counts:
+            summary = self._summary(end.kind)
+            summary.ended[end.ended] = summary.ended.get(end.ended, 0) + 1
+            if end.ended is EndReason.DONE and began is not None:
+                summary.held_s.append(held_s)
+                summary.solo_s.append(end.solo_s)
+        long = "" if began is None else f" after {seconds(held_s)}"
+        if end.ended is EndReason.DONE:
+            words = f"{end.kind} is done{long}; alone it would have taken {seconds(end.solo_s)}"
+            return Entry(at=now.at, told=Told.DONE, text=words)
+        why = cause or end.reason
+        words = f"its {end.kind} permit ended{long}, {end.ended}: {why}"
+        return Entry(at=now.at, told=Told.LOST, text=words)
+
+    def _happened(self, now: Moment, told: Told, text: str) -> Entry:
+        if self._counts and self._kind is not None:
+            happened = self._summary(self._kind).happened
+            happened[told] = happened.get(told, 0) + 1
+        return Entry(at=now.at, told=told, text=text)
+
+    def _summary(self, kind: PhaseKind) -> PermitSummary:
+        return self.summaries.setdefault(kind, PermitSummary(kind=kind))
+
+
+def behind_in_words(behind_s: dict[JobId, float]) -> str:
+    """With a comma before it; empty where nobody was waited for."""
+    most = sorted(behind_s.items(), key=lambda one: (-one[1], one[0]))
+    if not most:
+        return ""
+    named = ", ".join(f"{job} ({seconds(spent_s)})" for job, spent_s in most[:_SHOWN])
+    more = f" and {len(most) - _SHOWN} more" if len(most) > _SHOWN else ""
+    return f", behind {named}{more}"

@@ -1,0 +1,76 @@
+"""A phase as a context manager: entered with its permit, left when its nodes are empty."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import ContextDecorator, suppress
+from types import TracebackType
+from typing import Protocol
+
+from harvester.contracts.errors import Exhausted
+from scheduler.model import PhaseKind
+from scheduler.rollmux.control.permit import Permit
+
+
+class Begins(Protocol):
+    """A phase control, as phases use it."""
+
+    def begin(self, kind: PhaseKind, *, cancelled: threading.Event | None = None) -> Permit: ...
+
+    def end(self, permit: Permit, *, failed: str = "") -> None: ...
+
+
+class Phase(ContextDecorator):
+    """Used with `with`, `async with` or as a decorator of a function that is not asynchronous.
+
+    Any number of times, by one thread or task at a time.
+    """
+
+    def __init__(self, control: Callable[[], Begins], kind: PhaseKind) -> None:
+        self._control = control
+        self._kind = kind
+        self._permit: Permit | None = None
+
+    def __enter__(self) -> Permit:
+        self._permit = self._control().begin(self._kind)
+        return self._permit
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._permit is not None
+        failed = "" if error is None else f"{type(error).__name__}: {error}"
+        self._control().end(self._permit, failed=failed)
+
+    async def __aenter__(self) -> Permit:
+        cancelled = threading.Event()
+        beginning = asyncio.ensure_future(
+            asyncio.to_thread(self._control().begin, self._kind, cancelled=cancelled)
+        )
+        try:
+            self._permit = await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            cancelled.set()
+            with suppress(Exhausted):
+                # A permit that came all the same is given back.
+                permit = await beginning
+                await asyncio.to_thread(self._control().end, permit, failed="cancelled")
+            raise
+        return self._permit
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # The nodes are given back, whatever is cancelled meanwhile.
+        ending = asyncio.ensure_future(asyncio.to_thread(self.__exit__, kind, error, trace))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await ending
+            raise

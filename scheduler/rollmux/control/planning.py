@@ -1,0 +1,203 @@
+"""The desk of a control that plans: jobs are submitted, and their permits follow the plan.
+
+Decides nothing itself: the runtime does, of which this keeps both permits and plan in one
+transaction, so that a phase is learned from once, whenever the control ends.
+"""
+
+from pathlib import Path
+from typing import Any, Final
+
+from harvester.contracts.clock import Clock, monotonic_origin
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import JobId
+from scheduler.rollmux.cluster.cluster import ClusterPolicy
+from scheduler.rollmux.cluster.config import ClusterConfig
+from scheduler.rollmux.cluster.events import JobSubmitted, NodeBack, NodeLost, PlanEffect
+from scheduler.rollmux.cluster.memory import strangers
+from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
+from scheduler.rollmux.cluster.runtime import PhaseRuntime, RuntimeConfig
+from scheduler.rollmux.cluster.stays import StayStage
+from scheduler.rollmux.cluster.submission import Submission
+from scheduler.rollmux.control.desk import JOBS_MAX, JOURNAL_BYTES, PermitDesk
+from scheduler.rollmux.control.kept_plan import (
+    KeptClock,
+    changed_records,
+    kept_jobs,
+    kept_memory,
+    shift_s,
+    shifted,
+)
+from scheduler.rollmux.control.plan_status import plan_status
+from scheduler.rollmux.control.wire import (
+    Call,
+    Enter,
+    EnterReply,
+    Kept,
+    Leave,
+    LeaveReply,
+    Left,
+    Move,
+    NodeReport,
+    Placed,
+    PlaceReply,
+    PlanStatus,
+    Queued,
+    Refused,
+    Reply,
+    ReportReply,
+    SubmitReply,
+)
+from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
+
+_RETRY_S: Final = 0.5
+_PLANS: Final = "this control plans: submit the job, and it is placed"
+
+
+class PlanningDesk(PermitDesk):
+    """Raises ConfigError where the state file is of a control that does not plan."""
+
+    def __init__(
+        self,
+        config: PermitsConfig,
+        cluster: ClusterConfig,
+        clock: Clock,
+        *,
+        state: Path | None = None,
+        journal: Path | None = None,
+        journal_bytes: int = JOURNAL_BYTES,
+    ) -> None:
+        self._settings = RuntimeConfig(permits=config, cluster=cluster)
+        super().__init__(config, clock, state=state, journal=journal, journal_bytes=journal_bytes)
+        for machine in strangers(self.cluster):
+            self._observe(NodeLost(node=machine))
+            if self.cluster.fleet.pool_of(machine) is not None:
+                self._observe(NodeBack(node=machine))
+
+    @property
+    def runtime(self) -> PhaseRuntime:
+        """To read."""
+        assert isinstance(self._policy, PhaseRuntime)
+        return self._policy
+
+    @property
+    def cluster(self) -> ClusterPolicy:
+        """To read."""
+        return self.runtime.cluster
+
+    def call(self, message: Call) -> Reply:
+        match message:
+            case Submission():
+                return self.submit(message)
+            case NodeReport():
+                return self.report(message)
+            case _:
+                return super().call(message)
+
+    def place(self, terms: JobTerms) -> PlaceReply:
+        return Refused(reason=f"job {terms.job}: {_PLANS}")
+
+    def submit(self, given: Submission) -> SubmitReply:
+        """The same submission may be said again, also to hear where the job is now.
+
+        A job that was told to move says so when it has left its old nodes.
+        """
+        known = self.cluster.stays.get(given.job)
+        refusal = self.cluster.refusal(given)
+        if refusal:
+            return Refused(reason=refusal)
+        if known is None and len(self.cluster.stays) >= JOBS_MAX:
+            return Refused(reason=f"{JOBS_MAX} jobs are known", retry_after_s=_RETRY_S)
+        self._observe(JobSubmitted(submission=given))
+        stay = self.cluster.stays[given.job]
+        if stay.stage is StayStage.QUEUED:
+            waiting = [one for one in self.cluster.stays.values() if one.stage is StayStage.QUEUED]
+            ahead = sum(one.number < stay.number for one in waiting)
+            return Queued(reason=stay.reason or "others wait longer", ahead=ahead)
+        if stay.at is None:
+            return Queued(reason="it waits for room on its new nodes", ahead=0)
+        rollout, training = self.cluster.machines(stay.at)
+        return Placed(
+            group=stay.group or "",
+            rollout_nodes=rollout,
+            training_nodes=training,
+            reason=stay.reason,
+            lease_s=self.config.lease_s,
+            harvesting=given.harvesting and self._settings.cluster.harvesting,
+        )
+
+    def report(self, given: NodeReport) -> ReportReply:
+        fleet = self.cluster.fleet
+        if fleet.pool_of(given.node) is None and not fleet.has_up(given.node):
+            return Refused(reason=f"no node {given.node}")
+        self._observe(NodeLost(node=given.node) if given.failed else NodeBack(node=given.node))
+        return Kept()
+
+    def look(self, entry: Enter) -> EnterReply:
+        held_up = self.runtime.held_up(entry.job, entry.kind)
+        if not held_up:
+            return super().look(entry)
+        changed = self.cluster.stays[entry.job].changed
+        return Refused(reason=held_up, retry_after_s=_RETRY_S, unknown=changed)
+
+    def leave(self, leave: Leave) -> LeaveReply:
+        reply = super().leave(leave)
+        stay = self.cluster.stays.get(leave.job)
+        if isinstance(reply, Left) and stay is not None and stay.told and not leave.failed:
+            rollout, training = self.cluster.machines(stay.to)
+            return Left(
+                move=Move(rollout_nodes=rollout, training_nodes=training, reason=stay.reason),
+                unload=reply.unload,
+            )
+        return reply
+
+    def metrics(self) -> bytes:
+        self._metrics.plan.show(self.cluster, now=self._clock.now())
+        return super().metrics()
+
+    def plan_of(self, job: JobId) -> PlanStatus | None:
+        return plan_status(self.cluster, job, now=self._clock.now())
+
+    def _observe(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
+        began_s = self._clock.now()
+        effects = super()._observe(event)
+        if any(isinstance(each, PlanEffect) for each in effects):
+            self._metrics.plan.decision_s.observe(self._clock.now() - began_s)
+        return effects
+
+    def _retry_s(self, entry: Enter) -> float | None:
+        stay = self.cluster.stays.get(entry.job)
+        kinds = () if stay is None else tuple(one.kind for one in stay.submission.phases)
+        return _RETRY_S if entry.kind in kinds else None
+
+    def _new_policy(self) -> PhaseRuntime:
+        return PhaseRuntime(self._settings)
+
+    def _kept(self) -> dict[str, Any] | None:
+        permits, plan = self._state.snapshot(), self._state.plan()
+        if permits is None and not plan:
+            return None
+        permits = permits or {"epoch": 0, "ticket": 0, "jobs": []}
+        unknown = sorted({one["terms"]["job"] for one in permits["jobs"]} - kept_jobs(plan))
+        if unknown:
+            raise ConfigError(
+                f"jobs of the state file were placed by hand, {unknown[0]} among them: "
+                "start without nodes, or with another state file"
+            )
+        by_s = shift_s(plan, self._kept_clock())
+        return {"permits": shifted(permits, by_s), "plan": kept_memory(plan, by_s=by_s)}
+
+    def _begin_anew(self, snapshot: dict[str, Any]) -> None:
+        before = self.cluster
+        super()._begin_anew(snapshot)
+        self.cluster.unsaved |= before.unsaved
+        self.cluster.layout_changed |= before.layout_changed
+
+    def _plan_records(self) -> dict[str, bytes | None]:
+        return changed_records(self.cluster, self._kept_clock())
+
+    def _plan_kept(self) -> None:
+        self.cluster.unsaved.clear()
+        self.cluster.layout_changed = False
+
+    def _kept_clock(self) -> KeptClock:
+        return KeptClock(origin=monotonic_origin(), now_s=self._clock.now())

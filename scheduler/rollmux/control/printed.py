@@ -1,0 +1,69 @@
+"""How jobs stand, in the terminal: their permits and, where the control plans, their groups."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from scheduler.rollmux.control.wire import JobStatus, PlanStatus
+
+
+def printed(jobs: Sequence[JobStatus]) -> RenderableType:
+    planned = [(job, job.plan) for job in jobs if job.plan is not None]
+    if not planned:
+        return _permits(jobs)
+    return Group(_permits(jobs), Text(), _plan(planned), *_reasons(planned))
+
+
+def _permits(jobs: Sequence[JobStatus]) -> Table:
+    table = Table("job", "phase", "stage", "holds", "waits for", "complete", "failures")
+    for job in jobs:
+        table.add_row(
+            job.job,
+            "" if job.kind is None else job.kind,
+            f"{job.stage}, warned" if job.warned else job.stage,
+            _held(job),
+            " ".join(job.awaits),
+            f"{job.complete_ratio:.0%}" if job.nodes else "",
+            str(job.failures or ""),
+        )
+    return table
+
+
+def _held(job: JobStatus) -> str:
+    """Nodes of its permit, then those where its state is without one; the last may be asked for."""
+    words = [" ".join(job.nodes)] if job.nodes else []
+    if job.loaded:
+        asked = ", asked to leave" if job.unload else ""
+        words.append(f"(loaded: {' '.join(job.loaded)}{asked})")
+    return " ".join(words)
+
+
+def _plan(planned: Sequence[tuple[JobStatus, PlanStatus]]) -> Table:
+    table = Table("group", "job", "rollout | training")
+    for name in ("slow-down", "SLO", "credit s", "iterations", "moves"):
+        table.add_column(name, justify="right")
+    for job, plan in sorted(planned, key=lambda one: (one[1].group, one[0].job)):
+        nodes = f"{' '.join(plan.rollout_nodes)} | {' '.join(plan.training_nodes)}"
+        table.add_row(
+            plan.group or plan.stage,
+            job.job,
+            nodes if plan.rollout_nodes or plan.training_nodes else "",
+            "" if plan.slowdown is None else f"{plan.slowdown:.2f}",
+            f"{plan.slo:.2f}",
+            "" if plan.credit_s is None else f"{plan.credit_s:.0f}",
+            str(plan.iterations),
+            str(plan.moves),
+        )
+    return table
+
+
+def _reasons(planned: Sequence[tuple[JobStatus, PlanStatus]]) -> list[Text]:
+    return [Text(f"{job.job}: {_words(plan)}") for job, plan in planned]
+
+
+def _words(plan: PlanStatus) -> str:
+    if plan.moves_to:
+        return f"{plan.stage}, goes to {' '.join(plan.moves_to)}: {plan.reason}"
+    return f"{plan.stage}: {plan.reason}"

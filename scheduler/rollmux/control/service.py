@@ -1,0 +1,180 @@
+"""The phase control as a process of its own, on a Unix socket that only its user may open.
+
+rosemux phases serve --socket FILE --state FILE [--nodes FILE] [--journal DIRECTORY]
+                     [--metrics-port PORT]
+"""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
+from scheduler.rollmux.cluster.config import ClusterConfig
+from scheduler.rollmux.control.desk import JOURNAL_BYTES, PermitDesk
+from scheduler.rollmux.control.front import Front
+from scheduler.rollmux.control.opening import compile_for, opened
+from scheduler.rollmux.control.status import statuses
+from scheduler.rollmux.permits.terms import PermitsConfig
+
+MAX_BODY_BYTES = 1 << 20
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LOOPBACK = "127.0.0.1"
+_SHUTDOWN_S = 1.0
+_BACKLOG = 128
+
+
+def application(front: Front) -> web.Application:
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+
+    async def call(request: web.Request) -> web.Response:
+        try:
+            body = await front.call(request.match_info["call"], await request.read())
+        except PeerProtocolError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        except Exhausted as error:
+            return web.json_response({"error": str(error)}, status=503)
+        return web.Response(body=body, content_type="application/json")
+
+    async def status(_request: web.Request) -> web.Response:
+        body = msgspec.json.encode(statuses(front.desk))
+        return web.Response(body=body, content_type="application/json")
+
+    async def journal(_request: web.Request) -> web.Response:
+        # Its lines are read by who asks: a control has better things to do than to read a file.
+        where = front.desk.journal
+        return web.json_response({"directory": None if where is None else str(where.resolve())})
+
+    app.add_routes(
+        [
+            web.post("/v1/phases/{call}", call),
+            web.get("/v1/journal", journal),
+            web.get("/v1/phases", status),
+            web.get("/metrics", metrics_of(front.desk)),
+        ]
+    )
+    return app
+
+
+def metrics_of(desk: PermitDesk) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def metrics(_request: web.Request) -> web.Response:
+        return web.Response(body=desk.metrics(), headers={"Content-Type": CONTENT_TYPE})
+
+    return metrics
+
+
+@asynccontextmanager
+async def exposition(desk: PermitDesk, port: int | None) -> AsyncGenerator[None, None]:
+    """Prometheus connects to no Unix socket: metrics, and nothing else, on a loopback port.
+
+    Raises ConfigError where the port is taken. Without a port it does nothing.
+    """
+    if port is None:
+        yield
+        return
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics_of(desk))])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, _LOOPBACK, port).start()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {_LOOPBACK}:{port}: {error.strerror}; set another --metrics-port"
+            ) from error
+        yield
+    finally:
+        await runner.cleanup()
+
+
+def listening_socket(path: Path) -> socket.socket:
+    """Bound for this user alone; a file that an earlier control left is replaced.
+
+    Raises ConfigError where a control answers there, or where the file cannot be made.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_left_over(path)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # The file gets its mode from the umask: none may connect between bind and chmod.
+        before = os.umask(0o177)
+        try:
+            listening.bind(str(path))
+        finally:
+            os.umask(before)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
+    listening.listen(_BACKLOG)
+    listening.setblocking(False)
+    return listening
+
+
+def _remove_left_over(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except FileNotFoundError:
+            return
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise ConfigError(f"another phase control listens on {path}")
+
+
+async def serve(
+    path: Path,
+    config: PermitsConfig,
+    *,
+    state: Path | None,
+    journal: Path | None,
+    metrics_port: int | None = None,
+    cluster: ClusterConfig | None = None,
+    journal_bytes: int = JOURNAL_BYTES,
+    clock: Clock | None = None,
+) -> None:
+    """Until SIGTERM or SIGINT. Raises ConfigError where it cannot start."""
+    clock = clock or MonotonicClock()
+    compile_for(cluster)
+    listening = listening_socket(path)
+    desk = opened(
+        config, clock, state=state, journal=journal, cluster=cluster, journal_bytes=journal_bytes
+    )
+    front = Front(desk, clock)
+    runner = web.AppRunner(
+        application(front),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=_SHUTDOWN_S,
+    )
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    try:
+        await runner.setup()
+        await web.SockSite(runner, listening).start()
+        async with exposition(desk, metrics_port):
+            await _until_stopped(front, stopped)
+    finally:
+        await runner.cleanup()
+        desk.close()
+        path.unlink(missing_ok=True)
+
+
+async def _until_stopped(front: Front, stopped: asyncio.Event) -> None:
+    ticking = asyncio.ensure_future(front.tick())
+    stopping = asyncio.ensure_future(stopped.wait())
+    await asyncio.wait({ticking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    # An error of the desk ends the process: its state is on disk, its holders go on.
+    if ticking.done():
+        ticking.result()
+    ticking.cancel()

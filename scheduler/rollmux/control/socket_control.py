@@ -1,0 +1,98 @@
+"""The phase control in another process of this machine, over its Unix socket."""
+
+import http.client
+import socket
+from http import HTTPStatus
+from pathlib import Path
+
+import msgspec
+
+from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
+from scheduler.rollmux.control.wire import Absent, Call, Enter, JobStatus, Reply, decoded_reply
+
+MAX_REPLY_BYTES = 1 << 20
+MAX_STATUS_BYTES = 64 << 20
+"""Of thousands of jobs on a thousand nodes each."""
+_ANSWER_S = 5.0
+
+
+class SocketControl:
+    """A transport. A connection for each call: calls are rare, and come from several threads."""
+
+    def __init__(self, path: Path, *, answer_s: float = _ANSWER_S) -> None:
+        self._path = path
+        self._answer_s = answer_s
+
+    def call(self, name: str, message: Call) -> Reply:
+        """Raises Absent, Exhausted, or PeerProtocolError where the control refuses the call."""
+        timeout_s = self._answer_s + (message.wait_s if isinstance(message, Enter) else 0.0)
+        body = self._answer(
+            "POST",
+            f"/v1/phases/{name}",
+            msgspec.json.encode(message),
+            timeout_s=timeout_s,
+            most_bytes=MAX_REPLY_BYTES,
+        )
+        return decoded_reply(body)
+
+    def jobs(self) -> tuple[JobStatus, ...]:
+        """How every job stands. Raises as `call` does."""
+        body = self._answer(
+            "GET",
+            "/v1/phases",
+            None,
+            timeout_s=self._answer_s,
+            most_bytes=MAX_STATUS_BYTES,
+        )
+        try:
+            return msgspec.json.decode(body, type=tuple[JobStatus, ...])
+        except msgspec.MsgspecError as error:
+            raise PeerProtocolError(f"status at {self._path}: {error}") from error
+
+    def journal(self) -> Path:
+        """The directory of the control's journal.
+
+        Raises ConfigError where it writes none, else as `call` does.
+        """
+        body = self._answer(
+            "GET", "/v1/journal", None, timeout_s=self._answer_s, most_bytes=MAX_REPLY_BYTES
+        )
+        try:
+            where = msgspec.json.decode(body, type=dict[str, str | None]).get("directory")
+        except msgspec.MsgspecError as error:
+            raise PeerProtocolError(f"journal at {self._path}: {error}") from error
+        if where is None:
+            raise ConfigError(f"the control at {self._path} was started without --journal")
+        return Path(where)
+
+    def _answer(
+        self, method: str, route: str, body: bytes | None, *, timeout_s: float, most_bytes: int
+    ) -> bytes:
+        connection = _UnixConnection(self._path, timeout_s)
+        try:
+            connection.request(method, route, body)
+            response = connection.getresponse()
+            answer = response.read(most_bytes)
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise Absent(f"no phase control at {self._path}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise Exhausted(f"{route} at {self._path}: {error!r}") from error
+        finally:
+            connection.close()
+        if response.status != HTTPStatus.OK:
+            said = f"{route} at {self._path}: {response.status} {answer[:300]!r}"
+            if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise Exhausted(said)
+            raise PeerProtocolError(said)
+        return answer
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))

@@ -1,0 +1,102 @@
+"""Durable facts of the phase control in SQLite: how each job stands, numbers used, and the plan.
+
+Written before an answer leaves, one row for each job that a decision changed. Synchronous to the
+disk: on Ray a holder may outlive the machine that the control ran on, and its epoch must not be
+given again. Locked for as long as it is open: two controls on one file would give nodes twice.
+"""
+
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.ids import JobId
+from scheduler.rollmux.permits.standing import Standing
+
+_NOTHING: Final[dict[str, bytes | None]] = {}
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS counters (
+    one INTEGER PRIMARY KEY CHECK (one = 1), epoch INTEGER NOT NULL, ticket INTEGER NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS jobs (job TEXT PRIMARY KEY, standing BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS plan (name TEXT PRIMARY KEY, record BLOB NOT NULL) STRICT;
+"""
+
+
+class PermitState:
+    """Raises ConfigError if the file is another control's or another version's."""
+
+    def __init__(self, path: Path | None, *, lock_s: float = 5.0) -> None:
+        """`lock_s` is how long to wait for a control that is just ending."""
+        where = ":memory:" if path is None else str(path)
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            # One thread at a time uses it, but not always the one that opened it.
+            self._db = sqlite3.connect(
+                where, isolation_level=None, check_same_thread=False, timeout=lock_s
+            )
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            # A write-ahead log would need shared memory, which no network file system has.
+            self._db.execute("PRAGMA journal_mode=TRUNCATE")
+            self._db.execute("PRAGMA synchronous=FULL")
+            (found,) = self._db.execute("PRAGMA user_version").fetchone()
+            if found not in (0, _SCHEMA_VERSION):
+                raise ConfigError(f"{where} has schema {found}, this version {_SCHEMA_VERSION}")
+            self._db.executescript(_SCHEMA)
+            self._db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigError(f"cannot use state file {where}: {error}") from error
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """What the policy restores; None where nothing was ever kept."""
+        counters = self._db.execute("SELECT epoch, ticket FROM counters").fetchone()
+        if counters is None:
+            return None
+        rows = self._db.execute("SELECT standing FROM jobs ORDER BY job")
+        jobs = [msgspec.json.decode(standing) for (standing,) in rows]
+        return {"epoch": counters[0], "ticket": counters[1], "jobs": jobs}
+
+    def plan(self) -> dict[str, bytes]:
+        """What a planning control kept beside the permits, by name."""
+        return dict(self._db.execute("SELECT name, record FROM plan ORDER BY name"))
+
+    def keep(
+        self,
+        counters: tuple[int, int],
+        standings: Mapping[JobId, Standing | None],
+        plan: Mapping[str, bytes | None] = _NOTHING,
+    ) -> None:
+        """All or nothing. None removes. Raises Exhausted where the disk takes nothing."""
+        try:
+            self._write(counters, standings, plan)
+        except sqlite3.Error as error:
+            raise Exhausted(f"the state file cannot be written: {error}") from error
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _write(
+        self,
+        counters: tuple[int, int],
+        standings: Mapping[JobId, Standing | None],
+        plan: Mapping[str, bytes | None],
+    ) -> None:
+        with self._db:
+            self._db.execute("BEGIN")
+            self._db.execute("INSERT OR REPLACE INTO counters VALUES (1, ?, ?)", counters)
+            for job, standing in standings.items():
+                if standing is None:
+                    self._db.execute("DELETE FROM jobs WHERE job = ?", (job,))
+                    continue
+                body = msgspec.json.encode(standing)
+                self._db.execute("INSERT OR REPLACE INTO jobs VALUES (?, ?)", (job, body))
+            for name, record in plan.items():
+                if record is None:
+                    self._db.execute("DELETE FROM plan WHERE name = ?", (name,))
+                    continue
+                self._db.execute("INSERT OR REPLACE INTO plan VALUES (?, ?)", (name, record))

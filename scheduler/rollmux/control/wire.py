@@ -1,0 +1,306 @@
+"""What a job's process and the phase control say to each other. Every call may be repeated.
+
+    place    JobTerms -> Admitted | Refused
+    enter    Enter    -> Granted | Waiting | Refused      held open while it has to wait
+    withdraw Withdraw -> Left
+    beat     Beat     -> Orders | Ended
+    leave    Leave    -> Left | Ended
+    unloaded Unloaded -> Left | Ended
+    forget   Forget   -> Left
+    submit   Submission -> Placed | Queued | Refused      where the control plans: instead of place
+    node     NodeReport -> Kept | Refused                 by an operator or a health check
+
+The same records travel in one process, over a Unix socket and through a Ray actor; on the latter
+two as JSON bytes. Durations are each side's own monotonic seconds. The epoch fences: what comes
+with an older one changes nothing and is answered `Ended`.
+"""
+
+from typing import Protocol
+
+import msgspec
+
+from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.ids import Epoch, JobId, NodeId, checked_name
+from scheduler.model import PhaseKind
+from scheduler.rollmux.cluster.stays import StayStage
+from scheduler.rollmux.cluster.submission import Submission
+from scheduler.rollmux.permits.events import Recall
+from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.terms import JobTerms
+
+WAIT_MAX_S = 30.0
+"""Longest time for which a call is held open."""
+
+
+class Absent(Exhausted):
+    """Nobody is there. Nobody can give the permit to another either: a holder goes on with it."""
+
+
+class Enter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job: JobId
+    kind: PhaseKind
+    holder: str
+    wait_s: float = 0.0
+
+
+class Withdraw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job: JobId
+    holder: str
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job: JobId
+    epoch: Epoch
+    complete_ratio: float = 0.0
+    tokens: int = 0
+    narrowed: bool = False
+    """The tail runs on what it was asked to keep."""
+    recall: Recall | None = None
+    """The tail asks for the nodes that it left."""
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job: JobId
+    epoch: Epoch
+    failed: str = ""
+    loading_s: float = 0.0
+    """Of the phase, spent on loading, offloading and in line: alone it would not take them."""
+    leased_s: float = 0.0
+    """Leases have taken so much off it: what it would take alone is longer."""
+    stays_loaded: bool = False
+    """The state is still on the accelerators; the control asks for them when another job starts."""
+
+
+class Unloaded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The job's state has left these nodes' accelerators.
+
+    A process that has left a state loaded also says it of no node, several times in a lease: so it
+    hears where it is to unload, and is known to live.
+    """
+
+    job: JobId
+    holder: str
+    nodes: tuple[NodeId, ...] = ()
+
+
+class Forget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job: JobId
+
+
+class Admitted(msgspec.Struct, frozen=True, kw_only=True, tag="admitted"):
+    lease_s: float
+
+
+class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted", omit_defaults=True):
+    epoch: Epoch
+    nodes: tuple[NodeId, ...]
+    accelerators: dict[NodeId, tuple[int, ...]] = {}
+    """By number, of the nodes that it has in part; the tail of another job has the others."""
+    lease_s: float
+    """Say something at least three times in so long."""
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
+    ahead: int
+    """Jobs that come before."""
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    reason: str
+    retry_after_s: float | None = None
+    """None: asking again will not help."""
+    unknown: bool = False
+    """The job has to be placed first."""
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True, tag="orders"):
+    """All that holds for the permit now, so that a lost reply loses nothing."""
+
+    stage: Stage
+    nodes: tuple[NodeId, ...]
+    accelerators: dict[NodeId, tuple[int, ...]] = {}
+    """By number, of the nodes that it has in part."""
+    keep: tuple[NodeId, ...] = ()
+    """While `stage` is narrowing: bring the tail together on these."""
+    keep_accelerators: dict[NodeId, tuple[int, ...]] = {}
+    """Of those nodes of which it keeps a part."""
+    warned: bool = False
+    """The phase takes longer than it declared."""
+    ends_in_s: float | None = None
+    """While revoked: end the phase within this."""
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    reason: str
+
+
+class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left", omit_defaults=True):
+    move: "Move | None" = None
+    """The iteration is over, and the job goes on elsewhere."""
+    unload: tuple[NodeId, ...] = ()
+    """Where the job's state has to leave the accelerators now: another job is to start there."""
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
+    """What was reported of a node counts from now on."""
+
+
+class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a submitted job is and how it fares."""
+
+    stage: StayStage
+    group: str
+    rollout_nodes: tuple[NodeId, ...]
+    training_nodes: tuple[NodeId, ...]
+    moves_to: tuple[NodeId, ...]
+    """At its iteration's end, or when there is room."""
+    reason: str
+    slo: float
+    slowdown: float | None
+    """Time since its placement over what its phases and its first load would have taken alone."""
+    credit_s: float | None
+    """Delay that it can still absorb; below 0 its promise would be broken if it ended now."""
+    iterations: int
+    moves: int
+    waits_s: float
+    """For a place."""
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How one job stands, for people and dashboards; no call's answer."""
+
+    job: JobId
+    stage: Stage
+    kind: PhaseKind | None
+    epoch: Epoch
+    nodes: tuple[NodeId, ...]
+    awaits: tuple[NodeId, ...]
+    complete_ratio: float
+    tokens: int
+    warned: bool
+    failures: int
+    loaded: tuple[NodeId, ...] = ()
+    """Nodes on whose accelerators its state is, without a permit."""
+    unload: tuple[NodeId, ...] = ()
+    """Those of them that it was asked to leave, for another job to start there."""
+    plan: "PlanStatus | None" = None
+    """Where the control plans."""
+
+
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A node has failed, or is there again."""
+
+    node: NodeId
+    failed: bool
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the job goes on. When it asks for its next phase, its old nodes are free of it."""
+
+    rollout_nodes: tuple[NodeId, ...]
+    training_nodes: tuple[NodeId, ...]
+    reason: str
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True, tag="placed"):
+    group: str
+    rollout_nodes: tuple[NodeId, ...]
+    """Empty while a failed one has no replacement; the same of the others."""
+    training_nodes: tuple[NodeId, ...]
+    reason: str
+    lease_s: float
+    harvesting: bool = False
+    """Its rollouts may use leases."""
+
+
+class Queued(msgspec.Struct, frozen=True, kw_only=True, tag="queued"):
+    """Known, and without a place for now: it gets one by itself; ask again to hear of it."""
+
+    reason: str
+    ahead: int
+    """Jobs that wait longer."""
+
+
+EnterReply = Granted | Waiting | Refused
+BeatReply = Orders | Ended
+LeaveReply = Left | Ended
+PlaceReply = Admitted | Refused
+SubmitReply = Placed | Queued | Refused
+ReportReply = Kept | Refused
+Call = JobTerms | Enter | Withdraw | Beat | Leave | Unloaded | Forget | Submission | NodeReport
+Reply = Admitted | Granted | Waiting | Refused | Orders | Ended | Left | Kept | Placed | Queued
+
+CallKind = (
+    type[JobTerms]
+    | type[Enter]
+    | type[Withdraw]
+    | type[Beat]
+    | type[Leave]
+    | type[Unloaded]
+    | type[Forget]
+    | type[Submission]
+    | type[NodeReport]
+)
+CALLS: dict[str, CallKind] = {
+    "place": JobTerms,
+    "enter": Enter,
+    "withdraw": Withdraw,
+    "beat": Beat,
+    "leave": Leave,
+    "unloaded": Unloaded,
+    "forget": Forget,
+    "submit": Submission,
+    "node": NodeReport,
+}
+_REPLY: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+
+
+class Transport(Protocol):
+    """How a job's process reaches the control. Calls block; each may be repeated.
+
+    Raises Absent where nobody is there, Exhausted where nobody answers in time.
+    """
+
+    def call(self, name: str, message: Call) -> Reply: ...
+
+    def jobs(self) -> tuple[JobStatus, ...]:
+        """How every job stands."""
+        ...
+
+
+def decoded_call(name: str, body: bytes) -> Call:
+    """Raises PeerProtocolError for an unknown call, a wrong body or a name that is none."""
+    kind = CALLS.get(name)
+    if kind is None:
+        raise PeerProtocolError(f"no call {name[:80]!r}; there are {', '.join(CALLS)}")
+    try:
+        call: Call = msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise PeerProtocolError(f"{name}: {error}") from error
+    return checked(call)
+
+
+def checked(call: Call) -> Call:
+    """The same, with every name a name. Raises PeerProtocolError otherwise."""
+    if isinstance(call, NodeReport):
+        checked_name(call.node, what="node")
+        return call
+    checked_name(call.job, what="job")
+    if isinstance(call, Submission):
+        checked_name(call.tenant, what="tenant")
+    if isinstance(call, Enter | Withdraw | Unloaded):
+        checked_name(call.holder, what="holder")
+    nodes = call.nodes if isinstance(call, Unloaded) else ()
+    if isinstance(call, JobTerms):
+        nodes = tuple(node for phase in call.phases for node in phase.nodes)
+    for node in nodes:
+        checked_name(node, what="node")
+    return call
+
+
+def decoded_reply(body: bytes) -> Reply:
+    """Raises PeerProtocolError where it is none."""
+    try:
+        return _REPLY.decode(body)
+    except msgspec.MsgspecError as error:
+        raise PeerProtocolError(f"the phase control said {body[:200]!r}: {error}") from error

@@ -1,0 +1,243 @@
+"""A group's execution in virtual time, phase by phase.
+
+Planners run it with the durations that they expect, and get the starts from `order`. A rollout's
+bulk runs at the speed of the share of its nodes that no other tail occupies; a tail runs at its own
+speed anywhere. Who waits for nodes that are held for a tail only has the tail moved. A weight sync
+follows a training on no node. A state stays on accelerators until another job starts there; a phase
+that starts after another job's pays a warm start. The compiled model of `cluster.runtime`: a test
+runs both on the same draws.
+"""
+
+from scheduler.rollmux.forecast.compiled import Records, compiled
+from scheduler.rollmux.forecast.order import movable_tail, next_start
+from scheduler.rollmux.forecast.stages import (
+    BULK,
+    BUSY,
+    NODES_MAX,
+    ROLLOUT_ENDED,
+    ROLLOUT_STARTED,
+    SYNC_ENDED,
+    SYNCING,
+    TAIL_HELD,
+    TAIL_MIGRATED,
+    TAIL_MOVED,
+    TAILS,
+    TRAINING,
+    TRAINING_ENDED,
+    TRAINING_STARTED,
+    WAITS_ROLLOUT,
+    WAITS_TRAINING,
+    Rules,
+)
+
+
+@compiled
+def note(log: Records, at: int, t_s: float, kind: int, job: int, nodes: int, solo_s: float) -> int:
+    if at < log.size:
+        log["t_s"][at], log["kind"][at] = t_s, kind
+        log["job"][at], log["nodes"][at], log["solo_s"][at] = job, nodes, solo_s
+        return at + 1
+    return at
+
+
+@compiled
+def runs(stage: int) -> bool:
+    return stage in (BULK, TAIL_HELD, TAIL_MOVED, TRAINING, SYNCING)
+
+
+@compiled
+def own_speed(jobs: Records, permits: Records, k: int) -> float:
+    """Of job k's present stage on its own nodes, beside the tails of others."""
+    if jobs["stage"][k] != BULK or not permits[TAILS] & jobs["rollout_nodes"][k]:
+        return 1.0
+    taken = 0.0
+    for other in range(jobs.size):
+        if jobs["stage"][other] == TAIL_MOVED:
+            shared = jobs["rollout_nodes"][other] & jobs["rollout_nodes"][k]
+            taken += jobs["tail_share"][other] * node_count(shared)
+    return float(1.0 - taken / node_count(jobs["rollout_nodes"][k]))
+
+
+@compiled
+def node_count(mask: int) -> int:
+    count = 0
+    while mask:
+        mask &= mask - 1
+        count += 1
+    return count
+
+
+@compiled
+def _load(nodes: Records, wanted: int, job: int, warm_s: float) -> float:
+    """Puts the job's state on its nodes; the seconds until it is there."""
+    longest_s = 0.0
+    for bit in range(NODES_MAX):
+        if wanted >> bit == 0:
+            break
+        if (wanted >> bit) & 1 and nodes["loaded"][bit] != job:
+            longest_s = max(longest_s, warm_s if nodes["loaded"][bit] >= 0 else 0.0)
+            nodes["loaded"][bit] = job
+    return longest_s
+
+
+@compiled
+def _move_tails(
+    jobs: Records,
+    nodes: Records,
+    permits: Records,
+    j: int,
+    now_s: float,
+    rules: Rules,
+    log: Records,
+    at: int,
+) -> int:
+    """Moves every tail that keeps job j from its nodes; returns the log's end."""
+    for k in range(jobs.size):
+        held = permits[BUSY] & jobs["rollout_nodes"][j] & jobs["rollout_nodes"][k]
+        if k == j or not held or not movable_tail(jobs, permits, k, rules):
+            continue
+        jobs["stage"][k] = TAIL_MOVED
+        jobs["overhead_s"][k] += rules.migrate_s
+        permits[BUSY] &= ~jobs["rollout_nodes"][k]
+        permits[TAILS] |= jobs["rollout_nodes"][k]
+        for bit in range(NODES_MAX):
+            if (jobs["rollout_nodes"][k] >> bit) & 1:
+                nodes["left_at_s"][bit] = now_s + rules.migrate_s
+        at = note(log, at, now_s, TAIL_MIGRATED, jobs["id"][k], jobs["rollout_nodes"][k], 0.0)
+    return at
+
+
+@compiled
+def _left_s(nodes: Records, wanted: int, now_s: float) -> float:
+    """Seconds until tails that are being moved have left the nodes."""
+    longest_s = 0.0
+    for bit in range(NODES_MAX):
+        if wanted >> bit == 0:
+            break
+        if (wanted >> bit) & 1:
+            longest_s = max(longest_s, nodes["left_at_s"][bit] - now_s)
+    return longest_s
+
+
+@compiled
+def start(
+    jobs: Records,
+    nodes: Records,
+    permits: Records,
+    j: int,
+    now_s: float,
+    lengths_s: Records,
+    rules: Rules,
+    log: Records,
+    at: int,
+) -> int:
+    length_s = lengths_s[jobs["offset"][j] + jobs["done"][j] % jobs["length"][j]]
+    jobs["worked_s"][j] = 0.0
+    if jobs["stage"][j] == WAITS_ROLLOUT:
+        at = _move_tails(jobs, nodes, permits, j, now_s, rules, log, at)
+        wanted = jobs["rollout_nodes"][j]
+        jobs["stage"][j] = BULK
+        jobs["left_s"][j] = length_s[0] * jobs["bulk_ratio"][j]
+        kind = ROLLOUT_STARTED
+    else:
+        wanted = jobs["training_nodes"][j]
+        jobs["stage"][j] = TRAINING
+        jobs["left_s"][j] = length_s[1]
+        kind = TRAINING_STARTED
+    permits[BUSY] |= wanted
+    loaded_s = _load(nodes, wanted, jobs["id"][j], rules.warm_s)
+    jobs["overhead_s"][j] = _left_s(nodes, wanted, now_s) + loaded_s
+    return note(log, at, now_s, kind, jobs["id"][j], wanted, 0.0)
+
+
+@compiled
+def finish(
+    jobs: Records,
+    permits: Records,
+    k: int,
+    now_s: float,
+    lengths_s: Records,
+    log: Records,
+    at: int,
+) -> int:
+    """What follows when job k's present stage has no work left."""
+    stage, job = jobs["stage"][k], jobs["id"][k]
+    if stage == BULK and jobs["bulk_ratio"][k] < 1.0:
+        length_s = lengths_s[jobs["offset"][k] + jobs["done"][k] % jobs["length"][k]][0]
+        jobs["stage"][k] = TAIL_HELD
+        jobs["left_s"][k] = length_s * (1.0 - jobs["bulk_ratio"][k])
+        return at
+    jobs["solo_s"][k] += jobs["worked_s"][k]
+    jobs["waits_since_s"][k] = now_s
+    worked_s = jobs["worked_s"][k]
+    jobs["worked_s"][k] = 0.0
+    if stage not in (TRAINING, SYNCING):
+        released = TAILS if stage == TAIL_MOVED else BUSY
+        permits[released] &= ~jobs["rollout_nodes"][k]
+        jobs["stage"][k] = WAITS_TRAINING
+        return note(log, at, now_s, ROLLOUT_ENDED, job, jobs["rollout_nodes"][k], worked_s)
+    if stage == TRAINING:
+        permits[BUSY] &= ~jobs["training_nodes"][k]
+        at = note(log, at, now_s, TRAINING_ENDED, job, jobs["training_nodes"][k], worked_s)
+        if jobs["sync_s"][k] > 0.0:
+            jobs["stage"][k], jobs["left_s"][k] = SYNCING, jobs["sync_s"][k]
+            return at
+    else:
+        at = note(log, at, now_s, SYNC_ENDED, job, 0, worked_s)
+    jobs["done"][k] += 1
+    jobs["stage"][k] = WAITS_ROLLOUT
+    return at
+
+
+@compiled
+def _progress(jobs: Records, permits: Records, passed_s: float) -> None:
+    for k in range(jobs.size):
+        if not runs(jobs["stage"][k]):
+            continue
+        overhead_s = min(jobs["overhead_s"][k], passed_s)
+        worked_s = (passed_s - overhead_s) * own_speed(jobs, permits, k)
+        jobs["overhead_s"][k] -= overhead_s
+        jobs["left_s"][k] -= worked_s
+        jobs["worked_s"][k] += worked_s
+
+
+@compiled
+def advance(
+    jobs: Records,
+    nodes: Records,
+    permits: Records,
+    lengths_s: Records,
+    rules: Rules,
+    now_s: float,
+    until_s: float,
+    log: Records,
+) -> tuple[float, int, int]:
+    """Runs the group up to `until_s`: the time reached, events logged, events in all.
+
+    `lengths_s` has a row of rollout and training solo seconds for every iteration; job k's are the
+    `length` rows from its `offset`, again and again. A full log stops it early.
+    """
+    at, events = 0, 0
+    while True:
+        started = next_start(jobs, permits, rules)
+        while started >= 0:
+            at = start(jobs, nodes, permits, started, now_s, lengths_s, rules, log, at)
+            events += 1
+            started = next_start(jobs, permits, rules)
+        if log.size and at > log.size - 4 * jobs.size - 4:
+            return now_s, at, events
+        first, passed_s = -1, until_s - now_s
+        for k in range(jobs.size):
+            if not runs(jobs["stage"][k]):
+                continue
+            left_s = max(jobs["left_s"][k], 0.0)
+            rest_s = jobs["overhead_s"][k] + left_s / own_speed(jobs, permits, k)
+            if rest_s < passed_s:
+                first, passed_s = k, rest_s
+        _progress(jobs, permits, passed_s)
+        if first < 0:
+            return until_s, at, events
+        now_s += passed_s
+        jobs["left_s"][first] = 0.0
+        events += 1
+        at = finish(jobs, permits, first, now_s, lengths_s, log, at)

@@ -1,0 +1,187 @@
+"""A forecast's scenarios, compiled: the group is run under drawn durations, job by job.
+
+A scenario draws every job's mean durations from the belief about them; single phases vary around
+them, the same in every scenario, because over a run that averages out and a wrong belief does not.
+A weight sync takes its mean. The draws are one fixed table, so that two placements are compared
+under the same luck and the same question has the same answer everywhere. The jobs run under the
+rules that will run them.
+"""
+
+from statistics import NormalDist
+from typing import Final
+
+import numpy as np
+
+from scheduler.rollmux.forecast.compiled import Records, compiled
+from scheduler.rollmux.forecast.execution import advance
+from scheduler.rollmux.forecast.stages import Rules
+
+SCENARIOS: Final = 4
+ROWS: Final = 48
+"""Iterations drawn for each job; a longer horizon uses them again."""
+_JOBS_MAX: Final = 16
+ROUNDING: Final = 1e-9
+"""A slow-down that exceeds an SLO by less does not."""
+_SURELY: Final = 1e-6
+"""Above any rounding: nothing is refused early that would be admitted."""
+
+
+def _draws() -> tuple[Records, Records]:
+    """Means' draws, evenly spread over the scenarios, and phases' draws: standard normal both."""
+    rng = np.random.Generator(np.random.PCG64(20260101))
+    levels = [NormalDist().inv_cdf((level + 0.5) / SCENARIOS) for level in range(SCENARIOS)]
+    means = np.stack([rng.permutation(levels) for _ in range(_JOBS_MAX * 2)], axis=1).reshape(
+        SCENARIOS, _JOBS_MAX, 2
+    )
+    return means, rng.standard_normal((_JOBS_MAX, ROWS, 2)).clip(-3, 3)
+
+
+_MEAN_DRAWS, _PHASE_DRAWS = _draws()
+
+
+@compiled
+def upper_bound(slowdowns: Records, quantile: float) -> Records:
+    """Mean over the scenarios plus `quantile` standard deviations, for every job."""
+    scenarios, count = slowdowns.shape
+    bound = np.zeros(count)
+    for k in range(count):
+        mean = slowdowns[:, k].mean()
+        square = 0.0
+        for scenario in range(scenarios):
+            square += (slowdowns[scenario, k] - mean) ** 2
+        bound[k] = mean + quantile * np.sqrt(square / max(1, scenarios - 1))
+    return bound
+
+
+@compiled
+def _live(
+    template: Records,
+    nodes: Records,
+    beliefs: Records,
+    doubt: float,
+    scenario: int,
+    warm_up: float,
+    cycles: float,
+    rules: Rules,
+    log: Records,
+    found: Records,
+) -> None:
+    """Runs one scenario, and writes every job's elapsed over solo time to `found`."""
+    count = template.size
+    lengths_s = np.zeros((count * ROWS, 2))
+    solo_s = np.zeros(count)
+    jobs = template.copy()
+    permits = np.zeros(2, dtype=np.int64)
+    loaded = nodes.copy()
+    longest_s = 0.0
+    for k in range(count):
+        means = (jobs["rollout_mean_s"][k], jobs["training_mean_s"][k])
+        iteration_s = 0.0
+        for phase in range(2):
+            drawn_s = means[phase]
+            drawn_s += doubt * beliefs[k, phase, 1] * _MEAN_DRAWS[scenario, k, phase]
+            drawn_s = max(drawn_s, 0.3 * means[phase])
+            iteration_s += drawn_s
+            cv = doubt * beliefs[k, phase, 2]
+            for row in range(ROWS):
+                varied = 1.0 + cv * _PHASE_DRAWS[k, row, phase]
+                lengths_s[k * ROWS + row, phase] = drawn_s * varied
+        iteration_s += jobs["sync_s"][k]
+        longest_s = max(longest_s, iteration_s)
+        jobs["offset"][k], jobs["length"][k] = k * ROWS, ROWS
+    start_s = warm_up * longest_s
+    end_s = start_s + cycles * longest_s
+    advance(jobs, loaded, permits, lengths_s, rules, 0.0, start_s, log)
+    for k in range(count):
+        solo_s[k] = jobs["solo_s"][k] + jobs["worked_s"][k]
+    advance(jobs, loaded, permits, lengths_s, rules, start_s, end_s, log)
+    for k in range(count):
+        done_s = jobs["solo_s"][k] + jobs["worked_s"][k] - solo_s[k]
+        found[k] = (end_s - start_s) / max(done_s, 1e-6)
+
+
+@compiled
+def slowdown_table(
+    template: Records,
+    nodes: Records,
+    beliefs: Records,
+    scenarios: int,
+    spans: tuple[float, float],
+    rules: Rules,
+    log: Records,
+) -> Records:
+    """Elapsed over solo time of every job, `[scenario, job]`."""
+    found = np.zeros((scenarios, template.size))
+    doubt = 0.0 if scenarios == 1 else 1.0
+    for at in range(scenarios):
+        _live(template, nodes, beliefs, doubt, at, spans[0], spans[1], rules, log, found[at])
+    return found
+
+
+@compiled
+def least_bound(seen: Records, scenarios: int, quantile: float) -> float:
+    """What `upper_bound` of a job is at least, once some of its scenarios were run.
+
+    No scenario is faster than alone, and the bound is least where the others are all alike.
+    """
+    known = seen.size
+    mean, square = seen.mean(), 0.0
+    for value in seen:
+        square += (value - mean) ** 2
+    share = (scenarios - known) / scenarios
+    weight = known * share
+    gap, freedom = max(0.0, mean - 1.0), scenarios - 1
+    slope = quantile**2 * weight - share**2 * freedom
+    if slope > 0.0:
+        gap = min(gap, share * np.sqrt(freedom * square / (weight * slope)))
+    return float(mean - share * gap + quantile * np.sqrt((square + weight * gap**2) / freedom))
+
+
+@compiled
+def _shares(jobs: Records, k: int) -> bool:
+    """Whether another job is on one of job k's nodes."""
+    for j in range(jobs.size):
+        rollout = jobs["rollout_nodes"][j] & jobs["rollout_nodes"][k]
+        training = jobs["training_nodes"][j] & jobs["training_nodes"][k]
+        if j != k and (rollout or training):
+            return True
+    return False
+
+
+@compiled
+def keeps(
+    template: Records,
+    nodes: Records,
+    beliefs: Records,
+    glance: tuple[float, float, float],
+    scenarios: int,
+    spans: tuple[float, float],
+    quantile: float,
+    rules: Rules,
+    log: Records,
+) -> bool:
+    """Whether every job's bound is within its SLO; stops at whatever settles it.
+
+    `glance` is a short run of the means, warm-up and cycles, and by how much it may miss an SLO.
+    Who has an SLO below 1 may share no node, and keeps it then.
+    """
+    count = template.size
+    slos = np.maximum(template["slo"], 1.0)
+    for k in range(count):
+        if template["slo"][k] < 1.0 and _shares(template, k):
+            return False
+    found = np.zeros((scenarios, count))
+    _live(template, nodes, beliefs, 0.0, 0, glance[0], glance[1], rules, log, found[0])
+    for k in range(count):
+        if found[0, k] > slos[k] + glance[2]:
+            return False
+    doubt = 0.0 if scenarios == 1 else 1.0
+    for at in range(scenarios):
+        _live(template, nodes, beliefs, doubt, at, spans[0], spans[1], rules, log, found[at])
+        for k in range(count):
+            if quantile >= 0.0 and at + 1 < scenarios:
+                least = least_bound(found[: at + 1, k], scenarios, quantile)
+                if least > slos[k] + _SURELY:
+                    return False
+    bound = upper_bound(found, quantile)
+    return bool((bound <= slos + ROUNDING).all())

@@ -1,0 +1,85 @@
+"""When a phase's tail should leave its nodes: learned from how the job's own phases completed.
+
+A holder says with its beats which share of its responses is complete. Of every phase that ended
+well the moments at which it passed fixed shares are kept as a faded mean of its time; the threshold
+and the nodes for the tail are those that free the most node time by that curve. Until enough phases
+were seen the declared ones hold.
+"""
+
+from functools import lru_cache
+from typing import Final
+
+import msgspec
+
+from scheduler.rollmux.beliefs.tail import Completion, best_tail
+from scheduler.rollmux.permits.terms import PhaseTerms
+
+LEVELS: Final = tuple(percent / 100 for percent in range(50, 100, 5))
+"""Completed shares whose moments are kept."""
+SEEN_MIN: Final = 3
+"""Phases before the curve counts: the first of a process also loads its state."""
+MEMORY: Final = 20.0
+"""In phases: how a job's responses complete changes while its policy learns."""
+
+
+class Course(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one phase came when, in seconds that it would have taken alone."""
+
+    passed_s: tuple[float, ...] = ()
+    """Of `LEVELS`, as many as were passed."""
+    at_s: float = 0.0
+    ratio: float = 0.0
+
+    def heard(self, ratio: float, *, at_s: float) -> "Course":
+        """With what a beat said; between two beats responses are taken to complete evenly."""
+        ratio = min(ratio, 1.0)
+        if not (ratio > self.ratio and at_s >= self.at_s):
+            return self
+        passed_s = list(self.passed_s)
+        for level in LEVELS[len(passed_s) :]:
+            if level > ratio:
+                break
+            within = (level - self.ratio) / (ratio - self.ratio)
+            passed_s.append(self.at_s + within * (at_s - self.at_s))
+        return Course(passed_s=tuple(passed_s), at_s=at_s, ratio=ratio)
+
+
+class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
+    """How one kind of phase of a job completes, over its latest ones."""
+
+    seen: int = 0
+    times: tuple[float, ...] = ()
+    """Share of the phase's time after which each of `LEVELS` was complete."""
+
+    def after(self, course: Course, *, lasted_s: float) -> "CompletionCurve":
+        """With one more phase; one that said nothing of its progress teaches nothing."""
+        if course.ratio <= 0.0 or lasted_s <= 0.0:
+            return self
+        ended = course.heard(1.0, at_s=lasted_s)
+        if len(ended.passed_s) < len(LEVELS):
+            return self
+        found = [min(1.0, passed_s / lasted_s) for passed_s in ended.passed_s]
+        weight = 1.0 / min(self.seen + 1.0, MEMORY)
+        old = self.times or found
+        times = tuple(a + weight * (b - a) for a, b in zip(old, found, strict=True))
+        return CompletionCurve(seen=self.seen + 1, times=times)
+
+    @property
+    def points(self) -> tuple[Completion, ...]:
+        return tuple(Completion(*point) for point in zip(self.times, LEVELS, strict=True))
+
+
+def tail_of(phase: PhaseTerms, curve: CompletionCurve | None) -> tuple[float, int]:
+    """Completed share from which the phase's tail may leave, and how many accelerators it keeps.
+
+    A share of 1: it keeps all to its end.
+    """
+    if not phase.learn_tail or curve is None or curve.seen < SEEN_MIN:
+        return phase.tail_ratio, phase.tail_accelerators
+    return _learned_tail(curve, phase.all_accelerators)
+
+
+@lru_cache(maxsize=4096)
+def _learned_tail(curve: CompletionCurve, accelerators: int) -> tuple[float, int]:
+    threshold, shape = best_tail(curve.points, accelerators=accelerators)
+    return threshold, round(shape.share * accelerators)

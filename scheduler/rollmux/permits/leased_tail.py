@@ -1,0 +1,214 @@
+"""Where a rollout's turns run: on the job's own nodes and leases, or, at its tail, on leases alone.
+
+    permit                                 ->  own engines and leases
+    asked to make room, a guest serves     ->  own engines off, then the permit narrowed to no node
+    the nodes are free again               ->  back onto them
+    no guest serves, or makes a token      ->  back in line for them: no promise rests on a lease
+    permit lost, or the phase has ended    ->  neither
+
+Gives levels (`switches`) that the shell keeps at the gateway, and asks of the permit. Reads no
+clock.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from scheduler.rollmux.permits.events import Recall
+from scheduler.rollmux.permits.standing import Stage
+
+GONE_S: Final = 3.0
+"""A lease that is cut may be there again within this: production was busy for a moment."""
+STARVED_S: Final = 10.0
+"""A guest that has turns and makes no token for longer is no capacity, though its lease holds."""
+RECALL_S: Final = 0.25
+"""Between two questions whether the nodes are free: each is an event in the control's journal."""
+
+BULK_RATIO: Final = 0.8
+"""Completed share up to which a rollout is bound by throughput; then by its longest responses."""
+LEASED_MOST_RATIO: Final = 0.9
+"""Beyond it, what the job's own nodes made says little of what they would make alone."""
+
+
+class Place(StrEnum):
+    HOME = "home"
+    LEAVING = "leaving"
+    """The gateway was told that the own engines are off, and has not confirmed it."""
+    AWAY = "away"
+    IN_LINE = "in_line"
+    """On leases as far as there are any, and in line for the nodes."""
+    ENDED = "ended"
+
+
+class Seen(StrEnum):
+    MAY_LEAVE = "may_leave"
+    """The permit asks for room, and a guest serves the job."""
+    ENGINES_OFF = "engines_off"
+    STAYED = "stayed"
+    """The gateway did not confirm it in time."""
+    NODES_BACK = "nodes_back"
+    LEASE_GONE = "lease_gone"
+    """No guest has served for `GONE_S`, or made a token of its turns for `STARVED_S`."""
+    PERMIT_LOST = "permit_lost"
+
+
+# A pair that is not here changes nothing.
+TRANSITIONS: Final[dict[tuple[Place, Seen], Place]] = {
+    (Place.HOME, Seen.MAY_LEAVE): Place.LEAVING,
+    (Place.LEAVING, Seen.ENGINES_OFF): Place.AWAY,
+    (Place.LEAVING, Seen.STAYED): Place.HOME,
+    (Place.AWAY, Seen.NODES_BACK): Place.HOME,
+    (Place.AWAY, Seen.LEASE_GONE): Place.IN_LINE,
+    (Place.IN_LINE, Seen.NODES_BACK): Place.HOME,
+} | {(place, Seen.PERMIT_LOST): Place.ENDED for place in Place}
+
+
+class Switches(NamedTuple):
+    """What the job may use at its gateway."""
+
+    dedicated: bool
+    harvesting: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TailSample:
+    stage: Stage = Stage.RUNNING
+    """Of the permit."""
+    may_leave: bool = False
+    """The permit is to be narrowed to no node, and its turns may do without."""
+    lost: bool = False
+    """The permit has ended."""
+    guest_serves: bool = False
+    """A leased guest serves the job now; False where the gateway does not answer."""
+    guest_busy: bool = False
+    """It has turns."""
+    guest_tokens: int = 0
+    """That guests have made for the job so far."""
+    engines_off: bool = False
+    """The gateway confirmed that no turn of the job is on its own engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowPermit:
+    """Tell the control that the nodes are empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecallTail:
+    how: Recall
+
+
+TailEffect = NarrowPermit | RecallTail
+
+
+class TailEnd(StrEnum):
+    FINISHED = "finished"
+    """The rollout ended on leases."""
+    RETURNED = "returned"
+    """Its nodes were free again."""
+    LEASE_LOST = "lease_lost"
+    """Its turn in line came."""
+    PERMIT_LOST = "permit_lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tail:
+    """One time that a tail left its nodes."""
+
+    seconds: float
+    """For which it was away."""
+    in_line_s: float = 0.0
+    """Of these, after its lease was lost."""
+    end: TailEnd
+
+
+def taken_off_s(bulk_s: float, *, leased_ratio: float) -> float:
+    """The time that leases have taken off a rollout: off its bulk, which is bound by throughput.
+
+    The bulk took `bulk_s`, and guests made `leased_ratio` of its tokens.
+    """
+    ratio = min(leased_ratio, LEASED_MOST_RATIO)
+    return max(0.0, bulk_s) * ratio / (1.0 - ratio)
+
+
+class LeasedTail:
+    """Of one permit. `tails` are those that have ended."""
+
+    def __init__(self, *, leases: bool) -> None:
+        """`leases`: False where the job's group does not allow them; its tail stays then."""
+        self.place = Place.HOME
+        self.tails: list[Tail] = []
+        self._leases = leases
+        self._since_s = 0.0
+        """Of being away; while leaving, of the decision."""
+        self._served_s = 0.0
+        """When a guest was last seen to serve."""
+        self._made = (0.0, 0)
+        """When a guest was last seen to make tokens or to have no turn, and its tokens by then."""
+        self._in_line_since_s = 0.0
+        self._asked_s = float("-inf")
+
+    @property
+    def switches(self) -> Switches:
+        ended = self.place is Place.ENDED
+        return Switches(dedicated=self.place is Place.HOME, harvesting=self._leases and not ended)
+
+    def observe(self, sample: TailSample, *, now: float) -> tuple[TailEffect, ...]:
+        if sample.guest_serves:
+            self._served_s = now
+        if not sample.guest_busy or sample.guest_tokens != self._made[1]:
+            self._made = (now, sample.guest_tokens)
+        if sample.lost:
+            self._move(Seen.PERMIT_LOST, now)
+            return ()
+        match self.place:
+            case Place.HOME if sample.may_leave and sample.guest_serves and self._leases:
+                self._move(Seen.MAY_LEAVE, now)
+            case Place.LEAVING if sample.engines_off:
+                self._move(Seen.ENGINES_OFF, now)
+            case Place.LEAVING if now - self._since_s > GONE_S:
+                self._move(Seen.STAYED, now)
+            case Place.AWAY | Place.IN_LINE if sample.stage is Stage.RUNNING:
+                self._move(Seen.NODES_BACK, now)
+            case Place.AWAY if self._is_gone(now):
+                self._move(Seen.LEASE_GONE, now)
+        return self._asked(sample.stage, now)
+
+    def _is_gone(self, now: float) -> bool:
+        starves = now - max(self._made[0], self._since_s) > STARVED_S
+        return starves or now - self._served_s > GONE_S
+
+    def end(self, *, now: float) -> None:
+        """The rollout is done."""
+        self._ended(TailEnd.FINISHED, now)
+        self.place = Place.ENDED
+
+    def _asked(self, stage: Stage, now: float) -> tuple[TailEffect, ...]:
+        """What is said to the control until its orders show that it was heard."""
+        if self.place not in (Place.AWAY, Place.IN_LINE) or now - self._asked_s < RECALL_S:
+            return ()
+        self._asked_s = now
+        if stage is Stage.NARROWING:
+            return (NarrowPermit(),)
+        if stage is not Stage.TAILING:
+            return ()
+        return (RecallTail(Recall.WHEN_FREE if self.place is Place.AWAY else Recall.IN_LINE),)
+
+    def _move(self, seen: Seen, now: float) -> None:
+        to = TRANSITIONS[self.place, seen]
+        if seen is Seen.NODES_BACK:
+            at_once = self.place is Place.AWAY
+            self._ended(TailEnd.RETURNED if at_once else TailEnd.LEASE_LOST, now)
+        elif seen is Seen.PERMIT_LOST:
+            self._ended(TailEnd.PERMIT_LOST, now)
+        elif to in (Place.LEAVING, Place.AWAY):
+            self._since_s = now
+        elif to is Place.IN_LINE:
+            self._in_line_since_s = now
+        self.place, self._asked_s = to, float("-inf")
+
+    def _ended(self, end: TailEnd, now: float) -> None:
+        if self.place in (Place.AWAY, Place.IN_LINE):
+            waits = self.place is Place.IN_LINE
+            in_line_s = now - self._in_line_since_s if waits else 0.0
+            self.tails.append(Tail(seconds=now - self._since_s, in_line_s=in_line_s, end=end))

@@ -1,0 +1,33 @@
+"""A tail that has left its nodes asks for them again, under the permit that it holds.
+
+    when free   at once, where nobody is on the nodes and nobody waits for them; else nothing
+    in line     a place at the end of their lines, as of any other job: what the tail ran on is lost
+
+The phase goes on from where it is, so that it counts as one, and as long as it took.
+"""
+
+from scheduler.rollmux.permits.book import PermitBook
+from scheduler.rollmux.permits.endings import stale
+from scheduler.rollmux.permits.events import EnqueuePhase, Recall, Refuse, TailRecalled
+from scheduler.rollmux.permits.standing import Stage
+
+
+def recall(book: PermitBook, event: TailRecalled, *, now: float) -> list[EnqueuePhase | Refuse]:
+    standing = book.holder(event.job, event.epoch)
+    if standing is None:
+        return [stale(event.job, event.epoch)]
+    standing.heard_s = now
+    phase = None if standing.kind is None else standing.terms.phase(standing.kind)
+    if phase is None or standing.stage is not Stage.TAILING or standing.awaits:
+        return []
+    missing = tuple(node for node in phase.nodes if node not in standing.nodes)
+    held = any(book.on(node) is not None for node in missing)
+    asked_for = any(book.asks(other, now) for other in book.in_line(missing))
+    if not missing or (event.recall is Recall.WHEN_FREE and (held or asked_for)):
+        return []
+    book.join(standing, book.next_ticket(), missing)
+    return [
+        EnqueuePhase(
+            job=standing.job, kind=phase.kind, ticket=standing.ticket, nodes=standing.awaits
+        )
+    ]

@@ -1,0 +1,128 @@
+"""Asks jobs to make room for one that waits: tails, states left loaded, phases that overran.
+
+A tail is asked to move, and a state to leave accelerators, only where that lets a job start at
+once: either costs seconds. To end a phase costs its job a step, so an overrun is ended only where
+another job waits. Changes the standings that it asks of, and answers what to tell their holders.
+"""
+
+from typing import Final, NamedTuple
+
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.rollmux.permits.accelerators import in_tail, spread, work_until
+from scheduler.rollmux.permits.book import PermitBook
+from scheduler.rollmux.permits.completion import tail_of
+from scheduler.rollmux.permits.events import NarrowPhase, RevokePermit, UnloadNodes
+from scheduler.rollmux.permits.standing import Stage, Standing, Trigger
+from scheduler.rollmux.permits.terms import PermitsConfig, PhaseTerms
+from scheduler.rollmux.permits.watchdog import Verdict, verdict
+
+
+class MovableTail(NamedTuple):
+    holder: Standing
+    phase: PhaseTerms
+    keeps: dict[NodeId, int]
+    """Accelerators, of the nodes on which it keeps any."""
+
+
+class Obstacles(NamedTuple):
+    tails: list[MovableTail]
+    loaded: dict[JobId, tuple[NodeId, ...]]
+    """Nodes on whose accelerators the state of each of these jobs was left."""
+
+
+NOTHING: Final = Obstacles([], {})
+
+
+def make_room(
+    book: PermitBook, config: PermitsConfig, touched: tuple[NodeId, ...], *, now: float
+) -> list[NarrowPhase | RevokePermit | UnloadNodes]:
+    """On the nodes where something has changed."""
+    asked: list[NarrowPhase | RevokePermit | UnloadNodes] = []
+    waiting = [each for each in book.in_line(touched) if book.waits(each, now)]
+    if not waiting:
+        return asked
+    for standing in book.holders(touched):
+        if standing.warned_s is None or not book.wanted(standing, now):
+            continue
+        if verdict(standing, config, wanted=True, now=now) is Verdict.OBSTRUCTS:
+            asked.append(revoke(book, config, standing, now=now))
+    for standing in waiting:
+        tails, loaded = _obstacles(book, standing, now)
+        asked += [_narrow(book, tail, now) for tail in tails]
+        asked += [_unload(book.jobs[job], nodes) for job, nodes in loaded.items()]
+    return asked
+
+
+def revoke(
+    book: PermitBook, config: PermitsConfig, standing: Standing, *, now: float
+) -> RevokePermit:
+    standing.move(Trigger.REVOKED)
+    standing.revoked_s = now
+    book.leave_lines(standing)
+    return RevokePermit(
+        job=standing.job,
+        epoch=standing.epoch,
+        grace_s=config.grace_s,
+        reason=f"runs for {now - standing.started_s:.1f} s, and others wait",
+    )
+
+
+def _obstacles(book: PermitBook, waiter: Standing, now: float) -> Obstacles:
+    """What alone keeps a waiting job from its start; nothing where more does."""
+    phase = None if waiter.kind is None else waiter.terms.phase(waiter.kind)
+    if phase is None or not all(book.is_first(waiter, node, now) for node in waiter.awaits):
+        return NOTHING
+    tails: dict[JobId, MovableTail] = {}
+    loaded: dict[JobId, tuple[NodeId, ...]] = {}
+    found = 0
+    for node in waiter.awaits:
+        job = book.on(node)
+        if job is None:
+            found += book.free_accelerators(node, per_node=phase.accelerators)
+            if (other := book.loaded_by_other(waiter, node)) is not None:
+                loaded[other.job] = (*loaded.get(other.job, ()), node)
+        elif not book.under_tail(node):
+            tail = tails.get(job) or _movable_tail(book, book.jobs[job], now)
+            if tail is None:
+                return NOTHING
+            tails[job] = tail
+            found += max(0, phase.accelerators - tail.keeps.get(node, 0))
+    starts = found == phase.all_accelerators or found >= phase.least_accelerators > 0
+    return Obstacles([*tails.values()], loaded) if starts else NOTHING
+
+
+def _unload(other: Standing, nodes: tuple[NodeId, ...]) -> UnloadNodes:
+    other.unload = tuple(dict.fromkeys((*other.unload, *nodes)))
+    return UnloadNodes(job=other.job, nodes=nodes)
+
+
+def _movable_tail(book: PermitBook, holder: Standing, now: float) -> MovableTail | None:
+    """None where the phase has no tail yet, or holds its nodes beside another one's."""
+    phase = None if holder.kind is None else holder.terms.phase(holder.kind)
+    if phase is None or holder.stage is not Stage.RUNNING or not in_tail(holder, phase):
+        return None
+    _, count = tail_of(phase, holder.curves.get(phase.kind))
+    alone = not holder.accelerators and not any(map(book.has_tail, holder.nodes))
+    if not alone or count >= len(holder.nodes) * phase.accelerators:
+        return None
+    # Most is kept of the nodes that the fewest wait for.
+    order = sorted(holder.nodes, key=lambda node: (len(book.waiting_at(node, now)), node))
+    return MovableTail(holder, phase, spread(order, count, per_node=phase.accelerators))
+
+
+def _narrow(book: PermitBook, tail: MovableTail, now: float) -> NarrowPhase:
+    holder, phase, keeps = tail
+    work_until(holder, now=now)
+    holder.move(Trigger.ASKED_TO_NARROW)
+    book.leave_lines(holder)
+    holder.keep = tuple(node for node in holder.nodes if node in keeps)
+    holder.keep_accelerators = {
+        node: tuple(range(keeps[node])) for node in holder.keep if keeps[node] < phase.accelerators
+    }
+    return NarrowPhase(
+        job=holder.job,
+        epoch=holder.epoch,
+        keep=holder.keep,
+        accelerators=holder.keep_accelerators,
+        reason=f"{holder.complete_ratio:.0%} complete, and others wait",
+    )

@@ -1,0 +1,58 @@
+"""What time alone changes: silent holders, overruns, graces; and what is forgiven after a pause."""
+
+from scheduler.rollmux.permits.book import PermitBook
+from scheduler.rollmux.permits.endings import fail
+from scheduler.rollmux.permits.events import EndReason, PermitEffect, WarnHolder
+from scheduler.rollmux.permits.room import revoke
+from scheduler.rollmux.permits.standing import Standing
+from scheduler.rollmux.permits.watchdog import Verdict, bound_s, verdict
+
+Effects = list[PermitEffect]
+
+
+def tend(book: PermitBook, *, now: float) -> Effects:
+    effects: Effects = []
+    for _, standing in sorted(book.jobs.items()):
+        if standing.holding:
+            effects += _watch(book, standing, now)
+        elif not book.asks(standing, now):
+            book.touch(standing.awaits)
+    return effects
+
+
+def resume(book: PermitBook, *, now: float) -> None:
+    """Nobody could be heard until now, so nobody was silent."""
+    for standing in book.jobs.values():
+        # A record of before a reboot lies in this clock's future.
+        standing.started_s = min(standing.started_s, now)
+        standing.worked_at_s = min(standing.worked_at_s, now)
+        standing.enqueued_s = min(standing.enqueued_s, now)
+        if standing.warned_s is not None:
+            standing.warned_s = min(standing.warned_s, now)
+        if standing.revoked_s is not None:
+            standing.revoked_s = min(standing.revoked_s, now)
+        if standing.holding or standing.heard_s is not None:
+            standing.heard_s = now
+        standing.course = None
+
+
+def _watch(book: PermitBook, standing: Standing, now: float) -> Effects:
+    wanted = standing.warned_s is not None and book.wanted(standing, now)
+    lasted_s = now - standing.started_s
+    match verdict(standing, book.config, wanted=wanted, now=now):
+        case Verdict.WELL:
+            return []
+        case Verdict.SILENT:
+            reason = f"not heard for {book.config.lease_s:g} s"
+            return [*fail(book, standing, EndReason.SILENT, reason, now=now)]
+        case Verdict.OUT_OF_GRACE:
+            reason = f"ran for {lasted_s:.1f} s and did not end when told"
+            return [*fail(book, standing, EndReason.OVERRAN, reason, now=now)]
+        case Verdict.LATE:
+            standing.warned_s = now
+            reason = (
+                f"runs for {lasted_s:.1f} s, longer than its bound of {bound_s(standing):.1f} s"
+            )
+            return [WarnHolder(job=standing.job, epoch=standing.epoch, reason=reason)]
+        case Verdict.OBSTRUCTS:
+            return [revoke(book, book.config, standing, now=now)]

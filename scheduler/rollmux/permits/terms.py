@@ -1,0 +1,104 @@
+"""What a job declares of its phases, and how the permit policy is set."""
+
+from typing import Annotated
+
+import msgspec
+
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.model import PhaseKind
+
+PHASES_MAX = 8
+LEASED_TAIL_RATIO = 0.85
+"""Completed share from which a rollout's tail may end on leases, where the job declares none."""
+NODES_MAX = 1024
+ACCELERATORS_MAX = 64
+
+
+Seconds = Annotated[float, msgspec.Meta(gt=0.0)]
+
+
+class PermitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    lease_s: Seconds = 10.0
+    """A holder that was not heard for so long has lost its permit."""
+    patience_s: Seconds = 0.25
+    """A free node is kept so long for the job that comes first until its worker asks."""
+    warn_s: Seconds = 30.0
+    """From the warning that a phase overruns to the revocation of its permit."""
+    grace_s: Seconds = 30.0
+    """From the revocation to the end of the permit."""
+
+
+class PhaseTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One phase of a job's cycle. A weight sync has no nodes and starts at once."""
+
+    kind: PhaseKind
+    nodes: tuple[NodeId, ...] = ()
+    """All that the phase is pinned to; their permits are acquired together."""
+    accelerators: int = 1
+    """Of each node. One that is held in part is shared with the tail of another job."""
+    max_s: float | None = None
+    """Declared longest duration, until its runs have shown a longer one; None: no watchdog."""
+    least_accelerators: int = 0
+    """The phase may begin on so many, over all nodes, while tails of others hold the rest; 0: on
+    all or not."""
+    tail_ratio: float = 1.0
+    """Completed share from which `tail_accelerators` suffice; 1: the phase keeps all to its end."""
+    tail_accelerators: int = 1
+    """Over all nodes. 0: the tail goes to capacity that is not of these nodes."""
+    learn_tail: bool = False
+    """The two above hold until the job's own phases have shown how its responses complete."""
+
+    @property
+    def all_accelerators(self) -> int:
+        return len(self.nodes) * self.accelerators
+
+
+class JobTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job: JobId
+    phases: tuple[PhaseTerms, ...]
+    """In the order of the cycle, each kind once."""
+
+    def phase(self, kind: PhaseKind) -> PhaseTerms | None:
+        for phase in self.phases:
+            if phase.kind is kind:
+                return phase
+        return None
+
+    def after(self, kind: PhaseKind) -> PhaseTerms:
+        """The phase that follows `kind` in the cycle."""
+        kinds = [phase.kind for phase in self.phases]
+        return self.phases[(kinds.index(kind) + 1) % len(kinds)]
+
+
+def leased_tail(phase: PhaseTerms) -> PhaseTerms:
+    """The same, with a tail that may leave for leases; one that was declared stays as it is."""
+    declared = phase.tail_ratio < 1.0 or phase.learn_tail
+    if declared or phase.kind is not PhaseKind.ROLLOUT:
+        return phase
+    return msgspec.structs.replace(phase, tail_ratio=LEASED_TAIL_RATIO, tail_accelerators=0)
+
+
+def terms_fault(terms: JobTerms) -> str:
+    """Why the terms cannot be met, in words; empty if they can."""
+    kinds = [phase.kind for phase in terms.phases]
+    if not 1 <= len(kinds) <= PHASES_MAX or len(set(kinds)) != len(kinds):
+        return f"a job has 1 to {PHASES_MAX} phases, each kind once"
+    for phase in terms.phases:
+        nodes, whole = len(phase.nodes), phase.all_accelerators
+        if phase.kind is PhaseKind.SYNC and nodes:
+            return f"{phase.kind}: has no nodes"
+        least = 0 if phase.kind is PhaseKind.SYNC else 1
+        if not least <= nodes <= NODES_MAX or len(set(phase.nodes)) != nodes:
+            return f"{phase.kind}: 1 to {NODES_MAX} nodes, each once"
+        if not 1 <= phase.accelerators <= ACCELERATORS_MAX:
+            return f"{phase.kind}: a node has 1 to {ACCELERATORS_MAX} accelerators"
+        most = max(1, whole)
+        if not 0 <= phase.least_accelerators <= most or not 0 <= phase.tail_accelerators <= most:
+            return f"{phase.kind}: least_accelerators and tail_accelerators are at most {whole}"
+        if not 0 < phase.tail_ratio <= 1:
+            return f"{phase.kind}: tail_ratio is above 0 and at most 1"
+        if phase.learn_tail and phase.tail_accelerators == 0:
+            return f"{phase.kind}: learn_tail is for tails that stay on nodes of the phase"
+        if phase.max_s is not None and not phase.max_s > 0:
+            return f"{phase.kind}: max_s is above 0"
+    return ""

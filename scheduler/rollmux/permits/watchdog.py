@@ -1,0 +1,70 @@
+"""When a permit is in danger: its holder silent, or its phase longer than known runs of it.
+
+An overrun is warned of at once, and costs the permit only when somebody waits for its nodes: to end
+a phase that is in nobody's way would help nobody. Pure; the policy acts on the verdict.
+"""
+
+from enum import StrEnum
+
+from scheduler.rollmux.permits.accelerators import speed
+from scheduler.rollmux.permits.longest_run import LongestRun
+from scheduler.rollmux.permits.standing import Stage, Standing
+from scheduler.rollmux.permits.terms import PermitsConfig
+
+
+class Verdict(StrEnum):
+    WELL = "well"
+    SILENT = "silent"
+    """Not heard for a lease."""
+    LATE = "late"
+    """Longer than its bound: warn."""
+    OBSTRUCTS = "obstructs"
+    """Warned, and somebody waits: revoke."""
+    OUT_OF_GRACE = "out_of_grace"
+
+
+def verdict(standing: Standing, config: PermitsConfig, *, wanted: bool, now: float) -> Verdict:
+    """Of a job with a permit; `wanted` where another asks for one of its nodes."""
+    if standing.heard_s is None or now >= standing.heard_s + config.lease_s:
+        return Verdict.SILENT
+    if standing.stage is Stage.REVOKED:
+        ends_s = (standing.revoked_s or 0.0) + config.grace_s
+        return Verdict.OUT_OF_GRACE if now >= ends_s else Verdict.WELL
+    if standing.warned_s is None:
+        return Verdict.LATE if now >= late_s(standing) else Verdict.WELL
+    obstructs = wanted and now >= standing.warned_s + config.warn_s
+    return Verdict.OBSTRUCTS if obstructs else Verdict.WELL
+
+
+def late_s(standing: Standing) -> float:
+    """When the phase will have done as much as its bound; infinite if it declared none.
+
+    What the tails of others slow down is not late.
+    """
+    return standing.worked_at_s + (bound_s(standing) - standing.worked_s) / speed(standing)
+
+
+def bound_s(standing: Standing) -> float:
+    """Longest expected duration of the phase alone: as declared, or as its runs have shown."""
+    phase = None if standing.kind is None else standing.terms.phase(standing.kind)
+    if phase is None or phase.max_s is None:
+        return float("inf")
+    return standing.longest_runs.get(phase.kind, LongestRun()).bound_s(phase.max_s)
+
+
+def deadlines_s(standing: Standing, config: PermitsConfig) -> tuple[float, ...]:
+    """When time alone may change something for this job; deadlines that have passed included."""
+    heard_s = standing.heard_s
+    lapses_s = standing.enqueued_s + config.patience_s
+    if heard_s is not None:
+        lapses_s = heard_s + config.lease_s
+    match standing.stage:
+        case Stage.APART:
+            return ()
+        case Stage.WAITING:
+            return (lapses_s,)
+        case Stage.REVOKED:
+            return lapses_s, (standing.revoked_s or 0.0) + config.grace_s
+    if standing.warned_s is None:
+        return lapses_s, late_s(standing)
+    return lapses_s, standing.warned_s + config.warn_s

@@ -1,0 +1,34 @@
+"""`rosemux plan`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def plan(
+    jobs: Annotated[Path, typer.Argument(help="YAML file of jobs, nodes and prices.")],
+    json: Annotated[Path | None, typer.Option(help="Write the plan there.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Draw the plan there, in one file.")] = None,
+) -> None:
+    """Place RL jobs on shared nodes: groups, prices, reasons and who runs when."""
+    import msgspec
+    from rich.console import Console
+
+    from harvester.platform.result_file import make_writable, write_whole
+    from scheduler.rollmux.plan.drafting import draft
+    from scheduler.rollmux.plan.jobs_file import read_jobs
+    from scheduler.rollmux.plan.printed import printed
+    from scheduler.rollmux.plan.report import plan_page
+
+    for path in filter(None, (json, html)):
+        make_writable(path)
+    drafted = draft(read_jobs(jobs))
+    console = Console(highlight=False)
+    console.print(printed(drafted, width=console.width))
+    if json is not None:
+        write_whole(json, msgspec.json.format(msgspec.json.encode(drafted), indent=1).decode())
+    if html is not None:
+        write_whole(html, plan_page(drafted, title=f"RoseMux plan: {jobs.name}"))
+    if drafted.unplaced:
+        raise typer.Exit(1)

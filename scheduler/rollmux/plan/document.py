@@ -1,0 +1,109 @@
+"""What a plan says: records that are printed, drawn and written as JSON alike. Computes nothing."""
+
+import msgspec
+
+from harvester.contracts.ids import GroupId, JobId, NodeId
+from scheduler.model import PhaseKind, Pool
+
+
+class Promise(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's forecast slow-down against its SLO."""
+
+    job: JobId
+    slo: float
+    mean: float
+    bound: float
+    """Exceeded with the accepted risk only."""
+    risk: float
+    """Forecast probability that the slow-down exceeds the SLO."""
+
+    @property
+    def slack(self) -> float:
+        """What the SLO leaves above the bound, as a ratio of the SLO."""
+        return (self.slo - self.bound) / self.slo
+
+
+class Alternative(msgspec.Struct, frozen=True, kw_only=True):
+    """Where else a job could be, everybody else staying."""
+
+    kind: str
+    beside: tuple[JobId, ...]
+    """Jobs of the group that it would join; empty for nodes of its own."""
+    change_per_hour: float
+    """Of the whole plan's price."""
+    admitted: bool
+    reason: str
+    """What stands against it; empty if nothing does."""
+
+
+class PlannedJob(msgspec.Struct, frozen=True, kw_only=True):
+    job: JobId
+    rollout_nodes: tuple[NodeId, ...]
+    training_nodes: tuple[NodeId, ...]
+    reason: str
+    sync_s: float = 0.0
+    """Believed weight sync after each training; on no node."""
+    promise: Promise
+    alternatives: tuple[Alternative, ...]
+
+
+class Resident(msgspec.Struct, frozen=True, kw_only=True):
+    """A node and the jobs whose state stays in its host memory."""
+
+    node: NodeId
+    pool: Pool
+    jobs: tuple[JobId, ...]
+    used_gb: float
+    host_gb: float
+
+
+class Bar(msgspec.Struct, frozen=True, kw_only=True):
+    """One job on one node in the picture of a meta-iteration."""
+
+    node: NodeId
+    job: JobId
+    phase: PhaseKind
+    start_s: float
+    end_s: float
+    tail: bool
+    """On a part of the node, beside the next job."""
+
+
+class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How full the group is: above 1, no order serves every job once in its longest iteration."""
+
+    cycle_s: float
+    """The longest job's iteration alone."""
+    busiest_s: float
+    """Work on the busiest node when every job has run once."""
+    share: float
+    """Work over iteration."""
+
+
+class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    group: GroupId
+    price_per_hour: float
+    nodes: tuple[Resident, ...]
+    jobs: tuple[PlannedJob, ...]
+    bound_by: JobId
+    """Whose SLO leaves the least room."""
+    meta_iteration_s: float
+    bars: tuple[Bar, ...]
+    load: GroupLoad
+
+
+class Unplaced(msgspec.Struct, frozen=True, kw_only=True):
+    job: JobId
+    reason: str
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    risk: float
+    price_per_hour: float
+    dedicated_per_hour: float
+    """The same jobs on nodes of their own."""
+    nodes: dict[str, int]
+    """By type."""
+    groups: tuple[PlannedGroup, ...]
+    unplaced: tuple[Unplaced, ...] = ()
+    slo_counts_queueing: bool = False

@@ -1,0 +1,144 @@
+"""The plan of given jobs: placed one by one, moved where that spares nodes, then explained."""
+
+from collections import Counter
+
+from harvester.contracts.errors import Exhausted
+from harvester.contracts.ids import GroupId, JobId, NodeId
+from scheduler.model import Pool
+from scheduler.rollmux.forecast.forecast import Roster
+from scheduler.rollmux.forecast.load import group_load
+from scheduler.rollmux.forecast.rehearsal import meta_iteration
+from scheduler.rollmux.plan.document import (
+    Bar,
+    GroupLoad,
+    Plan,
+    PlannedGroup,
+    PlannedJob,
+    Resident,
+    Unplaced,
+)
+from scheduler.rollmux.plan.forecasts import alternatives, promises
+from scheduler.rollmux.plan.jobs_file import GB, PlanSettings
+from scheduler.rollmux.plan.known_jobs import KnownJobsPlanner
+from scheduler.rollmux.planner.book import Cell
+
+
+def draft(settings: PlanSettings) -> Plan:
+    planner = KnownJobsPlanner(settings)
+    unplaced: list[Unplaced] = []
+    for job in settings.jobs:
+        try:
+            planner.place(job)
+        except Exhausted as error:
+            unplaced.append(Unplaced(job=JobId(job.id), reason=str(error)))
+    planner.settle()
+    cells = [cell for cell in planner.book.cells.values() if cell.pinned]
+    names = _names(planner, cells)
+    placed = (planner.facts[job].job for cell in cells for job in cell.pinned)
+    prices = {pool: kind.price_per_hour for pool, kind in planner.book.types.items()}
+    return Plan(
+        risk=settings.risk,
+        price_per_hour=planner.book.committed_per_hour,
+        dedicated_per_hour=sum(
+            job.phases[0].nodes * prices[Pool.ROLLOUT] + job.phases[1].nodes * prices[Pool.TRAINING]
+            for job in placed
+        ),
+        nodes={
+            kind.type: sum(
+                len(cell.rollout if pool is Pool.ROLLOUT else cell.training) for cell in cells
+            )
+            for pool, kind in planner.book.types.items()
+        },
+        groups=tuple(
+            _group(planner, cell, GroupId(f"group-{number}"), names)
+            for number, cell in enumerate(cells, start=1)
+        ),
+        unplaced=tuple(unplaced),
+        slo_counts_queueing=settings.slo_counts_queueing,
+    )
+
+
+def _names(planner: KnownJobsPlanner, cells: list[Cell]) -> dict[NodeId, NodeId]:
+    """Nodes numbered from 1: the planner's own numbers count what it only thought of."""
+    counted: Counter[Pool] = Counter()
+    names: dict[NodeId, NodeId] = {}
+    for cell in cells:
+        for pool, nodes in ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training)):
+            for node in nodes:
+                counted[pool] += 1
+                names[node] = NodeId(f"{planner.book.types[pool].type}-{counted[pool]}")
+    return names
+
+
+def _group(
+    planner: KnownJobsPlanner,
+    cell: Cell,
+    group: GroupId,
+    names: dict[NodeId, NodeId],
+) -> PlannedGroup:
+    kept = promises(planner, cell)
+    occupants = planner.packer.occupants(cell)
+    picture = meta_iteration(Roster.of(occupants), rules=planner.rules)
+    own, jobs = (*cell.rollout, *cell.training), tuple(cell.pinned)
+    return PlannedGroup(
+        group=group,
+        price_per_hour=planner.book.cell_price_per_hour(cell),
+        nodes=_residents(planner, cell, names),
+        jobs=tuple(
+            PlannedJob(
+                job=one.job,
+                rollout_nodes=tuple(names[node] for node in cell.pinned[one.job].rollout_nodes),
+                training_nodes=tuple(names[node] for node in cell.pinned[one.job].training_nodes),
+                reason=planner.reasons[one.job],
+                sync_s=planner.facts[one.job].belief().sync_s,
+                promise=one,
+                alternatives=alternatives(planner, one.job),
+            )
+            for one in kept
+        ),
+        bound_by=min(kept, key=lambda one: one.slack).job,
+        meta_iteration_s=picture.length_s,
+        bars=tuple(
+            Bar(
+                node=names[node],
+                job=jobs[one.job],
+                phase=one.phase,
+                start_s=one.start_s,
+                end_s=one.end_s,
+                tail=one.tail,
+            )
+            for one in picture.stretches
+            for bit, node in enumerate(own)
+            if one.nodes >> bit & 1
+        ),
+        load=_load(planner, cell),
+    )
+
+
+def _load(planner: KnownJobsPlanner, cell: Cell) -> GroupLoad:
+    found = group_load(planner.packer.occupants(cell))
+    return GroupLoad(
+        cycle_s=found.cycle_s,
+        busiest_s=found.busiest_s,
+        share=found.busiest_s / found.cycle_s,
+    )
+
+
+def _residents(
+    planner: KnownJobsPlanner, cell: Cell, names: dict[NodeId, NodeId]
+) -> tuple[Resident, ...]:
+    ledger, types = planner.book.planned, planner.book.types
+    residents = []
+    for pool, nodes in ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training)):
+        for node in nodes:
+            used_bytes = types[pool].host_bytes - ledger.free_bytes(node, pool)
+            residents.append(
+                Resident(
+                    node=names[node],
+                    pool=pool,
+                    jobs=ledger.jobs_on(node),
+                    used_gb=used_bytes / GB,
+                    host_gb=types[pool].host_bytes / GB,
+                )
+            )
+    return tuple(residents)

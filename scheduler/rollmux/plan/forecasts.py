@@ -1,0 +1,150 @@
+"""What the planner's own forecast says of each promise, here and where else a job could be."""
+
+from collections.abc import Iterator
+from statistics import NormalDist
+from typing import Final
+
+from harvester.contracts.ids import JobId
+from scheduler.model import Placement, Pool
+from scheduler.rollmux.forecast.forecast import Roster, slowdowns
+from scheduler.rollmux.forecast.judge import Distributional
+from scheduler.rollmux.forecast.scenarios import upper_bound
+from scheduler.rollmux.plan.document import Alternative, Promise
+from scheduler.rollmux.planner.book import Cell
+from scheduler.rollmux.planner.packing import Opening, OpeningKind
+from scheduler.rollmux.planner.planner import GroupPlanner
+
+_ALTERNATIVES_MAX: Final = 24
+
+
+def promises(planner: GroupPlanner, cell: Cell) -> tuple[Promise, ...]:
+    """Of every job of the group, in the order of the group's jobs."""
+    judge = planner.packer.judge
+    assert isinstance(judge, Distributional)
+    roster = Roster.of(planner.packer.occupants(cell))
+    found = slowdowns(roster, rules=judge.rules, horizon=judge.horizon)
+    bounds = upper_bound(found, judge.constraint.quantile).tolist()
+    means, spreads = found.mean(axis=0).tolist(), found.std(axis=0, ddof=1).tolist()
+    return tuple(
+        Promise(job=job, slo=slo, mean=mean, bound=bound, risk=_risk(slo, mean, spread))
+        for job, slo, mean, bound, spread in zip(
+            cell.pinned, roster.slos.tolist(), means, bounds, spreads, strict=True
+        )
+    )
+
+
+def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
+    """Every other group and nodes of its own, the cheapest first; the book stays as it is."""
+    book, packer = planner.book, planner.packer
+    home = book.cells[book.home[job]]
+    host_bytes = planner.facts[job].job.host_bytes_per_node
+    before = book.committed_per_hour
+    here = _company(home, home.pinned[job])
+    book.unpin(job, host_bytes, stays_resident=True)
+    packer.refresh(home)
+    spared = before - book.committed_per_hour
+    found = [
+        _judged(planner, opening, opening.delta_per_hour - spared)
+        for opening in _elsewhere(planner, job)
+        if opening.cell is not home or _company(home, opening.placement) != here
+    ]
+    if home.pinned:
+        found.append(_alone(planner.packer.isolated(job).delta_per_hour - spared))
+    found += _closed(planner, job, spared)
+    book.stay(job, host_bytes)
+    packer.refresh(home)
+    found.sort(key=lambda one: (one.change_per_hour, one.kind, one.beside))
+    return tuple(found[:_ALTERNATIVES_MAX])
+
+
+def _company(cell: Cell, placement: Placement) -> tuple[frozenset[JobId], frozenset[JobId]]:
+    """Who shares the placement's rollout and its training nodes: the same company, one place."""
+    others = [one for one in cell.pinned.values() if one.job != placement.job]
+    rollout, training = set(placement.rollout_nodes), set(placement.training_nodes)
+    return (
+        frozenset(one.job for one in others if rollout & set(one.rollout_nodes)),
+        frozenset(one.job for one in others if training & set(one.training_nodes)),
+    )
+
+
+def _elsewhere(planner: GroupPlanner, job: JobId) -> Iterator[Opening]:
+    """The first opening of every kind in every group: others differ by nodes alone."""
+    for cell in planner.book.cells.values():
+        for kind in OpeningKind:
+            if kind is not OpeningKind.NEW_GROUP:
+                first = next(planner.packer.unjudged(cell, job, kind), None)
+                if first is not None:
+                    yield first
+
+
+def _judged(planner: GroupPlanner, opening: Opening, change_per_hour: float) -> Alternative:
+    admitted = planner.packer.admits(opening)
+    return Alternative(
+        kind=opening.kind.value,
+        beside=tuple(sorted(opening.cell.pinned)),
+        change_per_hour=change_per_hour,
+        admitted=admitted,
+        reason="" if admitted else _objection(planner, opening),
+    )
+
+
+def _objection(planner: GroupPlanner, opening: Opening) -> str:
+    """Whose SLO would not hold."""
+    cell, placement = opening.cell, opening.placement
+    widened = Cell(
+        cell.group,
+        [*dict.fromkeys((*cell.rollout, *placement.rollout_nodes))],
+        [*dict.fromkeys((*cell.training, *placement.training_nodes))],
+        {**cell.pinned, placement.job: placement},
+    )
+    broken = [one for one in promises(planner, widened) if one.bound > one.slo]
+    if not broken:
+        return "too little room: a short forecast of the means already refuses it"
+    worst = min(broken, key=lambda one: one.slack)
+    return f"{worst.job} would be slowed {worst.bound:.2f} times, its SLO is {worst.slo:.2f}"
+
+
+def _alone(change_per_hour: float) -> Alternative:
+    return Alternative(
+        kind=OpeningKind.NEW_GROUP.value,
+        beside=(),
+        change_per_hour=change_per_hour,
+        admitted=True,
+        reason="",
+    )
+
+
+def _closed(planner: GroupPlanner, job: JobId, spared: float) -> Iterator[Alternative]:
+    """Groups whose nodes cannot take the job at all."""
+    facts, limits = planner.facts[job], planner.packer.limits
+    for cell in planner.book.cells.values():
+        direct = planner.packer.unjudged(cell, job, OpeningKind.DIRECT)
+        if not cell.pinned or next(direct, None) is not None:
+            continue
+        if len(cell.pinned) >= limits.group_jobs:
+            reason = f"the group has {limits.group_jobs} jobs, which is the most"
+        elif _short(planner, cell, facts.job.host_bytes_per_node):
+            reason = "host memory: no node has room for its state"
+        else:
+            reason = "the group has fewer nodes than it needs"
+        yield Alternative(
+            kind=OpeningKind.DIRECT.value,
+            beside=tuple(sorted(cell.pinned)),
+            change_per_hour=-spared,
+            admitted=False,
+            reason=reason,
+        )
+
+
+def _short(planner: GroupPlanner, cell: Cell, host_bytes: int) -> bool:
+    sides = ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training))
+    return any(
+        max(planner.book.resident.free_bytes(node, pool) for node in nodes) < host_bytes
+        for pool, nodes in sides
+    )
+
+
+def _risk(slo: float, mean: float, spread: float) -> float:
+    if spread <= 0.0:
+        return float(mean > slo)
+    return 1.0 - NormalDist(mean, spread).cdf(slo)

@@ -1,0 +1,64 @@
+"""The production planner, with jobs that are known beforehand and moves that cost nothing.
+
+Nobody runs yet: a job that was placed may move for free, so savings are looked for until none is
+left.
+"""
+
+from dataclasses import replace
+from typing import Final
+
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.model import Placement, Pool
+from scheduler.rollmux.plan.jobs_file import JobSettings, PlanSettings
+from scheduler.rollmux.planner.events import JobMoved, PlaceJob
+from scheduler.rollmux.planner.planner import GroupPlanner
+from scheduler.rollmux.planner.relocation import MovePrices
+
+FREE_MOVES: Final = MovePrices(
+    move_s=0.0, least_saving_per_move=0.01, quiet_s=0.0, surprise_iterations=0.0
+)
+_LOOKS: Final = 40
+
+
+class KnownJobsPlanner(GroupPlanner):
+    def __init__(self, settings: PlanSettings) -> None:
+        control = settings.as_control
+        config = replace(control.planner, prices=FREE_MOVES)
+        super().__init__(control.judge, control.types, config, settings.supply)
+        self.rules = control.rules
+        """What its forecasts assume of permits."""
+        self.reasons: dict[JobId, str] = {}
+
+    def place(self, job: JobSettings) -> None:
+        """Raises Exhausted where the nodes that there are do not suffice."""
+        for effect in self.observe(job.as_submission.arrival, now=0.0):
+            if isinstance(effect, PlaceJob):
+                self.reasons[effect.placement.job] = effect.reason
+
+    def settle(self) -> None:
+        """Moves that spare nodes, until none is found."""
+        # Nobody is resident anywhere yet, so only the nodes that are used afterwards count.
+        there, self.book.supply = self.book.supply, {}
+        for _ in range(_LOOKS):
+            moves = self.regroup.improve(now=0.0)
+            if moves and any(self._used(pool) > count for pool, count in there.items()):
+                self.relocation.take_back(moves)
+                break
+            for move in moves:
+                self.reasons[move.job] = "hosted together these jobs need fewer nodes"
+                self.observe(JobMoved(job=move.job), now=0.0)
+            if not moves and not self.regroup.unseen(now=0.0):
+                break
+        self.book.supply = there
+
+    def _used(self, pool: Pool) -> int:
+        """Nodes of which somebody will be left once everybody has moved."""
+        sides = (
+            {node for one in cell.pinned.values() for node in _nodes(one, pool)}
+            for cell in self.book.cells.values()
+        )
+        return sum(map(len, sides))
+
+
+def _nodes(placement: Placement, pool: Pool) -> tuple[NodeId, ...]:
+    return placement.rollout_nodes if pool is Pool.ROLLOUT else placement.training_nodes

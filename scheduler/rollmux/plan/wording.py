@@ -1,0 +1,69 @@
+"""A plan in sentences, the same in the terminal and on the page."""
+
+from scheduler.pictures.gantt import Stint
+from scheduler.rollmux.plan.document import (
+    Alternative,
+    Bar,
+    GroupLoad,
+    Plan,
+    PlannedGroup,
+    PlannedJob,
+)
+
+
+def summary(plan: Plan) -> str:
+    jobs = sum(len(group.jobs) for group in plan.groups)
+    nodes = " and ".join(f"{count} {kind}" for kind, count in plan.nodes.items())
+    dearer = plan.dedicated_per_hour / plan.price_per_hour if plan.price_per_hour else 1.0
+    left_out = f"; {_counted(len(plan.unplaced), 'job')} found no place" if plan.unplaced else ""
+    return (
+        f"{_counted(jobs, 'job')} in {_counted(len(plan.groups), 'group')} on {nodes}: "
+        f"{plan.price_per_hour:.2f} $/h. On nodes of their own they would cost "
+        f"{plan.dedicated_per_hour:.2f} $/h, {dearer:.2f} times as much{left_out}. "
+        f"SLOs count from the {'submission' if plan.slo_counts_queueing else 'placement'} on."
+    )
+
+
+def bound(group: PlannedGroup, plan: Plan) -> str:
+    """Which SLO leaves the least room, and at which risk."""
+    tightest = next(one for one in group.jobs if one.job == group.bound_by).promise
+    return (
+        f"Bound by {tightest.job}: {1 - plan.risk:.0%} of forecasts stay below "
+        f"{tightest.bound:.2f} of its {tightest.slo:.2f}, so that {tightest.slack:.1%} of its SLO "
+        f"is left; forecast risk {tightest.risk:.1%}, accepted {plan.risk:.1%}."
+    )
+
+
+def load(of: GroupLoad) -> str:
+    """How full the group is."""
+    return (
+        f"Load: {of.busiest_s:.0f} s of work on the busiest node in a longest iteration of "
+        f"{of.cycle_s:.0f} s, {of.share:.0%}. Phases start first come, first served."
+    )
+
+
+def places(job: PlannedJob) -> str:
+    sync = f" | sync {job.sync_s:.0f} s" if job.sync_s else ""
+    return f"{' '.join(job.rollout_nodes)} | {' '.join(job.training_nodes)}{sync}"
+
+
+def alternative(one: Alternative) -> str:
+    """Where, at what price, and what stands against it."""
+    where = f"beside {', '.join(one.beside)}" if one.beside else "alone"
+    against = "" if one.admitted else f": refused, {one.reason}"
+    return f"{one.kind} {where}, {one.change_per_hour:+.2f} $/h{against}"
+
+
+def stint(bar: Bar) -> Stint:
+    return Stint(
+        row=bar.node,
+        actor=bar.job,
+        start_s=bar.start_s,
+        end_s=bar.end_s,
+        partial=bar.tail,
+        words=f"{bar.phase}{', tail' if bar.tail else ''}",
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

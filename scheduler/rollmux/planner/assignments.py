@@ -1,0 +1,196 @@
+"""Every way to put a few jobs on the nodes of one pool, and what each way means for pairs of them.
+
+An assignment says of every member which of the group's nodes it takes, as a mask. Nodes have no
+names yet, so that two assignments that differ in the numbering alone are one: the nodes are
+numbered so that who comes earlier in the list has the lower ones. Two members share all nodes of
+the narrower one or none: half a sharing makes both wait and spares less. Nothing here knows
+durations.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.rollmux.forecast.compiled import Records, compiled
+
+Masks = tuple[int, ...]
+"""Of each member, the nodes that it takes."""
+Widths = tuple[int, ...]
+"""Of each member, how many nodes it takes."""
+
+
+@cache
+def assignments(widths: Widths) -> tuple[Masks, ...]:
+    """Every assignment, fewest nodes first."""
+
+    def grow(prefix: Masks) -> Iterator[Masks]:
+        if len(prefix) == len(widths):
+            yield prefix
+            return
+        for mask in _choices(_residents(prefix), widths[len(prefix)]):
+            if all(_whole(mask, other) for other in prefix):
+                yield from grow((*prefix, mask))
+
+    return tuple(sorted(grow(()), key=lambda masks: (node_count(masks), masks)))
+
+
+def node_count(masks: Masks) -> int:
+    return max(masks, default=0).bit_length()
+
+
+@cache
+def without(masks: Masks, at: int) -> Masks:
+    """The same assignment with one member gone, numbered anew."""
+    rest = masks[:at] + masks[at + 1 :]
+    # The member that comes first is the highest digit, so that its nodes get the lowest numbers.
+    kept = sorted(
+        (residents for residents in _residents(rest) if residents),
+        key=lambda residents: [-(residents >> member & 1) for member in range(len(rest))],
+    )
+    return tuple(
+        sum(1 << node for node, residents in enumerate(kept) if residents >> member & 1)
+        for member in range(len(rest))
+    )
+
+
+def _whole(mask: int, other: int) -> bool:
+    return (mask & other).bit_count() in (0, min(mask.bit_count(), other.bit_count()))
+
+
+def _residents(masks: Masks) -> list[int]:
+    """Of each node, its members as a mask."""
+    return [
+        sum(1 << member for member, mask in enumerate(masks) if mask >> node & 1)
+        for node in range(node_count(masks))
+    ]
+
+
+def _choices(residents: list[int], width: int) -> Iterator[int]:
+    """Nodes that one more member may take: of nodes with the same residents, the lowest ones."""
+    alike: dict[int, list[int]] = {}
+    for node, inside in enumerate(residents):
+        alike.setdefault(inside, []).append(node)
+    classes = list(alike.values())
+
+    def take(at: int, left: int) -> Iterator[int]:
+        if at == len(classes):
+            yield sum(1 << len(residents) + new for new in range(left))
+            return
+        for count in range(min(left, len(classes[at])) + 1):
+            taken = sum(1 << node for node in classes[at][:count])
+            for rest in take(at + 1, left - count):
+                yield taken | rest
+
+    yield from take(0, width)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AssignmentTable:
+    """All assignments of members of given widths, as arrays."""
+
+    choices: tuple[Masks, ...]
+    nodes: npt.NDArray[np.int64]
+    """`[choice]`: how many."""
+    residents: npt.NDArray[np.int64]
+    """`[choice, node]`: its members as a mask; 0 where there is no such node."""
+    sharing: npt.NDArray[np.int64]
+    """`[choice]`: pairs of members that share nodes, as a mask in the order of `combinations`."""
+    widths: Widths
+
+
+@cache
+def table(widths: Widths) -> AssignmentTable:
+    choices = assignments(widths)
+    pairs = list(combinations(range(len(widths)), 2))
+    most = max(node_count(masks) for masks in choices)
+    residents = np.zeros((len(choices), most), dtype=np.int64)
+    for at, masks in enumerate(choices):
+        inside = _residents(masks)
+        residents[at, : len(inside)] = inside
+    return AssignmentTable(
+        choices=choices,
+        nodes=np.array([node_count(masks) for masks in choices], dtype=np.int64),
+        residents=residents,
+        sharing=np.array(
+            [
+                sum(1 << pair for pair, (i, j) in enumerate(pairs) if masks[i] & masks[j])
+                for masks in choices
+            ],
+            dtype=np.int64,
+        ),
+        widths=widths,
+    )
+
+
+@cache
+def connected(rollout: Widths, training: Widths) -> npt.NDArray[np.bool_]:
+    """`[rollout choice, training choice]`: whether sharing nodes makes one group of all members."""
+    count = len(rollout)
+    left, right = table(rollout).sharing, table(training).sharing
+    reached = np.ones((len(left), len(right)), dtype=np.int64)
+    for _ in range(count - 1):
+        for pair, (i, j) in enumerate(combinations(range(count), 2)):
+            both = 1 << i | 1 << j
+            shares = (left[:, None] | right) >> pair & 1 != 0
+            touched = shares & (reached & both != 0)
+            reached = np.where(touched, reached | both, reached)
+    return np.asarray(reached == (1 << count) - 1)
+
+
+Side = tuple[Records, Records, Records, Records]
+"""Of one pool: `nodes`, `residents` and `sharing` of a table, and which guests fit one node."""
+
+
+@compiled
+def wanted(
+    left: Side,
+    right: Side,
+    linked: Records,
+    inside: Records,
+    refused: tuple[int, int, int],
+    per_node: tuple[float, float],
+    between: tuple[float, float],
+) -> tuple[Records, Records, Records]:
+    """Prices, and places in both tables, of what makes one group, fits, and is not refused.
+
+    `inside` tells a mask of members as one of guests. `refused` has the pairs that may not share
+    nodes of both pools, of the first only, and of the second only.
+    """
+    rows, columns = _fitting(left, inside), _fitting(right, inside)
+    prices = np.empty(rows.size * columns.size)
+    at = np.empty((2, prices.size), dtype=np.int64)
+    count = 0
+    for row in rows:
+        rollout = left[2][row]
+        for column in columns:
+            training = right[2][column]
+            price = left[0][row] * per_node[0] + right[0][column] * per_node[1]
+            if not between[0] <= price < between[1] or not linked[row, column]:
+                continue
+            if rollout & training & refused[0] or rollout & ~training & refused[1]:
+                continue
+            if ~rollout & training & refused[2]:
+                continue
+            prices[count], at[0, count], at[1, count] = price, row, column
+            count += 1
+    return prices[:count], at[0, :count], at[1, :count]
+
+
+@compiled
+def _fitting(side: Side, inside: Records) -> Records:
+    """Places of the assignments whose every node has room for its members."""
+    residents, fits = side[1], side[3]
+    found = np.empty(len(residents), dtype=np.int64)
+    count = 0
+    for row in range(len(residents)):
+        room = True
+        for node in range(residents.shape[1]):
+            room = room and fits[inside[residents[row, node]]]
+        if room:
+            found[count] = row
+            count += 1
+    return found[:count]

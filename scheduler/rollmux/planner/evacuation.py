@@ -1,0 +1,91 @@
+"""What becomes of the jobs on a node that failed.
+
+Two answers. Ours replaces the node in its group: only the jobs that were on it begin again, beside
+the same others as before, so that every promise that held still holds, up to what the lost
+iteration cost. The paper's stops those jobs and takes each as a new arrival. A job that was on its
+way is done with the end that failed, and keeps the other.
+"""
+
+from collections.abc import Callable
+
+from harvester.contracts.errors import Exhausted
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.rollmux.planner.events import (
+    AddNode,
+    GroupEffect,
+    MoveJob,
+    ReleaseNode,
+    RestartJob,
+)
+from scheduler.rollmux.planner.packing import Opening, Packer
+
+
+class Evacuation:
+    def __init__(self, packer: Packer, choose: Callable[[JobId], Opening]) -> None:
+        self._packer = packer
+        self._book = packer.book
+        self._choose = choose
+
+    def replace(self, node: NodeId) -> tuple[GroupEffect, ...]:
+        """A new node takes the lost one's place; it is brought up only if somebody needs it."""
+        cell = self._book.cells[self._book.nodes[node]]
+        pinned, torn = self._book.on_node(node), self._book.leaving_node(node)
+        down = [gone for job in torn for gone in self._left(job)]
+        effects: list[GroupEffect] = []
+        if pinned:
+            effects.append(AddNode(node=self._book.replace(node), group=cell.group))
+            down.append(node)
+        self._packer.refresh(cell)
+        why = f"node {node} failed; it is replaced"
+        effects += [self._again(job, why, lost=job in torn) for job in _each(pinned, torn)]
+        return (*effects, *(ReleaseNode(node=gone) for gone in down))
+
+    def resubmit(self, node: NodeId) -> tuple[GroupEffect, ...]:
+        """Everybody who was on it gives up all nodes and arrives anew."""
+        pinned, torn = self._book.on_node(node), self._book.leaving_node(node)
+        down = [gone for job in torn for gone in self._left(job)]
+        for job in pinned:
+            cell = self._book.cells[self._book.home[job]]
+            down += self._book.unpin(job, self._bytes(job))
+            self._packer.refresh(cell)
+        effects: list[GroupEffect] = []
+        for job in pinned:
+            opening = self._anywhere(job)
+            up = self._book.pin(opening.placement, opening.cell, self._bytes(job))
+            self._packer.refresh(opening.cell)
+            effects += [AddNode(node=one, group=opening.cell.group) for one in up]
+        why = f"node {node} failed; arrives anew"
+        effects += [self._again(job, why, lost=job in torn) for job in _each(pinned, torn)]
+        return (*effects, *(ReleaseNode(node=gone) for gone in down))
+
+    def _again(self, job: JobId, why: str, *, lost: bool) -> RestartJob | MoveJob:
+        """Where the job goes now: at once, unless it still runs on nodes that it is leaving."""
+        facts = self._packer.facts[job]
+        group = self._book.home[job]
+        placement = self._book.cells[group].pinned[job]
+        if facts.moving and not lost:
+            return MoveJob(group=group, placement=placement, reason=why)
+        facts.moving = False
+        facts.lose_iteration()
+        return RestartJob(group=group, placement=placement, reason=why)
+
+    def _anywhere(self, job: JobId) -> Opening:
+        """It has run already: where no node is free, its own wait for the next ones."""
+        try:
+            return self._choose(job)
+        except Exhausted:
+            return self._packer.isolated(job)
+
+    def _left(self, job: JobId) -> tuple[NodeId, ...]:
+        cells = self._book.leaving_cells(job)
+        down = self._book.left(job, self._bytes(job))
+        for cell in cells:
+            self._packer.refresh(cell)
+        return down
+
+    def _bytes(self, job: JobId) -> int:
+        return self._packer.facts[job].job.host_bytes_per_node
+
+
+def _each(first: tuple[JobId, ...], second: tuple[JobId, ...]) -> list[JobId]:
+    return list(dict.fromkeys((*first, *second)))

@@ -1,0 +1,94 @@
+"""What the group planner is told, and what it asks for."""
+
+import msgspec
+
+from harvester.contracts.ids import GroupId, JobId, NodeId
+from scheduler.model import Job, Node, PhaseKind, Placement
+from scheduler.rollmux.beliefs.durations import Measured
+from scheduler.rollmux.beliefs.tail import Completion
+
+
+class JobArrived(msgspec.Struct, frozen=True, kw_only=True, tag="job_arrived"):
+    job: Job
+    measured: dict[PhaseKind, Measured] = {}
+    """Of its phases, before it came here: teaches durations and earns no credit."""
+    curve: tuple[Completion, ...] = ()
+    """How its responses complete over a rollout, as declared; empty: not known."""
+    submitted_s: float | None = None
+    """When it began to wait for a place; None: it did not."""
+
+
+class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
+    job: JobId
+    phase: PhaseKind
+    solo_s: float
+    """What it would have taken alone: waiting, loading and narrowed nodes not counted."""
+    measured: bool = True
+    """False: at most so much, and nothing to learn from."""
+
+
+class JobEnded(msgspec.Struct, frozen=True, kw_only=True, tag="job_ended"):
+    """It is done, or was given up."""
+
+    job: JobId
+
+
+class JobMoved(msgspec.Struct, frozen=True, kw_only=True, tag="job_moved"):
+    """The job has left its old nodes."""
+
+    job: JobId
+
+
+class NodeFailed(msgspec.Struct, frozen=True, kw_only=True, tag="node_failed"):
+    """The node is gone, and the iteration of everybody who was pinned to it."""
+
+    node: NodeId
+
+
+class ReviewDue(msgspec.Struct, frozen=True, kw_only=True, tag="review_due"):
+    """Look for promises in danger and for nodes that could be spared."""
+
+
+GroupEvent = JobArrived | PhaseEnded | JobEnded | JobMoved | NodeFailed | ReviewDue
+
+
+class AddNode(msgspec.Struct, frozen=True, kw_only=True, tag="add_node"):
+    node: Node
+    group: GroupId
+
+
+class ReleaseNode(msgspec.Struct, frozen=True, kw_only=True, tag="release_node"):
+    node: NodeId
+
+
+class PlaceJob(msgspec.Struct, frozen=True, kw_only=True, tag="place_job"):
+    group: GroupId
+    placement: Placement
+    reason: str
+
+
+class MoveJob(msgspec.Struct, frozen=True, kw_only=True, tag="move_job"):
+    """At the end of the job's present iteration; it stays resident on its old nodes until then.
+
+    It loads on its new nodes as soon as their memory has room: another mover may still be there.
+    The last one asked for holds.
+    """
+
+    group: GroupId
+    placement: Placement
+    reason: str
+
+
+class RestartJob(msgspec.Struct, frozen=True, kw_only=True, tag="restart_job"):
+    """At once and from its last checkpoint, because a node of its was lost.
+
+    It stays resident where its old and new nodes are the same. A move that was asked for before is
+    replaced by this.
+    """
+
+    group: GroupId
+    placement: Placement
+    reason: str
+
+
+GroupEffect = AddNode | ReleaseNode | PlaceJob | MoveJob | RestartJob

@@ -1,0 +1,95 @@
+"""Which groups are worth a look: one row of room and memory each, so that an arrival simulates few.
+
+A row is a necessary condition only: who passes may still be refused by memory, node by node, or by
+the forecast. Rows are brought up to date when their group changes, not when a belief does.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from harvester.contracts.ids import GroupId, NodeId
+from scheduler.model import Pool
+from scheduler.rollmux.forecast.compiled import Records
+from scheduler.rollmux.planner.book import Cell, GroupBook
+
+SHARE_MAX: Final = 1.03
+"""Above 1: shares are of learned means, and the forecast decides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a job needs of any one node."""
+
+    rollout_share: float
+    training_share: float
+    host_bytes: int
+
+
+class GroupIndex:
+    def __init__(self, *, group_jobs: int) -> None:
+        self._group_jobs = group_jobs
+        self._row: dict[GroupId, int] = {}
+        self._cells: list[Cell | None] = []
+        self._free: list[int] = []
+        self._jobs = np.zeros(0, dtype=np.int64)
+        self._shares = np.zeros((0, 2))
+        self._load = np.zeros(0)
+        self._bytes = np.zeros((0, 2), dtype=np.int64)
+
+    def refresh(self, cell: Cell, book: GroupBook, shares: dict[NodeId, float]) -> None:
+        """Brings the group's row up to date; `shares` of each of its nodes' time are taken."""
+        if cell.group not in book.cells or not cell.pinned:
+            self._drop(cell)
+            return
+        row = self._row.get(cell.group)
+        if row is None:
+            row = self._row[cell.group] = self._new_row()
+        self._cells[row] = cell
+        self._jobs[row] = len(cell.pinned)
+        load = 0.0
+        for side, (pool, nodes) in enumerate(
+            ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training))
+        ):
+            self._shares[row, side] = min(shares[node] for node in nodes)
+            self._bytes[row, side] = max(book.resident.free_bytes(node, pool) for node in nodes)
+            load += sum(shares[node] for node in nodes) * book.types[pool].price_per_hour
+        self._load[row] = load / book.cell_price_per_hour(cell)
+
+    def candidates(self, wish: Wish, *, pools: tuple[Pool, ...], most: int | None) -> list[Cell]:
+        """Groups with room in those of their pools, the fullest first; all where `most` is None."""
+        fits = (self._jobs > 0) & (self._jobs < self._group_jobs)
+        for pool in pools:
+            side = 0 if pool is Pool.ROLLOUT else 1
+            share = wish.rollout_share if side == 0 else wish.training_share
+            fits &= self._shares[:, side] + share <= SHARE_MAX
+            fits &= self._bytes[:, side] >= wish.host_bytes
+        rows = np.flatnonzero(fits)
+        order = rows[np.lexsort((rows, -self._load[rows]))][:most]
+        return [cell for row in order if (cell := self._cells[row]) is not None]
+
+    def _new_row(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._cells.append(None)
+        if len(self._cells) > self._jobs.size:
+            size = max(64, 2 * self._jobs.size)
+            self._jobs = _grown(self._jobs, size)
+            self._shares = _grown(self._shares, size)
+            self._bytes = _grown(self._bytes, size)
+            self._load = _grown(self._load, size)
+        return len(self._cells) - 1
+
+    def _drop(self, cell: Cell) -> None:
+        row = self._row.pop(cell.group, None)
+        if row is not None:
+            self._jobs[row] = 0
+            self._cells[row] = None
+            self._free.append(row)
+
+
+def _grown(array: Records, size: int) -> Records:
+    grown = np.zeros((size, *array.shape[1:]), dtype=array.dtype)
+    grown[: len(array)] = array
+    return grown

@@ -1,0 +1,286 @@
+"""Where a job may go: Algorithm 1's openings, the cheapest one that keeps every SLO.
+
+Direct packing shares nodes that are there, rollout scaling adds rollout nodes to a group, training
+scaling (ours) adds training nodes, and a new isolated group is always possible. Host memory is a
+hard limit. Among equal prices the fullest group is tried first, so that the emptier ones can end.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import combinations, islice
+
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.model import Placement, Pool
+from scheduler.rollmux.beliefs.facts import JobFacts
+from scheduler.rollmux.forecast.forecast import Occupant, Roster
+from scheduler.rollmux.forecast.judge import Judge
+from scheduler.rollmux.planner.book import Cell, GroupBook
+from scheduler.rollmux.planner.index import SHARE_MAX, GroupIndex, Wish
+
+
+class OpeningKind(StrEnum):
+    DIRECT = "direct packing"
+    ROLLOUT_SCALING = "rollout scaling"
+    TRAINING_SCALING = "training scaling"
+    NEW_GROUP = "new isolated group"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    kind: OpeningKind
+    cell: Cell
+    placement: Placement
+    delta_per_hour: float
+    """Price of the nodes that it brings up, or keeps up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingLimits:
+    group_jobs: int = 5
+    combinations: int = 3
+    """Existing node sets tried for each pool of one group."""
+    tries: int = 6
+    """Openings simulated for one decision, for each kind."""
+    training_scaling: bool = True
+
+
+SloOf = Callable[[JobFacts], float]
+
+
+def stated_slo(facts: JobFacts) -> float:
+    return facts.account.slo
+
+
+class Packer:
+    def __init__(
+        self,
+        book: GroupBook,
+        facts: dict[JobId, JobFacts],
+        judge: Judge,
+        limits: PackingLimits,
+    ) -> None:
+        self.book = book
+        self.facts = facts
+        self.judge = judge
+        self.limits = limits
+        self.index = GroupIndex(group_jobs=limits.group_jobs)
+        self.simulated = 0
+        self.now_s = 0.0
+        """When the present question is asked; credit depends on it."""
+
+    def refresh(self, cell: Cell) -> None:
+        """To be called whenever the group changed."""
+        self.index.refresh(cell, self.book, self.node_shares(cell))
+
+    def occupant(self, cell: Cell, placement: Placement, *, slo_of: SloOf = stated_slo) -> Occupant:
+        """A pinned job for a forecast; `slo_of` says what it has to keep."""
+        facts = self.facts[placement.job]
+        tail = self.judge.tail(facts)
+        rollout, training = cell.masks(placement)
+        return Occupant(
+            rollout,
+            training,
+            slo_of(facts),
+            self.judge.belief(facts),
+            tail.bulk_ratio,
+            tail.share,
+            facts.divisible,
+        )
+
+    def occupants(self, cell: Cell, *, slo_of: SloOf = stated_slo) -> list[Occupant]:
+        return [self.occupant(cell, placement, slo_of=slo_of) for placement in cell.pinned.values()]
+
+    def owed_slo(self, facts: JobFacts) -> float:
+        """What others have to leave the job now."""
+        return self.judge.slo(facts, now=self.now_s)
+
+    def slo_ahead(self, facts: JobFacts) -> float:
+        """The same, and its spare credit is spent."""
+        return facts.slo_ahead(self.now_s)
+
+    def node_shares(self, cell: Cell) -> dict[NodeId, float]:
+        """The least share of each node's time that its jobs need to keep their SLOs."""
+        shares = dict.fromkeys((*cell.rollout, *cell.training), 0.0)
+        for placement in cell.pinned.values():
+            rollout, training = self.shares(self.facts[placement.job])
+            for node in placement.rollout_nodes:
+                shares[node] += rollout
+            for node in placement.training_nodes:
+                shares[node] += training
+        return shares
+
+    def shares(self, facts: JobFacts) -> tuple[float, float]:
+        """Rollout and training share of a node's time that a job needs at its slowest."""
+        belief = self.judge.belief(facts)
+        slowest_s = facts.account.slo * belief.iteration_s
+        node_s = belief.rollout_s * self.judge.tail(facts).node_ratio
+        return node_s / slowest_s, belief.training_s / slowest_s
+
+    def best(
+        self,
+        job: JobId,
+        *,
+        without: Iterable[Cell] = (),
+        below_per_hour: float = float("inf"),
+        new_group: bool = True,
+    ) -> Opening | None:
+        """The cheapest admissible opening under `below_per_hour`, in no cell of `without`.
+
+        Looks at the `tries` fullest groups of each kind, whatever nodes there are.
+        """
+        return self._best(job, without, below_per_hour, new_group=new_group, within_supply=False)
+
+    def best_within_supply(
+        self,
+        job: JobId,
+        *,
+        without: Iterable[Cell] = (),
+        below_per_hour: float = float("inf"),
+    ) -> Opening | None:
+        """The same on nodes that there are, in a group that there is: every group is looked at."""
+        # The index may be older than what was learned of its jobs since.
+        for cell in self.book.cells.values():
+            self.refresh(cell)
+        return self._best(job, without, below_per_hour, new_group=False, within_supply=True)
+
+    def _best(
+        self,
+        job: JobId,
+        without: Iterable[Cell],
+        below_per_hour: float,
+        *,
+        new_group: bool,
+        within_supply: bool,
+    ) -> Opening | None:
+        facts = self.facts[job]
+        rollout, training = self.shares(facts)
+        wish = Wish(
+            rollout_share=rollout,
+            training_share=training,
+            host_bytes=facts.job.host_bytes_per_node,
+        )
+        excluded = {cell.group for cell in without}
+        tries = None if within_supply else self.limits.tries
+        for kind, pools, added in self._kinds(facts):
+            if added >= below_per_hour:
+                break
+            if kind is OpeningKind.NEW_GROUP:
+                return self.isolated(job) if new_group else None
+            cells = self.index.candidates(wish, pools=pools, most=tries)
+            tried = islice(
+                (
+                    opening
+                    for cell in cells
+                    if cell.group not in excluded and self.judge.takes_more(self.occupants(cell))
+                    for opening in self._openings(cell, job, kind)
+                    if not within_supply or self.book.is_supplied(opening.placement)
+                ),
+                tries,
+            )
+            for opening in tried:
+                self.simulated += 1
+                if self.admits(opening):
+                    return opening
+        return None
+
+    def admits(self, opening: Opening) -> bool:
+        """Whether everybody in the group keeps their SLO with the opening taken."""
+        widened = Cell(
+            opening.cell.group,
+            _joined(opening.cell.rollout, opening.placement.rollout_nodes),
+            _joined(opening.cell.training, opening.placement.training_nodes),
+            {**opening.cell.pinned, opening.placement.job: opening.placement},
+        )
+        return self.judge.admits(Roster.of(self.occupants(widened, slo_of=self.owed_slo)))
+
+    def isolated(self, job: JobId) -> Opening:
+        facts, book = self.facts[job], self.book
+        placement = Placement(
+            job=job,
+            rollout_nodes=book.fresh_nodes(Pool.ROLLOUT, facts.rollout_nodes),
+            training_nodes=book.fresh_nodes(Pool.TRAINING, facts.training_nodes),
+        )
+        return Opening(
+            kind=OpeningKind.NEW_GROUP,
+            cell=book.fresh_group(),
+            placement=placement,
+            delta_per_hour=self._price(facts.rollout_nodes, facts.training_nodes),
+        )
+
+    def _price(self, rollout: int, training: int) -> float:
+        types = self.book.types
+        return (
+            rollout * types[Pool.ROLLOUT].price_per_hour
+            + training * types[Pool.TRAINING].price_per_hour
+        )
+
+    def _kinds(self, facts: JobFacts) -> list[tuple[OpeningKind, tuple[Pool, ...], float]]:
+        """Kinds of openings, the cheapest first, with the pools that they need room in."""
+        rollout, training = facts.rollout_nodes, facts.training_nodes
+        kinds: list[tuple[OpeningKind, tuple[Pool, ...], float]] = [
+            (OpeningKind.DIRECT, (Pool.ROLLOUT, Pool.TRAINING), 0.0),
+            (OpeningKind.ROLLOUT_SCALING, (Pool.TRAINING,), self._price(rollout, 0)),
+            (OpeningKind.NEW_GROUP, (), self._price(rollout, training)),
+        ]
+        if self.limits.training_scaling:
+            kinds.append((OpeningKind.TRAINING_SCALING, (Pool.ROLLOUT,), self._price(0, training)))
+        return sorted(kinds, key=lambda kind: kind[2])
+
+    def unjudged(self, cell: Cell, job: JobId, kind: OpeningKind) -> Iterator[Opening]:
+        """What memory and group size allow, whatever becomes of the SLOs."""
+        if len(cell.pinned) < self.limits.group_jobs:
+            yield from self._openings(cell, job, kind, share_max=float("inf"))
+
+    def _openings(
+        self, cell: Cell, job: JobId, kind: OpeningKind, *, share_max: float = SHARE_MAX
+    ) -> Iterator[Opening]:
+        facts, book = self.facts[job], self.book
+        rollout_share, training_share = self.shares(facts)
+        taken = self.node_shares(cell)
+        sides: list[list[tuple[NodeId, ...]]] = []
+        added = 0.0
+        for pool, nodes, count, share, scaled in (
+            (
+                Pool.ROLLOUT,
+                cell.rollout,
+                facts.rollout_nodes,
+                rollout_share,
+                kind is OpeningKind.ROLLOUT_SCALING,
+            ),
+            (
+                Pool.TRAINING,
+                cell.training,
+                facts.training_nodes,
+                training_share,
+                kind is OpeningKind.TRAINING_SCALING,
+            ),
+        ):
+            if scaled:
+                sides.append([book.fresh_nodes(pool, count)])
+                added += count * book.types[pool].price_per_hour
+                continue
+            fitting = sorted(
+                (
+                    node
+                    for node in nodes
+                    if 0.0 < taken[node] <= share_max - share
+                    and book.resident.takes(job, node, pool, facts.job.host_bytes_per_node)
+                ),
+                key=lambda node: -taken[node],
+            )
+            sides.append(list(islice(combinations(fitting, count), self.limits.combinations)))
+        for rollout_nodes in sides[0]:
+            for training_nodes in sides[1]:
+                yield Opening(
+                    kind=kind,
+                    cell=cell,
+                    placement=Placement(
+                        job=job, rollout_nodes=rollout_nodes, training_nodes=training_nodes
+                    ),
+                    delta_per_hour=added,
+                )
+
+
+def _joined(owned: list[NodeId], wanted: tuple[NodeId, ...]) -> list[NodeId]:
+    return owned + [node for node in wanted if node not in owned]

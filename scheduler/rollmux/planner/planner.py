@@ -1,0 +1,241 @@
+"""The inter-group scheduler: where each job lives, from its arrival to its end.
+
+An arrival takes the cheapest admissible opening. What was learned meanwhile, a departure or a drift
+may break a promise or leave a node half empty: a review moves the fewest jobs that restore every
+promise, then those that spare a node. A supply limits the nodes of a pool: an arrival that finds no
+place within it is refused, and no move needs more. Starts nothing itself; orders within a group are
+`order`'s.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from harvester.contracts.errors import Exhausted
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.model import Pool
+from scheduler.rollmux.beliefs.facts import JobFacts
+from scheduler.rollmux.forecast.forecast import Roster
+from scheduler.rollmux.forecast.judge import Judge
+from scheduler.rollmux.planner.book import Cell, GroupBook, NodeType
+from scheduler.rollmux.planner.evacuation import Evacuation
+from scheduler.rollmux.planner.events import (
+    AddNode,
+    GroupEffect,
+    GroupEvent,
+    JobArrived,
+    JobEnded,
+    JobMoved,
+    MoveJob,
+    NodeFailed,
+    PhaseEnded,
+    PlaceJob,
+    ReleaseNode,
+    ReviewDue,
+)
+from scheduler.rollmux.planner.move_reasons import endangered, together
+from scheduler.rollmux.planner.packing import Opening, Packer, PackingLimits
+from scheduler.rollmux.planner.regroup import Regroup
+from scheduler.rollmux.planner.relocation import Move, MovePrices, Relocation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerConfig:
+    cold_start_s: float = 135.0
+    limits: PackingLimits = field(default_factory=PackingLimits)
+    prices: MovePrices = field(default_factory=MovePrices)
+    moves: bool = True
+    """Whether reviews may move jobs; the paper's planner leaves them where they are."""
+    resubmits: bool = False
+    """Whether a failed node's jobs arrive anew, as the paper has it, or the node is replaced."""
+    looks: int = 2
+    """Searches for a saving after something changed, one a review."""
+    recheck_s: float = 1800.0
+    """Between two looks at a group that nothing happened to."""
+    accelerators: int = 8
+    """Of a rollout node."""
+    slo_counts_queueing: bool = False
+    """An SLO counts from the placement on; true: from the submission on."""
+
+
+class GroupPlanner:
+    NAME: ClassVar[str] = "scheduler.policy.groups"
+    SAMPLE: ClassVar[Any] = GroupEvent
+    EFFECT: ClassVar[Any] = GroupEffect
+
+    def __init__(
+        self,
+        judge: Judge,
+        types: dict[Pool, NodeType],
+        config: PlannerConfig | None = None,
+        supply: Mapping[Pool, int] | None = None,
+    ) -> None:
+        self.config = config or PlannerConfig()
+        self.book = GroupBook(types, supply)
+        self.facts: dict[JobId, JobFacts] = {}
+        self.packer = Packer(self.book, self.facts, judge, self.config.limits)
+        self.relocation = Relocation(self.packer, self.config.prices)
+        self.evacuation = Evacuation(self.packer, self.choose)
+        self._checked_s: dict[str, float] = {}
+        self.regroup = Regroup(self.packer, self.relocation, self.config.prices)
+        self._looks = 0
+        self._changed = False
+        """Something happened since the last review that may let a node be spared."""
+
+    def set_move_s(self, seconds: float) -> None:
+        """What a move has been seen to take."""
+        self.relocation.move_s = seconds
+
+    def set_warm_start_s(self, seconds: float) -> None:
+        """What a start after another job's has been seen to take; every forecast is made anew."""
+        judge = self.packer.judge.with_warm_start(seconds)
+        if judge != self.packer.judge:
+            self.packer.judge = judge
+            self.regroup.forget()
+            self._changed = True
+
+    def observe(self, event: GroupEvent, *, now: float) -> tuple[GroupEffect, ...]:
+        """Raises Exhausted for an arrival that finds no place; the planner is as before then."""
+        self.packer.now_s = now
+        match event:
+            case PhaseEnded():
+                return self._learn(event, now=now)
+            case JobArrived():
+                return self._place(event, now=now)
+            case JobEnded(job=job):
+                return self._end(job)
+            case JobMoved(job=job):
+                return self._settle(job)
+            case NodeFailed(node=node):
+                return self._evacuate(node)
+            case ReviewDue():
+                return self._review(now=now)
+
+    def _learn(self, event: PhaseEnded, *, now: float) -> tuple[GroupEffect, ...]:
+        facts = self.facts[event.job]
+        young = not facts.mature
+        facts.observe(event.phase, event.solo_s, measured=event.measured)
+        facts.seen_s = now
+        self._changed |= young and facts.mature
+        return ()
+
+    def _place(self, event: JobArrived, *, now: float) -> tuple[GroupEffect, ...]:
+        config, job = self.config, event.job
+        queues = config.slo_counts_queueing and event.submitted_s is not None
+        began_s = event.submitted_s if queues else None
+        facts = JobFacts.of(job, cold_start_s=config.cold_start_s, began_s=began_s, now=now)
+        facts.learn_tail(event.curve, accelerators=config.accelerators * job.phases[0].nodes)
+        facts.recall(event.measured)
+        self.facts[job.job] = facts
+        try:
+            opening = self.choose(job.job)
+        except Exhausted:
+            del self.facts[job.job]
+            raise
+        up = self.book.pin(opening.placement, opening.cell, job.host_bytes_per_node)
+        self.packer.refresh(opening.cell)
+        return (
+            *(AddNode(node=node, group=opening.cell.group) for node in up),
+            PlaceJob(
+                group=opening.cell.group, placement=opening.placement, reason=_reason(opening)
+            ),
+        )
+
+    def choose(self, job: JobId) -> Opening:
+        """Where an arrival goes; the book is as before. Raises Exhausted where nodes lack."""
+        opening = self.packer.best(job) or self.packer.isolated(job)
+        if self.book.is_supplied(opening.placement):
+            return opening
+        within = self.packer.best_within_supply(job)
+        if within is None:
+            raise Exhausted(self._shortage(opening))
+        return within
+
+    def _shortage(self, opening: Opening) -> str:
+        wants = " and ".join(
+            f"{count} {self.book.types[pool].type} of which {self.book.free_nodes(pool)} are free"
+            for pool, count in self.book.shortage(opening.placement).items()
+        )
+        return f"needs {wants}, and none of the {len(self.book.cells)} groups admits it"
+
+    def _end(self, job: JobId) -> tuple[GroupEffect, ...]:
+        facts = self.facts[job]
+        host_bytes = facts.job.host_bytes_per_node
+        cell = self.book.cells[self.book.home[job]]
+        down = (*self.book.unpin(job, host_bytes), *self.book.left(job, host_bytes))
+        self.packer.refresh(cell)
+        del self.facts[job]
+        self._changed = True
+        return tuple(ReleaseNode(node=node) for node in down)
+
+    def _settle(self, job: JobId) -> tuple[GroupEffect, ...]:
+        facts = self.facts[job]
+        facts.moving = False
+        down = self.book.left(job, facts.job.host_bytes_per_node)
+        return tuple(ReleaseNode(node=node) for node in down)
+
+    def _evacuate(self, node: NodeId) -> tuple[GroupEffect, ...]:
+        if node not in self.book.nodes:
+            return ()
+        if self.config.resubmits:
+            return self.evacuation.resubmit(node)
+        return self.evacuation.replace(node)
+
+    def _review(self, *, now: float) -> tuple[GroupEffect, ...]:
+        if not self.config.moves:
+            return ()
+        effects: list[GroupEffect] = []
+        for cell in list(self.book.cells.values()):
+            if now - self._checked_s.get(cell.group, float("-inf")) >= self.config.recheck_s:
+                self._checked_s[cell.group] = now
+                self._looks = max(self._looks, 1)
+                effects += self._restore(cell, now=now)
+        if self._changed:
+            self._changed = False
+            self._looks = self.config.looks
+        if self._looks:
+            self._looks -= 1
+            before = self.book.committed_per_hour
+            moves = self.regroup.improve(now=now)
+            saved_per_hour = before - self.book.committed_per_hour
+            effects += self._announce(moves, f"saves {saved_per_hour:.2f} $/h", now=now)
+            if moves:
+                self._looks = self.config.looks
+        return tuple(effects)
+
+    def _restore(self, cell: Cell, *, now: float) -> list[GroupEffect]:
+        if len(cell.pinned) < 2:
+            return []
+        self.packer.refresh(cell)
+        occupants = self.packer.occupants(cell, slo_of=self.packer.slo_ahead)
+        judge, roster = self.packer.judge, Roster.of(occupants)
+        if judge.admits(roster):
+            return []
+        members = [self.facts[job] for job in cell.pinned]
+        before = self.book.committed_per_hour
+        moves = self.relocation.restore(cell, now=now)
+        if not moves:
+            return []
+        price = f"costs {self.book.committed_per_hour - before:+.2f} $/h"
+        danger = endangered(members, roster, judge, now=now)
+        return self._announce(moves, f"{danger}; {price}", now=now)
+
+    def _announce(self, moves: list[Move], why: str, *, now: float) -> list[GroupEffect]:
+        effects: list[GroupEffect] = []
+        for move in moves:
+            facts = self.facts[move.job]
+            facts.moving, facts.moved_s = True, now
+            group = move.opening.cell.group
+            effects += [AddNode(node=node, group=group) for node in move.up]
+            effects.append(
+                MoveJob(
+                    group=group,
+                    placement=move.opening.placement,
+                    reason=f"{why}{together(move, moves)}; {move.opening.kind}",
+                )
+            )
+        return effects
+
+
+def _reason(opening: Opening) -> str:
+    return f"{opening.kind}, {opening.delta_per_hour:+.2f} $/h"

@@ -1,0 +1,153 @@
+"""What hosting some jobs costs at least, found without looking at everything.
+
+Most looks find nothing. Every set of jobs has a price that one group of it is known to cost at
+least; the cheapest partition at these prices is a floor under every hosting. Only what that
+partition is made of is forecast: what fails gets dearer, until the floor is too high or nothing in
+it is in doubt. What was found is kept by the jobs' versions, like the verdicts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler.model import Pool
+from scheduler.rollmux.forecast.compiled import Records, compiled
+from scheduler.rollmux.planner.assignments import Masks
+from scheduler.rollmux.planner.regrouping import Bounds, CheapestHosting, Fits, Guest, bits
+from scheduler.rollmux.planner.verdicts import Admits, Hosting
+
+_NONE = float("inf")
+_ROUNDING = 1e-6
+_DOUBTS_MAX = 4096
+
+
+@dataclass(slots=True)
+class _Doubt:
+    """One set of jobs in one group: its cheapest assignment that may still keep every SLO."""
+
+    rest: Iterator[tuple[float, Masks, Masks]]
+    price: float = _NONE
+    rollout: Masks = ()
+    training: Masks = ()
+    settled: bool = False
+    """Whether it does keep them, or there is none."""
+
+    def next(self) -> None:
+        self.price, self.rollout, self.training = next(self.rest, (_NONE, (), ()))
+        self.settled = not self.rollout
+
+
+@dataclass(slots=True)
+class PriceFloor:
+    search: CheapestHosting
+    _doubts: dict[tuple[int, ...], _Doubt] = field(default_factory=dict)
+
+    def cheapest(
+        self, guests: list[Guest], admits: Admits, *, at_most: float = _NONE
+    ) -> float | None:
+        """The least price per hour of any hosting of all the jobs; None if above `at_most`."""
+        found = self.bounds(guests, admits, at_most=at_most)
+        return None if found is None else found.price
+
+    def bounds(
+        self, guests: list[Guest], admits: Admits, *, at_most: float = _NONE
+    ) -> Bounds | None:
+        """That price with what was found on the way; None if it is above `at_most`."""
+        fits = [self.search.fitting(guests, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
+        if len(self._doubts) > _DOUBTS_MAX:
+            self._doubts.clear()
+        names: list[tuple[int, ...]] = [()]
+        for one in guests:
+            names += [(*fewer, one.version) for fewer in names]
+        least = self._least(guests, names)
+        parts = np.zeros(len(guests), dtype=np.int64)
+        prices = np.zeros(len(least))
+        while True:
+            price, count = _cheapest_partition(least, prices, parts)
+            if price > at_most + _ROUNDING:
+                return None
+            in_doubt = [mask for mask in parts[:count].tolist() if not self._settled(names[mask])]
+            if not in_doubt:
+                return Bounds(least, prices, float(price))
+            # The largest is the likeliest to fail.
+            mask = max(in_doubt, key=int.bit_count)
+            least[mask] = self._looked_at(guests, mask, names[mask], fits, admits)
+
+    def _settled(self, versions: tuple[int, ...]) -> bool:
+        doubt = self._doubts.get(versions)
+        return doubt is not None and doubt.settled
+
+    def _looked_at(
+        self,
+        guests: list[Guest],
+        mask: int,
+        versions: tuple[int, ...],
+        fits: Fits,
+        admits: Admits,
+    ) -> float:
+        """What the set costs at least, once its cheapest assignment in doubt was forecast."""
+        members = tuple(at for at in range(len(guests)) if mask >> at & 1)
+        doubt = self._doubts.get(versions)
+        if doubt is None:
+            priced = self.search.priced(guests, members, (0.0, _NONE), fits)
+            doubt = self._doubts[versions] = _Doubt(priced)
+            doubt.next()
+        elif self.search.verdicts.admitted(
+            versions, Hosting(members, doubt.rollout, doubt.training), admits
+        ):
+            doubt.settled = True
+        else:
+            doubt.next()
+        while doubt.rollout and self.search.verdicts.refused(
+            versions, Hosting(members, doubt.rollout, doubt.training)
+        ):
+            doubt.next()
+        return doubt.price
+
+    def _least(self, guests: list[Guest], names: list[tuple[int, ...]]) -> Records:
+        """`[guests as a mask]`: what they cost at least in one group."""
+        chosen = bits(len(guests))
+        least = np.zeros(len(chosen))
+        for pool in (Pool.ROLLOUT, Pool.TRAINING):
+            kind = self.search.types[pool]
+            if pool is Pool.ROLLOUT:
+                widths = np.array([one.rollout_nodes for one in guests])
+                shares = np.array([one.rollout_share for one in guests])
+            else:
+                widths = np.array([one.training_nodes for one in guests])
+                shares = np.array([one.training_share for one in guests])
+            sizes = np.array([one.host_bytes for one in guests]) / kind.host_bytes
+            needed = np.maximum(chosen @ (shares * widths), chosen @ (sizes * widths))
+            nodes = np.maximum(np.ceil(needed - _ROUNDING), (chosen * widths).max(axis=1))
+            least += nodes * kind.price_per_hour
+        least[chosen.sum(axis=1) > self.search.group_jobs] = _NONE
+        for mask, versions in enumerate(names):
+            if doubt := self._doubts.get(versions):
+                least[mask] = max(least[mask], doubt.price)
+        return least
+
+
+@compiled
+def _cheapest_partition(least: Records, price: Records, parts: Records) -> tuple[float, int]:
+    """The cheapest split of all jobs into groups: its price and how many `parts` it has.
+
+    `price` is that of every mask, where it is to be written.
+    """
+    first = np.zeros(least.size, dtype=np.int64)
+    for mask in range(1, least.size):
+        lowest = mask & -mask
+        price[mask], first[mask] = least[mask], mask
+        part = (mask - 1) & mask
+        while part > 0:
+            if part & lowest:
+                whole = least[part] + price[mask ^ part]
+                if whole < price[mask]:
+                    price[mask], first[mask] = whole, part
+            part = (part - 1) & mask
+    mask, count = least.size - 1, 0
+    while mask > 0:
+        parts[count] = first[mask]
+        mask ^= first[mask]
+        count += 1
+    return price[-1], count

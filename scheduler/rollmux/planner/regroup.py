@@ -1,0 +1,288 @@
+"""Savings: the jobs of two or three groups, hosted anew as cheaply as any hosting of them.
+
+One look takes the groups that promise most, by how far their price is above what their jobs' least
+shares of nodes would cost, and searches them exactly. Jobs keep their nodes wherever the new
+hosting allows it; it is taken only if it spares enough for every job that moves.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations, islice, product
+
+from harvester.contracts.ids import GroupId, JobId, NodeId
+from scheduler.model import Placement, Pool
+from scheduler.rollmux.forecast.forecast import Occupant, Roster
+from scheduler.rollmux.forecast.stages import NODES_MAX
+from scheduler.rollmux.planner.assignments import node_count
+from scheduler.rollmux.planner.book import Cell
+from scheduler.rollmux.planner.packing import OpeningKind, Packer, SloOf, stated_slo
+from scheduler.rollmux.planner.price_floor import PriceFloor
+from scheduler.rollmux.planner.regrouping import CheapestHosting, Guest
+from scheduler.rollmux.planner.relocation import Move, MovePrices, Relocation
+from scheduler.rollmux.planner.verdicts import Hosting
+
+_SEEN_MAX = 4096
+_VERDICTS_MAX = 60_000
+_CELLS_MAX = 8
+"""Groups of which pairs and triples are looked at."""
+
+Known = list[tuple[int, Placement]]
+"""What a group's spare price follows from: its jobs' versions and places."""
+
+
+class Regroup:
+    def __init__(self, packer: Packer, relocation: Relocation, prices: MovePrices) -> None:
+        self._packer = packer
+        self._book = packer.book
+        self._relocation = relocation
+        self._prices = prices
+        self.search = CheapestHosting(self._book.types, packer.limits.group_jobs)
+        self.floor = PriceFloor(self.search)
+        self._seen: dict[tuple[int, ...], float] = {}
+        """Until when a neighbourhood, named by its jobs' versions, need not be searched again."""
+        self._spares: dict[GroupId, tuple[Known, float]] = {}
+        """The last answer of each group."""
+        self._idle: tuple[list[float], list[list[int]], float] | None = None
+        """Of which groups, by what they spare and their jobs' versions, all is seen until when."""
+
+    def forget(self) -> None:
+        """What was found, where forecasts have changed."""
+        self.search.verdicts.clear()
+        self._seen.clear()
+        self._spares.clear()
+        self._idle = None
+
+    def improve(self, *, now: float) -> list[Move]:
+        """One look: moves that spare nodes, already applied to the book, or none."""
+        cells, key = self._most_promising(now=now)
+        if not cells:
+            return []
+        jobs = [job for cell in cells for job in cell.pinned]
+        roster, judge = self._roster(jobs), self._packer.judge
+        guests = [self._guest(job) for job in jobs]
+        before = sum(map(self._committed, cells))
+        self._seen[key] = float("inf")
+
+        def admits(hosting: Hosting) -> bool:
+            return judge.admits(roster.hosted(*hosting))
+
+        worth_it = before - self._prices.least_saving_per_move
+        bounds = self.floor.bounds(guests, admits, at_most=worth_it)
+        if bounds is None:
+            return []
+        price, hostings = self.search.search(guests, admits, bounds)
+        if before - price < self._prices.least_saving_per_move:
+            return []
+        wanted = self._matched(jobs, hostings, cells)
+        movers = [
+            (cell, placement)
+            for cell, placements in wanted
+            for placement in placements
+            if not self._stays(placement)
+        ]
+        if before - price < self._prices.least_saving_per_move * len(movers):
+            return []
+        self._seen[key] = now + self._prices.quiet_s / 2
+        # What the search keeps of versions knows nothing of credit.
+        owed = self._roster(jobs, slo_of=self._packer.owed_slo)
+        if not all(judge.admits(owed.hosted(*one)) for one in hostings):
+            return []
+        if not all(self._relocation.may_spare(one.job, now=now) for _, one in movers):
+            return []
+        return self._relocation.move_all(movers, kind=OpeningKind.DIRECT)
+
+    def unseen(self, *, now: float) -> bool:
+        """Whether another look may find something."""
+        return bool(self._most_promising(now=now)[0])
+
+    def _most_promising(self, *, now: float) -> tuple[list[Cell], tuple[int, ...]]:
+        """The unseen pair or triple of groups whose nodes are used least, by what they cost."""
+        cells, spares = self._sparing()
+        facts = self._packer.facts
+        versions = [[facts[job].version for job in cell.pinned] for cell in cells]
+        if self._idle and self._idle[:2] == (spares, versions) and now < self._idle[2]:
+            return [], ()
+        seen_until_s = float("inf")
+        for at in self._by_promise(spares):
+            named = [version for one in at for version in versions[one]]
+            if len(named) > self._prices.jobs:
+                continue
+            key = tuple(sorted(named))
+            until_s = self._seen.get(key, now)
+            if until_s <= now:
+                self._forget()
+                return [cells[one] for one in at], key
+            seen_until_s = min(seen_until_s, until_s)
+        self._idle = (spares, versions, seen_until_s)
+        return [], ()
+
+    def _by_promise(self, spares: list[float]) -> list[tuple[int, ...]]:
+        """Places of groups, one to three of them, that together spare enough; the most first."""
+        chosen = [
+            (sum(spares[one] for one in at), at)
+            for size in (1, 2, 3)
+            for at in combinations(range(len(spares)), size)
+        ]
+        enough = [one for one in chosen if one[0] >= self._prices.least_saving_per_move]
+        # Stable: of equal promises the smaller neighbourhood comes first.
+        return [at for _, at in sorted(enough, key=lambda one: -one[0])]
+
+    def _sparing(self) -> tuple[list[Cell], list[float]]:
+        """The searchable groups that spare most, and by how much each is above its least price."""
+        ranked = sorted(
+            ((self._spare(cell), cell) for cell in self._book.cells.values() if cell.pinned),
+            key=lambda one: -one[0],
+        )
+        chosen = list(islice((one for one in ranked if self._searchable(one[1])), _CELLS_MAX))
+        return [cell for _, cell in chosen], [spare for spare, _ in chosen]
+
+    def _spare(self, cell: Cell) -> float:
+        known: Known = []
+        for job, placement in cell.pinned.items():
+            facts = self._packer.facts[job]
+            facts.belief()
+            known.append((facts.version, placement))
+        last = self._spares.get(cell.group)
+        if last is None or last[0] != known:
+            last = self._spares[cell.group] = known, self._committed(cell) - self._least(cell)
+        return last[1]
+
+    def _forget(self) -> None:
+        """What is kept of versions, once it is too much: most of them are outdated by then."""
+        if len(self._seen) > _SEEN_MAX:
+            self._seen.clear()
+            self._idle = None
+        if len(self.search.verdicts) > _VERDICTS_MAX:
+            self.search.forget()
+        if len(self._spares) > 2 * len(self._book.cells):
+            self._spares.clear()
+
+    def _searchable(self, cell: Cell) -> bool:
+        """Whether all its jobs are well known and may share nodes, none is on its way, and any of
+        them fit a group.
+        """
+        widest = NODES_MAX // self._packer.limits.group_jobs
+        return bool(cell.pinned) and all(
+            facts.mature
+            and not facts.moving
+            and facts.rollout_nodes + facts.training_nodes <= widest
+            and self._packer.owed_slo(facts) >= 1.0
+            for facts in (self._packer.facts[job] for job in cell.pinned)
+        )
+
+    def _committed(self, cell: Cell) -> float:
+        types = self._book.types
+        rollout = {node for one in cell.pinned.values() for node in one.rollout_nodes}
+        training = {node for one in cell.pinned.values() for node in one.training_nodes}
+        return (
+            len(rollout) * types[Pool.ROLLOUT].price_per_hour
+            + len(training) * types[Pool.TRAINING].price_per_hour
+        )
+
+    def _least(self, cell: Cell) -> float:
+        """Price of the node time that the group's jobs cannot do without."""
+        types = self._book.types
+        least = 0.0
+        for job in cell.pinned:
+            facts = self._packer.facts[job]
+            rollout, training = self._packer.shares(facts)
+            least += (
+                rollout * facts.rollout_nodes * types[Pool.ROLLOUT].price_per_hour
+                + training * facts.training_nodes * types[Pool.TRAINING].price_per_hour
+            )
+        return least
+
+    def _guest(self, job: JobId) -> Guest:
+        facts = self._packer.facts[job]
+        rollout, training = self._packer.shares(facts)
+        return Guest(
+            facts.version,
+            facts.job.host_bytes_per_node,
+            rollout,
+            training,
+            facts.rollout_nodes,
+            facts.training_nodes,
+        )
+
+    def _roster(self, jobs: Sequence[JobId], *, slo_of: SloOf = stated_slo) -> Roster:
+        """The jobs without nodes."""
+        occupants = []
+        for job in jobs:
+            facts = self._packer.facts[job]
+            tail = self._packer.judge.tail(facts)
+            belief = self._packer.judge.belief(facts)
+            shape = tail.bulk_ratio, tail.share, facts.divisible
+            occupants.append(Occupant(0, 0, slo_of(facts), belief, *shape))
+        return Roster.of(occupants)
+
+    def _stays(self, placement: Placement) -> bool:
+        now = self._book.cells[self._book.home[placement.job]].pinned[placement.job]
+        return set(now.rollout_nodes) == set(placement.rollout_nodes) and (
+            set(now.training_nodes) == set(placement.training_nodes)
+        )
+
+    def _matched(
+        self, jobs: Sequence[JobId], hostings: Sequence[Hosting], cells: Sequence[Cell]
+    ) -> list[tuple[Cell, list[Placement]]]:
+        """New placements on the old nodes of the group that shares most jobs with each hosting."""
+        overlaps = sorted(
+            (
+                (-sum(jobs[one] in cell.pinned for one in hosting.members), at, place)
+                for at, hosting in enumerate(hostings)
+                for place, cell in enumerate(cells)
+            )
+        )
+        home: dict[int, Cell] = {}
+        taken: set[GroupId] = set()
+        for overlap, at, place in overlaps:
+            if overlap and at not in home and cells[place].group not in taken:
+                home[at] = cells[place]
+                taken.add(cells[place].group)
+        matched = []
+        for at, hosting in enumerate(hostings):
+            cell = home.get(at) or self._book.fresh_group()
+            rollout = self._nodes(jobs, hosting, cell, Pool.ROLLOUT)
+            training = self._nodes(jobs, hosting, cell, Pool.TRAINING)
+            matched.append(
+                (
+                    cell,
+                    [
+                        Placement(
+                            job=jobs[one],
+                            rollout_nodes=_taken(rollout, mask),
+                            training_nodes=_taken(training, other),
+                        )
+                        for one, mask, other in zip(*hosting, strict=True)
+                    ],
+                )
+            )
+        return matched
+
+    def _nodes(
+        self, jobs: Sequence[JobId], hosting: Hosting, cell: Cell, pool: Pool
+    ) -> dict[int, NodeId]:
+        """A node for every number: the old one of most of its members, or a new one."""
+        masks = hosting.rollout if pool is Pool.ROLLOUT else hosting.training
+        votes: dict[tuple[int, NodeId], int] = {}
+        for one, mask in zip(hosting.members, masks, strict=True):
+            placement = cell.pinned.get(jobs[one])
+            if placement is None:
+                continue
+            nodes = placement.rollout_nodes if pool is Pool.ROLLOUT else placement.training_nodes
+            for number, node in product(_numbers(mask), nodes):
+                votes[number, node] = votes.get((number, node), 0) + 1
+        chosen: dict[int, NodeId] = {}
+        for (number, node), _ in sorted(votes.items(), key=lambda vote: (-vote[1], vote[0])):
+            if number not in chosen and node not in chosen.values():
+                chosen[number] = node
+        for number in range(node_count(masks)):
+            if number not in chosen:
+                chosen[number] = self._book.fresh_nodes(pool, 1)[0]
+        return chosen
+
+
+def _numbers(mask: int) -> list[int]:
+    return [number for number in range(mask.bit_length()) if mask >> number & 1]
+
+
+def _taken(nodes: dict[int, NodeId], mask: int) -> tuple[NodeId, ...]:
+    return tuple(nodes[number] for number in _numbers(mask))

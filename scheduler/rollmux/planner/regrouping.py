@@ -1,0 +1,242 @@
+"""The cheapest way to host a few jobs, found by looking at every one.
+
+Every partition into groups, every assignment of a group's jobs to rollout and training nodes, in
+the order of price, until one keeps every SLO. What is known to fail is not looked at with more
+jobs added. Exponential: for the jobs of two or three groups.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.model import Pool
+from scheduler.rollmux.forecast.compiled import Records
+from scheduler.rollmux.planner.assignments import Masks, connected, table, wanted
+from scheduler.rollmux.planner.book import NodeType
+from scheduler.rollmux.planner.verdicts import Admits, Hosting, Verdicts
+
+
+class Guest(NamedTuple):
+    """A job as the search needs it; `version` names what is believed of it."""
+
+    version: int
+    host_bytes: int
+    rollout_share: float
+    training_share: float
+    rollout_nodes: int = 1
+    training_nodes: int = 1
+
+
+class _Cheapest(NamedTuple):
+    """What was found about a set of jobs in one group: its cheapest assignment, if any."""
+
+    below: float
+    """Nothing cheaper than this but what was found."""
+    price: float
+    rollout: Masks
+    training: Masks
+
+
+Found = tuple[float, tuple[Hosting, ...]]
+"""A price and the groups that have it."""
+Fits = Sequence[npt.NDArray[np.bool_]]
+"""Of each pool, `[guests as a mask]`: whether they may have one node together."""
+SHARE_LIMIT = 1.0 + 1e-9
+_CENT = 1e-6
+"""Prices that differ by less are the same."""
+_NONE = float("inf")
+
+
+class Bounds(NamedTuple):
+    """What jobs cost at least, `[guests as a mask]`."""
+
+    one_group: Records
+    any_hosting: Records
+    price: float
+    """Of all of them, what the cheapest hosting costs; infinite where that is not known."""
+
+    @classmethod
+    def none(cls, count: int) -> "Bounds":
+        return cls(np.zeros(1 << count), np.zeros(1 << count), _NONE)
+
+
+@dataclass(slots=True)
+class CheapestHosting:
+    types: dict[Pool, NodeType]
+    group_jobs: int = 5
+    verdicts: Verdicts = field(default_factory=Verdicts)
+    _cheapest: dict[tuple[int, ...], _Cheapest] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """Frees what is kept of versions, most of which are outdated by then."""
+        self.verdicts.clear()
+        self._cheapest.clear()
+
+    def search(
+        self, guests: list[Guest], admits: Admits, bounds: Bounds | None = None
+    ) -> tuple[float, list[Hosting]]:
+        """The least price per hour and the groups that have it.
+
+        `bounds` that are close save most of the work; they change no answer.
+        """
+        known = bounds or Bounds.none(len(guests))
+        fits = [self.fitting(guests, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
+        found = _Search(self, guests, admits, known, fits).cheapest()
+        return found[0], list(found[1])
+
+    def together(
+        self,
+        guests: list[Guest],
+        members: tuple[int, ...],
+        between: tuple[float, float],
+        fits: Fits,
+        admits: Admits,
+    ) -> tuple[float, Hosting] | None:
+        """Cheapest assignment of one group's nodes that keeps every SLO, priced between the two."""
+        least, below = between
+        versions = tuple(guests[one].version for one in members)
+        known = self._cheapest.get(versions)
+        if known is None or (known.price == _NONE and known.below < below):
+            since = least if known is None else max(least, known.below)
+            known = _Cheapest(below, _NONE, (), ())
+            for price, rollout, training in self.priced(guests, members, (since, below), fits):
+                hosting = Hosting(members, rollout, training)
+                if self.verdicts.admitted(versions, hosting, admits):
+                    known = _Cheapest(below, price, rollout, training)
+                    break
+            self._cheapest[versions] = known
+        if known.price < below - _CENT:
+            return known.price, Hosting(members, known.rollout, known.training)
+        return None
+
+    def priced(
+        self,
+        guests: list[Guest],
+        members: tuple[int, ...],
+        between: tuple[float, float],
+        fits: Fits,
+    ) -> Iterator[tuple[float, Masks, Masks]]:
+        """Assignments in the order of price that memory, shares and known pairs allow.
+
+        Who shares no node with the others is no member: two groups cost the same and were tried.
+        """
+        least, below = between
+        versions = tuple(guests[one].version for one in members)
+        left = table(tuple(guests[one].rollout_nodes for one in members))
+        right = table(tuple(guests[one].training_nodes for one in members))
+        prices, rows, columns = wanted(
+            (left.nodes, left.residents, left.sharing, fits[0]),
+            (right.nodes, right.residents, right.sharing, fits[1]),
+            connected(left.widths, right.widths),
+            _inside(members),
+            self.verdicts.refused_pairs(versions) if len(members) > 2 else (0, 0, 0),
+            self._prices,
+            (least - _CENT, below - _CENT),
+        )
+        order = np.argsort(prices, kind="stable")
+        return (
+            (price, left.choices[row], right.choices[column])
+            for price, row, column in zip(
+                prices[order].tolist(), rows[order].tolist(), columns[order].tolist(), strict=True
+            )
+        )
+
+    @property
+    def _prices(self) -> tuple[float, float]:
+        return self.types[Pool.ROLLOUT].price_per_hour, self.types[Pool.TRAINING].price_per_hour
+
+    def fitting(self, guests: list[Guest], pool: Pool) -> npt.NDArray[np.bool_]:
+        """`[guests as a mask]`: whether memory and the least share of time allow them one node."""
+        chosen = bits(len(guests))
+        sizes = np.array([one.host_bytes for one in guests], dtype=np.float64)
+        shares = np.array(
+            [one.rollout_share if pool is Pool.ROLLOUT else one.training_share for one in guests]
+        )
+        fits = chosen @ sizes <= self.types[pool].host_bytes
+        return np.asarray(fits & (chosen @ shares <= SHARE_LIMIT))
+
+
+@dataclass(slots=True)
+class _Search:
+    """One search from all jobs down to those parts that can be in the cheapest hosting.
+
+    Of hostings that cost the same the one is found that a search of all parts finds first.
+    """
+
+    by: CheapestHosting
+    guests: list[Guest]
+    admits: Admits
+    bounds: Bounds
+    fits: Fits
+    _found: dict[int, Found] = field(default_factory=dict)
+    _above: dict[int, float] = field(default_factory=dict)
+    """What a mask is known to cost more than."""
+
+    def cheapest(self) -> Found:
+        found = self._within((1 << len(self.guests)) - 1, self.bounds.price)
+        if found is None:
+            raise AssertionError("a bound was above what it bounds")
+        return found
+
+    def _within(self, mask: int, at_most: float) -> Found | None:
+        """The cheapest hosting of these jobs; None where it costs more than `at_most`."""
+        if mask == 0:
+            return 0.0, ()
+        found = self._found.get(mask)
+        if found is None and at_most > self._above.get(mask, 0.0):
+            found = self._looked_for(mask, at_most)
+            if found is None:
+                self._above[mask] = at_most
+            else:
+                self._found[mask] = found
+        return found if found is not None and found[0] <= at_most + _CENT else None
+
+    def _looked_for(self, mask: int, at_most: float) -> Found | None:
+        least = self.bounds.any_hosting
+        price, hostings = _NONE, tuple[Hosting, ...]()
+        for part in _parts_with_lowest(mask):
+            rest = mask ^ part
+            if least[part] + least[rest] > min(at_most + _CENT, price - _CENT):
+                continue
+            one = self._within(part, at_most - least[rest])
+            other = None if one is None else self._within(rest, at_most - one[0])
+            if one is not None and other is not None and one[0] + other[0] < price - _CENT:
+                price, hostings = one[0] + other[0], one[1] + other[1]
+                at_most = min(at_most, price)
+        # Groups apart are preferred to one that costs the same.
+        below = min(price, at_most + 2 * _CENT)
+        if mask.bit_count() <= self.by.group_jobs and self.bounds.one_group[mask] < below - _CENT:
+            members = tuple(at for at in range(len(self.guests)) if mask >> at & 1)
+            between = (float(self.bounds.one_group[mask]), below)
+            group = self.by.together(self.guests, members, between, self.fits, self.admits)
+            if group is not None:
+                return group[0], (group[1],)
+        return None if price == _NONE else (price, hostings)
+
+
+@cache
+def bits(count: int) -> npt.NDArray[np.int64]:
+    """`[mask, member]`: 1 where the mask has the member."""
+    return np.arange(1 << count)[:, None] >> np.arange(count) & 1
+
+
+@cache
+def _inside(members: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """`[mask of members]`: the same as a mask of all guests."""
+    return bits(len(members)) @ (1 << np.array(members))
+
+
+def _parts_with_lowest(mask: int) -> Iterator[int]:
+    """Subsets that hold the mask's lowest bit, but not all of it."""
+    lowest = mask & -mask
+    rest = mask ^ lowest
+    part = (rest - 1) & rest
+    while rest:
+        yield part | lowest
+        if part == 0:
+            return
+        part = (part - 1) & rest

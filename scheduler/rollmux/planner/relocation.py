@@ -1,0 +1,217 @@
+"""Moves: which jobs leave which group so that every promise holds again, or a node can be spared.
+
+Every search applies its moves to the book, compares, and takes them back unless it keeps them. A
+moving job is resident at both ends, so a move that memory cannot carry is never found. A job whose
+credit does not pay for the move is moved only where who may share no node does, and nobody can pay.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.model import Node, Placement
+from scheduler.rollmux.beliefs.facts import JobFacts
+from scheduler.rollmux.beliefs.slo import SPEND_OVER_S
+from scheduler.rollmux.forecast.forecast import Roster
+from scheduler.rollmux.planner.book import Cell, GroupBook
+from scheduler.rollmux.planner.packing import Opening, OpeningKind, Packer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovePrices:
+    move_s: float = 300.0
+    """Time that a job loses by a move."""
+    least_saving_per_move: float = 1.5
+    """Dollars an hour that a move must spare: it costs about three hours of that."""
+    quiet_s: float = 3600.0
+    """Between two moves of one job that only spare money."""
+    jobs: int = 7
+    """Most jobs that are regrouped at once."""
+    surprise_iterations: float = 1.0
+    """What a move may cost beside, in iterations: the one that it waits for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    job: JobId
+    opening: Opening
+    up: tuple[Node, ...]
+
+
+class Relocation:
+    def __init__(self, packer: Packer, prices: MovePrices) -> None:
+        self._packer = packer
+        self._book: GroupBook = packer.book
+        self._prices = prices
+        self.move_s = prices.move_s
+        """Time that a job loses by a move, as far as it is known."""
+
+    def restore(self, cell: Cell, *, now: float) -> list[Move]:
+        """The fewest, then cheapest, moves out of a group that does not keep its promises.
+
+        Already applied to the book; empty where nothing can or need be done.
+        """
+        moves = self._restore(cell, [job for job in cell.pinned if self.affords_move(job, now=now)])
+        crowded = any(self._besides(cell, one) for one in cell.pinned)
+        if moves or not crowded:
+            return moves
+        # Nobody can pay, and staying together costs them more: all go that soon regain it, and
+        # where they do not suffice the next, who gets nearest to it.
+        left_s = {job: self._left_of_move_s(job, now=now) for job in cell.pinned}
+        able = [job for job in cell.pinned if not self._facts(job).moving]
+        able.sort(key=lambda job: -left_s[job])
+        soon = sum(left_s[job] >= 0.0 for job in able)
+        for count in range(max(1, soon), len(able) + 1):
+            moves = self._restore(cell, able[:count])
+            if moves:
+                break
+        return moves
+
+    def _restore(self, cell: Cell, movable: Sequence[JobId]) -> list[Move]:
+        fewest = [combinations(movable, count) for count in (1, 2)]
+        # A list: what is tried and taken back changes the cell meanwhile.
+        all_beside = [self._besides(cell, one) for one in cell.pinned]
+        many = [jobs for jobs in all_beside if len(jobs) > 2 and set(jobs) <= set(movable)]
+        for wanted in (*fewest, many):
+            best: tuple[float, tuple[JobId, ...]] | None = None
+            for jobs in wanted:
+                if len(jobs) == len(cell.pinned):
+                    continue
+                rest = [
+                    self._packer.occupant(cell, cell.pinned[job], slo_of=self._packer.owed_slo)
+                    for job in cell.pinned
+                    if job not in jobs
+                ]
+                if not self._packer.judge.admits(Roster.of(rest)):
+                    continue
+                before = self._book.committed_per_hour
+                moves = self.relocate(jobs, without=(cell,))
+                if moves is None:
+                    continue
+                price = self._book.committed_per_hour - before
+                self.take_back(moves)
+                if best is None or price < best[0]:
+                    best = (price, jobs)
+            if best is not None:
+                return self.relocate(best[1], without=(cell,)) or []
+        return []
+
+    def _besides(self, cell: Cell, job: JobId) -> tuple[JobId, ...]:
+        """With whom the job shares nodes although it may share none."""
+        if self._packer.owed_slo(self._facts(job)) >= 1.0:
+            return ()
+        nodes = _nodes(cell.pinned[job])
+        return tuple(
+            other
+            for other, placement in cell.pinned.items()
+            if other != job and nodes & _nodes(placement)
+        )
+
+    def relocate(
+        self,
+        jobs: Sequence[JobId],
+        *,
+        without: Sequence[Cell],
+        saving: float | None = None,
+        new_group: bool = True,
+    ) -> list[Move] | None:
+        """Moves all of the jobs, the heaviest first, or none; None if one finds no place."""
+        book, packer = self._book, self._packer
+        before = book.committed_per_hour
+        homes = [(job, book.cells[book.home[job]]) for job in jobs]
+        for job, home in homes:
+            book.unpin(job, self._bytes(job), stays_resident=True)
+            packer.refresh(home)
+        moves: list[Move] = []
+        for job in sorted(jobs, key=lambda job: -sum(packer.shares(packer.facts[job]))):
+            budget = float("inf")
+            if saving is not None:
+                budget = before - book.committed_per_hour - saving + 1e-6
+            opening = packer.best(job, without=without, below_per_hour=budget, new_group=new_group)
+            if opening is not None and not book.is_supplied(opening.placement):
+                opening = packer.best_within_supply(job, without=without, below_per_hour=budget)
+            if opening is None:
+                self.take_back(moves)
+                self._return_home(homes)
+                return None
+            up = book.pin(opening.placement, opening.cell, self._bytes(job))
+            packer.refresh(opening.cell)
+            moves.append(Move(job=job, opening=opening, up=up))
+        return moves
+
+    def take_back(self, moves: Sequence[Move]) -> None:
+        for move in reversed(moves):
+            self._book.unpin(move.job, self._bytes(move.job))
+            self._packer.refresh(move.opening.cell)
+            self._book.stay(move.job, self._bytes(move.job))
+            self._packer.refresh(self._book.cells[self._book.home[move.job]])
+
+    def affords_move(self, job: JobId, *, now: float) -> bool:
+        """Whether the job's credit covers the move and what it may cost beside."""
+        facts = self._facts(job)
+        return not facts.moving and facts.account.credit_s(now) >= self._need_s(facts)
+
+    def _left_of_move_s(self, job: JobId, *, now: float) -> float:
+        """What the job would have left of its credit, had it paid for a move and what that may cost
+        beside, and lived alone for as long as it is to be expected to last: as long again as it
+        has, and six hours at most.
+        """
+        facts = self._facts(job)
+        account = facts.account
+        lasts_s = min(now - account.began_s, SPEND_OVER_S)
+        return account.credit_s(now) + (account.slo - 1.0) * lasts_s - self._need_s(facts)
+
+    def _need_s(self, facts: JobFacts) -> float:
+        prices = self._prices
+        return self.move_s + prices.surprise_iterations * facts.belief().iteration_s
+
+    def may_spare(self, job: JobId, *, now: float) -> bool:
+        facts = self._facts(job)
+        quiet = now - facts.moved_s >= self._prices.quiet_s
+        return quiet and facts.mature and self.affords_move(job, now=now)
+
+    def _facts(self, job: JobId) -> JobFacts:
+        return self._packer.facts[job]
+
+    def _bytes(self, job: JobId) -> int:
+        return self._facts(job).job.host_bytes_per_node
+
+    def move_all(
+        self, wanted: Sequence[tuple[Cell, Placement]], *, kind: OpeningKind
+    ) -> list[Move]:
+        """Moves jobs to given places, all or none: memory may not carry both ends of a move, or a
+        node may be missing."""
+        book, packer = self._book, self._packer
+        homes = [(one.job, book.cells[book.home[one.job]]) for _, one in wanted]
+        for job, home in homes:
+            book.unpin(job, self._bytes(job), stays_resident=True)
+            packer.refresh(home)
+        moves: list[Move] = []
+        for cell, placement in wanted:
+            before = book.committed_per_hour
+            fits = book.planned.has_room(placement, self._bytes(placement.job))
+            if not fits or not book.is_supplied(placement):
+                self.take_back(moves)
+                self._return_home(homes)
+                return []
+            up = book.pin(placement, cell, self._bytes(placement.job))
+            packer.refresh(cell)
+            opening = Opening(
+                kind=kind,
+                cell=cell,
+                placement=placement,
+                delta_per_hour=book.committed_per_hour - before,
+            )
+            moves.append(Move(job=placement.job, opening=opening, up=up))
+        return moves
+
+    def _return_home(self, homes: Sequence[tuple[JobId, Cell]]) -> None:
+        for job, home in homes:
+            if job not in self._book.home:
+                self._book.stay(job, self._bytes(job))
+                self._packer.refresh(home)
+
+
+def _nodes(placement: Placement) -> set[NodeId]:
+    return {*placement.rollout_nodes, *placement.training_nodes}

@@ -1,0 +1,127 @@
+"""Which hostings of a few jobs keep every SLO: what was forecast of them, by their versions.
+
+A hosting is admitted if its forecast is and every hosting with fewer of its members. What is known
+of pairs and of parts rules out most others unasked. What was found holds as long as versions do.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from itertools import combinations
+from typing import NamedTuple
+
+from scheduler.rollmux.planner.assignments import Masks, without
+
+Versions = tuple[int, ...]
+"""Of each member, what is believed of it."""
+Nodes = tuple[Masks, Masks]
+"""Of each member, its nodes of either pool."""
+Key = tuple[Versions, Nodes]
+_APART = -1
+
+
+class Hosting(NamedTuple):
+    """One group: members by their place in the search's list, and their nodes as masks."""
+
+    members: tuple[int, ...]
+    rollout: Masks
+    training: Masks
+
+
+Admits = Callable[[Hosting], bool]
+"""Whether its forecast keeps every SLO."""
+
+
+@dataclass(slots=True)
+class Verdicts:
+    simulated: int = 0
+    _found: dict[Key, bool] = field(default_factory=dict)
+    _refused: dict[Versions, list[int]] = field(
+        default_factory=lambda: defaultdict(lambda: [0, 0, 0])
+    )
+    """Of a pair's versions: 1 for the relations that are known to break an SLO."""
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def clear(self) -> None:
+        self._found.clear()
+        self._refused.clear()
+
+    def refused(self, versions: Versions, hosting: Hosting) -> bool:
+        """Whether it is known to break an SLO, or one with fewer of its members is."""
+        key = (versions, (hosting.rollout, hosting.training))
+        known = self._found.get(key)
+        if known is None:
+            for part in _parts(*key):
+                if self._found.get(part) is False:
+                    known = self._found[key] = False
+                    break
+        return known is False
+
+    def admitted(self, versions: Versions, hosting: Hosting, admits: Admits) -> bool:
+        """Whether it keeps every SLO, and so does every hosting with fewer of its members.
+
+        These are asked first: they are parts of many others, which need no forecast where one
+        fails.
+        """
+        members, rollout, training = hosting
+        key = (versions, (rollout, training))
+        known = self._found.get(key)
+        if known is not None:
+            return known
+        relation = _relation(rollout, training) if len(members) == 2 else None
+        if len(members) == 1 or relation == _APART:
+            known = True
+        else:
+            known = self._parts_admitted(key, members, admits)
+            if known:
+                self.simulated += 1
+                known = admits(hosting)
+        self._found[key] = known
+        if relation is not None and not known:
+            self._refused[versions][relation] = 1
+        return known
+
+    def _parts_admitted(self, key: Key, members: tuple[int, ...], admits: Admits) -> bool:
+        parts = tuple(_parts(*key))
+        found = [self._found.get(part) for part in parts]
+        # One that is known to fail spares the forecasts of all others.
+        return False not in found and all(
+            known or self.admitted(versions, Hosting(others, *nodes), admits)
+            for known, others, (versions, nodes) in zip(found, _less(members), parts, strict=False)
+        )
+
+    def refused_pairs(self, versions: Versions) -> tuple[int, int, int]:
+        """Of each relation, the pairs that are known to break an SLO by it."""
+        both = rollout = training = 0
+        for at, pair in enumerate(combinations(versions, 2)):
+            if known := self._refused.get(pair):
+                both |= known[0] << at
+                rollout |= known[1] << at
+                training |= known[2] << at
+        return both, rollout, training
+
+
+def _relation(rollout: Masks, training: Masks) -> int:
+    """Of a pair: 0 shares nodes of both pools, 1 rollout nodes only, 2 training nodes only."""
+    if rollout[0] & rollout[1]:
+        return 0 if training[0] & training[1] else 1
+    return 2 if training[0] & training[1] else _APART
+
+
+def _parts(versions: Versions, nodes: Nodes) -> Iterable[Key]:
+    """What is left without each of the members; of two nobody shares with the one left."""
+    return zip(_less(versions), _nodes_less(*nodes), strict=True) if len(versions) > 2 else ()
+
+
+@lru_cache(maxsize=4096)
+def _less(whole: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Without each of its members."""
+    return tuple(whole[:at] + whole[at + 1 :] for at in range(len(whole)))
+
+
+@cache
+def _nodes_less(rollout: Masks, training: Masks) -> tuple[Nodes, ...]:
+    return tuple((without(rollout, at), without(training, at)) for at in range(len(rollout)))
