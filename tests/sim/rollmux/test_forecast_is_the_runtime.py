@@ -117,7 +117,8 @@ def _lived(
         jobs, PhaseRuntime(config, PinnedPlanner(jobs, [hosting])), world=world, ledger=ledger
     ).run()
     events = ledger.in_order()
-    until_s = next(each["t"] for each in events if each["type"] == "job_done")
+    # A job is done when its weights are synced, and the forecast's list ends with its training.
+    until_s = next(each["t"] for each in events if each["type"] == "job_done") - world.sync_s
     ends: list[tuple[float, str, str]] = []
     moved: set[tuple[float, str]] = set()
     for each in events:
