@@ -9,6 +9,8 @@ from harvester.cli.commands import COMMANDS
 
 TableAfter = Callable[[str, str], list[list[str]]]
 
+MOST_DECISIONS = 50
+
 
 def documents(repository: Path) -> list[Path]:
     folders = (repository / "docs", repository / "examples")
@@ -46,17 +48,41 @@ def test_the_readme_s_folder_map_is_complete(repository: Path, table_after: Tabl
     assert found <= listed
 
 
-def test_the_index_lists_every_decision_by_its_title(repository: Path) -> None:
+def test_a_decision_has_its_number_a_status_and_a_line_in_the_index(repository: Path) -> None:
     folder = repository / "docs/decisions"
     index = (folder / "README.md").read_text()
-    pages = sorted(folder.glob("0*.md"))
+    pages = sorted(folder.glob("[0-9]*.md"))
+    numbers = {int(page.name[:4]) for page in pages}
 
-    expected = []
+    assert len(pages) <= MOST_DECISIONS
     for page in pages:
+        title, gap, status, *_ = page.read_text().splitlines()
         number = int(page.name[:4])
-        title = page.read_text().splitlines()[0].removeprefix(f"# {number}. ")
-        expected.append(f"- [{number:04d}]({page.name}) {title}")
-    assert re.findall(r"^- .*$", index, re.MULTILINE) == expected
+        assert title.startswith(f"# {number}. "), page.name
+        assert gap == "", page.name
+        found = re.fullmatch(r"Status: (?:accepted|superseded by \[(\d+)\]\(\S+\.md\))", status)
+        assert found, f"{page.name}: {status}"
+        assert found[1] is None or int(found[1]) in numbers - {number}, page.name
+        entry = f"- **{number}** [{title.removeprefix(f'# {number}. ')}]({page.name}): "
+        assert index.count(entry) == 1, page.name
+    assert len(re.findall(r"^- \*\*\d+\*\* ", index, re.MULTILINE)) == len(pages)
+
+
+def test_a_folded_decision_leads_to_the_page_that_holds_it(
+    repository: Path, table_after: TableAfter
+) -> None:
+    folder = repository / "docs/decisions"
+    numbers = {int(page.name[:4]) for page in folder.glob("[0-9]*.md")}
+    rows = table_after("docs/decisions/README.md", "## Folded numbers")
+
+    folded = [int(number) for number, _page in rows]
+    assert len(set(folded)) == len(folded)
+    assert numbers.isdisjoint(folded)
+    for _number, page in rows:
+        target = re.fullmatch(r"\[(\d+)\]\((\d{4})-\S+\)", page)
+        assert target, page
+        assert int(target[1]) == int(target[2]), page
+        assert int(target[1]) in numbers, page
 
 
 def test_the_supported_range_is_the_one_that_is_documented(repository: Path) -> None:
@@ -64,7 +90,7 @@ def test_the_supported_range_is_the_one_that_is_documented(repository: Path) -> 
     oldest, newest = (version.removesuffix(".0") for version in (versions[0], versions[-1]))
 
     assert f"Stock vLLM {oldest} to {newest}" in (repository / "README.md").read_text()
-    page = repository / "docs/decisions/0009-a-capability-table-per-version.md"
+    page = repository / "docs/decisions/0009-capability-table-per-version.md"
     numbers = {10: "Ten", 11: "Eleven", 12: "Twelve", 13: "Thirteen"}
     said = f"{numbers[len(versions)]} releases from {versions[0]} to {versions[-1]}"
     assert said in page.read_text()
