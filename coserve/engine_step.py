@@ -23,7 +23,7 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def served(self) -> bool:
-        """Whether the step produced output for this process's requests; aborted requests get none."""
+        """Whether the step gave output to this process's requests; aborted requests get none."""
         return bool(
             self.generation_tokens
             or self.first_tokens

@@ -62,7 +62,7 @@ class PulseReporter:
         environment: SlotEnvironment,
         shape: Callable[[], EngineShape] = EngineShape,
     ) -> None:
-        """`shape` reads upstream's configuration; its errors stay in here."""
+        """`shape` reads upstream's configuration; its errors are caught here."""
         self._directory = PageDirectory(environment.directory, environment.owners)
         self._engine, self._process = environment.engine, environment.process
         self._siblings: tuple[PageReader[Pulse], ...] = ()

@@ -1,7 +1,7 @@
 """Offloads a sleeping guest's weights from its GPU to host memory, by vLLM's own sleep mode.
 
-  asleep   no KV anywhere, weights in pinned host memory; the driver's context stays
-  awake    weights are copied back and KV is mapped anew before the first step
+    asleep   no KV anywhere, weights in pinned host memory; the driver's context stays
+    awake    weights are copied back and KV is mapped anew before the first step
 
 On a CPU, or with sleep mode off, a sleeping guest releases its KV and keeps its weights: there is
 no other memory for them. Calls vLLM's executor from the engine loop's thread, as vLLM's own

@@ -140,8 +140,9 @@ class CoserveScheduler(AsyncScheduler):
 
     @property
     def sleep_s(self) -> float | None:
-        """A pause that waits for turns gives up on them after the grace of a lost grant, counted
-        while no step starts: production may need the machine for ever."""
+        """Seconds until a pause aborts the turns that it waits for, None without a pause: the
+        grace of a lost grant, counted while no step starts, since production may need the machine
+        for ever."""
         if self._drains_since_s is None:
             return None
         waited_s = self._clock.now() - self._drains_since_s
