@@ -32,7 +32,7 @@ class EngineCores:
     """KV use of the fullest core."""
     told: tuple[EngineCore, ...] = ()
     _cores: dict[int, _Core] = field(default_factory=dict)
-    """By data-parallel rank, in the order of their first report."""
+    """Cores by data-parallel rank, in the order of their first report."""
 
     def __len__(self) -> int:
         return len(self._cores)

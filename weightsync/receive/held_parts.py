@@ -48,7 +48,7 @@ class HeldParts:
     entries: Layout = field(default_factory=dict)
     """All entries of the store."""
     parts: Mapping[str, EntryPart] = field(default_factory=dict)
-    """By entry, for entries that are held at least in part."""
+    """The held part of each entry that is held at least in part, by entry name."""
 
     @property
     def is_everything(self) -> bool:

@@ -21,7 +21,7 @@ _DONE = "_already_called_process_weights_after_loading"
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A parameter as it was between loading and processing."""
+    """A parameter as loaded, before vLLM processed it."""
 
     tensor: torch.Tensor
     kind: type[torch.Tensor]

@@ -33,7 +33,7 @@ _SEED = 20240607
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One copy of the loader: a strided piece of a checkpoint tensor, and where it lands."""
+    """One copy of the loader: a strided piece of a checkpoint tensor, and its destination."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -26,7 +26,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """A selection: rows of each tensor, which is what of it lies in one piece."""
+    """A selection of rows of each tensor; a run of rows is contiguous."""
 
     rows: Mapping[str, range]
 

@@ -179,7 +179,7 @@ class Law(StrEnum):
 
 
 class Grant(Record, frozen=True, kw_only=True):
-    """What the guest may do until the page expires."""
+    """Permission and limits for the guest, valid until the page expires."""
 
     KIND: ClassVar[int] = 2
     AGE_MAX_NS: ClassVar[int] = 5_000_000_000
