@@ -82,7 +82,8 @@ def _panels(panels: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 class Prometheus:
-    """The three questions asked of it. A `ValueError` is its own message about a bad query."""
+    """The three queries that the checker needs. ValueError carries Prometheus's message about a bad
+    query."""
 
     def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
         self._url = url.rstrip("/")
@@ -113,7 +114,8 @@ class Prometheus:
 
 
 def variable_values(dashboard: dict[str, Any], prometheus: Prometheus) -> dict[str, str]:
-    """What Grafana would put in: everything where several may be chosen, else the first value."""
+    """Values of Grafana's variables: a match for everything if several may be chosen, else the
+    current or first value. Raises ValueError for an unknown kind of query."""
     values: dict[str, str] = {}
     for variable in dashboard["templating"]["list"]:
         if variable["type"] != "query":
@@ -139,13 +141,13 @@ def substitute(text: str, values: dict[str, str], *, window: str) -> str:
 class Finding:
     line: str
     is_fault: bool
-    """False: the series are there, but nothing has happened yet that gives them a value."""
+    """False if the series exist but have no finite value yet."""
 
 
 def find(
     prometheus: Prometheus, *, dashboard_path: Path = DASHBOARD, window: str = "1m"
 ) -> tuple[Finding, ...]:
-    """What is wrong or still unknown, over every rule and panel."""
+    """Findings over every rule and panel: faults, and series without a value yet."""
     dashboard = json.loads(dashboard_path.read_text())
     values = variable_values(dashboard, prometheus)
     panels = (

@@ -1,10 +1,10 @@
 """The agent's configuration: flags over environment over file over defaults.
 
 A file is YAML. A variable is `ROSEMUX_AGENT_` and the field's path in capitals with `__` for a dot,
-such as `ROSEMUX_AGENT_HTTP__PORT`. Every mistake is a ConfigError that names the field and, where
-the value came from the file, its line. What is allowed and odd is a note, to be logged: a variable
-over the file, an experiment, an SLO that dashboards cannot count. This module decides nothing and
-opens no socket.
+such as `ROSEMUX_AGENT_HTTP__PORT`. Every mistake is a ConfigError that names the field and, if the
+value came from the file, its line. A value that is allowed but odd is a note, to be logged: a
+variable over the file, an experiment, an SLO that dashboards cannot count. This module decides
+nothing and opens no socket.
 """
 
 import grp
@@ -53,10 +53,10 @@ class _Model(BaseModel):
 
 
 class HttpConfig(_Model):
-    """Where leases, health and metrics are served."""
+    """Address and token of the agent's HTTP server: leases, health and metrics."""
 
     host: str = "127.0.0.1"
-    """Off loopback a token file is required."""
+    """A host off loopback requires a token file."""
     port: int = Field(default=9711, ge=0, le=65535)
     """0 takes a free port and prints it."""
     token_file: Path | None = None
@@ -82,12 +82,12 @@ class MpsConfig(_Model):
     """
 
     pipe_directory: Path
-    """The daemon's CUDA_MPS_PIPE_DIRECTORY, which production was started with too."""
+    """The daemon's CUDA_MPS_PIPE_DIRECTORY; production must have been started with it too."""
     control: str = Field(default=DEFAULT_CONTROL, min_length=1)
     look_s: float = Field(default=5.0, ge=0.1, le=600)
-    """How often the daemon is asked for its clients."""
+    """Seconds between two questions to the daemon for its clients."""
     timeout_s: float = Field(default=2.0, gt=0, le=60)
-    """A daemon that says nothing for so long is not there."""
+    """Seconds without a reply after which the daemon counts as absent."""
 
     @field_validator("pipe_directory")
     @classmethod
@@ -103,9 +103,11 @@ class KvcachedConfig(_Model):
     production: tuple[str, ...] = Field(min_length=1, max_length=32)
     """KVCACHED_IPC_NAME of each production engine on the slot."""
     guest: str
-    """That of the guest."""
+    """KVCACHED_IPC_NAME of the guest."""
     total_bytes: int = Field(gt=0, le=1 << 50)
-    """KV that all of them may map together on one GPU; what production needs besides stays out."""
+    """KV that all of them together may map on one GPU; production's other memory is not
+    included.
+    """
 
     @model_validator(mode="after")
     def _segment_names(self) -> "KvcachedConfig":
@@ -120,36 +122,36 @@ class KvcachedConfig(_Model):
 
 
 class GuestConfig(_Model):
-    """What `rosemux guest` starts on the slot. The agent reads none of it."""
+    """The guest engine that `rosemux guest` starts on the slot. The agent reads none of it."""
 
     model: Path
-    """Directory of its configuration and tokenizer; weights come from the store."""
+    """Directory of the model's configuration and tokenizer; weights come from the store."""
     weights: Path
     """Directory of the weight stores."""
     context_tokens: int = Field(gt=0, le=1 << 30)
-    """Longest turn, prompt and answer."""
+    """Longest turn, prompt and answer together."""
     kv_cache_bytes: int = Field(gt=0, le=1 << 50)
-    """On each GPU, or, on a CPU, in whole GiB. Never what profiling would find free."""
+    """KV cache on each GPU, or, on a CPU, in whole GiB. Fixed, never profiled from free memory."""
     gpus: tuple[str, ...] = Field(default=(), max_length=64)
-    """UUIDs of the slot's GPUs; may be left out where the machine has one or none."""
+    """UUIDs of the slot's GPUs; optional if the machine has at most one."""
     isolation: Literal["idle-group", "idle", "time-slicing", "mps", "none"] | None = None
-    """By default the best that needs no consent. `mps` needs the slot's `mps` as well."""
+    """Defaults to the best backend that needs no consent. `mps` also needs the slot's `mps`."""
     active_thread_percentage: float = Field(default=100.0, gt=0, le=100)
-    """Under MPS: most of a GPU's multiprocessors that the guest may use."""
+    """Under MPS: largest share of a GPU's multiprocessors that the guest may use."""
     sleeps: bool = False
-    """Asleep, the weights leave the GPU for pinned host memory, of which they need their size."""
+    """Move the weights to pinned host memory of the same size while the guest sleeps."""
     eager: bool = False
     """Without CUDA graphs: slower steps, less memory."""
     arguments: tuple[str, ...] = Field(default=(), max_length=256)
-    """More flags of vLLM, after ours."""
+    """More flags of vLLM, placed after RoseMux's own."""
 
 
 class OwnersConfig(_Model):
-    """Users by name or number, each of which may write its own kind of page and no other. A kind
-    without users is the agent's own user's. Root is always believed."""
+    """Users, by name or number, whose pages are believed: each kind may write its own kind of page
+    only. A kind without users defaults to the agent's own user. Root is always believed."""
 
     agent: tuple[_Account, ...] = Field(default=(), max_length=8)
-    """Whose grants engines believe; the agent starts as one of these or not at all."""
+    """Users whose grants engines believe; an agent that runs as another user refuses to start."""
     production: tuple[_Account, ...] = Field(default=(), max_length=32)
     guest: tuple[_Account, ...] = Field(default=(), max_length=32)
 
@@ -161,25 +163,25 @@ class SlotConfig(_Model):
     pages: Path | None = None
     """Page directory; by default the slot's name under `page_root`."""
     pulses: tuple[str, ...] = Field(default=(), max_length=32)
-    """Pulse files that must be fresh, besides whichever are present, at least one, and one for each
-    API server that an engine says it has."""
+    """Pulse files that must be fresh, besides those present, at least one, and one for each API
+    server that an engine announces."""
     owners: OwnersConfig | None = None
-    """In the place of the node's, where this slot's engines run as other users."""
+    """Replaces the node's owners if this slot's engines run as other users."""
     engine_url: str = ""
-    """Where a lease holder reaches the guest."""
+    """Base URL at which a lease holder reaches the guest."""
     model: str = ""
     concurrency: int = Field(default=16, ge=1, le=1 << 16)
     kv_tokens: int = Field(default=0, ge=0, le=1 << 40)
     memory_group: Path | None = None
     """Directory of the control group that production and guest share: its limit is their budget."""
     kvcached: KvcachedConfig | None = None
-    """Consent level `memory` on a GPU; in the place of `memory_group`."""
+    """Consent level `memory` on a GPU; excludes `memory_group`."""
     metrics_url: str | None = None
     """vLLM's /metrics. Consent level `metrics`: the slot is observed and never opened."""
     mps: MpsConfig | None = None
     """Consent level `mps`. Without it a guest that runs under MPS gets no grant."""
     guest: GuestConfig | None = None
-    """For `rosemux guest`; a guest may also be started by other means."""
+    """Used by `rosemux guest` only; a guest may also be started by other means."""
     policy: SlotSettings = SlotSettings()
 
     @model_validator(mode="before")
@@ -203,7 +205,7 @@ class SlotConfig(_Model):
     def _page_of_metrics(cls, url: str | None) -> str | None:
         if url is not None:
             page = urlsplit(url)
-            # A port that is none raises by itself.
+            # urlsplit's `port` raises ValueError by itself for a malformed port.
             if page.scheme not in ("http", "https") or not page.hostname or page.port == 0:
                 raise ValueError("use http://HOST:PORT/metrics")
         return url
@@ -226,24 +228,24 @@ class AgentConfig(_Model):
     mode: Mode = Mode.OBSERVE
     """off, observe (decide and journal, grant nothing) or harvest."""
     page_root: Path = Path("/dev/shm/rosemux")
-    """Only the agent's user and root may own it."""
+    """Must be owned by the agent's user or root."""
     owners: OwnersConfig = OwnersConfig()
-    """Users of agent, production and guest, where they are not one."""
+    """Users of agent, production and guest, if they differ."""
     page_group: _Account | None = None
     """Group of those users, by name or number: its members may put pages into a slot's directory,
-    and others cannot enter it. By default the agent's user alone may."""
+    and others cannot enter it. By default only the agent's user may."""
     state_dir: Path = Path("/var/lib/rosemux")
-    """Journals."""
+    """Directory of the journals and state files."""
     journal_max_bytes: int = Field(default=64 << 20, ge=1 << 16, le=1 << 40)
-    """Bound on disk for each slot's journal."""
+    """Bound on disk for each slot's journal, in bytes."""
     kill_switch_file: Path | None = None
     """`hold` or `drain`; by default `kill` under `page_root`. Anything but `hold` drains."""
     lease_ttl_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     tenants: tuple[str, ...] = ()
     """Tenants that get a metric label of their own; all others share `other`."""
     unsafe_experiments: bool = False
-    """Admits settings beyond the ranges in which production is protected: another project's law, no
-    law at all, a longer grant. For measuring on machines that serve nobody."""
+    """Admit settings beyond the ranges that protect production: another project's law, no law at
+    all, a longer grant. For measurements on machines without production traffic."""
     http: HttpConfig = HttpConfig()
     slots: tuple[SlotConfig, ...] = Field(min_length=1)
 
@@ -264,7 +266,9 @@ class AgentConfig(_Model):
         return slot.pages or self.page_root / slot.name
 
     def owners_of(self, slot: SlotConfig) -> PageOwners:
-        """Raises ConfigError where a user is not known here, or could put no page."""
+        """Uids that may write each kind of page. Raises ConfigError if a user is unknown here, or
+        if pages of several users lack a `page_group`.
+        """
         named = slot.owners or self.owners
         agent, production, guest = (
             uids(users, what=kind)
@@ -286,7 +290,7 @@ class AgentConfig(_Model):
 
     @property
     def page_gid(self) -> int | None:
-        """Raises ConfigError where there is no such group."""
+        """Group id of `page_group`, None without one. Raises ConfigError for an unknown group."""
         group = self.page_group
         if isinstance(group, str) and not group.isdecimal():
             try:
@@ -298,7 +302,7 @@ class AgentConfig(_Model):
         return None if group is None else int(group)
 
     def check_here(self) -> None:
-        """Raises ConfigError where this machine lacks a user, the group or the token file."""
+        """Raises ConfigError if this machine lacks a user, the group or the token file."""
         _ = self.page_gid
         for slot in self.slots:
             self.owners_of(slot)
@@ -313,7 +317,7 @@ class AgentConfig(_Model):
 class LoadedConfig:
     config: AgentConfig
     notes: tuple[str, ...] = ()
-    """What an operator should hear of a configuration that is good."""
+    """Warnings about a configuration that is valid."""
 
 
 def load_agent_config(
@@ -361,7 +365,9 @@ def read_agent_config(
 
 
 def _judge(config: AgentConfig, *, mistakes: list[str], unsafe: list[str]) -> list[str]:
-    """What an experiment is to be told of. Raises ConfigError for all else that is wrong."""
+    """Notes on an experiment's settings. Raises ConfigError for mistakes, and for unsafe settings
+    outside an experiment.
+    """
     if unsafe and not config.unsafe_experiments:
         mistakes = [*mistakes, *unsafe, "only experiments go beyond (unsafe_experiments)"]
     if mistakes:
@@ -372,7 +378,7 @@ def _judge(config: AgentConfig, *, mistakes: list[str], unsafe: list[str]) -> li
 
 
 def _unsafe(config: AgentConfig) -> Iterator[tuple[Where, str]]:
-    """What only an experiment may be set to."""
+    """Path and fault of each setting that only an experiment may have."""
     if fault := _LEASE_TTL_S.fault(config.lease_ttl_s):
         yield ("lease_ttl_s",), fault
     for number, slot in enumerate(config.slots):
@@ -388,7 +394,7 @@ def _odd_slos(config: AgentConfig) -> Iterator[tuple[Where, str]]:
 
 
 def _booleans(given: Any, taken: Any, where: Where) -> Iterator[tuple[Where, str]]:
-    """Where `true` or `false` was given and taken for the number 1 or 0."""
+    """Paths at which `true` or `false` was given and taken for the number 1 or 0."""
     if isinstance(given, dict):
         for name, value in given.items():
             yield from _booleans(value, getattr(taken, name, None), (*where, name))
@@ -403,7 +409,7 @@ _ABSENT = object()
 
 
 def _in(values: Any, where: list[str]) -> Any:
-    """What stands at a field's path, or _ABSENT."""
+    """Value at a field's path, or _ABSENT."""
     for step in where:
         if isinstance(values, list) and step.isdigit() and int(step) < len(values):
             values = values[int(step)]

@@ -1,12 +1,12 @@
 """A Hugging Face checkpoint directory whose tensors are changed in place.
 
     DIRECTORY/
-        rosemux.json                         which version it holds (apply_journal.py)
-        model.safetensors.index.json         model-00001-of-00002.safetensors ...
+      rosemux.json                         the version that it holds (apply_journal.py)
+      model.safetensors.index.json         model-00001-of-00002.safetensors ...
 
 The shards are memory-mapped, so an apply touches the pages that change and any engine can load the
-directory as it is. Whoever reads it meanwhile uses `reading`. Never decides what to write and never
-checks a hash: follower.py does.
+directory as it is. Concurrent readers use `reading`. This module decides no writes and checks no
+hash: follower.py does.
 """
 
 import re
@@ -47,7 +47,7 @@ class Checkpoint(HostTarget):
     """An ApplyTarget over a directory's mapped shards."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises Corrupt where the directory is not a whole checkpoint that we wrote."""
+        """Raises Corrupt if the directory is not a whole checkpoint that RoseMux wrote."""
         self._shards = {name: _mapped(directory / name) for name in _shard_names(directory)}
         self._shard_of: dict[str, str] = {}
         self._layout: dict[str, TensorSpec] = {}
@@ -64,10 +64,10 @@ class Checkpoint(HostTarget):
         return self._bits[name]
 
     def commit(self, name: str, bits: Bits) -> None:
-        """`bits` is the mapped file already."""
+        """No-op: `bits` is the mapped file already."""
 
     def finish(self, changed: Collection[str]) -> None:
-        """What was written is on the disk, so that no record says so too early."""
+        """Flush the changed shards to disk, before a record claims them."""
         for shard in sorted({self._shard_of[name] for name in changed}):
             self._shards[shard].flush()
 
@@ -89,9 +89,9 @@ def write_checkpoint(
     *,
     max_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Replaces the directory's checkpoint. A kill leaves the old one, the new one or a broken one.
+    """Replace the directory's checkpoint. A kill leaves the old one, the new one or a broken one.
 
-    Raises Exhausted where the disk is full.
+    Raises Exhausted if the disk is full.
     """
     groups = _groups(layout, max_bytes)
     shards = {f"model-{i:05d}-of-{len(groups):05d}.safetensors": g for i, g in enumerate(groups, 1)}
@@ -119,13 +119,13 @@ def write_checkpoint(
 
 
 def sweep(directory: Path) -> None:
-    """Removes what was never finished."""
+    """Remove unfinished files."""
     for leftover in directory.glob(f"{TEMPORARY}*"):
         leftover.unlink()
 
 
 def check_ours(directory: Path) -> None:
-    """Raises ConfigError where the directory holds weights that we did not write."""
+    """Raises ConfigError if the directory holds weights that RoseMux did not write."""
     for pattern in ("*.safetensors", "*.bin"):
         for found in sorted(directory.glob(pattern)):
             if not _is_ours(found):
@@ -136,10 +136,10 @@ def check_ours(directory: Path) -> None:
 
 @contextmanager
 def reading(directory: Path) -> Iterator[Held]:
-    """What the directory holds, for the time of a read.
+    """Yield the directory's version, for the duration of a read.
 
-    Raises Stale where an apply is in progress, and at the end where one began meanwhile: what was
-    read may then be of two versions. Raises Corrupt where the record is broken.
+    Raises Stale if an apply is in progress, and at the end if one began meanwhile: the bytes read
+    may then be of two versions. Raises Corrupt if the record is broken.
     """
     held = read_record(directory)
     if not isinstance(held, Held):
@@ -179,7 +179,7 @@ def _mapped(path: Path) -> np.memmap:
 
 
 def _check_packed(shard: str, header: ShardHeader, size_bytes: int) -> None:
-    """Tensors that overlap would be changed together."""
+    """Raises Corrupt if tensors overlap or leave gaps: overlapping ones would change together."""
     at = size_bytes - sum(spec.size_bytes for spec in header.layout.values())
     for begin, end in sorted(header.offsets.values()):
         if begin != at:

@@ -1,6 +1,7 @@
-"""`rosemux weights`: stores and what is kept of them, from a shell.
+"""`rosemux weights`: stores and local copies of them, from a shell.
 
-`pull` keeps a local checkpoint directory at a version of a store; the others are transport's.
+`pull` keeps a local checkpoint directory at a version of a store; the other commands are
+transport's.
 """
 
 import time
@@ -29,9 +30,9 @@ weights.command()(relay)
 weights.command(name="ls")(list_stores)
 
 _WAIT_S = 30.0
-"""For a server to tell of the next version: as long as one of ours holds a question back."""
+"""Timeout of a question for the next version: as long as a RoseMux server holds one back."""
 _PASSING = (Corrupt, Exhausted, PeerProtocolError, Stale)
-"""What a publisher, a disk or a relay may mend without us."""
+"""Faults that a publisher, a disk or a relay may clear without this process."""
 
 
 @weights.callback()
@@ -86,7 +87,7 @@ def pull(
 
 
 def _follow(follower: "CheckpointFollower", *, every_s: float) -> None:
-    """Pulls every new version; what may pass is told once and tried again."""
+    """Pull every new version; passing faults are reported once and retried."""
     complaint = ""
     while True:
         try:

@@ -3,9 +3,9 @@
     follower = CheckpointFollower(Receiver("/weights/job-a"), "/local/policy")
     pulled = follower.pull()
 
-Before the first byte changes, every tensor's coming digest is known and the hash of the whole is
-the published one; the record says `applying` until what is really in the files has been hashed. A
-pull that finds an interrupted apply finishes it first.
+Before the first byte changes, the new digest of every tensor is known and their combined hash is
+the published one; the record says `applying` until the files themselves have been hashed. A pull
+that finds an interrupted apply finishes it first.
 """
 
 from collections.abc import Collection
@@ -29,7 +29,7 @@ from weightsync.receiver import Receiver
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulled:
-    """What one pull did; the directory holds `version` now."""
+    """Result of one pull; the directory holds `version` now."""
 
     version: WeightVersion
     state_hash: str
@@ -37,24 +37,25 @@ class Pulled:
     tensors_written: int
     from_full: bool
     mended: bool
-    """The directory was no version before: an apply had been interrupted, or a file had changed."""
+    """Whether the directory held no version before: an apply was interrupted, or a file had
+    changed."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Coming:
-    """A state that may be written: nothing is touched yet."""
+    """A verified state to be written: nothing is touched yet."""
 
     staged: Staged
     state_hash: str
     digests: Digests
-    """Of every tensor, once it is written."""
+    """xxh3-128 of every tensor after the write."""
 
 
 class CheckpointFollower:
     """Owns one directory; a lock keeps a second owner out. Not thread-safe.
 
-    After an exception the directory is what `held` says: the old version, or none until the next
+    After an exception `held` tells the directory's state: the old version, or None until the next
     `pull` has repaired it.
     """
 
@@ -66,7 +67,7 @@ class CheckpointFollower:
         threads: int = 2,
         clock: Clock | None = None,
     ) -> None:
-        """Raises ConfigError where the directory has another owner or holds other weights."""
+        """Raises ConfigError if the directory has another owner or holds other weights."""
         if receiver.is_partial:
             raise ConfigError("a checkpoint directory holds whole models: give no selection")
         self._receiver = receiver
@@ -90,18 +91,18 @@ class CheckpointFollower:
         self.close()
 
     def close(self) -> None:
-        """Gives the directory's lock back."""
+        """Release the directory's lock."""
         self._pool.shutdown()
         self._kept.close()
 
     @property
     def held(self) -> Held | None:
-        """What the directory holds; None while that is no version."""
+        """Record of the directory's version; None while it holds no version."""
         return self._kept.held
 
     @property
     def interrupted(self) -> bool:
-        """There was more than nothing, but it is no version: the next `pull` repairs it."""
+        """Whether the directory has content but no version: the next `pull` repairs it."""
         kept = self._kept
         return self.held is None and not (kept.record is None and kept.checkpoint is None)
 
@@ -110,9 +111,9 @@ class CheckpointFollower:
         return self._receiver.latest()
 
     def newer(self, *, wait_s: float) -> WeightVersion | None:
-        """The newest version, where it is not the one that is held; None where there is none.
+        """The newest version if it differs from the held one, else None.
 
-        Waits for it up to `wait_s` where the source tells of it; other sources are looked at once.
+        Waits for it up to `wait_s` if the source announces versions; other sources are read once.
         """
         held = None if self.held is None else self.held.version
         return self._receiver.newer(held, wait_s=wait_s if self.announces else 0.0)
@@ -123,10 +124,10 @@ class CheckpointFollower:
         return self._receiver.announces
 
     def pull(self, version: WeightVersion | None = None) -> Pulled:
-        """Brings the directory to `version`, or to the newest one.
+        """Bring the directory to `version`, or to the newest one.
 
-        Raises what Receiver raises; Stale where the store's newest version is older than the one
-        that is held (give `version` to go back); Exhausted where the disk is full.
+        Raises what Receiver raises; Stale if the store's newest version is older than the held one
+        (give `version` to go back); Exhausted if the disk is full.
         """
         started = self._clock.now()
         mended, rolled, rolled_bytes = self.interrupted, 0, 0
@@ -161,9 +162,9 @@ class CheckpointFollower:
         return newest
 
     def _roll_forward(self) -> tuple[int, int]:
-        """Finishes an interrupted apply where no tensor is torn; else a full checkpoint will.
+        """Finish an interrupted apply if no tensor is torn; otherwise a full checkpoint will.
 
-        Returns how many tensors it wrote and how many bytes it read for them.
+        Returns the tensors written and the bytes read for them.
         """
         record, checkpoint = self._kept.record, self._kept.checkpoint
         if not isinstance(record, Applying) or checkpoint is None:
@@ -191,7 +192,7 @@ class CheckpointFollower:
         return len(behind), size_bytes
 
     def _coming(self, target: WeightVersion) -> _Coming:
-        """From what is held by deltas, or from a full checkpoint."""
+        """The new state, by deltas from the held version, or from a full checkpoint."""
         held = self.held
         if held is not None and held.version <= target:
             checkpoint = self._kept.checkpoint
@@ -201,7 +202,7 @@ class CheckpointFollower:
                 try:
                     return self._rehearsed(staged)
                 except Corrupt:
-                    # What is held is not what the chain builds on.
+                    # The held state is not the one that the chain builds on.
                     staged = self._receiver.prepare(None, target)
         else:
             staged = self._receiver.prepare(None, target)
@@ -214,7 +215,7 @@ class CheckpointFollower:
         return _Coming(staged=staged, state_hash=published, digests=digests)
 
     def _rehearsed(self, staged: Staged) -> _Coming:
-        """Applies a chain to copies. Raises Corrupt where the end is not the published state."""
+        """Apply a chain to copies. Raises Corrupt if the result is not the published state."""
         checkpoint = self._kept.checkpoint
         if checkpoint is None or checkpoint.layout() != staged.layout:
             raise Corrupt(f"{self._kept.path} holds other tensors than the store")
@@ -233,7 +234,7 @@ class CheckpointFollower:
         return _Coming(staged=staged, state_hash=published, digests=digests)
 
     def _advance(self, coming: _Coming) -> int:
-        """Writes the tensors that differ and verifies all; returns how many were written."""
+        """Write the tensors that differ and verify all; returns the number written."""
         staged, kept = coming.staged, self._kept
         if kept.checkpoint is None or kept.checkpoint.layout() != staged.layout:
             return self._rebuild(coming)
@@ -244,7 +245,7 @@ class CheckpointFollower:
         return len(behind)
 
     def _rebuild(self, coming: _Coming) -> int:
-        """New files: the first pull, other tensors than before, or files that are broken."""
+        """Write new files: the first pull, a changed layout, or broken files."""
         staged = coming.staged
         if staged.full is None:
             raise ValueError("files are built from a full checkpoint only")
@@ -265,7 +266,7 @@ class CheckpointFollower:
 
 
 def _only(staged: Staged, names: Collection[str]) -> Staged:
-    """The same state with fewer tensors to write: the others hold it already."""
+    """The same staging without the tensors that already hold their new state."""
     if staged.full is not None:
         return replace(staged, full=staged.full.only(names))
     return replace(staged, deltas={name: staged.deltas[name] for name in names})

@@ -4,9 +4,9 @@
     published = publisher.publish(model.state_dict())
 
 The store is a directory, or a URL of an object store (`s3://bucket/weights/job-a`). A sharded
-trainer does the same on every rank, with `rank=` and `ranks=`: each writes its own slices and
-nobody gathers. The publisher compares with its own copy of what it published last, never with what
-a trainer says has changed, and moves that copy only after the new version is in the store.
+trainer does the same on every rank, with `rank=` and `ranks=`: each rank writes its own slices and
+none gathers. The publisher compares with its own copy of the last published state, never with a
+trainer's list of changes, and updates that copy only after the new version is in the store.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -40,16 +40,16 @@ SHARD_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What one publish did; the same on every rank."""
+    """Result of one publish; the same on every rank."""
 
     version: WeightVersion
     state_hash: str
     bytes_sent: int
-    """Size of the version that a receiver at the previous one takes."""
+    """Bytes that a receiver at the previous version reads."""
     bytes_dense: int
     """Size of all tensors."""
     bytes_anchor: int
-    """Size of the anchor written beside it, 0 where none was due or none had room."""
+    """Size of the anchor written beside it; 0 if none was due or none fitted."""
     is_full: bool
     seconds: float
 
@@ -57,14 +57,13 @@ class Published:
 class Publisher:
     """Owns one store, together with the publishers of the other ranks. Not thread-safe.
 
-    `anchor_every`: versions between full checkpoints, at most 25. `keep_versions`: how many of the
-    newest versions stay reachable. `max_bytes`: what the store may take; older chains go first.
-    `encoding`: ROSEMUX takes the smallest encoding per tensor; XOR and OVERWRITE write what readers
-    of the shared layout understand. `copy_dir`: a directory of this machine for a copy that
-    outlives the process. `adapter`: the store holds LoRA adapters of that base. `rank_timeout_s`:
-    how long rank 0 waits for the slowest rank. `ranks_dir`: a directory that every rank reaches, to
-    agree in; the store's own unless that is an object store. `write`: how files of a directory are
-    written.
+    `anchor_every`: versions between full checkpoints, at most 25. `keep_versions`: number of newest
+    versions that stay reachable. `max_bytes`: bound on the store; older chains go first.
+    `encoding`: ROSEMUX takes the smallest encoding per tensor; XOR and OVERWRITE suit readers of
+    the shared layout. `copy_dir`: a local directory for a copy that outlives the process.
+    `adapter`: the store holds LoRA adapters of that base. `rank_timeout_s`: bound on rank 0's wait
+    for the slowest rank. `ranks_dir`: a directory that every rank reaches, for their agreement; by
+    default the store's own, which an object store lacks. `write`: writer for files of a directory.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Publisher:
             self._copy = self._opened_copy(copies, rank)
             self._warm_up()
             undo.pop_all()
-        # Only now: rank 0 clears what an earlier trainer's ranks said.
+        # Only now, since rank 0 clears an earlier trainer's messages.
         self._ranks = _agreeing(words, rank, ranks, rank_timeout_s, self._clock)
         self._share = Share(
             self._copy,
@@ -140,39 +139,40 @@ class Publisher:
         self.close()
 
     def close(self) -> None:
-        """Gives the store's lock back."""
+        """Release the store's lock."""
         self._pool.shutdown()
         self._copy.close()
         if self._lead is not None:
             self._lead.close()
 
     def publish(self, state: State, *, step: int | None = None) -> Published:
-        """Writes the next version; returns when it is durable and LATEST names it.
+        """Write the next version; returns when it is durable and LATEST names it.
 
-        With several ranks every one calls it, each with its own part of the model; `step` is the
+        With several ranks every rank calls it, each with its own part of the model; `step` is the
         trainer's, without it publishes are counted. Parts of two steps are never mixed. Raises
-        Unsupported for tensors that it cannot publish and Exhausted where the disk or the quota is
-        full or a rank is too late; the store and this publisher are then as they were.
+        Unsupported for tensors that it cannot publish and Exhausted if the disk or the quota is
+        full or a rank is too late; the store and this publisher are then unchanged.
         """
         started = self._clock.now()
         self._steps += 1
         try:
             published = self._agreed(state, self._steps if step is None else step, started)
         except Exception:
-            # Only now: other ranks were told first, and write there no more.
+            # Only now, since the other ranks are told first and have stopped writing.
             if self._lead is not None:
                 self._lead.sweep()
             raise
         if published.is_full:
             self._warm_up()
         if self._lead is not None:
-            # The version is out: what cannot be deleted now is superseded next time as well.
+            # The version is published: files that cannot be deleted now are pruned next time as
+            # well.
             with suppress(Exhausted):
                 self._lead.prune()
         return published
 
     def _warm_up(self) -> None:
-        """Compiles for the model's element types before the first change, not in it."""
+        """Compile for the model's element types before the first change."""
         if self._encoding is Encoding.ROSEMUX:
             warm_up(spec.width_bytes for spec in self._copy.contents.layout.values())
 
@@ -215,7 +215,8 @@ class Publisher:
         return self._share.write_full(draft)
 
     def _anchored(self, talk: Conversation, order: Order, outcome: Outcome) -> Anchored:
-        """An anchor that fails is due again with the next version: this one is published."""
+        """Write an anchor if one is due. A failed anchor is due again with the next version, since
+        this version is already published."""
         if not outcome.anchor_directory:
             return Anchored(0)
         try:
@@ -235,7 +236,7 @@ class Publisher:
             return anchored or Anchored(0)
 
     def _opened_copy(self, copy_dir: Path | None, rank: int) -> LastPublished:
-        """Empty, or what an earlier process left of exactly the store's newest version."""
+        """An empty copy, or an earlier process's copy of exactly the store's newest version."""
         if copy_dir is None:
             return LastPublished(HostMemory())
         memory = MappedFile(copy_dir, rank=rank)

@@ -1,8 +1,8 @@
-"""Receiving: from the version that is held to the one that is wanted, checked before and after.
+"""Receiving: from the held version to the target version, checked before and after.
 
     plan     the cheapest steps, resolved whole before anything is touched
-    stage    shards read and checked while the engine still runs, into a copy of the receiver's own
-    apply    written in place; then the state that is really there is hashed
+    stage    shards read and checked while the engine still runs, into the receiver's own copy
+    apply    written in place; then the state in the target is hashed
 
 `stage` fails without having touched the target. After a failed `apply` the target is in doubt until
 a full checkpoint has been applied: `settle` does that by itself.
@@ -34,12 +34,12 @@ from weightsync.transport.source import StoreSource
 
 MAX_REMEMBERED_STEPS = 256
 _BROKEN = (Corrupt, Unsupported, Stale)
-"""Refusals of one way to a version; what all ways share, or may pass, is none of them."""
+"""Faults of one way to a version; faults that all ways share, or that may pass, are not listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """A state that is really there."""
+    """A state that was written and verified."""
 
     version: WeightVersion
     state_hash: str
@@ -47,30 +47,30 @@ class Applied:
     tensors_changed: int
     from_full: bool
     seconds: float
-    """Of the apply alone: writing and verifying."""
+    """Duration of the apply alone: writing and verifying."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a holder of parts was left with: nothing else tells what it may build on."""
+    """The state last written for a holder of parts, on which the next deltas may build."""
 
     version: WeightVersion
     table: Mapping[str, str]
     """Published digest of every entry of that version."""
     cut: Mapping[str, str]
-    """Of what is there of every tensor that is held in part."""
+    """Digest of the held part of every tensor that is held in part."""
 
 
 class Receiver:
     """Reads one store for one holder of weights. Not thread-safe.
 
     `store` is a directory, `http(s)://HOST:PORT/stores/NAME` of a server or a relay, a URL that
-    fsspec knows, or a source. Where a network stands between, reading also raises Exhausted.
+    fsspec knows, or a source. Over a network, reading also raises Exhausted.
 
-    `selection`: what the holder has of each tensor; None is all of it. Its target's tensors are
-    those parts. `staging_bytes`: what a version may take of memory beside the target, until it is
-    applied; more than that waits in a file under `spool_dir` (/var/tmp). The largest tensors, one
-    per thread, may take more.
+    `selection`: the holder's part of each tensor; None is all of it. Its target's tensors are those
+    parts. `staging_bytes`: memory for a version beside the target, until it is applied; the excess
+    waits in a file under `spool_dir` (/var/tmp). The largest tensors, one per thread, may take
+    more.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Receiver:
         work_pool: Executor | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`work_pool`: where its pieces of decoding, writing and hashing run, in place of threads
-        of its own; it stays its owner's."""
+        """`work_pool` runs decoding, writing and hashing in place of the receiver's own threads;
+        its owner shuts it down."""
         MemoryRoom(staging_bytes)
         self._store = Store(store)
         self.base = base
-        """What an adapter is to work on; None for whole models."""
+        """The base of an adapter store's adapters; None for whole models."""
         self._clock = clock or MonotonicClock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-receive")
         self._work_pool = work_pool or self._pool
@@ -102,16 +102,16 @@ class Receiver:
         self._parts: tuple[VersionRef, HeldParts] | None = None
         self._written: _Written | None = None
         self.reapplied = 0
-        """Applies that tore or ended in another state than the published one."""
+        """Applies that failed or ended in another state than the published one."""
 
     def select(self, selection: Selection | None) -> None:
-        """What is held from now on; what was written stays known."""
+        """Change the held part; knowledge of the last written state is kept."""
         if selection is not self._selection:
             self._selection, self._parts = selection, None
 
     @property
     def is_partial(self) -> bool:
-        """Whether its holder has a part of the checkpoint only."""
+        """Whether the holder has only a part of the checkpoint."""
         return self._selection is not None
 
     def close(self) -> None:
@@ -124,18 +124,18 @@ class Receiver:
 
     @property
     def announces(self) -> bool:
-        """Whether `newer` is told of the next version, and need not look again and again."""
+        """Whether `newer` is notified of the next version instead of polling."""
         return self._store.announces
 
     def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
-        """The newest version once it is not `than` any more; None where that takes too long.
+        """The newest version once it differs from `than`; None after `wait_s`.
 
-        A server answers as soon as it is published; nothing is asked in the meantime.
+        A server answers as soon as it is published, without further requests.
         """
         return self._store.newer(than, wait_s=wait_s)
 
     def plan(self, current: WeightVersion | None, target: WeightVersion) -> Plan:
-        """The first of `plans`: raises ConfigError, Stale or Corrupt.
+        """The first of `plans`; raises ConfigError, Stale or Corrupt.
 
         A holder of parts starts from a full checkpoint unless this receiver wrote `current` there.
         """
@@ -157,9 +157,9 @@ class Receiver:
             yield plan
 
     def step(self, ref: VersionRef) -> Step | None:
-        """The manifest and size of a directory that was there when the plan began.
+        """The manifest and size of a directory that existed when the plan began, else None.
 
-        Remembered, because versions never change.
+        Cached, because versions never change.
         """
         if ref not in self._present:
             return None
@@ -169,7 +169,7 @@ class Receiver:
             try:
                 manifest = self._store.manifest(ref)
             except Stale:
-                # An object store shows an anchor that is still being written.
+                # An object store lists an anchor that is still being written.
                 if ref.kind is Kind.ANCHOR:
                     return None
                 raise
@@ -177,7 +177,9 @@ class Receiver:
         return self._steps[ref]
 
     def _look_ahead(self, current: WeightVersion | None, target: WeightVersion) -> None:
-        """Reads the indexes of a long chain at once: over a network each is a few round trips."""
+        """Read the indexes of a long chain in parallel: over a network each is a few round
+        trips.
+        """
         anchors = (ref.version for ref in self._present if ref.kind is Kind.ANCHOR)
         start = current or max((v for v in anchors if v <= target), default=WeightVersion(0))
         chain = [ref for ref in self._present if start < ref.version <= target]
@@ -185,12 +187,12 @@ class Receiver:
             list(self._pool.map(self._look_at, chain))
 
     def _look_at(self, ref: VersionRef) -> None:
-        # What is wrong with it is said where the plan comes to it.
+        # Faults are reported where the plan reaches this directory.
         with suppress(RoseMuxError):
             self.step(ref)
 
     def parts(self, plan: Plan, held: Layout | None = None) -> HeldParts:
-        """What its holder has of the checkpoint that a plan leads to; `held` as in `prepare`."""
+        """The holder's part of the checkpoint that a plan leads to; `held` as in `prepare`."""
         if plan.root is None:
             if held is None or self.is_partial:
                 raise Corrupt(f"no full checkpoint tells what version {plan.target} consists of")
@@ -202,7 +204,7 @@ class Receiver:
         return self._parts[1]
 
     def stage(self, plan: Plan, held: Layout | None = None) -> Staged:
-        """Reads and checks a plan; raises Corrupt or Stale, with no target touched."""
+        """Read and check a plan; raises Corrupt or Stale, with no target touched."""
         room, known = MemoryRoom(self._staging_bytes), self._written
         with self._forgetting():
             builds_on = self.is_partial and plan.current is not None
@@ -219,17 +221,17 @@ class Receiver:
             )
 
     def apply(self, staged: Staged, target: ApplyTarget) -> Applied:
-        """Writes a staged state in place and checks what is there then.
+        """Write a staged state in place and verify the result.
 
-        Raises ConfigError where the target has another layout (nothing is touched), and Corrupt
-        where the state is not the published one (the target is in doubt).
+        Raises ConfigError if the target has another layout (nothing is touched), and Corrupt if the
+        state is not the published one (the target is in doubt).
         """
         started = self._clock.now()
         known, self._written = self._written, None
         with self._forgetting():
             found, cut = write_state(staged, target, self._work_pool, known.cut if known else {})
         if staged.plan.manifest.block is not None:
-            # Of another system's deltas nobody tells whole digests to go on from.
+            # A foreign store publishes no digests of whole entries to build on.
             self._written = _Written(staged.plan.target, staged.table, cut)
         return Applied(
             version=staged.plan.target,
@@ -247,10 +249,10 @@ class Receiver:
         *,
         held: Layout | None = None,
     ) -> Staged:
-        """plan and stage, by the first way of which every part is intact.
+        """Plan and stage, by the first way whose parts are all intact.
 
-        `held`: what is there at `current`, with which a chain does where no full checkpoint can be
-        read. Raises what the first way was refused for.
+        `held` is the layout at `current`, which suffices for a chain if no full checkpoint is
+        readable. Raises the fault of the first way.
         """
         refused: RoseMuxError | None = None
         broken: set[tuple[VersionRef, ...]] = set()
@@ -267,7 +269,7 @@ class Receiver:
                 with self._forgetting():
                     self.parts(plan, held)
             except _BROKEN as refusal:
-                # The layout alone may be broken, which another full checkpoint has too.
+                # The layout alone may be broken; another full checkpoint has the layout too.
                 refused = refused or refusal
                 continue
             try:
@@ -278,7 +280,7 @@ class Receiver:
         raise refused or Corrupt(f"no way to version {target} is intact")
 
     def settle(self, staged: Staged, target: ApplyTarget) -> Applied:
-        """apply; where a chain tears or ends in another state, again from a full checkpoint.
+        """Apply; if a chain fails or ends in another state, apply again from a full checkpoint.
 
         Raises what the attempt from a full checkpoint raises; the target is then in doubt.
         """
@@ -295,7 +297,7 @@ class Receiver:
     def sync(
         self, current: WeightVersion | None, target: WeightVersion, buffers: ApplyTarget
     ) -> Applied:
-        """prepare and settle."""
+        """Prepare and settle."""
         held = None if self.is_partial else buffers.layout()
         return self.settle(self.prepare(current, target, held=held), buffers)
 
@@ -305,8 +307,8 @@ class Receiver:
 
     @contextmanager
     def _forgetting(self) -> Iterator[None]:
-        """After a refusal nothing that was read is believed again: what was wrong may be any of it,
-        and it may be mended under the same name."""
+        """Drop all cached reads after a fault: any of them may be wrong, and may be repaired under
+        the same name."""
         try:
             yield
         except RoseMuxError:

@@ -1,9 +1,9 @@
-"""Which part of a checkpoint a holder of weights has: a rank's share of a parallel engine.
+"""The part of a checkpoint that a holder of weights has: a rank's share of a parallel engine.
 
     Names(lambda name: ...)                    pipeline and expert parallel: whole tensors
     TensorParallel(rank, ranks, dim_of)        one box of each tensor that is cut
 
-Decides nothing about where bytes lie; held_parts.py does.
+Decides nothing about byte offsets; held_parts.py does.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from weightsync.layout.slices import SliceRecord
 
 class Selection(Protocol):
     def box(self, name: str, spec: TensorSpec) -> SliceRecord | None:
-        """What is held of a tensor; None where nothing is."""
+        """The held box of a tensor; None if no part is held."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Whole tensors, as a stage of a pipeline or a rank of an expert-parallel group has them."""
+    """Whole tensors, as held by a pipeline stage or a rank of an expert-parallel group."""
 
     holds: Callable[[str], bool]
 
@@ -33,10 +33,10 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel:
-    """The rank's run of each tensor along a dimension; runs are equal but the last ones.
+    """The rank's run of each tensor along a dimension; all runs but the last ones are equal.
 
     `dim_of`: the dimension that a tensor is cut along, None where every rank has all of it.
-    `within`: of which tensors; for a rank of several kinds of parallelism.
+    `within` restricts the tensors, for a rank of several kinds of parallelism.
     """
 
     rank: int

@@ -1,8 +1,8 @@
-"""Which part of which tensor this rank holds, as a trainer says it.
+"""The part of each tensor that this rank holds, as its trainer declares it.
 
 Three forms: a plain tensor is held whole; a DTensor (FSDP2, tensor parallel) carries its mesh and
-placements; a `ShardSlice` says it in words, for Megatron-style parallelism. Never communicates: of
-replicas inside a DTensor's mesh the first one is this rank's to publish, the others are not.
+placements; a `ShardSlice` states the part explicitly, for Megatron-style parallelism. Never
+communicates: among replicas within a DTensor's mesh the first one publishes.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class ShardSlice:
     offset: int
 
     def record(self, name: str) -> SliceRecord:
-        """Raises ConfigError where the part does not fit the whole."""
+        """The part as a slice record. Raises ConfigError if the part does not fit the whole."""
         lengths = tuple(self.tensor.shape)
         offsets = tuple(self.offset if d == self.dim else 0 for d in range(len(self.shape)))
         expected = tuple(
@@ -42,16 +42,16 @@ class ShardSlice:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank publishes of one tensor; `record` is None where that is all of it."""
+    """This rank's published part of one tensor; `record` is None for the whole tensor."""
 
     tensor: torch.Tensor
     record: SliceRecord | None
 
 
 def part_of(name: str, value: Any) -> Part | None:
-    """None where another rank publishes it, or where nothing of it is here.
+    """This rank's part; None if another rank publishes it, or if the part is empty.
 
-    Raises Unsupported for placements that have no place in a checkpoint.
+    Raises Unsupported for placements that a checkpoint cannot represent.
     """
     if isinstance(value, ShardSlice):
         return _part(value.tensor, value.record(name))

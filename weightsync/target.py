@@ -1,4 +1,4 @@
-"""What a state is applied to: named tensors whose bits are read and written in checkpoint layout.
+"""Target of an apply: named tensors whose bits are read and written in checkpoint layout.
 
 A target never checks hashes and never decides what to write; receiver.py does.
 """
@@ -19,19 +19,19 @@ class ApplyTarget(Protocol):
         ...
 
     def bits(self, name: str) -> Bits:
-        """The tensor's current bits: its own memory where it is flat, else a copy of it."""
+        """The tensor's current bits: its own memory if contiguous, else a copy."""
         ...
 
     def commit(self, name: str, bits: Bits) -> None:
-        """Stores bits that `bits(name)` gave and that were changed since."""
+        """Store bits that `bits(name)` returned and that were changed since."""
         ...
 
     def change(self, name: str, deltas: Sequence[Delta]) -> None:
-        """Applies deltas to a tensor, one after another."""
+        """Apply deltas to a tensor, in order."""
         ...
 
     def finish(self, changed: Collection[str]) -> None:
-        """Called once when every changed tensor is committed."""
+        """Called once after every changed tensor is committed."""
         ...
 
 
@@ -62,7 +62,7 @@ class TensorTarget(HostTarget):
         return self._bits[name]
 
     def commit(self, name: str, bits: Bits) -> None:
-        """`bits` is the tensor's own memory already."""
+        """No-op: `bits` is the tensor's own memory already."""
 
     def finish(self, changed: Collection[str]) -> None:
-        """Nothing is derived from these tensors."""
+        """No-op: nothing is derived from these tensors."""

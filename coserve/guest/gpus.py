@@ -1,4 +1,4 @@
-"""What the driver says about this machine's GPUs, through nvidia-smi. It sets nothing."""
+"""Queries this machine's GPUs through nvidia-smi. Read-only."""
 
 import subprocess
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _CONTROL_DEVICE = Path("/dev/nvidiactl")
 class ComputeMode(StrEnum):
     DEFAULT = "Default"
     EXCLUSIVE_PROCESS = "Exclusive_Process"
-    """One process alone may use the GPU: with MPS that is its server, for all of its clients."""
+    """Only one process may use the GPU: with MPS the server, for all of its clients."""
     PROHIBITED = "Prohibited"
 
 
@@ -35,13 +35,13 @@ class GpuMemory:
 
 
 def gpus(command: str = "nvidia-smi") -> tuple[Gpu, ...]:
-    """This machine's, none where there is no driver. Raises Unsupported where it is broken."""
+    """GPUs of this machine; empty without a driver. Raises Unsupported if the driver is broken."""
     lines = _asked(command, "--query-gpu=uuid,compute_mode", "--format=csv,noheader")
     return tuple(_gpu(line) for line in lines)
 
 
 def gpu_memory(uuid: str, command: str = "nvidia-smi") -> GpuMemory:
-    """Memory of one GPU, now. Raises Unsupported where the driver does not say."""
+    """Memory of one GPU, now. Raises Unsupported if the driver does not report it."""
     query = "--query-gpu=uuid,memory.total,memory.free"
     for line in _asked(command, query, "--format=csv,noheader,nounits"):
         words = [word.strip() for word in line.split(",")]
@@ -52,14 +52,14 @@ def gpu_memory(uuid: str, command: str = "nvidia-smi") -> GpuMemory:
 
 
 def _asked(command: str, *arguments: str) -> tuple[str, ...]:
-    """Lines of the answer; none where there is no such command."""
+    """Lines of the command's output; empty if the command and the driver are missing."""
     try:
         done = subprocess.run(
             [command, *arguments], capture_output=True, timeout=_TIMEOUT_S, check=False
         )
     except FileNotFoundError as error:
         if _CONTROL_DEVICE.exists():
-            # Taken for a machine without GPUs, vLLM would take nine tenths of one.
+            # Taking this for a machine without GPUs would let vLLM claim nine tenths of one.
             raise Unsupported(
                 f"{command} is not installed here, and {_CONTROL_DEVICE} is: in a container, add "
                 "`utility` to NVIDIA_DRIVER_CAPABILITIES"

@@ -1,8 +1,8 @@
 """The guest's side of its slot: reads grant and pulses, decides steps, keeps the guest page.
 
 One object per guest engine process. The engine loop's thread asks it before every step; the waker's
-thread asks it while the gate is closed and while there is no work, so every call takes its lock. It
-knows no vLLM.
+thread asks it while the gate is closed and while there is no work, so every call takes its lock.
+Imports nothing of vLLM.
 """
 
 import logging
@@ -38,10 +38,10 @@ _log = logging.getLogger(__name__)
 
 GUEST_PAGE_TTL_NS = 500_000_000
 _GRACE_MAX_S, _DEADLINE_MAX_S = 600.0, 60.0
-"""The guest keeps its memory no longer after a lost grant, or when it is due, whatever the grant
-says: the bounds of an agent's settings."""
+"""Upper bounds on the grant's grace and memory deadline, whatever the grant says: those of an
+agent's settings."""
 _LOOK_NS = 100_000_000
-"""How often the guest sees to it that its page is still there."""
+"""Interval at which the guest checks that its page still exists."""
 _DEFAULT_GRACE_S = 10.0
 _FAULT_CHARACTERS = 300
 _DEFAULT_DEADLINE_S = 2.0
@@ -49,7 +49,7 @@ _DEFAULT_DEADLINE_S = 2.0
 
 @dataclass(slots=True)
 class EngineLoad:
-    """What the guest's scheduler holds now."""
+    """Present state of the guest's scheduler."""
 
     running: int = 0
     waiting: int = 0
@@ -57,16 +57,16 @@ class EngineLoad:
     kv_tokens_total: int = 0
     kv_tokens_withheld: int = 0
     kv_budget_tokens: int | None = None
-    """The budget that was obeyed last; None is all that there is."""
+    """The budget that was obeyed last; None is no limit."""
     kv_tokens_short: int = 0
-    """What requests held above it at that time."""
+    """KV tokens that requests held above the budget at that time."""
     kv_tokens_retained: int = 0
     prefix_tokens_used_total: int = 0
     prefix_tokens_dropped_total: int = 0
     weight_version: str = ""
     processes: tuple[ProcessId, ...] = ()
     sleeps: bool = False
-    """Whether the weights go away when the slot falls asleep."""
+    """Whether the weights are offloaded when the slot falls asleep."""
     weights_away: bool = False
     isolation: str = ""
     standing: Standing = field(default_factory=Standing)
@@ -77,8 +77,8 @@ class GuestSlot:
     """Decisions and accounts of one guest on one slot."""
 
     def __init__(self, directory: Path, *, token_limit: int, owners: PageOwners = OWN_USER) -> None:
-        """Raises ConfigError and Exhausted where there can be no guest page, and PageHeld where
-        another guest lives on the slot."""
+        """Raises ConfigError or Exhausted if the guest page cannot be made, PageHeld if another
+        guest runs on the slot."""
         self._directory = PageDirectory(directory, owners)
         self._grant_page = self._directory.grant_reader()
         self._guest_page = self._directory.guest_page()
@@ -97,9 +97,9 @@ class GuestSlot:
         self._kv_deadline_s = _DEFAULT_DEADLINE_S
         self._memory_deadline = MemoryDeadline()
         self.asleep = False
-        """By the last grant; without one nothing falls asleep or wakes up."""
+        """`asleep` of the last grant; without a grant nothing falls asleep or wakes up."""
         self.kv_retained_ratio = 0.0
-        """Of the last grant."""
+        """`kv_retained_ratio` of the last grant."""
         self._granted_ns = monotonic_ns()
         self._closings = self._aborted = 0
         self._decide_s = 0.0
@@ -107,13 +107,13 @@ class GuestSlot:
         self._lock = threading.Lock()
 
     def decide(self, *, for_step: bool = False) -> Decision:
-        """May a step start now? Reads every page of the slot.
+        """Decide whether a step may start now. Reads every page of the slot.
 
-        `for_step` says that one would: what the decision costs is told of those alone, and not of
-        what the waker asks out of its sleep.
+        `for_step` is False for the waker's checks, whose cost does not enter the mean decision
+        time.
         """
         with self._lock:
-            # Of this thread alone: beside production the idle class is preempted at any moment.
+            # CPU time of this thread: beside production the idle class is preempted at any moment.
             began_ns, now_ns = thread_time_ns(), monotonic_ns()
             grant = self._grant = self._grant_page.read(now_ns=now_ns)
             pulses = self._read_pulses(now_ns)
@@ -145,14 +145,14 @@ class GuestSlot:
             return decision
 
     def written(self, *, grant_only: bool = False) -> tuple[Word, ...]:
-        """Changes when a page of the slot was written; what is there can be slept on."""
+        """Futex words of the slot's pages, to wait on."""
         with self._lock:
             pages = () if grant_only else self._pulse_pages.values()
             words = [self._grant_page.peek(), *[page.peek() for page in pages]]
             return tuple([word for word in words if word is not None])
 
     def isolation_watch(self) -> IsolationWatch | None:
-        """Not yet started; None where the isolation is none that could cease to hold."""
+        """A watch that is not started yet; None for an isolation that cannot cease to hold."""
         load = self.load
         if load.isolation not in PREEMPTED:
             return None
@@ -169,30 +169,31 @@ class GuestSlot:
 
     @property
     def closed_by_grant(self) -> bool:
-        """As of the last decision no pulse can open the gate."""
+        """Whether no pulse can open the gate, as of the last decision."""
         return self.last.closed_by_grant
 
     def grace_over(self) -> bool:
-        """At the last decision the grant had been gone for longer than its grace."""
+        """Whether, at the last decision, the grant had been missing for longer than its grace."""
         if self._grant.record is not None:
             return False
         return monotonic_ns() - self._granted_ns > self.abort_grace_s * 1e9
 
     def kv_budget_tokens(self) -> int | None:
-        """KV that the guest may keep as of the last decision; None for all that it has."""
-        # A grant that is merely late takes nothing; one that stays away takes everything.
+        """KV that the guest may keep as of the last decision; None is no limit."""
+        # A late grant takes nothing; a grant that is missing beyond its grace takes everything.
         return 0 if self.grace_over() else self._budget_tokens
 
     def owes_memory(self) -> bool:
-        """The loop has another budget to obey than the one that it knows, or must sleep or wake."""
+        """Whether the engine loop must obey a new budget, or sleep or wake."""
         load = self.load
         if load.sleeps and load.weights_away != self.asleep:
             return True
         return load.kv_tokens_short > 0 or load.kv_budget_tokens != self.kv_budget_tokens()
 
     def memory_missed(self) -> bool:
-        """By the last decision the guest has held more than its budget for longer than its
-        deadline. One that falls asleep gives up what nobody waits for. Asked by one thread."""
+        """Whether the guest has held more than its budget for longer than its deadline, as of the
+        last decision. A sleeping guest has no deadline: production does not need that memory yet.
+        Called by one thread only."""
         waits = self.grace_over() or not self.asleep
         return self._memory_deadline.missed(
             usable_tokens=self.load.kv_tokens_total - self.load.kv_tokens_withheld,
@@ -217,7 +218,7 @@ class GuestSlot:
             )
 
     def finished(self) -> None:
-        """The oldest launched step has ended."""
+        """Record the end of the oldest launched step."""
         with self._lock:
             now_ns = monotonic_ns()
             self.steps.finish(production=self._production(now_ns), now_ns=now_ns)
@@ -238,7 +239,7 @@ class GuestSlot:
                 )
 
     def close(self) -> None:
-        """Give up the guest page; what is called afterwards does nothing to it."""
+        """Give up the guest page; later calls do not write it."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -295,7 +296,8 @@ class GuestSlot:
         try:
             self._pulse_pages = {name: self._directory.pulse_head_reader(name) for name in names}
         except PeerProtocolError as error:
-            # Without its pulses the gate stays closed; the engine lives on for a better grant.
+            # Without its pulses the gate stays closed; the engine lives on and waits for a better
+            # grant.
             _log.error("grant of %s: %s", self._directory.path, error)
 
     def _production(self, now_ns: int) -> ProductionMoment | None:

@@ -1,6 +1,6 @@
-"""The account of a guest's steps: those that are launched, how long they took, what they taught.
+"""The account of a guest's steps: launched steps, their durations, and what the model learns.
 
-Reads no clock and no page: what production did at the launch and at the end of a step is told.
+Reads no clock and no page: production's state at the start and end of a step is an argument.
 """
 
 from collections import deque
@@ -11,19 +11,19 @@ import msgspec
 from coserve.law.step_time import StepTimeModel
 from harvester.contracts.page import Calibration
 
-# A probe comes after so many times the last step's duration: it takes a hundredth of idle time.
+# The pause before a probe in multiples of the last step: a probe takes 1 % of idle time.
 _PROBE_RATIO = 100.0
 _PROBE_MAX_S = 10.0
 _CALIBRATIONS_NS = 1_000_000_000
-"""So often is what is said of the steps computed anew."""
+"""Interval at which the published calibrations are recomputed."""
 
 
 class ProductionMoment(msgspec.Struct, frozen=True):
-    """All engines of a slot at one moment."""
+    """State of all engines of a slot at one moment."""
 
     idle: bool
     requests: int
-    """Ever."""
+    """Requests that ever arrived."""
 
 
 class _Launched(msgspec.Struct, frozen=True):
@@ -45,14 +45,14 @@ class GuestSteps:
     last_step_s: float = 0.0
     last_end_ns: int = 0
     probe_ns: int = 0
-    """When the next probe may come."""
+    """Earliest time of the next probe."""
     _launched: deque[_Launched] = field(default_factory=deque)
     _calibrations: tuple[Calibration, Calibration] = (Calibration(), Calibration())
     _calibrated_ns: int = 0
 
     @property
     def launched_s(self) -> float:
-        """Predicted time of those that are launched and not finished."""
+        """Predicted time of all launched, unfinished steps."""
         launched = self._launched
         return sum([step.predicted_s for step in launched]) if launched else 0.0
 
@@ -65,7 +65,7 @@ class GuestSteps:
         production: ProductionMoment | None,
         now_ns: int,
     ) -> None:
-        """`production` is None where a pulse says nothing."""
+        """Record a launch. `production` is None if a pulse cannot be read."""
         predicted_s = self.model.predict_s(
             decodes=decodes, prefill_tokens=prefill_tokens, context_tokens=context_tokens
         )
@@ -75,11 +75,11 @@ class GuestSteps:
         self.launched_total += 1
 
     def finish(self, *, production: ProductionMoment | None, now_ns: int) -> None:
-        """The oldest launched step has ended."""
+        """Record the end of the oldest launched step."""
         if not self._launched:
             return
         step = self._launched.popleft()
-        # With steps queued behind one another a step begins when the one before it ends.
+        # A queued step begins when the step before it ends.
         start_ns = max(step.start_ns, self.last_end_ns)
         self.last_step_s = (now_ns - start_ns) * 1e-9
         self.last_tokens = step.decodes + step.prefill_tokens
@@ -90,7 +90,7 @@ class GuestSteps:
         self._learn(step, production)
 
     def calibrations(self, *, now_ns: int) -> tuple[Calibration, Calibration]:
-        """Of steps alone, and of those beside production; at most a second old."""
+        """Calibrations of steps alone and of steps beside production; at most a second old."""
         if now_ns - self._calibrated_ns > _CALIBRATIONS_NS:
             self._calibrated_ns = now_ns
             self._calibrations = (self.model.alone.summary(), self.model.beside.summary())

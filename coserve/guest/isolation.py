@@ -1,4 +1,5 @@
-"""What bounds a guest step that is already running. The slack law bounds which steps run.
+"""Isolation backends, which bound the delay from a running guest step. The slack law bounds which
+steps run.
 
 Chosen by capability, reported in the grant as `blocking_ratio` and undone on exit:
 
@@ -34,9 +35,9 @@ from harvester.platform.scheduling_group import Rank, is_below, ranks
 
 _GROUPS = IdleGroups()
 _GPU_GUEST_NICE = 19
-"""Of a GPU guest's threads on the host: a sixtieth of a core beside each of production's. Not the
-idle class: production may wait for a lock of the driver that a thread of the guest holds, and one
-that gets no core at all never lets it go."""
+"""Nice value of a GPU guest's host threads: a sixtieth of a core beside each of production's. Not
+the idle class: production may wait for a driver lock that a guest thread holds, and a thread
+without any CPU time never releases it."""
 
 
 class IsolationBackend(StrEnum):
@@ -53,28 +54,30 @@ class Isolation:
     blocking_ratio: float
     """Share of a running guest step that can delay production, 0 to 1."""
     fault_isolated: bool = True
-    """Whether a fault of the guest stays with the guest."""
+    """Whether a fault of the guest leaves production unharmed."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Variables that the guest's processes start with; they end with it, so nothing is undone."""
+    """Variables that the guest's processes start with; they end with it, so nothing needs
+    undoing.
+    """
 
     @property
     def statement(self) -> str:
-        """For a report: what an operator has agreed to."""
+        """Summary for reports, with the shared fate that an operator has agreed to."""
         fate = "" if self.fault_isolated else ", shared fate: a fault of the guest ends production"
         return f"{self.backend}, blocking ratio {self.blocking_ratio:g}{fate}"
 
 
-# A waking normal task preempts the idle class at once, whatever step it is in. What is left is the
-# switch and caches that the step has filled: together well under a millisecond.
+# A waking normal task preempts the idle class at once, in any step. The remaining delay is the
+# switch and the caches that the step has filled: together well under a millisecond.
 IDLE_GROUP = Isolation(IsolationBackend.IDLE_GROUP, blocking_ratio=0.02)
 IDLE_CLASS = Isolation(IsolationBackend.IDLE, blocking_ratio=0.02)
-# CUDA joins whatever MPS daemon answers in its default directory and says nothing: a guest without
-# anybody's consent to that is sent to look where there is none.
+# CUDA silently joins any MPS daemon that answers in its default directory: without consent, a guest
+# gets a pipe directory without a daemon.
 _NO_MPS = ((PIPE_VARIABLE, str(NO_DAEMON)),)
 NO_ISOLATION = Isolation(IsolationBackend.NONE, blocking_ratio=1.0, environment=_NO_MPS)
-# Two contexts with work share the GPU about evenly, in slices of milliseconds. A step of production
-# that meets a guest step gets half of the GPU until one of them is done: it is late by at most the
-# rest of that step, and never by more than its own time.
+# Two contexts with work share the GPU about evenly, in slices of milliseconds. A production step
+# that meets a guest step gets half of the GPU until one of them ends: its delay is at most the rest
+# of the guest step, and never more than its own time.
 TIME_SLICING = Isolation(IsolationBackend.TIME_SLICING, blocking_ratio=1.0, environment=_NO_MPS)
 
 
@@ -84,10 +87,10 @@ def choose(
     gpus: Sequence[Gpu] = (),
     mps: MpsShare | None = None,
 ) -> Isolation:
-    """The best backend of this machine, or the wanted one. `gpus` are those of the guest.
+    """The requested backend, or the best of this machine. `gpus` are those of the guest.
 
-    `mps` is an operator's consent, and never chosen without being wanted. Raises Unsupported when
-    the wanted one cannot work here, ConfigError when it lacks that consent.
+    `mps` is an operator's consent; it is used only if MPS is requested. Raises Unsupported if the
+    requested backend cannot work here, ConfigError if it lacks that consent.
     """
     if wanted is IsolationBackend.NONE:
         return NO_ISOLATION
@@ -155,9 +158,9 @@ def _mps(gpus: Sequence[Gpu], share: MpsShare | None) -> Isolation:
 def apply_to_process(isolation: Isolation, pid: int = 0, *, guest: int = 0) -> None:
     """Put a process (0: this one) and every thread of it under the backend. Raises Unsupported.
 
-    `guest` is the first process of the guest that it is one of; 0 where it is that itself.
-    On the GPU itself a backend holds from a process's first call of CUDA: `Isolation.environment`.
-    Children and threads made later inherit it, so it is called before an engine starts its own.
+    `guest` is the first process of its guest; 0 if it is that process itself. On the GPU itself a
+    backend holds from a process's first call of CUDA: `Isolation.environment`. Children and later
+    threads inherit it, so call this before an engine starts its own.
     """
     if isolation.backend is IsolationBackend.IDLE_GROUP:
         pid = pid or os.getpid()
@@ -169,7 +172,8 @@ def apply_to_process(isolation: Isolation, pid: int = 0, *, guest: int = 0) -> N
 
 
 def lift_from_process(pid: int = 0) -> None:
-    """Back among all others, for a reclaim that must not wait behind production, or at the end.
+    """Return a process to normal scheduling, for a reclaim that must not wait behind production, or
+    at the end.
 
     Nothing lifts a process on a GPU: a client of MPS keeps the share that it started with.
     """
@@ -178,17 +182,17 @@ def lift_from_process(pid: int = 0) -> None:
 
 
 def clear() -> None:
-    """What isolating guests left on this machine; another's guests keep what they are in."""
+    """Remove empty guest groups from this machine; groups of running guests stay."""
     _GROUPS.clear()
 
 
 PREEMPTED = {IsolationBackend.IDLE_GROUP: IDLE_GROUP, IsolationBackend.IDLE: IDLE_CLASS}
-"""Backends that hold by the kernel's order of threads on a core, which others may change."""
+"""Backends that rely on the kernel's ranking of threads, which other processes may change."""
 
 
 def check_beside(isolation: Isolation, *, guest: Iterable[int], production: Iterable[int]) -> None:
-    """Both are process ids. Raises Unsupported where a thread of the guest could keep one of
-    production's waiting, or where the kernel does not show them."""
+    """Raises Unsupported if a guest thread could keep one of production's waiting, or if the kernel
+    does not show their ranks. `guest` and `production` are process ids."""
     if isolation.backend not in PREEMPTED:
         return
     try:
@@ -207,7 +211,7 @@ def check_beside(isolation: Isolation, *, guest: Iterable[int], production: Iter
 def _ranks(pids: Iterable[int]) -> list[Rank]:
     found: set[Rank] = set()
     for pid in pids:
-        # A process that has ended since it was listed waits for nobody.
+        # A process that ended after it was listed delays no thread.
         with suppress(FileNotFoundError, ProcessLookupError):
             found |= ranks(pid)
     if not found:
@@ -216,7 +220,8 @@ def _ranks(pids: Iterable[int]) -> list[Rank]:
 
 
 def _rank(pid: int, policy: int, *, nice: int | None = None) -> None:
-    """Every thread of a process; those that a thread makes meanwhile inherit its old rank."""
+    """Set policy and nice value of every thread of a process, including threads that are created
+    meanwhile with the old rank."""
     ranked: set[int] = set()
     while found := _threads(pid or os.getpid()) - ranked:
         for thread in sorted(found):

@@ -1,8 +1,8 @@
-"""Whether a guest's isolation holds: asked of the kernel as long as the guest runs.
+"""Checks with the kernel, as long as the guest runs, whether its isolation holds.
 
-An isolation is what somebody did once. Afterwards production restarts, an operator moves a service
-into another control group, a reclaim lifts the guest: the kernel's order is then another one and
-nothing reports it. What cannot be seen does not hold: the guest's steps count whole.
+An isolation is set up once. Afterwards production may restart, an operator may move a service into
+another control group, or a reclaim may lift the guest: the kernel's ranking then changes and
+nothing reports it. An unverifiable isolation does not hold: the guest's steps count whole.
 """
 
 import logging
@@ -28,7 +28,7 @@ class Standing:
     blocking_ratio: float = 1.0
     """Share of a running guest step that can delay production."""
     fault: str = ""
-    """Why the isolation does not hold; "" where it does, or where there is none to hold."""
+    """Why the isolation does not hold; "" if it does, or if the backend needs no check."""
 
 
 class IsolationWatch(threading.Thread):

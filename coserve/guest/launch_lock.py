@@ -1,8 +1,8 @@
-"""One engine at a time starts on a GPU.
+"""Lets engines start on a GPU one at a time.
 
-An engine sizes itself by what is free at its start and takes more, for a while, than it keeps. Two
-that start together each count the other's memory as free or as gone. A lock is a file that the
-kernel locks, so that it ends with its holder however that ends.
+An engine sizes itself by the memory that is free at its start and temporarily takes more than it
+keeps. Two engines that start together misread each other's memory as free or as gone. The lock is a
+file lock, which the kernel releases when its holder ends.
 """
 
 import fcntl
@@ -19,11 +19,11 @@ _LOOK_S = 0.2
 
 
 class LaunchLock:
-    """Of all GPUs that one engine uses. `directory` is common to all guests of the machine."""
+    """Locks all GPUs that one engine uses. `directory` is common to all guests of the machine."""
 
     def __init__(self, directory: Path, gpus: Iterable[str], *, clock: Clock | None = None) -> None:
         self._files = [
-            # In one order everywhere: two engines of several GPUs never wait for each other.
+            # One order everywhere, so that two engines of several GPUs never deadlock.
             directory / f"{checked_name(gpu, what='GPU')}.launch"
             for gpu in sorted(set(gpus))
         ]
@@ -31,7 +31,8 @@ class LaunchLock:
         self._clock = clock or MonotonicClock()
 
     def acquire(self, *, timeout_s: float) -> None:
-        """Raises Exhausted, naming who is starting, and ConfigError where there can be no lock."""
+        """Wait for the locks. Raises Exhausted after `timeout_s`, naming the process that is
+        starting an engine, and ConfigError if a lock file cannot be opened."""
         until_s = self._clock.now() + timeout_s
         try:
             for file in self._files:
@@ -41,7 +42,7 @@ class LaunchLock:
             raise
 
     def release(self) -> None:
-        """Also for children that have inherited the files. Once more does nothing."""
+        """Unlock, for children that inherited the files too. Idempotent."""
         while self._held:
             held = self._held.pop()
             fcntl.flock(held, fcntl.LOCK_UN)

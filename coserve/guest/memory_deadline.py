@@ -1,8 +1,8 @@
-"""When a guest that holds more KV than its budget is ended by itself, and how.
+"""The guest's own deadline for KV above its budget, and how it ends itself.
 
-The agent ends it at the deadline (harvester.policy.reclaim) and can say why. Here is what is left
-where no agent can: it is gone, or the guest is in another pid namespace or another user's. The
-engine loop may be what is stuck, so another thread asks.
+Normally the agent ends it at the deadline (harvester.policy.reclaim) and records the reason. This
+is the fallback if no agent can: it is gone, or the guest is in another pid namespace or another
+user's. The engine loop may be the stuck part, so another thread asks.
 """
 
 import os
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from harvester.contracts.process import ProcessId, start_ticks
 
 MARGIN_S = 1.0
-"""Later than the agent, whose beats, and whose orderly end of a client of MPS, take less."""
+"""Margin over the agent, whose beats and orderly end of an MPS client take less."""
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class MemoryDeadline:
     def missed(
         self, *, usable_tokens: int, budget_tokens: int | None, deadline_s: float, now: float
     ) -> bool:
-        """Whether more than the budget (None: there is none) has been held for too long."""
+        """Whether the guest has held more than the budget (None: no limit) for too long."""
         if budget_tokens is None or usable_tokens <= budget_tokens:
             self._since_s = None
             return False
@@ -33,7 +33,7 @@ class MemoryDeadline:
 
 
 def end_guest(processes: Iterable[ProcessId]) -> None:
-    """End the guest's processes as this one sees them, itself last. Does not return."""
+    """Kill the guest's visible processes, this one last. Does not return."""
     own = os.getpid()
     for process in processes:
         if process.pid != own and start_ticks(process.pid) == process.start_ticks:

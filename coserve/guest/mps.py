@@ -32,7 +32,7 @@ class MpsShare:
     below_normal: bool = True
     """Production's kernels go first where both wait."""
     blocking_ratio: float = 1.0
-    """Nobody has measured another one on a GPU yet: configure what you measured."""
+    """No other ratio has been measured on a GPU yet: configure your own measurement."""
 
     def __post_init__(self) -> None:
         if not 0 < self.active_thread_percentage <= 100:

@@ -1,14 +1,15 @@
-"""Which KV prefixes a guest keeps for trajectories away at their tools, and which go first.
+"""Decides the KV prefixes that a guest keeps for trajectories that await a tool, and their order of
+eviction.
 
-    worth of a prefix = chance that its trajectory comes back, having been away for so long
+    worth of a prefix = chance that its trajectory returns, given its absence so far
 
 All blocks hold equally many tokens, so this is the prefill saved per byte. First turns and later
-ones are learned apart: of a job of single turns nothing is kept, while a trajectory that came back
-once usually comes again. The least worth goes first, the oldest of equals before the others, and
-those whose next turn is in the engine already go last.
+turns are learned separately: a job of single turns keeps nothing, while a trajectory that returned
+once usually returns again. The prefix of least worth is evicted first, the oldest among equals, and
+prefixes whose next turn is already in the engine last.
 
-Blocks are numbers here. Prefixes that begin alike share blocks, which count once. Knows no vLLM and
-reads no clock; the room is the caller's.
+Blocks are numbers here. Prefixes with a common beginning share blocks, which count once. Imports
+nothing of vLLM and reads no clock; the caller decides the room.
 """
 
 from collections import Counter, OrderedDict
@@ -18,52 +19,57 @@ from dataclasses import dataclass
 from coserve.law.return_times import ReturnTimes
 
 LEAST_WORTH = 0.05
-"""A prefix that is needed again once in twenty times costs others more than it saves."""
+"""A prefix that is reused once in twenty times costs others more than it saves."""
 MOST_TRAJECTORIES = 4096
-"""Remembered, with a prefix or without one: who comes back teaches either way."""
+"""Bound on remembered trajectories, with or without a prefix: each absence teaches a return
+time.
+"""
 
 
 @dataclass(slots=True)
 class _Trajectory:
     turns: int = 0
     seen_s: float = 0.0
-    """When its last turn ended; while a turn is here, when that was noticed last."""
+    """End of its last turn; while a turn is in the engine, the time at which that was last
+    noticed.
+    """
     here: bool = False
-    """Its next turn is in the engine."""
+    """Whether its next turn is in the engine."""
     blocks: tuple[int, ...] = ()
 
     @property
     def begun(self) -> bool:
-        """It came back at least once."""
+        """Whether it returned at least once."""
         return self.turns > 1
 
 
 class PrefixRetention:
     def __init__(self) -> None:
         self._trajectories: OrderedDict[str, _Trajectory] = OrderedDict()
-        """Who was seen longest ago comes first."""
+        """Ordered by the time last seen, oldest first."""
         self._users: Counter[int] = Counter()
         self._first_turns, self._later_turns = ReturnTimes(), ReturnTimes()
 
     @property
     def blocks(self) -> int:
-        """Kept, each counted once."""
+        """Kept blocks, each counted once."""
         return len(self._users)
 
     def came_back(self, trajectory: str, *, now: float) -> None:
-        """Its next turn is in the engine; what is kept for it waits for that turn's first step."""
+        """Record that the trajectory's next turn is in the engine; its prefix waits for that first
+        step."""
         known = self._trajectories.get(trajectory)
         if known is not None and not known.here:
             self._times(known).came_back(now - known.seen_s)
             self._see(trajectory, here=True, now=now)
 
     def turned_away(self, trajectory: str, *, now: float) -> None:
-        """Its turn went without a step, so that it may come again."""
+        """Record that its turn ended without a step, so that it may return again."""
         if trajectory in self._trajectories:
             self._see(trajectory, here=False, now=now)
 
     def left(self, trajectory: str, blocks: Sequence[int], *, now: float) -> bool:
-        """A turn of it has ended and leaves these. False where they are not worth keeping."""
+        """Record the end of a turn and its blocks. False if they are not worth keeping."""
         known = self._trajectories.setdefault(trajectory, _Trajectory())
         self._see(trajectory, here=False, now=now)
         known.turns += 1
@@ -75,7 +81,7 @@ class PrefixRetention:
         return True
 
     def drop(self, trajectory: str) -> None:
-        """Its blocks are kept no more."""
+        """Release the trajectory's blocks."""
         known = self._trajectories.get(trajectory)
         if known is None:
             return
@@ -86,7 +92,7 @@ class PrefixRetention:
         known.blocks = ()
 
     def given_up(self, *, now: float) -> list[str]:
-        """Those that will not come back, which are forgotten."""
+        """Forget the trajectories that are not expected back; returns their names."""
         gone: list[str] = []
         while self._trajectories:
             trajectory, oldest = next(iter(self._trajectories.items()))
@@ -105,7 +111,7 @@ class PrefixRetention:
         return gone
 
     def least_first(self, *, now: float) -> list[str]:
-        """Everybody for whom something is kept, in the order in which it may go."""
+        """All trajectories with a kept prefix, in order of eviction."""
         away = [known for known in self._trajectories.values() if not known.here]
         overdue = Counter(
             known.begun for known in away if self._times(known).overdue(now - known.seen_s)

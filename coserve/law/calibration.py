@@ -1,8 +1,9 @@
-"""How well predicted step times hold: what was observed over what was predicted before it.
+"""Calibration of predicted step times: observed over predicted.
 
-Each step is held against the model in force when it ran, never against one that has seen it. Of a
-model of the P90 a tenth of the steps take longer and the P90 of the ratio is 1; above 1 production
-is slower than the slack law believes, below it harvesting leaves time unused. Reads no clock.
+Each step is compared with the model in force when it ran, never with one that has learned from it.
+For a model of the P90, a tenth of the steps take longer than predicted and the P90 of the ratio is
+1; above 1 production is slower than the slack law believes, below it harvesting leaves time unused.
+Reads no clock.
 """
 
 from collections import deque
@@ -19,7 +20,7 @@ class CalibrationWindow:
         self._ratios: deque[float] = deque(maxlen=_WINDOW)
 
     def observe(self, *, predicted_s: float, step_s: float) -> None:
-        """A prediction of nothing is none."""
+        """Record a step. Ignores predictions of 0 s."""
         if predicted_s > 0.0:
             self._ratios.append(step_s / predicted_s)
 

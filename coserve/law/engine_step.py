@@ -1,4 +1,4 @@
-"""What one API-server process hears of its engine: each step, and what its siblings have."""
+"""One engine step as an API-server process observes it, and the totals of its siblings."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
     """One iteration as the statistics logger reports it."""
 
     running: int | None
-    """None where this process got no scheduler statistics for the step."""
+    """None if this process got no scheduler statistics for the step."""
     kv_usage_ratio: float | None
     first_tokens: int
     prompt_tokens: int
@@ -15,15 +15,15 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
     inter_token_s: tuple[float, ...]
     finished_prompt_tokens: tuple[int, ...]
     rank: int = 0
-    """Of the engine core, with data parallelism."""
+    """Data-parallel rank of the engine core."""
     ours: bool = True
-    """Whether requests of this process were in it."""
+    """Whether the step held requests of this process."""
     waiting: int | None = None
-    """As `running`: requests without a place in the batch."""
+    """Requests without a place in the batch; None as for `running`."""
 
     @property
     def served(self) -> bool:
-        """Whether it gave requests of this process anything; outputs of aborted ones are not."""
+        """Whether the step gave output to this process's requests; aborted requests get none."""
         return bool(
             self.generation_tokens
             or self.first_tokens
@@ -34,14 +34,14 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Siblings(msgspec.Struct, frozen=True):
-    """What the engine's other API servers have together."""
+    """Totals of the engine's other API servers."""
 
     in_flight: int = 0
     waiting: int = 0
     decoding: int = 0
     requests_total: int = 0
     steps_total: int = 0
-    """Steps that served several processes are counted by each of them."""
+    """A step that served several processes is counted by each of them."""
 
 
 NO_SIBLINGS = Siblings()

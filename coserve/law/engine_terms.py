@@ -1,10 +1,11 @@
-"""By what each pulse of a slot is judged, where one engine has several of them.
+"""Terms by which the slack law judges each pulse of a slot, joined over one engine's processes.
 
-The API-server processes of one engine share its steps: what they decode they decode together, and
-their models are of one engine. Engines that are unlike keep models of their own: a share epsilon of
-a large model's step is far more than that of a small one's.
+The API-server processes of one engine share its steps: their decodes form one batch, and their
+models describe one engine. Unlike engines keep models of their own: a share epsilon of a large
+model's step is far more than that of a small one's.
 
-What is in flight is what the middleware sees, and the cores say what they hold: the larger counts.
+Requests are counted twice, by the middleware (in flight) and by the cores: the larger count is
+used.
 """
 
 from collections.abc import Sequence
@@ -13,25 +14,25 @@ import msgspec
 
 from harvester.contracts.page import Grant, ProductionModel, PulseHead, engine_of, latest_cores
 
-# The beat of a pulse is 100 ms: requests of one step each are seen at the end of it only.
+# A pulse beats every 100 ms, so requests of one step each are visible only at the end of a beat.
 UNSEEN_HOLD_NS = 300_000_000
-"""So long after a step for requests that no middleware saw the engine counts as busy with them."""
+"""After a step for requests that no middleware saw, the engine counts as busy for this long."""
 
 
 class EngineTerms(msgspec.Struct):
     model: ProductionModel
-    """Of the engine alone."""
+    """Step-time model of the engine running alone."""
     phantom_prompt_tokens: int
     decoding: int
-    """Requests of the whole engine, over its processes, or in its batch if these are more."""
+    """Decoding requests of the whole engine, over its processes, or its batch if that is larger."""
     cores: int = 1
-    """Data-parallel ranks that these may be spread over."""
+    """Data-parallel ranks that the decodes may be spread over."""
     unseen: int = 0
     """Requests that the cores hold and that no process of the engine has in flight."""
     unseen_step_ns: int = 0
-    """End of the last step that served such a request, as the processes counted it."""
+    """End of the last step that served an unseen request, as counted by the processes."""
     last_word_ns: int = 0
-    """When the core that has been silent longest spoke last, of those that hold requests."""
+    """Oldest report time among the cores that hold requests."""
 
     def serves_unseen(self, *, now_ns: int) -> bool:
         if self.unseen:
@@ -40,12 +41,14 @@ class EngineTerms(msgspec.Struct):
 
     @property
     def unseen_since_ns(self) -> int:
-        """From when on the next step for them takes its time."""
+        """Start of the interval in which the next step for unseen requests runs (ns)."""
         return self.last_word_ns if self.unseen else self.unseen_step_ns
 
 
 def terms_of(pulses: Sequence[PulseHead], grant: Grant) -> list[EngineTerms]:
-    """One for each pulse; `grant.pulses` names them in this order."""
+    """One entry for each pulse, in the order of `grant.pulses`; pulses of one engine share
+    theirs.
+    """
     if len(pulses) == 1 and not grant.own_models:
         alone = _of_one(pulses[0], grant)
         if _tells(pulses[0]):
@@ -70,7 +73,7 @@ def terms_of(pulses: Sequence[PulseHead], grant: Grant) -> list[EngineTerms]:
 
 
 def idle(pulses: Sequence[PulseHead], terms: Sequence[EngineTerms], *, now_ns: int) -> bool:
-    """Whether no engine of the slot has anything to do."""
+    """Whether no engine of the slot has any work."""
     if any(pulse.in_flight for pulse in pulses):
         return False
     return not any(of_engine.serves_unseen(now_ns=now_ns) for of_engine in terms)
@@ -86,7 +89,7 @@ def _of_one(pulse: PulseHead, grant: Grant) -> EngineTerms:
 
 
 def _join(terms: EngineTerms, pulse: PulseHead, grant: Grant) -> None:
-    """Another process of the same engine."""
+    """Add another process of the same engine."""
     terms.decoding += pulse.decoding
     terms.cores = max(terms.cores, len(pulse.cores))
     if grant.own_models:
@@ -96,15 +99,16 @@ def _join(terms: EngineTerms, pulse: PulseHead, grant: Grant) -> None:
 
 
 def _tells(pulse: PulseHead) -> bool:
-    """Whether there is anything to count: before most steps of a guest production is idle."""
+    """Whether there are unseen requests to count; usually not, since most guest steps meet idle
+    production."""
     return bool(
         pulse.unseen_step_ns or [core for core in pulse.cores if core.running or core.waiting]
     )
 
 
 def _count_unseen(terms: EngineTerms, pulses: Sequence[PulseHead]) -> None:
-    """`pulses` are all of the engine's; those that wait for their first token may be in its batch
-    already, and have a deadline of their own."""
+    """Count unseen requests. `pulses` are all of one engine. Requests that wait for their first
+    token may be in the batch already; they have a deadline of their own."""
     terms.unseen_step_ns = max([pulse.unseen_step_ns for pulse in pulses])
     holding = [core for core in latest_cores(pulses) if core.running or core.waiting]
     if not holding:

@@ -1,13 +1,13 @@
 """The laws by which a guest's steps are admitted, each from pulses, grant and time alone.
 
-    slack        ours: the largest step that fits into what production can spare
+    slack        RoseMux's: the largest step that fits into production's slack
     rose         ROSE, section 4.1: chunks of 512 tokens while TTFT and TPOT slack to the SLO itself
                  are positive
     saturation   llm-d's probabilistic admitter (inference scheduler 520af478): new work is shed
                  with probability min(1, 300 * saturation ** 5), work that runs goes on
 
-The last two are what others do, to be measured beside ours on one engine. A law is asked only once
-the grant is open and every pulse is there and fresh. Pure; chance comes as an argument.
+The last two are other projects' laws, for comparison on one engine. A law is asked only once the
+grant is open and every pulse is present and fresh. Pure; the random number is an argument.
 """
 
 import math
@@ -21,7 +21,7 @@ from coserve.law.step_time import StepTimeModel
 from harvester.contracts.page import Grant, PulseHead
 
 ROSE_CHUNK_TOKENS = 512
-# llm-d's: an engine is full with five requests waiting, or with four fifths of its KV in use.
+# llm-d's bounds: an engine is full with five waiting requests, or four fifths of its KV in use.
 _FULL_WAITING = 5.0
 _FULL_KV_RATIO = 0.8
 _SHED_FACTOR = 300.0
@@ -29,17 +29,17 @@ _SHED_POWER = 5
 
 
 class GuestLoad(msgspec.Struct, frozen=True):
-    """What the guest would step with."""
+    """The guest's load and limits for its next step."""
 
     step_time: StepTimeModel
     decodes: int
-    """Its running decode requests."""
+    """Running decode requests."""
     context_tokens: int
-    """KV that its running requests hold."""
+    """KV tokens of the running requests."""
     launched_s: float
-    """Predicted time of its steps that are launched and not finished."""
+    """Predicted time of launched, unfinished steps."""
     cap: int
-    """Tokens that engine and grant allow a step."""
+    """Token limit of a step, by engine and grant."""
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ def slack_law(
     terms: Sequence[EngineTerms],
     now_ns: int,
 ) -> Admission:
-    """`terms` has one entry for each pulse."""
+    """Admit the largest step that fits into production's slack. `terms` has one entry per pulse."""
     slack = slack_s(pulses, grant, terms, now_ns=now_ns)
     budget_s = step_budget_s(slack, grant) - guest.launched_s
     tokens = guest.step_time.tokens_within_s(
@@ -84,7 +84,7 @@ def rose_law(
     terms: Sequence[EngineTerms],
     now_ns: int,
 ) -> Admission:
-    """`terms` has one entry for each pulse."""
+    """Admit a chunk while all slack to the SLO is positive. `terms` has one entry per pulse."""
     slack = min(
         (
             events_slack_s(pulse, grant, of_engine, epsilon=math.inf, now_ns=now_ns)
@@ -96,7 +96,7 @@ def rose_law(
 
 
 def saturation_law(pulses: Sequence[PulseHead], guest: GuestLoad, *, chance: float) -> Admission:
-    """`chance` is uniform between 0 and 1."""
+    """Shed new work at random as production fills up. `chance` is uniform in [0, 1)."""
     full = [max(p.waiting / _FULL_WAITING, p.kv_usage_ratio / _FULL_KV_RATIO) for p in pulses]
     saturation = sum(full) / len(full) if full else 1.0
     shed = chance < _SHED_FACTOR * saturation**_SHED_POWER

@@ -1,9 +1,9 @@
 """Coefficients of a linear law, from one observation at a time.
 
-Recursive least squares with forgetting and a floor under what is known (Kreisselmeier, 1990): what
-changes is followed without a reset, and a direction that nothing was heard of for hours is never
-quite unknown, without which the fit runs away there. No coefficient falls below its least. Plain
-floats: for four coefficients one observation costs some ten microseconds. Reads no clock.
+Recursive least squares with forgetting and a floor under the information (Kreisselmeier, 1990):
+changes are followed without a reset, and a direction without observations for hours keeps some
+information, without which the fit would diverge there. No coefficient falls below its minimum.
+Plain floats: for four coefficients one observation costs some ten microseconds. Reads no clock.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 # An observation 200 ago weighs 1/e.
 _FORGETTING = 1.0 - 1.0 / 200.0
 _LEAST_INFORMATION = 1e-3
-"""Added with every observation, in every direction."""
+"""Information added with every observation, in every direction."""
 
 
 class LeastSquares:
@@ -21,13 +21,13 @@ class LeastSquares:
         size = len(self.coefficients)
         self._places = range(size)
         self._information = [[0.0] * (place + 1) for place in self._places]
-        """What the observations of late told; the lower triangle, by rows."""
+        """Information matrix of recent observations; the lower triangle, by rows."""
 
     def predict(self, x: Sequence[float]) -> float:
         return sum([each * value for each, value in zip(self.coefficients, x, strict=True)])
 
     def observe(self, x: Sequence[float], residual: float) -> None:
-        """`residual` is what was seen, less what was predicted for `x`."""
+        """Update the fit. `residual` is the observed value less the prediction for `x`."""
         for place, row in enumerate(self._information):
             of_place = x[place]
             for other in range(place):
@@ -37,12 +37,12 @@ class LeastSquares:
         self._shift(residual, _solved(factor, x))
         for place, least in enumerate(self._least):
             if self.coefficients[place] < least:
-                # Raised along the inverse, so that the others make up for it: raising one alone
-                # would leave a fit that is off for every observation.
+                # Raised along the inverse, so that the other coefficients compensate: raising one
+                # alone would bias the fit for every observation.
                 unit = [1.0 if other == place else 0.0 for other in self._places]
                 direction = _solved(factor, unit)
                 self._shift((least - self.coefficients[place]) / direction[place], direction)
-        # Which may have pushed one of them down in turn.
+        # Compensation may have pushed another coefficient below its minimum.
         for place, least in enumerate(self._least):
             self.coefficients[place] = max(least, self.coefficients[place])
 

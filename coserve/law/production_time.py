@@ -31,7 +31,7 @@ class ProductionTime:
     """(requests in the batch, seconds)"""
     samples: int = 0
     model: ProductionModel = field(default_factory=ProductionModel)
-    """As last fitted; zeros until enough was seen."""
+    """The last fit; zeros until there are enough observations."""
     prefill_calibration: CalibrationWindow = field(default_factory=CalibrationWindow)
     decode_calibration: CalibrationWindow = field(default_factory=CalibrationWindow)
 

@@ -1,11 +1,11 @@
-"""How likely a trajectory that is away at its tools comes back for another turn.
+"""Estimates how likely a trajectory that awaits a tool returns for another turn.
 
     chance(t) = (returns seen later than t + 1/2) / (those + trajectories that never came + 1)
 
-Who is away for longer than anybody who came back counts among those that never came, and is given
-up only much later: a tool slower than all before it must be able to show itself. Learned from the
-last few hundred absences, so that other tools and another job are followed. The longer one has been
-away the less likely it comes: of equals the oldest is worth least. Reads no clock.
+A trajectory that is away for longer than every observed return counts as never returned, but is
+forgotten only much later: a tool slower than all before it must get the chance to be observed.
+Learned from the last 256 absences, so that new tools and new jobs are followed. The longer an
+absence, the less likely a return: of equals the oldest is worth least. Reads no clock.
 """
 
 import math
@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import deque
 
 _WINDOW = 256
-# With nothing learned: longer than most tools run, short beside an RL step.
+# With nothing learned: longer than most tools run, short compared with an RL step.
 _PATIENCE_S = 600.0
 _LEAST_PATIENCE_S = 60.0
 _MOST_PATIENCE_S = 3600.0
@@ -23,9 +23,9 @@ _PATIENCE_RATIO = 4.0
 class ReturnTimes:
     def __init__(self) -> None:
         self._absences_s: deque[float] = deque(maxlen=_WINDOW)
-        """Infinite for one that never ended."""
+        """Infinite for a trajectory that never returned."""
         self._returns_s: list[float] | None = []
-        """The finite ones in order; None until somebody asks."""
+        """The finite absences in ascending order; None until the next query sorts them."""
 
     def came_back(self, away_s: float) -> None:
         self._absences_s.append(away_s)
@@ -35,7 +35,8 @@ class ReturnTimes:
         self.came_back(math.inf)
 
     def chance(self, away_s: float, *, overdue: int = 0) -> float:
-        """That one comes back that has been away for so long, while so many are overdue."""
+        """Chance of a return after an absence of `away_s`; `overdue` absences count as never
+        returned."""
         returns = self._returns()
         later = len(returns) - bisect_right(returns, away_s)
         never = len(self._absences_s) - len(returns) + overdue
@@ -47,7 +48,7 @@ class ReturnTimes:
 
     @property
     def patience_s(self) -> float:
-        """Who is away for longer will not come."""
+        """Absence after which a trajectory is forgotten."""
         returns = self._returns()
         if not returns:
             return _PATIENCE_S

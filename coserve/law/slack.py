@@ -1,8 +1,7 @@
 """The slack law: how long production can spare its accelerator from now on.
 
-A production event (a prefill, a decode step) has the deadline `min(SLO, (1 + epsilon) * T_alone)`
-counted from where its latency is counted from. Slack is what is left of it once the event's own
-predicted time is taken off:
+A production event (a prefill, a decode step) has the deadline `min(SLO, (1 + epsilon) * T_alone)`,
+counted from the start of its latency. Slack is the rest of it after the event's own predicted time:
 
     prefill   S = t_arrival   + D_TTFT - now - T_prefill      (ROSE, section 4.1)
     decode    S = t_last_step + D_TPOT - now - T_decode
@@ -12,10 +11,11 @@ may use up. A phantom request that arrives now with the P99 prompt is always amo
 idle machine has a finite slack too.
 
 At consent level `plugin` single requests are not visible, so the law works on bounds: one last step
-for all decodes, and the oldest waiting arrival with the largest waiting prompt or with none at all.
-Both, because a long prompt leaves less of an SLO and a short one has the smaller share epsilon; so
-with decodes that may be one batch or spread over data-parallel ranks. Requests that the engine's
-cores hold and no middleware saw count as decodes since the core's last word.
+for all decodes, and the oldest waiting arrival with both an empty prompt and the largest waiting
+one. Both, because a long prompt leaves less of an SLO and a short one has the smaller share
+epsilon. Likewise decodes are judged both as one batch and as spread over data-parallel ranks.
+Requests that the engine's cores hold and no middleware saw count as decodes since the core's last
+report.
 """
 
 import math
@@ -25,12 +25,12 @@ from functools import lru_cache
 from coserve.law.engine_terms import EngineTerms
 from harvester.contracts.page import Grant, PulseHead
 
-# In flight and no step for this many predicted steps: the engine hangs, its slack is unknown.
+# Requests in flight and no step for this many predicted steps: the engine hangs.
 HUNG_STEPS = 20
-# A step that is merely slow is no hang.
+# Shorter silences are slow steps, not hangs.
 HUNG_FLOOR_S = 5.0
-# However large epsilon is: so much of its time may a prompt lose that is too long for its SLO, and
-# so near to the SLO must it come to count as such.
+# Largest share of its time, however large epsilon is, that a prompt too long for its SLO may lose;
+# also how near to the SLO a prompt must come to count as too long.
 _UNKEPT_SHARE_MAX = 0.25
 
 
@@ -44,10 +44,10 @@ def deadline_s(slo_s: float, alone_s: float, epsilon: float) -> float:
 def slack_s(
     pulses: Sequence[PulseHead], grant: Grant, terms: Sequence[EngineTerms], *, now_ns: int
 ) -> float:
-    """Least slack in seconds over all events that the pulses tell of; negative is a breach.
+    """Least slack in seconds over all known events; negative is a breach.
 
-    `terms` has one entry for each pulse; those of one engine share theirs. What cannot be computed
-    (a NaN in a model), and no pulse at all, is minus infinity: unknown is not idle.
+    `terms` has one entry for each pulse; pulses of one engine share theirs. Minus infinity without
+    a pulse, or if it cannot be computed (a NaN in a model): unknown is not idle.
     """
     slack, phantom_of = math.inf, None
     for pulse, of_engine in zip(pulses, terms, strict=True):
@@ -66,7 +66,7 @@ def slack_s(
 def events_slack_s(
     pulse: PulseHead, grant: Grant, terms: EngineTerms, *, epsilon: float, now_ns: int
 ) -> float:
-    """Over the requests that are there, without the phantom; infinity where there is none."""
+    """Slack over the present requests, without the phantom; infinity without requests."""
     model, slack = terms.model, math.inf
     if terms.serves_unseen(now_ns=now_ns):
         slack = _decode_slack_s(terms.unseen_since_ns, grant, terms, epsilon, now_ns)
@@ -100,14 +100,14 @@ def _decode_slack_s(
 
 @lru_cache(maxsize=1024)
 def _phantom_slack_s(slo_s: float, alone_s: float, epsilon: float) -> float:
-    """Of a request that might arrive this moment.
+    """Slack of a request that might arrive now.
 
-    Of the prompts up to the P99 the longest is meant whose SLO bears its share epsilon. One that
-    production alone would serve too late, or hardly in time, has no SLO that could be kept:
-    counted, an SLO at the P99, where many are set, would shut an idle machine for ever, and a
-    shorter phantom leave less slack than a longer one. Its own share is not taken either, since the
-    request that comes is likely shorter: after a single prompt of 16k tokens a twentieth of its
-    time may be more than all of a short one's SLO.
+    The phantom is the longest prompt (at most P99) that production alone could serve within its
+    SLO. Production alone would serve a longer prompt too late, or barely in time: judged by the
+    SLO, an SLO set near the P99 would shut an idle machine for ever, and a shorter phantom would
+    leave less slack than a longer one. Nor is the longer prompt's own share epsilon used, since the
+    next request is likely shorter: after a single prompt of 16k tokens a twentieth of its time may
+    exceed a short prompt's whole SLO.
     """
     if epsilon == math.inf:
         return slo_s - alone_s
@@ -119,19 +119,20 @@ def _phantom_slack_s(slo_s: float, alone_s: float, epsilon: float) -> float:
 
 
 def _lesser(one_s: float, other_s: float) -> float:
-    """Minus infinity where one of them is no number."""
+    """The smaller value; minus infinity if either is NaN."""
     if one_s <= other_s:
         return one_s
     return other_s if other_s < one_s else -math.inf
 
 
 def hung(pulse: PulseHead, terms: EngineTerms, *, now_ns: int) -> bool:
-    """Requests in flight and no step for several predicted steps. An open WebSocket is none."""
+    """Whether requests are in flight without a step for several predicted steps. An open WebSocket
+    alone is no request."""
     if pulse.in_flight <= pulse.sockets:
         return False
     last_ns = max(pulse.last_step_end_ns, pulse.oldest_waiting_arrival_ns)
     since_s = (now_ns - last_ns) * 1e-9
-    # Asked before every step, and nearly always of a step that has just been.
+    # Called before every step; nearly always the last step has just ended.
     if last_ns == 0 or since_s <= HUNG_FLOOR_S:
         return False
     expected_s = terms.model.prefill_s(pulse.largest_waiting_prompt_tokens)

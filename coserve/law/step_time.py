@@ -42,7 +42,7 @@ class StepTimeModel:
     """Share of late steps that took longer than predicted: 1 - `quantile` if it is calibrated."""
     alone: CalibrationWindow = field(default_factory=CalibrationWindow)
     beside: CalibrationWindow = field(default_factory=CalibrationWindow)
-    """Steps that production overlapped, over what they would have taken alone."""
+    """Calibration of steps that production overlapped, over their predicted time alone."""
     _fit: LeastSquares = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class StepTimeModel:
     ) -> None:
         """Fold in one step that production did not disturb."""
         fit = self._fit
-        # Whoever sets a coefficient by hand is believed.
+        # Coefficients set from outside take effect.
         fit.coefficients[:] = self._coefficients
         x = (1.0, float(decodes), float(prefill_tokens), context_tokens / CONTEXT_UNIT_TOKENS)
         mean = fit.predict(x)

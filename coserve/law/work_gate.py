@@ -19,13 +19,13 @@ _LOOK_S = 0.005
 
 
 class WorkGate:
-    """Any thread may come with a piece; those that wait go one after the other."""
+    """Thread-safe; pieces of several threads wait one after the other."""
 
     def __init__(
         self, pages: PageDirectory, *, on_host: bool = False, clock: Clock | None = None
     ) -> None:
-        """`on_host`: pieces cost what their threads take of a core. Else what they last: an
-        accelerator is theirs meanwhile."""
+        """With `on_host` a piece costs the CPU time of its threads, else its wall time, since the
+        accelerator is occupied meanwhile."""
         self._pages = pages
         self._grant_page = pages.grant_reader()
         self._guest_page = pages.guest_reader()
@@ -47,7 +47,7 @@ class WorkGate:
             yield
 
     def admits(self, kind: str) -> bool:
-        """Whether a piece may run now, for who can come back when it may not."""
+        """Whether a piece may run now, for callers that can return later."""
         return self._pace(kind).admits(self.budget_s(), now=self._clock.now())
 
     @contextmanager
@@ -64,7 +64,7 @@ class WorkGate:
 
     @contextmanager
     def hurry(self) -> Iterator[None]:
-        """Somebody waits for all the pieces: none of them waits meanwhile."""
+        """Context in which no piece waits, because a caller waits for all of them."""
         self._hurried += 1
         try:
             yield
@@ -72,8 +72,8 @@ class WorkGate:
             self._hurried -= 1
 
     def budget_s(self) -> float:
-        """See `work_budget_s`. Without end where production waits for memory: who has none to give
-        before its work is done must be done soon, and the agent has lifted it."""
+        """See `work_budget_s`. Infinite while production waits for memory: a guest that can free
+        memory only after its work must finish soon, and the agent has lifted it."""
         now_ns = monotonic_ns()
         grant = self._grant_page.read(now_ns=now_ns)
         if grant.record is None:

@@ -1,9 +1,8 @@
-"""When a guest's work that is no step may go on: a version that is decoded or written, weights that
-are woken, a start.
+"""Paces guest work that is no engine step: decoding or writing a version, waking weights, starting.
 
-Done in pieces, each asks for slack as a step does, in the time that pieces of this kind have taken.
-Where there is none it waits; but a version must be late and never stuck, so after a while one piece
-goes all the same. Touches no clock and no page.
+The work is done in pieces; each piece needs slack for the time that pieces of its kind have taken,
+as a step does. Without slack it waits; but a version may be late and never stuck, so after a while
+one piece goes without slack. Touches no clock and no page.
 """
 
 import math
@@ -16,18 +15,17 @@ from coserve.law.slack import hung, slack_s
 from harvester.contracts.page import Grant, GrantMode, PulseHead, Reading
 
 SHARE = 0.05
-"""Share of time for pieces without slack: the epsilon by which production's times
-may grow unless an operator says otherwise. Whatever production does, a version takes at most twenty
-times as long as alone."""
+"""Share of time for pieces without slack: the default epsilon by which production's times may grow.
+A version takes at most twenty times as long as alone, whatever production does."""
 _SLOWER_GAIN = 0.2
 
 
 def work_budget_s(
     grant: Reading[Grant], pulses: Sequence[Reading[PulseHead]], *, now_ns: int
 ) -> float:
-    """How long a piece of work may take now. `grant`: open or closed, it names the pulses.
+    """Seconds that a piece of work may take now. An open or closed `grant` names the pulses.
 
-    Minus infinity where production is not known, or hangs.
+    Minus infinity if production's state is unknown, or if it hangs.
     """
     record = grant.record
     if record is None:
@@ -46,16 +44,16 @@ def work_budget_s(
 
 @dataclass(slots=True)
 class WorkPace:
-    """Pieces of one kind."""
+    """Pace of one kind of pieces."""
 
     piece_s: float = 0.001
-    """Predicted: longer at once when a piece was, shorter slowly."""
+    """Predicted duration of a piece; rises at once, falls slowly."""
     _admitted_s: float | None = None
     _next_s: float = 0.0
-    """When a piece may go without slack."""
+    """Earliest time of a piece without slack."""
 
     def admits(self, budget_s: float, *, now: float) -> bool:
-        """Whether a piece may run now; asked again after each refusal."""
+        """Whether a piece may run now; call again after a refusal."""
         if self._admitted_s is None:
             self._admitted_s, self._next_s = now, now + self.piece_s / SHARE
         if self.piece_s > budget_s and now < self._next_s:
@@ -64,8 +62,9 @@ class WorkPace:
         return True
 
     def observe(self, taken_s: float) -> None:
-        """Learns the time of the piece that was admitted last."""
+        """Learn the duration of the piece that was admitted last."""
         self.piece_s = max(taken_s, self.piece_s + _SLOWER_GAIN * (taken_s - self.piece_s))
         if self._admitted_s is not None:
-            # By what it took: one long piece makes the fit cautious and no more than itself late.
+            # By its actual duration: a long piece makes the prediction cautious, and delays only
+            # itself.
             self._next_s = self._admitted_s + taken_s / SHARE

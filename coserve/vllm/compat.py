@@ -29,9 +29,9 @@ _MARKS = {
     Verdict.UNDECLARED: "[bold red]EXTRA[/]",
 }
 _ENGINE_TEST_TIMEOUT_S = 3600.0
-"""Of one version's tests on a slow machine that others use too; a test that hangs has its own."""
+"""Limit for one version's tests on a slow shared machine; each test has its own limit too."""
 _WIDTH = 180
-"""Of the table in a log; a dozen versions do not fit into eighty columns."""
+"""Columns of the table in a log; a dozen versions do not fit into eighty columns."""
 
 Findings = Mapping[str, tuple[Finding, ...]]
 
@@ -89,7 +89,7 @@ def _download(wheels: Path, versions: Sequence[str], console: Console) -> None:
 
 
 def _trees(wheels: Path, versions: Sequence[str]) -> list[WheelTree]:
-    """Return those of the versions that the folder has."""
+    """Return a tree for each of the versions whose wheel is in the folder."""
     files = {wheel_version(file): file for file in sorted(wheels.glob("*.whl"))}
     return [WheelTree(files[version]) for version in versions if version in files]
 

@@ -1,4 +1,4 @@
-"""Whether one vLLM version has an upstream name in the form that an adapter relies on.
+"""Checks that a vLLM version has an upstream name in the form that an adapter relies on.
 
 Works on syntax trees; nothing of vLLM is imported.
 """
@@ -18,13 +18,13 @@ class Verdict(StrEnum):
 
     PRESENT = "present"
     ABSENT = "absent"
-    """As the capability table says: the adapters do without."""
+    """Missing, as the capability table says: the adapters do without it."""
 
     BROKEN = "broken"
-    """The adapters rely on it and it is missing or different."""
+    """Missing or different, although the adapters rely on it."""
 
     UNDECLARED = "undeclared"
-    """It is there although the capability table says that it is not."""
+    """Present, although the capability table says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Finding:
     symbol: Symbol
     verdict: Verdict
     found: str
-    """What the sources have instead, for the reader of a failed check."""
+    """The form found in the sources, for the reader of a failed check."""
 
     @property
     def agrees(self) -> bool:
@@ -77,7 +77,7 @@ def holds(symbol: Symbol, tree: SourceTree) -> bool:
 def parameters(
     function: ast.FunctionDef | ast.AsyncFunctionDef,
 ) -> tuple[tuple[str, ...], set[str]]:
-    """Return the parameters without the receiver, and those that a caller may leave out."""
+    """Return the parameters without the receiver, and the names of the optional ones."""
     args = function.args
     positional = [arg.arg for arg in (*args.posonlyargs, *args.args)]
     keyword = [arg.arg for arg in args.kwonlyargs]

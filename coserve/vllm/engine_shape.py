@@ -1,9 +1,9 @@
-"""What an engine's own configuration says that it is: whose step times are its, and whose are not.
+"""The shape of an engine, from its own configuration; step times apply to one shape only.
 
     Qwen2ForCausalLM 48x5120 bfloat16 tp4 pp1 on NVIDIA H100 80GB HBM3
 
-Read in production's front end, where nothing may touch a GPU and no mistake may be felt: what
-cannot be said is left out.
+Read in production's front end, which must not touch a GPU and where no error may surface:
+unreadable parts are left out.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def engine_shape(vllm_config: Any) -> str:
-    """One line of at most 120 characters; "" where nothing is known."""
+    """One line of at most 120 characters; "" if nothing is known."""
     words: list[str] = []
-    # Of production: whatever upstream calls these one day, the pulse goes on.
+    # This runs in production: if upstream renames these fields, the pulse must go on.
     with contextlib.suppress(Exception):
         words.append(_model(vllm_config.model_config))
     with contextlib.suppress(Exception):
@@ -42,7 +42,7 @@ def _accelerator() -> str:
     if current_platform.is_cuda():
         from vllm.platforms.cuda import NvmlCudaPlatform
 
-        # The other one asks torch, which would make a context on the GPU.
+        # The other CUDA platform class asks torch, which would create a context on the GPU.
         if isinstance(current_platform, NvmlCudaPlatform):
             return str(current_platform.get_device_name())
     if not current_platform.is_cpu():

@@ -1,8 +1,8 @@
-"""How a stock vLLM process learns that it is part of a slot: three environment variables; a
-fourth where pages are other users', and a fifth for a guest that says what it is isolated by.
+"""Environment variables by which a stock vLLM process learns that it belongs to a slot.
 
-Without them every hook of RoseMux in this process does nothing, so a vLLM that merely has RoseMux
-installed beside it behaves as stock.
+Three are required; a fourth names the pages' other users, and a fifth a guest's isolation. Without
+them every hook of RoseMux in this process does nothing, so a vLLM that merely has RoseMux installed
+beside it behaves as stock.
 """
 
 import multiprocessing
@@ -69,7 +69,7 @@ def slot_environment() -> SlotEnvironment | None:
 
 
 def work_gate(*, on_host: bool = False) -> WorkGate:
-    """That of this process's slot; see WorkGate. Raises ConfigError outside one."""
+    """The work gate of this process's slot; see WorkGate. Raises ConfigError outside a slot."""
     environment = slot_environment()
     if environment is None:
         raise ConfigError("this process belongs to no slot")

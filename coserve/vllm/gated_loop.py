@@ -64,7 +64,8 @@ class GatedLoop:
 
 
 def _watched(vllm: Capabilities) -> Callable[[], AbstractContextManager[None]]:
-    """To vLLM's watch dog its own sleep in the queue is no stall; ours is none either."""
+    """A factory of contexts that disable vLLM's watchdog, because a sleep behind the gate is no
+    stall."""
     if not vllm.loop_watch_dog:
         return nullcontext
     from vllm.utils.watch_dog import get_watch_dog  # type: ignore[import-not-found,unused-ignore]

@@ -1,10 +1,10 @@
-"""The process groups of a single rank share one gloo device, and so one idle thread.
+"""Makes all process groups of a single-rank engine share one gloo device, and so one idle thread.
 
 vLLM makes a dozen groups for one rank too. Torch opens a device for each, whose thread wakes a
-hundred times a second to see whether it is to end: 1.5 % of a core for nothing. A device may serve
-any number of groups, but only a group's options can say so, which torch's own callers never pass.
-So while an engine of one rank starts, whoever asks torch for a gloo group of one rank gets a stock
-one with the device of the first. Groups of several ranks, and engines of several, are left alone.
+hundred times a second to check for its end: 1.5 % of a core. A device may serve any number of
+groups, but only a group's options can say so, which torch's own callers never pass. So while an
+engine of one rank starts, every request to torch for a single-rank gloo group gets a stock group
+with the device of the first. Groups of several ranks, and engines of several, are unaffected.
 """
 
 import logging

@@ -1,8 +1,8 @@
-"""How a guest will be isolated and where its memory goes, of what machine and vLLM can do.
+"""Plans a guest's isolation and memory from the capabilities of the machine and of vLLM.
 
-Two questions, asked of every choice there is: can it be here, and why (not)? The answers are for an
-operator to read before anything starts. What needs consent is never chosen without it, and what was
-asked for and cannot be is refused: nothing else is taken in its place.
+Every choice gets an answer to two questions: is it possible here, and why (not)? The answers are
+for an operator to read before anything starts. A choice that needs consent is never made without
+it, and a request that cannot be met is refused: there is no substitute.
 """
 
 from collections.abc import Iterator
@@ -22,36 +22,36 @@ _GIB = 1 << 30
 
 
 class Memory(StrEnum):
-    """Where the guest's KV is while production needs the place."""
+    """Placement of the guest's KV while production needs the memory."""
 
     STATIC = "static"
-    """Where it was: a fixed size that production was left room beside."""
+    """Unchanged: a fixed size that production has left room for."""
     PAGES = "pages"
-    """CPU: given back to the system page by page."""
+    """CPU: pages are returned to the operating system."""
     SHARED = "shared"
     """GPU: kvcached in both engines maps and unmaps pages of one budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuestWishes:
-    """What an operator has agreed to and asked for."""
+    """Requests and consents of the operator."""
 
     kv_cache_bytes: int
     gpus: tuple[Gpu, ...] = ()
-    """Those of the slot; none is a guest on a CPU."""
+    """GPUs of the slot; empty is a guest on a CPU."""
     isolation: IsolationBackend | None = None
-    """None is the best that needs no consent."""
+    """None chooses the best backend that needs no consent."""
     mps: MpsShare | None = None
-    """Consent to it."""
+    """Consent to MPS."""
     shared_kv: str = ""
-    """Consent to share KV with production: the guest's segment."""
+    """Consent to share KV with production: name of the guest's segment."""
     sleeps: bool = False
     eager: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of one choice: whether it can be here, whether it is taken, and why."""
+    """One choice: whether it is possible here, whether it is taken, and why."""
 
     question: str
     choice: str
@@ -65,13 +65,13 @@ class GuestPlan:
     isolation: Isolation
     memory: Memory
     gpu: GpuShare | None
-    """None is a CPU engine."""
+    """None for a CPU engine."""
     kv_cache_gib: int
-    """Of a CPU engine."""
+    """KV of a CPU engine, in GiB."""
 
 
 def plan(wishes: GuestWishes, vllm: Capabilities) -> GuestPlan:
-    """Raises Unsupported or ConfigError where what was asked for cannot be."""
+    """Raises Unsupported or ConfigError if a request cannot be met."""
     memory = _memory(wishes)
     _check_memory(memory, wishes, vllm)
     if wishes.sleeps:
@@ -90,7 +90,7 @@ def plan(wishes: GuestWishes, vllm: Capabilities) -> GuestPlan:
 
 
 def answers(wishes: GuestWishes, vllm: Capabilities) -> tuple[Answer, ...]:
-    """Of every choice, also where `plan` refuses."""
+    """Answers for every choice, also where `plan` refuses."""
     return (*_isolations(wishes), *_memories(wishes, vllm), _sleep(wishes, vllm))
 
 

@@ -104,8 +104,8 @@ class IdentityMiddleware:
             if _reads_only(body):
                 await self._serve(scope, receive, send)
                 return
-        # Before and after: neither what was made before the call nor what was made while it ran
-        # may be taken for the weights after it.
+        # Before and after: neither an identity from before the call nor one made while it ran may
+        # be taken for the weights after it.
         self._weight_calls += 1
 
         async def stamped(message: Message) -> None:

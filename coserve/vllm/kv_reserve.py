@@ -1,8 +1,8 @@
-"""Keeps the guest's KV within its budget: what lies above it is taken out of vLLM's block pool.
+"""Keeps the guest's KV within its budget by taking blocks out of vLLM's block pool.
 
-Withheld blocks are allocated to nobody. vLLM's pool hands out free blocks first and then the oldest
-cached prefixes, whose entries it drops, so that prefixes go before requests do. Where the worker
-can (consent level `page`), the blocks' memory goes back to the operating system as well.
+Withheld blocks are allocated to no request. vLLM's pool hands out free blocks first and then the
+oldest cached prefixes, whose entries it drops, so prefixes are evicted before requests. If the
+worker can (consent level `page`), the blocks' memory returns to the operating system as well.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class KvReserve:
-    """Used by the engine loop's thread alone."""
+    """Block reserve of one engine. Used by the engine loop's thread only."""
 
     def __init__(
         self,
@@ -19,12 +19,12 @@ class KvReserve:
         tokens_per_block: int,
         give_back: Callable[[list[int], int], None] | None = None,
     ) -> None:
-        """`give_back(blocks, total)` returns their memory; None leaves it (level `static`)."""
+        """`give_back(blocks, total)` returns the blocks' memory; None keeps it (level `static`)."""
         self._pool = pool
         self._tokens_per_block = tokens_per_block
         self._give_back = give_back
         self._withheld: list[Any] = []
-        # One block is upstream's null block: never free, and nobody's.
+        # One block is upstream's null block: never free, and never allocated.
         self._blocks = pool.num_gpu_blocks - 1
 
     @property
@@ -37,7 +37,7 @@ class KvReserve:
 
     @property
     def blocks_usable(self) -> int:
-        """Not withheld."""
+        """Blocks that are not withheld."""
         return self._blocks - len(self._withheld)
 
     @property
@@ -46,13 +46,13 @@ class KvReserve:
 
     @property
     def tokens_held(self) -> int:
-        """By requests, and prefixes that are kept; those that are merely cached are free."""
+        """Tokens held by requests and kept prefixes; merely cached prefixes count as free."""
         free = self._pool.get_num_free_blocks()
         return (self._blocks - free - len(self._withheld)) * self._tokens_per_block
 
     def give_back_unused(self) -> None:
-        """Of an engine that has just started: its cache came as memory full of zeros, all of which
-        the first shrink would have to return at once."""
+        """Return the unused memory of a fresh engine: its cache starts as resident zeroed memory,
+        all of which the first shrink would otherwise have to return at once."""
         if self._give_back is None:
             return
         unused = self._pool.get_new_blocks(self._pool.get_num_free_blocks())
@@ -60,8 +60,8 @@ class KvReserve:
         self._pool.free_blocks(unused)
 
     def keep_within(self, budget_tokens: int | None) -> int:
-        """Withhold all above the budget (None: nothing). Returns the tokens still missing, which
-        requests hold."""
+        """Withhold all blocks above the budget (None: none). Returns the tokens still missing,
+        which requests hold."""
         kept = self._blocks
         if budget_tokens is not None:
             kept = min(self._blocks, budget_tokens // self._tokens_per_block)
@@ -77,7 +77,7 @@ class KvReserve:
         return (missing - len(taken)) * self._tokens_per_block
 
     def released(self, act: Callable[[], bool]) -> bool:
-        """Run what vLLM does only with every block free, such as dropping all prefixes."""
+        """Run an action of vLLM that needs every block free, such as dropping all prefixes."""
         withheld, self._withheld = self._withheld, []
         self._pool.free_blocks(withheld)
         try:
@@ -86,7 +86,9 @@ class KvReserve:
             self._withhold_again(withheld)
 
     def _withhold_again(self, before: list[Any]) -> None:
-        """As many blocks as before, maybe others: which ones are in use has changed."""
+        """Withhold as many blocks as before, possibly others, since the blocks in use have
+        changed.
+        """
         count = min(len(before), self._pool.get_num_free_blocks())
         self._withheld = self._pool.get_new_blocks(count)
         new = {block.block_id for block in self._withheld} - {block.block_id for block in before}

@@ -1,13 +1,14 @@
-"""Keeps the guest's KV within its budget where it shares a GPU's pages with production: kvcached.
+"""Keeps the guest's KV within its budget where kvcached shares a GPU's pages with production.
 
-The same calls as `KvReserve`, another means. Blocks that are withheld from a pool of kvcached would
-be mapped first, so here the pool's own limit moves. kvcached defers a limit below what is in use,
-without end; here cached prefixes go first, what is still above is told to the scheduler, which
-aborts the youngest requests, and pages that only wait for a next step go without one, since a
-closed guest has none. A page is free once every block on it is, so that tokens are a lower bound.
+Same interface as `KvReserve`, another mechanism. kvcached would map blocks that are withheld from
+its pool first, so the pool's own limit moves here instead. kvcached defers a limit below the
+present use without end; here cached prefixes are evicted first, the remaining excess is reported to
+the scheduler, which aborts the youngest requests, and pages that await a next step are released
+without one, since a closed guest has no next step. A page is free once every block on it is, so
+token counts are a lower bound.
 
-Names are those of kvcached 0.1.6: `ElasticBlockPool`, which it puts in the place of vLLM's pool,
-and `KVCacheManager`. It has been exercised with kvcached's own manager over a stand-in for its
+Names are those of kvcached 0.1.6: `ElasticBlockPool`, which replaces vLLM's pool, and
+`KVCacheManager`. This has been exercised with kvcached's own manager over a stand-in for its
 compiled allocator, and never on a GPU.
 """
 
@@ -22,7 +23,7 @@ from harvester.contracts.errors import Exhausted, Unsupported
 from harvester.platform.kv_segment import KVCACHED_VERSION, KvSegment
 
 OLDEST_VLLM, NEWEST_VLLM = (0, 24, 0), (0, 30, 0)
-"""Of those that RoseMux supports, the ones that kvcached 0.1.6 says it was tested up to."""
+"""Range of vLLM versions that both RoseMux and kvcached 0.1.6 support."""
 
 _TRIES, _TRY_AGAIN_S = 20, 0.001
 
@@ -30,12 +31,12 @@ _log = logging.getLogger(__name__)
 
 
 def is_shared(pool: Any) -> bool:
-    """Whether kvcached has taken the place of this engine's block pool."""
+    """Whether kvcached has replaced this engine's block pool."""
     return hasattr(pool, "kv_cache_manager") and hasattr(pool, "_evictable_blocks")
 
 
 def check(vllm: Capabilities) -> None:
-    """Raises Unsupported unless this kvcached and this vLLM are known together."""
+    """Raises Unsupported unless this kvcached and this vLLM are known to work together."""
     try:
         found = metadata.version("kvcached")
     except metadata.PackageNotFoundError as error:
@@ -51,12 +52,12 @@ def check(vllm: Capabilities) -> None:
 
 
 class KvShared:
-    """Used by the engine loop's thread alone."""
+    """KV limit of one engine under kvcached. Used by the engine loop's thread only."""
 
     returns_pages = True
 
     def __init__(self, pool: Any, *, tokens_per_block: int, segment: KvSegment | None) -> None:
-        """`segment` is where others see the limit; None where there is none to write."""
+        """`segment` publishes the limit to other processes; None publishes nothing."""
         self._pool = pool
         self._manager = pool.kv_cache_manager
         self._tokens_per_block = tokens_per_block
@@ -66,7 +67,7 @@ class KvShared:
         self._page_bytes = manager.page_size * manager.num_layers * manager.num_kv_buffers
         pages = manager.mem_size // manager.page_size
         self._capacity_bytes: int = pages * self._page_bytes
-        # Block 0 is vLLM's null block: never free, and nobody's.
+        # Block 0 is vLLM's null block: never free, and never allocated.
         self._blocks = pool.num_gpu_blocks - 1
         self._budget_tokens: int | None = None
         self._limit_bytes = self._capacity_bytes
@@ -83,7 +84,7 @@ class KvShared:
 
     @property
     def tokens_withheld(self) -> int:
-        """What the budget leaves out, less what is still mapped of it."""
+        """Tokens above the budget, less those whose pages are still mapped."""
         if self._budget_tokens is None:
             return 0
         over = -(-self._over_bytes() // self._block_bytes) * self._tokens_per_block
@@ -92,29 +93,29 @@ class KvShared:
 
     @property
     def tokens_held(self) -> int:
-        """By requests: whole pages, less the prefixes that are merely cached."""
+        """Tokens held by requests: whole pages, less the prefixes that are merely cached."""
         blocks = self._used_bytes() // self._block_bytes - 1 - len(self._pool._evictable_blocks)
         return int(max(0, blocks) * self._tokens_per_block)
 
     def give_back_unused(self) -> None:
-        """Of an engine that has just started: nothing is mapped before it is used."""
+        """No-op: kvcached maps no memory before it is used."""
 
     def keep_within(self, budget_tokens: int | None) -> int:
-        """Move the limit (None: all there is). Returns the tokens still missing, which requests
-        hold."""
+        """Move the limit (None: the whole capacity). Returns the tokens still missing, which
+        requests hold."""
         self._set(budget_tokens)
         if self._deferred():
             self._evict()
         self._release()
         if self._mapped_bytes() > self._limit_bytes:
-            # Pages that are mapped ahead are memory all the same.
+            # Pages mapped ahead of use take memory too.
             self._manager.trim()
         self._tell()
         short = -(-self._over_bytes() // self._block_bytes)
         return int(short * self._tokens_per_block)
 
     def released(self, act: Callable[[], bool]) -> bool:
-        """kvcached drops prefixes under any limit."""
+        """Run `act`; kvcached drops prefixes under any limit."""
         done = act()
         self._release()
         return done
@@ -131,7 +132,8 @@ class KvShared:
             return
         self._limit_bytes = limit_bytes
         self._revision += 1
-        # Seen before it holds: whoever compares use with limit must not find an older, larger one.
+        # Published before it holds: a reader that compares use with limit must not find an older,
+        # larger limit.
         self._tell()
         state = self._manager.set_memory_limit(limit_bytes, revision=self._revision)
         if state["status"] not in {"applied", "deferred"}:
@@ -152,7 +154,7 @@ class KvShared:
         _log.warning("the KV limit is not written: %s stays locked", self._segment.path)
 
     def _evict(self) -> None:
-        """Cached prefixes, those first that free whole pages, until the limit holds."""
+        """Evict cached prefixes, preferring those that free whole pages, until the limit holds."""
         while self._deferred():
             blocks = max(1, -(-self._over_bytes() // self._block_bytes))
             if self._pool._evict_blocks_from_pool(blocks) == 0:
@@ -160,8 +162,8 @@ class KvShared:
             self._release()
 
     def _release(self) -> None:
-        """Pages whose blocks are free wait for the worker's steps before they are unmapped. The
-        engine drains them in its next step; this one may be closed and have none."""
+        """Unmap retired pages now. Pages whose blocks are free await the worker's steps, and the
+        engine drains them in its next step; a closed engine may have no next step."""
         marker = self._manager.capture_physical_release_marker()
         self._manager.release_retired_pages_through(marker)
 

@@ -1,7 +1,7 @@
 """The worker's half of a guest's memory; vLLM's `--worker-extension-cls`.
 
 The scheduler decides which blocks stay unused; the tensors are the worker's, in another process.
-Pages go back on a CPU alone; on a GPU the worker says what it holds.
+Pages are returned on a CPU only; on a GPU the worker reports its memory.
 """
 
 import os
@@ -19,31 +19,31 @@ from coserve.vllm.residency import follow_updates
 
 
 class KvPages:
-    """Mixed into vLLM's worker, whose names it must not repeat."""
+    """Mixed into vLLM's worker, so its names must not collide with the worker's."""
 
     model_runner: Any
     device: Any
 
     def rosemux_give_back(self, blocks: list[int], total: int) -> int:
-        """Return the pages of these of the pool's `total` blocks. Bytes."""
+        """Return the pages of these blocks, of the pool's `total`, to the system. Returns bytes."""
         return give_back(whole_pages(self._rosemux_planes(total), blocks))
 
     def rosemux_pid(self) -> int:
         return os.getpid()
 
     def rosemux_memory(self) -> dict[str, Any]:
-        """Of `GuestMemory`, as what vLLM's own calls can carry."""
+        """`GuestMemory` of this worker as builtins, which vLLM's own calls can carry."""
         said: dict[str, Any] = msgspec.to_builtins(report(self))
         return said
 
     def rosemux_pace(self) -> None:
-        """From now on what this worker does with weights asks the slot for slack, in pieces."""
+        """Pace this worker's weight work from now on: each piece asks the slot for slack."""
         paced_by = getattr(getattr(self, "weight_transfer_engine", None), "paced_by", None)
         if paced_by is not None:
             paced_by(self._rosemux_gate())
 
     def rosemux_follow_updates(self) -> None:
-        """New versions come through while this worker sleeps."""
+        """Accept new versions while this worker sleeps."""
         follow_updates(self, self._rosemux_gate())
 
     def _rosemux_gate(self) -> WorkGate:
@@ -62,10 +62,10 @@ class KvPages:
 
 
 def planes_of(tensors: Sequence[torch.Tensor], total: int) -> list[Plane]:
-    """Where the blocks of these KV caches lie; a tensor that cannot be read this way is left out.
+    """Planes in which the blocks of these KV caches lie; a tensor of unknown layout is left out.
 
-    vLLM's layouts differ by version in which dimension counts blocks, and layers share one
-    allocation in some; a tensor's strides tell.
+    Which dimension counts blocks differs by vLLM version, and in some versions layers share one
+    allocation; the tensor's strides decide.
     """
     found = [plane for tensor in tensors for plane in _planes(tensor, total)]
     return sorted(set(found), key=lambda plane: plane.address)

@@ -1,7 +1,7 @@
 """The command lines of stock vLLM as a production engine, a guest or a dedicated rollout engine.
 
-Pure: it builds argument lists and environments and starts nothing. What an operator must add to an
-existing deployment is what `production` adds here: one middleware flag and three variables.
+Pure: it builds argument lists and environments and starts nothing. `production` adds exactly what
+an operator must add to an existing deployment: one middleware flag and three variables.
 """
 
 import sys
@@ -18,37 +18,37 @@ from harvester.contracts.stock_fallback import ROLE_VARIABLE
 
 WEIGHT_ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
 WORKER_EXTENSION = "coserve.vllm.kv_worker.KvPages"
-"""Lets a guest give its KV memory back page by page. Without the flag it keeps what it took."""
+"""Lets a guest return its KV memory page by page. Without the flag the memory stays allocated."""
 
 
 IDENTITY = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
-"""Lets the gateway see with each reply that the engine is the one it gave its weights to. The last
-middleware is the outermost: refusals of the others carry the identity as well."""
+"""Lets the gateway verify with each reply that the engine is the one that it gave its weights to.
+The last middleware is the outermost: refusals of the others carry the identity as well."""
 
 SEGMENT_VARIABLE = "KVCACHED_IPC_NAME"
 AUTOPATCH_VARIABLE = "KVCACHED_AUTOPATCH"
 
 GUEST_UTILIZATION = "0.01"
-"""With a fixed size of KV, vLLM asks only whether so much of the whole GPU is free at the start:
+"""With a fixed KV size, vLLM only checks that this share of the whole GPU is free at the start:
 production has taken its nine tenths already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuShare:
-    """What a guest takes of its GPUs. Its KV is fixed: profiling would take what is free now, which
-    is production's."""
+    """A guest's share of its GPUs. Its KV size is fixed: profiling would take memory that is free
+    now and belongs to production."""
 
     kv_cache_bytes: int
-    """On each GPU."""
+    """KV cache on each GPU."""
     devices: tuple[str, ...] = ()
-    """UUIDs or numbers for CUDA_VISIBLE_DEVICES; none leaves what the process inherits."""
+    """UUIDs or numbers for CUDA_VISIBLE_DEVICES; empty inherits the process's."""
     shared_kv: str = ""
     """Consent level `memory`: the engine's segment, with which kvcached maps and unmaps its KV by
-    pages. "" keeps all of it."""
+    pages. "" keeps all KV mapped."""
     sleeps: bool = False
-    """Asleep, weights go to host memory (vLLM's sleep mode); pinned, and as large as they are."""
+    """Offload weights to pinned host memory of the same size while asleep (vLLM's sleep mode)."""
     eager: bool = False
-    """Without CUDA graphs: slower steps, a lower floor."""
+    """Run without CUDA graphs: slower steps, a lower floor."""
 
     def __post_init__(self) -> None:
         if self.kv_cache_bytes <= 0:
@@ -59,13 +59,13 @@ class GpuShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuOwner:
-    """What production takes of its GPUs: a part of the memory, which vLLM profiles at its start and
-    fills with KV. Nothing else may start on these GPUs meanwhile."""
+    """Production's share of its GPUs: a part of the memory, which vLLM profiles at its start and
+    fills with KV. No other process may start on these GPUs meanwhile."""
 
     memory_ratio: float
-    """Of each GPU's whole memory."""
+    """Part of each GPU's whole memory, between 0 and 1."""
     devices: tuple[str, ...] = ()
-    """As of GpuShare."""
+    """UUIDs or numbers, as in GpuShare."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.memory_ratio < 1.0:
@@ -74,7 +74,7 @@ class GpuOwner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What all three kinds of engine share."""
+    """Settings that all three kinds of engine share."""
 
     name: str
     model: Path
@@ -85,9 +85,9 @@ class EngineSpec:
     core: int | None = None
     """CPU to pin to; None leaves it to the operating system."""
     kv_cache_gib: int = 1
-    """On a CPU."""
+    """KV cache of a CPU engine."""
     gpu: GpuShare | GpuOwner | None = None
-    """None is a CPU engine."""
+    """None for a CPU engine."""
     extra_arguments: tuple[str, ...] = ()
 
 
@@ -98,12 +98,12 @@ class EngineCommand:
 
 
 def stock(spec: EngineSpec) -> EngineCommand:
-    """A production engine with nothing of ours."""
+    """A production engine without any RoseMux component."""
     return EngineCommand(_server(spec), _environment(spec) | HUGE_PAGES)
 
 
 def production(spec: EngineSpec, *, pages: Path, shared_kv: str = "") -> EngineCommand:
-    """A production engine at consent level `plugin`, or `memory` where its KV has a segment."""
+    """A production engine at consent level `plugin`, or `memory` if its KV has a segment."""
     bare = stock(spec)
     arguments = (*bare.arguments, "--middleware", "coserve.vllm.middleware.PulseMiddleware")
     shared = shared_memory(shared_kv) if shared_kv else {}
@@ -116,7 +116,7 @@ def guest(
 ) -> EngineCommand:
     """A rollout engine on a production slot, gated by the slot's pages.
 
-    `isolation` is told to the guest where it is a matter of how its processes start.
+    `isolation` is passed if it takes effect through the environment that its processes start with.
     """
     arguments = (
         *_server(spec),
@@ -170,7 +170,9 @@ def _server(spec: EngineSpec) -> tuple[str, ...]:
 
 
 def _memory(spec: EngineSpec) -> tuple[str, ...]:
-    """Raises Unsupported where the weights of this vLLM could not follow versions asleep."""
+    """Memory flags. Raises Unsupported if sleeping weights could not follow versions in this
+    vLLM.
+    """
     gpu = spec.gpu
     if gpu is None:
         return ("--enforce-eager",)
@@ -185,8 +187,8 @@ def _memory(spec: EngineSpec) -> tuple[str, ...]:
 
 
 def _rollout(vllm: Capabilities) -> tuple[str, ...]:
-    # One chunk per few tokens: a rollout's client is a program that waits for whole turns, and a
-    # lost engine costs at most these tokens again.
+    # One chunk per few tokens: a rollout client waits for whole turns, and a lost engine costs at
+    # most these tokens again.
     routes = () if vllm.token_routes_flag is None else (vllm.token_routes_flag,)
     return (
         *routes,
@@ -207,24 +209,24 @@ STEADY_HEAP = {
     "MALLOC_TOP_PAD_": str(256 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
 }
-"""Keeps what a step frees for the next one. glibc otherwise gives large blocks back to the kernel
-and asks for them again, step after step: page faults, and a lock on which a page scanner of the
-kernel held production's worker up for a second, several times an hour."""
+"""Keeps memory that a step frees for the next one. glibc otherwise returns large blocks to the
+kernel and requests them again, step after step: page faults, and a lock on which a page scanner of
+the kernel held production's worker up for a second, several times an hour."""
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Where the kernel gives huge pages to those who ask. Whoever reads weights page by page waits for
-page tables as well, which neighbours push out of the shared cache. Not for guests: they give memory
-back in small pages, and the kernel would gather what is left into huge ones again."""
+"""Requests huge pages where the kernel gives them on request. Reading weights through small pages
+also waits for page tables, which neighbours evict from the shared cache. Not for guests: they
+return memory in small pages, and the kernel would merge the rest into huge pages again."""
 
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""The worker lives in the engine core's process, as it does on a single GPU. On CPUs vLLM otherwise
-gives it one of its own, so that threads can be bound there, which we do not ask for; and a worker
-spins for a second after each step, in which it takes the core from whoever shares it. Engines of
-several ranks keep their workers."""
+"""Keeps the worker in the engine core's process, as on a single GPU. On CPUs vLLM otherwise gives
+it a process of its own, to bind its threads, which RoseMux does not request; and a worker spins for
+a second after each step, taking the core from the process that shares it. Engines of several ranks
+keep their workers."""
 
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
-"""vLLM compiles its count of better tokens, asked for by every request with log-probabilities, at
-the first of them: 20 s of a core, in a guest of production's core."""
+"""vLLM compiles its count of better tokens, which every request with log-probabilities needs, at
+the first of them: 20 s of a core, which a guest takes from production."""
 
 
 def _environment(spec: EngineSpec) -> dict[str, str]:
@@ -263,7 +265,7 @@ def _gpu(part: GpuShare | GpuOwner) -> dict[str, str]:
 
 
 def shared_memory(segment: str) -> dict[str, str]:
-    """What consent level `memory` adds to an engine, production's too, beside the package."""
+    """Variables of consent level `memory`, for production too, in addition to the package."""
     return {"ENABLE_KVCACHED": "true", AUTOPATCH_VARIABLE: "1", SEGMENT_VARIABLE: segment}
 
 

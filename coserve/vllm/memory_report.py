@@ -1,8 +1,9 @@
-"""What a started engine's worker holds on its accelerator, in parts. It moves and frees nothing.
+"""Reports the accelerator memory of a started engine's worker, in parts. It moves and frees
+nothing.
 
 Weights and KV are counted as storages. The rest of the allocator's memory is graphs, which have
-pools of their own, and activations; what the driver says that the process holds beyond that is
-context, code and communicators. A guest holds all of it, but the KV, while its gate is closed.
+separate pools, and activations; memory that the driver reports beyond the allocator is context,
+code and communicators. A guest holds all of it except KV while its gate is closed.
 """
 
 import importlib
@@ -26,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 def report(worker: Any) -> GuestMemory:
-    """Of one worker, after its engine has started, or asleep."""
+    """Memory of one worker, after its engine has started, or asleep."""
     device = torch.device(worker.device)
     if weights_away(worker):
-        # Storages keep their addresses, and nothing is behind them.
+        # Storages keep their addresses, but no memory is behind them.
         return _asleep(_held_bytes(device), getattr(worker, _ASLEEP_BOUND, 0))
     runner = worker.model_runner
     model = runner.get_model()
@@ -58,7 +59,7 @@ def report(worker: Any) -> GuestMemory:
 
 
 def largest(reports: Iterable[dict[str, Any]]) -> GuestMemory:
-    """Of the accelerator on which most is held."""
+    """The report of the accelerator with the largest floor."""
     return max((GuestMemory(**one) for one in reports), key=lambda one: one.floor_bytes)
 
 
@@ -81,8 +82,8 @@ def _held_bytes(device: torch.device) -> int | None:
 
 
 def process_bytes(uuid: str, pid: int) -> int | None:
-    """What the driver says that a process holds on a GPU. None where it does not know the process,
-    as in a pid namespace of its own."""
+    """Bytes that a process holds on a GPU, as the driver says. None if the driver does not know the
+    process, for example from within a pid namespace."""
     library = nvml()
     if library is None:
         return None
@@ -103,7 +104,7 @@ def process_bytes(uuid: str, pid: int) -> int | None:
 
 
 def nvml() -> Any:
-    """NVML's Python bindings: vLLM's copy, else those of nvidia-ml-py. None where neither is."""
+    """NVML's Python bindings: vLLM's copy, else those of nvidia-ml-py; None without either."""
     for name in _NVML:
         with suppress(ImportError):
             return importlib.import_module(name)
@@ -111,7 +112,7 @@ def nvml() -> Any:
 
 
 def _mps_clients(library: Any, handle: Any) -> list[Any]:
-    """They have a list of their own, which not every driver and not all bindings have."""
+    """MPS clients, which have a separate list that some drivers and bindings lack."""
     try:
         return list(library.nvmlDeviceGetMPSComputeRunningProcesses(handle))
     except (AttributeError, library.NVMLError):
@@ -123,7 +124,7 @@ def _full(uuid: str) -> str:
 
 
 def _tensors(caches: Any) -> list[torch.Tensor]:
-    """Some backends have several tensors for one layer."""
+    """KV tensors of all layers; some backends have several tensors per layer."""
     found: list[torch.Tensor] = []
     for cache in caches:
         found += [cache] if isinstance(cache, torch.Tensor) else _tensors(cache)
@@ -131,13 +132,15 @@ def _tensors(caches: Any) -> list[torch.Tensor]:
 
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, int]:
-    """Bytes by address; layers share some."""
+    """Bytes by storage address; layers may share a storage."""
     storages = [one.untyped_storage() for one in tensors if one.device.type == device.type]
     return {one.data_ptr(): one.nbytes() for one in storages if one.nbytes()}
 
 
 def _graphs_bytes(segments: Iterable[dict[str, Any]], device: torch.device, known: set[int]) -> int:
-    """Of private pools that hold neither weights nor KV, which sleep mode has in pools too."""
+    """Bytes of private pools that hold neither weights nor KV; in sleep mode those have pools
+    too.
+    """
     total = 0
     for segment in segments:
         start, size = segment["address"], segment["total_size"]

@@ -1,10 +1,10 @@
-"""ASGI middleware for stock vLLM's `--middleware`: what HTTP knows before the engine does.
+"""ASGI middleware for stock vLLM's `--middleware`: facts that HTTP knows before the engine.
 
 coserve.vllm.middleware.PulseMiddleware    production: when requests arrive and end; read-only
 coserve.vllm.middleware.EpochMiddleware    guest: refuses stale lease epochs and ends requests
                                            of an older epoch when it rises
 
-vLLM imports this module without a guard: what else is needed is imported where it is used.
+vLLM imports this module without a guard, so other imports stay in the functions that need them.
 """
 
 import asyncio
@@ -26,20 +26,21 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _WATCH_S = 0.1
 _PASSES = 4
-"""Of the watch, between telling an app that its client is gone and cancelling it. An app of which
-only the outer task is cancelled may leave its engine request running: vLLM's handlers do."""
+"""Passes of the watch between telling an app that its client is gone and cancelling the app. If
+only its outer task is cancelled, an app may leave its engine request running: vLLM's handlers do.
+"""
 _MAX_DIGITS = 19
 _PREFIXES = ("/v1/", "/v2/", "/inference/v1/", "/cohere/v2/")
 _ROUTES = frozenset(
     ("/classify", "/generative_scoring", "/invocations", "/pooling", "/rerank", "/score")
 )
 _OUTLIVING = "/v1/responses"
-"""Where a reply may end long before its request does: `"background": true`."""
+"""A path whose reply may end long before its request does: `"background": true`."""
 _POLICY_VIOLATION = 1008
 
 
 def is_inference(scope: Scope) -> bool:
-    """Whether this is a request that makes the engine step, or a WebSocket over which such come."""
+    """Whether this is a request that makes the engine step, or a WebSocket that carries them."""
     kind = scope["type"]
     if kind != "websocket" and (kind != "http" or scope["method"] != "POST"):
         return False
@@ -50,9 +51,9 @@ def is_inference(scope: Scope) -> bool:
 
 
 def _path(scope: Scope) -> str:
-    """As the router sees it: without the `--root-path` that a proxy leaves before it.
+    """The path as the router sees it: without the `--root-path` that a proxy leaves in front.
 
-    vLLM's own middlewares cut it off wherever it ends, and so lose the slash where it is "/".
+    vLLM's own middlewares cut the root path off anywhere, and so lose the slash if it is "/".
     """
     path: str = scope["path"]
     rest = path.removeprefix(scope.get("root_path") or "")
@@ -96,7 +97,7 @@ def _speaking(reporter: "PulseReporter", send: Send) -> Send:
 class _Arrival:
     """Passes the client's messages on, and reports the request once its body is complete.
 
-    While a body is on its way the engine has nothing to do for it, and its latency has not begun.
+    Until then the engine has no work for it, and its latency has not begun.
     """
 
     def __init__(self, reporter: "PulseReporter", receive: Receive, *, socket: bool) -> None:
@@ -119,7 +120,7 @@ class _Arrival:
         return message
 
     def end(self, *, outlived: bool) -> None:
-        """The reply ended, or the client went. What comes afterwards is no request."""
+        """Report the end of the reply, or of the client. Later messages start no request."""
         self._complete = True
         if self._key is not None:
             self._reporter.finish(self._key, outlived=outlived)
@@ -146,7 +147,7 @@ class EpochMiddleware:
             await self._app(scope, receive, send)
             return
         if scope["type"] == "websocket":
-            # Closed before it is accepted: what came over it later had no epoch.
+            # Closed before it is accepted: its later messages would carry no epoch.
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
             return
         if _path(scope) == _OUTLIVING:
@@ -181,7 +182,7 @@ class EpochMiddleware:
         elif not reply.started:
             await _refuse(send, 409, "lease epoch was raised")
         elif not reply.whole:
-            # Ends the stream without a final chunk: the gateway keeps what it has.
+            # End the stream without a final chunk: the gateway keeps the tokens received.
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _watch(self) -> None:
@@ -200,10 +201,9 @@ class EpochMiddleware:
 
 
 class _Reply:
-    """Passes an app's messages on and remembers how far the reply is.
+    """Passes an app's messages on and tracks the progress of its reply.
 
-    A cancelled app may still have something to say (that its client went away): once the reply is
-    `cut`, nothing of that passes, and neither do the app's errors.
+    A cancelled app may still send messages or raise: once the reply is `cut`, both are dropped.
     """
 
     def __init__(self, send: Send, epoch: int) -> None:
@@ -213,7 +213,7 @@ class _Reply:
         self.whole = False
         self.cut = asyncio.Event()
         self.passes = 0
-        """Of the watch, since it was cut."""
+        """Passes of the watch since the cut."""
 
     async def __call__(self, message: Message) -> None:
         if self.cut.is_set():
@@ -225,7 +225,7 @@ class _Reply:
 
 
 class _Receive:
-    """Passes the client's messages on; once the reply is cut it says that the client is gone."""
+    """Passes the client's messages on; once the reply is cut it reports a disconnected client."""
 
     def __init__(self, receive: Receive, reply: _Reply) -> None:
         self._receive = receive

@@ -29,7 +29,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
-    """What running the engine tests on one version came to, and why if it was not run."""
+    """Outcome of the engine tests on one version, and the reason if they did not run."""
 
     version: str
     outcome: Outcome
@@ -37,7 +37,7 @@ class EngineRun:
 
 
 def run_engine_tests(tree: WheelTree, table: Capabilities, *, timeout_s: float) -> EngineRun:
-    """Run `pytest -m engine` on one version; skipped where its torch is not the installed one."""
+    """Run `pytest -m engine` on one version; skipped unless its torch is the installed one."""
     installed_torch = _installed_torch()
     if installed_torch != table.torch_version:
         reason = f"pins torch {table.torch_version}, installed is {installed_torch or 'none'}"

@@ -15,7 +15,7 @@ from typing import Any
 from coserve.guest.prefix_retention import PrefixRetention
 from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
 
-# The only group of a model whose layers all cache alike; others are not kept.
+# The only group of a model whose layers all cache alike; other models keep no prefixes.
 _GROUP = [0]
 
 
@@ -28,7 +28,7 @@ class PrefixKeeper:
         self._retention = PrefixRetention()
         self._kept: dict[str, list[Any]] = {}
         self._waiting: dict[str, tuple[str, int]] = {}
-        """Trajectories by the id of their request that had no step yet, and what it will hit."""
+        """By request id, for requests without a step yet: the trajectory and its expected hit."""
         self.tokens_used_total = 0
         """Kept until the trajectory came back, and hit by it."""
         self.tokens_dropped_total = 0
@@ -92,7 +92,7 @@ class PrefixKeeper:
         self._drop_until(lambda: self._retention.blocks <= most_blocks, now)
 
     def make_room(self, free_blocks: int, *, now: float) -> None:
-        """So that vLLM finds as many free, where letting go helps."""
+        """Release kept prefixes until `free_blocks` are free for vLLM, as far as that helps."""
         self._drop_until(lambda: self._pool.get_num_free_blocks() >= free_blocks, now)
 
     def drop_all(self) -> None:
@@ -130,7 +130,7 @@ class PrefixKeeper:
 
 
 def trajectory_of(request: Any) -> str | None:
-    """As the gateway says; None for anybody else's request."""
+    """The trajectory that the gateway named; None for any other request."""
     extra = getattr(request.sampling_params, "extra_args", None) or {}
     trajectory = extra.get(TRAJECTORY_ARGUMENT)
     return trajectory if isinstance(trajectory, str) else None

@@ -1,13 +1,13 @@
 """Publishes the pulse of a production engine from inside its API-server process.
 
 The middleware and the statistics logger of one process feed one book. The page is written on every
-event and by a timer of its own, because an idle engine emits nothing and silence must not look like
+event and by a timer, because an idle engine emits no events and silence must not look like
 idleness. The slot's grant is watched too: production's step times are learned while it is closed.
-So are the pulses of the engine's other API servers, while there is something to learn: their
-requests are in the same steps. Read-only for production: no request is touched, and no error in
-here reaches one. After an error the pulse falls silent for good, which closes every gate. A page
-that cannot be written (no room, another user's, another living engine of the same name) is tried
-again on every beat; production serves on without it.
+While there is something to learn, so are the pulses of the engine's other API servers, whose
+requests share its steps. Read-only for production: no request is touched, and no error here reaches
+one. After an error the pulse stops for good, which closes every gate. A page that cannot be written
+(no space, another user's, a living engine of the same name) is retried on every beat; production
+serves on without it.
 """
 
 import itertools
@@ -42,16 +42,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """What one of an engine's API servers is told of the engine and of itself."""
+    """Facts about an engine that one of its API servers knows, and that server's place in it."""
 
     step_tokens: int = 0
-    """The engine's own limit; 0 is not known."""
+    """The engine's token limit per step; 0 if unknown."""
     processes: int = 0
-    """API servers of the engine; 0 is not known."""
+    """API servers of the engine; 0 if unknown."""
     process: int | None = None
-    """Which of them this is; None leaves it to the process's name."""
+    """Index of this API server; None takes the index from the process's name."""
     shape: str = ""
-    """Model, parallelism and accelerator; "" is not known."""
+    """Model, parallelism and accelerator; "" if unknown."""
 
 
 class PulseReporter:
@@ -62,7 +62,7 @@ class PulseReporter:
         environment: SlotEnvironment,
         shape: Callable[[], EngineShape] = EngineShape,
     ) -> None:
-        """`shape` reads upstream's configuration; its errors stay in here."""
+        """`shape` reads upstream's configuration; its errors are caught here."""
         self._directory = PageDirectory(environment.directory, environment.owners)
         self._engine, self._process = environment.engine, environment.process
         self._siblings: tuple[PageReader[Pulse], ...] = ()
@@ -81,21 +81,21 @@ class PulseReporter:
         threading.Thread(target=self._run, name="rosemux-pulse", daemon=True).start()
 
     def attach_middleware(self) -> None:
-        """From now on requests are seen as they arrive."""
+        """Record that the middleware is installed, so that arrivals are reported from now on."""
         self.report(lambda _: setattr(self._book, "middleware", True))
 
     def connect(self) -> int:
-        """A WebSocket was opened; the key is for `finish`."""
+        """Record an opened WebSocket; returns the key for `finish`."""
         key = next(self._keys)
         self.report(lambda _: self._book.connect(key))
         return key
 
     def speak(self) -> None:
-        """A message came or went over a WebSocket; published with the step that follows."""
+        """Record a message over a WebSocket; it is published with the next step."""
         self._book.spoken_ns = monotonic_ns()
 
     def arrive(self, *, body_bytes: int) -> int:
-        """A request came in, its body is complete; the key is for `finish`."""
+        """Record a request whose body is complete; returns the key for `finish`."""
         key = next(self._keys)
         self.report(lambda now_ns: self._arrive(key, body_bytes, now_ns))
         return key
@@ -104,7 +104,7 @@ class PulseReporter:
         self.report(lambda now_ns: self._book.finish(key, now_ns=now_ns, outlived=outlived))
 
     def step(self, read: Callable[[], EngineStep]) -> None:
-        """`read` makes the step of upstream's objects; its errors stay in here."""
+        """Record a step. `read` makes it from upstream's objects; its errors are caught here."""
         self.report(lambda now_ns: self._step(read(), now_ns))
 
     def report(self, change: Callable[[int], None]) -> None:
@@ -155,7 +155,7 @@ class PulseReporter:
         )
 
     def _beside(self, now_ns: int) -> Siblings | None:
-        """What the other API servers have; None where one is silent, or nothing can be learned."""
+        """State of the other API servers; None if one is silent, or if nothing can be learned."""
         if not self._siblings:
             return NO_SIBLINGS
         if self._book.alone_since_ns is None:
@@ -173,7 +173,8 @@ class PulseReporter:
         )
 
     def _look_at_grant(self, now_ns: int) -> None:
-        """A grant that is no more closes the guest's gate; one that only we cannot read may not."""
+        """Track whether a guest may step. A missing or expired grant closes the guest's gate; a
+        grant that only this process cannot read may not."""
         grant = self._grant.read(now_ns=now_ns)
         self._grant_seen = self._grant.sequence()
         if grant.fault is PageFault.FOREIGN and not self._told_stranger:
@@ -200,14 +201,15 @@ class PulseReporter:
             self._book.refit()
 
     def _find_page(self) -> None:
-        """Make the page, also anew where it was lost, its directory came later or it was another
-        engine's."""
+        """Create the page, again if it was lost, its directory appeared later or another engine
+        held it."""
         assert self._page is not None
         self._page.keep()
 
 
 def _root() -> ProcessId | None:
-    """vLLM starts its further API servers beside the engine's cores, as children of one process."""
+    """Root process: vLLM starts further API servers beside the engine's cores, as children of one
+    process."""
     parent = multiprocessing.parent_process()
     pid = os.getpid() if parent is None or parent.pid is None else parent.pid
     return next(iter(process_ids([pid])), None)
@@ -220,9 +222,9 @@ _reporter_lock = threading.Lock()
 def process_reporter(
     shape: Callable[[], EngineShape] = EngineShape,
 ) -> PulseReporter | None:
-    """The one reporter of this process, of the `shape` that the first caller knows.
+    """The one reporter of this process, with the `shape` of the first caller.
 
-    vLLM makes its statistics loggers, which know it, before its middleware. None outside a
+    vLLM makes its statistics loggers, which know the shape, before its middleware. None outside a
     production engine of a slot.
     """
     global _reporter

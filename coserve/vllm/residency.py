@@ -1,16 +1,16 @@
-"""Where a sleeping guest's weights are: on its GPU, or in host memory by vLLM's own sleep mode.
+"""Offloads a sleeping guest's weights from its GPU to host memory, by vLLM's own sleep mode.
 
-    asleep   no KV anywhere, weights in pinned host memory; what stays is the driver's context
+    asleep   no KV anywhere, weights in pinned host memory; the driver's context stays
     awake    weights are copied back and KV is mapped anew before the first step
 
-On a CPU, and where sleep mode is off, a guest that falls asleep gives its KV back and keeps its
-weights: there is no other memory that they could go to. Calls vLLM's executor from the engine
-loop's thread, as vLLM's own `/sleep` and `/wake_up` do; it decides nothing.
+On a CPU, or with sleep mode off, a sleeping guest releases its KV and keeps its weights: there is
+no other memory for them. Calls vLLM's executor from the engine loop's thread, as vLLM's own
+`/sleep` and `/wake_up` do; it decides nothing.
 
-A new version comes through while the guest sleeps: the weights alone are woken for it, written,
-verified, and go back to sleep with it. Nothing guards vLLM's own update, which would write to
-addresses that no memory is behind and lose the context; so each call of one finds the weights
-awake, whatever slept or woke since the call before it.
+A new version arrives while the guest sleeps: the weights alone are woken, written, verified, and
+put back to sleep. vLLM does not guard its own update, which would write to unmapped addresses and
+lose the context; so each call of an update first wakes the weights, whatever slept or woke since
+the previous call.
 """
 
 import logging
@@ -22,26 +22,26 @@ from coserve.vllm.capabilities import Capabilities
 from harvester.contracts.errors import ConfigError, Unsupported
 
 _WEIGHTS = "weights"
-"""vLLM's tag of them."""
+"""vLLM's sleep-mode tag for weights."""
 WAKE = "wake"
-"""The kind of work that copying them back is."""
+"""Kind of work for pacing: copying the weights back."""
 _ALL = frozenset({_WEIGHTS, "kv_cache"})
 _CALLS = ("start_weight_update", "start_draft_weight_update", "update_weights")
-"""Of an update, in a worker; the second is there in some versions."""
+"""Calls of an update in a worker; the second exists in some versions only."""
 
 _AWAY = "_rosemux_weights_away"
 
 LEVEL = 1
-"""Weights go to host memory; level 2 would drop them."""
+"""Level 1 moves weights to host memory; level 2 would drop them."""
 
 _log = logging.getLogger(__name__)
 
 
 def check(vllm: Capabilities) -> None:
-    """Raises Unsupported where weights may not be woken and put back to sleep alone.
+    """Raises Unsupported if weights cannot be woken and put back to sleep alone.
 
-    vLLM's allocator must pass over what sleeps already. In 0.24 it would unmap it once more; it was
-    read for 0.31 and later, whose table says that KV is released alone.
+    vLLM's allocator must skip memory that already sleeps. Version 0.24 would unmap it again; the
+    code was read for 0.31 and later, whose table says that KV is released alone.
     """
     if not vllm.kv_memory_release:
         raise Unsupported(
@@ -52,7 +52,7 @@ def check(vllm: Capabilities) -> None:
 
 
 class Residency:
-    """Used by the engine loop's thread alone."""
+    """Sleep and wake calls of one engine. Used by the engine loop's thread only."""
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
@@ -62,12 +62,12 @@ class Residency:
         return bool(self._executor.is_sleeping)
 
     def fall_asleep(self) -> None:
-        """Only without requests, launched steps or cached prefixes: KV is not kept."""
+        """Offload weights and drop KV. Call without requests, launched steps or cached prefixes."""
         if not self.asleep:
             self._executor.sleep(LEVEL)
 
     def wake(self) -> None:
-        """All of it. What fails here fails the engine: it could not step."""
+        """Wake weights and KV. A failure fails the engine: it could not step."""
         if self.asleep:
             self._executor.wake_up(None)
         if self.asleep:
@@ -77,12 +77,12 @@ class Residency:
 def residency(
     vllm_config: Any, executor: Any, vllm: Capabilities, *, shared_kv: bool
 ) -> Residency | None:
-    """None where a sleeping guest keeps its weights. Raises ConfigError, Unsupported."""
+    """None if a sleeping guest keeps its weights. Raises ConfigError, Unsupported."""
     if not vllm_config.model_config.enable_sleep_mode:
         return None
     check(vllm)
     if shared_kv:
-        # Both would map and unmap the same engine's memory, each without knowing of the other.
+        # Both would map and unmap the same engine's memory, unaware of each other.
         raise ConfigError("sleep mode and kvcached do not go together: leave one of them out")
     executor.collective_rpc("rosemux_follow_updates")
     return Residency(executor)
@@ -90,10 +90,10 @@ def residency(
 
 def follow_updates(worker: Any, gate: WorkGate) -> None:
     """Let one worker's updates through while it sleeps; called once, in the worker's process.
-    Waking the weights for one asks the gate.
+    Waking the weights for an update asks the gate.
 
-    A version that is being staged is read from the weights in the background, so it is dropped
-    before they go, and none is begun while they are away: the update prepares by itself.
+    A version that is being staged reads the weights in the background, so it is dropped before they
+    are offloaded, and none is started while they are away: the update itself prepares it.
     """
     update = _Update(worker, gate)
     for name in _CALLS:
@@ -108,7 +108,7 @@ def weights_away(worker: Any) -> bool:
 
 
 class _Update:
-    """Stands before a worker's own methods."""
+    """Wraps a worker's own sleep and update methods."""
 
     def __init__(self, worker: Any, gate: WorkGate) -> None:
         self._worker = worker
@@ -121,8 +121,8 @@ class _Update:
     def on_awake_weights(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
             if _WEIGHTS in self._asleep:
-                # vLLM's executor goes on counting the weights as asleep, which is how this ends;
-                # but where KV was woken alone, it would be unmapped with them.
+                # vLLM's executor still counts the weights as asleep, and they will be again; but if
+                # KV was woken alone, it would be unmapped with them.
                 sleeps_again = self._asleep == _ALL
                 with self._gate.piece(WAKE):
                     self.wake_up([_WEIGHTS])
@@ -133,8 +133,8 @@ class _Update:
         return called
 
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> Any:
-        # After a failed update they stay awake until one succeeds: what is there is in doubt, and
-        # the next one starts from it.
+        # After a failed update the weights stay awake until one succeeds: their content is in
+        # doubt, and the next update starts from it.
         done = self._finish(*args, **kwargs)
         if self._sleeps_again:
             self.sleep(LEVEL)
@@ -152,7 +152,7 @@ class _Update:
         return done
 
     def _tell(self, asleep: frozenset[str]) -> None:
-        # vLLM's own state says as much of a worker whose KV alone is released.
+        # vLLM's own state says the same of a worker whose KV alone is released.
         self._asleep, away = asleep, _WEIGHTS in asleep
         setattr(self._worker, _AWAY, away)
         engine = getattr(self._worker, "weight_transfer_engine", None)

@@ -1,8 +1,8 @@
-"""The guest's scheduler: stock vLLM's, asked by the gate before every step.
+"""The guest's scheduler: stock vLLM's, with the gate asked before every step.
 
 Give it to vLLM with `--scheduler-cls coserve.vllm.scheduler.CoserveScheduler`. While the gate is
 closed the engine loop sleeps in its input queue (gated_loop.py), where aborts, pauses and weight
-updates still pass; what vLLM asks about requests is answered truly all the while.
+updates still pass; vLLM's questions about requests are answered truthfully all the while.
 """
 
 import logging
@@ -36,10 +36,10 @@ from harvester.platform.kv_segment import KvSegment
 _log = logging.getLogger(__name__)
 
 _WAKE_BYTES_PER_S = 10e9
-"""Weights that are copied back from host memory, until it was measured."""
+"""Assumed rate of copying weights back from host memory, until it is measured."""
 
 _BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-"""How a turn ends after which its trajectory may come back with another one."""
+"""Final states of a turn whose trajectory may return with another turn."""
 
 
 class CoserveScheduler(AsyncScheduler):
@@ -47,9 +47,9 @@ class CoserveScheduler(AsyncScheduler):
 
     _residency: Residency | None = None
     _granted_tokens: int | None = None
-    """Of the step that is to be launched next; None where none is admitted."""
+    """Token cap of the next step; None if no step is admitted."""
     _drains_since_s: float | None = None
-    """Since when a pause has waited for turns that a closed gate holds up."""
+    """Start of a pause that waits for turns behind a closed gate."""
     in_step = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -70,13 +70,13 @@ class CoserveScheduler(AsyncScheduler):
         self._extended = self.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
         self._kv = self._memory()
         manager = self.kv_cache_manager
-        # Layers that cache unlike (sliding windows, states) have prefixes of more than one kind.
+        # Layers of unlike caches (sliding windows, states) have prefixes of more than one kind.
         self._retains = manager.enable_caching and manager.num_kv_cache_groups == 1
         self._prefixes = PrefixKeeper(manager.block_pool, tokens_per_block=self.block_size)
         self._clock = MonotonicClock()
 
     def _memory(self) -> KvReserve | KvShared:
-        """The means by which a budget is kept, as the engine's pool allows."""
+        """The memory mechanism that fits the engine's pool."""
         pool = self.kv_cache_manager.block_pool
         if is_shared(pool):
             check(capabilities(installed_vllm_version()))
@@ -110,15 +110,16 @@ class CoserveScheduler(AsyncScheduler):
         if self._isolation is not None:
             self._isolation.start()
         GatedLoop(core, self, capabilities(installed_vllm_version()))
-        # Killed at its work, a client of MPS takes production with it: the agent ends it in order.
+        # Killing an MPS client in the middle of a kernel takes production with it: the agent ends
+        # it in order.
         by_itself = self._slot.load.isolation != IsolationBackend.MPS
         self._waker = Waker(self._slot, wake, end=end_guest if by_itself else None)
         self._waker.start()
 
     def add_request(self, request: Any) -> None:
         # The slack law cuts prefills, and vLLM's CPU runner fails on a cut prefill of a request
-        # with a seed of its own (it rewinds the generator, which CPU generators cannot). One
-        # request must not end the guest; a fleet that continues turns elsewhere repeats no seed
+        # with its own seed (it rewinds the generator, which CPU generators cannot). One request
+        # must not end the guest; a fleet that continues turns on other engines repeats no seed
         # anyway.
         if current_platform.is_cpu() and request.sampling_params is not None:
             request.sampling_params.seed = None
@@ -126,21 +127,22 @@ class CoserveScheduler(AsyncScheduler):
         super().add_request(request)
 
     def has_requests(self) -> bool:
-        """vLLM's own answer; within a step, whether one is to be launched."""
+        """vLLM's own answer; within a step, whether a step is to be launched."""
         if self.in_step:
             return self._granted_tokens is not None
         self._keep_within_budget()
         return bool(super().has_requests())
 
     def admits(self) -> bool:
-        """Decides, once, whether a step may be launched now: there is work and the gate is open."""
+        """Decide once whether a step may be launched now: there is work and the gate is open."""
         self._granted_tokens = self._admitted_tokens()
         return self._granted_tokens is not None
 
     @property
     def sleep_s(self) -> float | None:
-        """A pause that waits for turns gives up on them after the grace of a lost grant, counted
-        while no step starts: production may need the machine for ever."""
+        """Seconds until a pause aborts the turns that it waits for, None without a pause: the
+        grace of a lost grant, counted while no step starts, since production may need the machine
+        for ever."""
         if self._drains_since_s is None:
             return None
         waited_s = self._clock.now() - self._drains_since_s
@@ -151,14 +153,14 @@ class CoserveScheduler(AsyncScheduler):
         if not super().has_requests():
             return None
         if not self._core.is_running():
-            # The engine must be able to flush and end; its turns go on elsewhere.
+            # The engine must be able to flush and end; other engines continue its turns.
             self._abort(list(self.requests))
             return self._token_limit
         self._measure_load()
         decision = self._slot.decide(for_step=True)
         if self._slot.grace_over():
             self._abort(list(self.requests))
-        # A grant may have come since sleep was last followed: no step without weights.
+        # A grant may have come after the last sleep check: no step without weights.
         if decision.open and not self._slot.load.weights_away:
             return decision.tokens
         if self.has_unfinished_requests() and self.pause_state is PauseState.PAUSED_NEW:
@@ -166,11 +168,12 @@ class CoserveScheduler(AsyncScheduler):
             if self.sleep_s == 0.0:
                 self._abort(list(self.requests))
         if self.finished_req_ids and not self.has_unfinished_requests():
-            # Tells the workers which requests are over and computes nothing: behind a gate that
-            # stays closed an engine without turns would never be idle, and no pause complete.
+            # This step tells the workers which requests are over and computes nothing: behind a
+            # closed gate an engine without turns would otherwise never be idle, and no pause
+            # complete.
             self._drains_since_s = None
             return 0
-        # For weights that are owed the waker comes by itself, and no more often than once a beat.
+        # For offloaded weights the waker comes by itself, at most once a beat.
         if self._waker is not None and not self._slot.load.weights_away:
             self._waker.arm()
         return None
@@ -235,10 +238,10 @@ class CoserveScheduler(AsyncScheduler):
         load.weight_version = str(getattr(self._core, "_weight_version", ""))
 
     def _keep_within_budget(self) -> None:
-        """Obey a budget that changed: cached prefixes go first, then those that are kept, of least
-        worth first, then the youngest requests."""
+        """Obey a changed budget: cached prefixes go first, then kept prefixes of least worth, then
+        the youngest requests."""
         if self._slot.owes_memory():
-            # By the pages of now: a grant may be back since the last decision.
+            # Judge by the present pages: a grant may have returned since the last decision.
             self._slot.decide()
         if self._slot.owes_memory():
             if not self._weights_are_there():
@@ -259,8 +262,8 @@ class CoserveScheduler(AsyncScheduler):
             self._measure_load()
             self._slot.publish()
         if self._kv.tokens_withheld and not self.running and self._all_waiting():
-            # They would wait for ever; elsewhere they go on from what they have. Unless the budget
-            # has just grown: a request may be here before the page was looked at.
+            # These requests would wait for ever; another engine continues them. Unless the budget
+            # has just grown: a request may arrive before the page is read again.
             self._slot.decide()
             if self._slot.owes_memory():
                 self._keep_within_budget()
@@ -269,13 +272,13 @@ class CoserveScheduler(AsyncScheduler):
             self._abort([r.request_id for r in self._all_waiting() if r.num_tokens >= room])
 
     def _all_waiting(self) -> list[Any]:
-        """Up to 0.30 those that a step has passed over have a queue of their own, such as one that
-        was preempted while steps of it were in flight."""
+        """Waiting requests. Up to 0.30 requests that a step has passed over have a separate queue,
+        for example one that was preempted with steps in flight."""
         return [*self.waiting, *getattr(self, "skipped_waiting", ())]
 
     def _weights_are_there(self) -> bool:
-        """Before the first block is anybody's again, unless they are to be away. Without slack for
-        waking them the loop sleeps on, and is back here in a beat: the slot owes it."""
+        """Wake the weights before the first block is allocated again, unless the slot sleeps. False
+        without slack for waking: the loop then sleeps on and returns here after a beat."""
         if self._residency is None or not self._residency.asleep or self._slot.asleep:
             return True
         if not self._work.admits(WAKE):
@@ -286,7 +289,7 @@ class CoserveScheduler(AsyncScheduler):
         return True
 
     def _lay_weights_down(self) -> None:
-        """Once no request, no step that was launched and no cached prefix is left."""
+        """Offload the weights once no request, no launched step and no cached prefix is left."""
         if self._residency is None or self._residency.asleep or not self._slot.asleep:
             return
         if self.requests or self._core.batch_queue or self._kv.blocks_usable:
@@ -304,9 +307,10 @@ class CoserveScheduler(AsyncScheduler):
         return int(self._slot.kv_retained_ratio * self._kv.blocks_usable)
 
     def _blocks_of_step(self) -> int:
-        """What the next step may take, so that no running request is preempted for a kept prefix.
+        """Blocks that the next step may take, so that no running request is preempted for a kept
+        prefix.
 
-        A waiting request gives way to kept prefixes, unless nothing else could go on.
+        A waiting request yields to kept prefixes, unless no other request could go on.
         """
         blocks: int = self.max_num_scheduled_tokens // self.block_size + len(self.running)
         if self.requests and not self.running:
@@ -320,7 +324,7 @@ class CoserveScheduler(AsyncScheduler):
             _log.warning("no KV memory is given back: this engine's cache has an unknown layout")
 
     def _ask_workers(self) -> None:
-        """Who they are and what they hold, where they can say."""
+        """Record the workers' processes and memory, as far as they can report them."""
         pids, rpc = [os.getpid()], self._core.model_executor.collective_rpc
         if self._extended:
             pids += rpc("rosemux_pid")
@@ -328,13 +332,13 @@ class CoserveScheduler(AsyncScheduler):
         self._slot.load.processes = process_ids(pids)
 
     def _abort(self, request_ids: list[str]) -> None:
-        """End requests with the output that they have; their clients are told."""
+        """End requests with the output so far; their clients are told."""
         if not request_ids:
             return
         aborted = self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
         self._core._send_abort_outputs(aborted)
         self._slot.aborted(len(request_ids))
-        # The gate may stay closed and no step come that would tell what is held now.
+        # The gate may stay closed, so that no step updates the load.
         self._measure_load()
 
     def _youngest_holding(self, tokens: int) -> list[str]:

@@ -112,7 +112,7 @@ class InstalledTree(SourceTree):
 
 
 def installed_tree() -> InstalledTree:
-    """Return the installed vLLM's sources; ConfigError where there is none."""
+    """Return the installed vLLM's sources. Raises ConfigError if there are none."""
     for name in DISTRIBUTIONS:
         try:
             return InstalledTree(metadata.distribution(name))

@@ -21,7 +21,7 @@ _paced: tuple[Any, Callable[..., Any]] | None = None
 
 
 def begin(runner: Any, gate: WorkGate, synchronize: Callable[[], None]) -> None:
-    """From now on each of the runner class's dummy passes waits; nothing outlives `end`."""
+    """Make each dummy pass of the runner's class wait for the gate, until `end`."""
     global _paced
     if _paced is not None:
         return

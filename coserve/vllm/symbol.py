@@ -8,22 +8,22 @@ from coserve.vllm.capabilities import Capabilities
 
 
 class Use(StrEnum):
-    """What an adapter does with a name, and so what must hold for it."""
+    """How an adapter uses a name, and thus the condition that must hold."""
 
     READ = "read"
-    """It exists; its definition mentions each string of `details`."""
+    """The name exists; its definition mentions each string of `details`."""
 
     ASK = "ask"
-    """Its definition takes each attribute of `details`: we rely on that it asks us there."""
+    """Its definition uses each attribute of `details`: RoseMux relies on being asked there."""
 
     OVERRIDE = "override"
-    """Ours replaces it: its parameters are exactly `details`."""
+    """RoseMux replaces it: its parameters are exactly `details`."""
 
     CALL = "call"
-    """We call it with `details`: those are parameters, and every other one has a default."""
+    """RoseMux calls it with `details`: those are parameters, and every other one has a default."""
 
     SUBCLASS = "subclass"
-    """Ours derives from it: its bases are exactly `details`."""
+    """RoseMux derives from it: its bases are exactly `details`."""
 
     ROUTE = "route"
     """An HTTP route of the module: `name` is its path, `details` its method."""

@@ -1,10 +1,10 @@
 """Every name of vLLM that the adapters touch, and how: one table, checked in every version.
 
-An adapter may import, override, call or read only what stands here. A row says which versions have
-the name in the stated form, in terms of the capability table; in all others it must be absent or
-different, so that neither table can drift from what upstream ships. The rows for `weightsync`
-stand in upstream_weights.py, those for HTTP in upstream_routes.py. Decides nothing at run time and
-imports neither vllm nor torch.
+An adapter may import, override, call or read only names of this table. A row says which versions
+have the name in the stated form, in terms of the capability table; in all others it must be absent
+or different, so that neither table can drift from upstream. The rows for `weightsync` are in
+upstream_weights.py, those for HTTP in upstream_routes.py. Decides nothing at run time and imports
+neither vllm nor torch.
 """
 
 from coserve.vllm.symbol import Symbol, Use, asks, overrides, reads
@@ -110,7 +110,7 @@ SCHEDULER: tuple[Symbol, ...] = (
     *reads("vllm.sampling_params", "SamplingParams.extra_args"),
     *reads("vllm.config.scheduler", "SchedulerConfig.scheduler_cls"),
 )
-"""What the gated scheduler derives from, overrides and reads."""
+"""Base classes, overrides and attributes of the gated scheduler."""
 
 ENGINE_LOOP: tuple[Symbol, ...] = (
     *overrides(
@@ -208,7 +208,7 @@ ENGINE_LOOP: tuple[Symbol, ...] = (
     ),
     *reads(_ENGINE, "EngineCoreRequestType.WAKEUP", "EngineCoreRequestType.ABORT"),
 )
-"""What wakes the engine loop of a guest and lets it sleep."""
+"""Hooks that wake the engine loop of a guest and let it sleep."""
 
 STATISTICS: tuple[Symbol, ...] = (
     *overrides(
@@ -247,7 +247,7 @@ STATISTICS: tuple[Symbol, ...] = (
         "IterationStats.finished_requests",
     ),
 )
-"""What the pulse of a production engine is made from."""
+"""Sources of a production engine's pulse."""
 
 PLUGINS: tuple[Symbol, ...] = (
     Symbol(Use.READ, "vllm.plugins", "DEFAULT_PLUGINS_GROUP", ("vllm.general_plugins",)),
@@ -297,7 +297,7 @@ PLUGINS: tuple[Symbol, ...] = (
         ),
     ),
 )
-"""How our code gets into an engine: entry points and flags."""
+"""Entry points and flags that load RoseMux into an engine."""
 
 TABLE: tuple[Symbol, ...] = (
     *SCHEDULER,

@@ -1,4 +1,4 @@
-"""What gateway and agent ask of an engine over HTTP: rows of the upstream table."""
+"""Routes that gateway and agent call on an engine over HTTP: rows of the upstream table."""
 
 from collections.abc import Callable
 
@@ -73,4 +73,4 @@ ROUTES: tuple[Symbol, ...] = (
     ),
     Symbol(Use.ROUTE, "vllm.entrypoints.serve.instrumentator.health", "/health", ("get",)),
 )
-"""What the gateway and the agent ask of an engine over HTTP."""
+"""Routes that gateway and agent call on an engine over HTTP."""

@@ -1,4 +1,4 @@
-"""The rows of upstream.py for `weightsync`: what it derives from, reads and packs in vLLM."""
+"""The rows of upstream.py for `weightsync`: its base classes, reads and weight packing in vLLM."""
 
 from collections.abc import Mapping
 
@@ -146,7 +146,7 @@ WEIGHTS: tuple[Symbol, ...] = (
         lambda table: table.checkpoint_patches,
     ),
 )
-"""What the weight backend derives from, what packs weights on a CPU, and how ranks answer."""
+"""Bases of the weight backend, packing of weights on a CPU, and replies of ranks."""
 
 ADAPTERS: tuple[Symbol, ...] = (
     *overrides(
@@ -196,4 +196,4 @@ ADAPTERS: tuple[Symbol, ...] = (
         ("--enable-lora", "--max-lora-rank"),
     ),
 )
-"""How adapters that follow a store get into vLLM's LoRA manager, and names to them."""
+"""Loading of adapters that follow a store into vLLM's LoRA manager, and their names."""

@@ -91,7 +91,7 @@ class Waker(threading.Thread):
         """Until the loop must wake up."""
         while not self._stopped.is_set():
             grant_only, looked_ns = self._slot.closed_by_grant, monotonic_ns()
-            # Read before the decision: what is written meanwhile ends the sleep at once.
+            # Read before the decision, so that a write in between ends the sleep at once.
             rung, written = self._bell.word(), self._slot.written(grant_only=grant_only)
             if self._must_wake():
                 # Cleared before the wake-up: a loop that finds the gate closed again arms again.
@@ -106,7 +106,7 @@ class Waker(threading.Thread):
     def _sleep(
         self, words: tuple[Word, ...], *, timeout_s: float, grant_only: bool = False
     ) -> None:
-        """Until one of the words has changed. Where nobody can ring, by looking at them alone."""
+        """Sleep until one of the words has changed. Without futexes, poll the words."""
         until_ns = monotonic_ns() + int(timeout_s * 1e9)
         while (left_ns := until_ns - monotonic_ns()) > 0:
             sleep_until_rung(words, timeout_s=left_ns * 1e-9)

@@ -1,4 +1,4 @@
-"""Where this machine has CUDA: the driver's library to link with, and the toolkit's headers.
+"""Finds this machine's CUDA: the driver's library to link with, and the toolkit's headers.
 
 Looks at files and at the loader's cache; loads nothing and changes nothing.
 """
@@ -19,7 +19,7 @@ _TIMEOUT_S = 20.0
 
 
 def loader_cache() -> str:
-    """`ldconfig -p`, or nothing where there is no such program."""
+    """Output of `ldconfig -p`; "" if the program is missing or fails."""
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(
             ["/sbin/ldconfig", "-p"],

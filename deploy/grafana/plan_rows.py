@@ -1,4 +1,4 @@
-"""The row of a phase control that plans: who has a place, whose promise is short, what it costs."""
+"""The dashboard row of a planning phase control: placements, missed promises, cost."""
 
 from grafana_foundation_sdk.builders.timeseries import Panel as Lines
 
@@ -9,12 +9,12 @@ _PLAN = "scheduler_phase_plan"
 
 
 def plan() -> tuple[Lines, ...]:
-    """Do jobs get what they were promised, and what does that cost?"""
+    """Panels on the jobs' promises and their cost."""
     return (*_standing(), *_shortest(), *_deciding())
 
 
 def _standing() -> tuple[Lines, ...]:
-    """How jobs, their promises and the nodes stand."""
+    """Panels on the states of jobs, promises and nodes."""
     return (
         lines(
             "Jobs in the plan",
@@ -42,7 +42,7 @@ def _standing() -> tuple[Lines, ...]:
 
 
 def _shortest() -> tuple[Lines, ...]:
-    """Who is worst off."""
+    """Panels on the jobs worst off: least credit, worst slow-down, longest wait."""
     return (
         lines(
             "Least credit",
@@ -66,7 +66,7 @@ def _shortest() -> tuple[Lines, ...]:
 
 
 def _deciding() -> tuple[Lines, ...]:
-    """What the planner does, and what it costs."""
+    """Panels on the planner's decisions, their cost and duration."""
     return (
         lines(
             "Nodes' cost",

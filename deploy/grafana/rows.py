@@ -1,4 +1,4 @@
-"""What the dashboard asks, row by row. How a panel looks is in `panels`."""
+"""The dashboard's queries, row by row. `panels` decides the look of a panel."""
 
 from grafana_foundation_sdk.builders.stat import Panel as Stat
 from grafana_foundation_sdk.builders.timeseries import Panel as Lines
@@ -119,7 +119,7 @@ def verdicts() -> tuple[Lines | Stat, ...]:
 
 
 def harvesting() -> tuple[Lines | Stat, ...]:
-    """What does it take, and why?"""
+    """Panels on the harvested capacity and the reasons of decisions."""
     return (
         lines(
             "SLO headroom",
@@ -254,7 +254,7 @@ def giving_back() -> tuple[Lines | Stat, ...]:
 
 
 def rollouts() -> tuple[Lines | Stat, ...]:
-    """What do the RL jobs get?"""
+    """Panels on the service that RL jobs get."""
     wrong = 'outcome=~"lost|duplicated"'
     return (
         lines(
@@ -342,7 +342,7 @@ def phases() -> tuple[Lines | Stat, ...]:
 
 
 def own_cost() -> tuple[Lines | Stat, ...]:
-    """What does RoseMux itself cost?"""
+    """Panels on RoseMux's own cost."""
     ours = 'job=~"rosemux-.+"'
     process = "{{job}} {{instance}}"
     return (

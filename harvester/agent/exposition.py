@@ -1,6 +1,6 @@
 """Turns one slot's beats into metric values. It measures nothing and decides nothing.
 
-What is not known yet is NaN, never 0 and never the last value.
+Unknown values are exported as NaN, never as 0 or as the previous value.
 """
 
 import math
@@ -33,7 +33,7 @@ _KV_STATES = ("held", "retained", "withheld", "free")
 
 class SlotExposition:
     def __init__(self, slot: str, metrics: AgentMetrics, *, tenants: tuple[str, ...]) -> None:
-        """Tenants outside the configured list share one label value: outsiders add no series."""
+        """Tenants outside the configured list share one label value, so that they add no series."""
         self._slot = slot
         self._metrics = metrics
         self._tenants = tenants
@@ -56,7 +56,9 @@ class SlotExposition:
         self._begin()
 
     def name_tenants(self, tenants: tuple[str, ...]) -> None:
-        """Of a reload; the lease in force takes its new label at the next beat."""
+        """Take the tenants of a reloaded configuration; the lease in force is relabelled at the
+        next beat.
+        """
         self._tenants = tenants
         for tenant in tenants:
             if tenant != self._tenant:
@@ -69,7 +71,7 @@ class SlotExposition:
         policy: SlotPolicy,
         lease: Lease | None,
     ) -> None:
-        """After every beat; cheap."""
+        """Count one beat. Called after every beat, so it is cheap."""
         for effect in effects:
             if isinstance(effect, WriteGrant):
                 self._note_grant(effect.grant, policy)
@@ -97,13 +99,15 @@ class SlotExposition:
         self._last = sample
 
     def recorded(self, fault: str, missing_total: int) -> None:
-        """Whether everything can be written down, and how many decisions were not."""
+        """Export whether the journal can be written (`fault` is empty) and count missing
+        decisions.
+        """
         self._unrecorded.set(fault != "")
         self._missing.inc(missing_total - self._missed)
         self._missed = missing_total
 
     def refresh(self, policy: SlotPolicy, seen_ns: dict[str, int]) -> None:
-        """Before every scrape: what need not be counted per beat."""
+        """Set the gauges that need no counting per beat. Called before every scrape."""
         metrics, slot, settings = self._metrics, self._slot, policy.settings
         metrics.quarantined.labels(slot).set(policy.slot_state() is SlotState.QUARANTINED)
         for mode in Mode:
@@ -112,7 +116,7 @@ class SlotExposition:
             metrics.state.labels(slot, state.value).set(state is policy.state)
         now_ns = monotonic_ns()
         for source, stamp_ns in seen_ns.items():
-            # A guest that was stopped on purpose has no age: nobody waits for it.
+            # A guest that was stopped on purpose has no age: its silence is no fault.
             stopped = source == PageName.GUEST and policy.guest.state.stopped
             age_s = math.nan if stopped else max(0, now_ns - stamp_ns) / 1e9
             metrics.signal_age.labels(slot, source).set(age_s)
@@ -142,7 +146,7 @@ class SlotExposition:
         return tenant if tenant in self._tenants else _OTHER_TENANT
 
     def _begin(self) -> None:
-        """Every series is there from the start: `increase` does not see a counter's first value."""
+        """Create every series at the start: `increase` does not see a counter's first value."""
         metrics, slot = self._metrics, self._slot
         metrics.guest_tokens.labels(slot)
         metrics.reclaim.labels(slot)
@@ -218,7 +222,7 @@ class SlotExposition:
             self._metrics.guest_percentiles.labels(self._slot, kind, percentile).set(value)
 
     def _set_calibration(self, kind: str, of: Callable[[Pulse], Calibration]) -> None:
-        """Of the pulse whose steps exceed their prediction most often."""
+        """Export the calibration of the pulse whose steps exceed their prediction most often."""
         readings = self._last.pulses if self._last is not None else ()
         found = [of(reading.record) for reading in readings if reading.record is not None]
         known = [one for one in found if one.steps]

@@ -1,4 +1,4 @@
-"""Description of a slot's guest engine by itself, asked every few seconds for the slot's offer.
+"""The guest engine's own description, queried every few seconds for the slot's offer.
 
 An engine that does not answer is unknown again: the one that comes back may be another.
 """

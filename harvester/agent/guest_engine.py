@@ -1,14 +1,14 @@
-"""A guest engine that an operator started here: runs until it ends or is asked to, leaves nothing.
+"""Runs a guest engine that an operator started here, until it ends or is stopped, and cleans up.
 
-Its processes are a group of their own, so that an interrupt at the terminal reaches this process
-first: under MPS a signal in the middle of a kernel may take production's server with it, so the
-daemon ends the guest's work on the GPU before anybody signals it. They stay in this session, since
-the idle class counts within one. Should this process be killed, the kernel ends the engine, but
-under MPS, where a signal unasked is worse than a guest left over. What is left to undo is the
-processes and, where KV is shared, their segment: of a dead guest it would count as memory in use.
-What stays of one that was killed the next guest removes (`guest_place`).
+The engine's processes form their own process group, so that an interrupt at the terminal reaches
+this process first: under MPS a signal in the middle of a kernel may crash production's MPS server,
+so the daemon terminates the guest's GPU work before any signal is sent. The processes stay in this
+session, since the idle class counts within one session. If this process is killed, the kernel ends
+the engine too, except under MPS, where an unprepared signal is worse than a leftover guest. The
+cleanup covers the processes and, where KV is shared, their segment: the segment of a dead guest
+would count as memory in use. The next guest removes what a killed guest left (`guest_place`).
 
-An engine that is asked to stop is no loss: a page beside its own says so first.
+A requested stop is not a lost guest: a second page beside the guest's own announces it.
 """
 
 import asyncio
@@ -51,9 +51,9 @@ class GuestEngine:
         pages: PageDirectory | None = None,
         stop_s: float = _STOP_S,
     ) -> None:
-        """`environment` is added to this process's; `mps` is the daemon that the guest runs
-        under, not started; `inherits` are descriptors that its main process keeps open; `pages` are
-        its slot's."""
+        """`environment` is added to this process's; `mps` watches the daemon that the guest runs
+        under and is not started here; `inherits` are descriptors that the main process keeps open;
+        `pages` is the slot's page directory."""
         self._arguments = list(arguments)
         self._environment = dict(environment)
         self._mps = mps
@@ -65,11 +65,12 @@ class GuestEngine:
         self._asked = asyncio.Event()
 
     def ask_to_stop(self) -> None:
-        """Once more: it is obeyed whatever the MPS daemon says."""
+        """Request a stop. A second request sends the signal whatever the MPS daemon replies."""
         self._asked.set()
 
     async def run(self) -> int:
-        """Its exit status, 0 where it was asked to stop. Raises ConfigError where it cannot start.
+        """Run the engine and return its exit status, 0 after a requested stop. Raises ConfigError
+        if it cannot start.
 
         SIGTERM, SIGINT and a terminal that is closed (SIGHUP) ask it to stop.
         """
@@ -97,7 +98,7 @@ class GuestEngine:
         return 0 if times_asked else status if status >= 0 else 128 - status
 
     async def _until_it_ends(self, child: asyncio.subprocess.Process) -> int:
-        """How often it was asked to stop."""
+        """Wait for the engine to end; returns the number of stop requests."""
         asked, times_asked, patience_s = self._asked, 0, None
         ended = asyncio.create_task(child.wait())
         while not ended.done():
@@ -120,7 +121,9 @@ class GuestEngine:
         return times_asked
 
     def _say_leaving(self) -> None:
-        """The engine may write on: while it does, and afterwards, its last record stands."""
+        """Publish the guest's last record with `leaving` set, on a page that the engine does not
+        write.
+        """
         if self._pages is None or self._leaving is not None:
             return
         reader = self._pages.guest_reader()
@@ -137,13 +140,17 @@ class GuestEngine:
         self._leaving.write(record, now_ns=monotonic_ns(), ttl_ns=_LEAVING_TTL_NS)
 
     def _remove_page(self) -> None:
-        """Of an engine that was killed; one that ended by itself has done it."""
+        """Remove the page of an engine that was killed; an engine that ended by itself has removed
+        it.
+        """
         assert self._pages is not None
         with contextlib.suppress(ConfigError, Exhausted):
             self._pages.guest_writer().close(unlink=True)
 
     def _stop(self, child: asyncio.subprocess.Process, *, insisted: bool) -> float | None:
-        """How long to wait for it; None where it was not signalled."""
+        """Ask the engine to stop. Returns the seconds to wait for it, None if no signal was
+        sent.
+        """
         if insisted or self._may_signal(child.pid):
             with contextlib.suppress(ProcessLookupError):
                 child.terminate()
@@ -155,11 +162,11 @@ class GuestEngine:
         return None
 
     async def _sweep(self, group: int) -> None:
-        """End what its main process left: nobody else would."""
+        """End the processes that the engine's main process left behind."""
         for look in range(_LOOKS):
             if not _members(group):
                 break
-            # A daemon that is gone is not asked all the time.
+            # Under MPS each kill asks the daemon, which may be gone: ask it once in 20 looks only.
             if look % _LOOKS_A_KILL == 0:
                 self._kill(group)
             await asyncio.sleep(_LOOK_S)
@@ -183,7 +190,7 @@ class GuestEngine:
 
 
 def _members(group: int) -> list[int]:
-    """Of a process group, those that still run."""
+    """Pids of the running (non-zombie) processes in a process group."""
     return [
         process.pid
         for process in psutil.process_iter(["status"])

@@ -1,9 +1,9 @@
-"""A slot's place for one guest, which is free once every process of the one before it has ended.
+"""A slot's place for one guest; it is free once every process of the previous guest has ended.
 
-The place is a file that the kernel locks, so that it ends with its holders however they end: the
-command that started the guest and, as it inherits the file, the engine's main process. Workers that
-outlive both are known by the guest's page, which names them. Only in a free place is what a killed
-guest left behind nobody's: a segment of shared KV that would go on counting as memory in use.
+The place is a file lock, which the kernel releases when all its holders have ended: the command
+that started the guest and the engine's main process, which inherits the file. Workers that outlive
+both are named by the guest's page. Only the holder of a free place may remove what a killed guest
+left: a segment of shared KV that would go on counting as memory in use.
 """
 
 import fcntl
@@ -34,11 +34,13 @@ class GuestPlace:
 
     @property
     def descriptor(self) -> int:
-        """To be inherited by the guest's main process."""
+        """Lock file descriptor, inherited by the guest's main process."""
         return self._lock
 
     def take(self, *, timeout_s: float = PATIENCE_S) -> None:
-        """Raises Exhausted, naming who is still there."""
+        """Wait for the lock. Raises Exhausted, naming the process that still holds it, after
+        `timeout_s`.
+        """
         until_s, told = self._clock.now() + timeout_s, False
         while (there := self._occupants()) is not None:
             if self._clock.now() >= until_s:
@@ -52,12 +54,16 @@ class GuestPlace:
         os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)
 
     def clear(self, segment: KvSegment) -> None:
-        """Of the place that was taken. Raises Unsupported where the name is somebody else's."""
+        """Remove the segment that a killed guest left; call after `take`. Raises Unsupported if the
+        segment belongs to a user who is not trusted.
+        """
         if segment.remove():
             _log.warning("%s was left by a guest that was killed, and is removed", segment.path)
 
     def close(self) -> None:
-        """The place stays taken while a process that inherited it lives."""
+        """Close this process's descriptor; the lock holds while a process that inherited it
+        lives.
+        """
         os.close(self._lock)
 
     def _occupants(self) -> str | None:

@@ -1,16 +1,16 @@
-"""Acts on a guest's processes, which the guest itself names: lifts them, or ends them.
+"""Acts on the processes that a guest names on its page: lifts them out of isolation, or ends them.
 
-Under MPS a guest is ended in two steps: the daemon ends its work on the GPU, and only then comes a
-signal. Lifting is for the idle group and the idle class alone: a client of MPS keeps the share that
-it began with, and a control group that somebody else made idle is theirs to change.
+Under MPS a guest is ended in two steps: the daemon ends its work on the GPU, and only then is a
+signal sent. Lifting applies to the idle group and the idle class alone: a client of MPS keeps the
+share that it began with, and a control group that an operator made idle is not changed.
 
-A page is written by its guest, so a name in it is believed only for a process of the page's owner
-that began when the guest says: a number alone would be somebody else's in another pid namespace, or
-a moment later. Where the agent sees no such process (in another pod, say), nothing happens, and
-that is what is said: every action has an outcome, and one that was not done has its reason.
+The guest writes its page, so a named process is believed only if it belongs to the page's owner and
+began when the page says: the same pid may be another process in another pid namespace, or a moment
+later. Where the agent sees no matching process (in another pod, say), it does nothing and says so:
+every action has an outcome, and a failed one gives its reason.
 
-Production and guest may be of one user. Nothing that a pulse names as production's, nothing that
-descends from it and nothing that it descends from is acted on, whatever a guest's page says.
+Production and guest may run as one user. A process that a pulse names as production's is never
+acted on, nor are its ancestors or descendants, whatever a guest's page says.
 """
 
 import logging
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_FAULT = 300
 _DYING_NS = 10_000_000_000
-"""The kernel takes its time where a process has much memory to give back."""
+"""Bound on the wait for killed processes: the kernel needs time to give back much memory."""
 
 
 class _Place(StrEnum):
@@ -54,19 +54,19 @@ class _Lifted(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """Of the processes that a guest names."""
+    """Processes that a guest names, sorted by whether they can be acted on."""
 
     own: tuple[ProcessId, ...]
-    """There, and the guest's."""
+    """Running processes that belong to the guest."""
     gone: tuple[ProcessId, ...]
-    """Were the guest's, and have ended."""
+    """Processes of the guest that have ended."""
     fault: str
-    """Why the rest cannot be acted on."""
+    """Why the other processes cannot be acted on."""
 
 
 @dataclass(slots=True)
 class _Kill:
-    """Under way: what was signalled and has not ended yet, by its descriptor."""
+    """A kill under way: signalled processes that have not ended yet, by pidfd."""
 
     ended: list[ProcessId]
     faults: list[str]
@@ -83,8 +83,8 @@ class GuestProcesses:
         mps: MpsWatch | None = None,
         groups: IdleGroups | None = None,
     ) -> None:
-        """`page` is the guest's page; its owner is the guest's user. `memo` names what is lifted,
-        so that an agent that comes after this one can settle it."""
+        """`page` is the guest's page; its owner is the guest's user. `memo` is the file that
+        records lifted processes, so that the next agent can settle them."""
         self._mps = mps
         self._groups = groups or IdleGroups()
         self._ending: threading.Thread | None = None
@@ -96,29 +96,29 @@ class GuestProcesses:
         self._seen: frozenset[ProcessId] = frozenset()
         self._kill: _Kill | None = None
         self._killing = threading.Lock()
-        """Under MPS a kill goes on beside the beat."""
+        """Guards `_kill`: under MPS a kill runs in a thread beside the beat."""
         self._outcomes: deque[Outcome] = deque()
         self.memo_fault = ""
-        """Why what is lifted cannot be written down."""
+        """Why the record of lifted processes cannot be written."""
 
     def know(self, named: tuple[ProcessId, ...]) -> None:
-        """Which of the processes that the guest names now are seen here: one of them that is not
-        there later has ended, and is in no other pid namespace."""
+        """Record the processes that the guest names and that exist here: one that later is missing
+        has ended, and is not merely in another pid namespace."""
         if named != self._named:
             self._named = named
             here = {one for one in named if start_ticks(one.pid) == one.start_ticks}
             self._seen = frozenset(here | (self._seen & set(named)))
 
     def spare(self, production: Iterable[ProcessId]) -> None:
-        """Never act on these, the first processes of production's engines, nor on their families.
-        They stay spared while they live, also when no pulse names them for a while."""
+        """Exclude production's root processes and their ancestors and descendants from every
+        action. They stay excluded while they live, also while no pulse names them."""
         new = frozenset(production) - self._production
         if new:
             known = (one for one in self._production if _lives(one))
             self._production = new.union(known)
 
     def outcomes(self) -> tuple[Outcome, ...]:
-        """Of actions since the last call, as far as they are known."""
+        """Outcomes of actions that became known since the last call."""
         with self._killing:
             kill = self._kill
             if kill is not None and (self._has_ended(kill) or monotonic_ns() > kill.until_ns):
@@ -131,7 +131,7 @@ class GuestProcesses:
         return tuple(known)
 
     def lift(self, processes: Iterable[ProcessId]) -> None:
-        """Out of the idle group or the idle class."""
+        """Move processes out of the idle group or the idle class."""
         found = self._find(processes)
         faults, lifted = [found.fault] if found.fault else [], []
         for process in found.own:
@@ -146,8 +146,8 @@ class GuestProcesses:
         self._note(GuestAction.LIFT, lifted, faults)
 
     def settle(self) -> None:
-        """Back into it, with the threads that they have made since. What fails is tried again when
-        this is asked again."""
+        """Move lifted processes back, with the threads that they have made since. Failed moves are
+        retried at the next call."""
         faults, settled, left = [], [], set()
         for lifted in self._lifted:
             process = lifted.process
@@ -164,7 +164,9 @@ class GuestProcesses:
         self._note(GuestAction.SETTLE, settled, faults)
 
     def kill(self, processes: Iterable[ProcessId]) -> None:
-        """Under MPS the work on the GPU ends first, beside the beat."""
+        """End processes with SIGKILL. Under MPS a thread first ends their GPU work, beside the
+        beat.
+        """
         found = self._find(processes)
         if self._mps is None:
             with self._killing:
@@ -174,7 +176,7 @@ class GuestProcesses:
             self._ending.start()
 
     def close(self) -> None:
-        """Back into its class what is lifted, and no thread or descriptor left behind."""
+        """Settle the lifted processes, join the kill thread and close all pidfds."""
         if self._lifted:
             self.settle()
         if self._ending is not None:
@@ -194,7 +196,7 @@ class GuestProcesses:
 
     def _signal(self, found: _Found) -> None:
         if self._kill is not None:
-            # Dying already; what was signalled needs no second signal.
+            # A kill is under way; its processes need no second signal.
             return
         faults = [found.fault] if found.fault else []
         kill = _Kill(list(found.gone), faults, monotonic_ns() + _DYING_NS)
@@ -214,14 +216,16 @@ class GuestProcesses:
             self._kill = kill
 
     def _has_ended(self, kill: _Kill) -> bool:
-        """Whether nothing that was signalled is left."""
+        """Whether every signalled process has ended; moves those that have from `dying` to
+        `ended`.
+        """
         for descriptor in _ended(kill.dying):
             kill.ended.append(kill.dying.pop(descriptor))
             os.close(descriptor)
         return not kill.dying
 
     def _conclude(self, kill: _Kill) -> None:
-        """What has not ended by now was killed in vain."""
+        """Report a kill; signalled processes that still run count as faults."""
         self._kill = None
         self._has_ended(kill)
         for descriptor, process in kill.dying.items():
@@ -278,7 +282,7 @@ class GuestProcesses:
         return _Found(own=tuple(own), gone=tuple(gone), fault="; ".join(faults))
 
     def _is_production(self, pid: int) -> bool:
-        """Whether ending it would end an engine of production, or a part of one."""
+        """Whether the process is a live production root, or an ancestor or descendant of one."""
         line = lineage(pid)
         return any(
             root.pid in line or pid in lineage(root.pid)
@@ -320,8 +324,8 @@ def _owner_of(path: Path) -> int | None:
 
 
 def _signalled(process: ProcessId) -> int | None:
-    """Its descriptor, which stands for the process that was checked, whatever ends meanwhile; None
-    where it has ended already. Raises OSError where it may not be signalled."""
+    """Send SIGKILL to a process and return its pidfd, which stays valid whatever ends meanwhile;
+    None if the process has already ended. Raises OSError if the signal is not permitted."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -340,7 +344,7 @@ def _signalled(process: ProcessId) -> int | None:
 
 
 def _ended(descriptors: Iterable[int]) -> list[int]:
-    """Of the processes behind these pidfds, those that have ended."""
+    """The pidfds whose process has ended."""
     watch = select.poll()
     for descriptor in descriptors:
         watch.register(descriptor, select.POLLIN)

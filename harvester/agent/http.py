@@ -91,7 +91,7 @@ class Routes:
 def _authorised(token: bytes | None) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        # Health answers nobody's secrets, and probes carry no token.
+        # Health reveals no secret, and probes carry no token.
         sent = request.headers.get("Authorization", "")
         is_probe = request.path in {"/healthz", "/readyz"}
         if token is not None and not is_probe and not is_sent(token, sent):

@@ -6,7 +6,9 @@ from harvester.policy.sample import KvReading, MemoryReading
 
 
 class SharedKv:
-    """`total_bytes` is what both may hold together on one GPU."""
+    """Reads the KV segments of production and guest. `total_bytes` bounds both together on one
+    GPU.
+    """
 
     def __init__(
         self, production: tuple[KvSegment, ...], guest: KvSegment, *, total_bytes: int
@@ -15,7 +17,9 @@ class SharedKv:
         self._total_bytes = total_bytes
 
     def read(self) -> MemoryReading:
-        """Without a limit where production says nothing: what is unknown is not free."""
+        """Total KV mapped and its limit. No limit if a production segment is unreadable: unknown is
+        not free.
+        """
         used_bytes = 0
         for segment in self._production:
             use = _use(segment)
@@ -28,7 +32,7 @@ class SharedKv:
         return MemoryReading(used_bytes=used_bytes, limit_bytes=self._total_bytes)
 
     def read_guest(self) -> KvReading:
-        """What the guest has mapped, and the limit that it has set itself."""
+        """KV bytes that the guest has mapped, and the limit that it has set itself."""
         try:
             use = self._guest.read()
         except Unsupported as error:

@@ -1,4 +1,4 @@
-"""The lease in force on one slot, kept on disk so that a restarted agent knows what was granted."""
+"""The lease in force on one slot, kept on disk for a restarted agent."""
 
 import logging
 from contextlib import suppress
@@ -27,7 +27,7 @@ class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseFile:
-    """For its owner alone: whoever reads a lease's id can end the lease."""
+    """Readable by its owner only: a lease's id suffices to end the lease."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

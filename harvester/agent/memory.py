@@ -17,7 +17,8 @@ class SharedMemory:
         self._group = group
 
     def read(self) -> MemoryReading:
-        """Without a limit where the files say nothing: what is unknown is not free."""
+        """Use and limit of the group, in bytes. No limit if the files are unreadable: unknown is
+        not free."""
         for used_name, limit_name, cache_name in (
             ("memory.current", "memory.max", "inactive_file"),
             ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_inactive_file"),

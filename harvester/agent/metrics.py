@@ -1,4 +1,4 @@
-"""What the agent exports to Prometheus: the names, types and labels of `deploy/metrics.py`."""
+"""The agent's Prometheus exports: the names, types and labels of `deploy/metrics.py`."""
 
 from prometheus_client import (
     CollectorRegistry,

@@ -1,8 +1,7 @@
-"""Looks at an MPS daemon beside the beat, and ends a guest under it without harm to production.
+"""Watches an MPS daemon beside the beat, and ends a guest under it without harm to production.
 
-The daemon is asked from a thread of its own: it may take seconds to answer or never do, and a grant
-that is late closes the gate. What is known of it is what it said last; what it did not say in time
-counts as not there.
+The daemon is queried from a separate thread: it may take seconds to answer or never do, and a late
+grant closes the gate. The reading is the daemon's last answer; a late answer counts as none.
 """
 
 import logging
@@ -57,7 +56,8 @@ class MpsWatch:
         self._seen, self._seen_at_s = seen, self._clock.now()
 
     def terminate(self, pids: Iterable[int]) -> bool:
-        """End the GPU work of those that are clients. Whether all of them may now be killed."""
+        """End the GPU work of the processes that are clients. Returns whether all may now be
+        killed."""
         wanted, safe = set(pids), True
         try:
             for server in self._control.servers()[:_MAX_SERVERS]:

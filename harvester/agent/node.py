@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 _SECRET_BYTES = 16
 _LATE_BEATS = 20
-"""So many beats without one is a hung loop."""
+"""Beats without completion after which the loop counts as hung."""
 
 
 class Node:
@@ -48,10 +48,10 @@ class Node:
             self.slots.append(self._slot(config, slot, exposition, started))
         self._slot_of_lease: dict[LeaseId, SlotId] = {}
         self._faults: dict[SlotId, str] = {}
-        """Of slots whose last beat raised."""
+        """Fault text of each slot whose last beat raised."""
         self._beat_at_s = started
         self.restart_needed: tuple[str, ...] = ()
-        """Fields of the configuration file that are not in force."""
+        """Fields of the configuration file that await a restart."""
         self._tell_configured()
 
     def _slot(
@@ -85,8 +85,8 @@ class Node:
         self._beat_at_s = now
 
     def _beat_slot(self, slot: Slot, switch: KillSwitch, now: float) -> None:
-        """One slot's error is that slot's: its grant is not written and expires, and the other
-        slots go on."""
+        """Run one slot's beat. If it raises, its grant is not written and expires; other slots go
+        on."""
         try:
             slot.beat(switch, now=now)
         except Exception as error:
@@ -100,7 +100,9 @@ class Node:
                 _log.warning("slot %s: the agent decides again", slot.name)
 
     def take(self, request: LeaseRequest) -> LeaseGranted | LeaseRefused:
-        """Granted is only what a restarted agent would know of."""
+        """Grant or refuse a lease. A lease is granted only once it is on disk for a restarted
+        agent.
+        """
         secret = secrets.token_hex(_SECRET_BYTES)
         answer = self.book.take(request, secret=secret, now=self.clock.now())
         if not isinstance(answer, LeaseGranted):
@@ -118,7 +120,7 @@ class Node:
         return answer
 
     def reconfigure(self, config: AgentConfig) -> Reload:
-        """Take over what a running agent can; the rest is told until a restart."""
+        """Apply the fields that a running agent can change; `restart_needed` lists the others."""
         done = reload(self._config, config)
         self._config, self.restart_needed = done.config, done.restart_needed
         self._tell_configured()
@@ -163,7 +165,7 @@ class Node:
 
 
 def _make_root(config: AgentConfig) -> None:
-    """The directory of kill switch and slots. Raises ConfigError where it is a stranger's."""
+    """Make the directory of kill switch and slots. Raises ConfigError if another user owns it."""
     root = config.page_root
     if all(slot.pages is not None for slot in config.slots) and not root.exists():
         return

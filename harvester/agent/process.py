@@ -97,7 +97,7 @@ class AgentProcess:
 
     def _reconfigure(self, node: Node) -> None:
         self._notifier.reloading()
-        # Whatever happens on the way; what is in force sets it anew.
+        # Set in any case; a configuration in force sets it again.
         node.metrics.reload_successful.set(0)
         try:
             loaded = self._reload()

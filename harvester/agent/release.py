@@ -27,7 +27,7 @@ class ReleaseFile:
         """Inode and time of the one that was obeyed: one that cannot be removed counts once."""
 
     def read(self) -> str:
-        """The operator's reason; "" where nobody asks."""
+        """The operator's reason; "" without a request."""
         try:
             file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:

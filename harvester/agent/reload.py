@@ -26,7 +26,8 @@ class Reload:
 
 
 def reload(old: AgentConfig, new: AgentConfig) -> Reload:
-    """`old` is what is in force now, `new` what the file says. Slots are known by their names."""
+    """Merge the fields that may change into `old`, the configuration in force; `new` is the file's.
+    Slots are matched by name."""
     named = {slot.name: slot for slot in new.slots}
     slots = tuple(_taken_over(slot, named.get(slot.name, slot)) for slot in old.slots)
     taken = {name: getattr(new, name) for name in NODE_FIELDS}

@@ -1,12 +1,11 @@
-"""Consent level `metrics`: production as its Prometheus page tells it, once a second.
+"""Consent level `metrics`: reads production's Prometheus page once a second.
 
-The agent writes what it scraped as a pulse of its own. Such a pulse has no step-time model, so the
-slot stays in learning: it can be watched and its idleness estimated, never opened. A series that
-is missing or not a number makes the scrape unknown: nothing is written and the pulse expires.
-
-Writing all of its page out takes vLLM as long as some of its steps, in the process that answers
-requests. So the probe asks for its few series alone, which vLLM's server of metrics understands
-below `/metrics/`; where something in between does not, it reads the whole page.
+The agent writes the scrape as a pulse of its own. This pulse has no step-time model, so the slot
+stays in learning: it is watched and its idleness estimated, never opened. A series that is missing
+or not a number makes the scrape unknown: no pulse is written and the last one expires. Rendering
+the whole page takes vLLM as long as some of its steps, in the process that answers requests. The
+probe therefore asks for the few series that it needs, which vLLM's metrics server understands below
+`/metrics/`; where a proxy in between does not, it reads the whole page.
 """
 
 import asyncio
@@ -26,7 +25,9 @@ from harvester.contracts.page import PageDirectory, Pulse
 from harvester.platform.reply import body_of
 
 ACCEPT = "text/plain;version=0.0.4"
-"""Asked for OpenMetrics, newer client libraries write `vllm_` where vLLM says `vllm:`."""
+"""Plain text: asked for OpenMetrics, newer client libraries write `vllm_` where vLLM says
+`vllm:`.
+"""
 MAX_SCRAPE_BYTES = 8 << 20
 ENGINE = "metrics"
 
@@ -55,7 +56,7 @@ _PREFIX = "vllm:"
 
 
 def narrowed(url: str) -> str:
-    """Where the series that `read_levels` needs are to be had without the others."""
+    """URL that selects only the series that `read_levels` needs."""
     page = urlsplit(url)
     query = parse_qsl(page.query, keep_blank_values=True)
     query += [("name[]", _PREFIX + name) for name in _SERIES]
@@ -63,7 +64,9 @@ def narrowed(url: str) -> str:
 
 
 def read_levels(text: str) -> VllmLevels | None:
-    """Sums over engines and models, the largest KV use; None unless every series is a number."""
+    """Sums over engines and models, and the largest KV use; None unless every series is a
+    number.
+    """
     found: dict[str, float] = {}
     try:
         for name, value in _samples(text):
@@ -89,16 +92,16 @@ def _samples(text: str) -> Iterator[tuple[str, float]]:
 
 class MetricsProbe:
     def __init__(self, url: str, *, pages: Path) -> None:
-        """`url` is of the whole page."""
+        """`url` is that of the whole metrics page."""
         self._url = url
         self._narrow: str | None = narrowed(url)
-        """None once the whole page told what this one did not."""
+        """None once the whole page yielded levels that this URL did not."""
         self._page = PageDirectory(pages).own_pulse(ENGINE, 0)
         self._busy_s = 0.0
         self._failing = False
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Scrape and write a pulse every second, until cancelled."""
         timeout = aiohttp.ClientTimeout(total=_PERIOD_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
@@ -108,7 +111,9 @@ class MetricsProbe:
                 await asyncio.sleep(_PERIOD_S)
 
     async def scrape(self, session: aiohttp.ClientSession) -> VllmLevels | None:
-        """None where the engine did not say all of it; the log tells why, once."""
+        """Read the levels; None if any series is missing or bad. Changes of this state are logged
+        once.
+        """
         try:
             levels = await self._read(session)
             problem = "a series is missing or not a number" if levels is None else ""

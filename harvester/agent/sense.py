@@ -53,7 +53,7 @@ class KillSwitchFile:
 
 
 def _lives_below(process: ProcessId) -> bool:
-    """Asked of the kernel: a guest may have been put there by whoever started it."""
+    """Queried from the kernel: a supervisor may have isolated the guest from outside."""
     if start_ticks(process.pid) != process.start_ticks:
         return False
     try:
@@ -73,7 +73,9 @@ class SlotSensor:
         memory: SharedMemory | SharedKv | None = None,
         mps: MpsWatch | None = None,
     ) -> None:
-        """`pulses` must be there, besides whichever are and those that these name."""
+        """`pulses` must be present, besides any other present pulses and those that they
+        announce.
+        """
         self._memory = memory
         self._mps = mps
         self._directory = directory

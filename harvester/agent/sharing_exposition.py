@@ -1,6 +1,6 @@
-"""What one slot's guest and production share, as metrics: the accelerator's time and its memory.
+"""Metrics of what one slot's guest and production share: accelerator time and memory.
 
-What is not known is NaN. Nothing here is per beat.
+Unknown values are NaN. They are set per scrape, not per beat.
 """
 
 import math
@@ -12,9 +12,9 @@ from harvester.policy.settings import AUTO
 from harvester.policy.slot import SlotPolicy
 
 BACKENDS = ("idle-group", "idle", "time-slicing", "mps", "none")
-"""Of a guest's `isolation`; one that says nothing is none of them."""
+"""Values of a guest's `isolation`; any other value, such as "", counts as no backend."""
 PREEMPTING = ("idle-group", "idle")
-"""Those by which production preempts a step, and which the guest looks after."""
+"""Backends under which production preempts a guest step, and which the guest checks itself."""
 _MPS_STATES = ("together", "apart", "fault", "silent")
 _MEMORY_PARTS = ("weights", "graphs", "activations", "context", "kv")
 _SHARED_PARTS = ("used", "limit", "guest", "guest_limit")
@@ -30,7 +30,7 @@ class SharingExposition:
         self._blocking = grant.blocking_ratio
 
     def refresh(self, sample: SlotSample | None, policy: SlotPolicy) -> None:
-        """Before every scrape."""
+        """Set the gauges. Called before every scrape."""
         metrics, slot = self._metrics, self._slot
         guest = None if sample is None else sample.guest.record
         observed = policy.blocking.ratio
@@ -58,7 +58,7 @@ class SharingExposition:
 
 
 def _holds(guest: Guest | None) -> float:
-    """NaN where nobody has promised anything."""
+    """1.0 if the guest sees its isolation hold, 0.0 if not, NaN without a preempting backend."""
     if guest is None or guest.isolation not in PREEMPTING:
         return math.nan
     return float(not guest.isolation_fault)
@@ -76,7 +76,7 @@ def _mps_state(mps: MpsReading | None, guest: Guest | None) -> str:
 
 
 def _memory_bytes(guest: Guest | None) -> tuple[float, ...]:
-    """In the order of the parts; a guest without a report has said nothing."""
+    """Bytes in the order of `_MEMORY_PARTS`; NaN for a guest that has reported none."""
     if guest is None or guest.memory == GuestMemory():
         return (math.nan,) * len(_MEMORY_PARTS)
     memory = guest.memory

@@ -77,7 +77,7 @@ class Slot:
         self._grant_page = directory.grant_page()
         _reserve(self._grant_page)
         self.lease_file = LeaseFile(config.state_dir / f"{slot.name}.lease")
-        # Its holder counts from an earlier moment: the lease ends for it first.
+        # The holder counts from an earlier moment, so the lease ends for the holder first.
         recorded = self.lease_file.read(ends_s=now + book.ttl_s)
         book.add_slot(self.name, epoch=epoch_left(directory), recorded=recorded)
         self._grant_page.make()
@@ -94,7 +94,7 @@ class Slot:
             memo=config.state_dir / f"{slot.name}.lifted",
             mps=self._mps,
         )
-        # What an earlier agent had lifted when it ended.
+        # Settle the processes that an earlier agent had lifted when it ended.
         self._guest.settle()
         self.policy = SlotPolicy(config.settings_of(slot))
         self._release = ReleaseFile(release_path(config, slot))
@@ -123,7 +123,7 @@ class Slot:
             self._release.taken()
         state, reason = self.policy.slot_state(), self.policy.reason
         if unrecorded and state is SlotState.OFFERED:
-            # The policy knows it from the next beat on.
+            # The policy sees the fault only from the next beat on.
             state, reason = SlotState.OFF, unrecorded
         self._book.offer(self.name, state, reason)
         self._exposition.observe(sample, effects, self.policy, self._book.live(self.name))
@@ -131,7 +131,7 @@ class Slot:
 
     @property
     def fault(self) -> str:
-        """Why something that must be on disk cannot be written."""
+        """Why the journal, the state file or the record of lifted processes cannot be written."""
         return self._record.fault or self._guest.memo_fault
 
     def _sample(self, kill_switch: KillSwitch, now: float) -> SlotSample:
@@ -148,7 +148,7 @@ class Slot:
                 _log.error(said, self.name, outcome.action, outcome.fault)
             elif outcome.action is GuestAction.KILL:
                 _log.warning("slot %s: the guest has ended", self.name)
-        # A release is for the guest: not without its line.
+        # A release serves the guest, so it waits until the journal can be written.
         release = "" if self.fault else self._release.read()
         return msgspec.structs.replace(
             sample, outcomes=outcomes, record_fault=self.fault, release=release
@@ -157,7 +157,7 @@ class Slot:
     def reconfigure(
         self, slot: SlotConfig, settings: SlotSettings, *, restart_needed: tuple[str, ...]
     ) -> None:
-        """Go on under new settings with what the policy remembers."""
+        """Install new settings; the policy keeps its memory."""
         policy = SlotPolicy(settings)
         policy.restore(self.policy.snapshot())
         self.policy, self.config = policy, slot
@@ -243,7 +243,9 @@ class Slot:
 
 
 def _shared(slot: SlotConfig, owners: PageOwners) -> SharedMemory | SharedKv | None:
-    """What production and guest have in common, by consent."""
+    """The memory that production and guest share, by consent: a GPU's KV, a control group, or
+    None.
+    """
     if slot.kvcached is not None:
         shared = slot.kvcached
         own = frozenset((os.geteuid(),))
@@ -257,7 +259,7 @@ def _shared(slot: SlotConfig, owners: PageOwners) -> SharedMemory | SharedKv | N
 
 
 def _watch(mps: MpsConfig | None) -> MpsWatch | None:
-    """Started, where the operator has agreed to MPS."""
+    """Start watching the MPS daemon if the operator has consented to MPS, else None."""
     if mps is None:
         return None
     control = MpsControl(mps.pipe_directory, mps.control, mps.timeout_s)
@@ -276,7 +278,9 @@ def state_path(config: AgentConfig, slot: SlotConfig) -> Path:
 
 
 def _owners(config: AgentConfig, slot: SlotConfig) -> PageOwners:
-    """Engines believe the grants of the agent's user alone, so a wrong one opens no gate."""
+    """Users whose pages are believed. Raises ConfigError if the agent runs as a user that engines
+    do not believe.
+    """
     owners = config.owners_of(slot)
     if owners.agent and os.geteuid() not in owners.agent:
         raise ConfigError(
@@ -287,7 +291,9 @@ def _owners(config: AgentConfig, slot: SlotConfig) -> PageOwners:
 
 
 def _reserve(page: KeptPage[Grant]) -> None:
-    """Two agents on one grant page would each undo the other's closing."""
+    """Hold the grant page's writer lock: two agents on one page would undo each other's closing.
+    Raises ConfigError if another agent holds it.
+    """
     try:
         page.reserve()
     except PageHeld as error:
@@ -298,8 +304,9 @@ def _reserve(page: KeptPage[Grant]) -> None:
 
 
 def epoch_left(directory: PageDirectory) -> Epoch:
-    """The highest epoch that the pages know of; 0 where there is none. A guest's is believed up to
-    a bound that no agent reaches: beyond the wire's integers no grant could be written."""
+    """The highest epoch on the grant and guest pages, 0 if none. A guest's epoch counts only up to
+    `_MOST_EPOCH`, which no agent reaches: a grant above the wire's integers could not be written.
+    """
     grants, guests = directory.grant_reader(), directory.guest_reader()
     grant, guest = grants.read_left().record, guests.read_left().record
     grants.close()

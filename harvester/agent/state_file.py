@@ -1,7 +1,7 @@
-"""One slot's durable state on disk: a line that says what it is, and a line with the state.
+"""One slot's durable state on disk: a header line, and a line with the state.
 
-A file that is not whole, or another slot's, says nothing of this one: the history is then not
-known, and what to do about that is its reader's to decide.
+A file that is incomplete, or another slot's, says nothing about this slot: the history is then
+unknown, and its reader decides on the consequences.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class StateFile:
         self._origin = monotonic_origin()
 
     def save(self, state: DurableState, *, now: float) -> None:
-        """Raises OSError; what was saved before stays then."""
+        """Save the state. Raises OSError; the previously saved state then stays."""
         body = msgspec.json.encode(state)
         head = StateHead(
             node=self._node,
@@ -62,7 +62,7 @@ class StateFile:
                 raw = file.read(MAX_BYTES + 1)
         except FileNotFoundError:
             if self._refused.exists():
-                # The agent that refused it ended before it saved what it decided instead.
+                # The agent that refused the file ended before it saved a new state.
                 raise Corrupt(f"{self.path}: put aside, and none saved since") from None
             return None
         except OSError as error:

@@ -137,7 +137,7 @@ def _wishes(slot: SlotConfig, wanted: GuestConfig) -> GuestWishes:
 
 
 def _gpus(named: Sequence[str]) -> tuple[Gpu, ...]:
-    """Those that are named; of several nobody is guessed."""
+    """The named GPUs, or the only one present. Raises ConfigError if a choice would be a guess."""
     there = {gpu.uuid: gpu for gpu in gpus()}
     absent = sorted(set(named) - there.keys())
     if absent:
@@ -151,7 +151,7 @@ def _gpus(named: Sequence[str]) -> tuple[Gpu, ...]:
 
 
 def _ranks(used: Sequence[Gpu]) -> tuple[str, ...]:
-    """Before the operator's own flags, which win."""
+    """Tensor-parallel flags, placed before the operator's own flags, which win."""
     return ("--tensor-parallel-size", str(len(used))) if len(used) > 1 else ()
 
 
@@ -168,7 +168,7 @@ def _port(slot: SlotConfig) -> int:
 
 
 def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners) -> list[str]:
-    """What an operator has to know besides, and what production needs for it."""
+    """Notes for the operator: consequences of the plan, and what production needs for it."""
     notes = []
     configured, promised = slot.policy.blocking_ratio, planned.isolation.blocking_ratio
     if configured != AUTO and configured < promised:
@@ -215,7 +215,7 @@ def _daemon(mps: MpsConfig) -> MpsControl:
 
 
 def _watch(share: MpsShare | None, planned: GuestPlan) -> MpsWatch | None:
-    """Of the daemon that the guest runs under; asked at the end only."""
+    """Watch of the daemon that the guest runs under, not started; None without MPS."""
     if share is None or planned.isolation.fault_isolated:
         return None
     return MpsWatch(share.control, look_s=1.0)
@@ -230,7 +230,7 @@ def _table(said: Sequence[Answer], *, title: str) -> Table:
 
 
 def _print_command(command: launch.EngineCommand, planned: GuestPlan) -> None:
-    """To copy: into a shell, a unit or a pod."""
+    """Print the command for a shell, a unit file or a pod."""
     idle = planned.isolation.backend is IsolationBackend.IDLE
     if planned.isolation.backend is IsolationBackend.IDLE_GROUP:
         for line in IdleGroups().commands():

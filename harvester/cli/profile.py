@@ -1,6 +1,6 @@
-"""`rosemux profile`: production's step times as its pulse has learned them, for another slot.
+"""`rosemux profile`: prints the step times that production's pulse has learned, for another slot.
 
-It reads pages and changes nothing. Where they are not yet learned it waits.
+It reads pages and changes nothing. It waits until the times are learned.
 """
 
 import time
@@ -72,13 +72,13 @@ def _learned(directory: PageDirectory) -> dict[str, float] | None:
 
 
 def _shapes(directory: PageDirectory) -> list[str]:
-    """Of the engines whose times these are, so that no other is believed to be like them."""
+    """Shapes of the engines that these times come from, so that no unlike engine uses them."""
     pulses = (_read(directory, name).record for name in directory.pulse_names())
     return sorted({pulse.shape for pulse in pulses if pulse is not None and pulse.shape})
 
 
 def _calibrations(directory: PageDirectory) -> str:
-    """How the times held so far, as comments: observed over predicted, of each pulse."""
+    """Observed over predicted step times per pulse, as YAML comments."""
     lines = (
         "# Observed over predicted; the P90 is what is predicted, so that 1.00 is wanted there.\n"
     )

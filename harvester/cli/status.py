@@ -1,4 +1,4 @@
-"""`rosemux status`: reads pages and, where told, one agent; it changes nothing."""
+"""`rosemux status`: reads pages and, on request, one agent; it changes nothing."""
 
 import urllib.request
 from pathlib import Path
@@ -67,7 +67,9 @@ def _page_table(directories: list[PageDirectory]) -> Table:
 
 
 def _page_rows(directory: PageDirectory) -> list[tuple[str, str, str, str]]:
-    """Each page as its own user wrote it: the agent's log says which user it believes instead."""
+    """One row per page, read as its own user; the agent's log names the users it believes
+    instead.
+    """
     now_ns = monotonic_ns()
     rows = []
     for name in (PageName.GRANT, *directory.pulse_names(), PageName.GUEST):
@@ -113,7 +115,7 @@ def _says(reading: Reading[Grant] | Reading[Guest] | Reading[Pulse]) -> str:
 
 
 def _held(guest: Guest) -> str:
-    """How well the step times hold: observed over predicted."""
+    """Calibration of the guest's step times: observed over predicted."""
     kinds = {"alone": guest.step_calibration, "beside production": guest.beside_calibration}
     said = [
         f"{found.p50_ratio:.2f} and {found.p90_ratio:.2f} times it {kind}"
@@ -135,7 +137,7 @@ def _isolated(guest: Guest) -> str:
 
 
 def _floor(memory: GuestMemory) -> str:
-    """What stays while the gate is closed."""
+    """Accelerator memory that the guest holds while its gate is closed."""
     if memory.floor_bytes == 0:
         return ""
     bound = "" if memory.whole else "at least "
@@ -160,7 +162,9 @@ def _gib(size_bytes: int) -> str:
 
 
 def _over(calibration: Calibration, what: str) -> str:
-    """Of a model of the P90 a tenth is what is wanted."""
+    """Share of steps that exceeded their prediction. The model predicts the P90, so 10 % is
+    ideal.
+    """
     if calibration.steps == 0:
         return f"no {what} compared"
     return f"{calibration.over_ratio:.0%} of {calibration.steps} {what}"

@@ -1,8 +1,9 @@
-"""Sleep until one of several words of shared memory changes, instead of looking again and again.
+"""Sleep until one of several words of shared memory changes, instead of polling.
 
-Linux futexes: whoever writes a word rings, whoever watches it sleeps in the kernel. A watcher needs
-no right to write, and one that rings waits for nobody. Where the kernel or its filter of calls has
-no `futex_waitv` (before Linux 5.16), a sleep is a short nap: the watcher looks again by itself.
+Built on Linux futexes: the writer of a word wakes its watchers, which sleep in the kernel. A
+watcher needs no write permission, and a writer waits for no watcher. If the kernel or its
+system-call filter lacks `futex_waitv` (before Linux 5.16), a sleep is a 1 ms nap and the watcher
+polls.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ import msgspec
 from harvester.contracts.clock import monotonic_ns
 
 NAP_S = 0.001
-"""How long a sleeper sleeps at a time where nothing can wake it."""
+"""Seconds of one nap where no writer can wake the sleeper."""
 WORDS_MAX = 128
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
@@ -44,7 +45,7 @@ class _Timespec(ctypes.Structure):
 
 
 class _Buffer(ctypes.Structure):
-    """Py_buffer: `from_buffer` would want to write, and a watcher may not."""
+    """Py_buffer: `from_buffer` needs write access, which a watcher does not have."""
 
     _fields_ = (
         ("address", ctypes.c_void_p),
@@ -73,12 +74,12 @@ _call = _system_call()
 
 
 class Word(msgspec.Struct, frozen=True):
-    """Four bytes at an address, as they were last seen."""
+    """Four bytes at an address, with the value last seen there."""
 
     address: int
     value: int
     private: bool = False
-    """Of this process alone."""
+    """Whether no other process maps the word, so that the cheaper private futex applies."""
 
 
 class PrivateBell:
@@ -97,20 +98,20 @@ class PrivateBell:
 
 
 def ring(address: int, *, private: bool = False) -> None:
-    """Wake everybody who sleeps on this word; it has just been changed."""
+    """Wake every sleeper on this word; call it after the word has changed."""
     if _call is not None:
         operation = _WAKE_PRIVATE if private else _WAKE
         _call(_FUTEX, ctypes.c_void_p(address), operation, _EVERYBODY, None, None, 0)
 
 
 def can_ring() -> bool:
-    """Whether a sleeper is woken at all; otherwise it naps."""
+    """Whether sleepers can be woken; otherwise they nap."""
     return _call is not None
 
 
 def sleep_until_rung(words: Sequence[Word], *, timeout_s: float) -> None:
-    """Returns when one of the words is no longer what it was, or was rung; at the latest after
-    `timeout_s`, and now and then for no reason."""
+    """Return when one of the words has changed or was rung, at most `timeout_s` later. Spurious
+    returns are possible."""
     global _call
     if _call is None or not words:
         time.sleep(min(timeout_s, NAP_S))
@@ -128,21 +129,21 @@ def sleep_until_rung(words: Sequence[Word], *, timeout_s: float) -> None:
         return
     if ctypes.get_errno() in (errno.ENOSYS, errno.EPERM):
         _call = None
-    # A word that is gone (its page was unmapped): whoever watches it looks again.
+    # The word is gone (its page was unmapped): the watcher looks again.
     time.sleep(NAP_S)
 
 
 class FileWord:
     """Four bytes of a file at an address that is only ever passed to the kernel.
 
-    This process neither reads nor writes there: where the file was cut short that is a signal which
-    ends the process (SIGBUS), while the kernel's own look at it is an error (EFAULT).
+    This process neither reads nor writes there: if the file was cut short, its own access would end
+    the process (SIGBUS), while the kernel's access is an error (EFAULT).
     """
 
     def __init__(self, file: int, *, offset: int, rings: bool = False) -> None:
-        """`file` is an open descriptor; it may be closed afterwards. A file that is too short has
-        no address. To one that `rings` the mapping is writable: the kernel finds a page that it may
-        write in half of the time."""
+        """`file` is an open descriptor and may be closed afterwards. `address` is 0 if the file is
+        too short. With `rings` the mapping is writable: the kernel resolves a writable page in half
+        the time."""
         self.address = 0
         try:
             self._map = mmap(file, offset + 4, prot=PROT_READ | (PROT_WRITE if rings else 0))

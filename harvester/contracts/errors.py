@@ -14,8 +14,8 @@ Refusals that a policy expects are values with a reason, not exceptions. Catch w
 import msgspec
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Everything that msgspec raises for bytes that somebody else wrote: it lets a string that is no
-UTF-8, and nesting without end, through as Python's own errors."""
+"""All exceptions of msgspec for foreign bytes: it passes invalid UTF-8 and unbounded nesting
+through as Python's own errors."""
 
 
 class RoseMuxError(Exception):

@@ -4,7 +4,7 @@ One JSON line per decision. It is the audit log, the simulator's input and the n
 the policy named in the `Opened` line, built from that line's configuration and fed the samples in
 order, gives the same effects again (`scheduler.sim.replay`).
 
-Bounded on disk: when the file reaches its share of the bound it becomes `<name>.1` and a new file
+Size on disk is bounded: a file that reaches half the bound is renamed to `<name>.1` and a new file
 begins, which opens with the policy's snapshot so that each file replays by itself.
 """
 
@@ -22,7 +22,7 @@ from harvester.contracts.errors import UNDECODABLE, Corrupt
 
 SCHEMA = 1
 MAX_LINE_BYTES = 8 << 20
-"""A snapshot holds every proof slice that is remembered, which is up to 3 MB."""
+"""A snapshot holds every remembered proof slice: up to 3 MB."""
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
@@ -30,7 +30,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
 
     schema: int = SCHEMA
     actor: str
-    """Who decides: `agent:<slot>` or `scheduler`."""
+    """The deciding policy: `agent:<slot>` or `scheduler`."""
     policy: str
     config: dict[str, Any]
     config_hash: str
@@ -42,7 +42,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     missing: int = 0
     """Decisions before this line that could not be written."""
     t_s: float | None = None
-    """What the decisions' clock showed at `wall`; None where nobody said."""
+    """Reading of the decisions' clock at `wall`, in seconds; None if the writer gave none."""
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True, tag="decided"):
@@ -65,7 +65,7 @@ def config_hash(config: dict[str, Any]) -> str:
 class JournalWriter:
     """Appends lines; a crash loses at most the line being written, never an earlier one.
 
-    Raises OSError where a line cannot be written; nothing of it is left then, and a later one may.
+    Raises OSError if a line cannot be written; no part of it is left, and a later line may succeed.
     """
 
     def __init__(self, path: Path, *, max_bytes: int = 64 << 20) -> None:
@@ -95,12 +95,12 @@ class JournalWriter:
 
     @property
     def full(self) -> bool:
-        """The file has reached its share; call `rotate` with a new first line."""
+        """Whether the file has reached half the bound; then call `rotate` with a new first line."""
         return self._file.tell() >= self._file_bytes
 
     def rotate(self, line: Opened) -> None:
-        # The old file is given up last, so that a full disk here leaves a writer that still works:
-        # under its older name already, if it came to that.
+        # The old file is given up last, so that a full disk leaves a working writer: by then the
+        # old file may already have its older name.
         if self._in_place():
             self._path.replace(self._path.with_name(self._path.name + ".1"))
         old, self._file = self._file, self._open()
@@ -139,7 +139,7 @@ class JournalWriter:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Take off what a crash left of a line, before the next line is written behind it."""
+    """Truncate a line that a crash left incomplete, before the next line is appended."""
     if not path.exists():
         return
     with path.open("rb+") as file:
@@ -151,16 +151,15 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def read_journal(path: Path) -> Iterator[Line]:
-    """Lines of one file. A torn last line (a crash while writing) is left out.
-
-    Raises Corrupt, naming the line, for anything else that is not a journal line.
+    """Yield the lines of one file, without a torn last line (a crash while writing). Raises
+    Corrupt, naming the line, for anything else that is not a journal line.
     """
     with path.open("rb") as file:
         yield from lines_of(file, path.name)
 
 
 def lines_of(file: BinaryIO, name: str) -> Iterator[Line]:
-    """The same of a file that is open; `name` is for errors."""
+    """`read_journal` for an open file; `name` is for error messages."""
     decoder = msgspec.json.Decoder(Line)
     for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
         if not raw.endswith(b"\n"):

@@ -1,5 +1,5 @@
-"""Which process is meant, when another process names it: a number is used again, and counts anew in
-every pid namespace, so its start belongs to it."""
+"""Process identities across pid namespaces: a pid and the start time of its process, since pids are
+reused and each namespace counts its own."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import msgspec
 
 _PARENT_FIELD = 4
 _START_FIELD = 22
-"""Of /proc/PID/stat; clock ticks since the machine started."""
+"""Field of /proc/PID/stat: start time in clock ticks since the machine booted."""
 
 
 class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,12 +16,14 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def start_ticks(pid: int) -> int | None:
-    """None where there is no such process, or none that this one may see."""
+    """Start time of a process in clock ticks since boot; None if it does not exist or is not
+    visible.
+    """
     return _status(pid, _START_FIELD)
 
 
 def lineage(pid: int) -> tuple[int, ...]:
-    """A process and those that it descends from, nearest first, as far as the kernel shows them."""
+    """Pids of a process and its ancestors, nearest first, as far as the kernel shows them."""
     line: list[int] = []
     while pid and pid not in line:
         line.append(pid)
@@ -30,9 +32,9 @@ def lineage(pid: int) -> tuple[int, ...]:
 
 
 def family(pid: int) -> tuple[int, ...]:
-    """A process and all that descend from it, as far as the kernel shows them; ordered by pid.
+    """Pids of a process and its descendants, ascending, as far as the kernel shows them.
 
-    Raises OSError where the process is not there, or the kernel does not tell children.
+    Raises OSError if the process does not exist, or the kernel does not list children.
     """
     found, unseen = {pid}, [pid]
     while unseen:
@@ -42,7 +44,7 @@ def family(pid: int) -> tuple[int, ...]:
         except OSError:
             if parent == pid:
                 raise
-            continue  # It ended since its parent was asked.
+            continue  # It ended after it was listed.
         for thread in threads:
             try:
                 children = {int(word) for word in (thread / "children").read_text().split()}
@@ -56,7 +58,7 @@ def family(pid: int) -> tuple[int, ...]:
 
 
 def process_ids(pids: list[int]) -> tuple[ProcessId, ...]:
-    """Of those that there are."""
+    """Identities of the pids that exist."""
     found = [(pid, start_ticks(pid)) for pid in pids]
     return tuple(ProcessId(pid=pid, start_ticks=ticks) for pid, ticks in found if ticks is not None)
 
@@ -64,7 +66,7 @@ def process_ids(pids: list[int]) -> tuple[ProcessId, ...]:
 def _status(pid: int, field: int) -> int | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        # The name, in parentheses, may contain anything.
+        # The name, in parentheses, may contain any character.
         return int(text.rpartition(")")[2].split()[field - 3])
     except (OSError, ValueError, IndexError):
         return None

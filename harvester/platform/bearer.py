@@ -1,4 +1,4 @@
-"""Bearer tokens of our own services: which file holds one, who has sent it, where one is needed."""
+"""Bearer tokens of RoseMux services: reads token files and checks requests."""
 
 import hmac
 import stat

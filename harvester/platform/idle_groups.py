@@ -1,13 +1,14 @@
 """Control groups for guests: idle as a whole, so below everything else on the machine.
 
-A thread of the idle class among production's own is preempted at once and still costs production:
-the kernel owes each group of threads a fair share, lets the idle one have its three thousandths in
-ticks of milliseconds, and production's threads, one of which waited, are then out of turn among
-themselves for a second. In a group apart they are ranked as if the guest were not there.
+A thread of the idle class among production's own threads is preempted at once and still costs
+production: the kernel owes each group of threads a fair share and gives the idle thread its three
+thousandths in ticks of milliseconds, after which production's own threads are out of turn among
+themselves for a second. With the guest in a separate group, they are ranked as if it were not
+there.
 
-A guest enters only from the root group, where nobody has given it one: in a service or a container
-the group is its operator's, who may make it or one above it idle (systemd: `CPUWeight=idle` of a
-slice). Each guest has one of its own: lifting it for a reclaim is one write and lifts no other.
+A guest enters only from the root group: in a service or a container the control group is its
+operator's, who may make it or a parent idle (systemd: `CPUWeight=idle` of a slice). Each guest has
+a group of its own: lifting it for a reclaim is one write and lifts no other guest.
 """
 
 import errno
@@ -30,20 +31,22 @@ _PROBE = "rosemux-probe-"
 _MEMBERS = "cgroup.procs"
 _IDLE = "cpu.idle"
 _TRIES = 3
-# Ten times that of any other group. Who was idle stands behind the others in the kernel's virtual
-# time, and with an even weight first ran a tenth of a second after it was lifted.
+# Ten times the weight of any other group. A group that was idle stands behind the others in the
+# kernel's virtual time, and with an even weight first ran a tenth of a second after it was lifted.
 _LIFTED = {"cpu.weight": "1000", "cpu.shares": "10240"}
 
 
 class IdleGroups:
-    """Knows nothing but paths: any process may use it. A group is gone when nobody is in it."""
+    """Makes, enters and removes guests' groups. Holds only paths, so any process may use it. A
+    group is removed once it is empty.
+    """
 
     def __init__(self, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
         self._proc = proc
         self._cgroups = cgroups
 
     def check(self, pid: int) -> None:
-        """Raises Unsupported with the reason why a process cannot be in an idle group here."""
+        """Raises Unsupported with the reason if a process cannot be in an idle group here."""
         try:
             if self._is_given(pid):
                 return
@@ -58,8 +61,7 @@ class IdleGroups:
         self._try()
 
     def enter(self, pid: int, *, guest: int) -> None:
-        """With all its threads; what it starts afterwards is there too. Raises Unsupported.
-
+        """Move a process with all its threads; later children start there too. Raises Unsupported.
         `guest` is the first process of the guest, which its group is named after.
         """
         self.check(pid)
@@ -76,45 +78,50 @@ class IdleGroups:
                 return
             except OSError as error:
                 failure = error
-                # Between those lines somebody may have removed it as one that nobody is in.
+                # Another guest's `clear` may have removed the still empty group between those
+                # lines.
                 if error.errno not in {errno.ENOENT, errno.ENODEV}:
                     break
         raise Unsupported(f"{group}: {failure}") from failure
 
     def leave(self, pid: int) -> None:
-        """Back to where it was. Raises OSError; nothing happens to who is in none of ours."""
+        """Move a process from its guest group to the parent; no-op outside guest groups. Raises
+        OSError.
+        """
         group = self._of(pid)
         if group is not None:
             (group.parent / _MEMBERS).write_text(f"{pid}\n")
 
     def lift(self, pid: int) -> bool:
-        """Let the guest that this process is of run before all others, for a while.
+        """Give the group of this process's guest ten times the weight of others, for a while.
 
-        False where it is in no group of ours. Raises OSError.
+        Returns False if the process is in no guest group. Raises OSError.
         """
         group = self._set(pid, idle=False)
         if group is None:
             return False
         for name, weight in _LIFTED.items():
-            # It is lifted already, and must count as such to be settled again.
+            # It is no longer idle, and must count as lifted to be settled again.
             with suppress(OSError):
                 if (group / name).exists():
                     (group / name).write_text(f"{weight}\n")
         return True
 
     def settle(self, pid: int) -> bool:
-        """Below all others again. Raises OSError."""
+        """Make the group idle again; False if the process is in no guest group. Raises OSError."""
         return self._set(pid, idle=True) is not None
 
     def clear(self) -> None:
-        """Remove those that nobody is in any more."""
+        """Remove empty guest groups."""
         for root in hierarchies(self._cgroups):
             for group in root.glob(f"{_PREFIX}*"):
                 with suppress(OSError):
                     group.rmdir()
 
     def commands(self) -> tuple[str, ...]:
-        """For a shell that is to start a guest there; none where it is in an idle group already."""
+        """Shell commands that put a new guest into its group; empty if it is in an idle group
+        already.
+        """
         if self._is_given(os.getpid()):
             return ()
         group = self._writable_root() / f"{_PREFIX}$$"
@@ -141,7 +148,9 @@ class IdleGroups:
         return is_under_idle(group, cgroups=self._cgroups)
 
     def _try(self) -> None:
-        """What a kernel or a container does not allow shows when it is done. Raises Unsupported."""
+        """Make and remove an idle group, since only the attempt shows whether the kernel and the
+        container allow it. Raises Unsupported.
+        """
         group = self._writable_root() / f"{_PROBE}{os.getpid()}"
         try:
             group.mkdir(exist_ok=True)
@@ -153,7 +162,7 @@ class IdleGroups:
                 group.rmdir()
 
     def _writable_root(self) -> Path:
-        """Of the machine's cpu controller. Raises Unsupported."""
+        """Writable root of the machine's cpu controller. Raises Unsupported."""
         for root in hierarchies(self._cgroups):
             if not _has_cpu_controller(root):
                 continue

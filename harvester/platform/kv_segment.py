@@ -1,11 +1,11 @@
-"""The segment in shared memory in which a kvcached engine keeps its KV limit and what it uses.
+"""The shared-memory segment in which a kvcached engine keeps its KV limit and its KV use.
 
 kvcached 0.1.6 documents it as three native 64-bit signed integers, one file in /dev/shm for each
 engine: the limit, the bytes of pages in use, and the bytes of pages mapped ahead of use. The engine
-writes the last two; whoever sets the limit writes the first, under an exclusive flock on the file.
+writes the last two; the limit is written under an exclusive flock on the file.
 
-A segment of any other shape is another version's, and refused: a limit in the wrong place would be
-production's memory.
+A segment of any other shape belongs to another version and is refused: a limit at the wrong offset
+would take production's memory.
 """
 
 import fcntl
@@ -28,22 +28,22 @@ _MOST_BYTES = 1 << 50
 
 @dataclass(frozen=True, slots=True)
 class KvUse:
-    """Of one engine, over all layers of one accelerator."""
+    """KV of one engine, over all layers of one accelerator, in bytes."""
 
     limit_bytes: int
     used_bytes: int
     ahead_bytes: int
-    """Mapped so that the next page is there at once."""
+    """Mapped ahead of use, so that the next page needs no mapping."""
 
     @property
     def mapped_bytes(self) -> int:
-        """What nobody else can have."""
+        """Bytes that no other engine can use."""
         return self.used_bytes + self.ahead_bytes
 
 
 class KvSegment:
     """`name` is the engine's KVCACHED_IPC_NAME. `owners` are the users whose segment is believed;
-    None is anybody's."""
+    None believes any user."""
 
     def __init__(
         self, name: str, *, owners: frozenset[int] | None = None, directory: Path = SEGMENTS
@@ -52,9 +52,10 @@ class KvSegment:
         self._owners = owners
 
     def read(self) -> KvUse | None:
-        """None where the engine has not made it yet. Raises Unsupported for another layout.
+        """Read without a lock, since an engine may be stopped while it holds one.
 
-        It takes no lock: an engine that is stopped inside one must not hold up who reads.
+        Returns None if the engine has not made the segment yet. Raises Unsupported for another
+        layout.
         """
         try:
             opened = self._opened(os.O_RDONLY)
@@ -66,9 +67,10 @@ class KvSegment:
             os.close(opened)
 
     def limit(self, limit_bytes: int) -> None:
-        """Say so for all to see; kvcached looks at it every tenth of a second.
+        """Write the limit; kvcached reads it every tenth of a second.
 
-        Raises Exhausted while somebody else holds the file, or there is none, and Unsupported.
+        Raises Exhausted if another process holds the file or it is missing, Unsupported for another
+        layout.
         """
         if not 0 <= limit_bytes <= _MOST_BYTES:
             raise ValueError(f"a KV limit of {limit_bytes} bytes")
@@ -77,7 +79,8 @@ class KvSegment:
         except FileNotFoundError as error:
             raise Exhausted(f"{self.path} is not there yet") from error
         try:
-            # kvcached reads, changes and writes all three: outside its lock a limit could get lost.
+            # kvcached reads, changes and writes all three: outside its lock a limit could be
+            # overwritten.
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._decoded(os.pread(opened, _LAYOUT.size, 0))
             os.pwrite(opened, _LIMIT.pack(limit_bytes), 0)
@@ -87,8 +90,9 @@ class KvSegment:
             os.close(opened)
 
     def remove(self) -> bool:
-        """Of an engine that is gone. False where there is none. Raises Unsupported, and leaves what
-        is no such segment or a stranger's."""
+        """Remove the segment of an engine that has ended; False if there is none. Raises
+        Unsupported, and removes nothing, if the file has another layout or an owner who is not
+        trusted."""
         try:
             os.close(self._opened(os.O_RDONLY))
         except FileNotFoundError:

@@ -24,7 +24,7 @@ PRIORITY_VARIABLE = "CUDA_MPS_CLIENT_PRIORITY"
 DEFAULT_CONTROL = "nvidia-cuda-mps-control"
 DEFAULT_PIPE_DIRECTORY = Path("/tmp/nvidia-mps")
 NO_DAEMON = Path("/nonexistent")
-"""Where no daemon answers, so that CUDA runs a process without MPS."""
+"""Pipe directory without a daemon: CUDA runs a process there without MPS."""
 
 _MAX_REPLY_BYTES = 1 << 16
 _MAX_NUMBERS = 4096
@@ -41,14 +41,16 @@ class ServerStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MpsControl:
-    """One daemon. Every call runs its command once and raises Unsupported where none answers."""
+    """One daemon. Every call runs the control command once; it raises Unsupported without a
+    daemon.
+    """
 
     pipe_directory: Path = DEFAULT_PIPE_DIRECTORY
     executable: str = DEFAULT_CONTROL
     timeout_s: float = 2.0
 
     def servers(self) -> tuple[int, ...]:
-        """Process ids of the servers, none before the first client."""
+        """Process ids of the servers; empty before the first client."""
         return self._numbers("get_server_list")
 
     def clients(self, server: int) -> tuple[int, ...]:
@@ -60,13 +62,13 @@ class MpsControl:
         return next((one for one in ServerStatus if one == reply), ServerStatus.UNKNOWN)
 
     def terminate_client(self, server: int, client: int) -> bool:
-        """End a client's GPU work, whatever it is in the middle of. False where it failed.
+        """End a client's GPU work at any point. False if that failed.
 
-        Only after this may the client's process be killed: a signal alone can leave the server, and
-        with it production, undefined.
+        Call this before the client's process is killed: a signal alone can leave the server, and
+        with it production, in an undefined state.
         """
         reply = self._ask(f"terminate_client {server} {client}").strip()
-        # The reply is CUDA's result, 0 or its name; some versions say nothing when it went well.
+        # The reply is CUDA's result, 0 or its name; some versions reply nothing on success.
         return reply in {"", "0"} or "CUDA_SUCCESS" in reply
 
     def _numbers(self, command: str) -> tuple[int, ...]:
@@ -93,7 +95,7 @@ class MpsControl:
         except subprocess.TimeoutExpired as error:
             raise Unsupported(f"the MPS daemon gave no answer in {self.timeout_s} s") from error
         reply = done.stdout[:_MAX_REPLY_BYTES].decode(errors="replace")
-        # Where the program says that, and how it ends then, differs by driver.
+        # The stream of that message and the exit status differ by driver.
         if done.returncode != 0 or _NOBODY in done.stdout + done.stderr:
             raise Unsupported(f"no MPS daemon answers in {self.pipe_directory}")
         return reply

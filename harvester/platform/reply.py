@@ -1,13 +1,13 @@
-"""What a peer's HTTP reply says, in full and bounded."""
+"""Reads the body of a peer's HTTP reply in full, up to a bound."""
 
 import aiohttp
 
 
 async def body_of(reply: aiohttp.ClientResponse, *, most_bytes: int) -> bytes:
-    """What is longer is cut there, for its reader to find out.
+    """Body of a reply, cut at `most_bytes`; a cut JSON body fails in its reader's decoder.
 
-    `reply.content.read(most_bytes)` is not this: it returns what has come by then, on a network a
-    segment or two.
+    `reply.content.read(most_bytes)` differs: it returns the bytes received so far, on a network one
+    or two segments.
     """
     body = bytearray()
     while len(body) < most_bytes:

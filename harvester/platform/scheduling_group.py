@@ -1,7 +1,7 @@
-"""The groups among which the kernel shares out a core before it looks at classes and priorities.
+"""The groups among which the kernel divides a core before it compares classes and priorities.
 
-Groups are control groups with a cpu controller, and, where a process is in none, one group for each
-session (autogroup). The class of a thread ranks it within its own group only.
+Groups are control groups with a cpu controller; processes outside them are grouped by session
+(autogroup). The class of a thread ranks it within its own group only.
 """
 
 import errno
@@ -15,7 +15,9 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What the kernel ranks a thread by: its group among groups, its class within the group."""
+    """Rank of a thread in the kernel's scheduler: its group among groups, its class in the
+    group.
+    """
 
     group: str
     idle_class: bool
@@ -25,9 +27,9 @@ class Rank:
 
 
 def ranks(pid: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> frozenset[Rank]:
-    """Distinct ranks of a process's threads, each of which may be in a group and class of its own.
+    """Distinct ranks of a process's threads; each thread may have a group and class of its own.
 
-    Raises OSError where the process is gone or not shown to this one.
+    Raises OSError if the process has ended or is not visible to this one.
     """
     found = set()
     session = _session(pid, proc)
@@ -36,7 +38,7 @@ def ranks(pid: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> frozenset[
             said = (proc / str(pid) / "task" / str(thread) / "cgroup").read_text()
             idle_class = os.sched_getscheduler(thread) == os.SCHED_IDLE
         except (FileNotFoundError, ProcessLookupError):
-            continue  # It ended since it was listed.
+            continue  # It ended after it was listed.
         own = _with_weight(said, cgroups)
         found.add(Rank(own if own != "/" else session or own, idle_class))
     if not found:
@@ -51,18 +53,18 @@ def scheduling_group(pid: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) ->
 
 
 def _session(pid: int, proc: Path) -> str | None:
-    """Name of the session's group; None where sessions have none."""
+    """Name of the session's group; None if autogroup is off or the session has no group."""
     enabled = proc / "sys/kernel/sched_autogroup_enabled"
     if not enabled.exists() or enabled.read_text().strip() != "1":
         return None
     autogroup = proc / str(pid) / "autogroup"
-    # Empty for a process whose session never got a group of its own, such as init's.
+    # Empty for a process whose session has no group of its own, for example init.
     words = autogroup.read_text().split() if autogroup.exists() else []
     return words[0] if words else None
 
 
 def control_group(pid: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> str:
-    """The control group that has a process's weight; `/` where none but the machine's root."""
+    """The control group that has a process's CPU weight; `/` if only the machine's root has one."""
     return _with_weight((proc / str(pid) / "cgroup").read_text(), cgroups)
 
 
@@ -74,7 +76,7 @@ def _with_weight(said: str, cgroups: Path) -> str:
 
 
 def is_idle(group: str, *, cgroups: Path = CGROUPS) -> bool:
-    """Whether it is a control group with `cpu.idle`."""
+    """Whether the group is a control group with `cpu.idle` set."""
     for root in hierarchies(cgroups):
         file = root / group.lstrip("/") / "cpu.idle"
         if group != "/" and file.exists():
@@ -83,16 +85,16 @@ def is_idle(group: str, *, cgroups: Path = CGROUPS) -> bool:
 
 
 def is_under_idle(group: str, *, cgroups: Path = CGROUPS) -> bool:
-    """Whether it is one, or in one."""
+    """Whether the group or one of its ancestors is idle."""
     return any(is_idle(str(each), cgroups=cgroups) for each in (Path(group), *Path(group).parents))
 
 
 def ranks_below(guest: str, production: str, *, cgroups: Path = CGROUPS) -> bool:
     """Whether the first group gets a core only while the second wants none, whatever its classes.
 
-    Two groups are weighed where their ways from the root part, by what each has there; two that
-    are idle there share the core. A path out of this process's own namespace (`/../pod`) does not
-    say where they part.
+    The kernel compares two groups below their closest common ancestor; two that are idle there
+    share the core. A path outside this process's namespace (`/../pod`) hides that ancestor, so the
+    answer is False.
     """
     if ".." in Path(guest).parts or ".." in Path(production).parts:
         return False
@@ -116,14 +118,14 @@ def is_below(guest: Rank, production: Rank, *, cgroups: Path = CGROUPS) -> bool:
 
 
 def hierarchies(cgroups: Path = CGROUPS) -> tuple[Path, ...]:
-    """Where a cpu controller may be mounted: the unified hierarchy, or one of its own."""
+    """Possible mount points of a cpu controller: the unified hierarchy, or one of its own."""
     return (cgroups, cgroups / "cpu", cgroups / "cpu,cpuacct")
 
 
 def _with_cpu_controller(path: str, cgroups: Path) -> str:
     """The nearest group upwards that the unified hierarchy gives a CPU weight of its own."""
     if ".." in Path(path).parts:
-        return path  # Out of this process's namespace: its files are not here.
+        return path  # Outside this process's namespace: its files are not visible.
     while path != "/" and not (cgroups / path.lstrip("/") / "cpu.weight").exists():
         path = str(Path(path).parent)
     return path

@@ -1,9 +1,9 @@
-"""How much of a guest step production was seen to wait for: for people to read, no decision.
+"""Observed share of a guest step that production waited for: for people to read, no decision.
 
-    share = (time between two tokens - what production alone would have taken) / guest's last step
+    share = (time between two tokens - predicted time of production alone) / guest's last step
 
-A token that met only the end of a guest step says little, so it is the largest shares that count:
-their P99. Even that is what was met, not what could be; what a backend promises is configured.
+A token that overlapped only the end of a guest step says little, so the largest shares count: their
+P99. Even the P99 is an observation and no bound; the share that a backend promises is configured.
 """
 
 from collections.abc import Iterable
@@ -12,14 +12,14 @@ import msgspec
 
 _BUCKETS = 20
 _MINIMUM = 200
-"""Fewer tokens beside a stepping guest have no P99."""
+"""Fewer tokens beside a stepping guest give no P99."""
 _REMEMBERED = 2000.0
 _QUANTILE = 0.99
 
 
 class BlockingState(msgspec.Struct, kw_only=True):
     counts: list[float] = []
-    """Of shares, in buckets of a twentieth; older ones fade."""
+    """Histogram of shares in buckets of 0.05; older counts decay."""
 
 
 class Blocking:
@@ -29,7 +29,7 @@ class Blocking:
             self.state.counts = [0.0] * _BUCKETS
 
     def observe(self, itl_s: Iterable[float], *, alone_s: float, guest_step_s: float) -> None:
-        """Times between tokens of production beside a guest that steps."""
+        """Add production's inter-token times (s) that ended beside a stepping guest."""
         if guest_step_s <= 0.0 or alone_s <= 0.0:
             return
         counts = self.state.counts
@@ -42,7 +42,7 @@ class Blocking:
 
     @property
     def ratio(self) -> float | None:
-        """The upper edge of the bucket that holds the P99; None is not known yet."""
+        """The upper edge of the bucket that holds the P99; None below 200 tokens."""
         counts = self.state.counts
         total = sum(counts)
         if total < _MINIMUM:

@@ -130,7 +130,7 @@ class ErrorBudget:
         return self.stopped and self._settings.enforced
 
     def stop(self, reason: str, *, now: float) -> None:
-        """As after a breach."""
+        """Stop harvesting for the hold time, as after a breach."""
         self.state.stopped_at_s, self.state.reason = now, reason
 
     def _judge(self, now: float) -> None:

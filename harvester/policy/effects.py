@@ -1,7 +1,7 @@
-"""What the slot policy wants done. Every effect says why, and whom it is for.
+"""Effects that the slot policy requests. Each has its reason and serves the guest or production.
 
-Nothing is done for the guest without its line in the journal; everything is done for production,
-line or not.
+An effect for the guest is applied only with its line in the journal; an effect for production is
+applied in any case.
 """
 
 from typing import Self
@@ -15,21 +15,21 @@ from harvester.contracts.wire.leases import EndReason
 
 class SlotEffect(msgspec.Struct, frozen=True, kw_only=True):
     def without_record(self, fault: str) -> Self:
-        """What is done of it where no line can be written, for the reason given."""
+        """The effect to apply if its journal line cannot be written; `fault` says why."""
         raise NotImplementedError
 
 
 class ForProduction(SlotEffect, frozen=True, kw_only=True):
-    """Protects production, and is done in any case."""
+    """An effect that protects production, applied with or without a journal line."""
 
     def without_record(self, fault: str) -> Self:  # noqa: ARG002 - no fault takes it away
         return self
 
 
 class WriteGrant(SlotEffect, frozen=True, kw_only=True, tag="write_grant"):
-    """Publish this grant; it also stands for the beat, since an old one expires.
+    """Publish this grant; written every beat, since an old one expires.
 
-    Open it is for the guest, closed for production.
+    An open grant serves the guest, a closed one production.
     """
 
     grant: Grant
@@ -43,10 +43,10 @@ class WriteGrant(SlotEffect, frozen=True, kw_only=True, tag="write_grant"):
 
 class EndLease(ForProduction, frozen=True, kw_only=True, tag="end_lease"):
     lease: str
-    """Its name."""
+    """Name of the lease."""
     reason: EndReason
     deadline_s: float = 0.0
-    """How long running turns may still go on."""
+    """Seconds for which running turns may go on."""
 
 
 class Quarantine(ForProduction, frozen=True, kw_only=True, tag="quarantine"):
@@ -56,14 +56,16 @@ class Quarantine(ForProduction, frozen=True, kw_only=True, tag="quarantine"):
 
 
 class LiftGuest(ForProduction, frozen=True, kw_only=True, tag="lift_guest"):
-    """Out of its isolation backend: what production waits for must not wait behind production."""
+    """Move the guest out of its isolation backend: work that production waits for must not wait
+    behind production.
+    """
 
     processes: tuple[ProcessId, ...]
     reason: str
 
 
 class SettleGuest(ForProduction, frozen=True, kw_only=True, tag="settle_guest"):
-    """Back under its isolation backend, where it was lifted out of it."""
+    """Move a lifted guest back under its isolation backend."""
 
     reason: str
 

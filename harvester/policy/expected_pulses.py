@@ -1,8 +1,8 @@
-"""Pulses that must be there: those that are, those that these announce, those configured.
+"""Pulses that must be present: the present ones, the siblings that they announce, the configured.
 
-Each pulse says how many API servers its engine has. One of them that never showed itself is missing
-and not idle; one left by an engine that had more of them is no engine's. A configured list adds to
-that: it never hides an engine that lives beside the listed ones.
+Each pulse says how many API servers its engine has. An announced server that never showed itself is
+missing, not idle; a page beyond the announced number is a leftover. A configured list adds to that:
+it never hides an engine that runs beside the listed ones.
 """
 
 from harvester.contracts.page import PageFault, engine_of, pulse_page

@@ -1,28 +1,28 @@
-"""What sharing a GPU through MPS changes in what a slot may grant. It is told, and asks nothing."""
+"""Rules for grants on a GPU shared through MPS. Pure functions of the readings they are given."""
 
 from harvester.contracts.page.records import Guest
 from harvester.contracts.process import ProcessId
 from harvester.policy.sample import MpsReading
 
 MPS = "mps"
-"""Of a guest's `isolation`."""
+"""Value of a guest's `isolation` under MPS."""
 
 
 def server_fault(mps: MpsReading | None) -> str:
-    """Why nothing may run on this slot until an operator has looked; "" where it may."""
+    """Why the slot must stay closed until an operator has looked; "" without a server fault."""
     if mps is None or not mps.server_fault:
         return ""
     return "MPS: the server that production and guest share has a fault"
 
 
 def lacks_consent(mps: MpsReading | None, guest: Guest | None) -> bool:
-    """The guest was started under MPS, and the slot's configuration does not say so."""
+    """Whether the guest runs under MPS without consent in the slot's configuration."""
     return mps is None and guest is not None and guest.isolation == MPS
 
 
 def blocking_ratio(
     configured: float, mps: MpsReading | None, guest: tuple[ProcessId, ...]
 ) -> float:
-    """What is configured for MPS holds while both are seen on one server: CUDA starts a client
-    without a daemon silently, and then the two take turns on the GPU."""
+    """The configured ratio if guest and production share an MPS server, else 1.0: CUDA silently
+    starts a client without a daemon, and then the two take turns on the GPU."""
     return configured if mps is None or mps.shared_by(guest) else 1.0

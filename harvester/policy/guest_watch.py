@@ -1,7 +1,7 @@
-"""What is known of a slot's guest: when it was heard of last, what it said, how often it was lost.
+"""State of a slot's guest: its last page, when it was last seen, how often it was lost.
 
-A guest writes its page ten times a second. One that ranks below production on its cores may get
-none of them for as long as production has work: it is silent then, and not lost.
+A guest writes its page ten times a second. A guest that ranks below production on its cores may get
+no CPU for as long as production has work: it is silent then, and not lost.
 """
 
 from typing import Literal
@@ -18,18 +18,18 @@ _NO_ISOLATION = "none"
 class GuestState(msgspec.Struct, kw_only=True):
     seen_at_s: float | None = None
     active_at_s: float | None = None
-    """When a step of it ran or had ended."""
+    """Time of the last beat at which a guest step ran or had just ended."""
     steps_finished: int = 0
     kv_tokens: int = 0
-    """What its engine has, as it said last."""
+    """The engine's KV capacity in tokens, as last reported."""
     isolation: str = ""
     floor_bytes: int = 0
     blocking_ratio: float = 1.0
     isolation_fault: str = ""
     losses_s: list[float] = []
-    """When it was lost under a lease."""
+    """Times of losses under a lease."""
     stopped: bool = False
-    """It said last that it was stopped on purpose."""
+    """Whether its last page announced a stop on purpose."""
 
 
 class GuestWatch:
@@ -40,7 +40,7 @@ class GuestWatch:
     def observe(self, guest: Guest | None, *, now: float) -> None:
         state = self.state
         if guest is None or (guest.leaving and state.stopped):
-            # The last record of one that stops stands still, whatever step it was in.
+            # A stopping guest's last record stands still, possibly in the middle of a step.
             return
         state.stopped = guest.leaving
         state.seen_at_s = now
@@ -49,7 +49,7 @@ class GuestWatch:
         state.floor_bytes = guest.memory.floor_bytes
         state.isolation_fault = guest.isolation_fault
         promised = guest.blocking_ratio
-        # Whatever else a page says, also no number at all, promises nothing.
+        # Any other value of the page, NaN included, promises nothing.
         state.blocking_ratio = promised if 0.0 < promised <= 1.0 else 1.0
         stepping = guest.steps_launched > guest.steps_finished
         if stepping or guest.steps_finished != state.steps_finished:
@@ -57,7 +57,7 @@ class GuestWatch:
         state.steps_finished = guest.steps_finished
 
     def stepped_during(self, latency_s: float, *, now: float) -> bool:
-        """Whether a step of it ran within production's latency that ended now."""
+        """Whether a guest step ran within production's latency that ended now."""
         active_at_s = self.state.active_at_s
         return active_at_s is not None and now - active_at_s <= latency_s + self._settings.beat_s
 
@@ -66,9 +66,10 @@ class GuestWatch:
         return seen_at_s is None or now - seen_at_s > self._settings.guest_away_s
 
     def starved(self, reading: GuestReading, *, idle_at_s: float | None) -> bool:
-        """Of one that is away: whether it lives below production, which has had work ever since.
+        """Whether a silent guest lives below production and production has been busy since the
+        silence.
 
-        `idle_at_s` says when production last had none; None is never.
+        `idle_at_s` is the time of production's last idle moment; None if it was never idle.
         """
         seen_at_s = self.state.seen_at_s
         if not reading.lives_below or seen_at_s is None:
@@ -78,20 +79,20 @@ class GuestWatch:
     def blocking_ratio(
         self, configured: float | Literal["auto"], reading: GuestReading, *, now: float
     ) -> float:
-        """What a running step of it counts as: all of it where its isolation does not hold or is
-        none, also against a number, which was measured under an isolation. One that does not say
-        may be isolated from outside."""
+        """Share of a running guest step that production waits for: 1 if the guest's isolation is
+        "none" or does not hold, even against a configured ratio, which was measured under
+        isolation. A guest that reports no isolation may be isolated from outside."""
         state = self.state
         if state.isolation_fault or state.isolation == _NO_ISOLATION:
             return 1.0
         if configured != AUTO:
             return configured
-        # One that is starved of its page's beat runs no step and looks again when it does.
+        # A guest starved of its page's beat runs no step; it reports again when it steps.
         gone = reading.record is None and self.away(now=now) and not reading.lives_below
         return 1.0 if gone else state.blocking_ratio
 
     def lose(self, reading: GuestReading, *, now: float) -> str:
-        """Counts a loss under a lease. Returns why the slot is to be quarantined; "" is not yet."""
+        """Count a loss under a lease. Returns the reason for a quarantine, "" below the limit."""
         window_s = self._settings.quarantine_window_s
         losses_s = [at for at in self.state.losses_s if now - at < window_s]
         self.state.losses_s = [*losses_s, now]

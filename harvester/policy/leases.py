@@ -117,7 +117,7 @@ class LeaseBook:
         return _granted(lease, now)
 
     def withdraw(self, granted: LeaseGranted, reason: str) -> LeaseRefused:
-        """Turn a grant that nobody has heard of into a refusal."""
+        """Turn a grant that no caller has received into a refusal."""
         found = self._find(granted.lease)
         if found is not None:
             entry, held = found

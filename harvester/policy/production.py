@@ -1,8 +1,8 @@
-"""What the pulses of one slot say together, and whether production may be believed at all.
+"""The pulses of one slot, combined into one view, and whether production may be believed at all.
 
-Missing data is danger, never idleness: a pulse that is absent, counters that went backwards,
-requests without steps, or steps without requests are conditions of their own. Nothing here decides
-what the guest may do.
+Missing data is danger, never idleness: an absent pulse, counters that went backwards, requests
+without steps, and steps without requests are separate conditions. This module does not decide what
+the guest may do.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,15 +22,15 @@ _IDLE_WINDOW_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latencies:
-    """Samples that are new in this beat."""
+    """Latency samples that are new in this beat."""
 
     seen_s: tuple[float, ...] = ()
     total: int = 0
-    """Including those that a pulse could not hold."""
+    """Count of new samples, including those beyond a pulse's capacity."""
 
     @property
     def weight(self) -> float:
-        """How many new samples each seen one stands for."""
+        """New samples that each seen one stands for."""
         return self.total / len(self.seen_s) if self.seen_s else 0.0
 
 
@@ -44,11 +44,11 @@ class ProductionView:
     ttft: Latencies = field(default_factory=Latencies)
     itl: Latencies = field(default_factory=Latencies)
     own_models: bool = False
-    """Engines that are unlike: each is judged by what its own pulses have learned."""
+    """Whether each engine is judged by its own pulses' model, because the engines differ."""
     decoding: int = 0
     kv_usage_ratio: float = 0.0
     idle_at_s: float | None = None
-    """When production had nothing to do last."""
+    """Time of production's last idle moment."""
 
 
 class PulseMemory(msgspec.Struct, kw_only=True):
@@ -63,9 +63,9 @@ class PulseMemory(msgspec.Struct, kw_only=True):
 class WatchState(msgspec.Struct, kw_only=True):
     pulses: dict[str, PulseMemory] = {}
     progress_at_s: dict[str, float] = {}
-    """Per engine: when it last stepped or had nothing to do."""
+    """Per engine: time of its last step or last idle moment."""
     unseen: dict[str, UnseenSteps] = {}
-    """Per engine."""
+    """Steps without known requests, per engine."""
     restarted_at_s: float | None = None
     observed_at_s: float | None = None
     idle_ratio: float | None = None
@@ -122,7 +122,7 @@ class ProductionWatch:
         return (Condition.HUNG, hung) if hung else (None, "")
 
     def _model(self, pulses: dict[str, Pulse]) -> ProductionModel:
-        """As learned, or as given until then."""
+        """The learned model, or the configured profile until enough steps are learned."""
         given = self._settings.profile
         if self._has_profile(pulses) and _learned(pulses) < self._settings.model_samples_min:
             return ProductionModel(
@@ -134,7 +134,7 @@ class ProductionWatch:
         return _upper(pulses.values())
 
     def _has_profile(self, pulses: dict[str, Pulse]) -> bool:
-        """One that was learned on engines like these, as far as it is known."""
+        """Whether a profile applies: its shapes cover all known shapes of the pulses."""
         given = self._settings.profile
         shapes = {pulse.shape for pulse in pulses.values() if pulse.shape}
         return given.given and (not given.shapes or shapes <= set(given.shapes))
@@ -204,9 +204,9 @@ class ProductionWatch:
         return verdict
 
     def _busy(self, members: dict[str, Pulse]) -> bool:
-        """Whether one engine has anything to do: for the middleware, in its cores or by its steps.
+        """Whether one engine has work, by its middleware, its cores or its steps.
 
-        An open WebSocket is nothing to do.
+        An open WebSocket alone is no work.
         """
         pulses = tuple(members.values())
         if any(pulse.in_flight > pulse.sockets for pulse in pulses):
@@ -279,8 +279,8 @@ def _went_backwards(before: PulseMemory, pulse: Pulse) -> bool:
 
 
 def kv_usage_ratio(pulses: Mapping[str, Pulse]) -> float:
-    """Of the fullest engine core. With several API servers what each says of a core may be old:
-    the newest word on it counts."""
+    """KV use of the fullest engine core. With several API servers a pulse's value for a core may be
+    old, so the newest value of each core counts."""
     newest: dict[tuple[str, int], EngineCore] = {}
     fullest = 0.0
     for name, pulse in sorted(pulses.items()):
@@ -294,7 +294,7 @@ def kv_usage_ratio(pulses: Mapping[str, Pulse]) -> float:
 
 
 def _learned(pulses: dict[str, Pulse]) -> int:
-    """Steps behind the model of the engine that is known least."""
+    """Steps behind the model of the engine with the fewest."""
     engines: dict[str, int] = {}
     for name, pulse in pulses.items():
         engine = engine_of(name)

@@ -1,8 +1,8 @@
-"""Randomised slices of time without a grant, and what their latencies say about harvesting.
+"""Randomised slices of time without a grant, and the impact of harvesting that they show.
 
-Which slices are withheld is a function of the seed and the slice's number alone, so it depends on
-no load and a replay withholds the same ones. A slice is the unit of the interval: samples within
-one are not independent. Nothing here closes a gate; it says `withheld` and `harmful`.
+Whether a slice is withheld is a function of the seed and the slice's number alone, so it depends on
+no load and a replay withholds the same slices. A slice is the unit of the interval: samples within
+one are not independent. This module closes no gate; it reports `withheld` and `harmful`.
 """
 
 from statistics import NormalDist
@@ -14,7 +14,9 @@ from harvester.policy.settings import ProofSettings
 
 
 class SliceSum(msgspec.Struct, kw_only=True):
-    """Sums over one kind of slices: n samples of sum x, and what their spread needs."""
+    """Sums over one kind of slices: n samples of sum x, and the products that the variance
+    needs.
+    """
 
     slices: int = 0
     n: float = 0.0
@@ -37,7 +39,7 @@ class SliceSum(msgspec.Struct, kw_only=True):
 
     @property
     def variance(self) -> float:
-        """Of the ratio estimator x/n over slices (Cochran, Sampling Techniques, 6.4)."""
+        """Variance of the ratio estimator x/n over slices (Cochran, Sampling Techniques, 6.4)."""
         residual = self.xx - 2 * self.mean * self.nx + self.mean**2 * self.nn
         correction = self.slices / (self.slices - 1)
         return max(0.0, residual) * correction / self.n**2
@@ -56,14 +58,14 @@ class ProofState(msgspec.Struct, kw_only=True):
     eligible: bool = True
     finished: list[FinishedSlice] = []
     oldest: int = 0
-    """Where the ring of finished slices is overwritten next, once it is full."""
+    """Index of the slice in the full ring that is overwritten next."""
     granted: SliceSum = msgspec.field(default_factory=SliceSum)
     withheld: SliceSum = msgspec.field(default_factory=SliceSum)
     stopped_at_s: float | None = None
 
 
 class Impact(msgspec.Struct, frozen=True, kw_only=True):
-    """Latency beside the guest over latency alone, minus one."""
+    """Latency beside the guest over latency alone, minus 1, with its confidence interval."""
 
     ratio: float
     low: float
@@ -85,10 +87,10 @@ class ProofSlices:
         return self._withheld(int(now // self._settings.slice_s))
 
     def observe(self, *, latencies_s: tuple[float, ...], eligible: bool, now: float) -> None:
-        """Fold in the latency samples of a beat.
+        """Fold in the latency samples (s) of a beat.
 
-        `eligible` is whether a grant would be open but for the slice: a slice counts for either
-        side only when all of it was, so that both sides see the same production.
+        `eligible` is whether the grant would be open if no slice were withheld: a slice counts for
+        either kind only if all of it was eligible, so that both kinds see the same production.
         """
         state, slice_s = self.state, self._settings.slice_s
         index = int(now // slice_s)
@@ -96,13 +98,13 @@ class ProofSlices:
             self._finish(now)
             state.index, state.n, state.x, state.eligible = index, 0.0, 0.0, True
         state.eligible = state.eligible and eligible
-        # A latency that began before the slice belongs to both kinds and so to neither.
+        # A latency that began before the slice overlaps both kinds, so it counts for neither.
         inside = [x for x in latencies_s if x <= now - index * slice_s]
         state.n += len(inside)
         state.x += sum(inside)
 
     def impact(self) -> Impact | None:
-        """None below the minimum of slices on either side."""
+        """The impact; None below the minimum of slices of either kind."""
         granted, withheld = self.state.granted, self.state.withheld
         if min(granted.slices, withheld.slices) < self._settings.minimum_slices:
             return None

@@ -1,14 +1,14 @@
-"""Memory that production needs back: how long the guest may take, and what then happens.
+"""Memory that production needs back: the guest's deadline, and the steps that enforce it.
 
-The KV budget falls first, in the grant. From the beat in which the guest holds more than that it is
-lifted out of its isolation backend, since a guest in the idle class beside saturated production
-would give nothing back for as long as production is saturated. What it still keeps at the deadline
-is taken by ending it. Both are effects; what became of them comes back with a later sample. A guest
-of another user ends itself soon after the deadline. One that still speaks and owes memory then, and
-cannot be ended, is out of reach: its slot is no place for one.
+The KV budget in the grant falls first. From the beat in which the guest holds more than its budget
+it is lifted out of its isolation backend, since a guest in the idle class beside saturated
+production would release nothing while production is saturated. If it still exceeds the budget at
+the deadline, it is ended. Lift and kill are effects; their outcomes arrive with a later sample. A
+guest of another user ends itself soon after the deadline. A guest that still reports, owes memory
+then and cannot be ended is out of reach: its slot is not fit for a guest.
 
-Such a guest is often too starved to write its page, so what it said last stands until it says
-something else or its page is gone.
+A guest that owes memory is often too starved to write its page, so its last page stands until it
+writes a new one or the page is gone.
 """
 
 import msgspec
@@ -19,23 +19,24 @@ from harvester.policy.effects import KillGuest, LiftGuest, SettleGuest
 from harvester.policy.sample import GuestAction, GuestReading, KvReading, Outcome
 
 SELF_END_S = 3.0
-"""From the deadline on, for a guest that only its own user can end: it does so after one second,
-and its page is missed within half a second more. Twice that, for a machine where both are late."""
+"""Seconds after the deadline for a guest that only its own user can end: it ends itself after one
+second, and its page is missed within half a second more. Doubled for a machine where both are late.
+"""
 
 
 class ReclaimState(msgspec.Struct, kw_only=True):
     since_s: float | None = None
-    """When the guest first held more than its budget; None while it does not."""
+    """Time at which the guest first exceeded its budget; None while it does not."""
     killed: bool = False
     kills: int = 0
-    """How often it was to be ended for what is due now."""
+    """Kill effects for the present debt."""
     in_time: int = 0
     missed: int = 0
     usable_tokens: int = 0
     processes: tuple[ProcessId, ...] = ()
-    """What the guest said last."""
+    """Processes that the guest last named."""
     ended: tuple[ProcessId, ...] = ()
-    """Known to have ended: what their page still says of memory is over."""
+    """Processes known to have ended: the memory that their page still reports is free."""
     unreached: str = ""
     """Why the guest could not be ended, while it owes memory."""
 
@@ -54,10 +55,11 @@ class Reclaim:
         shared: KvReading | None = None,
         outcomes: tuple[Outcome, ...] = (),
     ) -> tuple[LiftGuest | SettleGuest | KillGuest, ...]:
-        """`budget_tokens` is what this beat's grant leaves the guest; None is all that it has.
+        """Compare the guest's KV with its budget. `budget_tokens` is the KV that this beat's grant
+        leaves the guest; None is no limit.
 
-        Where KV is shared page by page, what is mapped counts too: a budget that is obeyed in the
-        guest's books has freed nothing while a page of it is still held.
+        Where KV is shared page by page, mapped bytes count too: a budget that the guest obeys in
+        its own accounts frees nothing while the pages stay mapped.
         """
         state, guest = self.state, reading.record
         self._note(outcomes)
@@ -65,7 +67,7 @@ class Reclaim:
             state.usable_tokens = guest.kv_tokens_total - guest.kv_tokens_withheld
             state.processes = guest.processes
         elif reading.fault is PageFault.MISSING:
-            # Gone, with everything that it held.
+            # The page is gone, and the guest's memory with it.
             state.usable_tokens, state.processes = 0, ()
         over_bytes = 0 if shared is None or not state.processes else shared.over_bytes
         if budget_tokens is None or (state.usable_tokens <= budget_tokens and not over_bytes):
@@ -74,7 +76,7 @@ class Reclaim:
             state.since_s = now
             return (LiftGuest(processes=state.processes, reason="memory is due"),)
         elapsed_s = now - state.since_s
-        # Once more after each further deadline: what ends a guest may itself have failed.
+        # Repeat after each further deadline: the kill itself may have failed.
         if elapsed_s < self._deadline_s * (state.kills + 1):
             return ()
         state.kills += 1
@@ -87,7 +89,9 @@ class Reclaim:
         return (KillGuest(processes=state.processes, reason=reason),)
 
     def out_of_reach(self, reading: GuestReading, *, now: float) -> str:
-        """Why a guest that still speaks and owes memory cannot be ended; "" is not known so."""
+        """Why a guest that still reports and owes memory cannot be ended; "" if it can, or may
+        yet.
+        """
         since_s = self.state.since_s
         if reading.record is None or since_s is None:
             return ""

@@ -1,4 +1,4 @@
-"""What the slot policy is told at every beat: raw facts with no verdict in them."""
+"""Input of the slot policy at every beat: raw facts with no verdict in them."""
 
 from enum import StrEnum
 
@@ -13,9 +13,9 @@ from harvester.contracts.process import ProcessId
 class KillSwitch(StrEnum):
     NONE = "none"
     HOLD = "hold"
-    """No grant and no new lease; leases stay, so that harvesting can go on where it stopped."""
+    """No grant and no new lease; leases stay, so that harvesting can resume."""
     DRAIN = "drain"
-    """As hold, and leases end."""
+    """Like `hold`, and leases end."""
 
 
 class PulseReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,23 +30,23 @@ class GuestReading(msgspec.Struct, frozen=True, kw_only=True):
     record: Guest | None = None
     fault: PageFault | None = None
     lives_below: bool = False
-    """Without a record: whether a process that the last one named is there, and in the idle class
-    or an idle control group: below production wherever they share cores."""
+    """Without a record: whether a process that the last record named still runs, in the idle class
+    or an idle control group, and so ranks below production wherever they share cores."""
 
 
 class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
-    """What the lease book says about the slot."""
+    """The slot's entry in the lease book."""
 
     epoch: Epoch
     lease: str | None = None
-    """Its name. Its id is the holder's secret and stands in no journal."""
+    """Name of the lease. Its id is the holder's secret and is never journaled."""
     ending: bool = False
     tenant: str = ""
     job: str = ""
 
 
 class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the control group that production and guest share. No limit is no reading."""
+    """Memory of the control group that production and guest share. A limit of 0 is no reading."""
 
     used_bytes: int = 0
     limit_bytes: int = 0
@@ -57,12 +57,12 @@ class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvReading(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a guest that shares a GPU's pages with production: what it maps, beside its own limit."""
+    """KV of a guest that shares a GPU's pages with production: bytes mapped and their limit."""
 
     mapped_bytes: int = 0
     limit_bytes: int = 0
     fault: str = ""
-    """Why there is nothing to read."""
+    """Why the segment cannot be read."""
 
     @property
     def over_bytes(self) -> int:
@@ -70,23 +70,23 @@ class KvReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MpsReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What the daemon of NVIDIA's Multi-Process Service said last."""
+    """Last report of the daemon of NVIDIA's Multi-Process Service."""
 
     clients: tuple[tuple[int, ...], ...] = ()
-    """Process ids, server by server."""
+    """Process ids per server."""
     server_fault: bool = False
-    """A server was taken by a fault of one of its clients."""
+    """Whether a client's fault took a server down."""
     fault: str = ""
-    """Why there is nothing to read."""
+    """Why the daemon cannot be read."""
 
     def shared_by(self, guest: tuple[ProcessId, ...]) -> bool:
-        """Whether the guest runs on a server, and somebody else on the same one."""
+        """Whether the guest runs on a server that another process uses too."""
         pids = {process.pid for process in guest}
         return any(pids & set(group) and set(group) - pids for group in self.clients)
 
 
 class GuestAction(StrEnum):
-    """What the agent does to a guest's processes."""
+    """An action of the agent on a guest's processes."""
 
     LIFT = "lift"
     SETTLE = "settle"
@@ -94,30 +94,30 @@ class GuestAction(StrEnum):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of an effect of an earlier beat on the guest's processes."""
+    """Outcome of an earlier beat's effect on the guest's processes."""
 
     action: GuestAction
     processes: tuple[ProcessId, ...] = ()
-    """To which it was done: of a kill, those that have ended."""
+    """Processes that it was applied to; for a kill, those that have ended."""
     fault: str = ""
-    """Why it was not done, or not to all of them."""
+    """Why it failed, wholly or for some processes."""
 
 
 class SlotSample(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
     pulses: tuple[PulseReading, ...]
-    """One for each expected name, in the order of names. None expected is itself a fault."""
+    """One for each expected name, in the order of names. An empty tuple is itself a fault."""
     guest: GuestReading
     lease: LeaseView
     kill_switch: KillSwitch = KillSwitch.NONE
     memory: MemoryReading | None = None
-    """None where no group and no KV is shared."""
+    """None if neither a control group nor KV is shared."""
     mps: MpsReading | None = None
-    """None without an operator's consent to it."""
+    """None without the operator's consent to MPS."""
     guest_kv: KvReading | None = None
-    """None where the guest's KV is its own."""
+    """None if the guest's KV is not shared."""
     outcomes: tuple[Outcome, ...] = ()
-    """Known since the last beat."""
+    """Outcomes that became known since the last beat."""
     record_fault: str = ""
     """Why the journal or the state file cannot be written."""
     release: str = ""
-    """An operator's reason to lift the quarantine; "" is nobody asks for it."""
+    """An operator's reason to lift the quarantine; "" without a request."""

@@ -1,8 +1,9 @@
 """The settings of the node policies: what an operator may choose, with the reason for each default.
 
 They are plain frozen dataclasses, so that a configuration file, a journal's first line and a test
-all make the same object. What means nothing is refused here; what harms production is refused by
-the ranges of `harvester.policy.bounds`. Nothing here reads a file or an environment variable.
+all make the same object. Meaningless values are refused here; values that harm production are
+refused by the ranges of `harvester.policy.bounds`. This module reads no file or environment
+variable.
 """
 
 import math
@@ -33,7 +34,7 @@ def _check(holds: bool, message: str) -> None:
 
 
 def _check_numbers(settings: "_Settings") -> None:
-    """No number may be infinite, negative, none at all, or too long for the journal."""
+    """No number may be infinite, NaN, negative, or too long for the journal."""
     for each in fields(settings):
         value = getattr(settings, each.name)
         if isinstance(value, int | float):
@@ -43,10 +44,10 @@ def _check_numbers(settings: "_Settings") -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelSettings:
-    """How fast a share of a resource is taken away and given back."""
+    """Speed at which a share of a resource is taken away and given back."""
 
     shrink_ratio: float = 0.5
-    """A breach leaves this share of the present level."""
+    """A breach multiplies the level by this ratio."""
     shrink_interval_s: float = 1.0
     """At most one shrink per interval: the guest obeys within a step, samples arrive later."""
     floor_ratio: float = 0.125
@@ -66,11 +67,11 @@ class LevelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissSettings:
-    """When SLO misses beside a stepping guest are more than production's own noise."""
+    """Limit above which SLO misses beside a stepping guest count as a breach, not as noise."""
 
     window_s: float = 10.0
     limit_ratio: float = 0.05
-    """Share of recent samples that may miss; above it is a breach."""
+    """Largest share of recent samples that may miss without a breach."""
     minimum_misses: float = 3.0
 
     def __post_init__(self) -> None:
@@ -84,15 +85,15 @@ class BudgetSettings:
     """The share of production's error budget that harvesting may spend."""
 
     enforced: bool = True
-    """False only counts and exports."""
+    """False counts and exports without stopping harvesting."""
     slo_target_ratio: float = 0.99
     """Share of requests that production promises inside the SLO."""
     share_ratio: float = 0.1
     minimum_requests: int = 100
-    """Fewer requests than this in a burn window say nothing: one slow request is no trend."""
+    """Fewer requests than this in a burn window give no verdict: one slow request is no trend."""
     minimum_misses: int = 10
     hold_s: float = 600.0
-    """A stop lasts at least this long."""
+    """Shortest duration of a stop."""
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -105,13 +106,13 @@ class ProofSettings:
     """Randomised slices of time without a grant, against which harvesting's impact is measured."""
 
     share_ratio: float = 0.05
-    """0 measures nothing."""
+    """Share of slices withheld; 0 measures nothing."""
     slice_s: float = 2.0
     seed: int = 0
     window_slices: int = 20_000
-    """Slices remembered; about 11 h of 2 s slices."""
+    """Slices remembered; 20 000 slices of 2 s are about 11 h."""
     minimum_slices: int = 20
-    """Slices of each kind with samples before there is a verdict."""
+    """Slices with samples that each kind needs before there is a verdict."""
     limit_ratio: float = 0.1
     """Harvesting stops when the impact's lower bound exceeds this share of the latency alone."""
     confidence_ratio: float = 0.95
@@ -130,10 +131,12 @@ class ProofSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSettings:
-    """Production's step times to start from, as `rosemux profile` prints them. All 0 is none."""
+    """Initial step times of production, as `rosemux profile` prints them. All 0 is no profile."""
 
     shapes: tuple[str, ...] = ()
-    """Of the engines that they were learned on; another one learns from nothing. Empty is any."""
+    """Shapes of the engines that they were learned on; other engines ignore the profile. Empty
+    matches any.
+    """
     prefill_base_s: float = 0.0
     prefill_s_per_token: float = 0.0
     decode_base_s: float = 0.0
@@ -162,34 +165,35 @@ class SlotSettings:
     """The node's control law for one slot."""
 
     mode: Mode = Mode.HARVEST
-    """The more careful of this and the node's mode holds."""
+    """The more careful of this mode and the node's holds."""
     beat_s: float = 0.1
     grant_ttl_s: float = 0.5
-    """Five beats: one late beat closes nothing, a dead agent closes within half a second."""
+    """Five beats: one late beat closes no gate, a dead agent closes it within half a second."""
     abort_grace_s: float = 10.0
     ttft_slo_s: float = 0.25
     itl_slo_s: float = 0.05
     epsilon: float = 0.05
     """Production's events may take (1 + epsilon) of their time alone; 1e6 leaves only the SLO."""
     law: Law = Law.SLACK
-    """`rose` and `saturation` are other projects' rules, to be measured beside ours."""
+    """`rose` and `saturation` are other projects' rules, for comparison with RoseMux's."""
     ungated: bool = False
     """Grant without any law, to measure what a law is worth. Never in production."""
     step_tokens_max: int = 2048
     kv_budget_tokens: int = 0
-    """0 leaves the guest engine's own size."""
+    """0 keeps the guest engine's own size."""
     phantom_prompt_tokens: int = 0
-    """Prompt of the request that might arrive now; 0 takes the largest p99 of the pulses."""
+    """Prompt of the request that might arrive now; 0 takes the largest P99 of the pulses."""
     blocking_ratio: float | Literal["auto"] = AUTO
-    """Share of a running guest step that can delay production. By default what the guest's
-    isolation promises while it is seen to hold, else 1; a number is what an operator measured."""
+    """Share of a running guest step that can delay production. `auto` takes the share that the
+    guest's isolation promises while it is seen to hold, else 1; a number is an operator's
+    measurement."""
     preemption_s: float = 5e-4
-    """What production pays for a running guest step beside that share, however short the step is.
+    """Cost to production of a running guest step beside that share, however short the step is.
     Measured on CPUs (well under a millisecond); on a GPU by `benchmarks.gpu_slot`."""
     model_samples_min: int = 64
-    """Steps behind production's model before it is believed."""
+    """Steps behind production's model before it is used."""
     profile: ProfileSettings = field(default_factory=ProfileSettings)
-    """Stands in for that model until then, so that a slot need not learn first."""
+    """Used until the model is learned, so that a slot can open at once."""
     hung_steps: float = 8.0
     """Requests in flight and no step for so many predicted steps is a hung engine ..."""
     hung_min_s: float = 2.0
@@ -198,24 +202,26 @@ class SlotSettings:
     """Quiet time after danger before the slot opens again."""
     production_lost_s: float = 5.0
     guest_away_s: float = 2.0
-    """A guest in the idle class may be starved of its page's beat; so long it counts as there."""
+    """Silence after which a guest counts as away; one in the idle class may miss some page
+    beats.
+    """
     guest_lost_s: float = 5.0
-    """Away for this long besides, its lease ends."""
+    """Seconds as away after which the guest's lease ends."""
     quarantine_losses: int = 3
-    """Guests lost under a lease within the window before the slot is quarantined."""
+    """Guests lost under a lease, within the window, that quarantine the slot."""
     quarantine_window_s: float = 600.0
     kv_high_ratio: float = 0.9
     """Production's KV use at which the guest's KV budget is halved."""
     memory_high_ratio: float = 0.9
     """Use of the shared control group's limit at which the guest's KV budget is halved."""
     kv_deadline_s: float = 2.0
-    """A guest that holds more than its budget for this long is ended. Longer than any step of it,
-    and than a change of its weights."""
+    """Seconds for which a guest may exceed its KV budget before it is ended. Longer than any guest
+    step, and than a change of its weights."""
     kv_retained_ratio: float = 0.25
-    """Most of the guest's KV that it keeps from other turns for trajectories that are away at their
-    tools; 0 keeps none. More saves prefills and leaves less for turns that run."""
+    """Largest share of the guest's KV kept for trajectories that await a tool; 0 keeps none. More
+    saves prefills and leaves less for running turns."""
     sleep_after_s: float = 60.0
-    """Without a lease for this long the guest gives all its KV back; 0 never."""
+    """Seconds without a lease after which the guest releases all its KV; 0 never."""
     step_level: LevelSettings = field(default_factory=LevelSettings)
     kv_level: LevelSettings = field(default_factory=lambda: LevelSettings(quiet_s=30.0))
     misses: MissSettings = field(default_factory=MissSettings)

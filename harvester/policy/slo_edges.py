@@ -17,14 +17,14 @@ ITL_EDGES_S = (
 )
 """vLLM's, unless it was started with `--custom-histogram-buckets`."""
 
-# Above these an SLO was probably meant in milliseconds: nobody waits so long for a first token, or
-# between two.
+# Above these an SLO was probably meant in milliseconds: no service allows so long for a first
+# token, or between two.
 TTFT_PLAUSIBLE_S = 30.0
 ITL_PLAUSIBLE_S = 2.0
 
 
 def slo_warnings(*, ttft_slo_s: float, itl_slo_s: float) -> Iterator[tuple[str, str]]:
-    """The setting, and what is odd about it."""
+    """Yields each odd setting's name and the warning."""
     for name, slo_s, plausible_s, edges_s in (
         ("ttft_slo_s", ttft_slo_s, TTFT_PLAUSIBLE_S, TTFT_EDGES_S),
         ("itl_slo_s", itl_slo_s, ITL_PLAUSIBLE_S, ITL_EDGES_S),

@@ -40,7 +40,7 @@ _LEASE_FATE: dict[Condition, tuple[EndReason, str]] = {
     Condition.STOPPED: (EndReason.DRAIN, ""),
     Condition.GUESTLESS: (EndReason.GUEST_LOST, "guest_lost_s"),
 }
-"""Conditions that end a lease, and the setting that says how long they must last first."""
+"""Conditions that end a lease, each with its reason and the setting for its minimum duration."""
 
 
 class SlotMemory(msgspec.Struct, kw_only=True):
@@ -96,7 +96,7 @@ class SlotPolicy:
         self._install(msgspec.convert(snapshot, SlotMemory))
 
     def durable(self) -> DurableState:
-        """What must outlive this process."""
+        """The part of the memory that must survive this process."""
         memory = self._memory
         return DurableState(
             quarantine=memory.quarantine,
@@ -113,7 +113,7 @@ class SlotPolicy:
         )
 
     def resume(self, left: DurableState) -> None:
-        """Begin with what an earlier process left, its times in this one's."""
+        """Begin with an earlier process's durable state; its times are in this process's clock."""
         self._install(
             SlotMemory(
                 quarantine=left.quarantine,
@@ -133,12 +133,12 @@ class SlotPolicy:
         self._memory.quarantine = reason
 
     def presume_spent(self, reason: str, *, now: float) -> None:
-        """Of a history that is not known: the error budget counts as spent, for its hold."""
+        """Count the error budget as spent for its hold time, because its history is unknown."""
         self.budget.stop(reason, now=now)
 
     @property
     def standing(self) -> tuple[object, ...]:
-        """Changes with every verdict that must outlive this process."""
+        """The verdicts that must survive this process; a change means they must be saved."""
         return (
             self._memory.quarantine,
             self.budget.state.stopped_at_s,
@@ -179,14 +179,14 @@ class SlotPolicy:
 
     @property
     def accounted(self) -> tuple[float, float]:
-        """Production requests, and those of them that missed the SLO beside a guest step."""
+        """Production requests, and how many of them missed the SLO beside a guest step."""
         return self._memory.requests_total, self._memory.misses_total
 
     def impact(self) -> dict[str, Impact | None]:
         return {"ttft": self._proof_ttft.impact(), "itl": self._proof_itl.impact()}
 
     def slot_state(self) -> SlotState:
-        """What the slot is worth to a scheduler."""
+        """The slot's state as a scheduler sees it."""
         memory = self._memory
         if memory.quarantine:
             return SlotState.QUARANTINED
@@ -218,7 +218,7 @@ class SlotPolicy:
         ending = self._end_lease(sample, now)
         grant = self._grant(sample, production, now)
         write = WriteGrant(grant=grant, ttl_s=self.settings.grant_ttl_s, reason=grant.reason)
-        # A guest that falls asleep gives up what nobody waits for: it has all the time it needs.
+        # A sleeping guest gives up KV that production does not need yet, so it has no deadline.
         budget = grant.kv_budget_tokens or None if self.settings.mode is Mode.HARVEST else None
         due = self.reclaim.observe(
             sample.guest,
@@ -235,7 +235,9 @@ class SlotPolicy:
         self.reclaim.state.unreached = ""
 
     def _quarantine_unreached(self, reading: GuestReading, now: float) -> tuple[Effect, ...]:
-        """A guest that nobody can end is not lost: it is there, and holds what production needs."""
+        """Quarantine a guest that cannot be ended: it is not lost, it still holds production's
+        memory.
+        """
         fault = self.reclaim.out_of_reach(reading, now=now)
         if not fault or self._memory.quarantine:
             return ()
@@ -257,7 +259,9 @@ class SlotPolicy:
         self._proof_itl = ProofSlices(settings.proof, memory.proof_itl)
 
     def _account(self, production: ProductionView, sample: SlotSample, now: float) -> bool:
-        """Fold the beat's latencies into levels, budget and proof; True is an overspent budget."""
+        """Fold the beat's latencies into levels and budget; returns whether the budget is
+        overspent.
+        """
         settings, beside = self.settings, self.guest.stepped_during
         guest = sample.guest.record
         if guest is not None:
@@ -364,7 +368,7 @@ class SlotPolicy:
         return (Quarantine(reason=memory.quarantine),) if memory.quarantine else ()
 
     def _asleep(self, sample: SlotSample, now: float) -> bool:
-        """Without a lease for so long that nobody is expected soon."""
+        """Whether the slot has had no lease for `sleep_after_s`."""
         memory, after_s = self._memory, self.settings.sleep_after_s
         if sample.lease.lease is not None or after_s == 0.0:
             memory.unleased_since_s = None
@@ -374,11 +378,11 @@ class SlotPolicy:
         return now - memory.unleased_since_s >= after_s
 
     def _kv_budget_tokens(self) -> int:
-        """0 while the guest may have all that its engine has."""
+        """The guest's KV budget; 0 is the whole capacity of its engine."""
         most, has = self.settings.kv_budget_tokens, self.guest.state.kv_tokens
         if self._kv_level.ratio >= 1.0:
             return most
-        # At least one: 0 would leave the guest everything.
+        # At least 1: 0 would leave the guest its whole capacity.
         return max(1, int((min(most, has) if most and has else most or has) * self._kv_level.ratio))
 
     def _grant(self, sample: SlotSample, production: ProductionView, now: float) -> Grant:

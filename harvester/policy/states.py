@@ -15,7 +15,7 @@ class State(StrEnum):
     LEARNING = "learning"
     """Production's model is not yet to be believed."""
     CLOSED = "closed"
-    """Nothing is wrong and nothing to run: no guest, no lease or a withheld slice."""
+    """No danger and no work: no guest, no lease or a withheld slice."""
     COOLDOWN = "cooldown"
     """Production was in danger; waiting for quiet."""
     OPEN = "open"

@@ -1,7 +1,7 @@
-"""What serves GPUs, on a GPU: `python -m pytest -m gpu tests/gpu`.
+"""Fixtures for tests on a real GPU: `python -m pytest -m gpu tests/gpu`.
 
-Each body runs everywhere, on the host's memory or beside a stand-in, and with the mark `gpu` on the
-device itself, so that nothing but the device is new there.
+Each test body runs everywhere, on host memory or beside a stand-in, and with the mark `gpu` on the
+device itself, so that a GPU run differs in the device only.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ __all__ = ["published", "states"]
 
 ON_A_GPU = pytest.mark.gpu
 ENGINE_START_S = 150.0
-"""For an engine on a GPU to answer. One that hangs takes no more than this of a machine's time."""
+"""Timeout for an engine on a GPU to answer; a hanging engine takes no more machine time."""
 START_ENGINES = ("test_kvcached", "test_engine_slot", "test_operator_guest")
 """Modules of this folder, from the cheapest; they run after the others."""
 
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _cost(item: pytest.Item) -> int:
-    """0 for all that starts no engine, and for tests of other folders, which keep their order."""
+    """Sort key: 0 for tests that start no engine and for other folders, which keep their order."""
     if item.path.parent != Path(__file__).parent or item.path.stem not in START_ENGINES:
         return 0
     return 1 + START_ENGINES.index(item.path.stem)
@@ -39,7 +39,7 @@ def _cost(item: pytest.Item) -> int:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_A_GPU)])
 def device(request: pytest.FixtureRequest) -> str:
-    """torch's name of it."""
+    """torch's name of the device."""
     if request.param == "cuda":
         need_cuda()
     return str(request.param)

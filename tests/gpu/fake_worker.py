@@ -1,5 +1,5 @@
-"""A worker with the memory of an engine's: weights that are tied, a buffer, KV, a captured graph
-and activations, each of a known size."""
+"""A worker with the memory parts of an engine, each of a known size: tied weights, a buffer, KV, a
+captured graph and activations."""
 
 import os
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ ACTIVATIONS_BYTES = 48 * MIB
 
 
 class FakeWorker:
-    """What `memory_report.report` reads of vLLM's."""
+    """The attributes of vLLM's worker that `memory_report.report` reads."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -29,7 +29,7 @@ class FakeWorker:
         self._model.head = self._model.embedding
         self._model.register_buffer("scale", taken(16 * MIB))
         kv = taken(2 * 32 * MIB)
-        # Layers share an allocation in some layouts, and are nested in others.
+        # Some layouts share an allocation between layers, others nest tensors.
         caches = [kv[: 32 * MIB], [kv[32 * MIB :], taken(32 * MIB)]]
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self.model_runner = SimpleNamespace(get_model=lambda: self._model, kv_caches=caches)
@@ -54,7 +54,7 @@ class FakeWorker:
         }
 
     def _captured(self, seed: Any) -> tuple[Any, Any]:
-        """A graph and what it writes to, which lies in the graph's own pool."""
+        """A graph and its output, which lies in the graph's own pool."""
         graph = self._torch.cuda.CUDAGraph()
         with self._torch.cuda.graph(graph):
             written = seed.repeat(GRAPH_BYTES // seed.numel())

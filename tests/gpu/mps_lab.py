@@ -1,4 +1,4 @@
-"""An MPS daemon of a test's own: NVIDIA's on a GPU, or the played one with played clients."""
+"""A test's own MPS daemon: NVIDIA's on a GPU, or a played one with played clients."""
 
 import os
 import shutil
@@ -26,9 +26,9 @@ _LAST_WORDS_BYTES = 2000
 class MpsLab:
     control: MpsControl
     multiprocessors: int
-    """Of the whole GPU."""
+    """Multiprocessors of the whole GPU."""
     device: str
-    """Its clients': "cuda" or "played"."""
+    """Device of its clients: "cuda" or "played"."""
 
     def process(self, environment: Mapping[str, str] | None = None) -> Child:
         """A process that inherits this daemon's pipe directory, as a node's default would be."""
@@ -43,11 +43,11 @@ def played_lab(folder: Path) -> Iterator[MpsLab]:
 
 @contextmanager
 def real_lab() -> Iterator[MpsLab]:
-    """Skips where no daemon can be started, with what it said."""
+    """NVIDIA's daemon; skips with its message if no daemon can be started."""
     program = shutil.which(DEFAULT_CONTROL)
     if program is None:
         pytest.skip(f"{DEFAULT_CONTROL} is not installed here")
-    # A socket's path is short, and pytest's folders are deep.
+    # A socket's path is limited in length, and pytest's folders are deep.
     with tempfile.TemporaryDirectory(
         prefix="rosemux-mps-", dir="/tmp", ignore_cleanup_errors=True
     ) as name:
@@ -56,7 +56,7 @@ def real_lab() -> Iterator[MpsLab]:
         pipes.mkdir()
         logs.mkdir()
         environment = os.environ | {PIPE_VARIABLE: str(pipes), LOG_VARIABLE: str(logs)}
-        # A daemon keeps what it inherits open: a pipe would never end.
+        # The daemon keeps inherited descriptors open: a pipe would never close.
         with said.open("wb") as output:
             started = subprocess.run(
                 [program, "-d"], stdout=output, stderr=output, env=environment,
@@ -68,7 +68,7 @@ def real_lab() -> Iterator[MpsLab]:
                 pytest.skip(f"{program} -d ended with {started.returncode}: {_last_words(folder)}")
             yield MpsLab(control, _probed(control, folder), "cuda")
         finally:
-            # It goes once its servers have gone, which is not waited for without end.
+            # The daemon ends after its servers; bound the wait.
             with suppress(subprocess.TimeoutExpired):
                 subprocess.run(
                     [program], input=b"quit\n", stdout=subprocess.DEVNULL,

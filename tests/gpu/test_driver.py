@@ -1,4 +1,4 @@
-"""What the driver's program says of the GPUs is what NVML and torch say."""
+"""nvidia-smi reports the same GPUs and memory as NVML and torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,9 @@ MIB = 1 << 20
 class Driver:
     command: str
     gpus: tuple[Gpu, ...]
-    """As another way to ask tells them."""
+    """GPUs as reported by a second source."""
     total_bytes: int
-    """Of each."""
+    """Memory of each GPU."""
 
 
 @pytest.fixture(params=["played", pytest.param("real", marks=ON_A_GPU)])

@@ -1,4 +1,4 @@
-"""Weights that sleep give their memory back, and are bit for bit what they were once awake."""
+"""Sleeping weights release their memory, and are bit-identical once awake."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from benchmarks.gpu_slot.sleeping.virtual_memory import CpuVirtualMemory, Virtua
 
 _PIECES = 4
 _GRANULES = 8
-"""Of memory in a piece: 16 MiB on a GPU."""
+"""Granules of memory per piece: 16 MiB on a GPU."""
 
 
 @contextmanager

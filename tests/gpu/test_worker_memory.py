@@ -1,4 +1,4 @@
-"""What a worker says that it holds adds up to what the driver says that its process holds."""
+"""The parts that a worker reports add up to the driver's figure for its process."""
 
 import pytest
 
@@ -13,9 +13,9 @@ from tests.gpu.fake_worker import (
 )
 
 SEGMENT_BYTES = 20 * MIB
-"""torch takes small tensors' memory from the driver in pieces of at most this size."""
+"""torch requests small tensors' memory from the driver in segments of at most this size."""
 CONTEXT_BYTES = (32 * MIB, 4096 * MIB)
-"""CUDA's context with the code that is loaded: hundreds of MiB."""
+"""Plausible sizes of CUDA's context with its loaded code."""
 
 
 def test_a_worker_s_parts_have_their_sizes_and_the_driver_s_sum(device: str) -> None:

@@ -40,9 +40,8 @@ def each(
 def batches(
     items: Sequence[_T], size_bytes: Callable[[_T], int], *, at_most_bytes: int | None = None
 ) -> Iterator[Batch[_T]]:
-    """Neighbours together, until they are as large as a batch has to be.
-
-    What is over `at_most_bytes` is alone.
+    """Batch neighbouring items until a batch is large enough. An item over `at_most_bytes` is
+    alone.
     """
     sizes = [size_bytes(item) for item in items]
     total = sum(sizes)

@@ -1,6 +1,6 @@
-"""Tensors as raw bits: what every codec and hash works on.
+"""Tensors as raw bits, the input of every codec and hash.
 
-Decides how a dtype is named on disk and which unsigned integer carries its bits. Never converts a
+Decides the name of a dtype on disk and the unsigned integer that carries its bits. Never converts a
 value: NaN payloads and signed zeros pass through untouched.
 """
 
@@ -43,7 +43,7 @@ _UNSIGNED_TORCH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.ui
 UNSIGNED_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 BLOCK_BYTES = 256 << 10
-"""What a loop changes and hashes before it goes on: two of them fit into a core's own cache."""
+"""Bytes that a loop changes and hashes at a time: two blocks fit into a core's own cache."""
 MAX_DIMS = 8
 MAX_TENSOR_BYTES = 1 << 40
 
@@ -52,7 +52,8 @@ MAX_TENSOR_BYTES = 1 << 40
 class TensorSpec:
     """dtype (safetensors name) and shape of one checkpoint tensor.
 
-    Without slots: what follows from it is asked for several times a tensor and version.
+    Without slots, so that its properties are cached: they are read several times per tensor and
+    version.
     """
 
     dtype: str
@@ -77,12 +78,12 @@ Layout: TypeAlias = Mapping[str, TensorSpec]
 
 @lru_cache(maxsize=1 << 12)
 def shared_spec(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
-    """One object for all tensors alike: quick to compare, and a model has few kinds."""
+    """One object for all tensors of a kind: quick to compare, and a model has few kinds."""
     return TensorSpec(dtype, shape)
 
 
 def checked_spec(dtype: str, shape: tuple[int, ...], *, what: str) -> TensorSpec:
-    """A spec that was read from outside; raises Unsupported or Corrupt naming `what`."""
+    """Check a spec that was read from outside; raises Unsupported or Corrupt naming `what`."""
     if dtype not in TORCH_DTYPES:
         raise Unsupported(f"{what}: dtype {dtype!r} is not one of {', '.join(TORCH_DTYPES)}")
     if len(shape) > MAX_DIMS or any(dim < 0 for dim in shape):
@@ -114,9 +115,9 @@ def bits_of(tensor: torch.Tensor) -> Bits:
 
 
 def bits_from_bytes(data: Bytes, spec: TensorSpec) -> Bits:
-    """Reads raw little-endian bytes as the bits of a tensor, sharing memory.
+    """Interpret raw little-endian bytes as the bits of a tensor, sharing memory.
 
-    Raises Corrupt where the length does not fit the spec.
+    Raises Corrupt if the length does not fit the spec.
     """
     if data.size != spec.size_bytes:
         raise Corrupt(

@@ -1,7 +1,7 @@
-"""How loops are compiled: by numba, without Python's lock, kept on disk where that is allowed.
+"""Compiles loops with numba, without Python's lock, and caches them on disk if possible.
 
-A container without a writable place (read-only site-packages, no home) compiles in every process;
-so does one whose disk is full. `warm_up` in the codec decides when.
+A container without a writable cache directory (read-only site-packages, no home) compiles in every
+process; so does one with a full disk. `warm_up` in the codec decides when.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def compiled_forms() -> int:
 
 
 def forget_cache() -> None:
-    """Compiles without files from now on: what was kept cannot be written or read."""
+    """Compile without cache files from now on: the cache cannot be written or read."""
     for loop in _loops:
         loop._cache = NullCache()
 

@@ -60,7 +60,8 @@ def is_proven(device: torch.device) -> bool:
     try:
         found = kernel_digests([torch.from_numpy(part).to(device) for part in data])
     except Exception as error:
-        # No Triton, no C compiler for what it builds, a GPU that it does not know.
+        # Without Triton, without a C compiler for its launcher, or on a GPU that it does not
+        # support.
         _logger.warning("weights of %s are hashed on the host: %r", device, error)
         return False
     if found != [digest_of(part) for part in data]:

@@ -1,6 +1,7 @@
-"""Groups of gaps (groups.py) in the making, from gap streams (scan.py).
+"""Writes groups of gaps (groups.py) from gap streams (scan.py).
 
-Compiled loops that hold no lock of Python's and check nothing: `highs_room` says what they need.
+Compiled loops that release Python's lock and check no bounds: `highs_room` gives the sizes that
+they need.
 """
 
 from typing import NamedTuple
@@ -28,9 +29,9 @@ class Written(NamedTuple):
 
 @compiled
 def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs: Bytes) -> Written:
-    """Groups of the changes that a gap stream describes (see scan.py), `low_bits` one byte each.
+    """Write groups of the changes of a gap stream (see scan.py), `low_bits` one byte each.
 
-    There is room for MAX_LOW_BITS planes a group, and `highs_room` bytes of `highs`.
+    Needs room for MAX_LOW_BITS planes per group, and `highs_room` bytes of `highs`.
     """
     group_gaps, group_lows = np.empty(GROUP, dtype=np.uint64), np.zeros(GROUP, dtype=np.uint16)
     gap_byte = low_byte = high_byte = bit = word = _NONE
@@ -68,7 +69,7 @@ def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs:
 def _put_code(
     zeros: np.uint64, highs: Bytes, high_byte: np.uint64, word: np.uint64, bit: np.uint64
 ) -> tuple[np.uint64, np.uint64, np.uint64]:
-    """So many zeros and a one from bit `bit` of `word` on, which is written once it is full."""
+    """Append `zeros` zeros and a one from bit `bit` of `word` on; a full word is written out."""
     bit += zeros
     while bit >= _WORD:
         put_word(highs, high_byte, word)
@@ -80,7 +81,7 @@ def _put_code(
 
 @compiled
 def groups_size(gaps: Bytes, changes: int) -> Written:
-    """What `write_groups` would write."""
+    """Sizes that `write_groups` would write."""
     group_gaps = np.empty(GROUP, dtype=np.uint64)
     gap_byte = planes = bits = _NONE
     for group in range((changes + GROUP - 1) // GROUP):
@@ -112,7 +113,7 @@ def _is_short(gaps: Bytes, at: np.uint64, count: int) -> bool:
 def _take_gaps(
     gaps: Bytes, at: np.uint64, count: int, group_gaps: npt.NDArray[np.uint64]
 ) -> tuple[np.uint64, np.uint64]:
-    """The next `count` gaps from byte `at` on; returns (next byte, their sum)."""
+    """Decode the next `count` gaps from byte `at` on; returns (next byte, their sum)."""
     total = _NONE
     gap, found = _NONE, _NONE
     while found < np.uint64(count):
@@ -120,7 +121,7 @@ def _take_gaps(
         at += _ONE
         gap += byte
         group_gaps[found] = gap
-        # Without a branch: whether a gap is long is as good as random.
+        # Without a branch, since long gaps occur at random.
         is_over = np.uint64(byte != np.uint64(_ESCAPE))
         total += gap * is_over
         gap *= _ONE - is_over
@@ -130,7 +131,8 @@ def _take_gaps(
 
 @compiled
 def _low_bits(total: np.uint64, count: np.uint64) -> np.uint64:
-    """How many low bits make so many gaps of that sum smallest, if all places are alike.
+    """Number of low bits that minimises the size of `count` gaps of sum `total`, for uniform
+    changes.
 
     With k of them a gap takes k + 1 / (1 - x) bits, where x is the chance of 2 to the k unchanged
     elements; with one more, k + 1 + 1 / (1 - x * x). That is less while x is over 0.618, which is
@@ -146,7 +148,7 @@ def _low_bits(total: np.uint64, count: np.uint64) -> np.uint64:
 
 @compiled
 def highs_room(changes: int, elements: int) -> int:
-    """Bytes that `highs` may take: above the low bits are at most three zeros a change in the mean,
-    but for gaps that MAX_LOW_BITS are too few for."""
+    """Upper bound on the bytes of `highs`: above the low bits a change has at most three zeros on
+    average, except for gaps beyond MAX_LOW_BITS."""
     bits = 5 * changes + (elements >> MAX_LOW_BITS)
     return WORD_BYTES * (bits // 64 + 2)

@@ -1,6 +1,7 @@
-"""Changing a state in place by gaps in groups.
+"""Changes a state in place by gaps in groups.
 
-Compiled loops that hold no lock of Python's and check no lengths: encoding/grouped.py did before.
+Compiled loops that release Python's lock and check no lengths: encoding/grouped.py checks them
+before.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -29,9 +30,9 @@ from weightsync.elements.xxh3 import Accumulators
 from weightsync.elements.zigzag import unzigzag
 
 NEAREST_FAR = 3
-"""The least zigzag difference of more than one unit either way."""
+"""Smallest zigzag difference of more than one unit either way."""
 INDEX_BYTES = 4
-"""Of the number of a far change whose difference is wide."""
+"""Bytes of the number of a far change with a wide difference."""
 _NONE = np.uint64(0)
 _ONE = np.uint64(1)
 _WORD = np.uint64(64)
@@ -43,37 +44,37 @@ Signed: TypeAlias = npt.NDArray[np.int8]
 
 
 class Gaps(NamedTuple):
-    """The gaps of so many changes, or their differences; see groups.py."""
+    """The gaps of `changes` changes, or their differences; see groups.py."""
 
     changes: int
     first: int
-    """Number of their first group in `low_bits`."""
+    """Index of their first group in `low_bits`."""
     lows: Bytes
     highs: Bytes
 
 
 class _Small(NamedTuple):
-    """How far changes by one unit were made."""
+    """Progress of the changes by one unit."""
 
     walk: Walk
     next: np.uint64
-    """Change of the group that was read last."""
+    """Index of the next change in the group last read."""
 
 
 class _Far(NamedTuple):
-    """How far all other changes were made."""
+    """Progress of all other changes."""
 
     walk: Walk
     codes: Walk
     next: np.uint64
     behind: np.uint64
-    """The code before the next one; codes lie as gaps do."""
+    """End of the previous code; codes are stored as gaps are."""
     number: np.uint64
-    """Of the next one among all far changes."""
+    """Index of the next change among all far changes."""
     entry: np.uint64
-    """The next byte of `wide`."""
+    """Offset of the next entry in `wide`."""
     next_wide: np.uint64
-    """Number of the change that is for; END where there is none."""
+    """Index of that entry's change; END after the last entry."""
 
 
 @compiled
@@ -89,8 +90,8 @@ def apply_grouped(
     sums: Accumulators,
     hashed: bool,
 ) -> tuple[np.uint64, np.uint64]:
-    """Makes all changes; the words of the xxh3-128 of `data`, which is `bits` as bytes, where
-    `hashed` and it has xxh3.MIN_BYTES."""
+    """Make all changes. Returns the words of the xxh3-128 of `data` (`bits` as bytes) if `hashed`
+    and `data` has at least xxh3.MIN_BYTES, else zeros."""
     room, signed = np.empty(ROOM, np.uint16), np.empty(GROUP, np.int8)
     places, far_places = np.empty(GROUP + 1, np.uint64), np.empty(GROUP + 1, np.uint64)
     far_codes = np.empty(GROUP + 1, np.uint64)
@@ -123,7 +124,7 @@ def _apply_small(
     signed: Signed,
     places: Places,
 ) -> _Small:
-    """Adds or subtracts one unit in the last place at each position before `stop`."""
+    """Add or subtract one unit in the last place at each position before `stop`."""
     changes, _, lows, highs = gaps
     walk, change = done
     while True:
@@ -154,7 +155,7 @@ def _apply_far(
     places: Places,
     codes: Places,
 ) -> _Far:
-    """Adds the zigzag difference at each position before `stop`."""
+    """Add the zigzag difference at each position before `stop`."""
     changes, first, lows, highs = gaps
     _, _, code_lows, code_highs = differences
     walk, code_walk, change, behind, number, entry, next_wide = done
@@ -184,13 +185,13 @@ def _apply_far(
 
 @compiled
 def _next_wide(wide: Bytes, entry: np.uint64) -> np.uint64:
-    """Number of the far change that the entry from that byte on is for; END where there is none."""
+    """Index of the far change of the entry at that byte; END after the last entry."""
     return END if entry >= np.uint64(wide.size) else _number(wide, entry, INDEX_BYTES)
 
 
 @compiled
 def _number(data: Bytes, at: np.uint64, size: int) -> np.uint64:
-    """So many bytes from byte `at` on, least significant first."""
+    """`size` bytes from byte `at` on, least significant first."""
     number = _NONE
     for byte in range(size):
         number |= np.uint64(data[at + np.uint64(byte)]) << np.uint64(8 * byte)

@@ -1,11 +1,12 @@
-"""Gaps between changes in groups of sixty-four: Golomb-Rice codes whose parts lie apart.
+"""Gaps between changes in groups of sixty-four: Golomb-Rice codes with separate parts.
 
-Of each gap, the number of unchanged elements before a change, a group's low bits lie as planes, one
-word for each bit of all its gaps, and what is above them in one run of bits for all groups: so many
-zeros and a one. That is as small as a compressor's entropy coding where changes fall anywhere, and
-sixty-four gaps are read in a few vector instructions and a count of zeros each.
+A gap is the number of unchanged elements before a change. The low bits of a group's gaps are stored
+as planes, one word for each bit of all its gaps; the bits above them form one bit string for all
+groups, in unary: that many zeros and a one. This is as small as a compressor's entropy coding if
+changes are spread uniformly, and sixty-four gaps are read in a few vector instructions and a count
+of zeros each.
 
-Compiled loops that hold no lock of Python's. `groups_end` trusts nothing; the others check nothing.
+Compiled loops that release Python's lock. `groups_end` checks its input; the others check nothing.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -28,21 +29,21 @@ GROUP = LANES
 WORD_BYTES = 8
 MAX_LOW_BITS = 15
 ROOM = 2 * LANES
-"""What the loops over a group need of `room`: words are taken whole."""
+"""Elements that the loops over a group need in `room`: words are processed whole."""
 END = np.uint64(0xFFFFFFFFFFFFFFFF)
-"""Behind the places of a group: a place that no tensor has."""
+"""Sentinel after the places of a group: a position that no tensor has."""
 _NONE = np.uint64(0)
 _ONE = np.uint64(1)
 _THREE = np.uint64(3)
 _WORD = np.uint64(64)
 _WORD_STEP = np.uint64(WORD_BYTES)
 BEFORE_ALL = END - np.uint64(WORD_BYTES - 1)
-"""The word before the first one: a walk goes on to the next one as soon as a word is empty."""
+"""Offset of the word before the first one: a walk advances as soon as a word is empty."""
 _LAST_BIT = np.uint64(63)
 _MOST_PICKED_LOW_BITS = np.uint64(9)
-"""The sum of 64 such numbers, and 64, fit into two bytes."""
+"""The sum of 64 numbers of at most nine bits, plus 64, fits into two bytes."""
 _MOST_ONES = np.uint64(0xFFFF - 63)
-"""And so do the numbers of bits up to there."""
+"""Bit numbers up to here fit into two bytes too."""
 
 
 Lows: TypeAlias = npt.NDArray[np.uint16]
@@ -50,18 +51,18 @@ Places: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Walk(NamedTuple):
-    """How far groups were read."""
+    """Progress of reading groups."""
 
     group: int = 0
     low_byte: np.uint64 = _NONE
     high_byte: np.uint64 = BEFORE_ALL
-    """Of the word that is being read."""
+    """Offset of the word being read."""
     word: np.uint64 = _NONE
-    """What is left of it."""
+    """Unread bits of that word."""
     bit: np.uint64 = _WORD
-    """The next code's first bit in it."""
+    """First bit of the next code in that word."""
     after: np.uint64 = _NONE
-    """The position behind the last change."""
+    """Position after the last change."""
 
 
 @compiled
@@ -74,7 +75,7 @@ def pick_group(
     room: Lows,
     places: Places,
 ) -> Walk:
-    """`read_group` of at most nine low bits, by instructions that put lanes in a row."""
+    """`read_group` for at most nine low bits, by instructions that compress lanes."""
     word, byte = walk.word, walk.high_byte
     found, first = _NONE, _NONE
     while True:
@@ -113,7 +114,7 @@ def count_group(
     """`read_group` by counting zeros."""
     join_planes(lows, walk.low_byte, low_bits, room)
     word, byte, behind = walk.word, walk.high_byte, walk.after
-    # Zeros before a one count, ones do not.
+    # Zeros before a one count; ones do not.
     zeros = _NONE - walk.bit
     lane = _NONE
     for i in range(changes):
@@ -151,9 +152,9 @@ def read_group(
     room: Lows,
     places: Places,
 ) -> Walk:
-    """Writes the positions of the next so many changes and END behind them.
+    """Write the positions of the next `changes` changes, and END after them.
 
-    `room` is for ROOM, `places` for 65.
+    `room` needs ROOM elements, `places` 65.
     """
     if low_bits <= _MOST_PICKED_LOW_BITS:
         return _quickest(changes, low_bits, lows, highs, walk, room, places)
@@ -162,16 +163,16 @@ def read_group(
 
 @compiled
 def low_bits_of(low_bits: Bytes, group: int) -> np.uint64:
-    """How many low bits a group has; two groups share a byte."""
+    """Number of low bits of a group; two groups share a byte."""
     return np.uint64(low_bits[group >> 1] >> np.uint8(4 * (group & 1))) & np.uint64(MAX_LOW_BITS)
 
 
 @compiled
 def groups_end(changes: int, low_bits: Bytes, first: int, lows: Bytes, highs: Bytes) -> int:
-    """The position behind the last change; -1 where there are more or fewer than are told.
+    """The position after the last change; -1 if the number of changes differs from `changes`.
 
-    `first` is the number of these gaps' first group among all in `low_bits`. What stands in lanes
-    behind the last change counts too.
+    `first` is the index of these gaps' first group in `low_bits`. Lanes after the last change count
+    too.
     """
     end, begun = _NONE, _NONE
     low_byte, high_byte = _NONE, BEFORE_ALL

@@ -16,11 +16,11 @@ import triton.language as tl
 from weightsync.elements import xxh3
 
 BLOCKS_AT_ONCE = 32
-"""Of one program of `sum_blocks`: two words to a thread, so that it loads 16 bytes at a time."""
+"""Blocks per program of `sum_blocks`: two words per thread, so that it loads 16 bytes at a time."""
 STEP_BLOCKS = 16
-"""`chain_blocks` loads so many sums while it takes the ones before: the distance to memory."""
+"""Sums that `chain_blocks` loads ahead while it processes the previous ones, to hide latency."""
 SPARE_BLOCKS = STEP_BLOCKS
-"""Sums behind the last one that `chain_blocks` loads and never uses."""
+"""Sums after the last one, which `chain_blocks` loads and never uses."""
 _SCRAMBLE_WORD: tl.constexpr = tl.constexpr(xxh3.SCRAMBLE_WORD)
 _SCRAMBLE_PRIME: tl.constexpr = tl.constexpr(xxh3.SCRAMBLE_PRIME)
 

@@ -1,8 +1,8 @@
-"""Of sixty-four lanes, those that a mask picks, put one after another.
+"""Compresses the lanes of a 64-lane vector that a mask picks to the front.
 
-Processors that do it in one instruction compare two states in half the time; on all others LLVM
-makes it some three hundred, and `IS_QUICK` says so. As in lanes.py no bounds are checked: each
-function writes up to 64 elements behind what was picked.
+Processors with one instruction for it compare two states in half the time; on others LLVM emits
+some three hundred, and `IS_QUICK` is False. As in lanes.py no bounds are checked: each function
+writes up to 64 elements after the picked ones.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ from weightsync.elements.compiled import generated
 from weightsync.elements.lanes import LANES, each_lane, joined_planes
 
 IS_KNOWN = binding.llvm_version_info >= (19,)
-"""Whether this LLVM has a word for it; before, nothing here can be compiled."""
+"""Whether this LLVM has the intrinsic; without it nothing here can be compiled."""
 _FEATURE = "avx512vbmi2"
 _FEW = 16
-"""Seldom more lanes of a group are picked; so many bytes are written at once."""
+"""Elements written at once; more lanes of a group are seldom picked."""
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 _NUMBERS = ir.Constant(_BYTES, list(range(LANES)))
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
@@ -29,20 +29,20 @@ _PICK = "llvm.experimental.vector.compress.v64i8"
 def _is_quick() -> bool:
     if not IS_KNOWN:
         return False
-    # What numba compiles for, which its settings may narrow.
+    # The compilation target of numba, which its settings may narrow.
     if config.CPU_FEATURES is not None:
         return f"+{_FEATURE}" in config.CPU_FEATURES.split(",")
     return bool(binding.get_host_cpu_features().get(_FEATURE, False))
 
 
 IS_QUICK = _is_quick()
-"""Whether this processor picks bytes in one instruction, and LLVM knows."""
+"""Whether this processor compresses bytes in one instruction that LLVM supports."""
 
 
 @generated
 def put_distances(_typing: Any, into: Any, _at: Any, _mask: Any) -> Any:
-    """(into, at, mask): for every picked lane but the first how many lanes lie between it and the
-    picked one before, from byte `at` + 1 on."""
+    """(into, at, mask): for every picked lane but the first, the number of lanes between it and the
+    previous picked one, from byte `at` + 1 on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = _picked(builder, _NUMBERS, args[2])
@@ -70,7 +70,7 @@ def put_flags(_typing: Any, into: Any, _at: Any, _flags: Any, _mask: Any) -> Any
 
 @generated
 def put_places(_typing: Any, into: Any, _at: Any, _mask: Any, _first: Any) -> Any:
-    """(into, at, mask, first): the numbers of the picked lanes, counted from `first`."""
+    """(into, at, mask, first): the indices of the picked lanes, counted from `first`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = _picked(builder, _NUMBERS, args[2])
@@ -84,8 +84,8 @@ def put_places(_typing: Any, into: Any, _at: Any, _mask: Any, _first: Any) -> An
 
 @generated
 def put_ones(_typing: Any, into: Any, _at: Any, _word: Any, _first: Any) -> Any:
-    """(into, at, word, first): the numbers of a word's set bits, counted from `first`, and anything
-    behind them up to 64."""
+    """(into, at, word, first): the indices of a word's set bits, counted from `first`, then
+    undefined values up to 64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         numbers = builder.zext(_picked(builder, _NUMBERS, args[2]), _HALVES)
@@ -104,9 +104,9 @@ def put_group(
 ) -> Any:
     """(lows, at, planes, ones, first, after, into): the places of a group's 64 changes.
 
-    Their gaps' low bits, nine of them at most, lie in planes from byte `at` on; `ones` are the bits
-    that end the codes of what is above, the first of which begins at bit `first`; `after` is the
-    position behind the change before.
+    The low bits of the gaps, at most nine, are in planes from byte `at` on; `ones` are the bits
+    that end the unary codes above them, the first of which begins at bit `first`; `after` is the
+    position after the previous change.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -133,7 +133,7 @@ def put_group(
 
 @generated
 def put_escapes(_typing: Any, into: Any, _at: Any) -> Any:
-    """(into, at): sixteen times 255."""
+    """(into, at): write sixteen bytes of 255."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         few = ir.VectorType(ir.IntType(8), _FEW)
@@ -146,7 +146,7 @@ def put_escapes(_typing: Any, into: Any, _at: Any) -> Any:
 
 
 def _picked(builder: Any, values: Any, mask: Any) -> Any:
-    """The picked lanes in a row; what is behind them is anything."""
+    """The picked lanes at the front; the rest is undefined."""
     lanes = ir.VectorType(ir.IntType(1), LANES)
     kind = ir.FunctionType(_BYTES, [_BYTES, lanes, _BYTES])
     pick = builder.module.globals.get(_PICK) or ir.Function(builder.module, kind, _PICK)
@@ -154,7 +154,7 @@ def _picked(builder: Any, values: Any, mask: Any) -> Any:
 
 
 def _sums(builder: Any, values: Any) -> Any:
-    """Of each value and all before it."""
+    """Prefix sums, inclusive."""
     nothing = ir.Constant(values.type, [0] * LANES)
     step = 1
     while step < LANES:
@@ -173,7 +173,7 @@ def _lanes_of(builder: Any, mask: Any) -> Any:
 def _put(
     context: Any, builder: Any, array_type: Any, array: Any, at: Any, values: Any, mask: Any
 ) -> None:
-    """Writes the first 16 values, and the others where so many are picked."""
+    """Write the first 16 values, and the rest if more are picked."""
     data = context.make_array(array_type)(context, builder, array).data
     address = builder.gep(data, [at])
     few = builder.shuffle_vector(values, values, ir.Constant(_indices(_FEW), list(range(_FEW))))

@@ -1,6 +1,6 @@
-"""Comparing two states: every change found once, and the new state hashed on the way.
+"""Compares two states: finds every change once, and hashes the new state in the same pass.
 
-Compiled loops that hold no lock of Python's and check no lengths: sparse.py gives them room. A
+Compiled loops that release Python's lock and check no lengths: sparse.py reserves their buffers. A
 difference is taken modulo the element width, so a change by one unit in the last place is +1 or -1
 for every float format, and any other change is still exact.
 
@@ -40,9 +40,9 @@ Places: TypeAlias = npt.NDArray[np.int32]
 GAP_ESCAPE = 255
 _AHEAD_BYTES = 4096
 _PICKED_BYTES = 4 << 10
-"""Compared, then hashed, while the nearest cache has it."""
+"""Bytes compared, then hashed, while the nearest cache holds them."""
 _ESCAPES = 16
-"""So many are written whether they are there or not."""
+"""Escape bytes written in any case, needed or not."""
 _MOST_SMALL = 8
 _MOST_FAR = 4
 _NONE = np.uint64(0)
@@ -52,7 +52,7 @@ _LAST_LANE = np.uint64(LANES - 1)
 
 
 class Scan(NamedTuple):
-    """How far two states were compared: changes so far, and bytes written."""
+    """Progress of the comparison of two states: changes and bytes written so far."""
 
     small: int = 0
     """Changes by exactly one unit in the last place."""
@@ -61,18 +61,20 @@ class Scan(NamedTuple):
     gap_bytes: int = 0
     far_gap_bytes: int = 0
     after: int = 0
-    """Position behind the last small change."""
+    """Position after the last small change."""
     far_after: int = 0
 
 
 class Room(NamedTuple):
-    """Memory for changes behind those that are there already."""
+    """Buffers for further changes, after the present ones."""
 
     small: Places
-    """Of one block; like all that follows with room for two groups of lanes more than needed."""
+    """Small changes of one block; this and all further buffers have two groups of lanes to
+    spare.
+    """
     far: Places
     minus: Bytes
-    """One byte per small change, 1 where it is by minus one."""
+    """One byte per small change, 1 if it is by minus one."""
     gaps: Bytes
     far_gaps: Bytes
     far_planes: npt.NDArray[np.uint8]
@@ -90,18 +92,18 @@ def scan_counting(
     room: Room,
     sums: Accumulators,
 ) -> Scan:
-    """Writes the changes of the elements `start` to `stop` behind those of `scan`.
+    """Append the changes of the elements `start` to `stop` to those of `scan`.
 
-    `data` is `new` as bytes, which `sums` takes up to `stop`; `start` begins a block.
+    `data` is `new` as bytes, which `sums` absorbs up to `stop`; `start` begins a block.
     """
     width = width_of(old)
-    # How many changes of a group are written down whether they are there or not.
+    # Changes of a group that are written in any case, present or not.
     likely_small, likely_far = _MOST_SMALL, _MOST_FAR
     for first in range(start, stop, BLOCK_BYTES // width):
         end = min(stop, first + BLOCK_BYTES // width)
         before = scan
         scan = _scan_block(old, new, first, end, scan, room, likely_small, likely_far)
-        # Neighbours are alike: twice what the last block had in a group, and one.
+        # Adjacent blocks are alike: twice the last block's changes per group, plus one.
         groups = max(1, (end - first) // LANES)
         likely_small = min(_MOST_SMALL, 2 * (scan.small - before.small) // groups + 1)
         likely_far = min(_MOST_FAR, 2 * (scan.far - before.far) // groups + 1)
@@ -120,7 +122,7 @@ def scan_picking(
     room: Room,
     sums: Accumulators,
 ) -> Scan:
-    """`scan_counting` by instructions that put lanes in a row."""
+    """`scan_counting` by instructions that compress lanes."""
     width = width_of(old)
     for first in range(start, stop, _PICKED_BYTES // width):
         end = min(stop, first + _PICKED_BYTES // width)
@@ -134,7 +136,7 @@ def scan_picking(
 
 @compiled
 def _pick_block(old: Bits, new: Bits, start: int, stop: int, scan: Scan, room: Room) -> Scan:
-    """Whole groups of lanes."""
+    """Compare whole groups of lanes."""
     mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * width_of(old))
     small, at, after = np.uint64(scan.small), np.uint64(scan.gap_bytes), np.uint64(scan.after)
     fars = _NONE
@@ -169,9 +171,9 @@ def _pick_block(old: Bits, new: Bits, start: int, stop: int, scan: Scan, room: R
 def _pick_gaps(
     mask: np.uint64, first: np.uint64, after: np.uint64, gaps: Bytes, at: np.uint64
 ) -> tuple[np.uint64, np.uint64]:
-    """The gaps before the lanes of one group, the first of which is element `first`.
+    """Write the gaps before the picked lanes of one group, whose first element is `first`.
 
-    Returns (next byte, position behind the last place). No branch depends on what changed.
+    Returns (next byte, position after the last place). No branch depends on the changes.
     """
     is_any = np.uint64(mask != _NONE)
     gap = (first + first_lane(mask) - after) * is_any
@@ -227,9 +229,10 @@ def _find_changes(
     likely_small: int,
     likely_far: int,
 ) -> tuple[int, int]:
-    """Places of all changes from `start` to `stop`, counted from `start`; returns (small, far)."""
+    """Find the places of all changes from `start` to `stop`, relative to `start`; returns (small,
+    far)."""
     smalls = fars = _NONE
-    # Said again: the compiler unrolls a loop whose end it knows.
+    # Repeated here so that the compiler unrolls the loop: it needs to know its end.
     likely_small, likely_far = min(likely_small, _MOST_SMALL), min(likely_far, _MOST_FAR)
     for group in range(start, stop, LANES):
         prefetch_lanes(old, group, _AHEAD_BYTES)
@@ -242,7 +245,7 @@ def _find_changes(
         other = changed ^ near
         first = np.uint64(group - start)
         smalls_then, fars_then = smalls + lane_count(near), fars + lane_count(other)
-        # Written whether they are there or not: that there are few is no branch to guess wrong.
+        # Written in any case, present or not, which avoids a branch that would mispredict.
         for k in range(likely_small):
             lane = first_lane(near)
             small[smalls + np.uint64(k)] = first + lane
@@ -269,9 +272,9 @@ def _find_changes(
 
 @compiled
 def _write_gaps(places: Places, start: int, after: int, gaps: Bytes, at: int) -> tuple[int, int]:
-    """The gaps before ascending places, written from `at` on.
+    """Write the gaps before ascending places, from `at` on.
 
-    Returns (next byte, position behind the last place). Unsigned throughout: an index that may be
+    Returns (next byte, position after the last place). Unsigned throughout: an index that may be
     negative costs a test.
     """
     base, unchanged_from, byte = np.uint64(start), np.uint64(after), np.uint64(at)
@@ -298,7 +301,7 @@ def _write_differences(
     planes: npt.NDArray[np.uint8],
     at: int,
 ) -> None:
-    """Zigzag differences, one row per byte of the element, from column `at` on."""
+    """Write zigzag differences, one row per byte of the element, from column `at` on."""
     base, column = np.uint64(start), np.uint64(at)
     for i in range(places.size):
         place = base + np.uint64(places[i])

@@ -27,7 +27,7 @@ def digest_of(bits: Bits) -> str:
 
 
 def digest_from(sums: Accumulators, data: Bytes) -> str:
-    """`digest_of` bytes that a loop of ours has taken on its way."""
+    """`digest_of` for bytes that a compiled loop has already summed."""
     if data.size < xxh3.MIN_BYTES:
         return digest_of(data)
     taken = (data.size - 1) // xxh3.BLOCK_BYTES * xxh3.BLOCK_BYTES

@@ -1,6 +1,6 @@
-"""Small differences of either sign as small numbers: 0, -1, 1, -2 to 0, 1, 2, 3.
+"""Maps small differences of either sign to small numbers: 0, -1, 1, -2 to 0, 1, 2, 3.
 
-Without branches: signs are as good as random, and a wrong guess costs more than the rest.
+Without branches: signs are random, and a misprediction costs more than the rest.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ _ONE = np.uint64(1)
 
 @compiled
 def zigzag(difference: np.uint64, mask: np.uint64) -> np.uint64:
-    """Of a difference modulo `mask` + 1."""
+    """The code of a difference modulo `mask` + 1."""
     negative = np.uint64(difference > (mask >> _ONE))
     return ((difference << _ONE) ^ (_NONE - negative)) & mask
 

@@ -8,7 +8,7 @@ takes the smallest; payloads are read back in decoders.py.
 rosemux payload: bytes format, layout, width; varint elements; then by layout
   sparse  varints small, far, gap bytes, far gap bytes; streams gaps, signs, far gaps, width planes
   planes  width planes of zigzag differences of all elements
-  groups  as `sparse`, the gaps entropy-coded by ourselves (grouped.py)
+  groups  as `sparse`, with entropy-coded gaps (grouped.py)
 where a stream is varint packed length, bytes (see stream.py).
 """
 
@@ -53,7 +53,7 @@ class Encoded:
     encoding: Encoding
     payload: bytes | memoryview
     changed: int
-    """Elements that differ."""
+    """Number of elements that differ."""
     digest: str
     """xxh3-128 of the new bits."""
 
@@ -62,18 +62,18 @@ PLANES_ABOVE_RATIO = 0.40
 """Below this share of changed elements neither `planes` nor `dense` can win: a zero difference
 costs at least one bit of zstd's entropy coder in each plane."""
 _SPARSE_BELOW_RATIO = 0.60
-"""From here on `planes` needs less than gaps do for saying what changed."""
+"""From this share on, `planes` marks the changed elements in fewer bytes than gaps do."""
 _GUESS_RUNS = 128
 _GUESS_RUN_ELEMENTS = 32
-"""A guess at the share of changed elements looks at so many runs of neighbours: single elements
-from all over would read all of a tensor's cache lines."""
+"""The share of changed elements is estimated from this many runs of neighbours: scattered single
+elements would touch all of a tensor's cache lines."""
 _SAMPLE_ELEMENTS = 1 << 16
 _SAMPLES = 8
 _RUN_ELEMENTS = _SAMPLE_ELEMENTS // _SAMPLES
 
 
 def encode(old: Bits, new: Bits) -> Encoded | None:
-    """The smallest payload that turns `old` into `new`, or None where nothing changed."""
+    """The smallest payload that turns `old` into `new`, or None if nothing changed."""
     if new.nbytes <= PLAIN_BYTES:
         plain = plain_payload(old, new)
         if plain.changed == 0:
@@ -102,7 +102,7 @@ def encode_streams(old: Bits, new: Bits) -> Encoded | None:
         return None
     encoding, digest = Encoding.ROSEMUX, streams.digest
     payload: bytes | memoryview = _encode_sparse(old, streams)
-    # One after another: at most two of them are there at once.
+    # One after another, so that at most two payloads exist at once.
     if changed > PLANES_ABOVE_RATIO * old.size:
         del streams
         payload = min(payload, _encode_planes(old, new), key=len)
@@ -120,14 +120,15 @@ def _smaller(
 
 
 def _mostly_changed(old: Bits, new: Bits) -> bool:
-    """Whether elements from all over a large tensor say that `sparse` need not be tried."""
+    """Whether a sample over a large tensor shows that `sparse` need not be tried."""
     if old.size < 4 * _SAMPLE_ELEMENTS:
         return False
     return kernels.share_changed(old, new, _GUESS_RUNS, _GUESS_RUN_ELEMENTS) > _SPARSE_BELOW_RATIO
 
 
 def _encode_everything(old: Bits, new: Bits) -> Encoded:
-    """What samples say is smaller: of a large tensor both would be much to hold."""
+    """Encode all elements, in the encoding that samples predict to be smaller: for a large tensor
+    both payloads would take much memory."""
     changed, digest = kernels.count_changes(old, new), state_hash.digest_of(new)
     planes_bytes = dense_bytes = 0
     for part in range(_SAMPLES):
@@ -141,7 +142,7 @@ def _encode_everything(old: Bits, new: Bits) -> Encoded:
 
 
 def encode_as(encoding: Encoding, old: Bits, new: Bits) -> Encoded | None:
-    """A payload of one given encoding, or None where nothing changed."""
+    """A payload in the given encoding, or None if nothing changed."""
     if encoding is Encoding.ROSEMUX:
         streams = compared(old, new)
         if streams.changed == 0:
@@ -171,7 +172,7 @@ def decode(encoding: Encoding, payload: memoryview, spec: TensorSpec) -> Delta:
 
 
 def apply_own(encoding: Encoding, payload: memoryview, spec: TensorSpec, bits: Bits) -> None:
-    """Changes bits by a payload of our own making, with less memory than a delta of it would need.
+    """Change bits by a payload that this process made, with less memory than its delta would need.
 
     Raises Corrupt, and then the bits are in doubt.
     """
@@ -193,15 +194,16 @@ _warm: set[int] = set()
 
 
 def warm_up(widths_bytes: Iterable[int] = (2,)) -> None:
-    """Compiles or loads the loops for elements of these widths, so that no pause waits for them.
+    """Compile or load the loops for elements of these widths, so that no pause waits for them.
 
-    Seconds for each width where they are compiled, a tenth of that where they are kept.
+    Takes seconds for each width if they are compiled, a tenth of that if they are cached.
     """
     for width in sorted(set(widths_bytes) - _warm):
         try:
             _warm_up(width)
         except OSError:
-            # A full disk, or files of another user: their loss costs time, not a version.
+            # The cache is unusable (a full disk, another user's files), which costs time and no
+            # version.
             forget_cache()
             _warm_up(width)
         _warm.add(width)

@@ -1,13 +1,13 @@
-"""The `groups` layout of a delta: what `sparse` says, to be read while it is applied.
+"""The `groups` layout of a delta: the content of `sparse`, in a form that is applied as it is read.
 
-Gaps and differences are entropy-coded by ourselves (groups.py), so that a payload is checked in one
-compiled call and applied in another, from where it lies. Made in grouped_payload.py.
+Gaps and differences are entropy-coded by groups.py, so that a payload is checked in one compiled
+call and applied in another, without a copy. Made in grouped_payload.py.
 
-Behind the elements of the tensor: varints small, far, wide, and in words the lows and highs of
-small gaps, far gaps and codes; then one after another the low bits of every group of these, four
-bits each, signs (a word for each group of small gaps), lows and highs of the three, and the wide
-differences (the number of the far change among them in four bytes, the zigzag difference). A code
-is a far change's zigzag difference less 3, 0 where it is wide.
+After the elements of the tensor: varints small, far, wide, and in words the lows and highs of small
+gaps, far gaps and codes; then in order the low-bit counts of every group of these, four bits each,
+signs (a word for each group of small gaps), lows and highs of the three, and the wide differences
+(the number of the far change among them in four bytes, the zigzag difference). A code is a far
+change's zigzag difference less 3, 0 where it is wide.
 """
 
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ from weightsync.elements.xxh3 import Accumulators
 from weightsync.encoding.numbers import number_at
 
 GROUPS = 2
-"""The layout of a payload that holds groups."""
+"""Layout number of a payload that holds groups."""
 
 Row: TypeAlias = npt.NDArray[np.int64]
-"""What a payload holds and where: the columns below."""
+"""Counts and offsets of the parts of a payload: the columns below."""
 _SMALL, _FAR, _WIDE, _LOW_BITS, _SIGNS, _LOWS, _HIGHS, _END = 0, 1, 2, 3, 4, 5, 8, 11
 _COLUMNS = 12
 _KINDS = 3
@@ -44,20 +44,20 @@ _KINDS = 3
 
 class OpenedGroups(NamedTuple):
     low_bits: Bytes
-    """A byte for each group."""
+    """One byte per group."""
     small: Gaps
     signs: Bytes
-    """The lowest bit first, 1 is minus."""
+    """Lowest bit first, 1 is minus."""
     far: Gaps
     codes: Gaps
     wide_numbers: npt.NDArray[np.uint32]
     wide_differences: npt.NDArray[np.uint8]
-    """Zigzag, a row of bytes each, the lowest first."""
+    """Zigzag, one row of bytes per difference, lowest byte first."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedDelta:
-    """Changes as they lie in a payload, checked."""
+    """The changes of a payload, checked and left in its bytes."""
 
     elements: int
     payload: Bytes
@@ -74,7 +74,7 @@ class GroupedDelta:
         return f"{int(high):016x}{int(low):016x}"
 
     def opened(self, width_bytes: int) -> "OpenedGroups":
-        """The same change of elements of so many bytes, for who has loops of its own."""
+        """The same changes of elements of `width_bytes`, for callers with loops of their own."""
         low_bits, small, far, codes = _parts(self.payload, self.row)
         both = np.stack([low_bits & MAX_LOW_BITS, low_bits >> 4], axis=1).reshape(-1)
         wide = self.payload[self.row[_END] :].reshape(-1, INDEX_BYTES + width_bytes)
@@ -84,7 +84,7 @@ class GroupedDelta:
 
 
 def decode_grouped(payload: memoryview, at: int, elements: int, width: int) -> GroupedDelta:
-    """A payload whose numbers begin at byte `at`; raises Corrupt."""
+    """Check a payload whose numbers begin at byte `at`; raises Corrupt."""
     data = np.frombuffer(payload, dtype=np.uint8)
     row = np.zeros(_COLUMNS, dtype=np.int64)
     if not _read(data, at, elements, width, row):
@@ -94,7 +94,7 @@ def decode_grouped(payload: memoryview, at: int, elements: int, width: int) -> G
 
 @compiled
 def _read(payload: Bytes, at: int, elements: int, width: int, row: Row) -> bool:
-    """Fills in the row; False where the payload is not right."""
+    """Fill in the row; False if the payload is malformed."""
     small, at = number_at(payload, at, elements)
     far, at = number_at(payload, at, elements - small)
     wide, at = number_at(payload, at, far)

@@ -1,6 +1,6 @@
-"""Payloads of the `groups` layout (grouped.py) in the making.
+"""Builds payloads of the `groups` layout (grouped.py).
 
-Decides when it is worth it: where changes have a structure that a compressor finds, `sparse` stays
+Decides when it is worth it: for changes with a structure that a compressor finds, `sparse` stays
 smaller.
 """
 
@@ -22,20 +22,20 @@ from weightsync.encoding.sparse import SparseStreams
 from weightsync.encoding.stream import pack_stream
 
 _LEAST_CHANGES = 1024
-"""Fewer are unpacked in no time."""
+"""Payloads with fewer changes unpack in negligible time anyway."""
 _MOST_ELEMENTS = (1 << 32) - 1
 """Wide differences name their change in four bytes."""
 _WIDE_SHARE = 1 / 16
-"""Of the far changes may be wide; more are smaller in planes."""
+"""Largest share of the far changes that may be wide; with more, planes are smaller."""
 _SAMPLE_BYTES = 8 << 10
 _WORTH_RATIO = 1.04
-"""How much larger gaps and signs in groups may be than compressed ones."""
+"""Largest size of gaps and signs in groups, over their compressed size."""
 _MOST_NEAR = 254
-"""A code from here on is wide: smaller ones are gap streams without an escape."""
+"""Codes from here on are wide: smaller ones form gap streams without an escape."""
 
 
 def grouped_payload(head: bytes, elements: int, found: SparseStreams) -> bytes:
-    """`head` and the changes in groups; empty where too many differences are wide."""
+    """`head` and the changes in groups; empty if too many differences are wide."""
     payload = np.empty(len(head) + _room_bytes(found, elements), dtype=np.uint8)
     payload[: len(head)] = np.frombuffer(head, dtype=np.uint8)
     size = _write(
@@ -65,7 +65,7 @@ def _most_wide(far: int) -> int:
 
 
 def is_worth_groups(found: SparseStreams, elements: int) -> bool:
-    """Whether changes from the middle of a tensor are about as small in groups as compressed."""
+    """Whether a sample from the middle of a tensor is about as small in groups as compressed."""
     if found.changed < _LEAST_CHANGES or elements > _MOST_ELEMENTS:
         return False
     gaps, signs = _middle(found.gaps, _SAMPLE_BYTES), _middle(found.signs, _SAMPLE_BYTES // 8)
@@ -85,7 +85,7 @@ def _middle(stream: Bytes, size: int) -> Bytes:
 
 @compiled
 def _gap_bytes(gaps: Bytes) -> int:
-    """What a gap stream, whole changes of it, takes in groups."""
+    """Size in groups, in bytes, of a gap stream of whole changes."""
     changes = 0
     for i in range(gaps.size):
         changes += gaps[i] != GAP_ESCAPE
@@ -106,7 +106,9 @@ def _write(
     payload: Bytes,
     at: int,
 ) -> int:
-    """Everything behind the head; returns the byte behind it, 0 where too much is wide."""
+    """Write everything after the head; returns the end offset, 0 if too many differences are
+    wide.
+    """
     small_groups, far_groups = (small + GROUP - 1) // GROUP, (far + GROUP - 1) // GROUP
     low_bits = np.zeros(small_groups + 2 * far_groups + 1, np.uint8)
     codes, wide = np.empty(far, np.uint8), np.empty(most_wide, np.int64)
@@ -152,8 +154,8 @@ def _write(
 
 @compiled
 def _write_codes(planes: npt.NDArray[np.uint8], codes: Bytes, wide: npt.NDArray[np.int64]) -> int:
-    """A code for every far change, and the numbers of the wide ones; returns how many these are,
-    or -1 where there is no room for all."""
+    """Write a code for every far change, and the numbers of the wide ones; returns the count of
+    wide ones, or -1 if they do not fit."""
     near, is_wide = np.uint8(NEAREST_FAR), np.uint8(255)
     for i in range(codes.size):
         codes[i] = planes[0, i] - near

@@ -1,7 +1,7 @@
-"""A payload of many megabytes in the making.
+"""A buffer in which a payload of many megabytes is built.
 
-It lies in pages of its own, of which only those that were written exist and which go back to the
-system at once. From the heap, where a trainer's own memory lies between, they would not.
+It has separate pages, of which only written ones exist and which return to the system at once. Heap
+memory would not, since a trainer's own allocations lie in between.
 """
 
 import mmap
@@ -12,7 +12,7 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 
 
 
 class LargePayload:
-    """Bytes that are appended, up to `room_bytes`; what is known last may come to the front."""
+    """Bytes that are appended, up to `room_bytes`; a header may be prepended at the end."""
 
     def __init__(self, room_bytes: int) -> None:
         self._pages = memoryview(mmap.mmap(-1, _FRONT_BYTES + room_bytes, flags=_FLAGS))
@@ -22,13 +22,13 @@ class LargePayload:
         return self._end - self._start
 
     def append(self, piece: Any) -> None:
-        """`piece` is anything of bytes."""
+        """Append an object with the buffer protocol."""
         end = self._end + len(piece)
         self._pages[self._end : end] = piece
         self._end = end
 
     def prepend(self, piece: bytes) -> None:
-        """Up to 64 bytes in all."""
+        """Put bytes in front, up to 64 in all."""
         start = self._start - len(piece)
         self._pages[start : self._start] = piece
         self._start = start
@@ -37,5 +37,5 @@ class LargePayload:
         self._start = self._end = _FRONT_BYTES
 
     def view(self) -> memoryview:
-        """What is in it; the pages go with the last view of them."""
+        """The content; the pages are freed with its last view."""
         return self._pages[self._start : self._end].toreadonly()

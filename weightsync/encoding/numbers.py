@@ -10,7 +10,7 @@ MAX_BYTES = 9
 
 @compiled
 def number_at(payload: Bytes, at: int, at_most: int) -> tuple[int, int]:
-    """(varint, byte behind it); (0, -1) where there is none that is small enough."""
+    """(varint, end offset); (0, -1) if there is none of at most `at_most`."""
     value = 0
     for nth in range(MAX_BYTES):
         if at < 0 or at + nth >= payload.size:

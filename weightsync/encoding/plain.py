@@ -1,8 +1,8 @@
-"""Sparse payloads whose streams are stored as they are: those of many tensors, read in one call.
+"""Sparse payloads with uncompressed streams: reads those of many tensors in one call.
 
-A tensor of a few KiB changes in so few places that nothing of its payload is worth compressing, and
-a model may have tens of thousands of them. What is not exactly such a payload is left to codec.py,
-which also says what is wrong with it.
+A tensor of a few KiB changes in so few places that its streams are not worth compressing, and a
+model may have tens of thousands of them. Every other payload is left to codec.py, which also
+reports its faults.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from weightsync.encoding.numbers import number_at
 from weightsync.encoding.sparse import FORMAT, SPARSE
 
 Row: TypeAlias = npt.NDArray[np.int64]
-"""Where the streams of one payload lie; see the columns below."""
+"""Offsets of the streams of one payload; see the columns below."""
 
 _IS_PLAIN, _GAPS, _GAP_BYTES, _SIGNS, _SIGN_BYTES = range(5)
 _FAR_GAPS, _FAR_GAP_BYTES, _PLANES, _FAR, _PLANE_STEP = range(5, 10)
@@ -45,7 +45,7 @@ class PlainDelta:
         return digest_from(sums, data) if hashed else ""
 
     def opened(self, width_bytes: int) -> SparseDelta:
-        """The same change of elements of so many bytes, for who has loops of its own."""
+        """The same changes of elements of `width_bytes`, for callers with loops of their own."""
         start, step, far = (int(self.row[column]) for column in (_PLANES, _PLANE_STEP, _FAR))
         planes = [self._stream(start + step * plane, far) for plane in range(width_bytes)]
         return SparseDelta(
@@ -63,9 +63,9 @@ class PlainDelta:
 def plain_deltas(
     data: Bytes, places: Sequence[tuple[int, int]], specs: Sequence[TensorSpec]
 ) -> list[PlainDelta | None]:
-    """Of `rosemux` payloads, each from its first byte in `data` to its last; shares their memory.
+    """Deltas of `rosemux` payloads at (begin, end) `places` in `data`, whose memory they share.
 
-    None for what is not plain, right or wrong.
+    None for a payload that is not plain, valid or not.
     """
     payloads = np.frombuffer(data.data.toreadonly(), dtype=np.uint8)
     elements = [spec.elements for spec in specs]
@@ -102,7 +102,7 @@ def _read_all(
 
 @compiled
 def _read(payload: Bytes, elements: int, width: int, row: Row) -> bool:
-    """Fills in a row that counts from the payload's first byte; False where it is not plain."""
+    """Fill in a row with offsets from the payload's first byte; False if it is not plain."""
     if payload.size < 3 or payload[0] != FORMAT or payload[1] != SPARSE or payload[2] != width:
         return False
     escapes = elements // GAP_ESCAPE
@@ -140,7 +140,7 @@ def _lead_to(gaps: Bytes, changes: int, elements: int) -> bool:
 
 @compiled
 def _stream(payload: Bytes, at: int, size: int) -> tuple[int, int]:
-    """(first byte, byte behind it) of a stream stored as it is; (0, -1) where there is none."""
+    """(first byte, end) of an uncompressed stream; (0, -1) if it is not one."""
     packed, start = number_at(payload, at, size)
     if start < 0 or packed != size or start + size > payload.size:
         return 0, -1

@@ -1,7 +1,7 @@
-"""The payload of a small tensor, made in one call where nothing of it is worth compressing.
+"""Builds the payload of a small tensor in one call if its streams are not worth compressing.
 
-Byte for byte what codec.py puts together from streams; that takes many calls, each of them longer
-than comparing a few hundred elements.
+Byte for byte equal to codec.py's payload from streams; that takes many calls, each slower than
+comparing a few hundred elements.
 """
 
 from typing import NamedTuple
@@ -20,22 +20,22 @@ from weightsync.encoding.sparse import FORMAT, SPARSE, scratch
 from weightsync.encoding.stream import RAW_BELOW_BYTES
 
 MAX_BYTES = 8 << 10
-"""Of a tensor; a larger one is seldom changed in so few places."""
+"""Largest tensor; a larger one seldom changes in so few places."""
 OVERWRITE_BELOW_CHANGES = 16
-"""`overwrite` spends 4 bytes on a position, but its header is shorter than ours."""
+"""`overwrite` spends 4 bytes on a position, but its header is shorter than that of `rosemux`."""
 _OVERWRITE_BYTES = 4 + 5 * 8 * OVERWRITE_BELOW_CHANGES
 _PAYLOAD_BYTES = 3 + 5 * 9 + 11 * (1 + RAW_BELOW_BYTES)
 
 
 class PlainPayload(NamedTuple):
     changed: int
-    """Elements that differ."""
+    """Number of elements that differ."""
     digest: str
     """xxh3-128 of the new bits."""
     payload: bytes
-    """Empty where a stream may be worth compressing."""
+    """Empty if a stream may be worth compressing."""
     overwrite: Bytes
-    """What an `overwrite` frame would hold; empty where too much changed for it."""
+    """Content of an `overwrite` frame; empty if too many elements changed for it."""
 
 
 class _Made(NamedTuple):
@@ -47,7 +47,7 @@ class _Made(NamedTuple):
 
 
 def plain_payload(old: Bits, new: Bits) -> PlainPayload:
-    """Of a tensor of at most MAX_BYTES."""
+    """The payload for a tensor of at most MAX_BYTES."""
     data = bytes_of(new)
     payload = np.empty(_PAYLOAD_BYTES, dtype=np.uint8)
     overwrite = np.empty(_OVERWRITE_BYTES, dtype=np.uint8)
@@ -94,7 +94,7 @@ def _make(
 
 @compiled
 def _write_payload(elements: int, width: int, scan: Scan, room: Room, payload: Bytes) -> int:
-    """Returns its length."""
+    """Write the payload; returns its length."""
     payload[0], payload[1], payload[2] = FORMAT, SPARSE, width
     at = put_number(payload, 3, elements)
     for number in (scan.small, scan.far, scan.gap_bytes, scan.far_gap_bytes):
@@ -115,7 +115,7 @@ def _write_payload(elements: int, width: int, scan: Scan, room: Room, payload: B
 
 @compiled
 def _write_overwrite(old: Bytes, new: Bytes, overwrite: Bytes) -> int:
-    """Count, byte positions (u4 each), bytes; returns the length."""
+    """Write count, byte positions (u4 each) and bytes; returns the length."""
     count = 0
     for i in range(new.size):
         count += old[i] != new[i]
@@ -131,14 +131,14 @@ def _write_overwrite(old: Bytes, new: Bytes, overwrite: Bytes) -> int:
 
 @compiled
 def _write_word(into: Bytes, at: int, value: int) -> None:
-    """Four bytes, least significant first."""
+    """Write four bytes, least significant first."""
     for byte in range(4):
         into[at + byte] = (value >> (8 * byte)) & 0xFF
 
 
 @compiled
 def _write_stream(payload: Bytes, at: int, raw: Bytes) -> int:
-    """Its length and the bytes as they are; returns the byte behind them."""
+    """Write a stream's length and its bytes uncompressed; returns the end offset."""
     at = put_number(payload, at, raw.size)
     for i in range(raw.size):
         payload[at + i] = raw[i]

@@ -1,7 +1,7 @@
-"""The streams of a sparse delta in the making.
+"""Builds the streams of a sparse delta.
 
-Two states are compared once, with room for whatever may have changed, and the new one is hashed on
-the way, so that a publisher reads each state once.
+Two states are compared once, into buffers large enough for any change, and the new state is hashed
+in the same pass, so a publisher reads each state once.
 """
 
 import threading
@@ -18,12 +18,12 @@ from weightsync.elements.state_hash import digest_from
 
 FORMAT = 1
 SPARSE = 0
-"""The layout of a payload that holds such streams."""
+"""Layout number of a payload that holds these streams."""
 _MAX_WIDTH_BYTES = 8
 _SPARE = 2 * LANES
 """Loops write whole groups of lanes."""
 CHUNK_BYTES = 64 * BLOCK_BYTES
-"""Compared in one call; room is made before it for all that may have changed."""
+"""Bytes compared in one call; buffers for all possible changes are reserved before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class SparseStreams:
     far_gaps: Bytes
     far_planes: npt.NDArray[np.uint8]
     digest: str
-    """Of the new state."""
+    """xxh3-128 of the new state."""
 
     @property
     def changed(self) -> int:
@@ -45,7 +45,7 @@ class SparseStreams:
 
 
 class _Scratch(threading.local):
-    """Memory that a thread keeps: fresh pages would cost more than the changes written there."""
+    """Buffers that a thread keeps: fresh pages would cost more than the changes written there."""
 
     def __init__(self) -> None:
         places = np.empty(BLOCK_BYTES + _SPARE, dtype=np.int32)
@@ -54,9 +54,9 @@ class _Scratch(threading.local):
         self.room = Room(places, places.copy(), nothing, nothing, nothing, planes)
 
     def reserve(self, scan: Scan, stop: int, elements: int) -> Room:
-        """Room for so many elements before `stop`."""
+        """Buffers for `elements` more elements before index `stop`."""
         room = self.room
-        # A gap that began before them ends here.
+        # Includes a gap that began before these elements and ends in them.
         escapes = (stop - min(scan.after, scan.far_after)) // GAP_ESCAPE + 1
         more = elements + escapes + _SPARE
         needed = max(scan[:4]) + more
@@ -99,7 +99,7 @@ def compared(old: Bits, new: Bits) -> SparseStreams:
 
 
 def _grown(rows: npt.NDArray[np.uint8], used: int, more: int) -> npt.NDArray[np.uint8]:
-    """An array whose last axis has room for `more` behind what is used."""
+    """An array whose last axis has room for `more` after the `used` part."""
     if rows.shape[-1] >= used + more:
         return rows
     grown = np.empty((*rows.shape[:-1], 2 * (used + more)), dtype=np.uint8)

@@ -19,7 +19,7 @@ from weightsync.encoding.large_payload import LargePayload
 
 LEVEL = 1
 RAW_BELOW_BYTES = 24
-"""Nothing shorter is tried to be compressed."""
+"""Shorter streams are stored uncompressed."""
 _ANNOUNCES = 0xE0
 """Bits of a frame's first byte behind the magic; without them no content size follows."""
 
@@ -63,7 +63,7 @@ class StreamPacker:
         self._keep(self._packing.compress(raw.data))
 
     def finish(self) -> bool:
-        """Whether it is smaller than what it was made of; else nothing is in `into`."""
+        """Whether the result is smaller than its input; otherwise `into` is empty."""
         self._keep(self._packing.flush())
         return self._is_smaller
 

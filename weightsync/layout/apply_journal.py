@@ -1,11 +1,11 @@
-"""The write-ahead record of a checkpoint directory: what it holds, or what it is being turned into.
+"""The write-ahead record of a checkpoint directory: its version, or the version being applied.
 
     held        every tensor is that of one version
     applying    every tensor is that of the base, that of the new version, or torn
 
-One file, replaced atomically and sealed by its own digest. It goes over to `applying` before the
-first byte of a tensor changes and back to `held` after the last one was verified, so that a kill in
-between is seen at the next start. `repair` then decides per tensor by digest: a difference (XOR,
+One file, replaced atomically and sealed by its own digest. It changes to `applying` before the
+first byte of a tensor changes and back to `held` after the last tensor was verified, so that the
+next start detects a kill in between. `repair` then decides per tensor by digest: a difference (XOR,
 units in the last place) is applied only to bits that are still the old ones, so never twice.
 
 Never touches a tensor.
@@ -42,9 +42,9 @@ class Held(
 
     version: WeightVersion
     state_hash: str
-    """The published one."""
+    """The published state hash."""
     contents_hash: str
-    """Of names, dtypes, shapes and digests: what the files are compared with."""
+    """Hash of names, dtypes, shapes and digests, to compare the files with."""
     sequence: int
     """Rises with every record: equal before and after reading the shards means unchanged."""
     digests: Digests
@@ -60,18 +60,18 @@ class Applying(
     tag="applying",
     forbid_unknown_fields=True,
 ):
-    """The directory is on its way to this version and is none until then."""
+    """The directory is being brought to this version and holds no version until then."""
 
     version: WeightVersion
     state_hash: str
     contents_hash: str
     base_version: WeightVersion | None
     base_state_hash: str | None
-    """Version and hash of what `before` describes; None where nothing is built upon."""
+    """Version and hash of the state that `before` describes; None without a base."""
     sequence: int
     before: Digests
     after: Digests
-    """Of every tensor; those that stay are in both."""
+    """Digests of every tensor of the new version; unchanged tensors are in both maps."""
     format: int = FORMAT
     seal: str = ""
 
@@ -80,7 +80,7 @@ Record = Held | Applying
 
 
 class Repair(StrEnum):
-    """What one tensor of an interrupted apply needs."""
+    """Action for one tensor of an interrupted apply."""
 
     KEEP = "keep"
     ROLL_FORWARD = "roll_forward"
@@ -88,7 +88,7 @@ class Repair(StrEnum):
 
 
 def repair(*, before: str | None, now: str | None, after: str) -> Repair:
-    """By digests: the new bits stay, the old ones take the delta, all others are written anew."""
+    """Decide by digests: new bits stay, old bits take the delta, all others are rewritten."""
     if now == after:
         return Repair.KEEP
     if now is not None and now == before:
@@ -105,7 +105,7 @@ def repairs(record: Applying, now: Mapping[str, str]) -> dict[str, Repair]:
 
 
 def encoded_record(record: Record) -> bytes:
-    """The file's bytes."""
+    """Serialise a record, with its seal."""
     return msgspec.json.encode(_sealed(record))
 
 
@@ -121,7 +121,7 @@ def decoded_record(raw: bytes) -> Record:
 
 
 def read_record(directory: Path) -> Record | None:
-    """None where there is none; raises Corrupt."""
+    """The record, None if there is none; raises Corrupt."""
     try:
         with (directory / RECORD_FILE).open("rb") as file:
             raw = file.read(MAX_RECORD_BYTES + 1)
@@ -135,7 +135,9 @@ def read_record(directory: Path) -> Record | None:
 
 
 def write_record(directory: Path, record: Record) -> None:
-    """Replaces the record; raises Exhausted where the disk is full, with the old one in force."""
+    """Replace the record. Raises Exhausted if the disk is full; the old record then stays in
+    force.
+    """
     replace_file(directory / RECORD_FILE, encoded_record(record))
 
 

@@ -50,7 +50,7 @@ def fit(digests: str, *, size_bytes: int, chunk_bytes: int) -> bool:
 
 
 class ChunkDigests:
-    """Those of a file in the making; `chunk_bytes` 0 makes none."""
+    """Chunk digests of a file as it is written; `chunk_bytes` 0 makes none."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
@@ -73,7 +73,7 @@ class ChunkDigests:
                 self._close()
 
     def all(self) -> str:
-        """In a row, the last one of what is left."""
+        """All digests in order, the last one of the remaining bytes."""
         if self._open_bytes:
             self._close()
         return "".join(self._done)

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, after a kill and after a power cut.
+"""Atomic file writes: a file exists whole or not at all, after a kill and after a power cut.
 
 Decides nothing about contents.
 """
@@ -13,13 +13,13 @@ from typing import Any
 from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
 
 TEMPORARY = ".tmp-"
-"""Begins the name of everything that is not finished; the next owner sweeps it."""
+"""Prefix of the name of every unfinished file; the next owner removes them."""
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """`path` holds its old bytes or `data`, never anything else.
+    """Replace a file atomically: `path` holds its old bytes or `data`, never anything else.
 
-    Raises Exhausted where the disk is full; `path` is then as it was.
+    Raises Exhausted if the disk is full; `path` is then as it was.
     """
     temporary = path.with_name(TEMPORARY + path.name)
     try:
@@ -45,7 +45,7 @@ def write_durably(path: Path, chunks: Iterable[Any]) -> int:
 
 
 def sync_directory(path: Path) -> None:
-    """Names that were created, replaced or removed in it are durable."""
+    """Make created, replaced and removed names in a directory durable."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -55,7 +55,7 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def refusals(where: Path) -> Iterator[None]:
-    """What the file system says within, as an error of ours."""
+    """Turn an OSError inside the context into Exhausted or ConfigError."""
     try:
         yield
     except OSError as error:
@@ -63,7 +63,7 @@ def refusals(where: Path) -> Iterator[None]:
 
 
 def storage_error(error: OSError, where: Path) -> RoseMuxError:
-    """What a failed write means to the caller."""
+    """Exhausted for a full disk or quota, ConfigError for any other failed write."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return Exhausted(f"no space left in {where}: {error}")
     return ConfigError(f"cannot write to {where}: {error}")

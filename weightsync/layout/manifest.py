@@ -1,9 +1,9 @@
-"""The index file of one version: the shared Hugging Face layout plus a block of our own.
+"""The index file of one version: the shared Hugging Face layout plus a `rosemux` block.
 
-`metadata` and `weight_map` are what slime, miles and others read and write; the `rosemux` block
-adds the state hash, file digests, per-tensor encodings, which entries are slices of a tensor and
-what an adapter belongs to. A version without the block is a foreign one: its tensors are verified
-by their checksums alone. Never touches a file.
+`metadata` and `weight_map` are read and written by slime, miles and others; the `rosemux` block
+adds the state hash, file digests, per-tensor encodings, the entries that are slices of a tensor,
+and the base of an adapter. A version without the block is foreign: its tensors are verified by
+their checksums alone. Never touches a file.
 """
 
 from collections.abc import Mapping
@@ -25,33 +25,33 @@ BLOCK_FORMAT = 1
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Size and xxh3-128 of one shard, and digests with which a part of it can be believed."""
+    """Size and xxh3-128 of one shard, and digests that verify a part of it."""
 
     bytes: int
     xxh3_128: str
     chunk_bytes: int = 0
-    """Length of its chunks but the last; 0 where they have no digests of their own."""
+    """Length of all chunks but the last; 0 if chunks have no digests."""
     chunks: str = ""
-    """xxh3-64 of each chunk in a row, 16 hexadecimal digits each."""
+    """xxh3-64 of each chunk in order, 16 hexadecimal digits each."""
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a version of adapter weights belongs to."""
+    """The base that a version of adapter weights belongs to."""
 
     base_store: str
     base_version: int
     base_state_hash: str
     config: FileRecord
-    """Of the file adapter_config.json beside the index."""
+    """Record of the file adapter_config.json beside the index."""
 
 
 def _always_written() -> dict[str, Encoding]:
-    """Not `dict`, which would leave an empty field out: an index always says `encodings`."""
+    """Not `dict`, whose empty value would be omitted: an index always has `encodings`."""
     return {}
 
 
 class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What RoseMux adds to an index."""
+    """RoseMux's additions to an index."""
 
     format: int
     state_hash: str
@@ -79,7 +79,7 @@ class _Index(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """One version. `base_version` and `delta_encoding` are None where it is a full checkpoint."""
+    """One version. `base_version` and `delta_encoding` are None for a full checkpoint."""
 
     version: WeightVersion
     base_version: WeightVersion | None
@@ -99,11 +99,11 @@ class Manifest:
 
     @property
     def slicing(self) -> Slicing:
-        """Which entries are slices; told by full checkpoints alone."""
+        """The entries that are slices; only full checkpoints record them."""
         return Slicing(self.block.slices if self.block else {})
 
     def encoding_of(self, name: str) -> Encoding:
-        """How one tensor of a delta is encoded."""
+        """Encoding of one tensor of a delta. Raises ValueError for a full checkpoint."""
         if self.delta_encoding is None:
             raise ValueError(f"version {self.version} is a full checkpoint")
         if self.block is None:
@@ -112,7 +112,7 @@ class Manifest:
 
 
 def without_chunks(manifest: Manifest) -> Manifest:
-    """The same version, to be read whole."""
+    """The same version without chunk digests, so that it is read whole."""
     block = manifest.block
     if block is None:
         return manifest
@@ -123,7 +123,7 @@ def without_chunks(manifest: Manifest) -> Manifest:
 
 
 def encoded_manifest(manifest: Manifest) -> bytes:
-    """The index file of a version that we publish."""
+    """Serialise the index of a version for publishing."""
     delta = not manifest.is_full
     base = manifest.base_version
     metadata = _Metadata(
@@ -139,7 +139,7 @@ def encoded_manifest(manifest: Manifest) -> bytes:
 
 
 def decoded_manifest(raw: bytes, *, expected: WeightVersion) -> Manifest:
-    """An index that was read from a store; raises Corrupt or Unsupported."""
+    """Decode an index that was read from a store; raises Corrupt or Unsupported."""
     try:
         index = msgspec.json.decode(raw, type=_Index)
         version = _version(index.metadata.version)

@@ -1,6 +1,6 @@
-"""What things are called in a store: directories of versions and the files that say something.
+"""Names in a store: directories of versions and their marker files.
 
-Needs nothing heavy, so that servers and relays run where no framework is installed.
+Imports nothing heavy, so that servers and relays run without a framework.
 """
 
 import re
@@ -37,6 +37,6 @@ class VersionRef:
 
 
 def named_ref(directory: str) -> VersionRef | None:
-    """The version whose directory has this name; None where it is no version's name."""
+    """The version of a directory name; None if the name is not a version's."""
     match = _DIRECTORY.match(directory)
     return VersionRef(Kind(match[1]), WeightVersion(int(match[2]))) if match else None

@@ -1,8 +1,8 @@
-"""One safetensors file, written and read without a framework.
+"""Writes and reads one safetensors file without a framework.
 
-numpy has no bfloat16, and a delta shard must be checked before anything trusts it, so the format's
-header is handled here: 8 bytes of length, a JSON object of dtype, shape and offsets, then the data.
-Never opens a file: it takes and gives bytes.
+numpy has no bfloat16, and a delta shard must be checked before use, so the format's header is
+handled here: 8 bytes of length, a JSON object of dtype, shape and offsets, then the data. Never
+opens a file: it takes and returns bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,7 +40,7 @@ class ShardTensor:
 
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
-    """What a shard holds and where: offsets count from the first byte of the file."""
+    """Tensors of a shard and their offsets, which count from the first byte of the file."""
 
     layout: Layout
     offsets: Mapping[str, tuple[int, int]]
@@ -52,7 +52,7 @@ class ShardHeader:
 
 
 def shard_chunks(tensors: Mapping[str, ShardTensor], metadata: Mapping[str, str]) -> Iterator[Any]:
-    """The file's bytes, as buffers to write one after another."""
+    """The file's bytes, as buffers to write in order."""
     sizes = {n: (tensor.spec, memoryview(tensor.data).nbytes) for n, tensor in tensors.items()}
     yield _head(sizes, metadata)
     yield from _joined(tensor.data for tensor in tensors.values())
@@ -61,14 +61,16 @@ def shard_chunks(tensors: Mapping[str, ShardTensor], metadata: Mapping[str, str]
 def dense_chunks(
     layout: Layout, read: Callable[[str], Any], metadata: Mapping[str, str]
 ) -> Iterator[Any]:
-    """The same of dense tensors, in the layout's order; each is read when its turn has come."""
+    """The file's bytes for dense tensors, in the layout's order; each tensor is read in its
+    turn.
+    """
     yield _head({name: (spec, spec.size_bytes) for name, spec in layout.items()}, metadata)
     for name in layout:
         yield read(name)
 
 
 def _joined(buffers: Iterable[Any]) -> Iterator[Any]:
-    """Small ones together: hashing and writing each takes longer than copying it."""
+    """Join small buffers: hashing and writing each takes longer than copying it."""
     run: list[Any] = []
     run_bytes = 0
     for buffer in buffers:
@@ -105,7 +107,7 @@ def header_length(prefix: bytes) -> int:
 
 
 def parsed_header(raw: bytes, *, file_bytes: int) -> ShardHeader:
-    """The header `raw` of a file of `file_bytes` bytes; raises Corrupt where anything is off."""
+    """Parse the header `raw` of a file of `file_bytes` bytes; raises Corrupt if it is invalid."""
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(fields.pop(_METADATA, b"{}"), type=dict[str, str])

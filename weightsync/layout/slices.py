@@ -1,8 +1,8 @@
-"""Tensors that are stored in slices: how a whole is cut into entries and put together again.
+"""Tensors that are stored in slices: cuts a whole tensor into entries and reassembles it.
 
-A sharded trainer's ranks each publish their own box of a tensor as an entry of its own, so that
-none of them ever holds the whole (docs/decisions/0025). Entries are what shards, encodings and the
-state hash know; everything else knows whole tensors. This is the only place where the two meet.
+Each rank of a sharded trainer publishes its box of a tensor as a separate entry, so that no rank
+ever holds the whole (docs/decisions/0025). Shards, encodings and the state hash work on entries;
+everything else works on whole tensors. Only this module converts between the two.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -35,25 +35,25 @@ class SliceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def entry(self) -> str:
-        """The name that a publisher gives it; readers take the record, never the name."""
+        """The entry's name as a publisher gives it; readers use the record, never the name."""
         ends = (o + n for o, n in zip(self.offsets, self.lengths, strict=True))
         spans = zip(self.offsets, ends, self.shape, strict=True)
         cuts = (":" if (o, end) == (0, size) else f"{o}:{end}" for o, end, size in spans)
         return f"{self.tensor}[{', '.join(cuts)}]"
 
     def box(self, whole: Bits) -> npt.NDArray[np.unsignedinteger]:
-        """The slice of a whole tensor's bits, sharing memory, in its own shape."""
+        """The slice of a whole tensor's bits, sharing memory, in the slice's shape."""
         cut = tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))
         return whole.reshape(self.shape)[cut]
 
     def read(self, whole: Bits) -> Bits:
-        """The slice's bits, flat: shared memory where it lies in one piece, else a copy."""
+        """The slice's bits, flat: shared memory if contiguous, else a copy."""
         return np.ascontiguousarray(self.box(whole)).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class SlicedDelta:
-    """The delta of one slice, for the whole tensor."""
+    """The delta of one slice, applied to the whole tensor."""
 
     record: SliceRecord
     delta: Delta
@@ -73,10 +73,10 @@ class SlicedDelta:
 
 @dataclass(frozen=True, slots=True)
 class CutDelta:
-    """The delta of a whole tensor, for somebody who holds a box of it.
+    """The delta of a whole tensor, applied to a box of it.
 
-    Changes are found by counting from the tensor's first element, so the box is laid into memory of
-    the whole's size; what else is there is changed as well, and thrown away.
+    Changes are found by counting from the tensor's first element, so the box is copied into memory
+    of the whole's size; changes outside the box are computed and discarded.
     """
 
     record: SliceRecord
@@ -97,10 +97,10 @@ class CutDelta:
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """Which entries of a checkpoint are slices; empty for one that is stored whole."""
+    """The entries of a checkpoint that are slices; empty for one that is stored whole."""
 
     records: Mapping[str, SliceRecord] = field(default_factory=dict)
-    """By entry name."""
+    """Slice records by entry name."""
 
     def entries(self, layout: Layout) -> dict[str, TensorSpec]:
         """The entries of a checkpoint of `layout`."""
@@ -111,7 +111,7 @@ class Slicing:
         return stored
 
     def whole(self, entries: Layout) -> Layout:
-        """The checkpoint's tensors; raises Corrupt where slices do not tile theirs exactly."""
+        """The checkpoint's tensors; raises Corrupt if slices do not tile their tensor exactly."""
         if not self.records:
             return entries
         whole = {name: spec for name, spec in entries.items() if name not in self.records}
@@ -130,7 +130,7 @@ class Slicing:
         return whole
 
     def assembled(self, parts: Mapping[str, Bits], layout: Layout) -> dict[str, Bits]:
-        """Whole tensors from entries; those that are stored whole share their memory."""
+        """Whole tensors from entries; entries that are whole tensors share their memory."""
         full = {name: bits for name, bits in parts.items() if name not in self.records}
         for entry, record in self.records.items():
             if record.tensor not in full:
@@ -154,7 +154,7 @@ class Slicing:
     def digests(
         self, layout: Layout, read: Callable[[str], Bits], pool: Executor
     ) -> dict[str, str]:
-        """Digest of every entry; each whole tensor is read once."""
+        """xxh3-128 of every entry; each whole tensor is read once."""
         cut: dict[str, list[tuple[str, SliceRecord]]] = {}
         for entry, record in self.records.items():
             cut.setdefault(record.tensor, []).append((entry, record))

@@ -1,14 +1,14 @@
-"""What the ranks of a sharded trainer say to each other in one publish, and what rank 0 decides.
+"""Messages between the ranks of a sharded trainer in one publish, and rank 0's decisions.
 
-    offer      every rank: which version its copy is of
-    order      rank 0: the version to write, the base of its delta, where to write
-    holding    every rank, for a full version: which entries it has
-    settled    rank 0: which entries are another rank's; the slices tile every tensor
+    offer      every rank: the version of its copy
+    order      rank 0: the version to write, the base of its delta, the directory
+    holding    every rank, for a full version: its entries
+    settled    rank 0: entries that another rank publishes; the slices tile every tensor
     written    every rank: its shard files
-    outcome    rank 0: what was published
+    outcome    rank 0: the published version
     anchored   rank 0, after every rank has written its part of an anchor that was due
 
-A publisher without other ranks says the same to itself. Pure: no file, socket or clock.
+A publisher without other ranks exchanges them with itself. Pure: no file, socket or clock.
 """
 
 from collections.abc import Sequence
@@ -25,19 +25,19 @@ from weightsync.publish.last_published import Contents
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """A rank's entries: dtype, shape and digest of each, and which of them are slices."""
+    """A rank's entries: dtype, shape and digest of each, and the slices among them."""
 
     entries: dict[str, tuple[str, tuple[int, ...], str]]
     slices: dict[str, SliceRecord]
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What a rank's next delta could build on. Version 0: on nothing."""
+    """The base that a rank's next delta can build on; version 0 is no base."""
 
     version: int
     state_hash: str
     holding: Holding | None = None
-    """Given by a rank that took over the copy of an earlier process."""
+    """Set by a rank that took over the copy of an earlier process."""
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """Per rank the entries that it leaves to a lower one, which has the same bits."""
+    """Per rank, the entries that a lower rank with the same bits publishes instead."""
 
     skipped: list[list[str]]
 
@@ -60,32 +60,32 @@ class Shard(msgspec.Struct, frozen=True):
     file: str
     record: FileRecord
     encodings: dict[str, Encoding]
-    """Of every entry in it; DENSE throughout in a full checkpoint."""
+    """Encoding of every entry in the file; always DENSE in a full checkpoint."""
 
 
 class Written(msgspec.Struct, frozen=True):
-    """All files of one rank; `digests` are those of entries that changed."""
+    """All files of one rank, and the `digests` of changed entries."""
 
     shards: list[Shard]
     digests: dict[str, str]
     failed: bool = False
-    """This rank's part of an anchor could not be written."""
+    """Whether this rank failed to write its part of an anchor."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What is in the store now."""
+    """The published version."""
 
     state_hash: str
     bytes_sent: int
     bytes_dense: int
     shards: dict[str, str]
-    """The name that each written file has now."""
+    """Final name of each written file."""
     anchor_directory: str = ""
-    """Where an anchor's shards go; empty where none is due."""
+    """Directory for an anchor's shards; empty if no anchor is due."""
 
 
 class Anchored(msgspec.Struct, frozen=True):
-    """The end of a publish; 0 where no anchor was written."""
+    """The end of a publish; 0 if no anchor was written."""
 
     bytes_anchor: int
 
@@ -99,14 +99,14 @@ def holding_of(contents: Contents) -> Holding:
 
 
 def common_version(offers: Sequence[Offer]) -> WeightVersion | None:
-    """The version that every rank's copy is of; None where they differ or somebody has none."""
+    """The version of every rank's copy; None if they differ or a rank has none."""
     found = {(offer.version, offer.state_hash) for offer in offers}
     version = offers[0].version
     return WeightVersion(version) if len(found) == 1 and version else None
 
 
 def told_contents(offers: Sequence[Offer]) -> Contents | None:
-    """All entries as the ranks tell them; None where somebody does not, or they are no model."""
+    """All entries as the ranks report them; None if a rank reports none, or they form no model."""
     told = [offer.holding for offer in offers if offer.holding is not None]
     if len(told) < len(offers):
         return None
@@ -117,9 +117,9 @@ def told_contents(offers: Sequence[Offer]) -> Contents | None:
 
 
 def settled(holdings: Sequence[Holding]) -> tuple[Contents, Settled]:
-    """The whole version, and who leaves what to whom.
+    """The contents of the whole version, and the entries that each rank skips.
 
-    Raises ConfigError where ranks hold different bits under one name, or where slices leave a gap.
+    Raises ConfigError if ranks hold different bits under one name, or if slices leave a gap.
     """
     whole = Contents()
     owners: dict[str, int] = {}
@@ -148,9 +148,9 @@ def settled(holdings: Sequence[Holding]) -> tuple[Contents, Settled]:
 
 
 def final_names(written: Sequence[Written], *, alone: str = "") -> dict[str, str]:
-    """What each written file is called in the version, ranks in order.
+    """The final name of each written file, ranks in order.
 
-    `alone` is the name of a file that is the only one.
+    A single file is named `alone`, if given.
     """
     files = [shard.file for part in written for shard in part.shards]
     if alone and len(files) == 1:
@@ -162,7 +162,7 @@ def final_names(written: Sequence[Written], *, alone: str = "") -> dict[str, str
 
 
 def odd_encodings(written: Sequence[Written], usual: Encoding) -> dict[str, Encoding]:
-    """Entries of a delta that are encoded otherwise than the version says."""
+    """Entries of a delta whose encoding differs from the version's."""
     return {
         entry: encoding
         for part in written

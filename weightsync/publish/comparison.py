@@ -1,8 +1,8 @@
-"""New bits on their way to the pool and what comes of them, in order.
+"""Compares new bits with the copy in a pool and yields the results in order.
 
 Entries go in batches: a hand-over takes longer than comparing a small one. Batches of tensors that
-take longer in Python than in a loop are compared at once: threads would only wait for each other's
-lock. Bounds what is held at a time; never looks at a bit.
+take longer in Python than in a compiled loop are compared inline: threads would only wait for each
+other's interpreter lock. Bounds the bytes held at a time; never looks at a bit.
 """
 
 from collections import deque
@@ -15,18 +15,18 @@ from weightsync.encoding.codec import Encoded
 
 _BATCH_BYTES = 1 << 20
 _SMALL_BYTES = 8 << 10
-"""Of a tensor; the mean of a batch."""
+"""Mean tensor size of a batch up to which it is compared inline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
     entry: str
     encoded: Encoded | None
-    """None where nothing changed."""
+    """None if nothing changed."""
 
 
 class Comparison:
-    """`in_flight_bytes`: what is held at a time, at least one batch per thread."""
+    """`in_flight_bytes` bounds the bytes held at a time, above one batch per thread."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Comparison:
         self._open_bytes = 0
 
     def make_room(self, size_bytes: int) -> Iterator[Compared]:
-        """What is done, until so many bytes more may be held."""
+        """Yield finished results until `size_bytes` more fit."""
         while (
             len(self._waiting) >= self._threads
             and self._held_bytes + size_bytes > self._in_flight_bytes
@@ -64,7 +64,7 @@ class Comparison:
             self._hand_over()
 
     def finish(self) -> Iterator[Compared]:
-        """All that is left."""
+        """Yield all remaining results."""
         self._hand_over()
         while self._waiting:
             yield from self._waiting.popleft()[1]()

@@ -191,7 +191,7 @@ def _name(way: str, rank: int, call: str, turn: int) -> str:
 
 
 def _body(word: Word, kind: type[_T], rank: int) -> _T:
-    """Raises what the speaker raised, saying who it was."""
+    """The word's body; raises the speaker's error, naming the rank."""
     if word.error:
         raise _raised(word, rank)
     try:

@@ -1,7 +1,7 @@
-"""Where a publisher's copy lies: host memory, or a file that is mapped and outlives the process.
+"""Memory for a publisher's copy: host memory, or a mapped file that outlives the process.
 
-Decides the file's layout: entries one after another, each at a multiple of 64 bytes, in the order
-in which they came. Never judges contents; last_published.py does.
+Decides the file's layout: entries in order of arrival, each at a multiple of 64 bytes. Never judges
+contents; last_published.py does.
 """
 
 import errno
@@ -22,36 +22,36 @@ _ALIGN_BYTES = 64
 
 class CopyMemory(Protocol):
     def fill(self, pieces: Iterable[Piece]) -> dict[str, Bits]:
-        """Takes every piece; what was there before is gone."""
+        """Store every piece; earlier content is lost."""
         ...
 
     def record(self, text: Callable[[], bytes]) -> None:
-        """Keeps beside the copy what it holds, where it outlives the process."""
+        """Store a record of the content beside the copy, if it outlives the process."""
         ...
 
     def drop(self) -> None:
-        """Deletes the copy and its record."""
+        """Delete the copy and its record."""
         ...
 
     def close(self) -> None:
-        """Lets others have it."""
+        """Release the copy for other owners."""
         ...
 
 
 class HostMemory:
-    """Gone with the process."""
+    """Memory of this process; the copy is lost when it ends."""
 
     def fill(self, pieces: Iterable[Piece]) -> dict[str, Bits]:
         return {piece.entry: piece.bits(own=True) for piece in pieces}
 
     def record(self, text: Callable[[], bytes]) -> None:
-        """Nothing outlives the process."""
+        """No-op: nothing outlives the process."""
 
     def drop(self) -> None:
-        """The arrays go with their last reader."""
+        """No-op: the arrays are freed with their last reader."""
 
     def close(self) -> None:
-        """Nobody else can have it."""
+        """No-op: no other process can own it."""
 
 
 class MappedFile:
@@ -72,7 +72,9 @@ class MappedFile:
         self._lock.close()
 
     def fill(self, pieces: Iterable[Piece]) -> dict[str, Bits]:
-        """Raises Exhausted where the disk is full: a hole in the file would kill the process."""
+        """Raises Exhausted if the disk is full: a hole in the mapped file would kill the
+        process.
+        """
         self.drop()
         specs: dict[str, TensorSpec] = {}
         try:
@@ -89,7 +91,7 @@ class MappedFile:
             raise ConfigError(f"cannot write the copy {self._data}: {error}") from error
 
     def mapped(self, specs: Mapping[str, TensorSpec]) -> dict[str, Bits]:
-        """The entries as they lie in the file; raises OSError, or ValueError for another size."""
+        """The entries, mapped from the file; raises OSError, or ValueError if the size differs."""
         size = sum(spec.size_bytes + _padding(spec) for spec in specs.values())
         if self._data.stat().st_size != size:
             raise ValueError(f"{self._data} has not {size} bytes")
@@ -110,7 +112,7 @@ class MappedFile:
         temporary.rename(self._record)
 
     def recorded(self) -> bytes:
-        """The record; raises OSError where there is none."""
+        """The record; raises OSError if there is none."""
         return self._record.read_bytes()
 
     def drop(self) -> None:

@@ -74,7 +74,7 @@ class DirectoryDraft:
         return np.memmap(self._root / published, dtype=np.uint8, mode="r")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """No-op: nothing is held."""
 
 
 class DirectoryWriter:
@@ -187,7 +187,7 @@ class DirectoryWriter:
 
 
 def _refusing(write: FileWriter, root: Path) -> FileWriter:
-    """`write`, with what the file system says as an error of ours."""
+    """`write`, with OSErrors turned into RoseMux errors."""
 
     def written(path: Path, chunks: Iterable[Any]) -> int:
         with refusals(root):

@@ -1,9 +1,9 @@
-"""What a publish was given: a state dict, or tensors that come one after another.
+"""Input of a publish: a state dict, or an iterable of tensors.
 
-A state dict's tensors last until the publish returns, so that they are read where they are and tied
-ones are told by their storage. An iterable's last until the next one is asked for: each is copied
-and let go, so that a trainer may gather layer by layer into one buffer. Accelerator tensors are
-copied to the host one at a time. Decides names and specs; never compares a value.
+A state dict's tensors exist until the publish returns, so they are read in place and tied ones are
+recognised by their storage. An iterable's tensor exists until the next one is requested: each is
+copied and released, so that a trainer may gather layer by layer into one buffer. Accelerator
+tensors are copied to the host one at a time. Decides names and specs; never compares a value.
 """
 
 from collections import Counter
@@ -27,16 +27,16 @@ State: TypeAlias = (
 
 @dataclass(slots=True)
 class Piece:
-    """One entry of the next version, wherever its tensor is."""
+    """One entry of the next version, on any device."""
 
     entry: str
     spec: TensorSpec
     record: SliceRecord | None
     tensor: torch.Tensor | None
-    """None once the next piece was asked for: whoever gathers that one needs the memory."""
+    """None once the next piece was requested, which frees memory for gathering it."""
 
     def bits(self, *, own: bool) -> Bits:
-        """Flat bits in host memory; with `own` in memory that the trainer does not have."""
+        """Flat bits in host memory; with `own`, not the trainer's own memory."""
         if self.tensor is None:
             raise ValueError(f"{self.entry} was let go")
         tensor = self.tensor
@@ -48,7 +48,7 @@ class Piece:
 
 
 class Intake:
-    """Iterate over it once. `pieces` and `ties` are known beforehand for a state dict alone."""
+    """Iterate over it once. Only a state dict sets `pieces` and `ties` beforehand."""
 
     def __init__(self, state: State, *, is_adapter: bool = False, finds_ties: bool = True) -> None:
         self.is_lasting = isinstance(state, Mapping)
@@ -59,7 +59,7 @@ class Intake:
         )
         self.pieces: list[Piece] = []
         self.ties: dict[str, str] = {}
-        """Name to the name before it that shares its storage."""
+        """Name to an earlier name that shares its storage."""
         if self.is_lasting:
             if not state:
                 raise ConfigError("an empty state dict: pass the model's parameters")
@@ -82,7 +82,7 @@ class Intake:
         begins = Counter(map(_begin, (piece for _, piece in found) if self._finds_ties else ()))
         seen: dict[object, str] = {}
         for name, piece in found:
-            # Most tensors begin where no other one does.
+            # Most tensors share their start address with no other tensor.
             place = _place(piece) if begins[_begin(piece)] > 1 else None
             if place in seen:
                 self.ties[name] = seen[place]
@@ -108,7 +108,7 @@ def _begin(piece: Piece) -> int:
 
 
 def _place(piece: Piece) -> object:
-    """Equal for whole tensors that are the same memory seen in the same way; None for the rest."""
+    """Equal for whole tensors that are the same view of the same memory; None for all others."""
     tensor = piece.tensor
     if tensor is None or piece.record or tensor.device.type == "meta" or tensor.numel() == 0:
         return None

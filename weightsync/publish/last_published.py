@@ -1,8 +1,8 @@
-"""The publisher's own copy of what it published last: what the next version is compared with.
+"""The publisher's own copy of the last published state, with which the next is compared.
 
-It moves by the deltas that were written, after the store has them. A copy that outlived its process
-is believed only if every entry hashes to its record and the record is of the store's newest
-version; else it is thrown away. Never reads a trainer's tensor twice.
+It advances by the written deltas, after the store has them. A copy that outlived its process is
+used only if every entry hashes to its record and the record is of the store's newest version;
+otherwise it is discarded. Never reads a trainer's tensor twice.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,13 +37,13 @@ class Contents:
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a mapped file holds."""
+    """Description of a mapped file's content."""
 
     format: int
     version: int
     state_hash: str
     lie: list[tuple[str, str, tuple[int, ...]]]
-    """Entry, dtype and shape, in the order in which they lie in the file."""
+    """Entry, dtype and shape, in file order."""
     digests: dict[str, str]
     slices: dict[str, SliceRecord]
     ties: dict[str, str]
@@ -51,7 +51,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LastPublished:
-    """One rank's entries. `version` is None where there is nothing to compare with."""
+    """One rank's entries. `version` is None if there is no state to compare with."""
 
     def __init__(self, memory: CopyMemory) -> None:
         self._memory = memory
@@ -69,7 +69,7 @@ class LastPublished:
         self._specs: dict[str, TensorSpec] = {}
 
     def forget(self) -> None:
-        """The next version is a full one."""
+        """Drop the copy, so that the next version is a full one."""
         self._clear()
         self._memory.drop()
 
@@ -85,7 +85,7 @@ class LastPublished:
         return (entry, *(name for name, first in self.ties.items() if first == entry))
 
     def fits(self, intake: Intake) -> bool:
-        """Whether a state dict has the same entries; not known of an iterable, so True."""
+        """Whether a state dict has the same entries; always True for an iterable."""
         if not intake.is_lasting:
             return True
         coming = {piece.entry: (piece.spec, piece.record) for piece in intake.pieces}
@@ -99,7 +99,7 @@ class LastPublished:
         }
 
     def fill(self, intake: Intake, pool: Executor) -> None:
-        """Takes everything; `hold` then says which version that is."""
+        """Copy all tensors; `hold` then sets their version."""
         self.forget()
         specs: dict[str, TensorSpec] = {}
         slices: dict[str, SliceRecord] = {}
@@ -120,7 +120,7 @@ class LastPublished:
         self._know(slices, digests)
 
     def skip(self, entries: Iterable[str]) -> None:
-        """Leaves entries to another rank from now on."""
+        """Leave entries to another rank from now on."""
         self.skipped |= set(entries)
         for entry in self.skipped:
             self._bits.pop(entry, None)
@@ -133,7 +133,7 @@ class LastPublished:
     def advance(
         self, shards: Iterable[Bytes], encodings: Mapping[str, Encoding], pool: Executor
     ) -> None:
-        """Moves by the deltas of a version that the store has; `hold` then says which."""
+        """Apply the deltas of a published version; `hold` then sets the version."""
         self.version = None
         for shard in shards:
             header = shard_header(shard)
@@ -172,7 +172,7 @@ class LastPublished:
     def hold(
         self, version: WeightVersion, state_hash: str, digests: Mapping[str, str] | None = None
     ) -> None:
-        """The copy is this version's state; `digests` are those that changed."""
+        """Set the version that the copy now is; `digests` are the changed ones."""
         self.contents.digests.update(digests or {})
         self.version, self.state_hash = version, state_hash
         self._memory.record(lambda: msgspec.json.encode(self._record(version)))
@@ -192,7 +192,7 @@ class LastPublished:
     def adopt(
         self, memory: MappedFile, latest: WeightVersion | None, state_hash: str, pool: Executor
     ) -> None:
-        """Takes over what an earlier process left, if it is exactly the store's newest version."""
+        """Take over an earlier process's copy, if it is exactly the store's newest version."""
         try:
             record = msgspec.json.decode(memory.recorded(), type=_Record)
             if (record.format, record.version, record.state_hash) == (
@@ -218,7 +218,7 @@ class LastPublished:
         self._know(record.slices, record.digests)
 
     def is_true(self, pool: Executor) -> bool:
-        """Whether every entry still hashes to what was published."""
+        """Whether every entry still has its published digest."""
         entries = self.contents.layout.keys() - self.ties.keys()
         found = digests_of(entries, self.contents.layout, self.bits, pool)
         return all(self.contents.digests[entry] == digest for entry, digest in found.items())

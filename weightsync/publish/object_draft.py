@@ -73,7 +73,7 @@ class ObjectDraft:
         self._uploads.append(self._pool.submit(self._objects.upload, path, chunks))
 
     def _raise_early(self) -> None:
-        """Nothing more need be encoded where an upload was given up."""
+        """Raise a failed upload's error now, so that no more is encoded in vain."""
         for upload in self._uploads:
             if upload.done():
                 upload.result()

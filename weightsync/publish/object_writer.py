@@ -1,13 +1,13 @@
-"""A store that is written into an object store, which has neither a lock nor a rename.
+"""Writes a store into an object store, which has neither a lock nor a rename.
 
-    <version>/<attempt>-<file>    shards, under names that no index names yet; then READY
+    <version>/<attempt>-<file>    shards, under names that no index mentions yet; then READY
     <version>/<index>             created, never replaced: from here on it is a version; then LATEST
-    .publisher                    which publisher began last
+    .publisher                    the publisher that began last
 
-The newest publisher takes a store over: it says so in `.publisher` before it looks for leftovers,
-and every publisher reads that before an index and again before LATEST. So of two at once the older
-one stops, and what has an index when LATEST comes to name it is not swept. Listings may lag:
-nothing is believed unfinished until its index was asked for by name.
+The newest publisher takes a store over: it writes `.publisher` before it looks for leftovers, and
+every publisher reads that file before an index and again before LATEST. So of two concurrent
+publishers the older one stops, and a version with an index is never swept when LATEST comes to name
+it. Listings may lag: an attempt counts as unfinished only after its index was requested by name.
 """
 
 import re
@@ -45,8 +45,7 @@ _SWEEPING = RetryLimits(give_up_s=5.0, attempts_max=3)
 
 
 class WritableObjects:
-    """`spool_dir`: where a delta waits for its upload, this machine's directory for such files
-    where none is given."""
+    """`spool_dir` holds deltas that await upload; default is this machine's temporary directory."""
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class WritableObjects:
 
 
 class ObjectWriter:
-    """`sweeping` are the same objects, asked with less patience."""
+    """`sweeping` are the same objects, with fewer retries."""
 
     def __init__(self, objects: Objects, sweeping: Objects, store: Store) -> None:
         self._objects = objects
@@ -83,12 +82,12 @@ class ObjectWriter:
         self.store = store
         self._owner = secrets.token_hex(16).encode()
         self._left: dict[str, list[str]] = {}
-        """What was begun and not finished, with the objects made of it beside its shards."""
+        """Unfinished attempts, each with the objects created for it besides its shards."""
         objects.put(OWNER_FILE, self._owner)
         self._sweep_strangers()
 
     def close(self) -> None:
-        """Nothing is held: the next publisher takes the store over."""
+        """No-op: nothing is held, and the next publisher takes the store over."""
 
     def refs(self) -> frozenset[VersionRef]:
         return frozenset(_by_version(self._objects.sizes()))
@@ -151,7 +150,8 @@ class ObjectWriter:
         self._objects.put(LATEST_FILE, f"{_weight(version).directory}\n".encode())
 
     def remove(self, ref: VersionRef) -> None:
-        # Without its index it is gone for readers; killed here, the next publisher goes on.
+        # Without its index a version is gone for readers; after a kill here the next publisher
+        # finishes.
         self._objects.remove([f"{ref.directory}/{INDEX_FILE}"])
         self._objects.remove(self._objects.sizes(ref.directory))
 
@@ -161,7 +161,7 @@ class ObjectWriter:
         return {ref: sum(files.values()) for ref, files in found.items() if ref not in begun}
 
     def sweep(self) -> None:
-        """What cannot be deleted now waits for the next time."""
+        """Delete unfinished attempts; failed deletions wait for the next sweep."""
         for begun in tuple(self._left):
             try:
                 self._sweep_attempt(begun)
@@ -178,7 +178,7 @@ class ObjectWriter:
         self._sweeping.remove(p for p in found if p.rpartition("/")[2].startswith(f"{attempt}-"))
 
     def _sweep_strangers(self) -> None:
-        """Deletes what an earlier publisher began, was it killed or is it about to notice us."""
+        """Delete attempts of earlier publishers, whether they were killed or still run."""
         for ref, files in _by_version(self._objects.sizes()).items():
             if INDEX_FILE in files or self._is_there(f"{ref.directory}/{INDEX_FILE}"):
                 continue
@@ -194,7 +194,7 @@ class ObjectWriter:
         return True
 
     def _rename(self, begun: str, path: str, to: str) -> None:
-        """Of the one file of an adapter, which is small."""
+        """Rename the single file of an adapter by a copy; it is small."""
         self._check_owner(self._objects)
         self._left[begun].append(to)
         self._objects.copy(path, to)

@@ -1,4 +1,4 @@
-"""Who publishes together: one process alone, or the ranks of a trainer, which agree through files.
+"""The publishing ranks: one process alone, or the ranks of a trainer, which agree through files.
 
 Each publish is one conversation in the `.ranks` directory of the store, which every rank must reach
 anyway. Decides nothing about versions.
@@ -23,11 +23,11 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 class Conversation(Protocol):
     def gather(self, word: _T) -> list[_T]:
-        """On rank 0 what every rank said, in order of ranks; on the others nothing."""
+        """On rank 0 the messages of all ranks, in rank order; on other ranks an empty list."""
         ...
 
     def tell(self, word: _T | None, kind: type[_T]) -> _T:
-        """What rank 0 said; the other ranks pass None."""
+        """Rank 0's message; the other ranks pass None."""
         ...
 
 
@@ -35,12 +35,12 @@ class Ranks(Protocol):
     rank: int
 
     def conversation(self, step: int) -> AbstractContextManager[Conversation]:
-        """An error inside reaches every rank."""
+        """Context of one publish; an error inside reaches every rank."""
         ...
 
 
 class Alone:
-    """One rank, which holds everything."""
+    """The single rank of an unsharded trainer."""
 
     rank = 0
 
@@ -58,7 +58,7 @@ class _Monologue:
 
 
 class RanksByFiles:
-    """`timeout_s`: how long rank 0 waits for the slowest; the others wait twice that for rank 0."""
+    """Rank 0 waits `timeout_s` for the slowest rank; the others wait twice that for rank 0."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""One rank's share of a version: its tensors taken, compared with its copy, encoded and written.
+"""One rank's share of a version: takes its tensors, compares, encodes and writes them.
 
-Tensors are taken one after another, so many as fit a bound of bytes at a time; the pool compares
-and encodes while finished ones are written. The copy moves only after the store has the version.
-Knows nothing of other ranks.
+Tensors are taken one after another, with a bound on the bytes in flight; the pool compares and
+encodes while finished ones are written. The copy advances only after the store has the version.
+Independent of other ranks.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from weightsync.reading.store import Kind, VersionRef
 
 
 class Share:
-    """`in_flight_bytes`: tensors that are compared at a time, at least one per thread."""
+    """`in_flight_bytes` bounds the tensors compared at a time, above one per thread."""
 
     def __init__(
         self,
@@ -46,19 +46,19 @@ class Share:
         self._has_told = False
 
     def offer(self, intake: Intake) -> Offer:
-        """What a delta of `intake` could build on."""
+        """The base that a delta of `intake` can build on."""
         if self._copy.version is None or not self._copy.fits(intake):
             return Offer(0, "")
         told = None if self._has_told else holding_of(self._copy.contents)
         return Offer(self._copy.version, self._copy.state_hash, told)
 
     def take(self, intake: Intake) -> Holding:
-        """Everything into the copy, for a full version."""
+        """Copy all tensors, for a full version."""
         self._copy.fill(intake, self._pool)
         return holding_of(self._copy.contents)
 
     def write_full(self, draft: Draft) -> Written:
-        """The copy as a full checkpoint."""
+        """Write the copy as a full checkpoint."""
         contents = self._copy.contents
         tensors = {
             entry: ShardTensor(spec, bytes_of(self._copy.bits(entry)).data)
@@ -67,14 +67,17 @@ class Share:
         return Written(self._files(draft).write_full(tensors, contents.digests), {})
 
     def write_anchor(self, draft: Draft) -> Written:
-        """The copy again, once it is proved: nothing else tells a wrong one before it is needed."""
+        """Verify the copy and write it in full. Without this check a wrong copy would go unnoticed
+        until the anchor is needed. Raises Corrupt."""
         if not self._copy.is_true(self._pool):
             self._copy.forget()
             raise Corrupt("the publisher's copy is not what it published; a full version follows")
         return self.write_full(draft)
 
     def write_delta(self, draft: Draft, intake: Intake) -> Written:
-        """What differs from the copy; raises ConfigError where an iterable has other entries."""
+        """Write the differences from the copy; raises ConfigError if an iterable has other
+        entries.
+        """
         files = self._files(draft)
         digests: dict[str, str] = {}
         expected = set(self._copy.contents.layout) - set(self._copy.ties)
@@ -89,7 +92,7 @@ class Share:
         return Written(files.finish(), digests)
 
     def hold(self, order: Order, outcome: Outcome, written: Written, draft: Draft) -> None:
-        """Moves the copy to what is published now."""
+        """Advance the copy to the published version."""
         version = WeightVersion(order.version)
         if order.base:
             directory = VersionRef(Kind.WEIGHT, version).directory
@@ -109,14 +112,14 @@ class Share:
         return ShardFiles(draft, rank=self._rank, limit_bytes=self._shard_bytes)
 
     def _compared(self, intake: Intake, expected: set[str]) -> Iterator[Compared]:
-        """In the order of the intake; takes what comes out of `expected`."""
+        """Compare in the order of the intake; removes each entry from `expected`."""
         comparison = Comparison(
             self._compare, self._pool, threads=self._threads, in_flight_bytes=self._in_flight_bytes
         )
         for piece in intake:
             if piece.entry in self._copy.skipped:
                 continue
-            # The whole of a state dict was looked at when it was offered.
+            # A state dict was checked whole when it was offered.
             if not intake.is_lasting:
                 self._check(piece)
             if piece.entry not in expected:

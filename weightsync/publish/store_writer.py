@@ -1,10 +1,10 @@
-"""Writing a store: what its one writer and every rank need of the place where it is kept.
+"""Interfaces for writing a store: its single writer, and each rank's draft.
 
     directory_writer.py   a local or shared file system: versions are renamed into place
-    object_writer.py      objects: versions are put under names that nothing names yet
+    object_writer.py      objects: versions are put under names that no index mentions yet
 
-A version appears whole or not at all. A kill at any byte leaves the version before as it was, and
-the next writer sweeps the leftovers. Nothing here decides about contents.
+A version appears whole or not at all. A kill at any byte leaves the previous version as it was, and
+the next writer sweeps the leftovers. Decides nothing about contents.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,39 +19,43 @@ from weightsync.reading.store import Store, VersionRef
 
 class FileWriter(Protocol):
     def __call__(self, path: Path, chunks: Iterable[Any]) -> int:
-        """Writes a new file durably; returns its size in bytes."""
+        """Write a new file durably; returns its size in bytes."""
         ...
 
 
 class Draft(Protocol):
     """A version in the making, as one rank writes it.
 
-    Raises Exhausted where there is no room or no answer, ConfigError where the user must act.
+    Raises Exhausted without space or an answer, ConfigError if the user must act.
     """
 
     @property
     def full_file_bytes(self) -> int:
-        """How large one file of a full checkpoint should become."""
+        """Target size of one file of a full checkpoint."""
         ...
 
     def write(self, file: str, chunks: Iterable[Any]) -> int:
-        """Takes a file of a delta and returns its size; `settle` waits until it is there."""
+        """Start writing a file of a delta and return its size; `settle` waits until it is
+        stored.
+        """
         ...
 
     def write_all(self, files: Mapping[str, Iterable[Any]]) -> None:
-        """Writes files of a full checkpoint, which can be iterated again until this returns."""
+        """Write files of a full checkpoint; their chunks may be iterated again until this
+        returns.
+        """
         ...
 
     def settle(self) -> None:
-        """Returns when every file that was taken is there for good."""
+        """Wait until every file of `write` is stored durably."""
         ...
 
     def written(self, file: str, published: str) -> Bytes:
-        """The bytes of a file that `write` took, which is `published` in the store by now."""
+        """The bytes of a file that `write` took; `published` is its path in the store by now."""
         ...
 
     def close(self) -> None:
-        """Nothing of it is written any more."""
+        """Stop writing to the draft."""
         ...
 
 
@@ -63,58 +67,59 @@ class StoreWriter(Protocol):
     def close(self) -> None: ...
 
     def newest(self) -> WeightVersion:
-        """The highest number that any version has, published or not; 0 where there is none."""
+        """The highest number of any version, published or not; 0 for an empty store."""
         ...
 
     def refs(self) -> frozenset[VersionRef]:
-        """Every version that is there, finished or not."""
+        """Every version directory, finished or not."""
         ...
 
     def begin(self, ref: VersionRef) -> str:
-        """A name to write a version under; nobody who was given an earlier one writes there.
+        """A unique name under which to write a version.
 
-        There is one at a time: a straggler may have kept an earlier one from being deleted.
+        Only the latest one is valid; a straggling rank may still hold an earlier one.
         """
         ...
 
     def place(self, begun: str, written: Sequence[Written], *, alone: str) -> dict[str, str]:
-        """The name in the version of each written file, `alone` for one that is the only one.
+        """The final name of each written file; a single file is named `alone`.
 
-        Raises Corrupt where one is not as long as its rank wrote it.
+        Raises Corrupt if a file's size differs from its rank's report.
         """
         ...
 
     def finish(self, begun: str, ref: VersionRef, small: Mapping[str, bytes]) -> None:
-        """Makes a version appear whose files are placed; `small` are the others, its index too."""
+        """Make a version with placed files visible; `small` are its other files, the index
+        included."""
         ...
 
     def point_latest(self, version: WeightVersion) -> None:
-        """Replaces LATEST."""
+        """Replace LATEST."""
         ...
 
     def remove(self, ref: VersionRef) -> None:
-        """Deletes one version; a reader sees it whole or not at all."""
+        """Delete one version; a reader sees it whole or not at all."""
         ...
 
     def sizes(self) -> dict[VersionRef, int]:
-        """What each version takes, finished or not, but for the one that was begun last."""
+        """Size of each version, finished or not, except the one begun last."""
         ...
 
     def sweep(self) -> None:
-        """Deletes what was begun and not finished."""
+        """Delete unfinished versions."""
         ...
 
 
 class WritableStore(Protocol):
-    """A place for a store, before anybody writes it."""
+    """A location for a store, before it is opened for writing."""
 
     ranks_dir: Path | None
-    """Where ranks can agree through files; None where there are none."""
+    """Directory in which ranks can agree through files; None without a file system."""
 
     def reader(self) -> Store: ...
 
     def writer(self) -> StoreWriter:
-        """Takes the store over. Raises ConfigError where it has a writer already."""
+        """Take the store over. Raises ConfigError if it has a writer already."""
         ...
 
     def draft(self, begun: str) -> Draft:

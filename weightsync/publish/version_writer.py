@@ -1,7 +1,7 @@
 """Rank 0's part of a publish: version numbers, the one manifest, LATEST, anchors, pruning, quota.
 
-It is the only one that gives a version its name, so a publish that anybody leaves early has changed
-nothing. Takes what ranks wrote by their reports; never looks into a shard.
+Only rank 0 names a version, so a publish that any rank leaves early has changed nothing. Relies on
+the ranks' reports; never reads a shard.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ from weightsync.reading.store import Kind, VersionRef
 
 
 class VersionWriter:
-    """`writer` has the store to itself."""
+    """`writer` owns the store exclusively."""
 
     def __init__(
         self,
@@ -61,19 +61,19 @@ class VersionWriter:
         self._encoding = encoding
         self._config = adapter.config_bytes() if adapter else b""
         self._adapter = adapter.record() if adapter else None
-        # An orphan newer than LATEST keeps its number: numbers are never used twice.
+        # An orphan newer than LATEST keeps its number: numbers are never reused.
         self._newest = writer.newest()
         self._full_versions = set(writer.store.full_versions(writer.refs()))
         self._known: Contents | None = None
-        """All ranks' entries as they are in LATEST."""
+        """All ranks' entries in LATEST."""
         self._next = Contents()
-        """All ranks' entries as they will be."""
+        """All ranks' entries in the next version."""
 
     def close(self) -> None:
         self._writer.close()
 
     def order(self, offers: Sequence[Offer]) -> Order:
-        """Decides what is written, and makes a place for it."""
+        """Decide the version and its base, and begin it in the store."""
         base = common_version(offers)
         if base != self._latest():
             base = None
@@ -87,19 +87,19 @@ class VersionWriter:
         return Order(version, base, begun)
 
     def settle(self, holdings: Sequence[Holding]) -> Settled:
-        """What a full version holds; raises ConfigError where that is not one model."""
+        """Set the contents of a full version; raises ConfigError if they form no single model."""
         self._next, skipped = settled(holdings)
         return skipped
 
     def _latest(self) -> WeightVersion | None:
-        """None also where LATEST is torn: the version that comes mends it."""
+        """The published version; None too if LATEST is torn, which the next version repairs."""
         try:
             return self._writer.store.latest()
         except Corrupt:
             return None
 
     def commit(self, order: Order, written: Sequence[Written]) -> Outcome:
-        """Makes the version appear and LATEST name it."""
+        """Make the version visible and point LATEST to it."""
         version = WeightVersion(order.version)
         self._next = Contents(
             layout=self._next.layout,
@@ -111,7 +111,7 @@ class VersionWriter:
         size = _size_bytes(written, small)
         anchor_due = bool(order.base) and self._anchor_is_due(version)
         self._make_room(size, anchor_due=anchor_due)
-        # From here on something may bear this number, whatever fails.
+        # From here on an object may have this number, whatever fails.
         self._newest = version
         self._writer.finish(order.directory, VersionRef(Kind.WEIGHT, version), small)
         if not order.base:
@@ -127,7 +127,7 @@ class VersionWriter:
         )
 
     def commit_anchor(self, order: Order, outcome: Outcome, written: Sequence[Written]) -> Anchored:
-        """The version that was just published, as a full checkpoint beside it, if that works."""
+        """Make the anchor of the version just published visible; a failure leaves no anchor."""
         version, begun = WeightVersion(order.version), outcome.anchor_directory
         try:
             if any(part.failed for part in written):
@@ -141,11 +141,11 @@ class VersionWriter:
         return Anchored(_size_bytes(written, small))
 
     def sweep(self) -> None:
-        """Deletes what was begun and not finished."""
+        """Delete unfinished versions."""
         self._writer.sweep()
 
     def prune(self) -> None:
-        """Deletes what is older than `keep_versions` and needed by nothing newer."""
+        """Delete versions older than `keep_versions` that no newer one needs."""
         doomed = superseded(
             self._writer.refs(),
             full_versions=self._full_versions,
@@ -162,13 +162,13 @@ class VersionWriter:
         written: Sequence[Written],
         state_hash: str,
     ) -> tuple[dict[str, str], dict[str, bytes]]:
-        """The name that each written file has now, and the small files that are still to come."""
+        """The final name of each written file, and the small files still to be written."""
         alone = FULL_SHARD_FILE if self._adapter and not base else ""
         names = self._writer.place(begun, written, alone=alone)
         manifest = self._manifest(version, base, written, names, state_hash)
         index = encoded_manifest(manifest)
         if len(index) > MAX_INDEX_BYTES:
-            # Whoever needs a part of it only then takes all of it.
+            # Without chunk digests, readers of a part must read the whole shard.
             index = encoded_manifest(without_chunks(manifest))
         if len(index) > MAX_INDEX_BYTES:
             raise Unsupported(
@@ -205,7 +205,8 @@ class VersionWriter:
         )
 
     def _make_room(self, needed: int, *, anchor_due: bool) -> None:
-        """Deletes older chains where the quota asks for it; raises Exhausted, deleting nothing."""
+        """Delete older chains if the quota requires it. Raises Exhausted, deleting nothing, if that
+        is not enough."""
         if self._max_bytes is None:
             return
         needed += self._bytes_dense() if anchor_due else 0
@@ -237,7 +238,7 @@ class VersionWriter:
         try:
             return self._writer.begin(VersionRef(Kind.ANCHOR, version))
         except RoseMuxError:
-            # The version is out; the anchor stays due.
+            # The version is published; the anchor stays due.
             return ""
 
     def _bytes_dense(self) -> int:
@@ -245,6 +246,6 @@ class VersionWriter:
 
 
 def _size_bytes(written: Sequence[Written], small: Mapping[str, bytes]) -> int:
-    """Of a version: its shards and the files beside them."""
+    """Size of a version: its shards and its small files."""
     shards = sum(shard.record.bytes for part in written for shard in part.shards)
     return shards + sum(len(data) for data in small.values())

@@ -1,6 +1,6 @@
-"""Words that processes leave each other in one directory: small files, whole or not there.
+"""Messages ("words") between processes in one directory: small files, written atomically.
 
-Decides how a word is written and bounded; never what it means.
+Decides how a word is written and bounded, not its meaning.
 """
 
 import secrets
@@ -18,11 +18,11 @@ MAX_WORD_BYTES = 256 << 20
 POLL_S = 0.005
 MAX_POLL_S = 0.25
 _POLL_RATIO = 0.02
-"""Of the time already waited: who waits long need not look often."""
+"""Poll interval as a share of the time already waited."""
 
 
 class Word(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One file. `error` and `reason` stand for a body where the speaker failed."""
+    """One file. `error` and `reason` replace the body if the sender failed."""
 
     call: str
     step: int
@@ -32,7 +32,7 @@ class Word(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WordFiles:
-    """`pause` is how it waits: tests replace it."""
+    """`pause` waits between polls; tests replace it."""
 
     def __init__(
         self, directory: Path, clock: Clock, pause: Callable[[float], None] = time.sleep
@@ -43,21 +43,21 @@ class WordFiles:
         directory.mkdir(parents=True, exist_ok=True)
 
     def clear(self) -> None:
-        """Deletes what an earlier process left."""
+        """Delete an earlier process's words."""
         for left in (*self._directory.glob("*-*"),):
-            # Somebody may be writing the next word just now.
+            # Another rank may be writing its next word now.
             if left.suffix != ".tmp":
                 left.unlink(missing_ok=True)
 
     def say(self, name: str, word: Word) -> None:
-        """Replaces a file whole; raises Exhausted where the disk is full."""
+        """Replace a file atomically; raises Exhausted if the disk is full."""
         temporary = self._directory / f"{name}.{secrets.token_hex(4)}.tmp"
         with refusals(self._directory):
             temporary.write_bytes(msgspec.json.encode(word))
             temporary.rename(self._directory / name)
 
     def heard(self, name: str) -> Word | None:
-        """The word in a file; None where there is none yet. Raises PeerProtocolError."""
+        """The word in a file; None if it does not exist yet. Raises PeerProtocolError."""
         try:
             with (self._directory / name).open("rb") as file:
                 raw = file.read(MAX_WORD_BYTES + 1)
@@ -73,7 +73,7 @@ class WordFiles:
         (self._directory / name).unlink(missing_ok=True)
 
     def polls(self, timeout_s: float) -> Iterator[None]:
-        """Again and again until the time is over."""
+        """Yield repeatedly, with growing pauses, until the timeout."""
         started = self._clock.now()
         while True:
             yield

@@ -1,4 +1,4 @@
-"""From what a user writes to a place that can be published to: a directory, an object store."""
+"""Opens a user's location for publishing: a directory or an object store."""
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -9,17 +9,17 @@ from weightsync.layout.durable import write_durably
 from weightsync.publish.store_writer import FileWriter, WritableStore
 
 WHOLE_PUTS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oss", "s3", "s3a"})
-"""Schemes whose stores show an object when all of it is there, and replace one in one piece: with
-another, a kill could leave half of LATEST."""
+"""Schemes whose stores show an object only once it is complete, and replace it atomically: with
+others, a kill could leave half of LATEST."""
 _LOCAL = frozenset({"file", "local"})
 
 
 def writable_store(
     location: Path | str, *, write: FileWriter = write_durably, spool_dir: Path | None = None
 ) -> WritableStore:
-    """Raises ConfigError for a place that nothing can be published to.
+    """Raises ConfigError for a location that cannot be published to.
 
-    `write` is how files of a directory are written; `spool_dir` where deltas wait for an upload.
+    `write` is the writer for files of a directory; `spool_dir` holds deltas that await upload.
     """
     if isinstance(location, Path) or "://" not in location:
         from weightsync.publish.directory_writer import WritableDirectory
@@ -43,5 +43,5 @@ def writable_store(
 
 
 def store_name(location: Path | str) -> str:
-    """What readers call a store that lies beside others: the last part of its place."""
+    """Name of a store among others: the last part of its location."""
     return str(location).rstrip("/").rpartition("/")[2]

@@ -1,7 +1,8 @@
-"""How much memory a receiver takes beside the weights that it writes to, and who gets it.
+"""Budget of the memory that a receiver takes beside the weights that it writes to.
 
 Half of it is kept: payloads and decoded changes that wait for the pause. The other half is lent to
-tensors on their way. What is larger than a half goes alone. Decides what fits; allocates nothing.
+tensors in transit. A tensor larger than a half goes alone. Decides on sizes only; allocates
+nothing.
 """
 
 from collections import deque
@@ -16,18 +17,18 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 STAGING_BYTES = 1 << 30
-"""A step of a model of 70 GB fits undecoded, and one of 10 GB decoded, which is what the pause
-likes; a full checkpoint of either waits in a file."""
+"""A step of a 70 GB model fits undecoded, and one of a 10 GB model decoded, which shortens the
+pause; a full checkpoint of either waits in a file."""
 MIN_STAGING_BYTES = 1 << 20
 _AT_ONCE = 4
-"""Small tensors go together, but never so many that one thread has all that may be lent."""
+"""Small tensors are batched, but one thread's batch takes at most this part of the lent memory."""
 
 
 class MemoryRoom:
-    """Used by one thread at a time."""
+    """Memory budget of one staging. Used by one thread at a time."""
 
     def __init__(self, limit_bytes: int) -> None:
-        """Raises ConfigError for a limit that no tensor would fit into."""
+        """Raises ConfigError for a limit below MIN_STAGING_BYTES."""
         if limit_bytes < MIN_STAGING_BYTES:
             raise ConfigError(f"staging_bytes must be at least {MIN_STAGING_BYTES}")
         self.limit_bytes = limit_bytes
@@ -35,11 +36,12 @@ class MemoryRoom:
 
     @property
     def lent_bytes(self) -> int:
-        """What may be on its way at a time."""
+        """Largest number of bytes in transit at a time."""
         return self.limit_bytes // 2
 
     def keep(self, size_bytes: int) -> bool:
-        """Whether so much more may stay in memory; it then counts until it is given back."""
+        """Whether so many more bytes may stay in memory; if so they count until they are given
+        back."""
         fits = self._kept_bytes + size_bytes <= self.limit_bytes // 2
         self._kept_bytes += size_bytes if fits else 0
         return fits
@@ -54,9 +56,9 @@ class MemoryRoom:
         items: Sequence[K],
         size_of: Callable[[K], int],
     ) -> Iterator[T]:
-        """Results in order; at a time only as many items as fit, at least one.
+        """Yield results in order; at most as many items run at a time as fit, at least one.
 
-        What raises ends it, once nothing of it runs any more.
+        An exception ends the iteration, once none of its work runs any more.
         """
 
         def done(batch: Sequence[K]) -> list[T]:

@@ -1,7 +1,7 @@
-"""A receiver's own copy of a shard: all of it, or chunks that it needs, believed once checked.
+"""A receiver's own copy of a shard: all of it, or the chunks that it needs, verified by digest.
 
-What is wrong with bytes that came may have been a copy on the way, so they are asked for once more
-before the shard is refused. Decides nothing about which bytes are needed.
+Wrong bytes may come from a faulty copy on the way, so they are requested once more before the shard
+is refused. The caller decides which bytes are needed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +21,7 @@ _LENGTH = Span(0, 8)
 
 
 class ShardCopy:
-    """The bytes of `path` in `place`. `piece_bytes`: what one read may take of memory."""
+    """The bytes of `path` in `place`. One read takes at most `piece_bytes` of memory."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class ShardCopy:
         piece_bytes: int,
         missing: Callable[[], RoseMuxError],
     ) -> None:
-        """`missing`: the refusal to raise where the shard is not there."""
+        """`missing` makes the error to raise if the shard does not exist."""
         self._source = source
         self._path = path
         self._size_bytes = size_bytes
@@ -46,15 +46,15 @@ class ShardCopy:
         self._is_whole = False
         self._here: set[int] = set()
         self.bytes_read = 0
-        """How many of its bytes were asked for."""
+        """Bytes requested of the source so far."""
 
     @property
     def has_chunks(self) -> bool:
-        """Whether a part of it can be believed without the rest."""
+        """Whether a part of it can be verified without the rest."""
         return self._chunk_bytes > 0
 
     def fetch(self) -> None:
-        """All of it, against the digest of the whole; raises Corrupt."""
+        """Fetch the whole shard and check its digest; raises Corrupt."""
         whole = Span(0, self._size_bytes)
         for _ in range(_READS):
             self.bytes_read += self._size_bytes
@@ -66,7 +66,7 @@ class ShardCopy:
         raise Corrupt(f"{self._source}/{self._path}: its digest is not the published one")
 
     def header(self) -> ShardHeader:
-        """What it holds and where; raises Corrupt."""
+        """The shard's tensors and their offsets; raises Corrupt."""
         size = self._size_bytes
         self.fetch_parts([Span(0, min(size, _LENGTH.stop))])
         length = header_length(self.place.read(Span(0, min(size, _LENGTH.stop))).tobytes())
@@ -77,9 +77,9 @@ class ShardCopy:
         return parsed_header(self.place.read(raw).tobytes(), file_bytes=size)
 
     def fetch_parts(self, spans: Iterable[Span]) -> None:
-        """The chunks that these lie in, each against its digest; raises Corrupt.
+        """Fetch the chunks that contain these spans, each checked by digest; raises Corrupt.
 
-        Nothing where all of it was fetched, as it has to be where they have none.
+        No-op after `fetch`, which a shard without chunk digests needs first.
         """
         if self._is_whole:
             return
@@ -122,7 +122,7 @@ class ShardCopy:
         raise Corrupt(f"{self._source}/{self._path}: the digest of a part is not the published one")
 
     def _is_published(self, span: Span, data: Bytes) -> bool:
-        """Whether every chunk of the span is; it begins with one."""
+        """Whether every chunk of the span has its published digest; the span begins at a chunk."""
         chunk, digests = self._chunk_bytes, self._record.chunks if self._record else ""
         return all(
             chunk_digest(data[at : at + chunk]) == digest_at(digests, (span.start + at) // chunk)
@@ -131,7 +131,7 @@ class ShardCopy:
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[range]:
-    """Ascending numbers as runs without a gap."""
+    """Ascending numbers as consecutive ranges."""
     for _, group in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
         yield range(run[0], run[-1] + 1)

@@ -1,7 +1,8 @@
-"""Where the bytes of a staging wait: in memory while they are few, else in a file without a name.
+"""Storage for the bytes of a staging: in memory while they fit, else in an unlinked file.
 
-The file is the receiver's own. Nobody can change it between the pass that checks and the pass that
-applies, and it is gone with the process, however that ends. Never judges what it holds.
+The file belongs to the receiver alone. No other process can change it between the pass that checks
+and the pass that applies, and it disappears with the process, however that ends. Does not interpret
+its content.
 """
 
 import os
@@ -21,37 +22,37 @@ from weightsync.transport.ranges import Span
 
 DIRECTORY_VARIABLE = "TMPDIR"
 _DISK = Path("/var/tmp")
-"""Where there is no word of the user's: /tmp is memory on many machines."""
+"""Default directory without TMPDIR: /tmp is memory on many machines."""
 _PIECE_BYTES = 1 << 20
 
 
 class Place(Protocol):
-    """The bytes of one file, or the part of them that was fetched; others read as anything."""
+    """The bytes of one file, or the fetched part of them; unfetched bytes are undefined."""
 
     def read(self, span: Span) -> Bytes:
-        """The bytes there: in memory the place's own, else fresh ones."""
+        """The bytes of a span: in memory the place's own, else a copy."""
         ...
 
     def read_into(self, start: int, into: Bytes) -> None: ...
 
     def buffer(self, span: Span) -> Bytes:
-        """Memory to bring these bytes in, for `write`."""
+        """A buffer to fill with the bytes of a span, for `write`."""
         ...
 
     def write(self, start: int, data: Bytes) -> None: ...
 
     def digest(self, span: Span) -> str:
-        """xxh3-128, in little memory."""
+        """xxh3-128 of a span, computed in little memory."""
         ...
 
     @property
     def kept_bytes(self) -> int:
-        """What it takes of the room."""
+        """Bytes that it takes of the memory room."""
         ...
 
 
 class Spool:
-    """Places in `room` and, behind it, in one file under `directory`."""
+    """Makes places in `room` and, beyond it, in one file under `directory`."""
 
     def __init__(self, room: MemoryRoom, directory: Path | None = None) -> None:
         self._room = room
@@ -59,7 +60,7 @@ class Spool:
         self._file: _NamelessFile | None = None
 
     def place(self, size_bytes: int) -> Place:
-        """Room for a file; raises Exhausted where the disk is full."""
+        """Storage for a file of `size_bytes`; raises Exhausted if the disk is full."""
         if self._room.keep(size_bytes):
             return MemoryPlace(size_bytes)
         if self._file is None:
@@ -68,7 +69,7 @@ class Spool:
 
 
 def default_directory() -> Path:
-    """Raises ConfigError where this process may write nowhere."""
+    """The directory for spool files. Raises ConfigError if this process can write to none."""
     given = os.environ.get(DIRECTORY_VARIABLE)
     if not given and os.access(_DISK, os.W_OK | os.X_OK):
         return _DISK
@@ -148,7 +149,7 @@ class _NamelessFile:
         base = self._size_bytes
         self._size_bytes += size_bytes
         with refusals(self._directory):
-            # A hole reads as zeros, so that what was never fetched is never out of bounds.
+            # A hole reads as zeros, so that unfetched bytes are never out of bounds.
             os.ftruncate(self._handle, self._size_bytes)
         return _FilePlace(self, base)
 

@@ -1,11 +1,11 @@
-"""A store of weight versions, as readers see it, wherever its bytes are kept.
+"""A store of weight versions as readers see it, independent of the storage of its bytes.
 
     LATEST                     name of the newest version, replaced atomically
     weight_v000007/            one version: a delta on its base, or a full checkpoint
-        model.safetensors.index.json   model-00001-of-00001.safetensors   READY
+      model.safetensors.index.json   model-00001-of-00001.safetensors   READY
     anchor_v000025/            the same state as weight_v000025, as a full checkpoint
 
-Readers believe a directory of ours only when READY is in it. Never writes anything.
+Readers believe a RoseMux directory only if READY is in it. Never writes anything.
 """
 
 from collections.abc import Iterable
@@ -34,16 +34,16 @@ from weightsync.transport.source import StoreSource
 __all__ = ["LATEST_FILE", "READY_FILE", "Kind", "Store", "VersionRef"]
 
 MAX_SHARD_BYTES = 1 << 38
-"""Of one shard: nobody writes 256 GiB into one file."""
+"""Bound on one shard: no publisher writes 256 GiB into one file."""
 _AT_ONCE = 8
 _PIECE_BYTES = 256 << 10
-"""Of the smallest read."""
+"""Size of the smallest read."""
 _HEAD_BYTES = 64 << 10
-"""What is read of a shard before its header's length is known: most headers fit."""
+"""Bytes read of a shard before its header's length is known: most headers fit."""
 
 
 class Store:
-    """Reads one store: a directory, a URL or a source. Raises ConfigError where there is none."""
+    """Reads one store: a directory, a URL or a source. Raises ConfigError if there is none."""
 
     def __init__(self, at: Path | str | StoreSource) -> None:
         self._source = source_at(at) if isinstance(at, Path | str) else at
@@ -58,7 +58,7 @@ class Store:
 
     @property
     def announces(self) -> bool:
-        """Whether `newer` is told of the next version, and need not look again and again."""
+        """Whether `newer` is notified of the next version instead of polling."""
         return self._source.announces
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class Store:
         return self._named_latest(self._source.latest())
 
     def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
-        """The newest version once it is not `than` any more; None where that takes too long."""
+        """The newest version once it differs from `than`; None after `wait_s`."""
         known = self._source.latest()
         if self._named_latest(known) == than:
             known = self._source.latest(known, wait_s=wait_s)
@@ -88,7 +88,7 @@ class Store:
         return frozenset(ref for ref in refs if ref is not None)
 
     def manifest(self, ref: VersionRef) -> Manifest:
-        """The index of one version; raises Stale where it is gone, Corrupt where it is broken."""
+        """The index of one version; raises Stale if it is gone, Corrupt if it is broken."""
         try:
             raw = self._source.read_small(f"{ref.directory}/{INDEX_FILE}", MAX_INDEX_BYTES)
         except FileNotFoundError as error:
@@ -101,7 +101,7 @@ class Store:
         return manifest
 
     def full_versions(self, refs: Iterable[VersionRef]) -> frozenset[WeightVersion]:
-        """Versions that need no other one; unreadable directories are left out."""
+        """Versions that need no base; unreadable directories are skipped."""
 
         def is_full(ref: VersionRef) -> bool:
             try:
@@ -118,11 +118,11 @@ class Store:
             )
 
     def size_bytes(self, ref: VersionRef, manifest: Manifest) -> int:
-        """What a receiver reads to take this version."""
+        """Bytes that a receiver reads to take this version."""
         return sum(self._shard_bytes(ref, manifest, shard) for shard in manifest.shards)
 
     def layout(self, ref: VersionRef, manifest: Manifest) -> Layout:
-        """Names and specs of a full version, from its shards' headers alone."""
+        """Names and specs of a full version, read from its shards' headers alone."""
         merged: dict[str, TensorSpec] = {}
         for shard in manifest.shards:
             merged.update(self._shard_layout(ref, manifest, shard))
@@ -131,7 +131,7 @@ class Store:
         return merged
 
     def small_file(self, ref: VersionRef, name: str, limit_bytes: int) -> bytes:
-        """Another file of a version; raises Corrupt where it is missing or over the limit."""
+        """Another file of a version; raises Corrupt if it is missing or over the limit."""
         try:
             return self._source.read_small(f"{ref.directory}/{name}", limit_bytes)
         except FileNotFoundError as error:
@@ -140,9 +140,9 @@ class Store:
     def shard(
         self, ref: VersionRef, manifest: Manifest, shard: str, spool: Spool, *, lent_bytes: int
     ) -> ShardCopy:
-        """A copy of a shard, nothing of it fetched yet; raises Corrupt.
+        """A copy of a shard, not fetched yet; raises Corrupt.
 
-        `lent_bytes`: what all reads of it may take of memory together.
+        `lent_bytes` bounds the memory of all its reads together.
         """
         size = self._checked_bytes(ref, manifest, shard)
         record = manifest.block.files[shard] if manifest.block else None
@@ -179,7 +179,7 @@ class Store:
         return True
 
     def _missing(self, ref: VersionRef, what: str) -> RoseMuxError:
-        """A version loses its index before any other file, when it is pruned."""
+        """The error for a missing file. A pruned version loses its index before any other file."""
         if not self._has(ref, INDEX_FILE):
             return Stale(f"{self}/{ref.directory} was pruned while it was read: take a newer one")
         return Corrupt(f"{self}/{ref.directory} has no {what}")
@@ -214,7 +214,7 @@ class Store:
             raise self._missing(ref, shard) from error
 
     def _checked_bytes(self, ref: VersionRef, manifest: Manifest, shard: str) -> int:
-        """The size of a shard that is there as it was published."""
+        """The published size of a shard; raises Corrupt if the stored size differs."""
         path, size = f"{ref.directory}/{shard}", self._shard_bytes(ref, manifest, shard)
         try:
             found = self._source.size_bytes(path)

@@ -1,6 +1,6 @@
-"""A full checkpoint brought to the state that the deltas after it lead to, in the receiver's copy.
+"""Brings a full checkpoint to the state that the later deltas lead to, in the receiver's copy.
 
-Changes and hashes; what a digest has to be, staging.py knows.
+Changes and hashes; staging.py compares the digests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from weightsync.receive.held_parts import EntryPart
 from weightsync.receive.staged import delta_bytes
 
 _HASHED_BYTES = 1 << 20
-"""What hashing takes of memory, however large the entry."""
+"""Memory that hashing takes, however large the entry."""
 
 
 def advance(
@@ -25,7 +25,7 @@ def advance(
     pool: Executor,
     room: MemoryRoom,
 ) -> None:
-    """Applies every entry's deltas to what is held of it; raises Corrupt."""
+    """Apply every entry's deltas to the held part of it; raises Corrupt."""
 
     def size_of(entry: str) -> int:
         largest = max(delta_bytes(delta) for delta in deltas[entry])
@@ -44,7 +44,7 @@ def entry_digests(
     pool: Executor,
     room: MemoryRoom,
 ) -> dict[str, str]:
-    """Of every entry that is held whole."""
+    """xxh3-128 of every entry that is held whole."""
     whole = [entry for entry in sorted(stored) if parts[entry].within.is_whole]
 
     def digest(entry: str) -> str:

@@ -1,6 +1,6 @@
-"""The state that a full checkpoint leads to, in the receiver's own copy: bits when they are asked.
+"""The final state of a full checkpoint, in the receiver's own copy; bits are read on demand.
 
-Reads what was staged and checked; never changes it.
+Reads staged and checked bytes; never changes them.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -36,7 +36,7 @@ class StoredEntry:
         return Span(self.start, self.start + self.spec.size_bytes)
 
     def around(self, box: SliceRecord) -> Span:
-        """From the first to the last byte of a box of it."""
+        """The span from the first to the last byte of a box of the entry."""
         inner = bounds(box, self.spec.width_bytes)
         return Span(self.start + inner.start, self.start + inner.stop)
 
@@ -103,7 +103,7 @@ class FullState(Mapping[str, Bits]):
         return FullState(layout, self._parts, self._entries)
 
     def held(self, layout: Layout, parts: Mapping[str, Collection[EntryPart]]) -> "FullState":
-        """The same state, for somebody who has less of it."""
+        """The same state, for a holder of parts of it."""
         return FullState(layout, parts, self._entries)
 
     def _whole_entry(self, name: str) -> StoredEntry | None:

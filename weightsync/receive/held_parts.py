@@ -1,7 +1,7 @@
-"""Where what a holder has of a checkpoint lies among the entries that a store has of it.
+"""Maps a holder's part of a checkpoint onto the entries of a store.
 
 An entry is a whole tensor or a slice that one of the trainer's ranks published; a holder has a box
-of a tensor, or all of it. Both are cut apart here and nowhere else. Never reads a byte.
+of a tensor, or all of it. Only this module intersects the two. Never reads a byte.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,21 +17,21 @@ from weightsync.selection import Selection, whole_box
 from weightsync.transport.ranges import Span
 
 MIN_RUN_BYTES = 256 << 10
-"""Shorter runs are not worth a request of their own."""
+"""Runs shorter than this are not worth a separate request."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryPart:
-    """What is held of one entry."""
+    """The held part of one entry."""
 
     entry: str
     within: SliceRecord
-    """As a box of the entry."""
+    """The part as a box of the entry."""
     of: SliceRecord
-    """As a box of what is held of the tensor."""
+    """The part as a box of the held part of the tensor."""
 
     def placed(self, delta: Delta) -> Delta:
-        """The entry's delta, for what is held of the tensor."""
+        """The entry's delta, applied to the held part of the tensor."""
         if not self.within.is_whole:
             delta = CutDelta(self.within, delta)
         return delta if self.of.is_whole else SlicedDelta(self.of, delta)
@@ -39,16 +39,16 @@ class EntryPart:
 
 @dataclass(frozen=True, slots=True)
 class HeldParts:
-    """`boxes`: what is held of each tensor."""
+    """A holder's part of a checkpoint; `boxes` has the held box of each tensor."""
 
     whole: Layout
     """The checkpoint's tensors."""
     slicing: Slicing
     boxes: Mapping[str, SliceRecord]
     entries: Layout = field(default_factory=dict)
-    """Everything that the store has."""
+    """All entries of the store."""
     parts: Mapping[str, EntryPart] = field(default_factory=dict)
-    """By entry, of which something is held."""
+    """The held part of each entry that is held at least in part, by entry name."""
 
     @property
     def is_everything(self) -> bool:
@@ -56,11 +56,11 @@ class HeldParts:
 
     @property
     def cut(self) -> frozenset[str]:
-        """Tensors of which a part is held."""
+        """Tensors that are held in part only."""
         return frozenset(name for name, box in self.boxes.items() if not box.is_whole)
 
     def layout(self) -> dict[str, TensorSpec]:
-        """What is held, as tensors of its own."""
+        """Names and specs of the held parts."""
         return {
             name: TensorSpec(self.whole[name].dtype, box.lengths)
             for name, box in self.boxes.items()
@@ -73,7 +73,7 @@ class HeldParts:
         return found
 
     def uncut_slicing(self) -> Slicing:
-        """Which entries are slices of tensors that are held whole."""
+        """The entries that are slices of tensors held whole."""
         cut = self.cut
         return Slicing(
             {
@@ -89,7 +89,7 @@ def everything(whole: Layout, slicing: Slicing) -> HeldParts:
 
 
 def held_parts(whole: Layout, slicing: Slicing, selection: Selection | None) -> HeldParts:
-    """Raises ConfigError where a selection asks for what is not there, or for nothing."""
+    """Raises ConfigError if a selection names a part that does not exist, or selects nothing."""
     if selection is None:
         return everything(whole, slicing)
     boxes = {}
@@ -106,7 +106,7 @@ def held_parts(whole: Layout, slicing: Slicing, selection: Selection | None) -> 
 
 
 def runs(box: SliceRecord, width_bytes: int) -> Iterator[Span]:
-    """The bytes of a box of a tensor, in order, with gaps that are not worth a request."""
+    """The byte spans of a box of a tensor, in order; gaps not worth a request are included."""
     strides = element_strides(box.shape)
     cut = [d for d, size in enumerate(box.shape) if box.lengths[d] != size]
     if not cut:
@@ -125,7 +125,7 @@ def runs(box: SliceRecord, width_bytes: int) -> Iterator[Span]:
 
 
 def bounds(box: SliceRecord, width_bytes: int) -> Span:
-    """From the first to the last byte of a box of a tensor."""
+    """The span from the first to the last byte of a box of a tensor."""
     if prod(box.lengths) == 0:
         return Span(0, 0)
     pairs = list(zip(box.offsets, box.lengths, element_strides(box.shape), strict=True))
@@ -135,7 +135,7 @@ def bounds(box: SliceRecord, width_bytes: int) -> Span:
 
 
 def element_strides(shape: tuple[int, ...]) -> list[int]:
-    """How many elements apart neighbours are, per dimension."""
+    """Strides in elements, per dimension, of a contiguous tensor."""
     return [prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
@@ -152,7 +152,7 @@ def _cut_up(whole: Layout, slicing: Slicing, boxes: Mapping[str, SliceRecord]) -
 
 
 def _overlap(entry: str, stored: SliceRecord, box: SliceRecord) -> EntryPart | None:
-    """Of an entry and a box of the same tensor; None where they have nothing in common."""
+    """The overlap of an entry and a box of the same tensor; None if it is empty."""
     pairs = list(zip(stored.offsets, stored.lengths, box.offsets, box.lengths, strict=True))
     starts = tuple(max(so, bo) for so, _, bo, _ in pairs)
     stops = tuple(min(so + sn, bo + bn) for so, sn, bo, bn in pairs)

@@ -1,7 +1,7 @@
-"""A checkpoint directory with its record: what it holds for certain, looked at and written down.
+"""A checkpoint directory with its record of the version that it verifiably holds.
 
-It claims a version only while the files are what the record says. Decides nothing about where
-weights come from; follower.py does.
+It claims a version only while the files match the record. Decides nothing about the source of
+weights; follower.py does.
 """
 
 import fcntl
@@ -33,15 +33,15 @@ class KeptDirectory:
     """Owns one directory; a lock keeps a second owner out."""
 
     def __init__(self, directory: Path, pool: Executor) -> None:
-        """Raises ConfigError where the directory has another owner or holds other weights."""
+        """Raises ConfigError if the directory has another owner or holds other weights."""
         self.path = directory
         self._pool = pool
         self._lock = _locked(directory)
         self.record: Record | None = None
         self.checkpoint: Checkpoint | None = None
-        """The files; None where they are no whole checkpoint."""
+        """The files; None if they are no whole checkpoint."""
         self.digests: Digests = {}
-        """Of what is in the files."""
+        """xxh3-128 of each tensor in the files."""
         try:
             self.examine()
         except BaseException:
@@ -49,16 +49,16 @@ class KeptDirectory:
             raise
 
     def close(self) -> None:
-        """Gives the lock back."""
+        """Release the lock."""
         self._lock.close()
 
     @property
     def held(self) -> Held | None:
-        """What the directory is; None while it is no version."""
+        """The record of the directory's version; None while it holds no version."""
         return self.record if isinstance(self.record, Held) else None
 
     def examine(self) -> None:
-        """Reads and hashes everything; a record that the files do not bear out is taken back."""
+        """Read and hash everything; a record that the files contradict is withdrawn."""
         sweep(self.path)
         self.record, self.checkpoint, self.digests = None, None, {}
         try:
@@ -81,7 +81,8 @@ class KeptDirectory:
         self, version: WeightVersion, state_hash: str, contents_hash: str, after: Digests,
         *, base: Held | None,
     ) -> None:  # fmt: skip
-        """From here on the directory is no version. Raises Exhausted: then it still is the old."""
+        """Record the start of an apply: from here on the directory holds no version. Raises
+        Exhausted; the directory then still holds the old version."""
         record = Applying(
             version=version,
             state_hash=state_hash,
@@ -96,14 +97,14 @@ class KeptDirectory:
         self.record = record
 
     def replace_files(self, layout: Layout, read: Callable[[str], Bits]) -> Checkpoint:
-        """New files in the place of whatever was there."""
+        """Replace any present files with new ones."""
         self.checkpoint = None
         write_checkpoint(self.path, layout, read)
         self.checkpoint = Checkpoint(self.path)
         return self.checkpoint
 
     def end(self, version: WeightVersion, state_hash: str, digests: Digests) -> Held:
-        """The files were verified to be this version; where that is known, nothing is written."""
+        """Record the verified version; writes nothing if the record already says so."""
         held = self.held
         if held is None or (held.version, held.digests) != (version, digests):
             held = Held(
@@ -118,7 +119,7 @@ class KeptDirectory:
         return held
 
     def contents_hash(self, digests: Digests) -> str:
-        """Of names, dtypes, shapes and digests; of nothing where these are not the files' names."""
+        """Hash of names, dtypes, shapes and digests; "" if these are not the files' tensors."""
         if self.checkpoint is None or digests.keys() != self.checkpoint.layout().keys():
             return ""
         return state_hash.combined(digests, self.checkpoint.layout())
@@ -128,7 +129,7 @@ class KeptDirectory:
 
 
 def _doubted(held: Held) -> Applying:
-    """Files that changed by themselves are no version until they are that one again."""
+    """A record for files that changed by themselves: no version until they match it again."""
     return Applying(
         version=held.version,
         state_hash=held.state_hash,

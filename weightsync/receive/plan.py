@@ -1,8 +1,8 @@
-"""Which versions a receiver reads to get from what it holds to what it wants.
+"""Plans the versions that a receiver reads to get from its version to the target.
 
 Reads manifests only. The first way is the cheaper by bytes of the delta chain from the current
-version and a full checkpoint with the chain after it; the others are for a store of which a part is
-broken, and lead further back.
+version and a full checkpoint with the chain after it; the others lead further back, for a store
+that is broken in part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,16 +28,16 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Steps in order; the first is a full checkpoint where `current` is None."""
+    """Steps in order; the first is a full checkpoint if `current` is None."""
 
     current: WeightVersion | None
-    """The version that the steps build on; None where they start from a full checkpoint."""
+    """The version that the steps build on; None if they start from a full checkpoint."""
     target: WeightVersion
     steps: tuple[Step, ...]
     root: Step | None
-    """The full checkpoint whose layout holds for all steps; None: that of the holder does."""
+    """The full checkpoint whose layout holds for all steps; None uses the holder's layout."""
     manifest: Manifest
-    """Of the target version, as the last step tells it."""
+    """Manifest of the target version, from the last step."""
 
     @property
     def size_bytes(self) -> int:
@@ -46,7 +46,7 @@ class Plan:
 
 class StepSource(Protocol):
     def step(self, ref: VersionRef) -> Step | None:
-        """The step for one directory, None where it does not exist; raises Corrupt."""
+        """The step for one directory, None if it does not exist; raises Corrupt."""
         ...
 
 
@@ -67,12 +67,12 @@ def plans(
     latest: WeightVersion | None,
     layout_is_known: bool = False,
 ) -> Iterator[Plan]:
-    """Ways to the target: the cheapest first (a chain wins a tie), each read up to when asked for.
+    """Yield ways to the target, the cheapest first (a chain wins a tie); each is read on demand.
 
-    A directory whose index is broken is no part of any. `layout_is_known`: a chain that builds on
-    the current version may do without a full checkpoint. Raises ConfigError for a version that is
-    not published and Stale for one that is older than what is held; where there is no way, what
-    was found broken, else Stale.
+    A directory with a broken index is part of no way. With `layout_is_known`, a chain that builds
+    on the current version may do without a full checkpoint. Raises ConfigError for a version that
+    is not published, Stale for one that is older than the current version; without any way, the
+    first fault found, else Stale.
     """
     if latest is None or target > latest:
         raise ConfigError(f"version {target} is not published yet; the newest is {latest}")
@@ -114,7 +114,7 @@ def _ways(
     current: WeightVersion | None,
     held: tuple[Step, ...] | None,
 ) -> list[Plan]:
-    """From each of these full checkpoints, and from the current version by their layout."""
+    """Ways from each of these full checkpoints, and from the current version with their layout."""
     target, root = goal.version, fulls[0][0]
     ways = [
         Plan(current=None, target=target, steps=steps, root=steps[0], manifest=steps[-1].manifest)

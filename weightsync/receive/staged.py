@@ -1,4 +1,4 @@
-"""What a staging ends in: everything that an apply needs, and how its outcome is recognised."""
+"""Result of a staging: everything that an apply needs, and the expected final state."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
@@ -19,7 +19,7 @@ from weightsync.selection import Selection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """How a final state is recognised."""
+    """Hashes by which the final state is verified."""
 
     state_hash: str | None
     """None for a version of a foreign store."""
@@ -27,26 +27,26 @@ class Expected:
     """Algorithm and checksum per tensor that a foreign store changed; else empty."""
     slicing: Slicing = field(default_factory=Slicing)
     digests: Mapping[str, str] | None = None
-    """For a holder of parts: of each entry of what it holds; the state hash is of all entries."""
+    """For a holder of parts, the digest of each held entry; the state hash covers all entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """Everything that an apply needs, at hand and checked."""
+    """Everything that an apply needs, local and checked."""
 
     plan: Plan
     layout: Layout
-    """What its holder has."""
+    """Layout of the holder's tensors."""
     full: FullState | None
-    """The final state where the plan starts from a full checkpoint, already verified."""
+    """The verified final state, if the plan starts from a full checkpoint."""
     deltas: Mapping[str, tuple[Delta, ...]]
-    """Per tensor in the order to apply them; empty where `full` holds the final state."""
+    """Per tensor, in order of application; empty if `full` holds the final state."""
     expected: Expected
     bytes_read: int
     parts: HeldParts
     table: Mapping[str, str]
-    """Digest of every entry of the final state: published, or those of a full one that was read
-    whole."""
+    """Digest of every entry of the final state: published, or computed for a full checkpoint that
+    was read whole."""
     room: MemoryRoom
 
     @property
@@ -54,7 +54,8 @@ class Staged:
         return tuple(sorted(self.deltas if self.full is None else self.full))
 
     def narrowed(self, selection: Selection) -> "Staged":
-        """A full checkpoint that was staged whole, for a holder of parts."""
+        """A full checkpoint that was staged whole, reduced to a holder's parts. Raises ValueError
+        otherwise."""
         if self.full is None or not self.parts.is_everything:
             raise ValueError("only what was staged whole, from a full checkpoint, can be narrowed")
         parts = held_parts(self.parts.whole, self.parts.slicing, selection)
@@ -67,7 +68,7 @@ class Staged:
         )
 
     def lent_bytes(self, name: str) -> int:
-        """About what it takes to write a tensor, beside the target."""
+        """Approximate memory for writing a tensor, beside the target, in bytes."""
         size = self.layout[name].size_bytes
         if self.full is not None:
             return size
@@ -77,7 +78,8 @@ class Staged:
 def expected_of_parts(
     state_hash: str | None, parts: HeldParts, table: Mapping[str, str]
 ) -> Expected:
-    """Published digests of what is held whole; of tensors that are cut nobody published any."""
+    """Expected digests of tensors held whole; tensors that are held in part have no published
+    digest."""
     cut = parts.cut
     digests = {
         part.entry: table[part.entry] for part in parts.parts.values() if part.of.tensor not in cut
@@ -88,11 +90,11 @@ def expected_of_parts(
 
 
 def delta_bytes(delta: Delta) -> int:
-    """About what applying a delta takes of memory that is not kept."""
+    """Approximate temporary memory for applying a delta, in bytes."""
     if isinstance(delta, StoredDelta):
         return delta.lent_bytes
     if isinstance(delta, CutDelta):
-        # The whole that the box is laid into; elements of eight bytes are rare.
+        # The whole tensor that the box is copied into; elements of eight bytes are rare.
         return delta_bytes(delta.delta) + 4 * delta.delta.elements
     return delta_bytes(delta.delta) if isinstance(delta, SlicedDelta) else 0
 
@@ -100,7 +102,7 @@ def delta_bytes(delta: Delta) -> int:
 def check_state(
     expected: Expected, layout: Layout, read: Callable[[str], Bits], pool: Executor
 ) -> str:
-    """The hash of the state behind `read`; raises Corrupt where it is not the expected one."""
+    """The hash of the state behind `read`; raises Corrupt if it is not the expected one."""
     digests = expected.slicing.digests(layout, read, pool)
     if expected.digests is not None:
         for entry, digest in digests.items():
@@ -116,6 +118,6 @@ def check_state(
 
 
 def check_foreign(name: str, algorithm: str, checksum: str, bits: Bits) -> None:
-    """Against a tensor's checksum as another system published it; raises Corrupt."""
+    """Check a tensor against the checksum of another system; raises Corrupt."""
     if state_hash.foreign_checksum(algorithm, bits) != checksum:
         raise Corrupt(f"{name}: not the {algorithm} checksum that was published")

@@ -1,8 +1,8 @@
 """From a plan to checked changes: reads shards, decodes, verifies. Touches no engine.
 
 Two passes. The first brings everything into the receiver's own copy (spool.py) and checks it there:
-what a full checkpoint leads to is brought to its final state and hashed. The second, when it is
-applied, reads known bits. Neither takes more memory than its room gives.
+a full checkpoint is brought to its final state and hashed. The second, at apply time, reads
+verified bits. Neither takes more memory than its room gives.
 """
 
 import logging
@@ -32,7 +32,7 @@ from weightsync.transport.ranges import Span
 _logger = logging.getLogger(__name__)
 
 _SMALL = 4 * MIN_CHUNK_BYTES
-"""A shard that is read whole without a word."""
+"""A shard up to this size is read whole without a log line."""
 
 
 def stage(
@@ -45,7 +45,7 @@ def stage(
     spool: Spool,
     known: Mapping[str, str],
 ) -> Staged:
-    """Reads a plan; raises Corrupt or Stale.
+    """Read a plan; raises Corrupt or Stale.
 
     `known`: for a holder of parts, the digest of every entry of the version that the plan builds
     on.
@@ -57,7 +57,7 @@ def stage(
 
 
 class _Staging:
-    """One plan in the making. Everything of a foreign store is read: nothing tells its parts."""
+    """The staging of one plan. A foreign store is read whole: it has no digests for parts."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class _Staging:
         self._deltas: dict[str, list[Delta]] = {}
         self._bytes_read = 0
         self._whole_bytes = 0
-        """Of shards that were read whole."""
+        """Size of shards that were read whole."""
 
     def take(self, step: Step) -> None:
-        """Reads one version; raises Corrupt."""
+        """Read one version; raises Corrupt."""
         found: set[str] = set()
         self._whole_bytes = 0
         if step.manifest.is_full:
@@ -110,7 +110,7 @@ class _Staging:
             raise Corrupt(f"{step.ref.directory}: shards and weight map name different tensors")
 
     def staged(self) -> Staged:
-        """Checks the final state of a full checkpoint; raises Corrupt."""
+        """Check the final state of a full checkpoint; raises Corrupt."""
         if self._is_ours and not self._held.is_everything:
             self._check_table()
         full = self._verified() if self._plan.current is None else None
@@ -127,7 +127,7 @@ class _Staging:
         )
 
     def _changes(self) -> dict[str, tuple[Delta, ...]]:
-        """By tensor, for what is held of it."""
+        """Deltas by tensor, for the held part of each."""
         changes: dict[str, tuple[Delta, ...]] = {}
         for part in self._held.parts.values():
             placed = tuple(part.placed(delta) for delta in self._deltas.get(part.entry, ()))
@@ -175,13 +175,14 @@ class _Staging:
             )
 
     def _take_changes(self, step: Step, copy: ShardCopy, header: ShardHeader) -> None:
-        """Decodes every change, so that a broken one is found now; keeps decoded what fits."""
+        """Decode every change, so that a broken one is found now; decoded changes that fit are
+        kept."""
         where = step.ref.directory
         unknown = sorted(set(header.layout) - set(self._read.entries))
         if unknown:
             raise Corrupt(f"{where} changes {unknown[0]!r}, which its base does not have")
         parts = self._parts_in(header)
-        # On top of a full checkpoint they are applied once, and soon.
+        # Changes on top of a full checkpoint are applied once, and soon.
         is_kept = self._plan.current is not None
         lying = self._plain(step, copy, header, parts) if is_kept else {}
         waiting = {
@@ -205,7 +206,7 @@ class _Staging:
     def _plain(
         self, step: Step, copy: ShardCopy, header: ShardHeader, parts: Sequence[EntryPart]
     ) -> dict[str, Delta]:
-        """Those that stay as they lie in memory, where they are most of what lies there."""
+        """Deltas that stay in their payload's memory, if they are most of the shard's bytes."""
         ours = [
             part.entry
             for part in parts
@@ -225,7 +226,7 @@ class _Staging:
         return plain if 2 * plain_bytes >= all_bytes else {}
 
     def _decoded(self, waiting: Mapping[str, StoredDelta]) -> dict[str, Delta]:
-        """Those that may stay in memory."""
+        """Decoded deltas that fit into memory."""
 
         def decoded(entry: str) -> Delta:
             return waiting[entry].decoded(alone=True)
@@ -235,14 +236,14 @@ class _Staging:
             self._pool, decoded, list(waiting), lambda entry: waiting[entry].lent_bytes
         )
         for entry, delta in zip(waiting, found, strict=True):
-            # Parts of it may be the payload's own bytes.
+            # Parts of the delta may be the payload's own bytes.
             size = waiting[entry].span.size_bytes + decoded_bytes(delta)
             if self._room.keep(size):
                 kept[entry] = delta
         return kept
 
     def _verified(self) -> FullState:
-        """Brings every entry to its final state, and checks it."""
+        """Bring every entry to its final state, and check it."""
         advance(self._stored, self._deltas, self._read.parts, self._pool, self._room)
         digests = entry_digests(self._stored, self._read.parts, self._pool, self._room)
         if self._read.is_everything:
@@ -263,7 +264,8 @@ class _Staging:
             check_foreign(name, algorithm, checksum, bits)
 
     def _check_table(self) -> None:
-        """The digests that the shards tell of all entries are those of the published state."""
+        """Check that the digests of all entries, as the shards tell them, hash to the published
+        state."""
         published = self._published()
         told = self._table.keys() == self._read.entries.keys()
         if not told or state_hash.combined(self._table, self._read.entries) != published:

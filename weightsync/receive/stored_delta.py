@@ -1,6 +1,7 @@
-"""A change that waits as it was published and is decoded whenever it is applied.
+"""A change that is kept as published and decoded at each application.
 
-For what has no room in memory once decoded. Its bytes are the receiver's own copy and were checked.
+For changes that do not fit into memory decoded. Its bytes are the receiver's own copy and were
+checked.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ class StoredDelta:
     encoding: Encoding
     spec: TensorSpec
     what: str
-    """Version and tensor, for people."""
+    """Version and tensor, for error messages."""
 
     @property
     def elements(self) -> int:
@@ -30,11 +31,11 @@ class StoredDelta:
 
     @property
     def lent_bytes(self) -> int:
-        """About what decoding and applying it takes beside the tensor."""
+        """Approximate memory for decoding and applying it, beside the tensor, in bytes."""
         return self.span.size_bytes + self.spec.size_bytes
 
     def decoded(self, *, alone: bool = False) -> Delta:
-        """The checked delta; with `alone` nothing of it keeps the place in memory.
+        """The checked delta; with `alone` it shares no memory with the place.
 
         Raises Corrupt.
         """
@@ -51,6 +52,6 @@ class StoredDelta:
 
 
 def decoded_bytes(delta: Delta) -> int:
-    """What a decoded delta takes of memory."""
+    """Memory of a decoded delta, in bytes."""
     values = (getattr(delta, name) for name in getattr(delta, "__dataclass_fields__", ()))
     return sum(value.nbytes for value in values if isinstance(value, np.ndarray))

@@ -1,8 +1,8 @@
-"""A staged state written into a target, and what is there afterwards checked.
+"""Writes a staged state into a target, and verifies the result.
 
-Nobody publishes a digest of a part of a tensor. For the parts that a holder has, the digest is made
-from a copy that known changes were applied to, and compared with what is read back; the copy's base
-is compared with what was read back before, before the first byte changes.
+No publisher gives a digest of a part of a tensor. For a holder's parts, the digest is made from a
+copy with the known changes applied, and compared with the bits read back; the copy's base is
+compared with the previously read bits, before the first byte changes.
 """
 
 from collections.abc import Mapping
@@ -26,9 +26,9 @@ def write_state(
 ) -> tuple[str, dict[str, str]]:
     """Returns the state's hash, and the digest of every tensor that is held in part.
 
-    `known`: those digests of what is there now. Raises ConfigError where the target has another
-    layout and Corrupt where parts are not what they were (nothing is touched), and Corrupt where
-    the state is not the published one (the target is in doubt).
+    `known`: those digests of the present state. Raises ConfigError if the target has another layout
+    and Corrupt if parts have changed (nothing is touched), and Corrupt if the state is not the
+    published one (the target is in doubt).
     """
     _check_layout(staged.layout, target.layout())
     cut = staged.parts.cut

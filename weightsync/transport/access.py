@@ -1,4 +1,4 @@
-"""How a reader reaches a store over a network: token, trust, streams and patience."""
+"""Client settings for a store over a network: token, trust, streams and retries."""
 
 import os
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ class Access:
     ca_file: Path | None = None
     """Certificates to trust besides the system's."""
     streams: int = 4
-    """Ranges that are read at once."""
+    """Ranges read in parallel."""
     range_bytes: int = 8 << 20
-    """Of one request: what is lost at most where a connection breaks is far less."""
+    """Bytes of one request; a broken connection loses far less."""
     connect_s: float = 10.0
     stall_s: float = 20.0
-    """A connection that gives no byte for so long counts as broken."""
+    """Seconds without a byte after which a connection counts as broken."""
     retries: RetryLimits = field(default_factory=RetryLimits)
 
     def __post_init__(self) -> None:
@@ -33,7 +33,7 @@ class Access:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """What an engine is told by its environment."""
+        """Settings from the environment of an engine's process."""
         token_file, ca_file = (os.environ.get(name) for name in (TOKEN_VARIABLE, CA_VARIABLE))
         return cls(
             token=read_token(Path(token_file)) if token_file else None,

@@ -1,7 +1,7 @@
-"""Which parts of a file are here, which are on their way and which are to be asked for next.
+"""State of each chunk of a file: present, in transit, or to be requested next.
 
 A file that N readers want in overlapping ranges is pulled once: every chunk is claimed by at most
-one pull at a time. Pure; knows no file and no clock.
+one pull at a time. Pure; touches no file and no clock.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from enum import Enum, auto
 from weightsync.transport.ranges import Span
 
 CHUNK_BYTES = 256 << 10
-"""What the smallest pull takes: a header costs one chunk of a slow link, not a shard."""
+"""Size of the smallest pull: a header costs one chunk of a slow link, not a shard."""
 
 
 class _State(Enum):
@@ -38,14 +38,14 @@ class ChunkMap:
         return all(self._states[at] is _State.HERE for at in self._covering(span))
 
     def want(self, span: Span) -> None:
-        """Asks for what of the span is neither here nor on its way."""
+        """Request the absent chunks of a span."""
         for at in self._covering(span):
             if self._states[at] is _State.ABSENT:
                 self._states[at] = _State.WANTED
                 self._queue.append(at)
 
     def claim(self, max_bytes: int) -> Span | None:
-        """The next run to pull, first asked first; it counts as coming until arrived or lost."""
+        """The next run to pull, in request order; it counts as in transit until arrived or lost."""
         while self._queue:
             first = self._queue.popleft()
             if self._states[first] is not _State.WANTED:
@@ -60,17 +60,17 @@ class ChunkMap:
         return None
 
     def arrived(self, run: Span) -> None:
-        """A claimed run is here."""
+        """Record that a claimed run is present."""
         chunks = self._covering(run)
         self._missing -= sum(self._states[at] is not _State.HERE for at in chunks)
         self._mark(chunks, _State.HERE)
 
     def lost(self, run: Span) -> None:
-        """A claimed run will not come; whoever still needs it asks again."""
+        """Record that a claimed run failed; readers that still need it request it again."""
         self._mark(self._covering(run), _State.ABSENT)
 
     def forget(self) -> None:
-        """What is here is not believed any more; what is on its way still comes."""
+        """Mark the present chunks as absent; chunks in transit are unaffected."""
         here = [at for at, state in enumerate(self._states) if state is _State.HERE]
         self._missing += len(here)
         for at in here:

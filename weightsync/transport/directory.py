@@ -65,7 +65,7 @@ class DirectorySource:
         """There is no copy: the next read is of the file itself."""
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """No-op: nothing is held open."""
 
     def _latest(self) -> bytes | None:
         try:
@@ -76,7 +76,7 @@ class DirectorySource:
 
 def _plain(path: str, flags: int) -> int:
     """Opens plain files only: another kind may never give anything, or never end."""
-    # Without the flag, opening a pipe waits for whoever writes into it.
+    # Without the flag, opening a pipe waits for its writer.
     handle = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)

@@ -1,6 +1,6 @@
-"""Which cached objects make room for a new one: a pure rule.
+"""Selects cached objects to evict for a new one: a pure rule.
 
-The least recently used go first; what is in use never goes.
+The least recently used go first; objects in use never go.
 """
 
 from collections.abc import Iterable

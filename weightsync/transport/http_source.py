@@ -1,4 +1,4 @@
-"""A store behind an HTTP server of ours, or behind any that serves ranges and our listing.
+"""A store behind a RoseMux HTTP server, or any server of ranges with its listing.
 
 A read goes on from where it was when its connection breaks, waits as long as a busy server asks,
 and ends when nothing arrives any more. Redirects are not followed: a token is for one server.
@@ -81,7 +81,7 @@ class HttpSource:
         return self._holds_back
 
     def stores(self) -> tuple[str, ...]:
-        """Names of all stores of the server whose list of them is at this URL."""
+        """Names of all stores of the server whose store list is at this URL."""
         return self._listed(StoreList).stores
 
     def directories(self) -> frozenset[str]:
@@ -243,7 +243,7 @@ def _check_status(answer: HTTPResponse, *, what: str) -> None:
 
 
 def _check_range(answer: HTTPResponse, wanted: Span, *, what: str) -> None:
-    """Raises Corrupt where the answer is not exactly what was asked for."""
+    """Raises Corrupt if the reply is not exactly the requested range."""
     if answer.status == 200:
         answered = Span(0, _length(answer))
     else:

@@ -1,4 +1,4 @@
-"""One question upstream for everybody who waits for a store's next LATEST."""
+"""One upstream request on behalf of all readers that wait for a store's next LATEST."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable
 from harvester.contracts.clock import Clock
 
 _TURN_S = 2.0
-"""Of one question: how long a shutdown may have to wait for it."""
+"""Longest duration of one request, and so of a shutdown's wait for it."""
 
 Ask = Callable[[bytes | None, float], Awaitable[bytes | None]]
 """`known`, seconds to wait; see `StoreSource.latest`."""
 
 
 class LatestWatch:
-    """Asks only while somebody waits. Belongs to one event loop."""
+    """Asks only while a reader waits. Belongs to one event loop."""
 
     def __init__(self, ask: Ask, clock: Clock) -> None:
         self._ask = ask
@@ -22,14 +22,15 @@ class LatestWatch:
         self._turn_knew: bytes | None = None
 
     async def after(self, known: bytes | None, wait_s: float) -> bytes | None:
-        """LATEST once it is not `known`, or as it is after `wait_s`. Raises what asking raises."""
+        """LATEST once it differs from `known`, or as it is after `wait_s`. Raises what `ask`
+        raises."""
         found = await self._ask(None, 0.0)
         until_s = self._clock.now() + wait_s
         while found == known and (left_s := until_s - self._clock.now()) > 0:
             if self._turn is None or self._turn.done() or self._turn_knew != known:
                 self._turn_knew = known
                 self._turn = asyncio.create_task(self._turned(known))
-                # Everybody who waited may be gone when it fails.
+                # Every waiting reader may have left by the time it fails.
                 self._turn.add_done_callback(lambda turn: turn.cancelled() or turn.exception())
             done, _ = await asyncio.wait({self._turn}, timeout=left_s)
             if done:

@@ -1,4 +1,4 @@
-"""A weight server's or relay's process: from its address to its last transfer."""
+"""The process of a weight server or relay: from its address to its last transfer."""
 
 import asyncio
 import signal
@@ -20,7 +20,7 @@ _SHUTDOWN_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening:
-    """Where and how a server is reached. Raises ConfigError where it would be open to anybody."""
+    """Address and credentials of a server. Raises ConfigError if it would be open to any client."""
 
     host: str = "127.0.0.1"
     port: int = 9731
@@ -44,7 +44,7 @@ async def listen(
     *,
     started: Callable[[str], None],
 ) -> None:
-    """Serves until SIGTERM or SIGINT; `started` is told the URL. Raises ConfigError."""
+    """Serve until SIGTERM or SIGINT; `started` is called with the URL. Raises ConfigError."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -1,4 +1,4 @@
-"""What there is at a place, for people: stores by name, or the versions of one store."""
+"""Lists a location for people: stores by name, or the versions of one store."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ from weightsync.transport.source import StoreSource
 
 
 def listed(location: str, access: Access) -> Iterator[str]:
-    """Lines to print; raises ConfigError where there is neither store nor stores."""
+    """Lines to print; raises ConfigError if the location has neither a store nor stores."""
     source = source_at(location, access)
     try:
         refs = _refs(source)

@@ -1,4 +1,4 @@
-"""From what a user writes to a source: a directory, an HTTP URL, or a URL that fsspec knows."""
+"""Opens a user's location as a source: a directory, an HTTP URL, or a URL that fsspec knows."""
 
 from pathlib import Path
 
@@ -60,7 +60,7 @@ class StoreRoot:
         return tuple(sorted(name for name in found if is_name(name)))
 
     def store(self, name: str) -> StoreSource:
-        """Raises ConfigError where it can be seen at once that there is none."""
+        """A source for the named store. Raises ConfigError if it evidently does not exist."""
         checked_name(name, what="store")
         if self._is_local:
             return source_at(Path(self._location) / name)

@@ -1,4 +1,4 @@
-"""What a weight server and a relay export to Prometheus."""
+"""Prometheus exports of a weight server and a relay."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 

@@ -1,10 +1,10 @@
-"""A relay's copies on disk: whole ones under their key, growing ones beside them until proved.
+"""A relay's copies on disk: whole ones under their key, growing ones beside them until verified.
 
-    <root>/<store>/<key>          whole, and its digest was right when it was last looked at
-    <root>/<store>/<key>.part     growing; nothing believes it after a restart
+    <root>/<store>/<key>          whole, and its digest matched at the last check
+    <root>/<store>/<key>.part     growing; discarded after a restart
 
-What a kill or a power cut leaves is either a `.part`, which is deleted at the next start, or a file
-that has to prove itself once before it is served. Decides with eviction.py what goes.
+A kill or a power cut leaves either a `.part`, which is deleted at the next start, or a file that is
+verified once before it is served. eviction.py decides the order of eviction.
 """
 
 import fcntl
@@ -32,16 +32,16 @@ class CachedObject:
     """One file of the cache, growing or whole."""
 
     path: Path
-    """Where it is once it is whole."""
+    """Path of the file once it is whole."""
     size_bytes: int
     chunks: ChunkMap | None
-    """What is there of it while it grows; None where it is whole."""
+    """Present chunks of a growing file; None for a whole one."""
     proved: bool = False
-    """Its digest was right since this process began."""
+    """Whether its digest was verified since this process began."""
     users: int = 0
     used_at: int = 0
     handle: int | None = field(default=None, repr=False)
-    """Open while it is in use."""
+    """File descriptor; open while it is in use."""
 
     @property
     def is_whole(self) -> bool:
@@ -89,20 +89,22 @@ class ObjectCache:
         return self._root
 
     def holds(self, store: str, key: str) -> bool:
-        """Whether all of it is here; a copy of an earlier process may still fail its proof."""
+        """Whether the whole file is present; an earlier process's copy may still fail
+        verification.
+        """
         held = self._objects.get(f"{store}/{key}")
         return held is not None and held.is_whole
 
     def take(self, store: str, key: str, size_bytes: int) -> CachedObject:
-        """The object, in use until `leave`; a new one has its room and nothing in it.
+        """The object, in use until `leave`; a new one is empty, with its disk space reserved.
 
-        Raises Exhausted where everything else is in use or the disk is full, ConfigError where it
-        is larger than the cache.
+        Raises Exhausted if everything else is in use or the disk is full, ConfigError if it is
+        larger than the cache.
         """
         name = f"{store}/{key}"
         held = self._objects.get(name)
         if held is not None and held.handle is None and not held.now_at.exists():
-            # Somebody tidied the directory up.
+            # The file was deleted behind the relay's back.
             self.drop(held, reason="missing")
             held = None
         if held is None:
@@ -119,12 +121,12 @@ class ObjectCache:
             self._shut(held)
 
     def settle(self, held: CachedObject) -> None:
-        """A growing object is whole and was proved."""
+        """Record that a growing object is whole and verified."""
         held.part.rename(held.path)
         held.chunks, held.proved = None, True
 
     def drop(self, held: CachedObject, *, reason: str) -> None:
-        """Nobody gets it any more; who has it open may end."""
+        """Remove an object from the cache; readers that have it open may finish."""
         name = f"{held.path.parent.name}/{held.path.name}"
         if self._objects.get(name) is held:
             del self._objects[name]
@@ -168,7 +170,7 @@ class ObjectCache:
             self.drop(self._objects[name], reason="evicted")
 
     def _load(self) -> None:
-        """Whole files of an earlier process that can prove themselves; all others are deleted."""
+        """Keep whole files of an earlier process whose name has a digest; delete all others."""
         found = [path for path in self._root.glob("*/*") if is_name(path.parent.name)]
         kept = [path for path in found if _PROVABLE.match(path.name) and path.is_file()]
         for path in set(found) - set(kept):

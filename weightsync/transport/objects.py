@@ -1,7 +1,7 @@
-"""One prefix of an object store: objects read and put by their names below it, with patience.
+"""One prefix of an object store: reads and puts objects by name below it, with retries.
 
-Every call is made again while what went wrong may pass. Decides what an implementation's own
-exceptions mean; never what an object holds.
+Every call is repeated while its fault may pass. Decides the meaning of an implementation's
+exceptions, not of an object's content.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,17 +17,17 @@ from weightsync.transport.patience import Interrupted, Patience, RetryLimits, pe
 T = TypeVar("T")
 
 PART_BYTES = 16 << 20
-"""Of a multipart upload. S3 takes 10 000 parts: 156 GiB in one object."""
+"""Part size of a multipart upload. S3 allows 10 000 parts: 156 GiB in one object."""
 _PIECE_BYTES = 4 << 20
-"""Handed over at once, so that a part's buffer never holds much more than a part."""
+"""Bytes handed over at a time, so that a part's buffer never holds much more than a part."""
 _DELETES_AT_ONCE = 8
 
 
 class Objects:
     """Thread-safe. Credentials and endpoints come from fsspec's own configuration.
 
-    Raises FileNotFoundError for an object that is not there, ConfigError where the user must act,
-    Exhausted where the store did not answer for too long.
+    Raises FileNotFoundError for a missing object, ConfigError if the user must act, Exhausted if
+    the store did not answer for too long.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Objects:
         return self._url
 
     def names(self) -> frozenset[str]:
-        """What is directly below the prefix."""
+        """Names directly below the prefix."""
         found = self._ask(lambda _: self._fs.ls(self._root, detail=False))
         return frozenset(str(path).rstrip("/").rpartition("/")[2] for path in found)
 
     def sizes(self, below: str = "") -> Mapping[str, int]:
-        """Every object below a name, as the store lists it; nothing where there is none."""
+        """Size of every object below a name, as the store lists it; empty without any."""
         prefix = self._full(below) if below else self._root
         try:
             found = self._ask(lambda _: self._fs.find(prefix, detail=True))
@@ -61,34 +61,34 @@ class Objects:
         return int(self._ask(lambda _: self._fs.info(self._full(path)))["size"])
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """These bytes, fewer where the object ends before."""
+        """The bytes from `start` to `stop`, fewer if the object ends before."""
         raw = self._ask(lambda _: self._fs.cat_file(self._full(path), start=start, end=stop))
         return bytes(raw)
 
     def put(self, path: str, data: bytes) -> None:
-        """An object of these bytes, in one request; it replaces what is there."""
+        """Write an object in one request, replacing any present one."""
         self._ask(lambda _: self._fs.pipe_file(self._full(path), data), writes=True)
 
     def create(self, path: str, data: bytes) -> None:
-        """`put`; raises FileExistsError where there is an object with other bytes.
+        """`put`; raises FileExistsError if an object with other bytes exists.
 
-        A conditional put where the store has it, else a look before the put.
+        A conditional put if the store supports it, else a check before the put.
         """
 
         def attempt(_: Patience) -> None:
             try:
                 self._put_new(path, data)
             except FileExistsError:
-                # An earlier attempt may have come through without its answer.
+                # An earlier attempt may have succeeded without its reply arriving.
                 if bytes(self._fs.cat_file(self._full(path))) != data:
                     raise
 
         self._ask(attempt, writes=True)
 
     def upload(self, path: str, chunks: Iterable[Any]) -> int:
-        """Streams an object in parts and returns its size; each attempt iterates `chunks` anew.
+        """Stream an object in parts and return its size; each attempt iterates `chunks` anew.
 
-        It is there when this returns: before that the store shows nothing, or bytes up to a point.
+        It exists when this returns; before that the store shows nothing, or a prefix of the bytes.
         """
 
         def attempt(patience: Patience) -> int:
@@ -111,7 +111,7 @@ class Objects:
         self._ask(lambda _: self._fs.cp_file(self._full(path), self._full(to)), writes=True)
 
     def remove(self, paths: Iterable[str]) -> None:
-        """In any order; what is gone already is no error."""
+        """Delete objects, in any order; a missing object is no error."""
 
         def gone(path: str) -> None:
             with suppress(FileNotFoundError):
@@ -147,7 +147,7 @@ class Objects:
                 right = "write to" if writes else "read"
                 raise ConfigError(f"no right to {right} {self._url}: {error}") from error
             except Exception as error:
-                # Each implementation raises what its own client library does.
+                # Each implementation raises its own client library's exceptions.
                 if "Credentials" in type(error).__name__:
                     raise ConfigError(f"no credentials for {self._url}: {error}") from error
                 raise Interrupted(f"{self._url}: {type(error).__name__}: {error}") from error
@@ -166,10 +166,10 @@ def _pieces(chunks: Iterable[Any]) -> Iterator[memoryview]:
 
 
 def _discard(file: Any) -> None:
-    """Gives an upload up. Closing it instead would put what is there of it in force."""
+    """Abort an upload. Closing it instead would publish the bytes so far."""
     with suppress(Exception):
         file.discard()
-    # Else it closes itself when it is forgotten.
+    # Otherwise it would close itself when garbage-collected.
     with suppress(AttributeError):
         file.closed = True
 

@@ -1,4 +1,4 @@
-"""Whether upstream answers; where it does not, what is remembered answers in its place."""
+"""Tracks whether upstream answers; while it does not, remembered answers are used."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,14 +9,14 @@ from harvester.contracts.errors import Exhausted
 T = TypeVar("T")
 
 PATIENCE_S = 5.0
-"""For an answer, where something remembered could stand for it."""
+"""Seconds to wait for an answer that a remembered one could replace."""
 _PROBE_EVERY_S = 1.0
 
 
 class Outage:
-    """Begins where a question stays open for too long, and ends when a probe is answered.
+    """Begins when a request stays open for too long, and ends when a probe is answered.
 
-    Meanwhile nobody waits for upstream. Belongs to one event loop.
+    Meanwhile no reader waits for upstream. Belongs to one event loop.
     """
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class Outage:
         *,
         wait_s: float = 0.0,
     ) -> T:
-        """What `ask` says, or what `recall` gives where that takes longer than `wait_s` and
-        patience. Where nothing is remembered it is waited for."""
+        """The result of `ask`, or of `recall` if `ask` takes longer than `wait_s` plus PATIENCE_S.
+        Without a remembered answer, waits for `ask`."""
         if self.is_on and (held := recall()) is not None:
             return held
         asking = asyncio.ensure_future(ask())
@@ -49,7 +49,7 @@ class Outage:
         return await asking
 
     async def over(self, timeout_s: float) -> bool:
-        """Waits for the end; whether it came."""
+        """Wait for the end of the outage; returns whether it ended in time."""
         if self._probing is not None and self.is_on:
             await asyncio.wait({self._probing}, timeout=timeout_s)
         return not self.is_on
@@ -71,12 +71,12 @@ async def _until_answered(probe: Callable[[], Awaitable[object]]) -> None:
         except Exhausted:
             continue
         except Exception:
-            # Whatever it says, it is there.
+            # Any other answer shows that upstream is reachable.
             return
         return
 
 
 def _heard(asking: "asyncio.Future[Any]") -> None:
-    """Whoever asked may be gone when it fails."""
+    """Retrieve a late exception: the reader may have left by then."""
     if not asking.cancelled():
         asking.exception()

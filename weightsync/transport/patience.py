@@ -1,7 +1,7 @@
-"""How long one read is tried again: bounded in attempts and in time, and only while it gets on.
+"""Retry policy of one read: bounded in attempts and in time without progress.
 
-A read that keeps moving may take as long as it needs; one that stands still, or crawls, ends.
-`Patience` decides and never sleeps; `persist` is the loop around it.
+A read that progresses may take as long as it needs; one that stalls, or crawls, ends. `Patience`
+decides and never sleeps; `persist` is the loop around it.
 """
 
 import time
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Interrupted(Exception):  # noqa: N818 - named for what happened to the attempt
-    """An attempt that may be made again. Never leaves this package."""
+    """A failed attempt that may be repeated. Never leaves this package."""
 
     def __init__(self, reason: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -27,18 +27,18 @@ class Interrupted(Exception):  # noqa: N818 - named for what happened to the att
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryLimits:
     give_up_s: float = 60.0
-    """Without progress."""
+    """Longest time without progress."""
     attempts_max: int = 60
-    """In a row without progress."""
+    """Most consecutive attempts without progress."""
     first_wait_s: float = 0.05
     wait_max_s: float = 2.0
-    """Of our own; a server that asks for longer gets it."""
+    """Bound on the client's own wait; a longer Retry-After of the server is obeyed."""
     progress_bytes: int = 64 << 10
-    """As many bytes within `give_up_s` count as progress; about 1 KiB/s is the slowest."""
+    """Bytes within `give_up_s` that count as progress; about 1 KiB/s is the slowest."""
 
 
 class Patience:
-    """For one read, from its first attempt."""
+    """Retry state of one read, from its first attempt."""
 
     def __init__(self, limits: RetryLimits, *, now: float, random: Random) -> None:
         self._limits = limits
@@ -48,7 +48,7 @@ class Patience:
         self._until_s = now + limits.give_up_s
 
     def received(self, done_bytes: int, *, now: float) -> None:
-        """The read has `done_bytes` by now."""
+        """Record that the read has `done_bytes` in total."""
         if done_bytes - self._counted_bytes >= self._limits.progress_bytes:
             self._counted_bytes = done_bytes
             self._attempts = 0
@@ -58,7 +58,8 @@ class Patience:
         return now >= self._until_s
 
     def wait_s(self, *, now: float, retry_after_s: float = 0.0) -> float | None:
-        """Wait before the next attempt; None where there is none. Jittered above what was asked."""
+        """Seconds before the next attempt; None if there is none. At least `retry_after_s`, plus
+        jitter."""
         self._attempts += 1
         doubled = self._limits.first_wait_s * 2.0 ** min(self._attempts - 1, 30)
         own = min(self._limits.wait_max_s, doubled)
@@ -74,7 +75,7 @@ def persist(
     clock: Clock,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Calls `attempt` until it returns; raises Exhausted where patience ends first."""
+    """Call `attempt` until it returns; raises Exhausted if patience ends first."""
     while True:
         try:
             return attempt()

@@ -1,6 +1,6 @@
-"""What a relay must know of a version: its shards, their sizes and digests, from its index alone.
+"""A relay's view of a version: its shards, their sizes and digests, from its index alone.
 
-Receivers read the whole index (manifest.py); here nothing of tensors is looked at, so that a relay
+Receivers read the whole index (manifest.py); this module skips all tensor fields, so that a relay
 needs no framework.
 """
 
@@ -36,10 +36,10 @@ class _Index(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedFile:
     key: str
-    """Of a cached copy: another content has another key."""
+    """Key of a cached copy: other content has another key."""
     size_bytes: int | None
     xxh3_128: str | None
-    """None in a store of another system; its receivers check every tensor."""
+    """None for a foreign store, whose receivers check every tensor."""
 
 
 def published_files(index: bytes) -> Mapping[str, PublishedFile]:
@@ -51,7 +51,7 @@ def published_files(index: bytes) -> Mapping[str, PublishedFile]:
 
 
 def described(index: bytes) -> str:
-    """One version in a few words, for people; raises Corrupt."""
+    """One-line description of a version, for people; raises Corrupt."""
     read = _decoded(index)
     kind = "full"
     if read.metadata.delta_encoding is not None:

@@ -15,7 +15,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})\Z", re.ASCI
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """The bytes from `start` up to, and not with, `stop`."""
+    """The bytes from `start` up to, but not including, `stop`."""
 
     start: int
     stop: int
@@ -31,7 +31,7 @@ class Span:
 
 
 def requested_span(header: str | None, size_bytes: int) -> Span | None:
-    """What a request's Range asks of a file; None where the file cannot satisfy it (416)."""
+    """The span that a request's Range selects; None if the file cannot satisfy it (416)."""
     if header is None:
         return Span(0, size_bytes)
     match = _RANGE.match(header.strip())
@@ -46,12 +46,12 @@ def requested_span(header: str | None, size_bytes: int) -> Span | None:
 
 
 def range_header(span: Span) -> str:
-    """`Range` of a request for `span`."""
+    """The `Range` header of a request for `span`."""
     return f"bytes={span.start}-{span.stop - 1}"
 
 
 def content_range(span: Span, size_bytes: int) -> str:
-    """`Content-Range` of the answer with `span` of a file."""
+    """The `Content-Range` header of a reply with `span` of a file."""
     return f"bytes {span.start}-{span.stop - 1}/{size_bytes}"
 
 

@@ -1,9 +1,9 @@
 """A shelf with copies: every file crosses the slow link once, then serves many.
 
-Readers of a file that is still arriving are given what is there as it grows; its digest is checked
+Readers of a file that is still arriving get its present bytes as it grows; its digest is checked
 before it counts as whole, and a file that fails is dropped and pulled again for the next reader.
-Which version is newest, and the index of each, is asked upstream. While upstream does not answer,
-the versions whose files are all here are what there is.
+LATEST and the index of each version are requested upstream. While upstream does not answer, only
+versions whose files are all cached are served.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class RelayShelf:
         while True:
             left_s = max(0.0, until_s - self._clock.now())
             found = await self._asked_latest(store, known, left_s)
-            # In an outage nothing newer can come: its end is what is waited for.
+            # In an outage no newer version can appear: wait for its end.
             if found != known or not self._outage.is_on or not await self._outage.over(left_s):
                 return found
 
@@ -98,7 +98,7 @@ class RelayShelf:
         )
 
     def _newest_here(self, store: str) -> bytes | None:
-        """The newest version that can be served, of those that upstream called the newest."""
+        """The newest version that can be served, among those that upstream named in LATEST."""
         latest = self._remembered.latest(store)
         refs = (named_ref(name) for name in self._whole_versions(store))
         here = [
@@ -110,7 +110,7 @@ class RelayShelf:
         return None if newest is None else f"{newest.directory}\n".encode()
 
     def _whole_versions(self, store: str) -> tuple[str, ...]:
-        """Those that can be served without upstream."""
+        """Versions that can be served without upstream."""
         return tuple(
             sorted(
                 version
@@ -151,7 +151,7 @@ class RelayShelf:
     async def _published_file(
         self, store: str, directory: str, name: str, *, fresh: bool
     ) -> PublishedFile:
-        """A shard as the index says that some reader saw last: who asks for it has read that."""
+        """A shard's record from the index last served: its readers have seen that index."""
         known = (store, directory)
         if fresh or known not in self._indexes:
             await self._read_index(store, directory)
@@ -174,7 +174,7 @@ class RelayShelf:
         return raw
 
     async def _read_mark(self, store: str, directory: str) -> bytes:
-        """READY; whoever pulled a version's files that are all here had seen it."""
+        """The READY file. A version whose files are all cached was ready when they were pulled."""
         return await self._outage.asked(
             lambda: self._read_small(store, f"{directory}/{READY_FILE}"),
             lambda: b"" if directory in self._whole_versions(store) else None,
@@ -233,14 +233,14 @@ class RelayShelf:
         return file
 
     def _let_go(self, name: str, file: RelayedFile) -> None:
-        """Out of use once nobody reads it and nothing of it is on its way."""
+        """Release a file once it has no readers and no pulls in progress."""
         if (file.is_broken or file.is_idle) and self._files.get(name) is file:
             del self._files[name]
         if file.is_idle:
             file.release()
 
     async def _read_small(self, store: str, path: str) -> bytes:
-        """A small file as upstream has it, read once for everybody who asks meanwhile."""
+        """A small upstream file, read once for all concurrent requests."""
         reading = self._reading.get((store, path))
         if reading is None:
             source = self._shelf.store(store).source
@@ -253,7 +253,7 @@ class RelayShelf:
 
     def _was_read(self, store: str, path: str, done: "asyncio.Task[bytes]") -> None:
         del self._reading[store, path]
-        # Whoever asked may be gone when it fails.
+        # The requesting reader may have left by the time it fails.
         if not done.cancelled():
             done.exception()
 

@@ -1,4 +1,4 @@
-"""One shard in a relay's cache while somebody uses it: pulled once, read by all as it grows."""
+"""One shard in a relay's cache while in use: pulled once, read by all readers as it grows."""
 
 import asyncio
 import os
@@ -10,10 +10,10 @@ from weightsync.transport.object_cache import CachedObject, ObjectCache, digest_
 from weightsync.transport.ranges import Span
 
 _RUN_BYTES = 2 << 20
-"""Of one pull. Readers see it when all of it is there."""
+"""Bytes of one pull; readers see them once the whole pull has arrived."""
 
 Pull = Callable[[Span], Awaitable[None]]
-"""Brings a span of the shard into its file; raises what the source raises."""
+"""Write a span of the shard into its file; raises what the source raises."""
 
 
 class RelayedFile:
@@ -30,7 +30,7 @@ class RelayedFile:
         disk: Executor,
         on_idle: Callable[["RelayedFile"], None],
     ) -> None:
-        """`on_idle` is called whenever nothing of it is on its way any more."""
+        """`on_idle` is called whenever no pull is in progress any more."""
         self._held = held
         self._cache = cache
         self._xxh3_128 = xxh3_128
@@ -58,16 +58,16 @@ class RelayedFile:
         return self._failure is not None
 
     def release(self) -> None:
-        """Gives its place in the cache back to whoever needs room; once."""
+        """Mark its cache entry as evictable. Idempotent."""
         if not self._released:
             self._released = True
             self._cache.leave(self._held)
 
     async def is_sound(self, *, again: bool) -> bool:
-        """Whether it may be served. A copy from before this process proves itself first.
+        """Whether it may be served. A copy from before this process is verified first.
 
-        `again`: a reader got wrong bytes. A copy that still grows cannot prove itself, and may
-        never be whole where its readers need parts: what is here of it is pulled again.
+        `again` means that a reader received wrong bytes. A growing copy cannot be verified, and may
+        never be whole if its readers need parts only: its present bytes are pulled again.
         """
         async with self._proving:
             if self._held.is_whole and (again or not self._held.proved):
@@ -115,7 +115,7 @@ class RelayedFile:
         try:
             await self._pull(run)
         except Exception as error:
-            # Its readers come again, and with them the wish for these bytes.
+            # Its readers retry, and request these bytes again.
             chunks.lost(run)
             if isinstance(error, Corrupt):
                 self._fail(error)
@@ -148,13 +148,13 @@ class RelayedFile:
             self._held.proved = True
 
     def _fail(self, error: Exception) -> None:
-        """Nobody is given this copy any more."""
+        """Withdraw this copy from readers and the cache."""
         if self._failure is None:
             self._failure = error
             self._cache.drop(self._held, reason="broken")
 
     async def _news(self) -> None:
-        """Returns when something arrived; raises where a pull failed."""
+        """Wait for the next arrival; raises if a pull failed."""
         if self._failure is not None:
             raise self._failure
         news = asyncio.get_running_loop().create_future()

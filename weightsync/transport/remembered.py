@@ -1,9 +1,9 @@
-"""What a relay keeps of its upstream beside the shards: LATEST and indexes, one file each.
+"""Upstream's LATEST files and indexes as a relay remembers them, one file each.
 
     <cache>/.remembered/<store>/LATEST
     <cache>/.remembered/<store>/<version>      its index
 
-Believed only while upstream does not answer, and then of a version whose shards are all here.
+Used only while upstream does not answer, and then for versions whose shards are all cached.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from weightsync.transport.published import PublishedFile, published_files
 
 _DIRECTORY = ".remembered"
 MAX_VERSIONS = 256
-"""Of a store; the oldest go."""
+"""Indexes per store; the oldest are dropped."""
 
 
 class Remembered:
-    """Names were checked by who asks. Not thread-safe."""
+    """Callers have checked the names. Not thread-safe."""
 
     def __init__(self, cache: Path) -> None:
         self._root = cache / _DIRECTORY
@@ -43,7 +43,7 @@ class Remembered:
         return None if held is None else held[0]
 
     def files(self, store: str) -> Mapping[str, Mapping[str, PublishedFile]]:
-        """The shards of each version whose index is here."""
+        """The shards of each version whose index is remembered."""
         return {v: files for (of, v), (_, files) in self._files.items() if of == store}
 
     def keep_latest(self, store: str, raw: bytes) -> None:
@@ -63,11 +63,11 @@ class Remembered:
             (self._root / store / old).unlink(missing_ok=True)
 
     def _write(self, store: str, name: str, raw: bytes) -> None:
-        # Without it a restarted relay knows less; nothing else is lost.
+        # Without the file a restarted relay remembers less; nothing else is lost.
         with suppress(OSError):
             (self._root / store).mkdir(parents=True, exist_ok=True)
             temporary = self._root / store / f"{TEMPORARY}{name}"
-            # A power cut may tear it: what cannot be read at the next start is not believed.
+            # A power cut may tear it: an unreadable file is ignored at the next start.
             temporary.write_bytes(raw)
             temporary.replace(self._root / store / name)
 

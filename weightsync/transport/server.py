@@ -4,8 +4,8 @@
     GET /stores/{store}                    GET /stores/{store}/{directory}/{file}
     GET /healthz                           GET /metrics
 
-400 a name that is none, 401 no token, 404 not there, 409 not what was published, 416 no such range,
-503 with Retry-After: too many transfers, or what it reads from is not there for now.
+400 invalid name, 401 no token, 404 not found, 409 content differs from the published, 416 invalid
+range, 503 with Retry-After: too many transfers, or its source does not answer.
 """
 
 import asyncio
@@ -41,13 +41,13 @@ _RETRY_AFTER_S = 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLimits:
     transfers_max: int = 64
-    """At once; who comes then is told to wait. Each holds about 1 MiB."""
+    """Concurrent transfers; further ones are told to retry. Each holds about 1 MiB."""
     bytes_per_s: float | None = None
-    """Of all transfers together."""
+    """Rate of all transfers together."""
     stall_s: float = 60.0
-    """A receiver that takes nothing for so long is cut off."""
+    """Seconds without progress after which a receiver is disconnected."""
     wait_max_s: float = 30.0
-    """How long a question for LATEST is held back at most."""
+    """Longest time for which a request for LATEST is held back."""
 
 
 class WeightServer:
@@ -123,7 +123,8 @@ class WeightServer:
             self._metrics.active.set(self._active)
 
     async def _index(self, request: web.Request, store: str, file: ShelfFile) -> web.Response:
-        """Relays ask for it again whenever one of their readers does; mostly it is the same."""
+        """Serve an index; a relay asks again for each of its readers' requests, mostly unchanged
+        (304)."""
         if file.size_bytes > MAX_INDEX_BYTES:
             raise Corrupt(f"an index of {file.size_bytes} bytes")
         raw = bytes(await file.read(Span(0, file.size_bytes)))
@@ -150,7 +151,7 @@ class WeightServer:
         if request.method != "HEAD":
             file.expect(span)
             first = next(span.pieces(_PIECE_BYTES), Span(0, 0))
-            # What cannot be read at all is still answered with an error.
+            # An unreadable file is still answered with an error status.
             head = await file.read(first) if first.size_bytes else b""
             await response.prepare(request)
             await self._send(request, response, store, file, head, Span(first.stop, span.stop))
@@ -165,7 +166,8 @@ class WeightServer:
         head: bytes | bytearray,
         rest: Span,
     ) -> None:
-        """Ends the connection where the file cannot be read to its end: the reader comes again."""
+        """Send the rest of a file. Aborts the connection if the file cannot be read; the reader
+        retries."""
         outcome = "broken"
         try:
             await self._write(response, store, head)
@@ -198,7 +200,7 @@ class WeightServer:
 def _authorised(token: bytes | None) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        # Probes carry no token, and health answers nobody's secrets.
+        # Probes carry no token, and health reveals no secret.
         sent, is_probe = request.headers.get("Authorization", ""), request.path == "/healthz"
         if token is not None and not is_probe and not is_sent(token, sent):
             return _failure(401, "send the server's token as Authorization: Bearer ...")
@@ -234,7 +236,7 @@ def _known_latest(request: web.Request) -> bytes | None:
 
 
 def _wait_s(request: web.Request) -> float:
-    """What `Prefer: wait=SECONDS` asks (RFC 7240); fractions are understood too."""
+    """The seconds of `Prefer: wait=SECONDS` (RFC 7240), fractions included; 0 without it."""
     name, _, value = request.headers.get("Prefer", "").partition("=")
     with suppress(ValueError):
         if name.strip().lower() == "wait" and 0 < float(value) < float("inf"):

@@ -1,6 +1,6 @@
-"""What a weight server serves from: stores by name, whatever keeps them.
+"""A weight server's source of files: stores by name, whatever keeps them.
 
-`SourceShelf` reads every file where it is; relay.py's shelf keeps copies. Both belong to one event
+`SourceShelf` reads every file in place; relay.py's shelf keeps copies. Both belong to one event
 loop and read in threads.
 """
 
@@ -22,7 +22,7 @@ from weightsync.transport.source import StoreSource
 T = TypeVar("T")
 _THREADS = 16
 _MAX_STORES = 1024
-"""Names come from outside: so many may be open at once."""
+"""Bound on open stores, since their names come from clients."""
 
 
 class ShelfFile(Protocol):
@@ -32,16 +32,16 @@ class ShelfFile(Protocol):
     def size_bytes(self) -> int: ...
 
     def expect(self, span: Span) -> None:
-        """All of this is going to be read."""
+        """Announce that all of a span will be read."""
         ...
 
     async def read(self, span: Span) -> bytes | bytearray:
-        """These bytes, once they are there; raises Corrupt or Exhausted."""
+        """The bytes of a span, once they are available; raises Corrupt or Exhausted."""
         ...
 
 
 class Shelf(Protocol):
-    """Raises FileNotFoundError for what is not there."""
+    """Raises FileNotFoundError for unknown stores and files."""
 
     async def names(self) -> tuple[str, ...]: ...
 
@@ -52,7 +52,7 @@ class Shelf(Protocol):
     def open(
         self, store: str, path: str, *, doubted: bool
     ) -> AbstractAsyncContextManager[ShelfFile]:
-        """A file of a version; `doubted` where a reader found that it got wrong bytes."""
+        """A file of a version; `doubted` if a reader received wrong bytes."""
         ...
 
     async def close(self) -> None: ...
@@ -65,7 +65,7 @@ class OpenStore:
 
 
 class SourceShelf:
-    """Stores as they are kept under a root."""
+    """Serves stores directly from a root."""
 
     def __init__(
         self, root: StoreRoot, *, threads: int = _THREADS, clock: Clock | None = None
@@ -99,7 +99,7 @@ class SourceShelf:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def store(self, name: str) -> OpenStore:
-        """An open store; raises FileNotFoundError where there is none of that name."""
+        """An open store; raises FileNotFoundError if there is none of that name."""
         if name not in self._open:
             if len(self._open) >= _MAX_STORES:
                 oldest = next(iter(self._open))
@@ -116,7 +116,7 @@ class SourceShelf:
         return self._open[name]
 
     async def threaded(self, call: Callable[[], T]) -> T:
-        """What a blocking call returns."""
+        """Run a blocking call in a thread; returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 
@@ -128,7 +128,7 @@ class _SourceFile:
     size_bytes: int
 
     def expect(self, span: Span) -> None:
-        """The source reads what it is asked for when it is asked."""
+        """No-op: the source reads on request only."""
 
     async def read(self, span: Span) -> bytearray:
         def read() -> bytearray:

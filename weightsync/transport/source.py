@@ -1,11 +1,11 @@
-"""Where a store's bytes come from, whatever it is kept in.
+"""The source of a store's bytes, whatever it is kept in.
 
     directory.py      a local or shared file system
-    object_store.py   whatever fsspec opens
-    http_source.py    a server or a relay of ours
+    object_store.py   any file system that fsspec opens
+    http_source.py    a RoseMux server or relay
 
-A source gives bytes and believes nothing about them: sizes, digests and READY are `Store`'s affair.
-Paths are names of a version's directory and of a file in it that their caller has checked.
+A source returns unverified bytes: `Store` checks sizes, digests and READY. Paths consist of a
+version's directory and a file name that the caller has checked.
 """
 
 import time
@@ -20,56 +20,56 @@ from weightsync.transport.ranges import Span
 class StoreSource(Protocol):
     """One store. Thread-safe.
 
-    Every read raises FileNotFoundError where there is no such file or store, Corrupt where its
-    bytes are not to be had as asked, Exhausted where the source did not answer for too long, and
-    ConfigError where the user must act (no right to read, a certificate that is not trusted).
+    Every read raises FileNotFoundError for a missing file or store, Corrupt if the bytes are not
+    available as requested, Exhausted if the source did not answer for too long, and ConfigError if
+    the user must act (no right to read, an untrusted certificate).
     """
 
     @property
     def streams(self) -> int:
-        """How many ranges are worth reading at once."""
+        """Number of ranges worth reading in parallel."""
         ...
 
     @property
     def range_bytes(self) -> int:
-        """How many bytes are worth asking for at once."""
+        """Bytes worth requesting at once."""
         ...
 
     @property
     def announces(self) -> bool:
-        """Whether `latest` that waits is told of a change, and need not look again and again."""
+        """Whether a waiting `latest` is notified of a change instead of polling."""
         ...
 
     def directories(self) -> frozenset[str]:
-        """Names of what is in the store."""
+        """Names in the store."""
         ...
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
-        """The LATEST file; None where there is none yet.
+        """The LATEST file; None if there is none yet.
 
-        Waits up to `wait_s` for it to be something else than `known`.
+        Waits up to `wait_s` for it to differ from `known`.
         """
         ...
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
-        """A whole file; raises Corrupt where it is over the limit."""
+        """A whole file; raises Corrupt if it is over the limit."""
         ...
 
     def size_bytes(self, path: str) -> int: ...
 
     def read_range(self, path: str, start: int, into: memoryview) -> None:
-        """Fills `into` with the file's bytes from `start` on."""
+        """Fill `into` with the file's bytes from `start` on."""
         ...
 
     def doubt(self, path: str) -> None:
-        """What was read of this file is not what was published: believe no copy of it."""
+        """Report that this file's bytes were wrong, so that no cached copy of it is used."""
         ...
 
     def close(self) -> None: ...
 
 
 def each_span(source: StoreSource, spans: Iterable[Span], read: Callable[[Span], None]) -> None:
-    """Reads every span, as many at once as the source likes."""
+    """Read every span, with the source's parallelism."""
     listed = list(spans)
     if source.streams == 1 or len(listed) <= 1:
         for span in listed:
@@ -91,7 +91,7 @@ def watched(
     poll_s: float,
     clock: Clock,
 ) -> bytes | None:
-    """`latest` of a source that nobody tells of changes: looks again every `poll_s`."""
+    """`latest` of a source without notifications: reads again every `poll_s`."""
     until_s = clock.now() + wait_s
     while (found := read()) == known and (left_s := until_s - clock.now()) > 0:
         time.sleep(min(poll_s, left_s))

@@ -1,13 +1,13 @@
-"""The bandwidth cap: how long the next bytes have to wait. Pure; the time is an argument."""
+"""The bandwidth cap: seconds that the next bytes must wait. Pure; the time is an argument."""
 
 from harvester.contracts.errors import ConfigError
 
 BURST_S = 0.25
-"""What may go out at once after a pause, in seconds of the rate: a few socket buffers."""
+"""Burst after a pause, in seconds of the rate: a few socket buffers."""
 
 
 class TokenBucket:
-    """`bytes_per_s` on average, in the order in which it is asked."""
+    """Limits to `bytes_per_s` on average, in request order."""
 
     def __init__(self, bytes_per_s: float, *, burst_bytes: float | None = None) -> None:
         if bytes_per_s <= 0:

@@ -1,4 +1,4 @@
-"""What a weight server says beside files: small JSON records, and the entity tags."""
+"""A weight server's messages besides files: small JSON records, and the entity tags."""
 
 import msgspec
 import xxhash
@@ -19,7 +19,7 @@ class StoreListing(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """The body of every answer from 400 on."""
+    """Body of every reply with a status of 400 or above."""
 
     error: str
 

@@ -1,9 +1,9 @@
-"""What an engine with LoRA serves: a base model, and adapters on it by the name of their requests.
+"""Weights of an engine with LoRA: a base model, and adapters on it by the name in requests.
 
-An adapter's version says which base it was trained on. It is put in force on exactly that base: the
-engine brings its base there first, in the same pause. A base that adapters are in force on moves in
-no other way, so that no request is ever sampled by an adapter on weights that it does not know.
-Decides what may follow what; how vLLM holds an adapter is the affair of `slots`.
+An adapter's version names the base that it was trained on. It is put in force on exactly that base:
+the engine first brings its base there, in the same pause. A base with adapters in force moves in no
+other way, so that no request is ever sampled by an adapter on a foreign base. Decides the order of
+versions; `slots` holds the adapters in vLLM.
 """
 
 from collections.abc import Callable
@@ -23,23 +23,23 @@ from weightsync.vllm.stager import Stager, StageState, StageStatus
 
 
 class Slots(Protocol):
-    """Where an engine holds adapters. A form is what it makes of PEFT's files."""
+    """An engine's storage for adapters. A form is its representation of PEFT's files."""
 
     def read(self, directory: Path) -> Any:
-        """The form of the files in a directory; raises Unsupported where it takes no such adapter.
+        """The form of the files in a directory; raises Unsupported for an unsuitable adapter.
 
-        Called from another thread than the rest.
+        Called from another thread than the other methods.
         """
         ...
 
     def check(self, form: Any) -> None:
-        """Raises ConfigError where the form does not fit the model; changes nothing."""
+        """Raises ConfigError if the form does not fit the model; changes nothing."""
         ...
 
     def put(self, name: str, form: Any) -> None:
-        """Puts a form in force under a name, in place of the one before.
+        """Put a form in force under a name, in place of the previous one.
 
-        Raises ConfigError where it does not fit; then the one before stays.
+        Raises ConfigError if it does not fit; the previous one then stays.
         """
         ...
 
@@ -49,7 +49,7 @@ class _Coming:
     copy: AdapterCopy
     form: Any
     held: AdapterCopy | None
-    """What it was made from."""
+    """The copy that it was made from."""
 
 
 class AdaptedWeights:
@@ -61,16 +61,16 @@ class AdaptedWeights:
         self._slots = slots
         self._stager: Stager[_Coming] = Stager()
         self._held: dict[str, AdapterCopy] = {}
-        """What is in force, by the name that requests give."""
+        """Copies in force, by the name in requests."""
 
     @property
     def is_loaded(self) -> bool:
-        """Whether all weights are published versions that fit each other, for certain."""
+        """Whether all weights are known to be published versions that fit each other."""
         fits = all(self._is_on(copy.record) for copy in self._held.values())
         return self._base.is_loaded and fits
 
     def stage(self, wanted: Wanted) -> StageStatus:
-        """See EngineWeights; an adapter's base is staged after it where it is another one."""
+        """See EngineWeights; if an adapter needs another base, that base is staged next."""
         record = self._record(wanted)
         if record is None:
             return self._base.stage(wanted)
@@ -80,10 +80,10 @@ class AdaptedWeights:
         return told
 
     def load(self, wanted: Wanted) -> Applied:
-        """Brings the engine to a version of a base or of an adapter; see EngineWeights.
+        """Bring the engine to a version of a base or of an adapter; see EngineWeights.
 
-        Raises ConfigError for a base that adapters in force do not fit, and for an adapter without
-        a name or on a base that another adapter in force does not share.
+        Raises ConfigError for a base that adapters in force do not fit, for an adapter without a
+        name, and for one whose base differs from another adapter's in force.
         """
         record = self._record(wanted)
         if record is None:
@@ -109,7 +109,7 @@ class AdaptedWeights:
         self._base.release()
 
     def report(self) -> dict[str, Any]:
-        """That of the base, and each adapter in force under `adapters`."""
+        """The base's report, with each adapter in force under `adapters`."""
         if not self.is_loaded:
             return {}
         return self._base.report() | {"adapters": {n: _told(c) for n, c in self._held.items()}}
@@ -142,7 +142,7 @@ class AdaptedWeights:
                 f"adapter {name} belongs to {record.base_store} version {record.base_version}, "
                 f"adapter {others[0]} to another base: an engine holds one base"
             )
-        # What can be wrong with the adapter is found before the base moves.
+        # Faults of the adapter are found before the base moves.
         self._slots.check(form)
         self._base.load(_base_of(record))
 
@@ -164,14 +164,14 @@ class AdaptedWeights:
         return manifest.block.adapter if manifest and manifest.block else None
 
     def _is_on(self, record: AdapterRecord) -> bool:
-        """Whether the engine holds the base of an adapter, for certain."""
+        """Whether the engine is known to hold the adapter's base."""
         return bool(self._base.report().get("state_hash") == record.base_state_hash)
 
     def _of_store(self, store: str) -> AdapterCopy | None:
         return next((copy for copy in self._held.values() if copy.store == store), None)
 
     def _preparing(self, wanted: Wanted) -> Callable[[], _Coming]:
-        """The work of a preparation, bound to what is in force now."""
+        """The preparation as a callable, bound to the copy in force now."""
         held = self._of_store(wanted.store)
         return lambda: self._prepared(wanted, held)
 

@@ -14,7 +14,7 @@ _RESOLVER = "rosemux"
 
 
 def adapter_path(name: str) -> str:
-    """The path that stands for an adapter of ours."""
+    """The path that selects a RoseMux adapter."""
     return f"{_SCHEME}{name}"
 
 

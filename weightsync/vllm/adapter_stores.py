@@ -33,7 +33,7 @@ MAX_REMEMBERED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterCopy:
-    """One version of an adapter. Nobody changes its bits."""
+    """One version of an adapter. Its bits are immutable."""
 
     store: str
     record: AdapterRecord
@@ -68,9 +68,10 @@ class AdapterStores:
         self._pool.pace = pace
 
     def manifest(self, store: str, version: WeightVersion) -> Manifest | None:
-        """The index of a version; None where it cannot be had: whoever loads it says why.
+        """The index of a version; None if it cannot be read, in which case the load reports the
+        reason.
 
-        Remembered, because versions never change.
+        Cached, because versions never change.
         """
         key = (store, version)
         if key not in self._manifests:
@@ -135,7 +136,7 @@ class AdapterStores:
     def _advanced(self, held: AdapterCopy | None, staged: Staged) -> tuple[Mapping[str, Bits], str]:
         """The bits of a version and their hash; raises Corrupt where it is not the published one"""
         if staged.full is not None:
-            # What was staged is given up after this.
+            # The staged memory is released after this.
             bits = {name: found.copy() for name, found in staged.full.items()}
         elif held is None or held.layout != staged.layout:
             raise Corrupt(f"version {staged.plan.target} has other tensors than its base")

@@ -1,9 +1,9 @@
 """Keeps linear weights writable on a CPU, where vLLM packs each one at load and drops the original.
 
-One upstream function packs every linear layer and every output head. In its place, for engines
-with our backend only, stands one that keeps the plain weight: eager engines get vLLM's packed copy
-beside it, made again from the changed weight, so that they run as fast as without us; compiled
-engines compute from the plain weight, because a packed copy is a constant in their graph.
+One upstream function packs every linear layer and every output head. For engines with RoseMux's
+backend only, it is replaced by one that keeps the plain weight: eager engines get vLLM's packed
+copy beside it, remade from the changed weight, so that they run at stock speed; compiled engines
+compute from the plain weight, because a packed copy is a constant in their graph.
 """
 
 import logging
@@ -25,13 +25,13 @@ _COMPUTE = "cpu_linear"
 _SYMBOL = "dispatch_cpu_unquantized_gemm"
 
 PackedForm: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""What a layer computes with: a function that holds the packed weight."""
+"""The function by which a layer computes; it holds the packed weight."""
 
 
 def install(backend: str) -> None:
-    """Puts our function in the place of vLLM's; a second call changes nothing.
+    """Replace vLLM's packing function. Idempotent.
 
-    Engines whose `weight_transfer_config` names another backend, or none, are left as they are.
+    Engines whose `weight_transfer_config` names another backend, or none, are left unchanged.
     """
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.layers import utils
@@ -59,7 +59,7 @@ def install(backend: str) -> None:
 
 
 def check_installed() -> None:
-    """Raises Unsupported where weights were packed before we could keep them."""
+    """Raises Unsupported if weights were packed before they could be kept."""
     from vllm.model_executor.layers import utils
 
     if not hasattr(getattr(utils, _SYMBOL, None), _ORIGINAL):
@@ -79,7 +79,7 @@ def packed_layers(model: torch.nn.Module) -> dict[int, list[Any]]:
 
 
 def packed_form(layer: Any, weight: torch.Tensor) -> PackedForm:
-    """The packed copy that `layer` would have of another weight; the layer stays as it is."""
+    """The packed copy that `layer` would have of another weight; the layer is unchanged."""
     stand_in = SimpleNamespace(
         weight=torch.nn.Parameter(weight, requires_grad=False), bias=getattr(layer, "bias", None)
     )
@@ -89,9 +89,9 @@ def packed_form(layer: Any, weight: torch.Tensor) -> PackedForm:
 
 
 def put_in_force(forms: Mapping[Any, PackedForm]) -> list[PackedForm]:
-    """Gives layers the packed copies that were made for them; returns those that they had.
+    """Install prepared packed copies in layers; returns the copies that they replace.
 
-    Dropping a copy gives its memory back, which takes as long as writing it: not in a pause.
+    Freeing a copy takes as long as writing it, so callers keep the old ones until after the pause.
     """
     replaced = [getattr(layer, _COMPUTE) for layer in forms]
     for layer, form in forms.items():
@@ -100,7 +100,7 @@ def put_in_force(forms: Mapping[Any, PackedForm]) -> list[PackedForm]:
 
 
 def repack(layers: Iterable[Any], touched: Collection[int], pool: Executor) -> int:
-    """Packs the changed ones of these layers again; returns how many.
+    """Repack the layers whose weights changed; returns their number.
 
     `touched`: storage addresses of the changed weights.
     """

@@ -1,8 +1,8 @@
 """Layers that compute from a form derived from their weights, such as shuffled or packed experts.
 
-The weights as they were loaded are kept beside the derived form: they are what is changed, read
-back and hashed, and from them vLLM's own processing makes the derived form again, into the storage
-that the engine computes from. Costs one copy of these layers' weights.
+The weights as loaded are kept beside the derived form: these are changed, read back and hashed, and
+from them vLLM's own processing remakes the derived form, in the storage that the engine computes
+from. Costs one copy of these layers' weights.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,7 +21,7 @@ _DONE = "_already_called_process_weights_after_loading"
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A parameter as it was between loading and processing."""
+    """A parameter as loaded, before vLLM processed it."""
 
     tensor: torch.Tensor
     kind: type[torch.Tensor]
@@ -35,7 +35,7 @@ class _Loaded:
 
 
 class DerivedLayers:
-    """`layers`: modules with vLLM's `quant_method`."""
+    """Derived layers of one model. `layers`: modules with vLLM's `quant_method`."""
 
     def __init__(self, layers: Sequence[Any], model_config: Any) -> None:
         self._layers = layers
@@ -48,7 +48,7 @@ class DerivedLayers:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, the layers take weights as at start; what they took is kept.
+        """Context in which the layers take weights as at start; the loaded weights are kept.
 
         Raises whatever vLLM's layerwise reload raises.
         """
@@ -68,11 +68,11 @@ class DerivedLayers:
                 finalize_layerwise_reload(layer, self._model_config)
 
     def storages(self) -> set[int]:
-        """Of the weights as they were loaded."""
+        """Storage addresses of the weights as loaded."""
         return {storage for layer in self._loaded for storage in self._storages(layer)}
 
     def derive(self, touched: Collection[int]) -> int:
-        """Makes the derived form again where loaded weights changed; returns of how many layers."""
+        """Remake the derived form of layers whose loaded weights changed; returns their number."""
         stale = [layer for layer in self._loaded if not self._storages(layer).isdisjoint(touched)]
         for layer in stale:
             self._derive(layer)
@@ -99,14 +99,14 @@ class DerivedLayers:
         for name in made:
             delattr(layer, name)
         for name, parameter in in_use.items():
-            # The engine, and on a GPU its recorded graphs, know this storage.
+            # The engine, and on a GPU its recorded graphs, refer to this storage.
             parameter.data.copy_(made[name].data)
             layer.register_parameter(name, parameter)
 
 
 @contextmanager
 def _before_processing(layer: Any, look: Callable[[Any], None]) -> Iterator[None]:
-    """Inside, `look` sees the layer each time before it is processed."""
+    """Context in which `look` sees the layer each time before it is processed."""
     method = layer.quant_method
     process = getattr(method, _PROCESS)
 
@@ -123,8 +123,8 @@ def _before_processing(layer: Any, look: Callable[[Any], None]) -> Iterator[None
 
 
 def _forget_kernel(layer: Any) -> None:
-    """Has the next processing do all of it: with its kernel set up, a CPU layer of experts takes
-    the loaded weights as packed ones."""
+    """Make the next processing complete: with its kernel set up, a CPU layer of experts takes the
+    loaded weights as packed ones."""
     if hasattr(layer.quant_method, _KERNEL):
         setattr(layer.quant_method, _KERNEL, None)
     if hasattr(layer, _DONE):

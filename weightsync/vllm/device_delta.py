@@ -1,8 +1,8 @@
-"""Deltas applied where the tensor lies: the same arithmetic as kernels.py in torch operations.
+"""Applies deltas on the tensor's device: the arithmetic of kernels.py in torch operations.
 
-For accelerators, where a tensor would otherwise travel to the host and back for every change in
-it. Only the decoded streams travel. Positions within a delta are unique, so no two threads of a
-device write one element.
+For accelerators, where a tensor would otherwise travel to the host and back for every change. Only
+the decoded streams travel. Positions within a delta are unique, so no two threads of a device write
+one element.
 """
 
 from collections.abc import Iterator
@@ -35,22 +35,22 @@ from weightsync.vllm.device_gaps import (
 )
 
 MOST_DEVICE_BYTES = 96 * CHANGES_AT_ONCE
-"""What an apply takes of the device's memory at once, whatever the sizes of tensor and delta."""
+"""Bound on an apply's device memory, for any size of tensor and delta."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BYTES_AT_ONCE = 8 * CHANGES_AT_ONCE
 _UNSIGNED_32 = 0xFFFFFFFF
 
 
 def apply_on_device(delta: Delta, tensor: torch.Tensor) -> None:
-    """Turns old elements into new ones, in place; `tensor` is contiguous and on any device.
+    """Turn old elements into new ones, in place; `tensor` is contiguous and on any device.
 
-    Takes up to MOST_DEVICE_BYTES there beside the tensor. It is done when this returns: who reads
-    the tensor next may have another stream. Raises ValueError for a tensor of another size.
+    Takes up to MOST_DEVICE_BYTES there beside the tensor. Synchronous, since the tensor's next
+    reader may use another stream. Raises ValueError for a tensor of another size.
     """
     if tensor.numel() != delta.elements:
         raise ValueError(f"delta for {delta.elements} elements, tensor of {tensor.numel()}")
     elements = tensor.detach().view(-1).view(_INTEGERS[tensor.element_size()])
-    # Pinned memory belongs to the current device, which is the first one in a thread of a pool.
+    # Pinned memory belongs to the current device, which in a pool's thread is the first one.
     with torch.cuda.device_of(elements):  # type: ignore[no-untyped-call]
         _apply(delta, elements)
         if elements.is_cuda:
@@ -90,7 +90,7 @@ def _xor(delta: XorDelta, elements: torch.Tensor) -> None:
 def _overwrite(delta: OverwriteDelta, elements: torch.Tensor) -> None:
     for part in _parts(delta.positions.size, CHANGES_AT_ONCE):
         positions = np.ascontiguousarray(delta.positions[part], dtype="<u4").view(np.uint8)
-        # Signed, as torch has few operations for unsigned numbers of this width.
+        # Signed, since torch has few operations for unsigned numbers of this width.
         places = _on(elements, positions).view(torch.int32).long().bitwise_and_(_UNSIGNED_32)
         elements.view(torch.uint8)[places] = _on(elements, delta.values[part])
 
@@ -131,7 +131,7 @@ def _planes(delta: PlanesDelta, elements: torch.Tensor) -> None:
 
 
 def _step(elements: torch.Tensor, pieces: Iterator[torch.Tensor], signs: Bytes) -> None:
-    """One unit more or less at each place, as its bit says."""
+    """Add or subtract one unit at each place, by its sign bit."""
     done = 0
     for places in pieces:
         minus = bits_within(signs, done, places.numel(), elements.device).to(elements.dtype)
@@ -140,7 +140,7 @@ def _step(elements: torch.Tensor, pieces: Iterator[torch.Tensor], signs: Bytes) 
 
 
 def _differences(elements: torch.Tensor, planes: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """Zigzag codes in byte planes as differences of the elements' width."""
+    """Differences of the elements' width, from zigzag codes in byte planes."""
     codes = torch.zeros(planes.shape[1], dtype=torch.int64, device=elements.device)
     for place, plane in enumerate(planes):
         codes |= _on(elements, plane).long() << (8 * place)
@@ -149,7 +149,7 @@ def _differences(elements: torch.Tensor, planes: npt.NDArray[np.uint8]) -> torch
 
 def _signed(codes: torch.Tensor) -> torch.Tensor:
     """Differences of zigzag codes."""
-    # The shift of a negative 64-bit code would fill up with ones.
+    # An arithmetic shift of a negative 64-bit code would fill up with ones.
     halves = (codes >> 1) & torch.iinfo(torch.int64).max
     return halves ^ -(codes & 1)
 

@@ -53,7 +53,7 @@ def stream_places(gaps: Bytes, device: torch.device) -> Iterator[torch.Tensor]:
 
 
 def group_places(gaps: Gaps, low_bits: Bytes, device: torch.device) -> Iterator[torch.Tensor]:
-    """Positions of the changes whose gaps lie in groups."""
+    """Positions of the changes whose gaps are stored in groups."""
     after = torch.zeros((), dtype=torch.int64, device=device)
     for piece in group_gaps(gaps, low_bits, device):
         places = piece.add_(1).cumsum(0).add_(after)
@@ -99,7 +99,7 @@ def _zeros_before(
 
 
 def _with_lows(zeros: torch.Tensor, kept: Bytes, lows: Bytes) -> torch.Tensor:
-    """Gaps of whole groups: what is above their low bits, and these from their planes."""
+    """Gaps of whole groups, from the unary parts and the planes of their low bits."""
     device, planes_of = zeros.device, sent(kept, zeros.device).long()
     starts = torch.cumsum(planes_of, 0) - planes_of
     planes = _bits(sent(lows, device)).view(-1, GROUP)

@@ -48,7 +48,7 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """No rendezvous: an engine may join at any time."""
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare: weights are changed in place."""
+        """No-op: weights are changed in place."""
 
     def stage(self, update_info: UpdateInfo) -> dict[str, str]:
         return self._weights.stage(update_info)

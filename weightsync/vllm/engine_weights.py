@@ -1,10 +1,10 @@
-"""The weights of one running model: what is loaded, what is being prepared, how the next gets in.
+"""The weights of one running model: the loaded version, preparations, and updates.
 
     stage   in the background, while the engine runs: pulled, decoded, rehearsed on copies
-    load    between two steps: written in place, packed forms swapped, the state there hashed
+    load    between two steps: written in place, packed forms swapped, the result hashed
 
-Decides when a preparation still fits and when a map of the loader does; the receiver decides what
-is read and whether a state is the published one. Knows nothing of vLLM's wire.
+Decides whether a preparation and a loader map are still valid; the receiver decides what is read
+and whether a state is the published one. Independent of vLLM's wire format.
 """
 
 import logging
@@ -45,14 +45,14 @@ class Wanted:
     store: str
     version: WeightVersion
     state_hash: str | None = None
-    """What the caller believes it to be; None: the published one."""
+    """The state hash that the caller expects; None accepts the published one."""
     adapter: str | None = None
-    """Of a store of LoRA adapters: the name that requests ask for it by."""
+    """For a store of LoRA adapters: the name by which requests select it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """What an update builds on: a version where deltas may, and the map that it was applied by."""
+    """Base of an update: the version that deltas may build on, and the map used to apply it."""
 
     target: Target | None = None
     version: WeightVersion | None = None
@@ -68,10 +68,9 @@ class _Prepared:
 class EngineWeights:
     """Its methods are called from the engine's own thread.
 
-    `root`: where the stores are. `packed_ahead_bytes`: how much memory an update may take for
-    packed forms before its pause; layers over it are packed in the pause. `staging_bytes`: see
-    Receiver. `sliced`: the model is one rank of several that share a checkpoint. `settle`: see
-    PacedPool.
+    `root`: location of the stores. `packed_ahead_bytes`: memory that an update may take for packed
+    forms before its pause; further layers are packed in the pause. `staging_bytes`: see Receiver.
+    `sliced`: the model is one rank of several that share a checkpoint. `settle`: see PacedPool.
     """
 
     def __init__(
@@ -106,18 +105,18 @@ class EngineWeights:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the weights are a published version for certain."""
+        """Whether the weights are known to be a published version."""
         return self._loaded is not None
 
     def stage(self, wanted: Wanted) -> StageStatus:
-        """Prepares a version in the background; asked again, tells how far that is."""
+        """Prepare a version in the background; repeated calls return its progress."""
         return self._stager.begin(_key(wanted), self._preparing(wanted))
 
     def load(self, wanted: Wanted) -> Applied:
-        """Brings the model to a version, prepared or not; raises where it is not there afterwards.
+        """Bring the model to a version, prepared or not; raises if the model does not hold it.
 
-        What fails before anything is touched (version unknown, payload broken, other shapes) leaves
-        the loaded version in force.
+        A failure before any write (unknown version, broken payload, other shapes) leaves the loaded
+        version in force.
         """
         if wanted.adapter is not None:
             raise ConfigError(
@@ -132,7 +131,7 @@ class EngineWeights:
         self._loaded = None
         target = prepared.base.target or self._new_target(staged.layout)
         if prepared.base.target is None and isinstance(target, SliceTarget):
-            # Only now it is known which part of the checkpoint this rank has.
+            # Only now this rank's part of the checkpoint is known.
             staged = staged.narrowed(target.selection)
         self._forms = prepared.forms
         self._retired.append(prepared)
@@ -142,20 +141,20 @@ class EngineWeights:
         return applied
 
     def paced_by(self, pace: Pace) -> None:
-        """From now on every piece of work asks."""
+        """Make every later piece of work ask `pace`."""
         self._pool.pace = self._receive_pool.pace = pace
 
     def rest(self) -> None:
-        """Waits for what runs in the background and forgets what was staged."""
+        """Wait for background work and drop the staged version."""
         self._stager.clear()
 
     def release(self) -> None:
-        """Gives back, in the background, what the last update no longer needs."""
+        """Free, in the background, the memory of the last update."""
         retired, self._retired, self._forms = self._retired, [], {}
         self._stager.later(retired.clear)
 
     def report(self) -> dict[str, Any]:
-        """What is loaded; empty before the first update and while the state is in doubt."""
+        """The loaded version; empty before the first update and while the state is in doubt."""
         if self._loaded is None:
             return {}
         store, applied = self._loaded
@@ -164,14 +163,14 @@ class EngineWeights:
         return {"store": store, "in_place": in_place, "reapplied": reapplied, **asdict(applied)}
 
     def close(self) -> None:
-        """Gives what was prepared back; an update after this begins anew."""
+        """Free the preparations; a later update begins anew."""
         self._stager.clear()
         for receiver in self._receivers.values():
             receiver.close()
         self._receivers.clear()
 
     def _preparing(self, wanted: Wanted) -> Callable[[], _Prepared]:
-        """The work of a preparation, bound to what is loaded now."""
+        """The preparation as a callable, bound to the version loaded now."""
         base = self._base_for(wanted.store)
         receiver = self._receiver(wanted.store)
         return lambda: self._prepared(receiver, base, wanted)
@@ -227,7 +226,7 @@ class EngineWeights:
         )
 
     def _new_target(self, layout: Layout) -> Target:
-        """The loader's map where it holds, else vLLM's own loader."""
+        """The loader's map if it holds, else vLLM's own loader."""
         loading = self._derived.loading if self._derived.exist else None
         entered = loading() if loading else None
         try:
@@ -238,7 +237,7 @@ class EngineWeights:
         return ShadowTarget(self._model, layout, self._derive_all, loading)
 
     def _derive(self, touched: Collection[int]) -> None:
-        """Everything that the engine computes from and that is made of weights."""
+        """Update all forms derived from weights that the engine computes from."""
         forms, self._forms = self._forms, {}
         self._retired.append(cpu_linear.put_in_force(forms))
         stale = [
@@ -248,7 +247,7 @@ class EngineWeights:
         self._derived.derive(touched)
 
     def _derive_all(self) -> None:
-        # Here the loader has processed the derived layers itself.
+        # The loader has processed the derived layers itself.
         layers = [layer for layers in self._packed.values() for layer in layers]
         cpu_linear.repack(layers, self._packed, self._pool)
 

@@ -12,7 +12,7 @@ from typing import Any
 _ORIGINAL = "rosemux_original"
 _QUEUES = "response_mqs"
 _FOR_ALL = 4
-"""How many of its arguments, in order, say nothing about who answers."""
+"""Number of leading arguments that do not select the replying rank."""
 
 
 def install(backend: str) -> None:

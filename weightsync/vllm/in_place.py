@@ -26,10 +26,10 @@ def is_hashed_whole(staged: Staged) -> bool:
 
 
 def applied_in_place(staged: Staged, target: LoaderMap, pool: Executor, clock: Clock) -> Applied:
-    """Writes deltas and checks what is there then; for what `is_hashed_whole` admits.
+    """Write deltas and verify the result; for stagings that `is_hashed_whole` admits.
 
-    Raises Corrupt where that is not the published state; the target is then in doubt, as after any
-    other failure.
+    Raises Corrupt if the result is not the published state; the target is then in doubt, as after
+    any other failure.
     """
     started = clock.now()
 

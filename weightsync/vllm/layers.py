@@ -1,8 +1,8 @@
-"""Which layers can follow a store: those that compute from their weights as a checkpoint has them,
-and those whose derived form can be made again from the weights that were loaded.
+"""Classifies layers: those that compute directly from checkpoint weights, and those whose derived
+form can be remade from the loaded weights.
 
-Any other layer would go on computing from what it once derived while the state hash says otherwise,
-so such models are refused.
+Any other layer would go on computing from an old derived form while the state hash says otherwise,
+so models with such layers are refused.
 """
 
 from collections.abc import Iterator
@@ -22,17 +22,17 @@ _DERIVED_METHODS = frozenset(
         "Fp8PerBlockOnlineLinearMethod",
     }
 )
-"""Each of them has been compared with a fresh engine, token for token."""
+"""Each was compared with a fresh engine, token for token."""
 _REFUSED_LAYERS = frozenset({"MLAAttention", "MultiHeadLatentAttentionWrapper"})
 _ADAPTED_EXPERTS = frozenset({"FusedMoEWithLoRA", "FusedMoE3DWithLoRA"})
 _TRITON_EXPERTS = "TritonExperts"
 _REPACKED_CONVOLUTION = "_cpu_unpacked_conv_weight"
 _WRAPPED = "base_layer"
-"""What vLLM calls the layer in a LoRA wrapper."""
+"""vLLM's name for the layer inside a LoRA wrapper."""
 
 
 def check_layers(model: torch.nn.Module) -> None:
-    """Raises Unsupported naming the first layer whose derived form we cannot make again."""
+    """Raises Unsupported naming the first layer whose derived form cannot be remade."""
     for name, layer in own_layers(model):
         if not (_is_plain(layer) or _is_derived(layer)):
             method = type(getattr(layer, "quant_method", None)).__name__
@@ -45,7 +45,8 @@ def check_layers(model: torch.nn.Module) -> None:
 
 
 def check_experts_beside_adapters(model: torch.nn.Module, *, has_triton: bool) -> None:
-    """For engines that take LoRA adapters; raises Unsupported for experts that cannot follow there.
+    """For engines that take LoRA adapters; raises Unsupported for experts that cannot be updated
+    there.
 
     `has_triton`: whether this vLLM has Triton's kernels.
     """
@@ -66,14 +67,14 @@ def check_experts_beside_adapters(model: torch.nn.Module, *, has_triton: bool) -
 
 
 def derived_layers(model: torch.nn.Module) -> list[Any]:
-    """The layers that compute from a form that is made of their weights after loading."""
+    """The layers that compute from a form derived from their weights after loading."""
     return [layer for _, layer in own_layers(model) if _is_derived(layer)]
 
 
 def own_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The model's layers by name, without what vLLM wraps around them for LoRA.
+    """The model's layers by name, without vLLM's LoRA wrappers.
 
-    A wrapper answers for its layer's attributes, so that everything would be there twice.
+    A wrapper forwards its layer's attributes, so that each layer would appear twice.
     """
     for name, layer in model.named_modules():
         if _WRAPPED not in dict(layer.named_children()):
@@ -82,7 +83,7 @@ def own_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def unwrapped(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the model has the layers that it was built from, as loaders of most versions need."""
+    """Context in which the model has its original layers, as loaders of most versions need."""
     wrappers = [
         (parent, name, child)
         for parent in model.modules()

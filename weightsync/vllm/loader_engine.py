@@ -81,7 +81,7 @@ class LoaderShapedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def redirect(worker_class: Any) -> None:
-    """Has workers with an engine of ours update through it; a second call changes nothing."""
+    """Make workers with a RoseMux engine update through it. Idempotent."""
     if hasattr(worker_class, _REDIRECTED):
         return
     setattr(worker_class, _REDIRECTED, True)

@@ -1,13 +1,13 @@
-"""Where a checkpoint's elements lie in a running engine, learned from the model's own loader.
+"""Maps a checkpoint's elements to a running engine's storage, learned from the model's own loader.
 
 The loader is run once on random tensors while every copy is recorded: each shows as (checkpoint
-tensor, offset, shape, strides) to a view of runtime storage. The map is believed only if it reads
-back exactly what was loaded, for every tensor; so a loader that converts, computes or aliases is
-found at once. Tracing leaves random weights behind: apply a full checkpoint next.
+tensor, offset, shape, strides) to a view of runtime storage. The map is used only if it reads back
+exactly the loaded values, for every tensor; so a loader that converts, computes or aliases is
+detected. Tracing leaves random weights behind: apply a full checkpoint next.
 
-A tensor that the loader passes over is taken only where another tensor holds the same bits, as the
-output head of a model with tied embeddings does: it is kept beside the engine's weights, and every
-state in which the two differ is refused.
+A tensor that the loader skips is accepted only if another tensor holds the same bits, as the output
+head of a model with tied embeddings does: it is kept beside the engine's weights, and every state
+in which the two differ is refused.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ _SEED = 20240607
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One copy of the loader: a strided piece of a checkpoint tensor, and where it lands."""
+    """One copy of the loader: a strided piece of a checkpoint tensor, and its destination."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -42,7 +42,7 @@ class Segment:
 
     @property
     def storage(self) -> int:
-        """Address of the storage that it lands in."""
+        """Address of the destination's storage."""
         return self.destination.untyped_storage().data_ptr()
 
     def of(self, checkpoint: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ class Segment:
         return checkpoint.as_strided(self.shape, self.strides, self.offset)
 
     def is_whole(self, spec: TensorSpec) -> bool:
-        """Whether it is the whole tensor, flat on both sides and bit for bit."""
+        """Whether it is the whole tensor, contiguous on both sides and bit for bit."""
         return (
             self.offset == 0
             and self.destination.numel() == spec.elements
@@ -63,7 +63,7 @@ class Segment:
 class LoaderMap(HostTarget):
     """An ApplyTarget over runtime storage. `after` is called with the touched storages.
 
-    `passed_over`: names among the segments that lie beside the engine's weights.
+    `passed_over`: tensors that the loader skips, kept beside the engine's weights.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LoaderMap(HostTarget):
         self.hashed_there = frozenset(
             name for name, held in self._on_device.items() if is_proven(held.device)
         )
-        """Tensors that `digests_there` takes: their devices hash as the library does."""
+        """Tensors that `digests_there` hashes: their devices hash as the library does."""
         self._flat = {
             name: bits_of(held) for name, held in whole.items() if name not in self._on_device
         }
@@ -120,7 +120,7 @@ class LoaderMap(HostTarget):
             apply_on_device(delta, held)
 
     def digests_there(self) -> dict[str, str]:
-        """Digests of `hashed_there`, computed where these tensors lie."""
+        """Digests of `hashed_there`, computed on the tensors' devices."""
         by_device: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
         for name in self.hashed_there:
             held = self._on_device[name]
@@ -135,7 +135,7 @@ class LoaderMap(HostTarget):
         self._after(self._storages(changed))
 
     def names_by_storage(self) -> dict[int, list[str]]:
-        """Every tensor under each storage that holds a part of it."""
+        """The tensors of each storage that holds a part of them."""
         found: dict[int, list[str]] = defaultdict(list)
         for name, segments in self._segments.items():
             for storage in sorted({segment.storage for segment in segments}):
@@ -143,14 +143,14 @@ class LoaderMap(HostTarget):
         return dict(found)
 
     def flat_at(self, name: str) -> int | None:
-        """Where in its storage, in elements, a tensor lies in one piece; None where in several."""
+        """Element offset in its storage of a tensor that is contiguous there; None if it is not."""
         if name not in self._flat:
             return None
         return int(self._segments[name][0].destination.storage_offset())
 
     def is_current(self, model: torch.nn.Module, aside: Collection[int] = ()) -> bool:
-        """False once the model holds its weights elsewhere: a map of old storage would still hash
-        to the right state while the engine computes from another.
+        """Whether the model still uses this storage: a map of old storage would hash to the right
+        state while the engine computes from other storage.
 
         `aside`: storages that belong to the engine without being the model's.
         """
@@ -167,10 +167,10 @@ def traced(
     after: Callable[[Collection[int]], object],
     loading: AbstractContextManager[object] | None = None,
 ) -> LoaderMap:
-    """Runs the model's loader once and proves the map.
+    """Run the model's loader once and verify the map.
 
-    `loading` is entered for the run. Raises Unsupported where the map does not hold, and
-    ConfigError where the loader refuses the checkpoint. `model` has vLLM's `load_weights`.
+    `loading` is entered for the run. Raises Unsupported if the map does not hold, and ConfigError
+    if the loader refuses the checkpoint. `model` has vLLM's `load_weights`.
     """
     loaded, segments = recorded(model, layout, loading)
     passed_over = sorted(layout.keys() - segments.keys())
@@ -186,14 +186,14 @@ def traced(
 def recorded(
     model: Any, layout: Layout, loading: AbstractContextManager[object] | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, list[Segment]]]:
-    """Runs the model's loader on random tensors: these, and where each was copied to."""
+    """Run the model's loader on random tensors; returns these, and the copies of each."""
     generator = torch.Generator().manual_seed(_SEED)
     loaded = {name: _random(spec, generator) for name, spec in layout.items()}
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in loaded.items()}
     segments: dict[str, list[Segment]] = defaultdict(list)
 
     def record(destination: torch.Tensor, source: torch.Tensor) -> None:
-        # vLLM counts what a layer will load by copying to the meta device first.
+        # vLLM counts a layer's elements by copying to the meta device first.
         if destination.is_meta or source.is_meta:
             return
         name = names.get(source.untyped_storage().data_ptr())
@@ -216,12 +216,12 @@ def recorded(
 
 
 def storages_of(model: torch.nn.Module) -> set[int]:
-    """Addresses of the storages that hold its parameters."""
+    """Addresses of the storages that hold the model's parameters."""
     return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
 
 def check_twins(names: Collection[str], layout: Layout, read: Callable[[str], Bits]) -> None:
-    """Raises ConfigError where a tensor that the loader passes over equals no other one."""
+    """Raises ConfigError if a tensor that the loader skips equals no other tensor."""
     for name in names:
         bits = read(name)
         twins = (other for other in layout if layout[other] == layout[name] and other not in names)
@@ -233,9 +233,9 @@ def check_twins(names: Collection[str], layout: Layout, read: Callable[[str], Bi
 
 
 def _beside(layout: Layout, name: str) -> Segment:
-    """Memory of its own for a matrix that may be equal to another one.
+    """Separate memory for a matrix that may equal another one.
 
-    Raises Unsupported for anything else: vectors of ones are equal to others by chance.
+    Raises Unsupported for any other shape: vectors of ones equal others by chance.
     """
     spec = layout[name]
     if len(spec.shape) < 2 or sum(other == spec for other in layout.values()) < 2:
@@ -262,7 +262,7 @@ def _recorded_copies(record: Callable[[torch.Tensor, torch.Tensor], None]) -> It
 
 @contextmanager
 def plain_copies() -> Iterator[None]:
-    """Inside, copies are not recorded: compilers do not look through the recorder."""
+    """Context in which copies are not recorded: compilers do not see through the recorder."""
     recording = vars(torch.Tensor).get("copy_")
     if recording is None:
         yield

@@ -1,9 +1,9 @@
-"""Adapters in vLLM's own LoRA manager, under names that requests can give.
+"""Adapters in vLLM's own LoRA manager, under the names that requests use.
 
-A request reaches an adapter through vLLM's `LoRARequest` with the path `rosemux:NAME`. Wherever
+A request selects an adapter through vLLM's `LoRARequest` with the path `rosemux:NAME`. Wherever
 vLLM would read that path, it is given the version in force instead: when a request first names the
-adapter, and again when its own manager has dropped it, as vLLM from 0.31 on does after every
-update of weights. What vLLM makes of an adapter (scaled, packed, padded) is vLLM's.
+adapter, and again after its own manager has dropped it, as vLLM from 0.31 on does at every update
+of weights. The runtime form of an adapter (scaled, packed, padded) is vLLM's.
 """
 
 from collections import defaultdict
@@ -21,7 +21,7 @@ from weightsync.vllm.rank_parts import missing_layers
 _SLOTS = "rosemux_lora_slots"
 _ORIGINAL = "rosemux_original"
 _PROBE_ID = (1 << 31) - 1
-"""vLLM counts the adapters of a server from 1."""
+"""An unused adapter id: vLLM counts a server's adapters from 1."""
 
 
 class LoraSlots:
@@ -37,7 +37,7 @@ class LoraSlots:
         self._reader._adapter_manager = self._manager
         self._forms: dict[str, Any] = {}
         self._ids: dict[str, set[int]] = defaultdict(set)
-        """Under which numbers vLLM holds what is in force."""
+        """Ids under which vLLM holds each adapter in force."""
         _install()
         setattr(model, _SLOTS, self)
 
@@ -69,14 +69,15 @@ class LoraSlots:
         self._forms[name] = form
 
     def in_force(self, name: str, number: int) -> Any:
-        """What vLLM holds from now on for an adapter of a name; raises ConfigError without one."""
+        """The adapter in force under a name, as vLLM adapter `number`; raises ConfigError without
+        one."""
         if name not in self._forms:
             raise ConfigError(f"no version of adapter {name} is in force: load one first")
         self._ids[name].add(number)
         return _numbered(self._forms[name], number)
 
     def _check_places(self, form: Any) -> None:
-        """Raises Unsupported where vLLM would leave a part of the adapter out, and say nothing."""
+        """Raises Unsupported if vLLM would silently drop a part of the adapter."""
         places = {*self._manager.modules, *chain(*self._manager.packed_modules.values())}
         elsewhere = missing_layers(self._manager.model)
         for name in sorted(form.loras.keys() - places):
@@ -93,14 +94,14 @@ class LoraSlots:
 
 
 def _numbered(form: Any, number: int) -> Any:
-    """vLLM changes what it is given in place: it scales and packs."""
+    """A copy for vLLM, which scales and packs its argument in place."""
     copied = deepcopy(form)
     copied.id = number
     return copied
 
 
 def _install() -> None:
-    """Has vLLM's workers find adapters of ours; a second call changes nothing."""
+    """Make vLLM's workers find RoseMux adapters. Idempotent."""
     from vllm.lora.worker_manager import WorkerLoRAManager
 
     original: Any = WorkerLoRAManager._load_adapter

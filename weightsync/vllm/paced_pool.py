@@ -1,7 +1,7 @@
-"""Threads that do an engine's work on weights piece by piece, and ask before each.
+"""Threads that do an engine's weight work piece by piece, and ask before each piece.
 
-Beside production on the same accelerator a version that is decoded or written may take no more of
-it than a step may. Who says when, and by what, is not known here.
+Beside production on the same accelerator, decoding or writing a version may take no more of it than
+a step may. `Pace` decides the times.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class PacedPool(Executor):
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="weight-apply")
         self._settle = settle
         self.pace: Pace | None = None
-        """None: nobody is beside this engine."""
+        """None if no production engine is beside this engine."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
         pace = self.pace

@@ -62,7 +62,7 @@ def _register() -> None:
 
 
 def _allow_amx() -> None:
-    """Asks the kernel for this process's AMX tiles, as torch does at its first large product.
+    """Ask the kernel for this process's AMX tiles, as torch does at its first large product.
 
     vLLM's CPU attention (0.28 to 0.32) uses the tiles without asking: an engine whose first step
     has at most four tokens would die of an illegal instruction. Does nothing without AMX.

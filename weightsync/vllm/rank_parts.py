@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint are on other ranks by right.
+"""Finds the tensors of a checkpoint that belong to other ranks.
 
-A rank of a pipeline has other layers' places filled with nothing; a rank that shares out experts
-has a map of those it holds. What is missing for neither reason has no place in the engine at all,
-and must be accounted for otherwise.
+A rank of a pipeline has placeholders for other ranks' layers; a rank of an expert-parallel group
+has a map of its experts. A tensor that is missing for neither reason has no place in the engine at
+all, and must be accounted for otherwise.
 """
 
 import re
@@ -24,7 +24,7 @@ def is_partial(model: torch.nn.Module) -> bool:
 
 
 def held_elsewhere(model: torch.nn.Module, names: Collection[str]) -> set[str]:
-    """Those of a checkpoint's names whose layer or expert is on another rank."""
+    """The names of a checkpoint whose layer or expert is on another rank."""
     prefixes = tuple(f"{layer}." for layer in missing_layers(model))
     maps = dict(_expert_maps(model))
     found = set()
@@ -36,7 +36,7 @@ def held_elsewhere(model: torch.nn.Module, names: Collection[str]) -> set[str]:
 
 
 def _own_name(model: Any, name: str) -> str:
-    """What the model calls it."""
+    """The model's own name of a checkpoint tensor."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.apply_list([name]) if mapper is not None else []
     return str(renamed[0]) if renamed else name
@@ -48,7 +48,7 @@ def missing_layers(model: torch.nn.Module) -> list[str]:
 
 
 def _expert_maps(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """By layer: the place of each expert on this rank, negative where it is on another."""
+    """For each layer, the index of each expert on this rank, negative if it is on another."""
     for name, layer in own_layers(model):
         held = getattr(layer, _EXPERT_MAP, None)
         if isinstance(held, torch.Tensor):

@@ -1,8 +1,8 @@
-"""The way for models whose loader cannot be mapped: a full copy, loaded by vLLM's own loader.
+"""Target for models whose loader cannot be mapped: a full copy, loaded by vLLM's own loader.
 
 Costs one copy of the checkpoint in host memory and a load of every changed tensor per update, or of
-all tensors where a layer derives something from its weights. What is hashed is this copy; what the
-loader makes of it is upstream's.
+all tensors if a layer derives a form from its weights. The hash covers this copy; the loader's
+result is upstream's responsibility.
 """
 
 from collections.abc import Callable, Collection

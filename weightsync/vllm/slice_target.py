@@ -1,8 +1,8 @@
-"""The way for one rank of a parallel engine, which holds slices of tensors or some tensors only.
+"""Target for one rank of a parallel engine, which holds slices of tensors or some tensors only.
 
-A rank keeps a copy in host memory of the rows that it has anything of: that is what is pulled, what
-deltas change and what is hashed (writing.py says how, where it is not a whole tensor). The rank's
-slices are written from it through the loader's map, and each is then compared with it, bit for bit.
+A rank keeps a host copy of the rows of which it holds any part: this copy is pulled, changed by
+deltas and hashed (see writing.py for partial tensors). The rank's slices are written from it
+through the loader's map, and each is then compared with it, bit for bit.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -26,7 +26,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """A selection: rows of each tensor, which is what of it lies in one piece."""
+    """A selection of rows of each tensor; a run of rows is contiguous."""
 
     rows: Mapping[str, range]
 
@@ -53,7 +53,7 @@ class SliceTarget(HostCopy):
         passed_over: Collection[str] = (),
     ) -> None:
         self.selection = HeldRows(_held_rows(layout, segments, passed_over))
-        """What a receiver has to bring."""
+        """The part that a receiver must bring."""
         boxes = {name: self.selection.box(name, spec) for name, spec in layout.items()}
         super().__init__(
             {
@@ -70,7 +70,7 @@ class SliceTarget(HostCopy):
         self._passed_over = sorted(passed_over)
 
     def finish(self, changed: Collection[str]) -> None:
-        """Raises Corrupt where a slice is not the one of the copy afterwards."""
+        """Write the slices. Raises Corrupt if a slice differs from the host copy afterwards."""
         check_twins(self._passed_over, self._layout, self.bits)
         touched = set()
         for name in changed:
@@ -93,9 +93,9 @@ class SliceTarget(HostCopy):
 def _held_rows(
     layout: Layout, segments: Mapping[str, list[Segment]], passed_over: Collection[str]
 ) -> dict[str, range]:
-    """Of every tensor that the rank has a piece of, the rows between its first and last element.
+    """For every tensor of which the rank has a piece, the rows from its first to its last element.
 
-    What no rank has a place for is compared with whole tensors, which are held whole for that.
+    Tensors that no rank has a place for are compared with whole tensors, so those are held whole.
     """
     compared = {layout[name] for name in passed_over}
     rows = {name: _all_rows(layout[name]) for name in passed_over}
@@ -127,7 +127,7 @@ def _all_rows(spec: TensorSpec) -> range:
 
 
 def _within(segment: Segment, spec: TensorSpec, rows: range) -> Segment:
-    """The same piece, counted from the first row that is held."""
+    """The same piece, with its offset relative to the first held row."""
     return replace(segment, offset=segment.offset - rows.start * prod(spec.shape[1:]))
 
 
@@ -145,9 +145,9 @@ def traced_slices(
     after: Callable[[Collection[int]], object],
     loading: AbstractContextManager[object] | None = None,
 ) -> SliceTarget:
-    """Runs a rank's loader once and proves that it copies what it copies as it is.
+    """Run a rank's loader once and verify that it copies without conversion.
 
-    What it does not copy is on another rank by right, or equal to another tensor (a tied output
+    A tensor that it does not copy must be on another rank, or equal another tensor (a tied output
     head). Raises as `traced` does.
     """
     loaded, segments = recorded(model, layout, loading)

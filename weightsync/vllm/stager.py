@@ -54,10 +54,8 @@ class Stager(Generic[T]):
         return StageStatus(state=StageState.FAILED, message=f"{type(error).__name__}: {error}")
 
     def take(self, key: Hashable, work: Callable[[], T]) -> T:
-        """The result for `key`, which is forgotten here.
-
-        Waits for work that runs; does it now where none was begun or it failed, and raises what it
-        raises.
+        """Take the result for `key`. Waits for running work; runs it now if none was begun or it
+        failed, and raises its error.
         """
         held, self._work = self._held(key), None
         if held is not None and held.exception() is None:
@@ -65,7 +63,7 @@ class Stager(Generic[T]):
         return self._thread.submit(work).result()
 
     def later(self, work: Callable[[], object]) -> None:
-        """Does something that nobody waits for, such as giving memory back."""
+        """Run work in the background that no caller waits for, such as freeing memory."""
         self._thread.submit(work)
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""What an engine is told over vLLM's weight-update calls."""
+"""Arguments of vLLM's weight-update calls."""
 
 from dataclasses import dataclass
 
@@ -14,18 +14,18 @@ from weightsync.vllm.engine_weights import Wanted
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing to agree on: a store is named by each update."""
+    """Empty: each update names its store."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Which version of which store to load."""
+    """Store and version to load."""
 
     store: str
     version: int
     state_hash: str | None = None
     adapter: str | None = None
-    """Of a store of LoRA adapters: the name that requests give as their model."""
+    """For a store of LoRA adapters: the name that requests give as their model."""
 
     def __post_init__(self) -> None:
         checked_name(self.store, what="store")

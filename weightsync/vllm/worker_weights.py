@@ -1,6 +1,6 @@
-"""The weights of one vLLM worker, whatever shape its vLLM gives an engine of weight transfer.
+"""The weights of one vLLM worker, independent of its vLLM's weight-transfer interface.
 
-Decides what is made for a worker's model and settings, and what may be called in which order.
+Decides which objects a worker's model and settings need, and the allowed order of calls.
 """
 
 import os
@@ -46,7 +46,7 @@ class WorkerWeights:
             root,
             packed_ahead_bytes=_bytes_of(PACKED_AHEAD_VARIABLE, PACKED_AHEAD_BYTES),
             staging_bytes=_bytes_of(STAGING_VARIABLE, STAGING_BYTES),
-            # Ranks that share out experts alone are data-parallel engines, each a world of its own.
+            # Ranks of expert parallelism alone are data-parallel engines, each with its own world.
             sliced=vllm_config.parallel_config.world_size > 1 or is_partial(model),
             settle=None if device.type == "cpu" else partial(_await_stream, device),
         )
@@ -62,40 +62,42 @@ class WorkerWeights:
             self._weights = AdaptedWeights(base, AdapterStores(root), slots)
 
     def stage(self, update_info: UpdateInfo) -> dict[str, str]:
-        """Prepares a version in the background; tells how far that is."""
+        """Prepare a version in the background; returns its state and a message."""
         if self._away:
             return {"state": "failed", "message": "asleep: the update prepares by itself"}
         status = self._weights.stage(update_info.wanted())
         return {"state": status.state.value, "message": status.message}
 
     def rest(self, *, away: bool) -> None:
-        """The weights are about to leave the device, or are there again. Nothing touches them
-        while they are away, and what was prepared from them in the background is dropped."""
+        """Record that the weights are about to leave the device, or are back. Nothing touches them
+        while they are away, and preparations that read them are dropped."""
         self._away = away
         if away:
             with nullcontext() if self._pace is None else self._pace.hurry():
                 self._weights.rest()
 
     def paced_by(self, pace: Pace) -> None:
-        """Production is beside this engine: each piece of work on weights asks from now on."""
+        """Make each piece of weight work ask from now on, because production is beside this
+        engine.
+        """
         self._pace = pace
         self._weights.paced_by(pace)
 
     def load(self, update_info: UpdateInfo) -> None:
-        """Loads the version; raises where the engine does not hold exactly it afterwards."""
-        # A step may still read the weights when its call has returned.
+        """Load the version; raises if the engine does not hold exactly it afterwards."""
+        # A step may still read the weights after its call has returned.
         self._await_device()
         self._weights.load(update_info.wanted())
         self._await_device()
 
     def finish(self) -> None:
-        """Refuses to finish an update that changed nothing for certain."""
+        """Raises ConfigError if the update has loaded no version."""
         self._weights.release()
         if not self._weights.is_loaded:
             raise ConfigError("no version is loaded: call update_weights first")
 
     def report(self) -> dict[str, Any]:
-        """What is loaded; empty before the first update and while the state is in doubt."""
+        """The loaded version; empty before the first update and while the state is in doubt."""
         return self._weights.report()
 
     def close(self) -> None:
@@ -107,7 +109,7 @@ class WorkerWeights:
 
 
 def add_worker_methods(worker_class: Any) -> None:
-    """Gives workers the methods that `/collective_rpc` calls by name."""
+    """Add the methods to workers that `/collective_rpc` calls by name."""
 
     def rosemux_weights(worker: Any) -> dict[str, Any]:
         report: dict[str, Any] = worker.weight_transfer_engine.report()
@@ -122,9 +124,9 @@ def add_worker_methods(worker_class: Any) -> None:
 
 
 def _await_stream(device: torch.device) -> None:
-    """Waits for what a thread has left to its own stream; the engine's steps have another.
+    """Wait for a thread's work on its own stream; the engine's steps have another.
 
-    The device is named: a thread of a pool has the first one as its own, whatever its engine has.
+    The device is explicit: a pool's thread defaults to the first one, whatever its engine uses.
     """
     torch.accelerator.current_stream(device).synchronize()
 

@@ -55,7 +55,7 @@ def pulse_page(engine: str, process: int) -> str:
 
 @lru_cache(maxsize=1024)
 def engine_of(name: str) -> str:
-    """The engine of a pulse's file name; the name itself where it is none."""
+    """The engine of a pulse's file name; any other name is returned unchanged."""
     parts = name.split(".")
     return parts[1] if len(parts) == 3 else name
 
@@ -76,7 +76,7 @@ class PageDirectory:
 
     @property
     def own(self) -> frozenset[int]:
-        """Users besides root whose directory it may be."""
+        """Users besides root that may own the directory."""
         return self.owners.agent or frozenset((os.geteuid(),))
 
     def check(self) -> None:
@@ -119,7 +119,7 @@ class PageDirectory:
         return PageReader(self._pulse_path(name), Pulse, owners=self.owners.production)
 
     def pulse_head_reader(self, name: str) -> PageReader[PulseHead]:
-        """As `pulse_reader`, of what a gate decides from."""
+        """As `pulse_reader`, for the fields that a gate decides from."""
         return PageReader(self._pulse_path(name), PulseHead, owners=self.owners.production)
 
     def pulse_names(self) -> tuple[str, ...]:

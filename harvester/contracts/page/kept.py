@@ -35,8 +35,8 @@ class KeptPage(Generic[R]):
         self._writing = Lock()
 
     def reserve(self) -> None:
-        """Nobody else writes the page from now on, and what was left in it is still there. Raises
-        PageHeld, ConfigError, Exhausted."""
+        """Take the page's writer lock; its present content stays. Raises PageHeld, ConfigError,
+        Exhausted."""
         self._lock.take()
 
     def make(self) -> None:

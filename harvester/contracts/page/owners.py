@@ -21,14 +21,14 @@ _UIDS = 1 << 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageOwners:
-    """Empty where nobody is named: this process's own user."""
+    """Users of each kind; an empty set is this process's own user."""
 
     agent: frozenset[int] = frozenset()
     production: frozenset[int] = frozenset()
     guest: frozenset[int] = frozenset()
 
     def variable(self) -> dict[str, str]:
-        """For the environment of an engine; nothing where nobody is named."""
+        """The owners as an engine's environment variable; empty without named users."""
         pairs = [f"{kind}:{uid}" for kind in _KINDS for uid in sorted(getattr(self, kind))]
         return {OWNERS_VARIABLE: ",".join(pairs)} if pairs else {}
 
@@ -40,7 +40,7 @@ _KINDS = ("agent", "production", "guest")
 
 
 def owners_told(environment: Mapping[str, str] | None = None) -> PageOwners:
-    """Those that the environment names. Raises ConfigError."""
+    """The owners that the environment names. Raises ConfigError."""
     told = (os.environ if environment is None else environment).get(OWNERS_VARIABLE, "")
     if len(told) > _MOST_CHARACTERS:
         raise ConfigError(f"{OWNERS_VARIABLE} is longer than {_MOST_CHARACTERS} characters")
@@ -61,7 +61,7 @@ def uids(users: Iterable[str | int], *, what: str) -> frozenset[int]:
 
 
 def user_name(uid: int) -> str:
-    """The number itself where nobody here has it, as in a container."""
+    """Name of a user; the number if it has no name here, as in a container."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

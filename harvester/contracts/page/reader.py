@@ -1,8 +1,8 @@
-"""One page as others see it, who never wait for its writer.
+"""Reads one page without ever waiting for its writer.
 
 A reader that finds anything but a whole, fresh record of the right kind gets a `PageFault` instead,
 never an exception and never an old value. It copies the page by a call and maps nothing that it
-looks at: a page that is cut short under it is a fault as well, not a signal that ends the process.
+reads: a page that is cut short meanwhile is a fault as well, not a signal that ends the process.
 """
 
 import os
@@ -105,8 +105,8 @@ class PageReader(Generic[R]):
         return _copied(self._fd, BODY_OFFSET - SEQUENCE_OFFSET, SEQUENCE_OFFSET)
 
     def peek(self) -> Word | None:
-        """The sequence number's lower half, to sleep on until it changes: the writer wakes whoever
-        does. None while there is no page."""
+        """The sequence number's lower half as a futex word: the writer wakes its sleepers. None
+        while there is no page."""
         if self._fd < 0:
             return None
         if self._bell is None:

@@ -18,7 +18,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     KIND: ClassVar[int] = 0
     AGE_MAX_NS: ClassVar[int] = 1 << 63
-    """Believed no longer than this, whatever expiry its writer gave it."""
+    """A record is not believed for longer than this, whatever expiry its writer gave it."""
 
 
 class ProductionModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class ProductionModel(msgspec.Struct, frozen=True, kw_only=True):
         return self.decode_base_s + self.decode_s_per_request * requests
 
     def scaled(self, ratio: float) -> "ProductionModel":
-        """With every step so many times as long."""
+        """The model with every step `ratio` times as long."""
         return ProductionModel(
             prefill_base_s=ratio * self.prefill_base_s,
             prefill_s_per_token=ratio * self.prefill_s_per_token,
@@ -58,43 +58,46 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """The latest steps of one kind over what a model of the P90 had predicted for them."""
 
     steps: int = 0
-    """Compared; the rest says nothing while it is 0."""
+    """Steps compared; the ratios are meaningless while it is 0."""
     over_ratio: float = 0.0
-    """Share that took longer; a tenth is what is wanted."""
+    """Share of steps that took longer than predicted; 0.1 is ideal."""
     p50_ratio: float = 0.0
     p90_ratio: float = 0.0
-    """1 is what is wanted."""
+    """1 is ideal."""
     p99_ratio: float = 0.0
 
 
 class EngineCore(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine core (data-parallel rank) as an API-server process heard of it last."""
+    """One engine core (data-parallel rank), as an API-server process last heard of it."""
 
     rank: int = 0
     told_ns: int = 0
-    """When: with several API servers each step's statistics go to one of them alone."""
+    """Time of the report: with several API servers each step's statistics go to only one of
+    them.
+    """
     kv_usage_ratio: float = 0.0
     running: int = 0
-    """Requests in its batch, whichever API server or door they came through."""
+    """Requests in its batch, from every API server and entry point."""
     waiting: int = 0
-    """Requests that wait for a place in it."""
+    """Requests queued for the batch."""
 
 
 class PulseHead(Record, frozen=True, kw_only=True):
-    """What a gate decides from: of a pulse, what production has at this moment.
+    """The part of a pulse that gates decide from: production's present state.
 
-    Guests read pulses so, before every step; decoding the rest costs them more than the decision.
+    Guests decode only this before every step; decoding the whole pulse costs more than the
+    decision.
     """
 
     KIND: ClassVar[int] = 1
 
     in_flight: int = 0
-    """Requests between the end of their body and their last byte, and open WebSockets, as far as
-    the middleware sees them."""
+    """Requests between the end of their body and their last byte, and open WebSockets, as the
+    middleware counts them."""
     waiting: int = 0
     """Requests without a first token yet."""
     decoding: int = 0
-    """Requests with a first token and without a last one."""
+    """Requests that have a first token and no last one yet."""
     oldest_waiting_arrival_ns: int = 0
     largest_waiting_prompt_tokens: int = 0
     """Bound from the request's bytes and the learned bytes-to-tokens ratio."""
@@ -104,50 +107,52 @@ class PulseHead(Record, frozen=True, kw_only=True):
     prompt_tokens_p99: int = 0
     model: ProductionModel = ProductionModel()
     cores: tuple[EngineCore, ...] = ()
-    """The engine's, as far as heard of; at most 16, the fullest."""
+    """The engine's cores, as far as known; at most 16, the fullest."""
     sockets: int = 0
-    """WebSockets among those in flight: they have work at times only, which the cores tell."""
+    """WebSockets among those in flight: open ones count as work only while the cores have
+    requests.
+    """
     unseen_step_ns: int = 0
-    """When the last step ended that served requests of this process while none but WebSockets was
-    in flight, or a reply that its request may outlive before its first token."""
+    """End of the last step that served requests of this process although only WebSockets, or a
+    reply that its request may outlive before its first token, were in flight."""
 
 
 class Pulse(PulseHead, frozen=True, kw_only=True):
-    """One production engine as one of its API-server processes sees it. It beats while idle too."""
+    """One production engine as one of its API-server processes sees it. Written while idle too."""
 
     running: int = 0
     """Requests in the engine's running batch."""
     steps_total: int = 0
     busy_s_total: float = 0.0
-    """Time in which the engine had something to step."""
+    """Total time in which the engine had work to step."""
     step_s_mean: float = 0.0
-    """Of the last beats' steps, exponentially weighted."""
+    """Exponentially weighted mean over the steps of the last beats."""
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     ttft_s_recent: tuple[float, ...] = ()
     """Newest last, at most 32; the agent's raw facts for headroom and error budget."""
     itl_s_recent: tuple[float, ...] = ()
     samples_total: int = 0
-    """How many TTFT samples were ever appended, so that a reader takes each once."""
+    """TTFT samples ever appended, so that a reader takes each once."""
     itl_samples_total: int = 0
     model_samples: int = 0
     """Steps behind `model`; below the agent's minimum the slot is still learning."""
     prefill_calibration: Calibration = Calibration()
     decode_calibration: Calibration = Calibration()
     processes: int = 0
-    """API servers of this engine, each with a pulse of its own; 0 is not known."""
+    """API servers of this engine, each with its own pulse; 0 if unknown."""
     shape: str = ""
-    """Model, parallelism and accelerator, as the engine says: times learned on another shape are
-    not its times. "" is not known."""
+    """Model, parallelism and accelerator, as the engine says: step times learned on another shape
+    do not apply to it. "" if unknown."""
     root: ProcessId | None = None
-    """The process from which all of the engine's on this machine descend, so that a guest can ask
-    the kernel whether it ranks below them. None is not said."""
+    """Root process of the engine on this machine, so that a guest can ask the kernel whether it
+    ranks below all its descendants. None if not reported."""
     unseen_steps_total: int = 0
-    """Steps that served requests of this process while none was in flight, nor a WebSocket over
-    which somebody spoke that they could be for."""
+    """Steps that served requests of this process while no request was in flight, nor a WebSocket
+    with traffic that could explain them."""
     middleware: bool | None = None
-    """Whether the middleware is part of this process's server: without it nothing is ever in
-    flight. None is not known."""
+    """Whether the middleware is part of this process's server: without it `in_flight` stays 0. None
+    if unknown."""
 
 
 class GrantMode(StrEnum):
@@ -163,32 +168,32 @@ class GrantMode(StrEnum):
 
 
 class Law(StrEnum):
-    """By which rule the guest decides its steps while the grant is open."""
+    """Rule by which the guest decides its steps while the grant is open."""
 
     SLACK = "slack"
     """Steps sized to what production can spare, (1 + epsilon) of its time alone."""
     ROSE = "rose"
     """Steps of one size while every event of production would still meet its SLO."""
     SATURATION = "saturation"
-    """llm-d's: new work is shed at random, the likelier the fuller production is."""
+    """llm-d's law: new work is shed at random, more likely the fuller production is."""
 
 
 class Grant(Record, frozen=True, kw_only=True):
-    """What the agent lets the guest do until the page expires."""
+    """Permission and limits for the guest, valid until the page expires."""
 
     KIND: ClassVar[int] = 2
     AGE_MAX_NS: ClassVar[int] = 5_000_000_000
-    """The longest that an agent may be told to say (`grant_ttl_s`): an expiry of a day, of a
-    mistaken or a foreign agent that is gone, would hold the gate open for a day."""
+    """Largest `grant_ttl_s` of an agent: an expiry of a day, from a mistaken or a foreign agent
+    that has ended, would otherwise hold the gate open for a day."""
 
     epoch: int
     mode: GrantMode
     reason: str = ""
     step_tokens_cap: int = 0
     kv_budget_tokens: int = 0
-    """0 leaves the engine's own size."""
+    """0 keeps the engine's own size."""
     pulses: tuple[str, ...] = ()
-    """File names that must be there and fresh."""
+    """File names of pulses that must be present and fresh."""
     ttft_slo_s: float = 0.0
     itl_slo_s: float = 0.0
     epsilon: float = 0.05
@@ -199,38 +204,38 @@ class Grant(Record, frozen=True, kw_only=True):
     abort_grace_s: float = 10.0
     law: Law = Law.SLACK
     asleep: bool = False
-    """Closed, and nobody will need the guest soon: it gives all its KV back. Its weights stay and
-    go on following new versions."""
+    """Closed, with no work expected soon: the guest releases all its KV. Its weights stay and go on
+    following new versions."""
     kv_retained_ratio: float = 0.25
-    """Most of the KV that the guest may use that it keeps for trajectories away at their tools."""
+    """Largest share of the guest's usable KV kept for trajectories that await a tool."""
     own_models: bool = False
-    """Each engine's deadlines come from what its own pulses have learned, not from `production`:
-    engines of one slot may be unlike. A phantom of 0 tokens is each engine's own P99 prompt."""
+    """Each engine's deadlines come from its own pulses' models, not from `production`: engines of
+    one slot may differ. A phantom of 0 tokens is each engine's own P99 prompt."""
     kv_deadline_s: float = 2.0
-    """A guest that has held more than its budget for longer than this is ended."""
+    """Seconds for which a guest may hold more than its budget before it is ended."""
     preemption_s: float = 5e-4
-    """What production pays for a running guest step beside the share of `blocking_ratio`: the
-    switch, and the caches that the step has filled. Not counted where the ratio is 1."""
+    """Cost to production of a running guest step beside the share `blocking_ratio`: the switch, and
+    caches that the step has filled. Not counted where the ratio is 1."""
 
 
 class GuestMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine holds on the accelerator where it holds most, as it said once it had started.
+    """Accelerator memory of an engine's fullest rank, in bytes, as reported once it had started.
 
-    All but the KV cache is there while the gate is closed too: the floor.
+    All but the KV cache stays allocated while the gate is closed: the floor.
     """
 
     weights_bytes: int = 0
     graphs_bytes: int = 0
     activations_bytes: int = 0
-    """Workspaces, and what the allocator keeps of the largest step."""
+    """Workspaces, and memory that the allocator retains from the largest step."""
     other_bytes: int = 0
-    """The driver's context, code, communicators: what the process holds beside its allocator."""
+    """Memory of the process outside its allocator: the driver's context, code, communicators."""
     kv_bytes: int = 0
     whole: bool = False
-    """False where the driver does not say what the process holds: then `other_bytes` is missing."""
+    """False if the driver does not report the process's memory: then `other_bytes` is missing."""
     asleep_bytes_max: int = 0
-    """Bound of what stays while its weights are away: all that was neither weights nor KV while
-    they were there. 0 where they never go, or where that was not known."""
+    """Upper bound of memory held while the weights are offloaded: all that was neither weights nor
+    KV before. 0 if weights are never offloaded, or if unknown."""
 
     @property
     def floor_bytes(self) -> int:
@@ -239,7 +244,7 @@ class GuestMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Guest(Record, frozen=True, kw_only=True):
-    """What the guest does."""
+    """State and counters of one guest engine."""
 
     KIND: ClassVar[int] = 3
 
@@ -260,33 +265,37 @@ class Guest(Record, frozen=True, kw_only=True):
     aborted_total: int = 0
     closings_total: int = 0
     decide_s_mean: float = 0.0
-    """Mean cost of the decision before a step, in its thread's own time."""
+    """Mean CPU time of the decision before a step, in its own thread."""
     kv_tokens_withheld: int = 0
-    """Of the total, out of use because the budget says so; their memory is given back where the
-    guest can."""
+    """Tokens of the total that the budget takes out of use; their memory is released if the guest
+    can."""
     processes: tuple[ProcessId, ...] = ()
-    """The engine's, as the guest sees them."""
+    """Processes of the engine, as the guest sees them."""
     step_over_ratio: float = 0.0
-    """Share of late steps that took longer than predicted; a tenth is what is wanted."""
+    """Share of recent steps that took longer than predicted; 0.1 is ideal."""
     kv_tokens_retained: int = 0
-    """Prefixes kept for trajectories whose next turn has not come."""
+    """Prefixes kept for trajectories whose next turn has not arrived."""
     prefix_tokens_used_total: int = 0
-    """Kept until the next turn came, and hit by it."""
+    """Tokens of kept prefixes that their next turn hit."""
     prefix_tokens_dropped_total: int = 0
-    """Let go before it came, or of no use to it."""
+    """Tokens of kept prefixes that were evicted before the next turn, or that it did not hit."""
     isolation: str = ""
-    """The backend that it was started under, as `ROSEMUX_ISOLATION` says; "" is not said."""
+    """Backend that the guest was started under, as `ROSEMUX_ISOLATION` says; "" if not reported."""
     memory: GuestMemory = GuestMemory()
     weights_away: bool = False
-    """Asleep with its weights in host memory: it holds no more than context and graphs."""
+    """Asleep with its weights in host memory: only the context and graphs stay on the
+    accelerator.
+    """
     step_calibration: Calibration = Calibration()
-    """Its steps while production was idle."""
+    """Calibration of steps while production was idle."""
     beside_calibration: Calibration = Calibration()
-    """Those that production overlapped, over what they would have taken alone: 2 at the P50 is half
-    of the accelerator."""
+    """Calibration of steps that production overlapped, over their predicted time alone: a P50 of 2
+    means half of the accelerator."""
     blocking_ratio: float = 1.0
-    """What its isolation promises while the guest sees it hold; 1 where it does not, or is none."""
+    """Ratio promised by the isolation while the guest sees it hold; 1 if it does not hold or is
+    absent.
+    """
     isolation_fault: str = ""
     """Why its isolation does not hold."""
     leaving: bool = False
-    """Stopped on purpose; whoever stops it says so in its place."""
+    """Stopped on purpose; set on the guest's behalf by the process that stops it."""

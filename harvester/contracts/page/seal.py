@@ -107,13 +107,13 @@ def unseal(page: bytes, *, kind: int, now_ns: int) -> Sealed | PageFault:
         return PageFault.VERSION
     fault = time_fault(stamp_ns, expires_ns, now_ns=now_ns)
     if sequence % 2 and fault is PageFault.EXPIRED:
-        # Its writer ended before it wrote: what it took over says how long that may be waited for.
+        # Its writer ended before the first write: the state that it took over bounds the wait.
         return fault
     record = page[RECORD_OFFSET : RECORD_OFFSET + min(length, MAX_RECORD_BYTES)]
     crc_found = zlib.crc32(record, zlib.crc32(page[SEQUENCE_OFFSET:CRC_OFFSET]))
     torn = sequence % 2 or len(record) != length or crc_found != crc
     if contested:
-        # The one of them that writes does so on each of its beats: an old conflict has nobody.
+        # The living writer would write on each beat, so an old conflict has no writer left.
         return fault if fault is PageFault.EXPIRED and not torn else PageFault.CONFLICT
     if torn:
         return PageFault.TORN

@@ -1,6 +1,6 @@
-"""Whether a directory is one in which no stranger can put, swap or remove a file.
+"""Checks that no untrusted user can put, swap or remove a file in a directory.
 
-Links are not followed: where a link points is decided by whoever may change it.
+Links are not followed: the owner of a link decides its target.
 """
 
 import os

@@ -33,10 +33,8 @@ class PageWriter(Generic[R]):
     """Creates the page, or takes over the one that an earlier process of the same user left."""
 
     def __init__(self, path: Path, kind: type[R], *, lock: WriterLock | None = None) -> None:
-        """With a `lock` of the caller's, which it goes on holding where this fails, a refusal is
-        seen by the page's writer.
-
-        Raises PageHeld, ConfigError for what the user must mend, and Exhausted.
+        """A `lock` of the caller's stays held if this fails, so that the page's writer sees the
+        refusal. Raises PageHeld, ConfigError for faults that the user must fix, and Exhausted.
         """
         self.path = path
         self.contested = False
@@ -60,10 +58,8 @@ class PageWriter(Generic[R]):
         self._bell = FileWord(self._fd, offset=SEQUENCE_OFFSET, rings=True)
 
     def write(self, record: R, *, now_ns: int, ttl_ns: int) -> None:
-        """Once closed, and in a child made by fork, it writes nothing.
-
-        Raises Exhausted where there is no room any more, and ValueError for a record that does not
-        fit; the page then says what it said.
+        """Write a record; no-op once closed, and in a forked child. Raises Exhausted without disk
+        space, and ValueError for a record that does not fit; the page then keeps its content.
         """
         if not self._lock.held:
             return

@@ -102,7 +102,7 @@ class WriterLock:
                 self._fd = _opened(self.path)
             if self.in_place():
                 return
-            # Deleted meanwhile: who comes next would lock another file.
+            # Deleted meanwhile: the next writer would lock another file.
             self.close()
         raise Exhausted(f"{self.path} is deleted again and again")
 
@@ -117,7 +117,9 @@ class WriterLock:
         return True
 
     def _sign(self) -> None:
-        """For those who are refused; on a full file system they learn less."""
+        """Write this process's name for refused writers; on a full file system the name is
+        missing.
+        """
         try:
             name = Path("/proc/self/comm").read_bytes()
             os.ftruncate(self._fd, 0)
@@ -142,7 +144,7 @@ def _opened(path: Path) -> int:
 
 
 def check_own(path: Path, found: os.stat_result) -> None:
-    """Raises ConfigError for a file that was put there by somebody else, or is no plain file."""
+    """Raises ConfigError for a file of another user, or one that is no plain file."""
     if found.st_uid != os.geteuid():
         raise _stranger(path, found.st_uid)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:

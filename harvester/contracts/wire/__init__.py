@@ -1,1 +1,1 @@
-"""What crosses HTTP between agent, scheduler, gateway and RL job."""
+"""HTTP messages between agent, scheduler, gateway and RL job."""

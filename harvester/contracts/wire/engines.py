@@ -41,5 +41,5 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     identity: str
-    """As in `ENGINE_HEADER`."""
+    """Value of `ENGINE_HEADER`."""
     description: EngineDescription

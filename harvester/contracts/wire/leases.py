@@ -44,14 +44,14 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Share of recent time in which production had nothing to step; None is unknown."""
     reason: str = ""
     isolation: str = ""
-    """What the guest says that it is isolated by."""
+    """Isolation backend that the guest reports."""
     floor_bytes: int = 0
-    """Accelerator memory that the guest holds while its gate is closed; 0 is not known."""
+    """Accelerator memory that the guest holds while its gate is closed; 0 if unknown."""
     tenant: str = ""
-    """Whose lease is in force; "" where there is none."""
+    """Tenant of the lease in force; "" without a lease."""
     job: str = ""
     engine: EngineDescription = EngineDescription()
-    """What the guest's engine says of itself."""
+    """The guest engine's own description."""
 
 
 class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,11 +89,11 @@ class EndReason(StrEnum):
 
 class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
     lease: LeaseId
-    """A secret: whoever knows it may renew and end the lease."""
+    """A secret: any caller that knows it may renew and end the lease."""
     slot: SlotId
     epoch: Epoch
     duration_s: float
-    """From the moment that the grantor wrote this reply."""
+    """Counted from the moment at which the grantor wrote this reply."""
 
 
 class LeaseRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -106,4 +106,4 @@ class LeaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     lease: LeaseId
     reason: EndReason
     deadline_s: float = 0.0
-    """How long running turns may still go on."""
+    """Seconds for which running turns may go on."""

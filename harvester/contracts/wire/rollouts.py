@@ -15,7 +15,8 @@ MAX_PROMPT_TOKENS = 1 << 20
 MAX_OUTPUT_TOKENS = 1 << 17
 
 TRAJECTORY_ARGUMENT = "rosemux_trajectory"
-"""Among vLLM's `extra_args`: whose turn a request is, so that a guest knows who may come back."""
+"""Key in vLLM's `extra_args`: the trajectory of a request's turn, so that a guest expects its
+return."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -443,7 +443,7 @@ OLDER: list[tuple[Record, str]] = [
       "0000ad61626f72745f67726163655f73cb4024000000000000a36c6177a5736c61636ba661736c656570c2b1"
       "6b765f72657461696e65645f726174696fcb3fd0000000000000aa6f776e5f6d6f64656c73c2")),
 ]
-"""Of versions before a field was added: what they wrote is still read, with its default."""
+"""Pages written before a field was added: they still decode, with the field's default."""
 # fmt: on
 
 

@@ -55,7 +55,7 @@ class PlayedPage:
 
 
 class PlayedAllocator:
-    """Pages by number; `told` is called with (in use, ahead) in pages whenever they change."""
+    """Pages by number; `told` is called with (in use, ahead), in pages, at every change."""
 
     def __init__(self, _layers: int, layer_bytes: int, *_: Any, **__: Any) -> None:
         self.total = layer_bytes // PAGE_BYTES
@@ -140,7 +140,7 @@ class PlayedAllocator:
 
 
 class PlayedManager:
-    """What `KVCacheManager` does with pages and a limit."""
+    """A stand-in for kvcached's `KVCacheManager`: pages under a limit."""
 
     def __init__(self, blocks: int, block_bytes: int, layers: int, buffers: int) -> None:
         self.block_mem_size, self.page_size = block_bytes, PAGE_BYTES
@@ -217,7 +217,7 @@ class PlayedManager:
 
 
 class PlayedPool:
-    """What `ElasticBlockPool` does with blocks and prefixes."""
+    """A stand-in for kvcached's `ElasticBlockPool`: blocks and cached prefixes."""
 
     def __init__(self, manager: PlayedManager, blocks: int) -> None:
         self.kv_cache_manager, self.num_gpu_blocks = manager, blocks

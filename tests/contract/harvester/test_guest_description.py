@@ -1,4 +1,4 @@
-"""What an offer tells of a guest's engine, asked of a server over HTTP."""
+"""The description of a guest's engine in a slot offer, read from a server over HTTP."""
 
 import aiohttp
 import pytest

@@ -1,4 +1,4 @@
-"""What the gateway relies on in an engine. The fake passes what a real vLLM passes.
+"""The engine behaviour that the gateway relies on. The fake passes the checks of a real vLLM.
 
 Each check is a plain coroutine over a base URL; the tests run all of them on each engine.
 """
@@ -61,7 +61,7 @@ async def the_same_seed_says_the_same(client: EngineClient) -> None:
 
 
 async def the_last_token_comes_with_the_finish_reason(client: EngineClient) -> None:
-    """So that a turn is never left with all tokens and without an end."""
+    """Otherwise a turn could have all its tokens and no end."""
     choices = await collect(client, attempt(3), "f")
     assert choices[-1].finish_reason is not None
     assert choices[-1].token_ids

@@ -1,4 +1,4 @@
-"""What a receiver asks of everything that it applies to; each target passes the same suite."""
+"""The contract of apply targets; each target passes the same suite."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,7 +42,7 @@ def moved(state: State) -> State:
 
 @pytest.fixture(params=["tensors", "checkpoint"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Opened:
-    """Opens the holder of one blank model, again and again."""
+    """A function that opens the holder of one blank model, repeatedly."""
     blank = {name: torch.zeros_like(tensor) for name, tensor in first().items()}
     if request.param == "tensors":
         return lambda: TensorTarget(blank)

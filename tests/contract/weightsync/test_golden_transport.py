@@ -1,4 +1,4 @@
-"""What weight servers say, byte for byte: readers of another version rely on it."""
+"""Golden bytes of a weight server's messages: readers of other versions rely on them."""
 
 import msgspec
 import pytest

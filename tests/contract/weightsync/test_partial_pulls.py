@@ -1,4 +1,4 @@
-"""A rank pulls what its share needs, wherever the store is, and holds exactly that of a state."""
+"""A rank pulls the bytes of its share from any kind of store, and holds exactly that share."""
 
 import json
 import logging
@@ -70,7 +70,9 @@ _COLUMNS = ("down.weight", "out.weight")
 
 
 def _dim(name: str) -> int | None:
-    """As Megatron cuts it: rows of what comes in, columns of what goes out."""
+    """The dimension as Megatron cuts it: rows of input projections, columns of output
+    projections.
+    """
     if name.endswith("norm.weight"):
         return None
     return 1 if name.endswith(_COLUMNS) else 0
@@ -109,7 +111,7 @@ def same(left: State, right: State) -> bool:
 
 @dataclass(slots=True)
 class Counted:
-    """A source that counts what is read of it."""
+    """A source that counts the bytes read."""
 
     inner: StoreSource
     read_bytes: int = 0
@@ -156,7 +158,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(published: Path, tmp_path: Path) -> Path:
-    """A store to do harm to."""
+    """A copy of the store, to be damaged."""
     shutil.copytree(published, tmp_path / "job-a")
     return tmp_path / "job-a"
 
@@ -186,7 +188,7 @@ def test_a_rank_holds_its_share_of_every_state(
 
 
 def needed_bytes(share: Selection) -> int:
-    """Of a full version: columns of a tensor are in every row of it."""
+    """Bytes of a full version that the share reads: columns of a tensor touch every row."""
     by_name = part(STATES[0], share)
     return sum(
         STATES[0][name].nbytes if held.shape[-1] != STATES[0][name].shape[-1] else held.nbytes
@@ -198,7 +200,7 @@ def needed_bytes(share: Selection) -> int:
 def test_it_reads_its_share_and_little_else(published: Path, share: str) -> None:
     source = Counted(DirectorySource(published))
     receiver, held = Receiver(source, selection=SHARES[share]), blank(SHARES[share])
-    # At each end of a run a chunk may be someone else's for the most part; one more is the header.
+    # At each end of a run a chunk may belong mostly to other ranks; one more chunk is the header.
     most = needed_bytes(SHARES[share]) + (2 * len(held) + 2) * MIN_CHUNK_BYTES
     full = receiver.sync(None, ONE, TensorTarget(held))
     assert needed_bytes(SHARES[share]) <= full.bytes_read <= source.read_bytes < min(most, SIZE)
@@ -211,7 +213,9 @@ def test_it_reads_its_share_and_little_else(published: Path, share: str) -> None
 
 
 def test_a_pipeline_s_rank_reads_half_of_a_delta(published: Path) -> None:
-    """Of what is cut within tensors all is read: a delta counts from a tensor's first element."""
+    """Entries of tensors that are cut are read whole: a delta counts from a tensor's first
+    element.
+    """
     share = SHARES["pp second half"]
     receiver, held = Receiver(published, selection=share), blank(share)
     receiver.sync(None, ONE, TensorTarget(held))
@@ -335,7 +339,7 @@ def test_damage_elsewhere_is_nobody_s_of_this_share(copied: Path) -> None:
 
 
 def test_digests_that_do_not_lead_to_the_state_are_refused(copied: Path) -> None:
-    """The header is what vouches for whole tensors: another one with digests of its own is none."""
+    """The header's digests vouch for whole tensors, so a header with other digests is refused."""
     path = copied / "weight_v000002" / INDEX_FILE
     index = json.loads(path.read_bytes())
     index["rosemux"]["state_hash"] = "0" * 32
@@ -360,7 +364,8 @@ def test_a_part_that_changed_by_itself_is_replaced_whole(published: Path, share:
 
 
 def test_a_receiver_that_wrote_nothing_yet_starts_from_a_full_checkpoint(published: Path) -> None:
-    """It was told a version, but nobody can say of parts whether they are that version's."""
+    """The current version is given, but without a write of its own the receiver knows no digests of
+    the held parts."""
     selection = SHARES["tp 3 of 4"]
     held = part(STATES[0], selection)
     applied = Receiver(published, selection=selection).sync(ONE, THREE, TensorTarget(held))
@@ -381,7 +386,7 @@ def test_another_share_and_a_directory_are_refused(published: Path, tmp_path: Pa
 def test_what_a_relay_has_of_a_file_is_pulled_again_where_it_is_wrong(
     published: Path, tmp_path: Path
 ) -> None:
-    """Nobody reads the rest of it, so that it never proves itself as a whole."""
+    """No reader needs the rest of the file, so the relay never verifies it as a whole."""
     selection = SHARES["pp second half"]
     cache = tmp_path / "cache"
     with served(published.parent) as url, relayed(url, cache) as first:

@@ -1,4 +1,4 @@
-"""A sleeper wakes when another process, or another thread, writes what it sleeps on."""
+"""A sleeper wakes when another process, or another thread, writes a word that it sleeps on."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from harvester.contracts.bell import PrivateBell, Word, sleep_until_rung
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import PageDirectory, Pulse, pulse_page
 
-# Far beyond any noise of a machine: a sleep that took this long was not woken.
+# Far beyond any machine's noise: a sleep that took this long was not woken.
 LONG_S = 30.0
 WRITER = """
 import sys, time
@@ -36,7 +36,7 @@ def slept_s(*words: Word, timeout_s: float = LONG_S) -> float:
 
 @pytest.fixture
 def still(tmp_path: Path) -> Iterator[Word]:
-    """Of a page that nobody writes any more."""
+    """The futex word of a page that is no longer written."""
     directory = PageDirectory.create(tmp_path)
     writer = directory.pulse_writer("still", 0)
     writer.write(Pulse(), now_ns=monotonic_ns(), ttl_ns=10**10)

@@ -1,4 +1,4 @@
-"""Who is believed for which page, as the environment of an engine says it."""
+"""Trusted writers of each kind of page, from an engine's environment."""
 
 import os
 import pwd

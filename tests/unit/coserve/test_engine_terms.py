@@ -1,4 +1,4 @@
-"""By what each pulse is judged: alone, among its engine's processes, beside another engine."""
+"""Terms of each pulse: alone, among its engine's processes, beside another engine."""
 
 from collections.abc import Callable
 
@@ -85,7 +85,7 @@ def test_decodes_of_data_parallel_ranks_may_be_one_batch_or_spread(make_grant: M
     pulse = msgspec.structs.replace(pulse_of(SMALL, in_flight=8, decoding=8), cores=ranks)
     one_batch = make_grant(production=SMALL, itl_slo_s=0.02, ttft_slo_s=10.0)
     assert slack([pulse], one_batch) == pytest.approx(0.02 - 0.018)
-    # The share epsilon is that of the smallest batch that each of them may be.
+    # The share epsilon is that of the smallest batch that either may be.
     share = msgspec.structs.replace(grant, epsilon=0.5)
     phantom_s = 0.5 * (0.01 + 0.01)
     assert slack([pulse], share) == pytest.approx(min(phantom_s, 0.5 * 0.014))

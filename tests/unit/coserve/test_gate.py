@@ -1,4 +1,4 @@
-"""When a step may start, and of how many tokens."""
+"""The gate: decides whether a step may start, and its tokens."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a GPU guest is isolated by: time-slicing by itself, MPS by an operator's consent alone."""
+"""Isolation of a GPU guest: time-slicing by default, MPS only with an operator's consent."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What the backends of a CPU do to processes, and where they would do nothing."""
+"""Effects of the CPU isolation backends on processes, and refusals where they have none."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What a guest says of its isolation while groups and classes change under it."""
+"""A guest's isolation reports while groups and classes change."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ production_pid = pytest.fixture(_sleeping)
 
 @pytest.fixture
 def watch(slot: Slot, guest: GuestSlot, guest_pid: int, production_pid: int) -> IsolationWatch:
-    """Of a guest in the idle class beside production, in one group."""
+    """A watch for a guest in the idle class beside production, in one group."""
     isolation.apply_to_process(IDLE_CLASS, guest_pid)
     guest.load.isolation = IsolationBackend.IDLE
     guest.load.processes = process_ids([guest_pid])

@@ -1,4 +1,4 @@
-"""When a guest that keeps memory ends itself."""
+"""The deadline after which a guest that keeps memory ends itself."""
 
 from coserve.guest.memory_deadline import MARGIN_S, MemoryDeadline
 

@@ -1,4 +1,4 @@
-"""Whose prefix is kept, and whose goes first."""
+"""Retention of prefixes, and their order of eviction."""
 
 from hypothesis import given
 from hypothesis import strategies as st

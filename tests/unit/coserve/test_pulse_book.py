@@ -1,4 +1,4 @@
-"""What one API-server process of production knows, event by event."""
+"""The state of one API-server process of production, event by event."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ START_NS = 1_000_000_000_000
 
 
 class Production:
-    """An engine whose clock moves by what each event takes."""
+    """An engine whose clock advances by the duration of each event."""
 
     def __init__(self) -> None:
         self.book = PulseBook()
@@ -194,7 +194,7 @@ def test_learns_prefills_from_requests_that_were_alone_until_their_first_token(
 
 
 def test_learns_prefills_of_an_engine_that_is_never_idle(production: Production) -> None:
-    """From the end of the step that ran when a request came, and less what the decodes took."""
+    """Measured from the end of the step that ran at the arrival, less the decodes' share."""
     for requests in (1, 2) * 15:
         production.step(inter_token_s=(0.003 + 0.001 * requests,) * requests)
     production.book.refit()

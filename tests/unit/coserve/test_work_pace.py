@@ -1,4 +1,4 @@
-"""When work that is no step may go on beside production."""
+"""The pace of work beside production that is no engine step."""
 
 import math
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def test_production_that_needs_the_machine_leaves_nothing(
 def test_a_closed_grant_says_as_much_of_production_as_an_open_one(
     make_grant: MakeGrant, whole: Whole
 ) -> None:
-    """A guest that sleeps or has no lease follows versions all the same."""
+    """A sleeping guest, or one without a lease, still follows versions."""
     opened, closed = make_grant(), make_grant(mode=GrantMode.CLOSED)
     for pulse in (PulseHead(), busy()):
         found = [work_budget_s(whole(g), [whole(pulse)], now_ns=NOW_NS) for g in (opened, closed)]

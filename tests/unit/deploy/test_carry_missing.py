@@ -1,4 +1,4 @@
-"""What a machine lacks is computed from the wheels' metadata against the list of what it has."""
+"""Missing wheels are computed from the wheels' metadata and the machine's list of packages."""
 
 import hashlib
 import zipfile

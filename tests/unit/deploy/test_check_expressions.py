@@ -1,4 +1,4 @@
-"""What the expression checker reads out of PromQL and Grafana variables."""
+"""The expression checker's parsing of PromQL and Grafana variables."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a restart must not forget, in the times of whatever clock comes after it."""
+"""State that survives a restart, converted to the new process's clock."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ DAY_S = 86_400.0
 
 
 def restarted(scene: Any, *, now: float) -> None:
-    """Another agent's policy goes on with what this one left, at another clock's `now`."""
+    """Another agent's policy resumes this one's state, at another clock's `now`."""
     left = moved(scene.policy.durable(), from_s=scene.now, to_s=now)
     scene.policy, scene.now = SlotPolicy(scene.settings), now
     scene.policy.resume(left)

@@ -51,13 +51,13 @@ Write = Callable[..., Path]
 
 
 def prepare(folder: Path) -> None:
-    """What a guest needs, in one folder."""
+    """The files that a guest needs, in one folder."""
     (folder / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     PageDirectory.create(folder / "pages/slot0")
 
 
 def play_vllm(folder: Path, text: str) -> None:
-    """What a process that finds `folder` first imports as vLLM: the real one takes seconds."""
+    """A stand-in for vLLM in a process with `folder` on its path: the real import takes seconds."""
     (folder / "vllm").mkdir(parents=True)
     (folder / "vllm/__init__.py").write_text(text)
 
@@ -77,7 +77,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Found before any real ones."""
+    """Programs found before any real ones."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -124,7 +124,7 @@ def test_a_gpu_guest_without_consent_takes_turns_and_joins_no_daemon(
     assert "blocking_ratio 0.2 is yours: time-slicing promises 1" in shown
     assert "CUDA_VISIBLE_DEVICES=GPU-1 " in shown
     assert "--kv-cache-memory-bytes 2147483648" in shown
-    # CUDA would join a daemon in its default directory without a word.
+    # CUDA would silently join a daemon in its default directory.
     assert "CUDA_MPS_PIPE_DIRECTORY=/nonexistent " in shown
     assert "production needs" not in shown
 

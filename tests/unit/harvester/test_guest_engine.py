@@ -1,4 +1,4 @@
-"""A guest that an operator started: how it ends, and what is left of it."""
+"""A guest that an operator started: its end, and what it leaves behind."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]
 time.sleep(float(sys.argv[2]))
 sys.exit(3)
 """
-# One that does not listen.
+# An engine that ignores SIGTERM.
 DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + ENGINE
 
 KILLED = f"""
@@ -163,7 +163,7 @@ async def test_what_cannot_be_started_is_named() -> None:
 
 @pytest.fixture
 def pages(tmp_path: Path) -> PageDirectory:
-    """Where an engine has said what it does."""
+    """A page directory with the record of an engine."""
     pages = PageDirectory.create(tmp_path / "pages")
     page = pages.guest_writer()
     record = Guest(kv_tokens=7, processes=(ProcessId(pid=41, start_ticks=9),))
@@ -230,7 +230,7 @@ async def test_one_that_is_stopped_before_it_spoke_leaves_no_page(tmp_path: Path
 
 
 def said_on(pages: PageDirectory) -> Guest:
-    """What the agent takes for the guest's word, however old."""
+    """The guest record that the agent believes, however old."""
     leaving = pages.leaving_reader().read().record
     record = leaving or pages.guest_reader().read_left().record
     assert record is not None

@@ -1,4 +1,4 @@
-"""What the agent does to processes that a guest names."""
+"""The agent's actions on processes that a guest names."""
 
 import os
 import subprocess
@@ -52,7 +52,7 @@ def guest(tmp_path: Path) -> GuestProcesses:
 
 
 def fault_of(guest: GuestProcesses) -> str:
-    """Of the one action since the last look."""
+    """Fault of the one action since the last call."""
     (outcome,) = guest.outcomes()
     return outcome.fault
 
@@ -106,7 +106,7 @@ def test_a_guest_in_an_operators_idle_group_is_not_said_to_be_lifted(
 
 @pytest.fixture
 def below() -> Iterator[tuple[ProcessId, ProcessId]]:
-    """A process and one that it started."""
+    """A process and its child."""
     script = "sleep 60 & echo $!; read line; kill $!; wait"
     with subprocess.Popen(
         ["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -289,7 +289,7 @@ def test_a_guest_in_another_pid_namespace_is_not_said_to_be_ended(
 
 
 def _as_another_agent(prefix: list[str], page: Path, pid: int) -> str:
-    """What an agent that was started so says of a kill of that process."""
+    """Fault that an agent started with `prefix` reports for a kill of that process."""
     named = ProcessId(pid=pid, start_ticks=start_ticks(pid) or 0)
     code = (
         "from pathlib import Path\n"

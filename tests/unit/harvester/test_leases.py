@@ -206,15 +206,15 @@ def _fields() -> dict[str, object]:
 
 
 class Holder:
-    """A scheduler's view: it uses a lease only until its own, earlier, end of it."""
+    """A scheduler's view: it uses a lease only until its own, earlier, end."""
 
     def __init__(self, lease: LeaseGranted, ends_s: float) -> None:
         self.lease, self.ends_s = lease, ends_s
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Calls whose request may be lost (nothing happens) or whose reply may (nobody learns), under
-    agents that end at any moment and leave their pages and their records."""
+    """Calls whose request may be lost (no effect) or whose reply may (effect unknown to the
+    caller), under agents that end at any moment and leave their pages and their records."""
 
     requests = Bundle("requests")
     SLOTS = tuple(SlotId(f"slot{number}") for number in range(4))
@@ -239,7 +239,7 @@ class LeaseMachine(RuleBasedStateMachine):
             self.book.offer(slot, SlotState.OFFERED)
 
     def beat(self) -> None:
-        """What the agent writes: records of leases that are over go first, pages come after."""
+        """The agent's writes: records of ended leases go first, pages come after."""
         self.book.expire(now=self.now)
         for slot in self.SLOTS:
             live = self.book.live(slot)
@@ -273,7 +273,7 @@ class LeaseMachine(RuleBasedStateMachine):
         written=st.sampled_from(["all", "record", "nothing"]),
     )
     def take(self, wanted: LeaseRequest, reply_lost: bool, written: str) -> object:
-        """The agent dies before it has written all, or answers once it has."""
+        """The agent dies before all its writes, or answers after them."""
         sent_s = self.now
         answer = take(self.book, wanted, now=self.now)
         if isinstance(answer, LeaseGranted):
@@ -324,7 +324,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if not self.holders:
             return
         lease = data.draw(st.sampled_from(sorted(self.holders)))
-        # The holder stops using it before it says so.
+        # The holder stops using it before it releases it.
         self.holders[lease].ends_s = self.now
         self.book.release(lease, now=self.now)
         if not written:

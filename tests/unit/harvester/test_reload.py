@@ -1,4 +1,4 @@
-"""A reload says of every field whether it is in force, and what it says is true."""
+"""A reload reports truthfully, for every field, whether it is in force."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -54,12 +54,12 @@ FULL = AgentConfig(
         ),
     ),
 )
-"""Every part that may be left out is there; `kvcached` excludes `memory_group`."""
+"""Every optional part is present; `kvcached` excludes `memory_group`."""
 SHARED = KvcachedConfig(production=("prod",), guest="guest", total_bytes=1)
 
 
 def leaves(part: Any, where: Where = ()) -> Iterator[tuple[Where, Any]]:
-    """Every field of a configuration that holds no other fields, with its value."""
+    """Every leaf field of a configuration, with its value."""
     names = (
         type(part).model_fields
         if isinstance(part, BaseModel)
@@ -103,7 +103,7 @@ def another(value: Any) -> Any:
 
 
 def changed(part: Any, where: Where) -> Any:
-    """`part` with another value in one field; nothing is validated."""
+    """`part` with another value in one field, not validated."""
     name, rest = where[0], where[1:]
     if name == "slots":
         return part.model_copy(update={"slots": (changed(part.slots[0], rest[1:]),)})
@@ -111,7 +111,7 @@ def changed(part: Any, where: Where) -> Any:
     new = changed(old, rest) if rest else another(old)
     if isinstance(part, BaseModel):
         return part.model_copy(update={name: new})
-    # Not through `replace`: the settings would refuse what contradicts another field.
+    # Not through `replace`: the settings refuse values that contradict another field.
     copy = object.__new__(type(part))
     for each in fields(part):
         value = new if each.name == name else getattr(part, each.name)
@@ -180,7 +180,9 @@ IN_FORCE: dict[Where, Callable[[Node], Any]] = {
         if sample(node, "harvester_leases_active", slot="slot0", tenant=tenant) is not None
     ),
 }
-"""What the running parts say of a field. The policy's numbers are those that it decides with."""
+"""Each field's value as the running parts show it; policy fields come from the policy's
+settings.
+"""
 
 
 def sample(node: Node, name: str, **labels: str) -> float | None:

@@ -1,4 +1,4 @@
-"""What one beat reads of a slot."""
+"""The readings of one beat of a slot."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What an operator sees of a guest that shares an accelerator."""
+"""Metrics of a guest that shares an accelerator."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds: what torch itself says, and what a trainer says in words."""
+"""The part of a tensor that a rank holds, as torch reports it and as a trainer declares it."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -33,7 +33,7 @@ class Mesh:
 
 @dataclass
 class Sharded:
-    """What a DTensor is to us, with the local part that torch would give this rank."""
+    """A DTensor's interface, with the local part that torch would give this rank."""
 
     shape: tuple[int, ...]
     placements: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""What kvcached's build asks of torch, answered without one: a CUDA build, so that it goes on."""
+"""A stand-in for torch during kvcached's build: claims a CUDA build, so that the build proceeds."""
 
 from types import SimpleNamespace
 

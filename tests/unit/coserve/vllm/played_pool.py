@@ -63,7 +63,7 @@ class PlayedPool:
         return None if block is None else [block]
 
     def cache(self, request: Any, blocks: list[Block], cached: int) -> None:
-        """What vLLM does once a block is full."""
+        """Cache full blocks, as vLLM does."""
         for block, block_hash in zip(blocks[cached:], request.block_hashes[cached:], strict=True):
             block.block_hash = block_hash
             self._cached.setdefault(block_hash, block)

@@ -1,4 +1,4 @@
-"""What an engine says that it is, from configurations of vLLM's shape."""
+"""An engine's shape line, from configurations with vLLM's fields."""
 
 from types import SimpleNamespace
 from typing import Any

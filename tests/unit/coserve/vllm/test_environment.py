@@ -1,4 +1,4 @@
-"""What the three variables mean."""
+"""Meaning of the three environment variables of a slot."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What an operator is told before a guest starts, and that nothing else is then taken."""
+"""The plan shown to an operator before a guest starts, without substitutes for refused choices."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where a KV cache's blocks lie, in the layouts that vLLM versions use."""
+"""Planes of a KV cache's blocks, in the layouts of vLLM versions."""
 
 import pytest
 

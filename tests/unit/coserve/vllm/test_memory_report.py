@@ -1,4 +1,4 @@
-"""What a worker holds, from its tensors and from what a driver says; no GPU is here to ask."""
+"""Memory of a worker, from its tensors and from a played driver; needs no GPU."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 class Model(torch.nn.Module):  # type: ignore[misc,name-defined]
-    """Two weights that are one, and a buffer."""
+    """Two tied weights, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,13 +62,13 @@ def test_graphs_are_private_pools_that_hold_neither_weights_nor_kv() -> None:
         segment(5000, (0, 1), device=1),
     ]
     device = torch.device("cuda:0")
-    # Sleep mode has weights and KV in pools of their own: 4050 lies within one.
+    # Sleep mode has weights and KV in separate pools: 4050 lies within one.
     assert memory_report._graphs_bytes(segments, device, {4050}) == 200
 
 
 @pytest.fixture
 def driver(worker: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of a GPU on which this process holds 29 MiB, 20 of them by torch's allocator."""
+    """A GPU on which this process holds 29 MiB, 20 of them by torch's allocator."""
     worker.device = "cuda:0"
     said = SimpleNamespace(process_bytes=29 * MIB)
     sizes = iter([{1: 5 * MIB}, {2: 7 * MIB}])

@@ -1,4 +1,4 @@
-"""A guest on a GPU starts in its turn, and keeps nobody waiting once it has started or failed."""
+"""A guest on a GPU starts in its turn, and blocks no other guest after it has started or failed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ BRIEF_S = 0.05
 
 
 class Gpus:
-    """What is asked of vLLM's platform."""
+    """The calls on vLLM's platform."""
 
     def __init__(self, *uuids: str) -> None:
         self._uuids = uuids

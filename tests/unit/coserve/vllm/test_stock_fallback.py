@@ -34,7 +34,7 @@ BAD: dict[str, Environment] = {
 
 @pytest.fixture(autouse=True)
 def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fresh production process, with every variable right."""
+    """A fresh production process, with every variable valid."""
     monkeypatch.setattr(pulse, "_reporter", None)
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.setattr(weights_plugin, "_registered", True)
@@ -92,7 +92,7 @@ async def test_a_typo_leaves_production_as_stock_and_says_so_once(
 def test_with_the_same_typo_no_guest_starts(
     environment: Environment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the role itself is wrong, what only a guest has refuses."""
+    """If the role itself is invalid, the components that only a guest loads refuse."""
     monkeypatch.setenv("ROSEMUX_ROLE", "guest")
     change(monkeypatch, environment)
     with pytest.raises(ConfigError):

@@ -1,4 +1,4 @@
-"""Groups of gaps are read alike in both ways, and are as large as was said before."""
+"""Both readers of gap groups agree, and their predicted sizes are exact."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from weightsync.elements.picked import IS_KNOWN
 
 
 def _gap_stream(gaps: list[int]) -> Bytes:
-    """As scan.py writes it."""
+    """The gap stream as scan.py writes it."""
     stream = [byte for gap in gaps for byte in (*[255] * (gap // 255), gap % 255)]
     return np.array(stream, dtype=np.uint8)
 
@@ -44,13 +44,13 @@ def _written(gaps: list[int]) -> tuple[Bytes, Bytes, Bytes]:
 
 
 def _places(reading: Any, count: int, low_bits: Bytes, lows: Bytes, highs: Bytes) -> list[int]:
-    """Of all changes, and a 65th one behind each group."""
+    """Places of all changes, and a 65th entry after each group."""
     room, places, walk = np.empty(ROOM, np.uint16), np.empty(GROUP + 1, np.uint64), Walk()
     found: list[int] = []
     for first in range(0, count, GROUP):
         changes = min(GROUP, count - first)
         kept = low_bits_of(low_bits, first // GROUP)
-        # A compiled loop gives plain numbers back, and takes none.
+        # A compiled loop returns plain numbers and accepts none.
         group, *unsigned = reading(changes, np.uint64(kept), lows, highs, walk, room, places)
         walk = Walk(group, *map(np.uint64, unsigned))
         found += map(int, places[: changes + 1])
@@ -59,7 +59,7 @@ def _places(reading: Any, count: int, low_bits: Bytes, lows: Bytes, highs: Bytes
 
 @st.composite
 def _gaps(draw: st.DrawFn) -> list[int]:
-    """Stretches of one density each, and some gaps that are much longer."""
+    """Stretches of one density each, and some much longer gaps."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     gaps: list[int] = []
     for _ in range(draw(st.integers(1, 4))):
@@ -88,7 +88,7 @@ def test_both_ways_read_what_was_written(gaps: list[int]) -> None:
 
 @pytest.mark.parametrize("zeros", [60_000, 65_535, 70_000, 1 << 20])
 def test_a_code_of_very_many_zeros_is_read(zeros: int) -> None:
-    """As only a forger would write it: few low bits and a gap that needs many."""
+    """A forged payload: few low bits and a gap that needs many."""
     bits = np.zeros(zeros + 128 - zeros % 64, np.uint8)
     bits[[3, zeros]] = 1
     highs = np.packbits(bits, bitorder="little")

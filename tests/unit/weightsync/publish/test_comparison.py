@@ -1,4 +1,4 @@
-"""What is compared: in order, in few hand-overs, and never more of it than may be held."""
+"""Comparison: in order, in few hand-overs, and within the bound on held bytes."""
 
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 class _Counting(Executor):
-    """Compares at once and counts; what came of it waits to be asked for."""
+    """An executor that runs inline and counts; results wait until requested."""
 
     def __init__(self) -> None:
         self.handed_over = 0
@@ -31,7 +31,7 @@ def _compared(entry: str, bits: Bits) -> Compared:
 
 
 def _run(sizes: list[int], in_flight_bytes: int) -> tuple[list[str], int, _Counting]:
-    """(entries as they came out, most bytes that were held at a time, the pool)."""
+    """(entries in order of output, most bytes held at a time, the pool)."""
     pool = _Counting()
     comparison = Comparison(_compared, pool, threads=2, in_flight_bytes=in_flight_bytes)
     came: list[str] = []

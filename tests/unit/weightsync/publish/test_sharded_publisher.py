@@ -101,7 +101,7 @@ def _received(store: Path, version: int, like: State) -> State:
 
 
 def _published(done: list[Published | BaseException]) -> Published:
-    """What all ranks say alike."""
+    """The result on which all ranks agree."""
     found = set()
     for each in done:
         assert isinstance(each, Published), each
@@ -164,7 +164,7 @@ def test_each_rank_writes_its_own_slices_and_a_replica_is_written_once(
 def test_the_hash_of_slices_is_that_of_their_entries(
     tmp_path: Path, states: tuple[State, ...]
 ) -> None:
-    """Two trainers that cut alike agree; one that cuts otherwise has another name for the state."""
+    """Two trainers with the same cuts agree; other cuts give the state another hash."""
     with Crew(tmp_path / "a") as a, Crew(tmp_path / "b") as b, Publisher(tmp_path / "c") as whole:
         hashes = {_published(crew.publish(shares_of(states[0]))).state_hash for crew in (a, b)}
         assert len(hashes | {whole.publish(states[0]).state_hash}) == 2
@@ -233,11 +233,11 @@ def test_a_full_disk_on_one_rank_leaves_the_version_before(
 
 
 class Killed(BaseException):
-    """The rank's process ends here: nothing of ours runs any more."""
+    """The rank's process ends here, without further cleanup."""
 
 
 class Impatience:
-    """Real time, two hundred times as fast once somebody died."""
+    """Real time, two hundred times as fast once a rank has died."""
 
     def __init__(self) -> None:
         self._real = MonotonicClock()
@@ -255,7 +255,7 @@ class Impatience:
 def test_a_rank_killed_at_any_byte_leaves_the_version_before(
     tmp_path: Path, states: tuple[State, ...], same: Same, victim: int
 ) -> None:
-    """The others are told by their patience, the store by nobody: it is as it was."""
+    """The other ranks time out; the store is left unchanged."""
     killed = []
     for budget in (*range(0, 1800 if victim == 0 else 600, 180), 10**6):
         store = tmp_path / f"killed-{victim}-{budget}"

@@ -1,4 +1,4 @@
-"""What a receiver may take of memory: half kept, half lent, the largest alone."""
+"""A receiver's memory budget: half kept, half lent, the largest tensor alone."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

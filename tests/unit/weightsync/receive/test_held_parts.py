@@ -1,4 +1,4 @@
-"""Where a part of a tensor lies, whatever slices it is stored in and whatever box is held."""
+"""The byte ranges of a held part, for any slices of the tensor and any held box."""
 
 from itertools import pairwise, product
 
@@ -33,7 +33,7 @@ class Box:
 
 @st.composite
 def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], Cuts, Box]:
-    """A shape, where a trainer cut it, and a box of it."""
+    """A shape, a trainer's cuts of it, and a box of it."""
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
     offsets = tuple(draw(st.integers(0, n - 1)) for n in shape)
@@ -63,7 +63,7 @@ def test_what_is_held_is_put_together_from_any_slices(
         record = slicing.records.get(part.entry) or whole_box("w", layout["w"])
         data = bytes_of(record.read(whole))
         place = spool.place(data.size + 3)
-        # Only what is asked for is there.
+        # Only the requested bytes are present.
         for span in runs(part.within, 2):
             place.write(span.start + 3, data[span.start : span.stop])
         entries[part.entry] = StoredEntry(place, 3, parts.entries[part.entry])

@@ -1,4 +1,4 @@
-"""One broken directory stops nobody who can do without it, and nobody ends on wrong bits."""
+"""A broken directory stops only receivers that need it, and none ends on wrong bits."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -54,7 +54,7 @@ def strike(request: pytest.FixtureRequest) -> Strike:
 
 
 def _reached(store: Path, held: int | None, states: tuple[State, ...]) -> State:
-    """What a fresh process holds after it synced to version 8."""
+    """State of a fresh process after a sync to version 8."""
     at = None if held is None else WeightVersion(held)
     tensors = {
         name: torch.zeros_like(tensor) if held is None else tensor.clone()

@@ -1,4 +1,4 @@
-"""What a relay reads out of an index is what receivers read out of it."""
+"""A relay and a receiver read the same facts from an index."""
 
 from pathlib import Path
 

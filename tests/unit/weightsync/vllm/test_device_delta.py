@@ -1,4 +1,4 @@
-"""What torch makes of a delta is what the compiled loops make of it, bit for bit."""
+"""torch's apply of a delta equals the compiled loops' apply, bit for bit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -42,7 +42,7 @@ def _states(dtype: str, size: int, density: float, seed: int) -> tuple[Bits, Bit
 
 @contextmanager
 def _pieces_of(changes: int) -> Iterator[None]:
-    """Small pieces: what is real for tensors of millions of elements."""
+    """Use small pieces, as they occur with tensors of millions of elements."""
     with pytest.MonkeyPatch.context() as patched:
         for module in (device_delta, device_gaps):
             patched.setattr(module, "CHANGES_AT_ONCE", changes)
@@ -83,7 +83,7 @@ def test_every_encoding_gives_the_same_elements(
 def test_groups_of_any_gaps_and_differences_are_read(
     dtype: str, stride: int, in_pieces: bool
 ) -> None:
-    """Thousands of changes, as the encoder makes no groups for fewer."""
+    """Thousands of changes, since the encoder makes no groups for fewer."""
     random = np.random.default_rng(stride)
     integer = SPECS[dtype][0]
     old = random.integers(0, np.iinfo(integer).max, 4500 * stride, dtype=integer, endpoint=True)
@@ -103,7 +103,7 @@ def test_groups_of_any_gaps_and_differences_are_read(
 @pytest.mark.parametrize("dtype", list(SPECS))
 @pytest.mark.parametrize("in_pieces", [False, True])
 def test_streams_with_gaps_of_several_bytes_are_read(dtype: str, in_pieces: bool) -> None:
-    """Pieces of a stream then end at any change, and in the middle of a gap."""
+    """Pieces of a stream then end at any change, and within a gap."""
     random = np.random.default_rng(5)
     integer = SPECS[dtype][0]
     old = random.integers(0, np.iinfo(integer).max, 270_000, dtype=integer, endpoint=True)

@@ -1,4 +1,4 @@
-"""What is staged gets in where it still fits; where it does not, it is prepared again."""
+"""A staged version is loaded if it still fits, and prepared again if not."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ def model(states: tuple[State, ...]) -> PlainModel:
 
 @pytest.fixture
 def weights(model: PlainModel, published: tuple[Path, list[Published]]) -> Iterator[EngineWeights]:
-    """Follows stores beside `published`, which has versions 1 to 8 and is called `store`."""
+    """Follows stores beside `published`, which has versions 1 to 8 and is named `store`."""
     made = EngineWeights(model, None, StoreRoot(published[0].parent), packed_ahead_bytes=0)
     yield made
     made.close()
@@ -149,7 +149,7 @@ def test_after_closing_an_update_begins_anew(
 
 
 class Half(PlainModel):
-    """One of two ranks: the second half of every tensor of several rows, all of the others."""
+    """One of two ranks: the second half of every tensor with several rows, all of the others."""
 
     def __init__(self, state: State) -> None:
         super().__init__({name: self.part(tensor) for name, tensor in state.items()})

@@ -25,7 +25,7 @@ OURS = ("update_info", "worker_weights", "loader_engine")
 
 
 class PlayedEngine(Generic[I, U]):
-    """As the base class of 0.24: it is told of the ranks, not of the rest."""
+    """A stand-in for the base class of 0.24, which is told of the ranks only."""
 
     def __init__(self, config: Any, parallel_config: Any, model: Any) -> None:
         self.config, self.parallel_config, self.model = config, parallel_config, model
@@ -35,11 +35,11 @@ class PlayedEngine(Generic[I, U]):
 
 
 class PlayedInfo:
-    """What an engine is told derives from it."""
+    """Base class of an engine's update arguments."""
 
 
 def played_worker() -> Any:
-    """As the worker of 0.24: it takes models apart, and waits for an accelerator."""
+    """A stand-in for the worker of 0.24: it takes models apart, and waits for an accelerator."""
 
     class Worker:
         def __init__(self, model: PlainModel) -> None:
@@ -80,7 +80,7 @@ def modules(**named: Any) -> ModuleType:
 def loader_engine(
     monkeypatch: pytest.MonkeyPatch, published: tuple[Path, list[Published]]
 ) -> Iterator[Any]:
-    """Our module as that vLLM would import it."""
+    """The module as vLLM 0.24 would import it."""
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.v1"):
         monkeypatch.setitem(sys.modules, name, modules(__path__=[]))
     monkeypatch.setitem(sys.modules, "vllm.v1.worker", modules(__path__=[]))

@@ -1,4 +1,4 @@
-"""What an update would lead to is known before anything is touched."""
+"""The result of an update is known before anything is touched."""
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ PLENTY = 1 << 30
 
 
 class Model(torch.nn.Module):
-    """Holds every tensor in a storage of its own; its weight has a row of padding."""
+    """Each tensor in a separate storage; the weight has a row of padding."""
 
     def __init__(self, state: State) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def model(states: tuple[State, ...]) -> Model:
 
 @pytest.fixture
 def target(model: Model, states: tuple[State, ...]) -> LoaderMap:
-    """At version 3 of the store."""
+    """A loader map at version 3 of the store."""
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
     made = traced(model, layout, lambda touched: None)
     model.load_weights(states[2].items())
@@ -51,7 +51,7 @@ def target(model: Model, states: tuple[State, ...]) -> LoaderMap:
 
 @pytest.fixture
 def staged(published: tuple[Path, list[Published]]) -> Staged:
-    """From version 3 to 4."""
+    """The staging from version 3 to 4."""
     store, done = published
     return Receiver(store).prepare(done[2].version, done[3].version)
 
