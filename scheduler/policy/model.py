@@ -35,7 +35,7 @@ class PhaseKind(StrEnum):
 
 
 class Pool(StrEnum):
-    """What a node is there for. Serving nodes are only ever leased, slot by slot."""
+    """Purpose of a node. Serving nodes are only ever leased, slot by slot."""
 
     ROLLOUT = "rollout"
     TRAINING = "training"

@@ -1,7 +1,7 @@
-"""Which node stands behind each name that the planner gave, and which are free or have failed.
+"""Maps the planner's node names to machines; tracks free and failed machines.
 
-The planner numbers nodes as it thinks of them; here they get the names of machines. A name whose
-machine is not there, because one failed and no other is free, waits for the next that comes free.
+The planner numbers nodes as it invents them; this module assigns machines. A name whose machine
+failed while no other is free waits for the next free machine.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,11 +18,11 @@ class Fleet:
         self.failed: set[NodeId] = set()
         """To read; `fail` and `repair` change it."""
         self.machines: dict[NodeId, NodeId] = {}
-        """By the planner's name; to read."""
+        """Machine by planner name; read-only for callers."""
         self.awaited: dict[NodeId, Pool] = {}
         """Planner's names without a machine, the longest waiting first."""
         self._free: dict[Pool, tuple[NodeId, ...]] = {}
-        """As found since a machine last changed hands."""
+        """Free machines by pool, cached since a machine last changed hands."""
 
     def restore(
         self,

@@ -33,11 +33,11 @@ class Stay(msgspec.Struct, kw_only=True):
     to: Placement | None = None
     to_group: GroupId | None = None
     told: bool = False
-    """That it moves: the next time that it asks for its first phase, it has left."""
+    """The job was told that it moves: it has left when it next requests its first phase."""
     changed: bool = False
-    """Its nodes are others than its process was told: it hears of them before its next phase."""
+    """Its nodes differ from those its process knows: it is told before its next phase."""
     arrived_s: float | None = None
-    """When it came to other nodes, until it asks for a phase there."""
+    """Time of its arrival on other nodes, until it requests a phase there."""
     started: bool = False
     """It had a permit: before that nothing of it is anywhere."""
     reason: str = ""
@@ -51,7 +51,7 @@ class Stay(msgspec.Struct, kw_only=True):
 
     @property
     def arrival(self) -> JobArrived:
-        """What the planner is told of it."""
+        """The arrival event of this job for the planner."""
         return msgspec.structs.replace(self.submission.arrival, submitted_s=self.submitted_s)
 
     @property

@@ -20,9 +20,9 @@ from scheduler.policy.phases.places import enqueue
 from scheduler.policy.phases.standing import Stage, Standing, Trigger
 
 _LEAST_S: Final = 1e-3
-"""Of a phase: no estimate is made of nothing."""
+"""Least duration of a phase, in s: estimates need a positive one."""
 _LEASED_MAX_RATIO: Final = 9.0
-"""Most that leases may have shortened a phase by, of what it took."""
+"""Cap on a phase's time saved by leases, over its duration."""
 
 Ending = list[EndPermit | EnqueuePhase | FailJob | Refuse]
 
@@ -102,7 +102,7 @@ def end(
 
 
 def _solo_s(standing: Standing, loading_s: float, leased_s: float) -> float:
-    """What the phase has done would have taken alone on its own nodes."""
+    """Duration of the phase's work so far, alone on its own nodes, in s."""
     return max(_LEAST_S, standing.worked_s - max(0.0, loading_s) + leased_s)
 
 

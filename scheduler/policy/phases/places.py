@@ -7,7 +7,7 @@ from scheduler.policy.phases.terms import PhaseTerms
 
 
 def enqueue(book: PermitBook, standing: Standing, phase: PhaseTerms, *, now: float) -> EnqueuePhase:
-    """A new place at the end, which nobody has claimed yet."""
+    """Takes a new place at the end of the lines; no worker has claimed it yet."""
     standing.enqueued_s, standing.heard_s = now, None
     return join(book, standing, phase, book.next_ticket())
 

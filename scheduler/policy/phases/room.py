@@ -27,7 +27,7 @@ class MovableTail(NamedTuple):
 class Obstacles(NamedTuple):
     tails: list[MovableTail]
     loaded: dict[JobId, tuple[NodeId, ...]]
-    """Nodes on whose accelerators the state of each of these jobs was left."""
+    """Per job, nodes on whose accelerators its state was left."""
 
 
 NOTHING: Final = Obstacles([], {})
@@ -68,7 +68,7 @@ def revoke(
 
 
 def _obstacles(book: PermitBook, waiter: Standing, now: float) -> Obstacles:
-    """What alone keeps a waiting job from its start; nothing where more does."""
+    """The obstacles, if they alone keep a waiting job from its start; else nothing."""
     phase = None if waiter.kind is None else waiter.terms.phase(waiter.kind)
     if phase is None or not all(book.is_first(waiter, node, now) for node in waiter.awaits):
         return NOTHING

@@ -1,4 +1,4 @@
-"""What a job declares of its phases, and how the permit policy is set."""
+"""A job's declaration of its phases, and the settings of the permit policy."""
 
 from typing import Annotated
 
@@ -35,12 +35,12 @@ class PhaseTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     nodes: tuple[NodeId, ...] = ()
     """All that the phase is pinned to; their permits are acquired together."""
     accelerators: int = 1
-    """Of each node. One that is held in part is shared with the tail of another job."""
+    """Accelerators of each node; a partly held node is shared with another job's tail."""
     max_s: float | None = None
     """Declared longest duration, until its runs have shown a longer one; None: no watchdog."""
     least_accelerators: int = 0
-    """The phase may begin on so many, over all nodes, while tails of others hold the rest; 0: on
-    all or not."""
+    """Accelerators, over all nodes, on which the phase may begin while tails of others hold the
+    rest; 0: it begins on all or not at all."""
     tail_ratio: float = 1.0
     """Completed share from which `tail_accelerators` suffice; 1: the phase keeps all to its end."""
     tail_accelerators: int = 1
