@@ -14,7 +14,8 @@ from scheduler.policy.phases.terms import PermitsConfig
 
 
 class EmbeddedControl:
-    """A transport and what it leads to. Context manager; jobs must have left before it closes."""
+    """A transport and its control in this process. Context manager; jobs must leave before it
+    closes."""
 
     def __init__(
         self,

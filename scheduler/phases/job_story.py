@@ -42,7 +42,7 @@ _CAUSES: Final = frozenset(
 
 class JobStory:
     def __init__(self, job: JobId, *, since: datetime) -> None:
-        """What happened before `since` is followed and not told."""
+        """Follows events before `since` without reporting them."""
         self.permits = PermitStory(job)
         self.is_known = self.was_known = False
         self._job = job
@@ -138,7 +138,7 @@ class JobStory:
                     pass
 
     def _cause(self, event: RuntimeEvent | None) -> str:
-        """What took a permit, in other words than its effect's."""
+        """The cause of a permit's loss, if the effect does not name it; else empty."""
         match event:
             case NodeLost(node=node):
                 return f"node {node} failed"

@@ -56,7 +56,7 @@ class ControlActor:
         self._metrics_port = metrics_port
 
     async def call(self, name: str, body: bytes) -> tuple[bytes, str]:
-        """The reply, or what is wrong with the call. Raises Exhausted: ask again."""
+        """The reply, or the fault of the call. Raises Exhausted: ask again."""
         if self._ticking is None:
             self._ticking = asyncio.ensure_future(self._live())
         if self._ticking.done():
@@ -72,7 +72,7 @@ class ControlActor:
         return msgspec.json.encode(statuses(self._desk))
 
     async def metrics(self) -> bytes:
-        """As Prometheus reads them."""
+        """Metrics in Prometheus's text format."""
         return self._desk.metrics()
 
     async def _live(self) -> None:
@@ -94,9 +94,9 @@ def started(
     cluster: ClusterConfig | None = None,
     name: str = ACTOR,
 ) -> "RayControl":
-    """The control of this Ray cluster, started now if nobody has; Ray must be initialised.
+    """The control of this Ray cluster, started now if absent; Ray must be initialised.
 
-    With a `cluster`, of which `scheduler.phases.nodes_file` reads one from a file, it plans.
+    With a `cluster` (see `scheduler.phases.nodes_file`) it plans.
     `metrics_port` is a loopback port of the node that the actor is on, for a Prometheus there.
     """
     import ray
@@ -144,7 +144,7 @@ class RayControl:
         return msgspec.json.decode(self._asked("jobs"), type=tuple[JobStatus, ...])
 
     def metrics(self) -> bytes:
-        """As Prometheus reads them: for a collector that runs on Ray itself."""
+        """Metrics in Prometheus's text format, for a collector that runs on Ray itself."""
         text: bytes = self._asked("metrics")
         return text
 

@@ -12,7 +12,7 @@ from scheduler.phases.wire import Absent, Call, Enter, JobStatus, Reply, decoded
 
 MAX_REPLY_BYTES = 1 << 20
 MAX_STATUS_BYTES = 64 << 20
-"""Of thousands of jobs on a thousand nodes each."""
+"""Bound of a status reply: thousands of jobs on a thousand nodes each."""
 _ANSWER_S = 5.0
 
 

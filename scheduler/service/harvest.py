@@ -81,7 +81,7 @@ class Harvest:
         self.silent_agents: dict[str, str] = {}
 
     def leasable_contexts(self) -> list[int]:
-        """Of slots that this scheduler may lease, whoever has them now; 0 is not known."""
+        """Context lengths of slots that this scheduler may lease, leased or not; 0 is unknown."""
         return [
             offer.engine.context_tokens
             for _, offer in self.offers.values()

@@ -32,7 +32,7 @@ class JobFacts:
     version: WeightVersion
     active: bool = False
     harvesting: bool | None = None
-    """None: nobody has switched it, the configuration holds."""
+    """None: never switched, the configuration holds."""
 
 
 class SchedulerState:
