@@ -19,7 +19,7 @@ _POLL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """Where a run keeps its files. `pages` is in shared memory; logs and weights stay behind."""
+    """Directories of a run. `pages` is in shared memory; logs and weights remain after it."""
 
     run: Path
     pages: Path

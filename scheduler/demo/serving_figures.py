@@ -38,9 +38,9 @@ def arms_of(requests: Sequence[ProductionRequest], arms: Iterable[A]) -> dict[A,
 
 
 def level_of(arms: Mapping[Arm, ArmRequests]) -> ServiceLevel:
-    """The SLO that production alone attains in what is compared.
+    """The SLO that production alone attains on the shared requests.
 
-    Raises ConfigError where no request was replayed in every arm.
+    Raises ConfigError if no request was replayed in every arm.
     """
     compared = arms[Arm.SERVING_ONLY].shared
     if not compared:

@@ -67,7 +67,7 @@ class ServingSlot:
     production_context: int = PRODUCTION_MAX_LEN
     """Tokens of production's longest request."""
     production_arguments: tuple[str, ...] = ()
-    """Of vLLM, besides the demo's."""
+    """Arguments for vLLM, besides the demo's."""
     pages: PageDirectory = field(init=False)
 
     def __post_init__(self) -> None:

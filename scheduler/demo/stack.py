@@ -1,4 +1,4 @@
-"""The real parts of the demo on one machine: who runs where, with which settings.
+"""The real parts of the demo on one machine, their cores and their settings.
 
 core 0    the serving slot's engines
 core 1    the dedicated rollout engine and the trainers (niced: they stand for other machines),

@@ -1,4 +1,4 @@
-"""Reads the slot's pages while the demo runs: what is granted, what the guest does with it."""
+"""Samples the slot's pages while the demo runs: the grant, and the guest's use of it."""
 
 import asyncio
 from collections.abc import Callable

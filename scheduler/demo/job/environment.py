@@ -1,8 +1,8 @@
 """Pointer chase with a lookup tool: the multi-turn environment that the demo's policy learns.
 
 The prompt names a key and a number of hops. Each turn the policy writes one line of a fixed form
-that either calls the tool with a key or answers with one; the tool tells the next key. Right is
-to call exactly `hops` times, each time with the key that the tool said last, then to answer.
+that either calls the tool with a key or answers with one; the tool gives the next key. Right is
+to call exactly `hops` times, each time with the key from the last tool answer, then to answer.
 
 Decides: tasks, tool answers, tool latencies and rewards, all of them functions of
 (seed, step, prompt index) and of what the policy wrote. Holds no clock and never sleeps: a
@@ -41,7 +41,7 @@ class TaskShape:
     """Hops are geometric, cut at `hops_max`: each further hop has this share of the one before."""
     latency_median_s: float = 0.015
     latency_sigma: float = 1.1
-    """Of the logarithm: the 99th percentile is 13 times the median."""
+    """Sigma of the logarithm: the 99th percentile is 13 times the median."""
     latency_max_s: float = 0.4
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ def parsed_line(output_ids: tuple[int, ...]) -> Line | None:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the policy's line led to."""
+    """The environment's reaction to the policy's line."""
 
     ids: tuple[int, ...]
     """The tool's answer, to be appended to the context; empty when the episode is done."""

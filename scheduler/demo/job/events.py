@@ -1,4 +1,4 @@
-"""The lines between a trainer process and whoever drives it: commands in, events out."""
+"""The lines between a trainer process and its driver: commands in, events out."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""One seed of the workload under every arm: what it cost, and whose SLO it kept."""
+"""One seed of the workload under every arm: its cost, and the SLOs it kept."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,13 +40,13 @@ class ArmResult:
     dollars: float
     jobs: int
     kept: int
-    """Jobs whose completion over their realised solo time is within their SLO."""
+    """Jobs with completion over realised solo time within their SLO."""
     kept_profiled: int
     """The same against the solo time at declared maxima."""
     worst_window: float
     """Largest slow-down over 20 iterations in a row, as a ratio of the SLO."""
     windows_kept: int
-    """Jobs whose worst 20 iterations are within their SLO too."""
+    """Jobs with their worst 20 iterations within their SLO too."""
     windows_above_goal: int
     moves: int
     events: int
@@ -56,7 +56,7 @@ class ArmResult:
 
 @dataclass(frozen=True, slots=True)
 class ArmSettings:
-    """What differs from the shipped settings."""
+    """Deviations from the shipped settings."""
 
     planner: Callable[[ClusterConfig, list[SimulatedJob], int], GroupPlanner] | None = None
     """None: the one that ships."""
@@ -131,9 +131,9 @@ def run_arm(
 
 
 def summary(jobs: list[SimulatedJob], run: RunResult, world: World = PAPER_WORLD) -> ArmResult:
-    """Of the jobs that were not given up.
+    """Result of a run, over the jobs that were not given up.
 
-    Raises AssertionError if another one did not end or a node stayed up.
+    Raises AssertionError if any other job did not end or a node stayed up.
     """
     done = [one for one in jobs if one.job.job in run.ended_s]
     if len(done) + run.counts.given_up != len(jobs) or run.ledger.nodes_up:

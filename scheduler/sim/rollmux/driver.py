@@ -95,11 +95,11 @@ class Driver:
         self._counts = Counts()
         self._now = 0.0
         self._moments: list[tuple[float, int, Callable[[Any], None], Any, int]] = []
-        """Time, number, what happens to whom, and the worker's version that it was set for."""
+        """Time, number, action, its argument, and the worker's version at scheduling."""
         self._numbers = count()
         self._left = len(jobs)
         self._loaded: dict[NodeId, JobId] = {}
-        """Whose state is on each node's accelerators."""
+        """Per node, the job with its state on the accelerators."""
 
     def run(self) -> RunResult:
         for worker in self._workers:

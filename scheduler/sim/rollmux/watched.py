@@ -1,4 +1,4 @@
-"""What a report needs of a run beside its ledger: prices over time, and sizes of groups."""
+"""Series of a run for a report, beside its ledger: prices over time, and sizes of groups."""
 
 from dataclasses import dataclass, field
 
