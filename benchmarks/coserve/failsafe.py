@@ -1,8 +1,8 @@
-"""The agent killed and stopped, as often as is asked: in one run, or in several that go on.
+"""The agent killed and stopped, a given number of times: in one run, or in several that resume.
 
-Each trial is a line in a file, so that a run that ends before all are done, whatever ended it, is
-gone on with by the next one. Kills and stops take turns. Production stays idle, so that the guest
-always has a step to yield; a trial that finds it standing says nothing and is made again.
+Each trial is a line in a file: if a run ends before all are done, for any reason, the next one
+resumes it. Kills and stops alternate. Production stays idle, so that the guest always has a step to
+yield; a trial that finds it standing is void and repeated.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _TRIES = 2
 """For each trial that is wanted."""
 _TOLD_EVERY = 5
 _STEPPING_S = 1.5
-"""Of rollouts before the agent is lost."""
+"""Seconds of rollouts before the agent is lost."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ class TrialBook:
                 lines.write(msgspec.json.encode(trial) + b"\n")
 
     def next(self) -> signal.Signals | None:
-        """Of the signal with the fewest; None once there are enough of both, or no hope of them."""
+        """The signal with the fewest trials; None if both have enough, or no trial is left."""
         open_ones = [
             (len(self.measured(number)), number)
             for number in SIGNALS

@@ -28,7 +28,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """What one arm did in one round."""
+    """Measurements of one arm in one round."""
 
     arm: Arm
     round: int
@@ -36,7 +36,7 @@ class Slice:
     guest_tokens: int
     """Prefilled and generated."""
     production_busy_s: float
-    """By its steps."""
+    """Busy time by production's steps, in s."""
     production_core_s: float
     """Processor time of its engine and its front end; on a GPU, that of its steps."""
     guest_core_s: float

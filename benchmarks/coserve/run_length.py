@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLength:
     seconds: float = 160.0
-    """Measured of each arm, where nobody says."""
+    """Default measured seconds of each arm."""
     slice_s: float = 20.0
     """Length of one arm in one round."""
     rehearsal_s: float = 15.0

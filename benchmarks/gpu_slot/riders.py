@@ -99,7 +99,7 @@ def rider_figures(batch: int, taken: dict[int, list[float]]) -> dict[str, Any]:
 
 
 def _borne(riders: list[dict[str, Any]], share: float) -> int:
-    """The most rows of which all fewer ones cost less than the share too."""
+    """The largest number of rows up to which every measured number costs at most `share`."""
     borne = 0
     for one in riders:
         if one["cost_ratio"] > share:

@@ -1,4 +1,4 @@
-"""Who shares the nodes how, and what each of the two jobs is."""
+"""The arms' sharing of the nodes, and the shapes of the two jobs."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,8 +11,8 @@ from scheduler.policy.phases.terms import JobTerms, PhaseTerms
 ROLLOUT_CORE = 0
 TRAINING_CORE = 1
 SERVING_CORE = TRAINING_CORE
-"""The serving node has no core of its own: it is idle while nobody trains, and so is production
-most of the time. Core 0 has nothing left to lend."""
+"""The serving node has no core of its own: the core is idle while no job trains, and production is
+idle most of the time. Core 0 has no idle time to lend."""
 TRAINER_NICE = 15
 """Trainers stand for another machine: production goes before them, and they before the guest. At
 least so nice: it is what Ray gives its workers."""
@@ -31,7 +31,7 @@ class Arm(StrEnum):
     LEASED = "leased"
     """The same, and the job that rolls out leases what production leaves."""
     NAIVE = "naive"
-    """Both at once, nobody waits."""
+    """Both at once, without permits."""
 
 
 REHEARSAL = "rehearsal"
@@ -73,7 +73,7 @@ class JobShape:
     seed: int
     samples_per_prompt: int
     steps_ratio: float
-    """Of the steps that the run asks for."""
+    """Steps of the job, over the steps that the run asks for."""
 
     def steps(self, asked: int) -> int:
         return max(1, round(asked * self.steps_ratio))

@@ -134,7 +134,7 @@ def _warm_s(jobs: Iterable[JobDone], kind: PhaseKind) -> float:
 
 
 def _arm(rounds: Sequence[ArmDone]) -> dict[str, Any]:
-    """Of makespans the median, of all else the mean over rounds."""
+    """Median makespan, and the mean over rounds of all other figures."""
     return {
         "makespan_s": median(each.makespan_s for each in rounds),
         "makespans_s": [each.makespan_s for each in rounds],

@@ -1,4 +1,4 @@
-"""What the lease brought, and what production felt of it. Pure."""
+"""The lease's gain, and its effect on production. Pure."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""What the arms did, round by round, and how two arms of one round compare. Pure."""
+"""The arms' results, round by round, and comparisons within one round. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class JobDone:
     starts: tuple[dict[str, Any], ...] = ()
     """How its phases began, where it had permits."""
     tails: Mapping[str, float] = field(default_factory=dict)
-    """What became of its rollouts' tails, where it leased."""
+    """Outcomes of its rollouts' tails, if it leased."""
 
     @property
     def rollouts_s(self) -> float:

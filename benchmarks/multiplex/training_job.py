@@ -89,7 +89,7 @@ class TrainingJob:
         return [_plain(start) for start in self._phases.control.starts]
 
     async def tails(self) -> dict[str, float]:
-        """What became of its rollouts' tails; nothing where it leases nothing."""
+        """Outcomes of its rollouts' tails: counts and seconds; all 0 without leases."""
         tails = [] if self._phases is None else self._phases.control.tails
         ends = [tail.end for tail in tails]
         return {

@@ -1,7 +1,7 @@
-"""What the pulse costs production: `python -m benchmarks.pulse --json PATH`.
+"""Cost of the pulse for production: `python -m benchmarks.pulse --json PATH`.
 
 Three stock vLLM servers of one model on one core, or one GPU, one with the pulse and two without
-anything of ours, take turns: the same requests in each, then as many as eight clients get through
+anything of ours, take turns: the same requests in each, then a closed loop of eight clients
 (32 on a GPU). In one arm the agent scrapes one of the latter once a second. See README.md beside
 this file.
 """

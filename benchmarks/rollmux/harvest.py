@@ -1,4 +1,4 @@
-"""What leased serving capacity is worth: our planner with it over our planner without.
+"""Value of leased serving capacity: our planner with it over our planner without.
 
 Every seed is run three times: without leases, with them, and with all of them revoked for good at
 a moment in the middle, when jobs are placed and slots are in use.

@@ -48,7 +48,7 @@ def restart_most_bytes(device: torch.device) -> None:
 
 
 def most_bytes(device: torch.device) -> int:
-    """Held at once since then; 0 where nobody counts."""
+    """Peak of allocated device bytes since the reset; 0 without an allocator that counts."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 

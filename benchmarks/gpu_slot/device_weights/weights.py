@@ -232,7 +232,7 @@ def _applied(
 
 
 def _on_host(delta: Delta, held: torch.Tensor) -> None:
-    """As an engine on the host does, which hashes on the way."""
+    """Applies the delta as an engine on the host does, with hashing."""
     checked_apply(delta, bits_of(held), hashed=True)
 
 

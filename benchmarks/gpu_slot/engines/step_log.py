@@ -11,7 +11,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: int
     """Before the launch."""
     end_ns: int
-    """When the device was seen to be done with it."""
+    """Time at which the device was seen to have finished it."""
 
     @property
     def step_s(self) -> float:
@@ -61,7 +61,7 @@ class GuestLog(msgspec.Struct, frozen=True, kw_only=True):
     probes: int = 0
     """Steps of one token against the prediction, among `steps`."""
     smallest_step_s: float = 0.0
-    """As the guest's own model predicts a decode of one request."""
+    """Predicted time of a decode of one request, by the guest's own model."""
 
     def until(self, end_ns: int) -> "GuestLog":
         """Steps that ended by then."""

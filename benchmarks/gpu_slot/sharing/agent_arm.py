@@ -37,7 +37,7 @@ class AgentArm:
     policy: Mapping[str, Any]
     """Over the shipped defaults."""
     experiment: bool = False
-    """Whether the policy goes beyond what protects production."""
+    """Whether the policy goes beyond the protection of production."""
 
     @asynccontextmanager
     async def leased(self) -> AsyncIterator[None]:

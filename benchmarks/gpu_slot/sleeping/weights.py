@@ -146,7 +146,7 @@ class _Rounds:
     alone: dict[str, dict[str, list[Pass]]] = field(default_factory=dict)
     trials: dict[str, dict[str, list[Trial]]] = field(default_factory=dict)
     verified: int = 0
-    """Passages after which all pieces held what they were filled with."""
+    """Passages after which all pieces held their original contents."""
 
     def round(self, number: int, put: Put) -> None:
         order = list(self.layouts)

@@ -1,4 +1,4 @@
-"""What a fault is: it strikes a world and says how its cause is removed."""
+"""A fault: it strikes a world and returns the removal of its cause."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

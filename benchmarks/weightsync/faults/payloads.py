@@ -1,4 +1,4 @@
-"""Damaged payloads: plain ones, and forged ones whose index has the digest of the damaged file."""
+"""Damaged payloads: plain ones, and forged ones with the damaged file's digest in the index."""
 
 import json
 from collections.abc import Callable
