@@ -61,7 +61,7 @@ ONE_BILLION: Mapping[str, Any] = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
-"""As large as Llama 3.2 1B. Each repetition moves three states through the host's memory and into a
+"""Size of Llama 3.2 1B. Each repetition moves three states through the host's memory and into a
 store: with 8 B parameters that takes minutes, and more than a small disk holds."""
 
 

@@ -39,7 +39,7 @@ class EngineSettings(_Settings):
     concurrency: int = Field(default=32, ge=1, le=4096)
     """Turns at once."""
     numerics: str = Field(default="", max_length=256)
-    """Whatever its log-probabilities depend on (version, dtype, …); empty asks the engine."""
+    """Key of everything its log-probabilities depend on (version, dtype, …); empty asks the engine."""
 
     @model_validator(mode="after")
     def _guest_has_slot(self) -> "EngineSettings":

@@ -199,7 +199,7 @@ class Scene:
         until(lambda: self.guest().gate == "closed", "the gate is closed")
 
     def tokens(self) -> dict[str, int]:
-        """That came out of the engine so far, by request."""
+        """Number of tokens that came out of the engine so far, by request."""
         found: dict[str, int] = {}
         for item in list(self.core.output_queue.queue):
             for output in item[1].outputs:

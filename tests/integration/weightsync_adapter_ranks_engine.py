@@ -101,7 +101,8 @@ def _followed(engine: Any, root: Path) -> dict[str, Any]:
 
 
 def _experts_refused(root: Path) -> str:
-    """What an engine of experts says to adapters, also to those that leave the experts alone."""
+    """The refusal of adapters by an engine of experts, even of those that leave the experts
+    alone."""
     checkpoints(root)
     try:
         new_engine(str(root / "first"), lora_target_modules=["q_proj"], **FOLLOWING)

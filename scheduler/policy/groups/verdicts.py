@@ -40,7 +40,7 @@ class Verdicts:
     _refused: dict[Versions, list[int]] = field(
         default_factory=lambda: defaultdict(lambda: [0, 0, 0])
     )
-    """By a pair's versions: per relation, 1 if it is known to break an SLO."""
+    """Per pair of versions and relation, 1 if the relation is known to break an SLO."""
 
     def __len__(self) -> int:
         return len(self._found)

@@ -33,7 +33,7 @@ def _planner(rollout: int | None, training: int | None, *, resubmits: bool = Fal
 
 
 def _full(groups: int, *, shares: int) -> GroupPlanner:
-    """A planner with one job on each pair of nodes, of which the job `shares` alone is patient."""
+    """A planner with one job on each pair of nodes, with `shares` as the only patient one."""
     planner = _planner(groups, groups)
     for at in range(groups):
         job = planned_job(f"j{at}", 40, 15, slo=4.0 if at == shares else 1.0)

@@ -52,7 +52,7 @@ def _file(path: Path, jobs: list[dict[str, Any]], *, count: int) -> Path:
 
 
 def _planned(settings: PlanSettings) -> Grouped:
-    """By `rosemux plan`."""
+    """Groups and unplaced jobs by `rosemux plan`."""
     plan = draft(settings)
     groups = {
         (frozenset(map(str, (one.job for one in group.jobs))), len(group.nodes))
