@@ -119,7 +119,7 @@ def node(
         bool, typer.Option("--failed/--back", help="It has failed, or is there again.")
     ],
 ) -> None:
-    """Tell a control that plans of a node that has failed or is there again."""
+    """Report a failed or repaired node to a planning control."""
     from harvester.contracts.errors import ConfigError
     from harvester.contracts.ids import NodeId
     from scheduler.phases.socket_control import SocketControl

@@ -62,14 +62,14 @@ OnArrive = Callable[[Placed], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How one phase began."""
+    """Record of a phase's start."""
 
     kind: PhaseKind
     cold: bool
     waited_s: float
-    """For the permit."""
+    """Wait for the permit, in s."""
     resume_s: float
-    """From the permit to the phase's first line."""
+    """Time from the permit to the phase's first line, in s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ class PhaseControl:
         raise Exhausted(f"{kind} phase of job {self.job}: cancelled")
 
     def _leave(self, permit: Permit, *, failed: str, stays_loaded: bool = False) -> None:
-        """Until the control has heard it; one that is away hears it when it is back."""
+        """Repeats until the control has received it; an absent one receives it on its return."""
         permit.end()
         self._open = None
         leave = Leave(

@@ -112,7 +112,7 @@ class PermitDesk:
 
     @property
     def policy(self) -> PhasePolicy:
-        """To read."""
+        """The permit policy; read-only for callers."""
         return self._policy
 
     def call(self, message: Call) -> Reply:
@@ -160,7 +160,7 @@ class PermitDesk:
         return self.look(entry)
 
     def look(self, entry: Enter) -> EnterReply:
-        """How an entry stands; changes nothing. Raises Exhausted as `call` does."""
+        """The reply to an entry; changes nothing. Raises Exhausted as `call` does."""
         if self._unsaved:
             raise Exhausted("a decision is not on disk yet")
         standing = self._policy.standing(entry.job)
@@ -253,7 +253,7 @@ class PermitDesk:
             self._unload_silent(now)
 
     def _retry_s(self, entry: Enter) -> float | None:
-        """None for a phase that the job does not have."""
+        """Delay before the next request, in s; None for a phase that the job does not have."""
         standing = self._policy.standing(entry.job)
         known = standing is None or standing.terms.phase(entry.kind) is not None
         return _RETRY_S if known else None

@@ -26,7 +26,7 @@ class EmbeddedControl:
         journal: Path | None = None,
         cluster: ClusterConfig | None = None,
     ) -> None:
-        """With a `cluster` it plans."""
+        """Starts the control; with a `cluster` it plans."""
         self._clock = clock or MonotonicClock()
         compile_for(cluster)
         self._desk = opened(
@@ -50,7 +50,7 @@ class EmbeddedControl:
             return reply
 
     def jobs(self) -> tuple[JobStatus, ...]:
-        """How every job stands."""
+        """Status of every job."""
         with self._changed:
             return statuses(self._desk)
 

@@ -64,7 +64,7 @@ def explanation(directory: Path, job: str, *, since: datetime, permits: bool) ->
 
 
 def moment(*, last: str, since: str) -> datetime:
-    """From when on; of a time of day that names no zone, in UTC. Raises ConfigError."""
+    """Start of the requested time; a time without a zone is in UTC. Raises ConfigError."""
     if last and since:
         raise ConfigError("--last and --since exclude each other")
     if since:

@@ -28,7 +28,7 @@ class Front:
         return msgspec.json.encode(reply)
 
     async def tick(self) -> None:
-        """For as long as the control lives."""
+        """Ticks the desk for as long as the control lives."""
         while True:
             self.desk.tick()
             await asyncio.sleep(TICK_S)

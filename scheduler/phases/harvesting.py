@@ -30,7 +30,7 @@ _SERVING: Final = "serving"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Harvesting:
-    """How a job takes part: which gateway its turns go through, and how to speak to it."""
+    """A job's participation: the gateway of its turns, and the token for it."""
 
     gateway: str
     """URL of the gateway, `https://` off loopback."""

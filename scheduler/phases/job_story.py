@@ -1,4 +1,4 @@
-"""One job's story as the journal tells it: where it was placed, why it moved, what its permits did.
+"""One job's story from the journal: its placements, the reasons of its moves, its permits.
 
 Fed with every line of a journal, it answers entries in the order of time; keeps no more than
 what the next line needs.
@@ -162,7 +162,7 @@ class JobStory:
 
 
 def _converted(raw: dict[str, Any], kind: Any) -> Any:
-    """None for what this version does not know."""
+    """The typed record; None for a kind unknown to this version."""
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError:

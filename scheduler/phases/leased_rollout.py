@@ -60,7 +60,7 @@ class LeasedRollout:
         """Switches that the gateway has confirmed; None before that."""
         self._renew_s = 0.0
         self._tokens: dict[EngineKind, int] = {}
-        """Before the rollout, by the kind of engine."""
+        """Tokens before the rollout, by the kind of engine."""
         self._began_s = 0.0
         self._bulk_over_s: float | None = None
         self._leased_ratio = 0.0
@@ -111,13 +111,13 @@ class LeasedRollout:
             self._say(error)
 
     def _measure_bulk(self) -> None:
-        """Once, when the rollout is in its tail, or over."""
+        """Measures the bulk, once, when the rollout is in its tail or over."""
         if self._bulk_over_s is None:
             self._bulk_over_s = self._clock.now()
             self._leased_ratio = self._measured_ratio()
 
     def _measured_ratio(self) -> float:
-        """The share of the tokens so far that guests made; 0 where the gateway does not say."""
+        """Share of the tokens so far that guests made; 0 without a report of the gateway."""
         # A gateway that failed to answer last is not asked: other jobs wait for these nodes.
         view = self._view() if self._kept is not None and self._tokens else None
         if view is None:
@@ -180,7 +180,7 @@ class LeasedRollout:
         return self._stays
 
     def _keep_switches(self) -> None:
-        """Says what holds now, where it changed or is about to go off."""
+        """Sends the switches in force, if they changed or are about to expire."""
         wanted, now = self._tail.switches, self._clock.now()
         if wanted == self._kept and now < self._renew_s:
             return
@@ -194,7 +194,7 @@ class LeasedRollout:
         self._renew_s = now + self._on_for_s / RENEWALS
 
     def _say(self, error: RoseMuxError) -> None:
-        """Once for each fault in a row."""
+        """Logs once for each fault in a row."""
         if str(error) != self._fault:
             self._fault = str(error)
             _log.warning("job %s rolls out without its leases: %s", self._permit.job, error)

@@ -80,7 +80,7 @@ class LoadedStates:
             return found is not None
 
     def release(self, nodes: Iterable[NodeId] | None = None) -> None:
-        """From these nodes, or from all, and say so. One that cannot be released stays."""
+        """Releases states on these nodes, or on all, and reports it; one that fails stays."""
         asked = None if nodes is None else frozenset(nodes)
         gone: set[NodeId] = set()
         with self._lock:

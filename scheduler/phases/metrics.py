@@ -82,7 +82,7 @@ class PhaseMetrics:
             self._begin(kind)
 
     def resume(self, policy: PhasePolicy) -> None:
-        """After a restart: processes and nodes that were known before are not new."""
+        """After a restart: processes and nodes that were known before do not count as new."""
         for standing in _standings(policy):
             self._last_job |= dict.fromkeys(standing.nodes, standing.job)
             if standing.holder:

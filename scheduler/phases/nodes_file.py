@@ -73,7 +73,7 @@ class ClusterSettings(_Settings):
     tail_ratio: float | None = Field(default=None, gt=0, le=1)
     """Completed share from which every tail may move; without, each job's own."""
     review_s: float = Field(default=60.0, ge=0.1, le=86_400)
-    """Between two looks at promises and savings."""
+    """Period of reviews for endangered SLOs and savings, in s."""
     gone_s: float = Field(default=900.0, ge=1, le=1e6)
     """A placed job that is silent for this long has left."""
     harvesting: bool = False

@@ -68,7 +68,7 @@ class ControlActor:
             return b"", str(error)
 
     async def jobs(self) -> bytes:
-        """How every job stands, as the wire's records."""
+        """Status of every job, as the wire's records."""
         return msgspec.json.encode(statuses(self._desk))
 
     async def metrics(self) -> bytes:
@@ -124,7 +124,7 @@ def started(
 
 
 def connected(*, name: str = ACTOR) -> "RayControl":
-    """From any task or actor of the cluster. Raises Absent where no control was started."""
+    """Connects from any task or actor of the cluster. Raises Absent if no control was started."""
     import ray
 
     try:
@@ -140,7 +140,7 @@ class RayControl:
         self.handle = handle
 
     def jobs(self) -> tuple[JobStatus, ...]:
-        """How every job stands. Raises as `call` does."""
+        """Status of every job. Raises as `call` does."""
         return msgspec.json.decode(self._asked("jobs"), type=tuple[JobStatus, ...])
 
     def metrics(self) -> bytes:

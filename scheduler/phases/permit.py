@@ -51,7 +51,7 @@ class Permit:
         self._answered_s = clock.now()
         self._asked_to_narrow_s: float | None = None
         self.narrowing_s = 0.0
-        """Spent on bringing the tail together."""
+        """Time spent on bringing the tail together, in s."""
         self._ended = False
         self._wake = threading.Event()
         self._beating = threading.Thread(target=self._beats, name=f"permit-{job}", daemon=True)
@@ -59,7 +59,8 @@ class Permit:
 
     @property
     def nodes(self) -> tuple[NodeId, ...]:
-        """Held now: grows when a tail leaves, shrinks when this one is narrowed."""
+        """Nodes held now: grows when another job's tail leaves, shrinks when this one is
+        narrowed."""
         return self._orders.nodes
 
     @property
@@ -108,7 +109,7 @@ class Permit:
         return self._complete_ratio
 
     def progress(self, complete_ratio: float, *, tokens: int = 0) -> None:
-        """How much of the phase is complete, and how many tokens it has made."""
+        """Reports the completed share of the phase, and the number of its tokens."""
         self._complete_ratio, self._tokens = complete_ratio, tokens
         if complete_ratio >= self._said_ratio + _PROGRESS_STEP:
             self._said_ratio = complete_ratio
@@ -127,7 +128,7 @@ class Permit:
         self._wake.set()
 
     def end(self) -> None:
-        """No beat is under way after it."""
+        """Stops the beats; none is under way after it."""
         self._ended = True
         self._wake.set()
         self._beating.join()

@@ -69,7 +69,7 @@ class PermitStory:
         self._awaits: tuple[NodeId, ...] = ()
         self._asked_s: float | None = None
         self._looked_s: float | None = None
-        """Until when those before it are counted."""
+        """Time up to which the waits for jobs before it are counted."""
         self._behind_s: dict[JobId, float] = {}
         self._granted_s: float | None = None
         self._last_s = float("-inf")

@@ -1,4 +1,4 @@
-"""How a submitted job stands in the plan, for people and dashboards."""
+"""Status of a submitted job in the plan, for people and dashboards."""
 
 from typing import Final
 

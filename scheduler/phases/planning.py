@@ -75,13 +75,13 @@ class PlanningDesk(PermitDesk):
 
     @property
     def runtime(self) -> PhaseRuntime:
-        """To read."""
+        """The runtime; read-only for callers."""
         assert isinstance(self._policy, PhaseRuntime)
         return self._policy
 
     @property
     def cluster(self) -> ClusterPolicy:
-        """To read."""
+        """The cluster policy; read-only for callers."""
         return self.runtime.cluster
 
     def call(self, message: Call) -> Reply:

@@ -140,7 +140,7 @@ async def serve(
     journal_bytes: int = JOURNAL_BYTES,
     clock: Clock | None = None,
 ) -> None:
-    """Until SIGTERM or SIGINT. Raises ConfigError where it cannot start."""
+    """Serves until SIGTERM or SIGINT. Raises ConfigError if it cannot start."""
     clock = clock or MonotonicClock()
     compile_for(cluster)
     listening = listening_socket(path)

@@ -36,7 +36,7 @@ class SocketControl:
         return decoded_reply(body)
 
     def jobs(self) -> tuple[JobStatus, ...]:
-        """How every job stands. Raises as `call` does."""
+        """Status of every job. Raises as `call` does."""
         body = self._answer(
             "GET",
             "/v1/phases",

@@ -99,7 +99,7 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted", omit_def
     accelerators: dict[NodeId, tuple[int, ...]] = {}
     """Accelerator numbers of the partly held nodes; the tail of another job has the others."""
     lease_s: float
-    """Say something at least three times in so long."""
+    """Length of the lease, in s: call at least three times within it."""
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
@@ -110,7 +110,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     reason: str
     retry_after_s: float | None = None
-    """None: asking again will not help."""
+    """Delay before the next request, in s; None: a repetition will not help."""
     unknown: bool = False
     """The job has to be placed first."""
 
@@ -155,7 +155,7 @@ class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
     rollout_nodes: tuple[NodeId, ...]
     training_nodes: tuple[NodeId, ...]
     moves_to: tuple[NodeId, ...]
-    """At its iteration's end, or when there is room."""
+    """Next nodes, from its iteration's end, or once they have room."""
     reason: str
     slo: float
     slowdown: float | None
@@ -165,11 +165,11 @@ class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
     iterations: int
     moves: int
     waits_s: float
-    """For a place."""
+    """Time that it has waited for a place, in s."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How one job stands, for people and dashboards; no call's answer."""
+    """Status of one job, for people and dashboards; no call's answer."""
 
     job: JobId
     stage: Stage
@@ -266,7 +266,7 @@ class Transport(Protocol):
     def call(self, name: str, message: Call) -> Reply: ...
 
     def jobs(self) -> tuple[JobStatus, ...]:
-        """How every job stands."""
+        """Status of every job."""
         ...
 
 
@@ -284,7 +284,7 @@ def decoded_call(name: str, body: bytes) -> Call:
 
 
 def checked(call: Call) -> Call:
-    """The same, with every name a name. Raises PeerProtocolError otherwise."""
+    """Checks that every name is valid; returns the call. Raises PeerProtocolError otherwise."""
     if isinstance(call, NodeReport):
         checked_name(call.node, what="node")
         return call

@@ -66,11 +66,11 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float
     end_s: float
     tail: bool
-    """On a part of the node, beside the next job."""
+    """Whether it is on a part of the node, beside the next job."""
 
 
 class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """How full the group is: above 1, no order serves every job once in its longest iteration."""
+    """Load of a group: above 1, no order serves every job once in its longest iteration."""
 
     cycle_s: float
     """The longest job's iteration alone."""
@@ -101,7 +101,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     risk: float
     price_per_hour: float
     dedicated_per_hour: float
-    """The same jobs on nodes of their own."""
+    """Price of the same jobs on nodes of their own."""
     nodes: dict[str, int]
     """Number of nodes by type."""
     groups: tuple[PlannedGroup, ...]

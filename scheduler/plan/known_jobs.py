@@ -30,7 +30,7 @@ class KnownJobsPlanner(GroupPlanner):
         self.reasons: dict[JobId, str] = {}
 
     def place(self, job: JobSettings) -> None:
-        """Raises Exhausted where the nodes that there are do not suffice."""
+        """Places a job. Raises Exhausted if the supply of nodes does not suffice."""
         for effect in self.observe(job.as_submission.arrival, now=0.0):
             if isinstance(effect, PlaceJob):
                 self.reasons[effect.placement.job] = effect.reason

@@ -28,7 +28,7 @@ def bound(group: PlannedGroup, plan: Plan) -> str:
 
 
 def load(of: GroupLoad) -> str:
-    """How full the group is."""
+    """Load of the group in words."""
     return (
         f"Load: {of.busiest_s:.0f} s of work on the busiest node in a longest iteration of "
         f"{of.cycle_s:.0f} s, {of.share:.0%}. Phases start first come, first served."

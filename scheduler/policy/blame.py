@@ -65,7 +65,7 @@ class Ran:
 
     request: str
     age_s: float
-    """Since it came to that engine."""
+    """Time since it came to that engine, in s."""
     tokens: int
     """Made there."""
 
@@ -110,7 +110,7 @@ class BlamePolicy:
         return held.reason if held else ""
 
     def trial_in_s(self, request: str, *, now: float) -> float:
-        """How long its trial may not begin yet."""
+        """Time until its trial may begin, in s."""
         suspect = self._suspects.get(request)
         if suspect is None:
             return 0.0
@@ -130,13 +130,13 @@ class BlamePolicy:
             suspect.trial = engine
 
     def served(self, request: str, engine: EngineId) -> None:
-        """It ended there, or made CLEARED_TOKENS."""
+        """Clears the suspect: it ended there, or made CLEARED_TOKENS."""
         suspect = self._suspects.get(request)
         if suspect is not None and suspect.trial == engine:
             del self._suspects[request]
 
     def left(self, request: str, engine: EngineId) -> None:
-        """It left a healthy engine before it was cleared: its next place is its trial."""
+        """Ends its trial without a verdict: it left a healthy engine, so its next place is one."""
         suspect = self._suspects.get(request)
         if suspect is not None and suspect.trial == engine:
             suspect.trial = None

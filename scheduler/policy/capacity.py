@@ -32,7 +32,8 @@ class CapacityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """One job's turns. `dispatched` and `speeds` are for the record: routing in one line."""
+    """One job's turns. `dispatched` and `speeds` only record routing, on one line of the
+    journal."""
 
     job: JobId
     active: bool
@@ -63,7 +64,7 @@ class CapacitySample(msgspec.Struct, frozen=True, kw_only=True, tag="capacity"):
     slots: tuple[OfferedSlot, ...] = ()
     leases: tuple[Lease, ...] = ()
     refusals: tuple[SlotRefusal, ...] = ()
-    """Since the sample before."""
+    """Refused requests since the previous sample."""
 
 
 class TakeLease(msgspec.Struct, frozen=True, kw_only=True, tag="take_lease"):

@@ -19,7 +19,7 @@ PAUSE_MAX_S = 8.0
 @dataclass(slots=True)
 class TurnCourse:
     resumed: bool = False
-    """It has been on an engine."""
+    """Whether it has been on an engine."""
     suspect: str = ""
     """The suspect's name at the last placement."""
     deaths: int = 0
@@ -51,7 +51,8 @@ class TurnCourse:
         return max(doubled_s, USUAL_FIRST_TOKENS * usual_first_token_s)
 
     def stalled(self, engine: EngineId, *, gated: bool, now: float) -> None:
-        """It was taken off a silent engine. A closed gate opens as suddenly as it closes."""
+        """Records that it was taken off a silent engine. A closed gate opens as suddenly as it
+        closes."""
         self._stalls += 1
         if not gated:
             self._avoided[engine] = now + PAUSE_MAX_S

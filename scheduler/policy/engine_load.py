@@ -79,7 +79,8 @@ class EngineLoad:
         self.open_turns += 1
 
     def stall(self, *, now: float) -> None:
-        """A turn was taken off. Its wait says when the gate closed, not how fast the engine is."""
+        """Records that a turn was taken off. Its wait dates the gate's closing, not the engine's
+        speed."""
         self.open_turns -= 1
         self.stalled_s = now
 

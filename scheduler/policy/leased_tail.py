@@ -22,7 +22,7 @@ GONE_S: Final = 3.0
 STARVED_S: Final = 10.0
 """A guest that has turns and makes no token for longer is no capacity, though its lease holds."""
 RECALL_S: Final = 0.25
-"""Between two questions whether the nodes are free: each is an event in the control's journal."""
+"""Period of requests for free nodes, in s: each is an event in the control's journal."""
 
 BULK_RATIO: Final = 0.8
 """Completed share up to which a rollout is bound by throughput; then by its longest responses."""
@@ -36,7 +36,7 @@ class Place(StrEnum):
     """The gateway was told that the own engines are off, and has not confirmed it."""
     AWAY = "away"
     IN_LINE = "in_line"
-    """On leases as far as there are any, and in line for the nodes."""
+    """On leases as far as any are left, and in line for the nodes."""
     ENDED = "ended"
 
 
@@ -81,7 +81,7 @@ class TailSample:
     guest_serves: bool = False
     """A leased guest serves the job now; False where the gateway does not answer."""
     guest_busy: bool = False
-    """It has turns."""
+    """Whether a guest has turns of the job."""
     guest_tokens: int = 0
     """Tokens that guests have made for the job so far."""
     engines_off: bool = False
@@ -113,10 +113,10 @@ class TailEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tail:
-    """One time that a tail left its nodes."""
+    """One absence of a tail from its nodes."""
 
     seconds: float
-    """For which it was away."""
+    """Length of the absence, in s."""
     in_line_s: float = 0.0
     """Part of the time away, in s, after the tail lost its leases."""
     end: TailEnd

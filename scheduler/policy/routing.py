@@ -360,7 +360,7 @@ class RoutingPolicy:
                 return
 
     def _expected_s(self, turn: TurnArrived, now: float) -> dict[EngineId, float]:
-        """How long the turn would take on each engine that may serve it, full or not."""
+        """Expected duration of the turn on each engine that may serve it, full or not, in s."""
         config, until_s = self._config, now + self._config.lease_margin_s
         may = {
             engine: load

@@ -17,13 +17,13 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     affinity_ratio: float = 2.0
     """At the tail the last engine keeps a turn unless another ends it this much sooner."""
     default_s_per_token: float = 0.005
-    """Until an engine has been measured."""
+    """Speed assumed until an engine has been measured, in s per token."""
     default_turn_tokens: float = 64.0
-    """Until a turn has ended."""
+    """Turn length assumed until a turn has ended, in tokens."""
     speed_weight: float = 0.03
     """Weight of the newest turn in the moving averages of speed and length."""
     speed_half_life_s: float = 10.0
-    """In which an engine's measured speed fades where no turn renews it."""
+    """Half-life of an engine's measured speed without new turns, in s."""
     moved_after_s: float | None = None
     """A guest's turn without a token for this long, in s, moves to a free place: a bad place costs
     no more than this and the turn elsewhere. None: turns are not moved."""
@@ -63,7 +63,7 @@ class Retargeted(msgspec.Struct, frozen=True, kw_only=True, tag="retargeted"):
 
 
 class ContextLimited(msgspec.Struct, frozen=True, kw_only=True, tag="context_limited"):
-    """The largest context of all engines that there are or may be; None where one is unknown."""
+    """The largest context of all engines that exist or may come; None if one is unknown."""
 
     tokens: int | None
 
@@ -93,9 +93,9 @@ class TurnLeft(msgspec.Struct, frozen=True, kw_only=True, tag="turn_left"):
     turn: str
     tokens: int = 0
     seconds: float = 0.0
-    """On its engine, without the pauses of a guest's closed gate."""
+    """Time on its engine, without the pauses of a guest's closed gate, in s."""
     stalled: bool = False
-    """Taken off an engine that had fallen silent."""
+    """Whether it was taken off an engine that had fallen silent."""
     refused_s: float | None = None
     """The engine refused the turn: it gets no more turns than it has, for this long, in s."""
 

@@ -121,7 +121,7 @@ class Turn:
 
     @property
     def outcome(self) -> str:
-        """`finish_reason`, or `lost`, `failed` or `refused` where that says more."""
+        """`finish_reason`, or the more specific `lost`, `failed` or `refused`."""
         return self._outcome or (self.finish_reason.value if self.finish_reason else "open")
 
     @property

@@ -8,7 +8,7 @@ from scheduler.policy.model import EngineKind
 
 class VersionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     retry_s: float = 2.0
-    """From a failed update to the next try."""
+    """Delay from a failed update to the next try, in s."""
     min_dedicated: int = 0
     """Dedicated engines that must serve a version before its publish counts as settled."""
 

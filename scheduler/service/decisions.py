@@ -15,7 +15,7 @@ class JournalledPolicy(Protocol):
 
 
 class DecisionLog:
-    """Without a directory it records nothing."""
+    """Journal of a policy's decisions; without a directory it records nothing."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class EngineChanged(EngineLost):
 
 
 class RequestRefused(RoseMuxError):  # noqa: N818 - as above
-    """The engine says that the request itself is wrong; no other engine would take it."""
+    """The engine rejects the request itself; no other engine would take it."""
 
 
 class RequestFailed(RoseMuxError):  # noqa: N818 - as above
@@ -272,7 +272,7 @@ class EngineClient:
         except EngineLost:
             # A switch that was cut off (its lease ended) left its session open. vLLM has no call
             # that closes one, and going on in it is the same, as every update is a whole one.
-            # Where starting failed for another reason, the update that follows says so.
+            # If starting failed for another reason, the update that follows reports it.
             return
 
     def forget(self) -> None:

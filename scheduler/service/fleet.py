@@ -89,7 +89,7 @@ class Member:
     description: EngineDescription | None = None
     """The engine's last description; None before the first."""
     is_described: bool = False
-    """Since it joined."""
+    """Whether it has been described since it joined."""
     seen_context_tokens: int = 0
     """Length at which it ended an unfinished turn, in tokens; 0: never."""
     running: set[Running] = field(default_factory=set)

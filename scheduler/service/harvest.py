@@ -133,7 +133,7 @@ class Harvest:
         await asyncio.gather(*map(self._apply, effects))
 
     def refused(self, member: Member) -> None:
-        """The guest says that its lease is not the one in force.
+        """Handles a guest's report that its lease is not the one in force.
 
         A new grant reaches the guest a beat after its lease reached us, so this alone ends no
         lease: the engine rests until its next health check, and the agent is asked.

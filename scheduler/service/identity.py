@@ -51,7 +51,7 @@ class _StockModels(msgspec.Struct, frozen=True):
 
 
 class HeldWeights(msgspec.Struct, frozen=True):
-    """Weights that one worker says it holds; empty before its first update and while in doubt."""
+    """Weights that one worker reports; empty before its first update and while in doubt."""
 
     store: str = ""
     version: int = 0

@@ -82,7 +82,7 @@ class OpenTurns:
         return await self._follow(held, on_turn)
 
     async def close(self) -> None:
-        """Turns that have ended say so to their clients first."""
+        """Closes all turns; those that have ended are delivered to their clients first."""
         for held in tuple(self._open.values()):
             await self._cancel(held)
 

@@ -48,7 +48,7 @@ from scheduler.service.turns import TurnRunner
 _log = logging.getLogger(__name__)
 
 _SWITCHES_S = 0.25
-"""Between two looks at switches that were on for a time."""
+"""Period of checks for expired switches, in s."""
 # Session ids seen, to count trajectories once; forgotten together when there are too many.
 _SESSIONS_REMEMBERED = 1 << 17
 

@@ -103,7 +103,7 @@ class SchedulerState:
             self._db.execute("INSERT OR IGNORE INTO parked (job) VALUES (?)", (job,))
 
     def leases(self) -> list[Lease]:
-        """Not usable until renewed: their end is in the past."""
+        """Leases as of before; not usable until renewed: their end is in the past."""
         rows = self._db.execute("SELECT lease, slot, agent, job, epoch FROM leases ORDER BY lease")
         return [
             Lease(

@@ -12,7 +12,7 @@ MIN_TOKEN_CHARS = 16
 
 
 class Tenants:
-    """None of them: everyone on loopback is believed."""
+    """Tenants by token; without any, every client on loopback is trusted."""
 
     def __init__(self, tokens: dict[TenantId, str]) -> None:
         self._tokens = tokens

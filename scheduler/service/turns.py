@@ -63,7 +63,7 @@ class RunningAttempt:
     task: "asyncio.Task[None] | None" = None
     why_cut: Cut | None = None
     paused_s: float = 0.0
-    """Waited for a guest's closed gate, which says nothing of its speed."""
+    """Wait for a guest's closed gate, in s; it is no measure of its speed."""
     trial: str = ""
     """The suspect on trial; empty for a turn above suspicion."""
     tokens: int = 0
@@ -121,9 +121,9 @@ class TurnRunner:
         fleet.on_lost = self._engine_lost
 
     async def run(self, turn: Turn, *, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:
-        """Serve the turn to its end. A refusal is returned only where no token was made yet.
+        """Serve the turn to its end. Returns a refusal only before the first token.
 
-        Raises RequestRefused where an engine says, before any token, that the request is wrong.
+        Raises RequestRefused if an engine rejects the request before any token.
         """
         course = TurnCourse()
         while not turn.ended:
@@ -165,7 +165,7 @@ class TurnRunner:
         return RefuseTurn(turn=turn.key, refusal=Refusal.FULL, reason=reason)
 
     async def _place(self, turn: Turn, course: TurnCourse) -> DispatchTurn | RefuseTurn | None:
-        """None: the turn may be looked at anew."""
+        """The turn's place; None: the turn is reviewed anew."""
         course.suspect = suspect = self._suspected(turn)
         if wait_s := self.blame.trial_in_s(suspect, now=self._clock.now()):
             await asyncio.sleep(min(wait_s, _WATCH_S))

@@ -86,7 +86,7 @@ class ClusterPolicy:
         self._permits = permits
         self._effects: list[ClusterEffect] = []
         self._removed: set[JobId] = set()
-        """Taken from their permits in the present decision."""
+        """Jobs removed from their permits in the present decision."""
         self._arrived: set[JobId] = set()
         """Jobs that the present decision has put on nodes."""
         self._touched: set[JobId] = set()

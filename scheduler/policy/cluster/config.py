@@ -39,7 +39,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Completed share from which every rollout's tail may leave, as RollMux has it with 0.8; None:
     learned for each job."""
     review_s: float = 60.0
-    """Between two looks at promises and savings."""
+    """Period of reviews for endangered SLOs and savings, in s."""
     gone_s: float = 900.0
     """A placed job that is silent for this long, in s, has left."""
     harvesting: bool = False

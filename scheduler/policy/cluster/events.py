@@ -34,11 +34,11 @@ class PhaseDone(msgspec.Struct, frozen=True, kw_only=True, tag="phase_done"):
     solo_s: float
     """Duration alone on its nodes, in s: without waiting and loading."""
     measured: bool = True
-    """False: at most so much, and nothing to learn from."""
+    """False: `solo_s` is only an upper bound, and teaches nothing."""
     loading_s: float = 0.0
-    """Beside it."""
+    """Loading time beside it, in s."""
     curve: tuple[Completion, ...] = ()
-    """How the job's phases of this kind complete, once enough of them were seen."""
+    """Completion curve of the job's phases of this kind, once enough of them were seen."""
 
 
 class PhaseLost(msgspec.Struct, frozen=True, kw_only=True, tag="phase_lost"):
@@ -52,7 +52,7 @@ class PhaseLost(msgspec.Struct, frozen=True, kw_only=True, tag="phase_lost"):
 
 
 class JobGone(msgspec.Struct, frozen=True, kw_only=True, tag="job_gone"):
-    """It is done, was given up, or no process of it was heard for long."""
+    """The job is done, was given up, or its process was silent for too long."""
 
     job: JobId
 
@@ -70,7 +70,7 @@ class PlanReviewed(msgspec.Struct, frozen=True, kw_only=True, tag="plan_reviewed
 
 
 class ClusterResumed(msgspec.Struct, frozen=True, kw_only=True, tag="cluster_resumed"):
-    """After a restart: permits are brought to what the plan says, where they differ."""
+    """The control restarted: permits are brought to the plan where they differ."""
 
 
 ClusterEvent = (
@@ -91,7 +91,7 @@ class Decision(StrEnum):
     PLACED = "placed"
     MOVED = "moved"
     RESTARTED = "restarted"
-    """Because a node failed."""
+    """Restart because a node failed."""
 
 
 class PlanJob(msgspec.Struct, frozen=True, kw_only=True, tag="plan_job"):

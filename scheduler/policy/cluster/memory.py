@@ -34,14 +34,14 @@ class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
     open_s: float
     seen_s: float
     moved_s: float | None
-    """None: never."""
+    """Time of its last move; None: never moved."""
     leaving: bool
-    """It is resident where it is, and pinned where it goes."""
+    """Whether it is on its way: resident on its nodes, and pinned to its next ones."""
     sync: PhaseEstimate | None = None
     next_phase: PhaseKind | None = None
-    """None: of a version before weight syncs."""
+    """None: written by a version before weight syncs."""
     belief: Belief | None = None
-    """In force until observations outdate it; None where an older version wrote this."""
+    """Belief in force until observations outdate it; None: an older version wrote this."""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     stay."""
 
     def shifted(self, by_s: float) -> "JobRecord":
-        """The same in the times of a clock that shows so much more. Changes this one too."""
+        """The record with all times shifted by `by_s` to another clock; changes this one too."""
         stay, facts = self.stay, self.facts
         stay.submitted_s += by_s
         stay.placed_s = None if stay.placed_s is None else stay.placed_s + by_s
@@ -93,7 +93,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
-    """None where the job is gone."""
+    """The record of a job; None if the job is gone."""
     stay = policy.stays.get(job)
     facts = policy.planner.facts.get(job)
     if stay is None:

@@ -90,7 +90,7 @@ class PhaseRuntime:
         self.permits.restore(kept["permits"])
         restore(self.cluster, msgspec.convert(kept["plan"], Memory))
         self.permits.close(self.cluster.fleet.failed)
-        # A state file has neither: after a restart everybody is given time anew.
+        # A state file has neither: after a restart every job gets its time anew.
         self._reviewed_s = kept.get("reviewed_s")
         self._heard_s = dict(kept.get("heard_s", {}))
 
@@ -108,7 +108,7 @@ class PhaseRuntime:
         return job in self.cluster.stays
 
     def standing(self, job: JobId) -> Standing | None:
-        """To read."""
+        """The job's standing; read-only for callers."""
         return self.permits.standing(job)
 
     def ahead(self, job: JobId, *, now: float) -> int:
@@ -220,7 +220,7 @@ class PhaseRuntime:
                 self._effects.append(effect)
 
     def _curve(self, end: EndPermit) -> tuple[Completion, ...]:
-        """How the job's rollouts complete, once enough of them were seen."""
+        """Completion curve of the job's rollouts, once enough of them were seen."""
         standing = self.permits.standing(end.job)
         curve = None if standing is None else standing.curves.get(end.kind)
         return curve.points if curve is not None and curve.seen >= SEEN_MIN else ()

@@ -28,7 +28,8 @@ class DeclaredPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     kind: PhaseKind
     max_s: float
-    """With every response at its token limit; longer phases are warned of."""
+    """Longest duration, with every response at its token limit, in s; longer phases cause a
+    warning."""
     nodes: int = 1
     mean_s: float | None = None
     """Measured alone on its nodes before; None: nothing is known but `max_s`."""
@@ -39,7 +40,7 @@ class DeclaredPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Whether a rollout's engines may begin on the accelerators beside another job's tail, and
     gather their own tail on a part of them; if not, it waits until such a tail has ended."""
     curve: tuple[Completion, ...] = ()
-    """How a rollout's responses complete; empty: unknown until its own have been seen."""
+    """Completion curve of a rollout; empty: unknown until its own was seen."""
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

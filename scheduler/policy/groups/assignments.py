@@ -44,7 +44,7 @@ def node_count(masks: Masks) -> int:
 
 @cache
 def without(masks: Masks, at: int) -> Masks:
-    """The same assignment with one member gone, numbered anew."""
+    """The assignment without one member, renumbered."""
     rest = masks[:at] + masks[at + 1 :]
     # The member that comes first is the highest digit, so that its nodes get the lowest numbers.
     kept = sorted(

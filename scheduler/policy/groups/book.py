@@ -27,7 +27,7 @@ class NodeType:
 
 @dataclass(slots=True)
 class Cell:
-    """One group as it changes."""
+    """One group; mutable."""
 
     group: GroupId
     rollout: list[NodeId] = field(default_factory=list)
@@ -58,15 +58,15 @@ class GroupBook:
     ) -> None:
         self.types = types
         self.supply: Mapping[Pool, int] = supply or {}
-        """How many nodes there are; of a pool that is not named, as many as are wanted."""
+        """Number of nodes by pool; unlimited for a pool without an entry."""
         self.cells: dict[GroupId, Cell] = {}
         self.home: dict[JobId, GroupId] = {}
         self.nodes: dict[NodeId, GroupId] = {}
         host_bytes = {pool: kind.host_bytes for pool, kind in types.items()}
         self.resident = Residency(host_bytes)
-        """With the jobs that are still leaving."""
+        """Host memory in use, with the jobs that are still leaving."""
         self.planned = Residency(host_bytes)
-        """Once every job that moves has moved."""
+        """Host memory after all present moves."""
         self.up = Counter[Pool]()
         """Count per pool of nodes with a job pinned to them or still leaving."""
         self.committed_per_hour = 0.0
@@ -187,7 +187,7 @@ class GroupBook:
         return job in self._leaving
 
     def free_nodes(self, pool: Pool) -> int | None:
-        """How many more of the pool may come up; None: as many as are wanted."""
+        """Nodes of the pool that may still come up; None: unlimited."""
         there = self.supply.get(pool)
         return None if there is None else max(0, there - self.up[pool])
 

@@ -72,7 +72,7 @@ class Evacuation:
         return RestartJob(group=group, placement=placement, reason=why)
 
     def _anywhere(self, job: JobId) -> Opening:
-        """It has run already: where no node is free, its own wait for the next ones."""
+        """A place for a job that has run already; without free nodes, new ones that it awaits."""
         try:
             return self._choose(job)
         except Exhausted:

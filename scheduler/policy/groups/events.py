@@ -13,7 +13,7 @@ class JobArrived(msgspec.Struct, frozen=True, kw_only=True, tag="job_arrived"):
     measured: dict[PhaseKind, Measured] = {}
     """Earlier measurements of its phases: they teach durations and earn no credit."""
     curve: tuple[Completion, ...] = ()
-    """How its responses complete over a rollout, as declared; empty: not known."""
+    """Declared completion curve of a rollout; empty: not known."""
     submitted_s: float | None = None
     """Time at which the job began to wait for a place; None: it did not wait."""
 
@@ -24,11 +24,11 @@ class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
     solo_s: float
     """Duration alone on its nodes, in s: waiting, loading and narrowed nodes not counted."""
     measured: bool = True
-    """False: at most so much, and nothing to learn from."""
+    """False: `solo_s` is only an upper bound, and teaches nothing."""
 
 
 class JobEnded(msgspec.Struct, frozen=True, kw_only=True, tag="job_ended"):
-    """It is done, or was given up."""
+    """The job is done, or was given up."""
 
     job: JobId
 

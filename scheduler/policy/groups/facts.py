@@ -15,7 +15,7 @@ _RENEWED_AT: Final = (1, 2, 4, 8, 16, 32)
 _STEP_RATIO: Final = 0.03
 """A mean that moved this far renews the belief; less is not worth forecasting everything again."""
 _TAIL_STEP_RATIO: Final = 0.02
-"""The same of the end of a rollout's bulk, as a share of its time."""
+"""A bulk's share of the rollout's time that moved this far renews the belief too."""
 _LEAST_S: Final = 1e-3
 _versions = count(1)
 

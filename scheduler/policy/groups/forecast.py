@@ -43,7 +43,7 @@ _NO_LOG = np.zeros(0, dtype=EVENT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Horizon:
-    """How much of a group's future a forecast runs, in iterations of its longest job."""
+    """Length of a forecast, in iterations of the group's longest job."""
 
     scenarios: int = SCENARIOS
     warm_up: float = 2.0

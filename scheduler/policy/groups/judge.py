@@ -35,7 +35,7 @@ OUR_HORIZON = Horizon()
 
 class Judge(Protocol):
     def with_warm_start(self, seconds: float) -> "Judge":
-        """The same, with starts after another job's of that length."""
+        """The same judge with warm starts of that length, in s."""
         ...
 
     def belief(self, facts: JobFacts) -> Belief: ...

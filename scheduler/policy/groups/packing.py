@@ -70,7 +70,7 @@ class Packer:
         """Time of the present question; credit depends on it."""
 
     def refresh(self, cell: Cell) -> None:
-        """To be called whenever the group changed."""
+        """Updates the group's row; call it whenever the group changed."""
         self.index.refresh(cell, self.book, self.node_shares(cell))
 
     def occupant(self, cell: Cell, placement: Placement, *, slo_of: SloOf = stated_slo) -> Occupant:
@@ -96,7 +96,7 @@ class Packer:
         return self.judge.slo(facts, now=self.now_s)
 
     def slo_ahead(self, facts: JobFacts) -> float:
-        """The same, and its spare credit is spent."""
+        """The SLO that others must leave the job, with its spare credit spent."""
         return facts.slo_ahead(self.now_s)
 
     def node_shares(self, cell: Cell) -> dict[NodeId, float]:

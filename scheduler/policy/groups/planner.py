@@ -51,7 +51,7 @@ class PlannerConfig:
     looks: int = 2
     """Searches for a saving after something changed, one a review."""
     recheck_s: float = 1800.0
-    """Between two looks at a group that nothing happened to."""
+    """Period of reviews of a group without events, in s."""
     accelerators: int = 8
     """Accelerators of a rollout node."""
     slo_counts_queueing: bool = False

@@ -38,7 +38,8 @@ class Regroup:
         self.search = CheapestHosting(self._book.types, packer.limits.group_jobs)
         self.floor = PriceFloor(self.search)
         self._seen: dict[tuple[int, ...], float] = {}
-        """Until when a neighbourhood, named by its jobs' versions, need not be searched again."""
+        """Time until which a neighbourhood, named by its jobs' versions, need not be searched
+        again."""
         self._spares: dict[GroupId, tuple[Known, float]] = {}
         """The last answer of each group."""
         self._idle: tuple[list[float], list[list[int]], float] | None = None
@@ -53,7 +54,7 @@ class Regroup:
         self._idle = None
 
     def improve(self, *, now: float) -> list[Move]:
-        """One look: moves that spare nodes, already applied to the book, or none."""
+        """One search: moves that free nodes, already applied to the book, or none."""
         cells, key = self._most_promising(now=now)
         if not cells:
             return []

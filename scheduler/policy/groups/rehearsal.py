@@ -48,7 +48,7 @@ class Stretch(NamedTuple):
 
 
 class MetaIteration(NamedTuple):
-    """From one rollout of the longest job to its next; times count from there."""
+    """The span from one rollout of the longest job to its next; times count from its start."""
 
     length_s: float
     stretches: tuple[Stretch, ...]

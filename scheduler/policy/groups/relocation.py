@@ -25,7 +25,7 @@ class MovePrices:
     least_saving_per_move: float = 1.5
     """Dollars an hour that a move must spare: it costs about three hours of that."""
     quiet_s: float = 3600.0
-    """Between two moves of one job that only spare money."""
+    """Least time between two moves of one job that only save money, in s."""
     jobs: int = 7
     """Most jobs that are regrouped at once."""
     surprise_iterations: float = 1.0

@@ -22,7 +22,8 @@ ROOM_RATIO: Final = 1.25
 
 
 class Completion(NamedTuple):
-    """So much of the responses was complete after so much of the rollout's time."""
+    """One point of a completion curve: completed share of responses at a share of the rollout's
+    time."""
 
     time_ratio: float
     complete_ratio: float

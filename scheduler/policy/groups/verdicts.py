@@ -119,7 +119,7 @@ def _parts(versions: Versions, nodes: Nodes) -> Iterable[Key]:
 
 @lru_cache(maxsize=4096)
 def _less(whole: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Without each of its members."""
+    """The versions without each of its members."""
     return tuple(whole[:at] + whole[at + 1 :] for at in range(len(whole)))
 
 

@@ -142,7 +142,7 @@ class PermitBook:
         self.touch(nodes)
 
     def narrow(self, standing: Standing) -> tuple[NodeId, ...]:
-        """To what the tail was asked to keep; returns the nodes that it freed, also in part."""
+        """Reduces the job to the kept nodes; returns the nodes that it freed, fully or in part."""
         parts = standing.keep_accelerators
         freed = tuple(node for node in standing.nodes if node not in standing.keep)
         self.free(standing, freed)

@@ -19,11 +19,11 @@ LEVELS: Final = tuple(percent / 100 for percent in range(50, 100, 5))
 SEEN_MIN: Final = 3
 """Phases before the curve counts: the first of a process also loads its state."""
 MEMORY: Final = 20.0
-"""In phases: how a job's responses complete changes while its policy learns."""
+"""Memory in phases: the completion of a job's responses changes while its policy learns."""
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one phase came when, in seconds that it would have taken alone."""
+    """Progress of one phase over time, in seconds of solo work."""
 
     passed_s: tuple[float, ...] = ()
     """Time of passing each of the first `LEVELS`, in s."""
@@ -45,7 +45,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
-    """How one kind of phase of a job completes, over its latest ones."""
+    """Completion over time of one kind of phase of a job, from its latest ones."""
 
     seen: int = 0
     times: tuple[float, ...] = ()

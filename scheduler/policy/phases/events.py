@@ -54,7 +54,7 @@ class PhaseNarrowed(msgspec.Struct, frozen=True, kw_only=True, tag="phase_narrow
 
 
 class Recall(StrEnum):
-    """How a tail that has left its nodes gets them back."""
+    """The manner in which a tail that has left its nodes gets them back."""
 
     WHEN_FREE = "when_free"
     """Only if no other job holds them or waits for them."""
@@ -188,7 +188,7 @@ class FreeNodes(msgspec.Struct, frozen=True, kw_only=True, tag="free_nodes"):
 
 
 class UnloadNodes(msgspec.Struct, frozen=True, kw_only=True, tag="unload_nodes"):
-    """Another job is to start there: take the state off the accelerators, and say so."""
+    """Another job is to start there: take the state off the accelerators, and report it."""
 
     job: JobId
     nodes: tuple[NodeId, ...]
@@ -218,7 +218,7 @@ class EndPermit(msgspec.Struct, frozen=True, kw_only=True, tag="end_permit"):
     solo_s: float = 0.0
     """Duration of the phase's work so far, alone on its own nodes, in s."""
     measured: bool = True
-    """False: at most so much, for its tail was away on leases."""
+    """False: `solo_s` is only an upper bound, since the tail was away on leases."""
     loading_s: float = 0.0
     """Loading time beside it, in s, as the holder reported."""
 

@@ -13,7 +13,7 @@ def enqueue(book: PermitBook, standing: Standing, phase: PhaseTerms, *, now: flo
 
 
 def join(book: PermitBook, standing: Standing, phase: PhaseTerms, ticket: int) -> EnqueuePhase:
-    """The same place in other lines, or a new one."""
+    """Enters the lines of the phase's nodes under a ticket, kept or new."""
     standing.move(Trigger.ENQUEUED)
     standing.kind = phase.kind
     book.join(standing, ticket, phase.nodes)

@@ -1,4 +1,4 @@
-"""How one job stands: waiting, with a permit or neither; and a permit's life as a table."""
+"""Standing of one job: waiting, with a permit or neither; and a permit's life as a table."""
 
 from enum import StrEnum
 
@@ -71,7 +71,7 @@ class Standing(msgspec.Struct, kw_only=True):
     holder: str = ""
     epoch: Epoch = NO_EPOCH
     nodes: tuple[NodeId, ...] = ()
-    """Held now."""
+    """Nodes held now."""
     awaits: tuple[NodeId, ...] = ()
     """Nodes in whose lines it stands; with a permit, nodes that may widen it."""
     accelerators: dict[NodeId, tuple[int, ...]] = {}
@@ -100,14 +100,14 @@ class Standing(msgspec.Struct, kw_only=True):
     worked_at_s: float = 0.0
     complete_ratio: float = 0.0
     course: Course | None = None
-    """How the phase that runs came that far; None: not all of it was heard."""
+    """Progress of the running phase; None: a part of it was not observed."""
     curves: dict[PhaseKind, CompletionCurve] = {}
-    """How its phases completed that have ended."""
+    """Completion curves of its ended phases."""
     longest_runs: dict[PhaseKind, LongestRun] = {}
-    """How long its phases are known to take."""
+    """Longest known runs of its phases."""
     tokens: int = 0
     ended: EndReason | None = None
-    """How its latest permit ended; None while it is held."""
+    """End of its latest permit; None while it is held."""
     failures: int = 0
 
     @property

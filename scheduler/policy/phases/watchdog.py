@@ -15,7 +15,7 @@ from scheduler.policy.phases.terms import PermitsConfig
 class Verdict(StrEnum):
     WELL = "well"
     SILENT = "silent"
-    """Not heard for a lease."""
+    """No beat for the length of a lease."""
     LATE = "late"
     """Longer than its bound: warn."""
     OBSTRUCTS = "obstructs"
