@@ -214,7 +214,7 @@ class Bench:
         return False
 
     async def _started(self) -> None:
-        """Until engines and agent answer."""
+        """Waits until engines and agent answer."""
         if not self.hardware.starts_in_turn:
             await self.slot.agent_answers(self.told)
         started_s = self.clock.now()

@@ -26,7 +26,7 @@ class Setting:
     isolated: bool = False
     """The guest under the machine's isolation backend; without one its steps block production."""
     policy: dict[str, Any] = field(default_factory=dict)
-    """Over the slot's own."""
+    """Settings over the slot's own policy."""
 
 
 # The proof compares hours of one rule; here eight rules pass by in minutes, and the worst of them

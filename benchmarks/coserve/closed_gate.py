@@ -41,7 +41,7 @@ class Window:
 async def closed_gate(
     runner: Runner, grant: PageReader[Grant], length: RunLength
 ) -> dict[str, Any]:
-    """With rollouts that never end, and nothing else."""
+    """Core use of rollouts that never end behind a closed gate, with nothing else."""
     async with runner.lease.holding(), runner.rollouts.running():
         await asyncio.sleep(_BEFORE_S)
         windows = await closed_windows(runner.slot, runner.clock, count=length.closed_windows)

@@ -23,7 +23,7 @@ from scheduler.demo.slot import ServingSlot
 
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 _TRIES = 2
-"""For each trial that is wanted."""
+"""Most tries for each wanted trial."""
 _TOLD_EVERY = 5
 _STEPPING_S = 1.5
 """Seconds of rollouts before the agent is lost."""
@@ -34,7 +34,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     signal: str
     ms: float | None
-    """From the agent's loss to the end of the guest's last step; None where the guest stood."""
+    """Time from the agent's loss to the end of the guest's last step, in ms; None if the guest
+    stood."""
 
 
 @dataclass(slots=True)
@@ -100,7 +101,7 @@ class FailSafe:
     """Called with the figures so far, after each trial."""
 
     async def run(self, book: TrialBook, *, within_s: float) -> dict[str, Any]:
-        """Until the book is full or the time is over."""
+        """Runs trials until the book is full or the time is over."""
         start_s, before = self.clock.now(), len(book.trials)
         while (number := book.next()) and self.clock.now() - start_s < within_s:
             book.add(Trial(signal=number.name, ms=await self._trial(number)))

@@ -32,7 +32,7 @@ class Aim:
     """The run that a load is for: `rounds` windows of `slice_s` seconds."""
 
     scales: Sequence[TokenScale]
-    """From the largest requests to the smallest."""
+    """Scales from the largest requests to the smallest."""
     slice_s: float
     rounds: int
     step_tokens: int

@@ -21,11 +21,11 @@ _RESAMPLES = 1000
 _PERCENTS = (2.5, 97.5)
 
 Weights = NDArray[np.float64]
-"""How often each round counts, by draw and round."""
+"""Number of times that each round counts, by draw and round."""
 
 
 def residual_figures(slices: Sequence[Slice], arm: Arm, *, seed: int) -> dict[str, Any]:
-    """Each None where the guest did nothing alone; the 95 % interval draws rounds again."""
+    """Figures, each None if the guest did nothing alone; the 95 % interval resamples rounds."""
     rounds = len({each.round for each in slices})
     once = np.ones((1, rounds))
     share, time_share = (float(of(slices, arm, once)[0]) for of in (_share, _time_share))

@@ -48,7 +48,7 @@ class GuestWatch:
     last_step_end_ns: int = 0
 
     def saw(self, guest: Guest, *, now_ns: int) -> None:
-        """Before any pulse is fresh again."""
+        """Records the guest's steps before any pulse is fresh again."""
         self.steps_launched = guest.steps_launched
         if guest.last_step_end_ns > self.last_pulse_ns:
             self.last_step_end_ns = max(self.last_step_end_ns, guest.last_step_end_ns)

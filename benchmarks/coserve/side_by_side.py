@@ -33,7 +33,7 @@ class SideBySide:
     patience_s: float = 60.0
     """A request without its last token by then has failed."""
     rehearsed: bool = False
-    """Once before, alone and not counted: what an engine does for the first time is no trial."""
+    """Whether one uncounted run alone comes first: an engine's first run is no trial."""
     kv_usage_ratio: float = field(default=0.0)
     """Production's largest, of all trials."""
 

@@ -48,7 +48,7 @@ class PartRuns:
     """File for the whole result, written after every part; None writes none."""
     clock: Clock
     until_s: float
-    """On the clock: no part goes on beyond it."""
+    """Deadline on the clock, in s: no part goes on beyond it."""
 
     def run(self, parts: Sequence[Part], result: dict[str, Any]) -> dict[str, Any]:
         """`result` with what the parts found under `parts`."""

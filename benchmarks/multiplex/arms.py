@@ -27,9 +27,9 @@ class Arm(StrEnum):
     MULTIPLEXED = "multiplexed"
     """Both at once, a phase runs when it has its node's permit."""
     SERVING = "serving"
-    """The same, and production serves on its node beside; nothing is leased."""
+    """Like multiplexed, with production serving on its node; nothing is leased."""
     LEASED = "leased"
-    """The same, and the job that rolls out leases what production leaves."""
+    """Like serving, and the job that rolls out leases production's idle capacity."""
     NAIVE = "naive"
     """Both at once, without permits."""
 

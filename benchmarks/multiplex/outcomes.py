@@ -13,9 +13,9 @@ from scheduler.demo.job.events import StepDone
 class JobDone:
     steps: tuple[StepDone, ...]
     load_s: float
-    """From the order to start its process to a trainer that could begin."""
+    """Time from the start of its process to a trainer that could begin, in s."""
     starts: tuple[dict[str, Any], ...] = ()
-    """How its phases began, where it had permits."""
+    """Starts of its phases, if it had permits."""
     tails: Mapping[str, float] = field(default_factory=dict)
     """Outcomes of its rollouts' tails, if it leased."""
 
@@ -31,7 +31,7 @@ class JobDone:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmDone:
     makespan_s: float
-    """From the first job's first step to the last job's last; in sequence, of both together."""
+    """Time from the first job's first step to the last job's last, in s; in sequence, the sum."""
     jobs: Mapping[str, JobDone] = field(default_factory=dict)
 
     @property

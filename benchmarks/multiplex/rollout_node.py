@@ -67,7 +67,7 @@ class RolloutNode:
             self._start_gateway(job)
 
     async def answers(self, told: Callable[[str], None]) -> None:
-        """Until all do; the engines are on their core then."""
+        """Waits until all answer; the engines are on their core then."""
         for job in JOBS:
             await self._parts.answers(_engine(job), self.engine_url(job), told)
             pin(self._parts.running[_engine(job)], ROLLOUT_CORE)

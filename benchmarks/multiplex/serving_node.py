@@ -78,7 +78,7 @@ class ServingNode:
         self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
 
     async def answers(self, session: aiohttp.ClientSession, told: Callable[[str], None]) -> None:
-        """Until all do; the engines are on their core then."""
+        """Waits until all answer; the engines are on their core then."""
         self._client = ProductionClient(
             session=session,
             url=url(self.slot.ports.production),
@@ -92,7 +92,7 @@ class ServingNode:
         self.slot.bind()
 
     async def calibrate(self) -> None:
-        """How fast to replay, and a first SLO: of production alone."""
+        """Finds the replay speed and a first SLO, with production alone."""
         seen: list[ProductionRequest] = []
         window = self._windowed(_FIRST_RATE, _REPLAY_S).evenly()
         start_s, busy_s = self._clock.now(), self._pulse_now().busy_s_total

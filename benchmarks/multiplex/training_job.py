@@ -83,7 +83,7 @@ class TrainingJob:
         return done
 
     async def starts(self) -> list[dict[str, Any]]:
-        """How its phases began."""
+        """Starts of its phases."""
         if self._phases is None:
             return []
         return [_plain(start) for start in self._phases.control.starts]

@@ -55,7 +55,7 @@ _ENGINE = {
     Arm.PULSE: "pulse",
 }
 _SCRAPES_S = 2.0
-"""For the first scrape: the process that makes it has to start."""
+"""Time before the first scrape, in s: the process that makes it has to start."""
 
 
 def main() -> None:
@@ -126,7 +126,7 @@ class Bench:
         return told | self.figures.result(seed=self.seed)
 
     async def _start(self, ports: dict[str, int]) -> None:
-        """Until all answer, on their core where they have one."""
+        """Waits until all answer, pinned to their core if they have one."""
         in_turn = self.hardware.starts_in_turn
         model = self.parts.paths.run / "models" / "production"
         sizes = self.hardware.pulse_sizes
@@ -229,7 +229,7 @@ class Bench:
 
 
 def _nothing(_: ProductionRequest) -> None:
-    """The closed loop counts; its latencies say nothing."""
+    """Ignores a record: only the closed loop's count matters, not its latencies."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From requests and counts to what the pulse costs. Pure."""
+"""Cost of the pulse, from requests and counts. Pure."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum

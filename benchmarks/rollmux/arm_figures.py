@@ -11,7 +11,7 @@ from scheduler.sim.rollmux.variants import VARIANTS
 
 
 def arm_on_seeds(wanted: Sequence[ArmOfSeed], pieces: Pieces) -> dict[str, Any]:
-    """One arm's figures; `wanted` differ in their seeds only."""
+    """Figures of one arm; `wanted` differ in their seeds only."""
     found = [pieces.arm(one) for one in wanted]
     alone = [UNSHARED["solo_d"](one.drawn(), one.world).dollars for one in wanted]
     return {"seeds": [one.seed for one in wanted]} | arm_figures(found, alone)

@@ -54,7 +54,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
 
     without: float
     leased: tuple[float, ...]
-    """At each of HEADROOMS."""
+    """Dollars with leases, at each of HEADROOMS."""
 
 
 def busy_bound(headroom: float, jobs: Sequence[SimulatedJob], *, tail: TailShape = TAIL) -> float:

@@ -101,7 +101,7 @@ def codecs(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _pairs(given: argparse.Namespace) -> Iterator[Pair]:
-    """One at a time: two states of the larger model are four gigabytes."""
+    """Pairs one at a time: two states of the larger model are four gigabytes."""
     if given.old is not None:
         yield checkpoints(given.old, given.new)
     elif given.store is not None:

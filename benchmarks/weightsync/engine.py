@@ -28,7 +28,7 @@ from scheduler.demo.processes import Child, Processes
 
 REPETITIONS = 7
 ENGINE_S = 480.0
-"""From the engine's start to its last repetition: within a command of ten minutes."""
+"""Time limit from the engine's start to its last repetition, in s: fits a ten-minute command."""
 _LOOK_S = 0.25
 _MODULE = "benchmarks.weightsync.engine_arms"
 
@@ -67,7 +67,7 @@ store: with 8 B parameters that takes minutes, and more than a small disk holds.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineForm:
-    """How the one engine is made on a kind of hardware."""
+    """Form of the one engine on a kind of hardware."""
 
     model: Mapping[str, Any]
     """Its configuration as Hugging Face's."""

@@ -156,7 +156,8 @@ def _state(parameters: int) -> dict[str, Any]:
 
 
 def _train(state: dict[str, Any], step: int, *, every_element: bool) -> None:
-    """In place and in small pieces, so that the change itself needs no memory to speak of."""
+    """Changes weights in place and in small pieces, so that the change itself needs little
+    memory."""
     import torch
 
     generator = torch.Generator().manual_seed(step)

@@ -116,7 +116,7 @@ def _state(tensors: int) -> dict[str, torch.Tensor]:
 
 
 def _train(tensors: list[torch.Tensor], ratio: float, generator: torch.Generator) -> None:
-    """One unit in the last place, up or down."""
+    """Moves elements by one unit in the last place, up or down."""
     for tensor in tensors:
         hit = torch.rand(ELEMENTS, generator=generator) < ratio
         sign = 2 * torch.randint(0, 2, (ELEMENTS,), generator=generator) - 1

@@ -27,7 +27,7 @@ _LEASE_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
-    """How long each block is, and in which order the arms come in each round."""
+    """Length of each block, and order of the arms in each round."""
 
     rounds: int
     serving_s: float

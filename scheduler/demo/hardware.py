@@ -59,7 +59,7 @@ class Hardware(ABC):
     starts_in_turn: bool = False
     """Production has to answer before the guest starts, and the guest before the agent does."""
     policy: Mapping[str, Any] = MappingProxyType({})
-    """Over the slot's own settings in the agent."""
+    """Settings over the slot's own ones in the agent."""
     scales: tuple[TokenScale, ...]
     """Scales of the trace's token counts, from the largest: tried until requests are enough."""
     pulse_sizes: TokenScale

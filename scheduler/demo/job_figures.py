@@ -64,7 +64,7 @@ class JobRun:
 
     @property
     def reward_gain(self) -> float | None:
-        """In standard errors."""
+        """Gain of the reward from the first to the last steps, in standard errors."""
         first, last = self.reward_first, self.reward_last
         return last.standard_errors_from(first) if first and last else None
 

@@ -106,7 +106,7 @@ class ProductionClient:
     record: Callable[[ProductionRequest], None]
     """Called once per request, as it ends."""
     timeout_s: float = 60.0
-    """From the due time; a request without its last token by then has failed."""
+    """Time limit from the due time, in s; a request without its last token by then has failed."""
     open_max: int = 1000
     """Requests in flight; one that is due beyond them has failed."""
 

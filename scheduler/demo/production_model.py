@@ -43,7 +43,8 @@ class ModelShape:
 
     @property
     def weights_bytes(self) -> int:
-        """Without biases and norms, which are a few hundredths of a per cent."""
+        """Bytes of the weights without biases and norms, which are a few hundredths of a per
+        cent."""
         attention = 2 * self.hidden * (self.hidden + self.kv_heads * self.head_width)
         layer = attention + 3 * self.hidden * self.intermediate
         return _BYTES * (self.layers * layer + 2 * self.vocabulary * self.hidden)

@@ -35,7 +35,7 @@ class ProductionRequest(msgspec.Struct, frozen=True, kw_only=True, tag="producti
     input_tokens: int
     output_tokens: int
     ttft_s: float | None
-    """None where no first token came."""
+    """First-token latency from the due time, in s; None without a first token."""
     itl_s: tuple[float, ...]
     failed: bool
     error: str = ""

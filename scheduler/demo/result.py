@@ -1,4 +1,4 @@
-"""From what a run observed to `result.json`. Measures nothing and invents nothing: what no record
+"""The observations of a run as `result.json`. Measures nothing and invents nothing: what no record
 shows is null. Pure.
 """
 
@@ -32,7 +32,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     scale: float | None
     """Trace seconds replayed per second."""
     scaling: dict[str, float] = {}
-    """How token counts were scaled and clipped, and the mean rate."""
+    """Scales and bounds of token counts, and the mean rate."""
     ttft_slo_s: float
     itl_slo_s: float
     guests: frozenset[str]

@@ -139,7 +139,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     two equal arms differ on this machine."""
     fixed_intervals: Intervals | None = None
     scaling: dict[str, float] = {}
-    """How the trace's requests were made to fit, beside `scale`."""
+    """Changes that made the trace's requests fit, beside `scale`."""
     checks: tuple[Check, ...] = ()
 
 

@@ -84,7 +84,7 @@ def intervals_of(above: ArmRequests, below: ArmRequests, *, seed: int) -> Interv
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """None where either was not measured or `below` is 0."""
+    """Ratio of two figures; None if either was not measured or `below` is 0."""
     return None if above is None or not below else above / below
 
 

@@ -43,7 +43,7 @@ class SessionPlan:
     first_replay_s: float
     last_replay_s: float
     within_s: float
-    """From the command to the end of the last block."""
+    """Time limit from the command to the end of the last block, in s."""
 
 
 class Recorder:

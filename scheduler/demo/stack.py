@@ -84,7 +84,7 @@ class Stack:
         )
 
     async def engines_ready(self, told: Callable[[str], None]) -> None:
-        """Until all three answer; then pinned, the guest under its isolation backend."""
+        """Waits until all three answer; then pins them, the guest under its isolation backend."""
         await asyncio.gather(
             self.slot.engines_answer(told),
             self.parts.answers(DEDICATED, url(self._dedicated), told),

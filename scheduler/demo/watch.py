@@ -31,7 +31,7 @@ class SlotWatch:
         self._record = record
 
     def pulse(self) -> Pulse:
-        """Zeros where production says nothing."""
+        """Production's pulse; zeros without one."""
         return self._pulse.read().record or Pulse()
 
     def guest(self) -> Guest:

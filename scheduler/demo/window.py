@@ -20,7 +20,8 @@ _PLACES = 256
 _BINS = 20
 """Time bins per window in which burstiness is measured."""
 _BURSTINESS_WEIGHT = 0.25
-"""Against the rate's: load decides how much there is to harvest, bursts how hard it is to."""
+"""Weight of burstiness against the rate: load decides the amount to harvest, bursts the
+difficulty."""
 _REGULAR = 0.25
 """Added to variance over mean (1 for a Poisson process): far below that, less does not count."""
 ARRIVALS_MAX = 100_000
@@ -28,7 +29,7 @@ ARRIVALS_MAX = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScale:
-    """From the trace's token counts to those of a small model."""
+    """Scale from the trace's token counts to those of a small model."""
 
     input_scale: float = 1.0
     output_scale: float = 1.0

@@ -23,7 +23,7 @@ class Stint:
     start_s: float
     end_s: float
     partial: bool
-    """On a part of the row, beside the next one."""
+    """Whether it is on a part of the row, beside the next one."""
     words: str = ""
 
 

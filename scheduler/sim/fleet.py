@@ -62,7 +62,7 @@ class BatchShape:
     tool_sigma: float = 1.0
     tool_max_s: float = 0.4
     training_s: float = 1.0
-    """Between two rollout phases."""
+    """Time between two rollout phases, in s."""
 
 
 @dataclass(slots=True)

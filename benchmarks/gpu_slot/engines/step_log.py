@@ -9,7 +9,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     """Requests of a decode, tokens of a prefill."""
     start_ns: int
-    """Before the launch."""
+    """Time before the launch, in ns."""
     end_ns: int
     """Time at which the device was seen to have finished it."""
 
@@ -29,7 +29,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0
-    """Within its load."""
+    """Number within its load."""
     arrival_ns: int
     first_ns: int
     """Its first token."""

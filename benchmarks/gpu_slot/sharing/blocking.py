@@ -38,7 +38,7 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
     rest_s: float
     """Time that the guest's step still had to run when production's began."""
     overlap_s: float
-    """How long both then ran."""
+    """Time for which both ran, in s."""
     own_s: float
     """Production's step alone."""
     delay_s: float

@@ -94,7 +94,7 @@ FULL = Sizes(
     arrivals_per_s=9.0,
 )
 SHORT = replace(FULL, rounds=1, openings=0)
-"""For backends that are measured in several settings."""
+"""Sizes for backends that are measured in several settings."""
 REHEARSED = Sizes(
     production=EngineForms(prefills=(8, 16, 32), decodes=(1, 2, 4), context_tokens=16),
     guest=EngineForms(prefills=(8, 32), decodes=(1, 4), context_tokens=16),

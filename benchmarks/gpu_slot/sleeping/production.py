@@ -92,7 +92,7 @@ def production(kind: str, *, tiny: bool) -> Iterator[Production]:
 
 
 def serve(device: Device, step: Work, commands: IO[bytes], answers: IO[bytes]) -> None:
-    """Steps as `commands` say, until they end."""
+    """Runs steps by `commands`, until they end."""
 
     def answer(text: str) -> None:
         answers.write(text.encode() + b"\n")

@@ -39,10 +39,10 @@ _EVEN = "even_pieces"
 _ROUNDS_MAX = 8
 _TINY_ROUNDS = 2
 _BUDGET_S = 46.0
-"""From the part's beginning; a round that would last longer is not begun."""
+"""Time limit from the part's beginning, in s; a round that would last longer is not begun."""
 _ALONE_S = 1.0
 _GAP_S = 0.05
-"""Between passes: a step that one has delayed is over before the next."""
+"""Gap between passes, in s: a step that one has delayed is over before the next."""
 
 _PLAIN: tuple[tuple[str, Callable[[SleepingPieces], Pass]], ...] = (
     ("asleep", SleepingPieces.fall_asleep),
@@ -223,7 +223,7 @@ _HOLD_CONTENTS = frozenset({"awake", "awake_paced", "copied_back"})
 
 
 def _actions(name: str) -> tuple[tuple[str, Callable[[SleepingPieces], Pass]], ...]:
-    """In an order that leaves the pieces awake and filled."""
+    """Actions in an order that leaves the pieces awake and filled."""
     return _PLAIN + _PACED if name == _EVEN else _PLAIN
 
 

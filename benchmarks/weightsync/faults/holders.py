@@ -38,7 +38,7 @@ class Holder(Protocol):
         ...
 
     def claims(self) -> Iterator[Claim]:
-        """Everything that says which version is held."""
+        """All claims about the held version."""
         ...
 
     def contents(self) -> dict[str, bytes]:

@@ -192,7 +192,7 @@ def _rot(world: World) -> Mend:
     else:
         index = directory / "model.safetensors.index.json"
         index.write_bytes(index.read_bytes()[: world.rng.randrange(100)])
-    # What rotted still says that it is whole, until it is opened; then nothing may mend it at once.
+    # A rotted file claims to be whole until it is opened; then nothing may mend it at once.
     if world.rng.random() < 0.5:
         return nothing
     world.latest_file.unlink()

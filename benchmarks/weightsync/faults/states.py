@@ -21,7 +21,8 @@ _FAR_RATIO = 0.12
 _ANYTHING_RATIO = 0.12
 """Share of the moving elements that change to any bits at all."""
 _ANYTHING_OF_LARGE_RATIO = 0.004
-"""So few that the large tensors are in groups, which leave many wide differences to `sparse`."""
+"""Share small enough that the large tensors are in groups, which leave many wide differences to
+`sparse`."""
 _LARGE_ELEMENTS = 30_000
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

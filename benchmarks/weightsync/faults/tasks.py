@@ -37,12 +37,12 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     copy_dir: str = ""
     """Directory of a publisher's copy that outlives it."""
     phase: str = "run"
-    """From when `after_s` counts: run, stage or apply."""
+    """Phase from which `after_s` counts: run, stage or apply."""
     death: Death = Death()
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """How a child ended, and how far it got where it lived."""
+    """End of a child, and its progress if it lived."""
 
     killed: bool
     status: int

@@ -25,7 +25,7 @@ _ENCODINGS = (Encoding.ROSEMUX, Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRI
 _STORIES = 20
 """Most failures reported in words."""
 _GREW_BYTES_MAX = 256 << 20
-"""No fault on a store of two megabytes may cost more memory: a bomb went off."""
+"""Bound of a fault's memory on a store of two megabytes: beyond it, a bomb went off."""
 
 
 @dataclass(slots=True)

@@ -49,7 +49,7 @@ _CALLS = ("open", "os.", "shutil.", "fcntl.", "mmap.")
 
 
 class Meter:
-    """Counts what a child does and kills it where its death says so."""
+    """Counts a child's actions and kills it at its `Death`."""
 
     def __init__(self, death: Death) -> None:
         self._death = death

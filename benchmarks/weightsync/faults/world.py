@@ -206,7 +206,7 @@ class World:
             _reached(task.port)
 
     def stop(self, which: int) -> Ended:
-        """How a server ended, or ends now."""
+        """Ends a server; returns its end."""
         self._stops[which].touch()
         return self.servers[which].ended()
 
@@ -227,7 +227,7 @@ class World:
         shutil.rmtree(self.root)
 
     def mend(self) -> Callable[[], None]:
-        """One of the two ways in which a damaged store is mended."""
+        """Mends a damaged store, in one of the two ways."""
         return self.rng.choice([self.restore, self.republish])
 
     def publish_with(self, publisher: Publisher) -> None:

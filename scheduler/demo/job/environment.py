@@ -87,7 +87,7 @@ class Task:
         return self._key("next", key)
 
     def latency_s(self, key: Key) -> float:
-        """How long the tool takes to look `key` up; lognormal, capped."""
+        """Duration of the tool's look-up of `key`, in s; lognormal, capped."""
         gauss = _NORMAL.inv_cdf(min(max(self._uniform("latency", key), 1e-9), 1 - 1e-9))
         median_s, sigma = self.shape.latency_median_s, self.shape.latency_sigma
         return min(self.shape.latency_max_s, median_s * math.exp(sigma * gauss))
@@ -158,7 +158,7 @@ class Observation:
     latency_s: float
     done: bool
     reward: float
-    """In [0, 1], as of now; final when `done`."""
+    """Reward in [0, 1] so far; final when `done`."""
 
 
 class Episode:

@@ -65,7 +65,7 @@ class StepBatch:
     """Results of one step's rollouts."""
 
     trajectories: list[Trajectory]
-    """In order of prompt and sample."""
+    """Trajectories in order of prompt and sample."""
     ledger: TrajectoryLedger
     rollout_s: float
     turns: int

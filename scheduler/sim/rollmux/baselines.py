@@ -140,7 +140,7 @@ def paper_planner() -> GroupPlanner:
 
 
 def our_planner() -> GroupPlanner:
-    """The planner that ships, without a runtime around it and with as many nodes as it wants."""
+    """The shipped planner, without a runtime around it and with unlimited nodes."""
     pools = {pool: PoolNodes(type=kind, names=()) for pool, kind in NODE_TYPES.items()}
     config = ClusterConfig(rollout=pools[Pool.ROLLOUT], training=pools[Pool.TRAINING])
     return GroupPlanner(config.judge, config.types, config.planner)

@@ -43,7 +43,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int
     seed: int
     hours: float
-    """From the first arrival to the last end in any arm."""
+    """Time from the first arrival to the last end in any arm, in hours."""
     arms: tuple[Arm, ...]
     group_sizes: tuple[tuple[float, ...], ...]
     """Number of our groups in each bin, per group size from one job on: `[size - 1][bin]`."""

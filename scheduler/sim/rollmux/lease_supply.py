@@ -34,11 +34,12 @@ class LeaseTerms:
     """Cost of using a leased slot."""
 
     activation_s: float
-    """From a sleeping policy to a serving one."""
+    """Time from a sleeping policy to a serving one, in s."""
     sync_s: float
-    """From a version's publication until every slot holds it; a slot sleeps meanwhile."""
+    """Time from a version's publication until every slot holds it, in s; a slot sleeps
+    meanwhile."""
     kept_s: float
-    """To move a tail with its KV."""
+    """Time to move a tail with its KV, in s."""
     recomputed_s: float
     """Time to move a tail without its KV, which prefills its tokens again, in s."""
     accelerators: int

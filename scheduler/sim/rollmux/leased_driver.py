@@ -39,7 +39,8 @@ from scheduler.sim.rollmux.worker import Worker, WorkerStage
 from scheduler.sim.rollmux.workload import SimulatedJob
 
 LOOK_S: Final = 0.1
-"""Between two looks of a job's process: from its decision to leave until its engines are empty."""
+"""Period of a job's polls, in s: the time from its decision to leave until its engines are
+empty."""
 
 
 class LeasedDriver(Driver):

@@ -30,7 +30,7 @@ class LeasedWorker(Worker):
         self.offset_s = 0.0
         """Second of the record at which its group's time begins."""
         self.published_s = 0.0
-        """Since when its present weights are there for slots to take."""
+        """Time at which its present weights were published for slots."""
         self.is_narrowing = False
         """Brings its tail together or away, and gets no slots meanwhile."""
         self.is_asked_away = False
@@ -120,12 +120,12 @@ class LeasedWorker(Worker):
         self.slots = self.slots_coming = 0
 
     def leave_nodes(self) -> None:
-        """For slots, where its tail goes on."""
+        """Leaves its nodes for slots, where its tail goes on."""
         self.share, self.is_narrowing, self.is_asked_away = 0.0, False, False
         self.overhead_s += self._terms.activation_s + self._terms.move_s
 
     def come_home(self, *, loading_s: float) -> None:
-        """From slots, or from where nothing of its KV is left."""
+        """Comes home from slots, or from a state without any KV."""
         moved_s = self._terms.move_s if self.slots else self._terms.recomputed_s
         self.overhead_s += loading_s + moved_s
         self.drop_slots()

@@ -27,7 +27,8 @@ class HeadroomRecord:
         return self.given_until(until_s) - self.given_until(from_s)
 
     def takes_s(self, left_s: float, *, from_s: float, own: float, leased: float) -> float:
-        """Until `left_s` are done at speed `own` and `leased` times the headroom; may be never."""
+        """Seconds until `left_s` are done at speed `own` plus `leased` times the headroom; may be
+        inf."""
         if left_s <= 0.0:
             return 0.0
         a_lap_s = own * self._seconds + leased * self._given_s[-1]

@@ -28,7 +28,7 @@ RESPONSES: Final = 256
 """A rollout ends with the longest of them, at its expected quantile."""
 LEVELS: Final = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 AUTOCORRELATION: Final = 0.9
-"""Between one iteration and the next; half of a slow spell is over after seven iterations."""
+"""Correlation of one iteration with the next; half of a slow spell is over after seven."""
 STRAGGLER_RATIO: Final = 1 / 30
 """Rollouts that straggle."""
 STRAGGLER_FACTOR: Final = 1.5
@@ -60,7 +60,8 @@ def own_tail(one: SimulatedJob, rng: np.random.Generator) -> SimulatedJob:
 
 
 def lognormal_curve(sigma: float) -> tuple[Completion, ...]:
-    """How responses of lognormal lengths complete, all begun at once at one speed."""
+    """Completion curve of responses of lognormal lengths that begin at once and run at one
+    speed."""
     quantile = NormalDist().inv_cdf
     longest = quantile(RESPONSES / (RESPONSES + 1))
     return tuple(
@@ -84,7 +85,7 @@ def autocorrelated(one: SimulatedJob, rng: np.random.Generator) -> SimulatedJob:
 
 
 def straggling(one: SimulatedJob, rng: np.random.Generator) -> SimulatedJob:
-    """Now and then a rollout that is longer than any other, and than its declaration."""
+    """Makes a rollout now and then longer than any other, and than its declaration."""
     lengths_s = one.lengths_s.copy()
     lengths_s[rng.random(one.iterations) < STRAGGLER_RATIO, 0] *= STRAGGLER_FACTOR
     return replace(one, lengths_s=lengths_s)

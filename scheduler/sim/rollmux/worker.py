@@ -126,7 +126,7 @@ class Worker:
         self._moved_at = self.said_ratio
 
     def progress(self) -> float | None:
-        """Share of its responses that it has newly to say; None where there is no news."""
+        """Newly completed share of its responses to report; None without news."""
         said = self._said
         while (
             self._said < len(self._levels)
@@ -166,7 +166,8 @@ class Worker:
 
     @property
     def _is_slower_or_faster(self) -> bool:
-        """Than on its own nodes alone: its speed changes when its bulk ends."""
+        """Whether its speed differs from that on its own nodes: it then changes when its bulk
+        ends."""
         return self.share < 1.0
 
     def _done_s(self, works_s: float) -> float:

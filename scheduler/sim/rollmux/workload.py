@@ -68,7 +68,7 @@ class SimulatedJob:
     drift: float = 1.0
     """Factor on the means in the last iteration."""
     curve: tuple[Completion, ...] = PAPER_CURVE
-    """How its responses complete over a rollout's solo time; empty without a tail."""
+    """Completion curve over a rollout's solo time; empty without a tail."""
 
     def means_at(self, iteration: int) -> tuple[float, float]:
         """True means of one iteration."""
@@ -81,7 +81,7 @@ class SimulatedJob:
         return len(self.lengths_s)
 
     def solo_s(self, world: World) -> float:
-        """From arrival to end, alone on its own nodes: cold start, phases and weight syncs."""
+        """Solo time from arrival to end, in s: cold start, phases and weight syncs."""
         return world.cold_start_s + float(self.iterations_s(world).sum())
 
     def iterations_s(self, world: World) -> Lengths:
@@ -196,5 +196,5 @@ def _job(
 
 
 def as_numbers(jobs: list[SimulatedJob]) -> list[tuple[Any, ...]]:
-    """For a test's comparison of two workloads."""
+    """Numbers of a workload, for a test's comparison of two."""
     return [(one.job, one.arrival_s, one.lengths_s.tobytes()) for one in jobs]
