@@ -97,7 +97,7 @@ class OpenTurns:
     def _ended(self, held: _Open, task: "asyncio.Task[RefuseTurn | None]") -> None:
         self._ledger.close(held.turn)
         self._on_end(held.turn)
-        # Waiting clients get its error; without one there is nobody to tell.
+        # Retrieves the error: a waiting client gets it, and asyncio logs none without one.
         if task.cancelled() or task.exception() is not None:
             self._forget(held)
 

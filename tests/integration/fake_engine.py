@@ -44,7 +44,7 @@ class FakeEngine:
         """For a stock engine: its metrics hold no start time."""
         self.step_s = step_s
         self.prefill_s = 0.0
-        """To the first token of each request."""
+        """Delay to the first token of each request, in s."""
         self.epoch = epoch
         self.version = 0
         self.updated: dict[str, Any] | None = None

@@ -49,7 +49,7 @@ _STEPS = {1: (1, 2), 2: (3,)}
 def adapter_state(
     step: int, rank: int = RANK, shapes: Mapping[str, tuple[int, int]] = SHAPES
 ) -> State:
-    """In float32, as PEFT trains adapters; the engine computes in bfloat16."""
+    """Adapter state in float32, as PEFT trains adapters; the engine computes in bfloat16."""
     generator = torch.Generator().manual_seed(7)
     state = {}
     for layer in range(2):

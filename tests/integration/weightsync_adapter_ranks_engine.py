@@ -43,7 +43,7 @@ SHAPES = {
 }
 """Cut by rows, by columns, and two halves in one."""
 STRAY = {**SHAPES, "cross.q_proj": (4, 4)}
-"""With a layer that the model does not have, of a kind that it has."""
+"""Shapes with a layer that the model does not have, of a kind that it has."""
 FOLLOWING = {
     "load_format": "dummy",
     "weight_transfer_config": {"backend": "rosemux"},

@@ -91,7 +91,7 @@ def _differing(left: Any, right: Any) -> list[str]:
 
 
 def _followed(config: Any, store: str, states: list[State]) -> dict[str, Any]:
-    """How a rank that follows a store compares with one that loaded, version by version."""
+    """Differences of a rank that follows a store from one that loaded, version by version."""
     from harvester.contracts.ids import WeightVersion
     from weightsync.transport.location import StoreRoot
     from weightsync.vllm.engine_weights import EngineWeights, Wanted

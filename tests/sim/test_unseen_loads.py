@@ -28,7 +28,7 @@ def both(until_s: float, arrivals: list[Request]) -> tuple[PlayedSlot, PlayedSlo
 
 
 def later_by_s(slots: tuple[PlayedSlot, PlayedSlot], *, since_s: float) -> list[float]:
-    """How much later each request had its first token than alone."""
+    """Delay of each request's first token over that of the same request alone, in s."""
     with_guest, alone = ({one.at_s: one.ttft_s for one in slot.production.served} for slot in slots)
     assert with_guest.keys() == alone.keys()
     return [with_guest[at] - alone[at] for at in sorted(alone) if at >= since_s]

@@ -38,7 +38,8 @@ RULES = Rules(migrate=True, warm_s=5.0, migrate_s=0.0)
 BULK_RATIO, TAIL_SHARE = 0.5, 0.25
 """Bulk ratio and tail share of the papers' curve, with a threshold of 0.8."""
 APART_S = 1e-7
-"""Between two arrivals: the forecast's jobs are in an order, and wait from the beginning."""
+"""Gap between two arrivals, in s: the forecast's jobs are in an order, and wait from the
+beginning."""
 KINDS = {ROLLOUT_ENDED: "rollout", TRAINING_ENDED: "training"}
 
 _job = st.tuples(

@@ -25,7 +25,7 @@ HOUR_S = 3600.0
 
 
 def _planner(rollout: int | None, training: int | None, *, resubmits: bool = False) -> GroupPlanner:
-    """On that many nodes of each pool; None: as many as wanted."""
+    """A planner on that many nodes of each pool; None: unlimited."""
     there = ((Pool.ROLLOUT, rollout), (Pool.TRAINING, training))
     supply = {pool: count for pool, count in there if count is not None}
     config = PlannerConfig(resubmits=resubmits)

@@ -62,7 +62,7 @@ def _planned(settings: PlanSettings) -> Grouped:
 
 
 def _controlled(path: Path, settings: PlanSettings) -> Grouped:
-    """The same of a control on as many nodes, for which moves are free too."""
+    """Groups and unplaced jobs by a control on as many nodes, with free moves too."""
     sides = ((Pool.ROLLOUT, settings.nodes.rollout), (Pool.TRAINING, settings.nodes.training))
     pools = [
         PoolNodes(
