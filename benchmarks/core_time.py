@@ -1,6 +1,6 @@
 """Time that processes ran on a core, from the scheduler's own account of each thread.
 
-In nanoseconds: what `ps` says is rounded to hundredths of a second.
+Read in nanoseconds: `ps` rounds to hundredths of a second.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,6 +1,6 @@
-"""Results that a run has measured so far, in a file that is whole at every moment.
+"""A run's results so far, in a file that is whole at every moment.
 
-A run that is ended by force, or fails, loses no more than what it was at.
+A run that is ended by force, or fails, loses only its present part.
 """
 
 import json
@@ -22,7 +22,7 @@ class PartialResult:
     def keep(self, found: Mapping[str, Any]) -> None:
         """Add these to the file, over what it has under the same names.
 
-        A file that cannot be written is said on stderr: the run may still end well.
+        A file that cannot be written is noted on stderr: the run may still end well.
         """
         self.found |= found
         try:

@@ -1,6 +1,6 @@
-"""How a benchmark ends: its result on screen and in a file, or one clear line.
+"""The end of a benchmark: its result on screen and in a file, or one clear line.
 
-Whether the file can be written is found out before anything is measured, not after.
+The file is checked for writing before anything is measured, not after.
 """
 
 import json

@@ -7,7 +7,7 @@ A = TypeVar("A")
 
 
 def rotated(arms: Sequence[A], rounds: int) -> Iterator[tuple[A, int]]:
-    """Each arm once a round, with the round's number.
+    """Yields each arm once a round, with the round's number.
 
     Rotated from round to round, so that the machine's drift falls on every arm alike.
     """

@@ -10,14 +10,14 @@ In a trainer it is three lines, the first of them once:
 
 The second returns when the version is durable, the third when every dedicated engine serves it.
 
-A sharded trainer (FSDP2, tensor parallel) calls the first two on every rank, and nobody gathers:
+A sharded trainer (FSDP2, tensor parallel) calls the first two on every rank, without a gather:
 
     publisher = sharded_publisher("/srv/weights/job-a")
     published = publisher.publish(model.named_parameters(), step=step)
     if dist.get_rank() == 0:
         announce(gateway_url, "job-a", announcement(published, "job-a"))
 
-Megatron-style ranks say what they hold: `("embed_tokens.weight", rows_of(part, rank, shape))`.
+Megatron-style ranks declare their parts: `("embed_tokens.weight", rows_of(part, rank, shape))`.
 """
 
 import argparse

@@ -17,7 +17,7 @@ from typing import Any
 def turn(
     token_ids: Sequence[int], *, version: int | None, max_tokens: int = 64, stop_token_id: int = 2
 ) -> dict[str, Any]:
-    """A request for one turn, sampled by exactly `version`, or by whatever is served for None."""
+    """A request for one turn, sampled by exactly `version`; None takes any served version."""
     return {
         "request_id": uuid.uuid4().hex,
         "token_ids": list(token_ids),

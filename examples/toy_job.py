@@ -1,4 +1,4 @@
-"""An RL job whose phases sleep: what a control that plans does with two of them.
+"""An RL job whose phases sleep: a demonstration of a planning control with two of them.
 
     rosemux phases serve --socket /tmp/toy/phases.sock --state /tmp/toy/phases.sqlite \
         --nodes examples/nodes.yaml &
@@ -27,7 +27,7 @@ STEPS = 20
 
 
 def submission(job: str, *, rollout_s: float, training_s: float) -> Submission:
-    """What the job declares; `max_s` is a phase with every response at its token limit."""
+    """The job's declaration; `max_s` is a phase with every response at its token limit."""
     return Submission(
         job=JobId(job),
         slo=1.9,
@@ -40,7 +40,7 @@ def submission(job: str, *, rollout_s: float, training_s: float) -> Submission:
 
 
 def places(permit: Permit) -> str:
-    """Nodes, and the accelerators of those that another job's tail has a part of."""
+    """The permit's nodes, with the accelerators of partly held ones."""
     parts = permit.accelerators
     return " ".join(f"{node}{list(parts[node]) if node in parts else ''}" for node in permit.nodes)
 
@@ -65,7 +65,8 @@ def main() -> None:
     given = parser.parse_args()
 
     def moved(move: Move) -> None:
-        """Between two iterations: free what is on the old nodes; the next permit is on the new."""
+        """Frees the old nodes' state between two iterations; the next permit is on the new
+        nodes."""
         say(f"moves to {' '.join(move.rollout_nodes)} | {' '.join(move.training_nodes)}")
 
     def say(words: str) -> None:

@@ -15,7 +15,7 @@ class JournalledPolicy(Protocol):
 
 
 class DecisionLog:
-    """Without a directory it records nothing."""
+    """Journal of a policy's decisions; without a directory it records nothing."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class DecisionLog:
     ) -> None:
         """`snapshot` is the state that the policy was restored to, where it does not begin new."""
         self.policy = policy
-        """The one whose state a new file begins with."""
+        """The policy whose snapshot begins a new file."""
         self.missing = 0
         """Decisions that could not be written since the last one that was."""
         self._config = config

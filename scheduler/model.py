@@ -35,7 +35,7 @@ class PhaseKind(StrEnum):
 
 
 class Pool(StrEnum):
-    """What a node is there for. Serving nodes are only ever leased, slot by slot."""
+    """Purpose of a node. Serving nodes are only ever leased, slot by slot."""
 
     ROLLOUT = "rollout"
     TRAINING = "training"
@@ -54,7 +54,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     mean_s: float
     cv: float = 0.0
     max_s: float
-    """With every response at its token limit."""
+    """Longest duration, with every response at its token limit, in s."""
     nodes: int = 1
     divisible: bool = True
     """A rollout may begin on the accelerators that another's tail leaves of its nodes, and bring
@@ -172,7 +172,7 @@ def group_faults(
 
 
 def lease_faults(leases: Iterable[Lease]) -> tuple[str, ...]:
-    """One active job per slot."""
+    """Violations of the rule of one active job per slot."""
     held = Counter(lease.slot for lease in leases)
     return tuple(
         f"slot {slot} is leased {count} times" for slot, count in sorted(held.items()) if count > 1

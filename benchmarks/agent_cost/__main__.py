@@ -1,7 +1,7 @@
-"""What the node agent takes of a core: `python -m benchmarks.agent_cost --json PATH`.
+"""CPU cost of the node agent, in cores: `python -m benchmarks.agent_cost --json PATH`.
 
-A real agent process that harvests on slots whose pages this program writes: engines that are alive
-and idle. One slot and eight, in turn.
+A real agent process that harvests on slots with pages written by this program, as if by live,
+idle engines. One slot and eight, in turn.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Whether production feels the guest: `python -m benchmarks.coserve --trace FILE --json PATH`.
+"""Effect of the guest on production: `python -m benchmarks.coserve --trace FILE --json PATH`.
 
 Real engines on one slot, as in the demo; rollouts without end on the guest. Eight arms take turns
 in one run, with the same requests in each round. See README.md beside this file.
@@ -136,7 +136,7 @@ class Bench:
         print(f"{self.clock.now() - self.started_s:6.0f} s  {message}", file=sys.stderr, flush=True)
 
     def guest(self) -> Guest:
-        """As it said last: a burst that takes the whole core leaves it no time to write."""
+        """The guest's last record: a burst that takes the whole core leaves it no time to write."""
         said = self._guest.read().record or self._guest.read_left().record
         self._last = said or self._last
         return self._last
@@ -202,11 +202,11 @@ class Bench:
         return result
 
     def _left_s(self) -> float:
-        """Of the run's own time."""
+        """Remaining seconds of the run's own time."""
         return self.started_s + self.length.within_s - self.clock.now()
 
     def _fits(self, what: str, takes_s: float) -> bool:
-        """Whether it may begin now."""
+        """Whether a part of `takes_s` seconds still fits into the run."""
         left_s = self._left_s()
         if takes_s <= left_s:
             return True
@@ -214,7 +214,7 @@ class Bench:
         return False
 
     async def _started(self) -> None:
-        """Until engines and agent answer."""
+        """Waits until engines and agent answer."""
         if not self.hardware.starts_in_turn:
             await self.slot.agent_answers(self.told)
         started_s = self.clock.now()
@@ -345,7 +345,7 @@ class Bench:
     async def _new_agent(self) -> None:
         self.slot.parts.running[AGENT].process.wait()
         policy = self.slot.policy(FIRST_LEVEL)
-        # It goes on with its predecessor's proof, of whatever rules and loads were measured before.
+        # It goes on with its predecessor's proof, for any rules and loads measured before.
         self.slot.start_agent(policy | {"proof": policy["proof"] | NO_VERDICT})
         await self.slot.agent_answers(lambda _: None)
 

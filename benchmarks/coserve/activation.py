@@ -1,7 +1,7 @@
-"""How long a guest without a lease takes to its first token, awake and asleep, and what it holds.
+"""Time from a lease request to a guest's first token, awake and asleep, and its memory.
 
 Production stands still. Timed from the request for a lease to the token's arrival, as a scheduler
-would see it; the memory is what only the guest's processes hold.
+would see it; the memory is that of the guest's processes alone.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What runs in each arm, and under which rule."""
+"""The arms: their loads, and the rule of each."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,13 +26,13 @@ class Setting:
     isolated: bool = False
     """The guest under the machine's isolation backend; without one its steps block production."""
     policy: dict[str, Any] = field(default_factory=dict)
-    """Over the slot's own."""
+    """Settings over the slot's own policy."""
 
 
 # The proof compares hours of one rule; here eight rules pass by in minutes, and the worst of them
 # would end harvesting for all. It goes on taking its time in the arms that are RoseMux's.
 NO_VERDICT: dict[str, Any] = {"limit_ratio": 1e6}
-# The agent's own brakes belong to RoseMux; whoever else's rule is measured runs without them.
+# The agent's own brakes belong to RoseMux; other rules are measured without them.
 BARE: dict[str, Any] = {
     "misses": {"limit_ratio": 0.999, "minimum_misses": 1e9},
     "proof": {"share_ratio": 0.0, **NO_VERDICT},
@@ -42,7 +42,7 @@ RECLAIM: dict[str, Any] = {**BARE, "proof": {"share_ratio": 0.5, "slice_s": 0.5,
 """The agent closes the grant every other half second, for its proof, and for nothing else."""
 _BLOCKING = {"blocking_ratio": 1.0}
 # A twentieth of a short prefill is less than any step of a guest, and no step would ever start.
-# What is promised without isolation is a quarter.
+# The promise without isolation is a quarter.
 _UNISOLATED = {**_BLOCKING, "epsilon": 0.25}
 
 SETTINGS = {
@@ -56,7 +56,7 @@ SETTINGS = {
     Arm.ROSEMUX: Setting(isolated=True, policy=_OURS),
 }
 ALONE = (Arm.ALONE, Arm.ALONE_AGAIN)
-# What ships, also on a slot whose own policy bounds less so that its guest steps at all.
+# The shipped settings, also on a slot whose own policy bounds less so that its guest steps at all.
 AS_SHIPPED = Setting(isolated=True, policy={**_OURS, "epsilon": SlotSettings().epsilon})
 IN_ROUNDS = SETTINGS | {Arm.ROSEMUX: AS_SHIPPED}
 WITH_PRODUCTION = tuple(arm for arm in Arm if SETTINGS[arm].production)

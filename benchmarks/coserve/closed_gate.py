@@ -1,8 +1,8 @@
 """The core that a guest takes with requests waiting and its gate closed, without isolation.
 
-An operator holds the node meanwhile: grants are closed, leases stay, and what comes waits. Several
+An operator holds the node meanwhile: grants are closed, leases stay, and arrivals wait. Several
 windows, with work done in between, as one window is one state of the guest's threads. Afterwards,
-how soon such a guest steps once it may.
+the delay to the guest's first step once it may run.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _BEFORE_S = 1.5
 class Window:
     seconds: float
     core_s: dict[str, float]
-    """By the names of process and thread."""
+    """Core seconds by the names of process and thread."""
 
     @property
     def share(self) -> float:
@@ -41,7 +41,7 @@ class Window:
 async def closed_gate(
     runner: Runner, grant: PageReader[Grant], length: RunLength
 ) -> dict[str, Any]:
-    """With rollouts that never end, and nothing else."""
+    """Core use of rollouts that never end behind a closed gate, with nothing else."""
     async with runner.lease.holding(), runner.rollouts.running():
         await asyncio.sleep(_BEFORE_S)
         windows = await closed_windows(runner.slot, runner.clock, count=length.closed_windows)

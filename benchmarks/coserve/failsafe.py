@@ -1,8 +1,8 @@
-"""The agent killed and stopped, as often as is asked: in one run, or in several that go on.
+"""The agent killed and stopped, a given number of times: in one run, or in several that resume.
 
-Each trial is a line in a file, so that a run that ends before all are done, whatever ended it, is
-gone on with by the next one. Kills and stops take turns. Production stays idle, so that the guest
-always has a step to yield; a trial that finds it standing says nothing and is made again.
+Each trial is a line in a file: if a run ends before all are done, for any reason, the next one
+resumes it. Kills and stops alternate. Production stays idle, so that the guest always has a step to
+yield; a trial that finds it standing is void and repeated.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from harvester.contracts.page import Guest
 
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 _TRIES = 2
-"""For each trial that is wanted."""
+"""Most tries for each wanted trial."""
 _TOLD_EVERY = 5
 _STEPPING_S = 1.5
-"""Of rollouts before the agent is lost."""
+"""Seconds of rollouts before the agent is lost."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     signal: str
     ms: float | None
-    """From the agent's loss to the end of the guest's last step; None where the guest stood."""
+    """Time from the agent's loss to the end of the guest's last step, in ms; None if the guest
+    stood."""
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class TrialBook:
                 lines.write(msgspec.json.encode(trial) + b"\n")
 
     def next(self) -> signal.Signals | None:
-        """Of the signal with the fewest; None once there are enough of both, or no hope of them."""
+        """The signal with the fewest trials; None if both have enough, or no trial is left."""
         open_ones = [
             (len(self.measured(number)), number)
             for number in SIGNALS
@@ -100,7 +101,7 @@ class FailSafe:
     """Called with the figures so far, after each trial."""
 
     async def run(self, book: TrialBook, *, within_s: float) -> dict[str, Any]:
-        """Until the book is full or the time is over."""
+        """Runs trials until the book is full or the time is over."""
         start_s, before = self.clock.now(), len(book.trials)
         while (number := book.next()) and self.clock.now() - start_s < within_s:
             book.add(Trial(signal=number.name, ms=await self._trial(number)))

@@ -1,4 +1,4 @@
-"""From requests and slices to the figures. Pure."""
+"""Figures from requests and slices. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

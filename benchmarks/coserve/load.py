@@ -18,7 +18,7 @@ REQUESTS_MIN = 1000
 class Load:
     trace: Trace
     sizes: TokenScale
-    """From the trace's token counts to those that are sent."""
+    """Scale from the trace's token counts to the sent ones."""
     rate: float
     """Requests per second."""
 
@@ -32,7 +32,7 @@ class Aim:
     """The run that a load is for: `rounds` windows of `slice_s` seconds."""
 
     scales: Sequence[TokenScale]
-    """From the largest requests to the smallest."""
+    """Scales from the largest requests to the smallest."""
     slice_s: float
     rounds: int
     step_tokens: int
@@ -41,9 +41,9 @@ class Aim:
     def load(
         self, before: Load, model: ProductionModel, *, replays: Sequence[Replayed] = ()
     ) -> Load:
-        """Half of the time busy, of the largest requests of which there are enough in the time.
+        """The load with half of the time busy, at the largest scale with enough requests in it.
 
-        `model` is production's; `replays` say how far its steps were from it.
+        `model` is production's; `replays` measure the deviation of its steps.
         """
         ratio = measured_ratio(replays, model, step_tokens=self.step_tokens)
         load = before

@@ -1,7 +1,7 @@
-"""How soon a guest steps once a closed grant opens: from the grant's stamp to the step's start.
+"""Delay of a guest after a closed grant opens: from the grant's stamp to the step's start.
 
-Read from the slot's pages alone, whose times are the writers' own. Nothing else is on the slot, so
-that the grant is all that the guest waits for.
+Read from the slot's pages alone, whose times are the writers' own. Nothing else is on the slot: the
+guest waits for the grant alone.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ async def openings(runner: Runner, grant: PageReader[Grant], *, seconds: float) 
 async def watch_openings(
     grant: PageReader[Grant], guest: Callable[[], Guest], *, seconds: float, clock: Clock
 ) -> list[float]:
-    """Each opening within `seconds` of which the first step was seen alone."""
+    """Delay of each opening within `seconds` after which exactly one step was seen, in s."""
     until_s, found = clock.now() + seconds, list[float]()
     opened_ns, steps = 0, -1
     while clock.now() < until_s:

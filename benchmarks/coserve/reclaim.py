@@ -1,4 +1,4 @@
-"""How fast the guest yields: to a grant that closes, and to an agent that is gone.
+"""Speed of the guest's yield: to a grant that closes, and to an agent that is gone.
 
 Read from the slot's pages alone, whose times are the writers' own. While the guest is watched its
 rollouts go on as before, so that there is always a step to yield.
@@ -29,17 +29,17 @@ _GONE_S = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Yielded:
-    """What the guest still did after the grant had closed."""
+    """Work of the guest after the grant had closed."""
 
     seconds: float
-    """To the end of its last step; 0 where none was under way."""
+    """Time to the end of its last step; 0 without a running step."""
     steps: int
 
 
 async def closings(
     runner: Runner, window: Window, grant: PageReader[Grant], *, seconds: float
 ) -> dict[str, Any]:
-    """Of grants that close every other half second, under production's load."""
+    """Closings of the grant in every other half second, under production's load."""
     setting = SETTINGS[Arm.ROSEMUX]
     runner.instruct(replace(setting, policy=RECLAIM))
     async with runner.lease.holding(), runner.rollouts.running():

@@ -1,10 +1,10 @@
-"""What the guest made of the time that production left, and which part of the rest was whose.
+"""The guest's output in the time that production left, and the attribution of the rest.
 
     residual share = speed beside / (speed alone * (1 - production's core share))
                    = time share * pace
 
-The time share is what the rule gave away: the guest's processor time over what production alone
-leaves. The pace is what the guest made of a second on the core, over what it makes of one alone:
+The time share is what the rule granted: the guest's processor time over production's remainder
+when alone. The pace is the guest's output per core second, over that of the guest alone:
 contention, cold caches, and a machine that was faster in one slice than in the other. Pure.
 """
 
@@ -21,11 +21,11 @@ _RESAMPLES = 1000
 _PERCENTS = (2.5, 97.5)
 
 Weights = NDArray[np.float64]
-"""How often each round counts, by draw and round."""
+"""Number of times that each round counts, by draw and round."""
 
 
 def residual_figures(slices: Sequence[Slice], arm: Arm, *, seed: int) -> dict[str, Any]:
-    """Each None where the guest did nothing alone; the 95 % interval draws rounds again."""
+    """Figures, each None if the guest did nothing alone; the 95 % interval resamples rounds."""
     rounds = len({each.round for each in slices})
     once = np.ones((1, rounds))
     share, time_share = (float(of(slices, arm, once)[0]) for of in (_share, _time_share))
@@ -48,7 +48,7 @@ def _time_share(slices: Sequence[Slice], arm: Arm, weights: Weights) -> NDArray[
 def _of_the_rest(
     slices: Sequence[Slice], arm: Arm, weights: Weights, of: Callable[[Slice], float]
 ) -> NDArray[np.float64]:
-    """What the guest had of it a second beside production, over alone and what production left."""
+    """Guest's rate of `of` beside production, over its rate alone times the core share left."""
     beside = _rate(slices, (arm,), weights, of)
     alone = _rate(slices, (Arm.ROLLOUTS,), weights, of)
     used = _rate(slices, ALONE, weights, lambda each: each.production_core_s)

@@ -1,7 +1,7 @@
-"""Production killed and started again amid rollouts: when the guest stops, and when it goes on.
+"""Production killed and restarted amid rollouts: the guest's stop and its return.
 
-What is sent is sent while production answers, as a balancer with a health check does, so nothing of
-it may fail. Read from the slot's pages alone, whose times are the writers' own.
+Requests are sent while production answers, as a balancer with a health check does, so none of
+them may fail. Read from the slot's pages alone, whose times are the writers' own.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _RESUMES_S = 150.0
 
 @dataclass(frozen=True, slots=True)
 class LeftPages:
-    """As they are left, however old: on a full machine a page that is late is no news."""
+    """Pages as they were left, of any age: on a full machine a late page is no evidence."""
 
     pulse: Callable[[], Reading[Pulse]]
     guest: Callable[[], Reading[Guest]]
@@ -37,18 +37,18 @@ class LeftPages:
 
 @dataclass(slots=True)
 class GuestWatch:
-    """What the guest did while production was gone."""
+    """The guest's steps while production was gone."""
 
     last_pulse_ns: int
     """Production's, before it died."""
     steps: int | None = None
-    """Launched until the last pulse had expired, as far as the guest had told."""
+    """Steps launched until the last pulse had expired, by the guest's page."""
     steps_after_ttl: int = 0
     steps_launched: int = 0
     last_step_end_ns: int = 0
 
     def saw(self, guest: Guest, *, now_ns: int) -> None:
-        """Before any pulse is fresh again."""
+        """Records the guest's steps before any pulse is fresh again."""
         self.steps_launched = guest.steps_launched
         if guest.last_step_end_ns > self.last_pulse_ns:
             self.last_step_end_ns = max(self.last_step_end_ns, guest.last_step_end_ns)

@@ -30,7 +30,7 @@ _TAKE_S = 60.0
 
 @dataclass(slots=True)
 class Lease:
-    """Held while its context lasts; taken anew where the agent ended it."""
+    """Lease held while its context lasts; renewed if the agent ended it."""
 
     agent: AgentClient
     held: LeaseGranted | None = None

@@ -28,7 +28,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """What one arm did in one round."""
+    """Measurements of one arm in one round."""
 
     arm: Arm
     round: int
@@ -36,11 +36,11 @@ class Slice:
     guest_tokens: int
     """Prefilled and generated."""
     production_busy_s: float
-    """By its steps."""
+    """Busy time by production's steps, in s."""
     production_core_s: float
     """Processor time of its engine and its front end; on a GPU, that of its steps."""
     guest_core_s: float
-    """NaN on a GPU, which does not say."""
+    """Core time of the guest, in s; NaN on a GPU, which does not report it."""
     decide_s_mean: float
 
 
@@ -86,7 +86,7 @@ class Runner:
         self.policy(setting.policy)
 
     def policy(self, changes: dict[str, Any]) -> None:
-        """Over the slot's own; the guest's isolation stays as it is."""
+        """Policy over the slot's own; the guest's isolation stays as it is."""
         own = self.slot.policy(self.level)
         merged = {
             key: {**own[key], **value} if isinstance(value, dict) and key in own else value
@@ -95,7 +95,7 @@ class Runner:
         self.slot.instruct(own | merged)
 
     async def quiet(self) -> None:
-        """Until the guest holds and steps nothing. Raises ConfigError where it goes on."""
+        """Waits until the guest holds and steps nothing. Raises ConfigError if it goes on."""
         until_s, steps = self.clock.now() + _QUIET_S, -1
         while (guest := self.guest()).running or guest.steps_finished != steps:
             if self.clock.now() > until_s:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLength:
     seconds: float = 160.0
-    """Measured of each arm, where nobody says."""
+    """Default measured seconds of each arm."""
     slice_s: float = 20.0
     """Length of one arm in one round."""
     rehearsal_s: float = 15.0
@@ -23,8 +23,8 @@ class RunLength:
     openings_s: float = 20.0
     closed_windows: int = 5
     within_s: float = math.inf
-    """From the run's start: a round or a part that would end later is left out, but for the first
-    round."""
+    """Time limit from the run's start, in s: a round or a part that would end later is left out,
+    but for the first round."""
     part_s: float = 0.0
     """Time that one part may take, where the time is bounded."""
     trial_s: float = 0.0

@@ -19,7 +19,7 @@ _BEFORE_S = 3.0
 _LOOK_S = 0.05
 PERCENTS = (50, 99)
 _SEED = 1
-"""Of the intervals' draws."""
+"""Seed of the intervals' resampling."""
 
 Seen = dict[Arm, list[ProductionRequest]]
 
@@ -33,7 +33,7 @@ class SideBySide:
     patience_s: float = 60.0
     """A request without its last token by then has failed."""
     rehearsed: bool = False
-    """Once before, alone and not counted: what an engine does for the first time is no trial."""
+    """Whether one uncounted run alone comes first: an engine's first run is no trial."""
     kv_usage_ratio: float = field(default=0.0)
     """Production's largest, of all trials."""
 
@@ -74,7 +74,7 @@ class SideBySide:
 def compared(
     seen: Seen, of: Callable[[ProductionRequest], bool] = lambda _: True
 ) -> dict[str, Any]:
-    """Requests of both arms, those that failed, and TTFT over alone of those that `of` takes."""
+    """Requests of both arms, their failures, and TTFT ratios over alone for requests with `of`."""
     ttft = {arm: _ttft_of([r for r in requests if of(r)]) for arm, requests in seen.items()}
     above, below = ttft[Arm.ROSEMUX], ttft[Arm.ALONE]
     found: dict[str, Any] = {
@@ -89,6 +89,6 @@ def compared(
 
 
 def _ttft_of(requests: Sequence[ProductionRequest]) -> Latencies:
-    """By trial, of which all requests found the machine as fast as it was then."""
+    """First-token latencies by trial: the requests of one trial met the same machine speed."""
     told = [(r.ttft_s, (r.block, 0)) for r in requests if r.ttft_s is not None]
     return Latencies(np.array([ttft_s for ttft_s, _ in told]), tuple(trial for _, trial in told))

@@ -13,7 +13,7 @@ from examples.demo.window import Window
 
 LONG_PROMPT_TOKENS = 16_384
 CONTEXT_TOKENS = LONG_PROMPT_TOKENS + 128
-"""Of a production engine that can be asked for it."""
+"""Context of a production engine that serves the long prompt."""
 _BLOCK_TOKENS, _BLOCKS = 128, 400
 KV_TOKENS = _BLOCK_TOKENS * _BLOCKS
 KV_ARGUMENTS = ("--block-size", str(_BLOCK_TOKENS), "--num-gpu-blocks-override", str(_BLOCKS))
@@ -21,17 +21,17 @@ KV_ARGUMENTS = ("--block-size", str(_BLOCK_TOKENS), "--num-gpu-blocks-override",
 _LONG_OUTPUT_TOKENS = 16
 _LONG_AT_S = 2.0
 _USUAL_S = 10.0
-"""Of usual load around it."""
+"""Seconds of usual load around it."""
 _FULL_RATIO = 0.99
 _CROWD = 28
-"""Of the 32 requests that production's engine holds at once: what is usual goes on beside them."""
+"""Requests of the crowd, within the 32 that production holds at once: the usual load goes on."""
 _CROWD_WITHIN_S = 1.0
 _CROWD_OUTPUT_TOKENS = 192
 """More steps than all prompts of the crowd take, so that the first is there when the last comes."""
 _PATIENCE_S = 240.0
-"""What is long is served for as long as it takes."""
+"""Time limit of long requests, which are served for as long as they take."""
 _INDEX = 1 << 40
-"""Of requests that no trace has."""
+"""First index of requests outside every trace."""
 
 
 def long_prompt(window: Window) -> list[Arrival]:

@@ -1,7 +1,7 @@
 """Cost of sharing a GPU, for production: `python -m benchmarks.gpu_slot --json PATH`.
 
 Needs torch and a CUDA device, no vLLM. Without a device, or with --tiny, the same code runs on CPU
-tensors of tiny shapes: a rehearsal, of which no figure counts. See README.md beside this file.
+tensors of tiny shapes: a rehearsal with void figures. See README.md beside this file.
 """
 
 import argparse
@@ -45,7 +45,7 @@ _GOOD = (Status.MEASURED, Status.NOT_HERE)
 
 
 def measured(given: argparse.Namespace) -> dict[str, Any]:
-    # This process never makes a CUDA context: it would take turns with those that are measured.
+    # This process never makes a CUDA context: it would take turns with the measured ones.
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     clock = MonotonicClock()
     runs = PartRuns(

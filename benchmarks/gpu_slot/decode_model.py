@@ -59,7 +59,7 @@ class DecodeModel:
     shape: ModelShape
     device: torch.device
     kv_tokens: int
-    """Tokens whose KV the pool holds."""
+    """Capacity of the KV pool, in tokens."""
     _layers: list[_Layer] = field(init=False)
     _keys: list[torch.Tensor] = field(init=False)
     _values: list[torch.Tensor] = field(init=False)

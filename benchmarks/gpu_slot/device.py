@@ -75,7 +75,7 @@ class CudaDevice:
         self._device = torch.device("cuda", 0)
         torch.cuda.set_device(self._device)
         self._stream = stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        # Graphs run one at a time and leave nothing in it: they share what they compute in.
+        # Graphs run one at a time and keep nothing in the pool: they share its scratch memory.
         self._pool = torch.cuda.graph_pool_handle()
 
     @property
@@ -121,7 +121,7 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class KnownDevice(CpuDevice):
-    """A device whose answer is known, to hold the measurement to: every step lasts as long.
+    """A device with a known answer, to check the measurement: all steps last equally long.
 
     With `turns` the processes that name the file run one at a time, in turns of `turn_s`; turns as
     long as a step preempt nothing. Without it steps run side by side.
@@ -149,7 +149,7 @@ class KnownDevice(CpuDevice):
             yield
             return
         # First come, first served, and no time between two turns: a process that waits holds the
-        # place behind the turn, so the one whose turn ends cannot take the next one before it.
+        # place behind the turn, so the last holder cannot take the next turn before it.
         with self.turns.open("ab") as turn:
             with self.turns.with_suffix(".next").open("ab") as place:
                 fcntl.flock(place, fcntl.LOCK_EX)

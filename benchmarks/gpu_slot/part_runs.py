@@ -45,10 +45,10 @@ class PartRuns:
     kind: str
     tiny: bool
     path: Path | None
-    """Where the whole result goes after every part; None is nowhere."""
+    """File for the whole result, written after every part; None writes none."""
     clock: Clock
     until_s: float
-    """On the clock: no part goes on beyond it."""
+    """Deadline on the clock, in s: no part goes on beyond it."""
 
     def run(self, parts: Sequence[Part], result: dict[str, Any]) -> dict[str, Any]:
         """`result` with what the parts found under `parts`."""
@@ -77,7 +77,7 @@ class PartRuns:
                 "seconds": round(self.clock.now() - began_s, 1),
                 "results": left_in(file),
             }
-            # Of a part that was measured too: an agent may have said what closed its slot.
+            # For a measured part too: the log of an agent may name the reason for a closed slot.
             found["log"] = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
         return found
 

@@ -17,7 +17,7 @@ class Part:
     name: str
     module: str
     limit_s: float
-    """The part is ended after this; what it has put by then counts."""
+    """Time limit of the part; the results put by then count."""
 
 
 _HERE = "benchmarks.gpu_slot"

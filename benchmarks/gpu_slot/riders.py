@@ -20,7 +20,7 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384)
 RIDERS_MAX = 128
 CONTEXT_TOKENS = 1024
 _RESERVE_BYTES = 8 << 30
-"""For activations, logits and graphs beside weights and KV."""
+"""Memory for activations, logits and graphs beside weights and KV."""
 _ROUNDS = 15
 _STEPS = 4
 _BEARABLE = (0.01, 0.05)
@@ -99,7 +99,7 @@ def rider_figures(batch: int, taken: dict[int, list[float]]) -> dict[str, Any]:
 
 
 def _borne(riders: list[dict[str, Any]], share: float) -> int:
-    """The most rows of which all fewer ones cost less than the share too."""
+    """The largest number of rows up to which every measured number costs at most `share`."""
     borne = 0
     for one in riders:
         if one["cost_ratio"] > share:

@@ -1,4 +1,4 @@
-"""What phase permits bring two jobs on two nodes: `python -m benchmarks.multiplex --json PATH`.
+"""Gain of two jobs on two nodes from phase permits: `python -m benchmarks.multiplex --json PATH`.
 
 Two real RL jobs of different length on a rollout node (core 0, vLLM) and a training node (core 1),
 on Ray: one after the other, both at once, multiplexed by permits, and that with a harvested lease

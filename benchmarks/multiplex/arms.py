@@ -1,4 +1,4 @@
-"""Who shares the nodes how, and what each of the two jobs is."""
+"""The arms' sharing of the nodes, and the shapes of the two jobs."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,8 +11,8 @@ from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 ROLLOUT_CORE = 0
 TRAINING_CORE = 1
 SERVING_CORE = TRAINING_CORE
-"""The serving node has no core of its own: it is idle while nobody trains, and so is production
-most of the time. Core 0 has nothing left to lend."""
+"""The serving node has no core of its own: the core is idle while no job trains, and production is
+idle most of the time. Core 0 has no idle time to lend."""
 TRAINER_NICE = 15
 """Trainers stand for another machine: production goes before them, and they before the guest. At
 least so nice: it is what Ray gives its workers."""
@@ -27,11 +27,11 @@ class Arm(StrEnum):
     MULTIPLEXED = "multiplexed"
     """Both at once, a phase runs when it has its node's permit."""
     SERVING = "serving"
-    """The same, and production serves on its node beside; nothing is leased."""
+    """Like multiplexed, with production serving on its node; nothing is leased."""
     LEASED = "leased"
-    """The same, and the job that rolls out leases what production leaves."""
+    """Like serving, and the job that rolls out leases production's idle capacity."""
     NAIVE = "naive"
-    """Both at once, nobody waits."""
+    """Both at once, without permits."""
 
 
 REHEARSAL = "rehearsal"
@@ -73,7 +73,7 @@ class JobShape:
     seed: int
     samples_per_prompt: int
     steps_ratio: float
-    """Of the steps that the run asks for."""
+    """Steps of the job, over the steps that the run asks for."""
 
     def steps(self, asked: int) -> int:
         return max(1, round(asked * self.steps_ratio))

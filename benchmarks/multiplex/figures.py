@@ -1,4 +1,4 @@
-"""From what the arms did to the benchmark's figures. Pure."""
+"""The benchmark's figures from the arms' results. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ def figures(
 
 
 def bound_s(alone: ArmDone) -> float:
-    """No order of these phases, each as long as alone, ends sooner: one node is never idle."""
+    """Lower bound of the makespan: with phases as long as alone, one node is never idle."""
     jobs = alone.jobs.values()
     last_s = min(training_s(job.steps[-1]) for job in jobs)
     first_s = min(job.steps[0].rollout_s for job in jobs)
@@ -94,7 +94,7 @@ def _over_bound(of: Round) -> float | None:
 
 
 def _rewards(rounds: Sequence[Round], arm: Arm) -> dict[str, Any]:
-    """Against the same job alone; of each job the gap of the round where it was largest."""
+    """Reward gaps against the same job alone; for each job that of the round with the largest."""
     gaps: dict[str, float] = {}
     for of in rounds:
         if not {arm, Arm.SEQUENTIAL} <= of.keys():
@@ -123,7 +123,8 @@ def _starts(done: Done, facts: Facts) -> dict[str, Any]:
 
 
 def _warm_s(jobs: Iterable[JobDone], kind: PhaseKind) -> float:
-    """From a permit in hand to the phase's first line, of starts that were not the first."""
+    """Seconds from a granted permit to the phase's first line, over starts that were not the
+    first."""
     seen = [
         start["resume_s"]
         for job in jobs
@@ -134,7 +135,7 @@ def _warm_s(jobs: Iterable[JobDone], kind: PhaseKind) -> float:
 
 
 def _arm(rounds: Sequence[ArmDone]) -> dict[str, Any]:
-    """Of makespans the median, of all else the mean over rounds."""
+    """Median makespan, and the mean over rounds of all other figures."""
     return {
         "makespan_s": median(each.makespan_s for each in rounds),
         "makespans_s": [each.makespan_s for each in rounds],

@@ -1,4 +1,4 @@
-"""What the lease brought, and what production felt of it. Pure."""
+"""The lease's gain, and its effect on production. Pure."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -66,9 +66,9 @@ def _over_bound(of: Round, *, production_busy_ratio: float) -> float | None:
 
 
 def _production(requests: Sequence[ProductionRequest], served: Sequence[Served]) -> dict[str, Any]:
-    """With the lease over without, on the requests that both arms replayed.
+    """Ratios with the lease over without, on the requests that both arms replayed.
 
-    The SLO is what production attains without the lease, trainers beside it.
+    The SLO is the one that production attains without the lease, trainers beside it.
     """
     given = arms_of(requests, BESIDE_PRODUCTION)
     control, leased = given[Arm.SERVING], given[Arm.LEASED]

@@ -1,4 +1,4 @@
-"""What the arms did, round by round, and how two arms of one round compare. Pure."""
+"""The arms' results, round by round, and comparisons within one round. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ from examples.demo.job.events import StepDone
 class JobDone:
     steps: tuple[StepDone, ...]
     load_s: float
-    """From the order to start its process to a trainer that could begin."""
+    """Time from the start of its process to a trainer that could begin, in s."""
     starts: tuple[dict[str, Any], ...] = ()
-    """How its phases began, where it had permits."""
+    """Starts of its phases, if it had permits."""
     tails: Mapping[str, float] = field(default_factory=dict)
-    """What became of its rollouts' tails, where it leased."""
+    """Outcomes of its rollouts' tails, if it leased."""
 
     @property
     def rollouts_s(self) -> float:
@@ -31,7 +31,7 @@ class JobDone:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmDone:
     makespan_s: float
-    """From the first job's first step to the last job's last; in sequence, of both together."""
+    """Time from the first job's first step to the last job's last, in s; in sequence, the sum."""
     jobs: Mapping[str, JobDone] = field(default_factory=dict)
 
     @property

@@ -67,7 +67,7 @@ class RolloutNode:
             self._start_gateway(job)
 
     async def answers(self, told: Callable[[str], None]) -> None:
-        """Until all do; the engines are on their core then."""
+        """Waits until all answer; the engines are on their core then."""
         for job in JOBS:
             await self._parts.answers(_engine(job), self.engine_url(job), told)
             pin(self._parts.running[_engine(job)], ROLLOUT_CORE)
@@ -121,7 +121,7 @@ class RolloutNode:
             "timeouts": {"guest_stall_s": 0.5},
             "routing": {"begun_first": False},
             "capacity_period_s": 0.25,
-            # Who leases says so itself, for the length of its rollouts.
+            # A job that leases switches it on itself, for the length of its rollouts.
             "jobs": [{"id": job.job(each), "harvesting": False} for each in self._runs],
             "state_file": str(run / f"{_gateway(job)}.sqlite"),
             "journal_dir": str(run.parent / _gateway(job)),

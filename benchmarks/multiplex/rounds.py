@@ -29,8 +29,8 @@ from scheduler.rollmux.permits.terms import PermitsConfig
 _STEP_MAX_S = 180.0
 _STARTED = tuple(reversed(JOBS))
 _STAGGER_S = 0.25
-"""Who asks first decides the cycle's order for good, and with it the makespan: in every arm the
-same job, the one with the shorter rollouts."""
+"""Head start of the job with the shorter rollouts, in s: the first to ask fixes the cycle's order
+for good, and with it the makespan, so it is the same job in every arm."""
 _REHEARSAL = Run(None)
 _PORTS = 2 * len(JOBS) + 3
 

@@ -26,7 +26,7 @@ from examples.demo.window import TokenScale, Window, windows_of
 from harvester.contracts.page import Guest, Pulse, pulse_page
 
 BUSY_SHARE = 0.2
-"""Of its core, by production's own steps: light, as on most serving nodes at most hours."""
+"""Share of its core for production's own steps: light, as on most serving nodes at most hours."""
 _SIZES = TokenScale(
     input_scale=0.125, output_scale=0.125, input_max=1024, output_min=2, output_max=128
 )
@@ -40,7 +40,7 @@ _SEED = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What the node did while one arm ran."""
+    """Measurements of the node during one arm."""
 
     run: Run
     seconds: float
@@ -78,7 +78,7 @@ class ServingNode:
         self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
 
     async def answers(self, session: aiohttp.ClientSession, told: Callable[[str], None]) -> None:
-        """Until all do; the engines are on their core then."""
+        """Waits until all answer; the engines are on their core then."""
         self._client = ProductionClient(
             session=session,
             url=url(self.slot.ports.production),
@@ -92,7 +92,7 @@ class ServingNode:
         self.slot.bind()
 
     async def calibrate(self) -> None:
-        """How fast to replay, and a first SLO: of production alone."""
+        """Finds the replay speed and a first SLO, with production alone."""
         seen: list[ProductionRequest] = []
         window = self._windowed(_FIRST_RATE, _REPLAY_S).evenly()
         start_s, busy_s = self._clock.now(), self._pulse_now().busy_s_total
@@ -145,8 +145,8 @@ class ServingNode:
             self._promise_what_stands_without_lease()
 
     def _promise_what_stands_without_lease(self) -> None:
-        """On a core that trainers share production misses what it attains alone: not the guest's
-        fault, so the agent must not stop for it."""
+        """Sets the SLO that production attains without a lease: trainers on its core slow it, which
+        is not the guest's fault, so the agent must not stop for it."""
         seen = [each for each in self.requests if each.arm == Arm.SERVING]
         if seen:
             self.slot.instruct(self.slot.policy(choose_slo(seen).level))

@@ -83,13 +83,13 @@ class TrainingJob:
         return done
 
     async def starts(self) -> list[dict[str, Any]]:
-        """How its phases began."""
+        """Starts of its phases."""
         if self._phases is None:
             return []
         return [_plain(start) for start in self._phases.control.starts]
 
     async def tails(self) -> dict[str, float]:
-        """What became of its rollouts' tails; nothing where it leases nothing."""
+        """Outcomes of its rollouts' tails: counts and seconds; all 0 without leases."""
         tails = [] if self._phases is None else self._phases.control.tails
         ends = [tail.end for tail in tails]
         return {

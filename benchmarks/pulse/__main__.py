@@ -1,7 +1,7 @@
-"""What the pulse costs production: `python -m benchmarks.pulse --json PATH`.
+"""Cost of the pulse for production: `python -m benchmarks.pulse --json PATH`.
 
 Three stock vLLM servers of one model on one core, or one GPU, one with the pulse and two without
-anything of ours, take turns: the same requests in each, then as many as eight clients get through
+anything of ours, take turns: the same requests in each, then a closed loop of eight clients
 (32 on a GPU). In one arm the agent scrapes one of the latter once a second. See README.md beside
 this file.
 """
@@ -55,7 +55,7 @@ _ENGINE = {
     Arm.PULSE: "pulse",
 }
 _SCRAPES_S = 2.0
-"""For the first scrape: the process that makes it has to start."""
+"""Time before the first scrape, in s: the process that makes it has to start."""
 
 
 def main() -> None:
@@ -126,7 +126,7 @@ class Bench:
         return told | self.figures.result(seed=self.seed)
 
     async def _start(self, ports: dict[str, int]) -> None:
-        """Until all answer, on their core where they have one."""
+        """Waits until all answer, pinned to their core if they have one."""
         in_turn = self.hardware.starts_in_turn
         model = self.parts.paths.run / "models" / "production"
         sizes = self.hardware.pulse_sizes
@@ -229,7 +229,7 @@ class Bench:
 
 
 def _nothing(_: ProductionRequest) -> None:
-    """The closed loop counts; its latencies say nothing."""
+    """Ignores a record: only the closed loop's count matters, not its latencies."""
 
 
 if __name__ == "__main__":

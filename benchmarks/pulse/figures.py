@@ -1,4 +1,4 @@
-"""From requests and counts to what the pulse costs. Pure."""
+"""Cost of the pulse, from requests and counts. Pure."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -30,7 +30,7 @@ class Figures:
     core_s: dict[Arm, list[dict[str, float]]] = field(
         default_factory=lambda: {arm: [] for arm in ARMS}
     )
-    """What the replayed requests of each round took of a core, by process and thread."""
+    """Core seconds for the replayed requests of each round, by process and thread."""
 
     def result(self, *, seed: int) -> dict[str, Any]:
         """The two levels and, as the noise floor, `twin`: each over `stock`."""
@@ -61,7 +61,7 @@ class Figures:
         return [sum(spent.values()) for spent in self.core_s[arm]]
 
     def _core_ms(self, arm: Arm, *, requests: int) -> dict[str, float]:
-        """By process."""
+        """Core milliseconds per request, by process."""
         total: dict[str, float] = {}
         for spent in self.core_s[arm]:
             for name, seconds in spent.items():

@@ -1,4 +1,4 @@
-"""What phase multiplexing is worth: `python -m benchmarks.rollmux --json PATH`.
+"""Value of phase multiplexing: `python -m benchmarks.rollmux --json PATH`.
 
 Simulated, not measured: W1 under every arm, seed by seed, on the production policies. `--resume
 DIR` keeps every arm's result, so that a long run may be taken in pieces.
@@ -43,7 +43,7 @@ PARTS = (
     "determinism",
 )
 QUICK_JOBS = 24
-"""Of the harvest part's one seed."""
+"""Jobs of the harvest part's one seed."""
 
 
 def main() -> None:

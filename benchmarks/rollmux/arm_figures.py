@@ -1,4 +1,4 @@
-"""What is reported of every arm: dollars beside Solo-D's, both readings of an SLO, moves, CPU."""
+"""Figures of every arm: dollars beside Solo-D's, both readings of an SLO, moves, CPU."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from scheduler.sim.rollmux.variants import VARIANTS
 
 
 def arm_on_seeds(wanted: Sequence[ArmOfSeed], pieces: Pieces) -> dict[str, Any]:
-    """One arm's figures; `wanted` differ in their seeds only."""
+    """Figures of one arm; `wanted` differ in their seeds only."""
     found = [pieces.arm(one) for one in wanted]
     alone = [UNSHARED["solo_d"](one.drawn(), one.world).dollars for one in wanted]
     return {"seeds": [one.seed for one in wanted]} | arm_figures(found, alone)
@@ -50,7 +50,7 @@ def arm_figures(found: Sequence[Piece], solo_d_dollars: Sequence[float]) -> dict
 def unshared_figures(
     found: Sequence[Unshared], solo_d_dollars: Sequence[float], *, jobs: int
 ) -> dict[str, Any]:
-    """The same of an arm whose jobs keep to themselves; there nothing happens but their phases."""
+    """Figures of an arm without shared nodes; it has no events but its phases."""
     ratios = [alone / one.dollars for alone, one in zip(solo_d_dollars, found, strict=True)]
     kept = sum(one.attained for one in found)
     return {

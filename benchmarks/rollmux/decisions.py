@@ -1,4 +1,4 @@
-"""How long one arrival's decision takes with many jobs active, the planner set as elsewhere."""
+"""Time of one arrival's decision with many jobs active, with the other parts' planner settings."""
 
 import gc
 import statistics

@@ -1,4 +1,4 @@
-"""Whether one seed tells one story: in other processes and under other hash seeds."""
+"""Determinism of one seed: equal events in other processes and under other hash seeds."""
 
 import hashlib
 import os

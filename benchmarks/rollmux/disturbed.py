@@ -1,4 +1,4 @@
-"""What drift and failures cost: ours against hourly regrouping, and against stopping jobs."""
+"""Cost of drift and failures: ours against hourly regrouping, and against stopping jobs."""
 
 from collections.abc import Sequence
 from typing import Any

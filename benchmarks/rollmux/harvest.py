@@ -1,4 +1,4 @@
-"""What leased serving capacity is worth: our planner with it over our planner without.
+"""Value of leased serving capacity: our planner with it over our planner without.
 
 Every seed is run three times: without leases, with them, and with all of them revoked for good at
 a moment in the middle, when jobs are placed and slots are in use.
@@ -33,7 +33,7 @@ class HarvestPiece(msgspec.Struct, frozen=True, kw_only=True):
     given_node_hours: float
 
     def dollars(self, price_ratio: float) -> float:
-        """With leased slots at this share of a rollout accelerator's price."""
+        """Dollars with leased slots at this share of a rollout accelerator's price."""
         node = NODE_TYPES[Pool.ROLLOUT]
         slot_price = price_ratio * node.price_per_hour / node.accelerators
         return self.arm.dollars + slot_price * self.slot_hours
@@ -48,7 +48,7 @@ def harvest_figures(
     harvested_ratio: float,
     jobs: int,
 ) -> dict[str, Any]:
-    """Over all seeds and traces; a bursty trace of the project's own where none is given.
+    """Figures over all seeds and traces; without a trace, over a bursty one of the project's own.
 
     `busy_share` is production's alone, `harvested_ratio` a guest's share of what that leaves.
     """

@@ -1,4 +1,4 @@
-"""What leases could be worth to an ideal planner: the cheapest mix of groups with and without.
+"""Upper bound of the value of leases to an ideal planner: the cheapest mix of groups.
 
 Six jobs, their true means, no variation, moves free and as often as wanted: a linear program over
 all groups of up to four of them says how long each group should last so that every job gets its
@@ -45,7 +45,7 @@ JOBS: Final = 6
 GROUP_JOBS: Final = 4
 TAIL: Final = best_shape((Completion(0.5, 0.8),), accelerators=8)
 _WARM_UP, _CYCLES = 4.0, 24.0
-"""Of the longest job alone."""
+"""Warm-up and cycles of a forecast, in solo iterations of the longest job."""
 _NO_LOG = np.zeros(0, dtype=EVENT)
 
 
@@ -54,7 +54,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
 
     without: float
     leased: tuple[float, ...]
-    """At each of HEADROOMS."""
+    """Dollars with leases, at each of HEADROOMS."""
 
 
 def busy_bound(headroom: float, jobs: Sequence[SimulatedJob], *, tail: TailShape = TAIL) -> float:
@@ -75,7 +75,7 @@ def busy_bound(headroom: float, jobs: Sequence[SimulatedJob], *, tail: TailShape
 
 
 def cheapest_mix(jobs: Sequence[SimulatedJob], *, headroom: float = 0.0) -> float:
-    """Dollars for an hour of solo work of every job, in whatever groups and order of groups."""
+    """Dollars for an hour of solo work of every job, over all groups and orders of groups."""
     roster = Roster.of([KnownJob.of(one).as_occupant() for one in jobs])
     prices: list[float] = []
     columns: list[Records] = []
@@ -128,7 +128,7 @@ def _speeds(roster: Roster, headroom: float) -> Records:
 
 
 def _spill(jobs: Records, rollout_s: Records, headroom: float) -> Records:
-    """What rollouts take with their bulks on all slots of the group; gives jobs such bulks."""
+    """Rollout times with the bulks on all slots of the group; changes `jobs` to these bulks."""
     nodes = [int(mask).bit_count() for mask in jobs["rollout_nodes"]]
     group = int(np.bitwise_or.reduce(jobs["rollout_nodes"])).bit_count()
     bulk_s = (

@@ -1,7 +1,7 @@
-"""What a serving accelerator could lend, second by second: a trace through the step-time model.
+"""Headroom of a serving accelerator, second by second: a trace through the step-time model.
 
 One slot is one production engine that replays the trace, as the demo's does: token counts scaled to
-its model, time scaled until it has steps to run for a given share of the time. What is left of a
+its model, time scaled until it has steps to run for a given share of the time. The rest of each
 second, times the share of idle time that harvesting was measured to get, is its headroom.
 """
 
@@ -27,9 +27,9 @@ MEASURED_STEPS: Final = ProductionModel(
 Rapids Xeon: a line through the least of twelve prefills of 64 to 384 tokens, and of eight decode
 steps of 1 to 24 requests."""
 HARVESTED_RATIO: Final = 0.92
-"""Of idle time, that a guest gets: the goal that `benchmarks/coserve` holds itself to. It measured
-1.08 and 1.02 for `rosemux` on the two Azure traces; what is above 1 is a core that runs faster
-while it is awake, which no other machine owes us, so that the goal is counted on and no more."""
+"""Share of idle time that a guest gets: the goal of `benchmarks/coserve`. It measured 1.08 and 1.02
+for `rosemux` on the two Azure traces; the part above 1 comes from a core that runs faster while
+awake, which other machines need not do, so only the goal is counted on."""
 INPUT_SCALE: Final = 0.25
 OUTPUT_SCALE: Final = 0.25
 INPUT_MAX: Final = 1024
@@ -37,7 +37,7 @@ OUTPUT_MAX: Final = 128
 _HALVINGS: Final = 24
 _SLOWEST, _FASTEST = 1 / 256, 256.0
 REQUESTS_MAX: Final = 200_000
-"""Of a longer trace the beginning counts."""
+"""Limit of requests; only the beginning of a longer trace counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Headroom:
     speed: float
     """Trace seconds in one second."""
     busy_share: float
-    """Of production alone."""
+    """Busy share of production alone."""
     harvested_ratio: float
     given_s: Records
     """Accelerator seconds that a slot gave by the end of each second, from 0 on."""
@@ -65,7 +65,7 @@ def _busy_s(
     step_tokens: int,
     seconds: int,
 ) -> Records:
-    """Of each second, how long the engine steps: continuous batching, prompts cut to steps."""
+    """Per second, the engine's stepping time in s: continuous batching, prompts cut to steps."""
     prefill_base_s, s_per_token, decode_base_s, s_per_request = model
     busy_s = np.zeros(seconds)
     ring = np.zeros(output_tokens.max() + 1, dtype=np.int64)

@@ -2,7 +2,7 @@
 
 Ours may be cheaper than the search: its planner lets a job with spare credit be slower than its SLO
 for a while, which the search, with the SLO as a bound over any long run, refuses. So both hostings
-are lived as well, for days under the same draws, with what they cost and whose SLO they kept.
+are lived as well, for days under the same draws, with their cost and the SLOs they kept.
 """
 
 import statistics
@@ -32,12 +32,12 @@ from scheduler.sim.rollmux.workload import (
 )
 
 _SETTLED_S = 24 * 3600.0
-"""By then every job is mature and its credit pays for moves."""
+"""Time after which every job is mature and its credit pays for moves, in s."""
 _REVIEWS = 6
 FIRST_INSTANCE = 100
 """0 to 49 were looked at while the margin for beliefs was chosen; these were not."""
 LIVED_S: Final = 5 * 24 * 3600.0
-"""Solo life of every job of a lived run, all of which arrive at its beginning."""
+"""Solo life of every job of a lived run, in s; all jobs arrive at its beginning."""
 PRICED_S: Final = (24 * 3600.0, 4 * 24 * 3600.0)
 """Ours is settled by then, and no job has ended."""
 
@@ -56,9 +56,9 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int
     ours_per_hour: float
     found_per_hour: float
-    """By the search."""
+    """Price of the search's hosting."""
     ours_admitted: bool
-    """Whether the search would have allowed the hosting that is ours."""
+    """Whether the search would have allowed our hosting."""
     ours_lived: Lived
     found_lived: Lived
 

@@ -30,7 +30,7 @@ _Kept = TypeVar("_Kept")
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
     arm: ArmResult
     cpu_s: float
-    """Process time of the run, what was compiled for it included."""
+    """Process time of the run, including its compilation, in s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Pieces:
             directory.mkdir(parents=True, exist_ok=True)
 
     def run_ahead(self, wanted: Sequence[ArmOfSeed]) -> None:
-        """Runs those that are not kept yet, `workers` at a time; one worker runs none ahead."""
+        """Runs the missing ones ahead, `workers` at a time; a single worker runs none ahead."""
         missing = [one for one in wanted if not self._is_kept(one.key)]
         if self._workers == 1 or len(missing) < 2:
             return

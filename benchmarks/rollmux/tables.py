@@ -65,7 +65,7 @@ def arms_table(arms: Mapping[str, Figures], *, measure: str | None) -> str:
 
 
 def _shared(found: Figures) -> bool:
-    """Whether the arm's jobs share nodes, so that there is something to say of their windows."""
+    """Whether the arm's jobs share nodes, so that it has figures of their windows."""
     return "slo_of_worst_20_iterations" in found
 
 

@@ -1,4 +1,4 @@
-"""Whether promises and savings outlive the papers' assumptions: ours in every variant."""
+"""Robustness of SLOs and savings against the papers' assumptions: ours in every variant."""
 
 from collections.abc import Sequence
 from typing import Any

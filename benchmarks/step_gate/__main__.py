@@ -1,4 +1,4 @@
-"""What a guest step costs beside vLLM's own work: `python -m benchmarks.step_gate --json PATH`.
+"""Cost of a guest step beside vLLM's own work: `python -m benchmarks.step_gate --json PATH`.
 
 Real pages in shared memory, a real `GuestSlot`; no engine. Two cases in turn, block by block: no
 page changed since the last step, and every pulse written anew before it. A step is one decision,
@@ -100,7 +100,7 @@ def block_us(slot: GuestSlot, before: Callable[[int], None]) -> dict[str, float]
 
 
 def write_all(writers: list[PageWriter[Pulse]], turn: int) -> None:
-    """As full as those of a busy engine are."""
+    """Writes pulses as full as those of a busy engine."""
     now_ns = time.monotonic_ns()  # noqa: TID251
     pulse = Pulse(
         in_flight=turn % 3,

@@ -31,7 +31,7 @@ _TURNS_OF_LARGE = 3
 _LARGE_BYTES = 1 << 30
 _PAIRS_OF_A_STORE = 3
 DEMO_STORE = Path("out/demo/weights/harvest")
-"""What `make demo` leaves; taken where it is there."""
+"""Store that `make demo` leaves; used if present."""
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
 def _measured_alone(
     part: str, hardware: Hardware, partial: PartialResult, path: Path
 ) -> dict[str, Any]:
-    """Each part imports what it needs: real engines, servers, namespaces."""
+    """Runs one part; each imports its own needs: real engines, servers, namespaces."""
     module = import_module(f"benchmarks.weightsync.{_MODULES.get(part, part)}")
     of_engine: dict[str, Any] = {}
     if part == "vllm":
@@ -101,7 +101,7 @@ def codecs(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _pairs(given: argparse.Namespace) -> Iterator[Pair]:
-    """One at a time: two states of the larger model are four gigabytes."""
+    """Pairs one at a time: two states of the larger model are four gigabytes."""
     if given.old is not None:
         yield checkpoints(given.old, given.new)
     elif given.store is not None:

@@ -1,7 +1,7 @@
-"""What a delta must cost at least, if every element changes on its own.
+"""Lower bound of a delta's size, if every element changes on its own.
 
-An independent change mask of the whole state, and the entropy of the differences in units in the
-last place of those that changed. Structure between elements (rows that never move) may beat it.
+An independent change mask of the whole state, and the entropy of the changed elements' differences
+in units in the last place. Structure between elements (rows that never move) may beat it.
 """
 
 from collections import Counter

@@ -25,7 +25,7 @@ class Contender(Protocol):
         ...
 
     def apply(self, payload: object, bits: Bits) -> str:
-        """Changes the bits in place; the digest of what is there then."""
+        """Changes the bits in place; returns the digest of the new bits."""
         ...
 
 

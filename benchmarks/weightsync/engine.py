@@ -28,7 +28,7 @@ from harvester.contracts.errors import Exhausted, Unsupported
 
 REPETITIONS = 7
 ENGINE_S = 480.0
-"""From the engine's start to its last repetition: within a command of ten minutes."""
+"""Time limit from the engine's start to its last repetition, in s: fits a ten-minute command."""
 _LOOK_S = 0.25
 _MODULE = "benchmarks.weightsync.engine_arms"
 
@@ -61,21 +61,21 @@ ONE_BILLION: Mapping[str, Any] = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
-"""As large as Llama 3.2 1B. Three states of it a repetition go through the host's memory and into a
-store: of 8 B parameters that would be minutes, and more than a small disk holds."""
+"""Size of Llama 3.2 1B. Each repetition moves three states through the host's memory and into a
+store: with 8 B parameters that takes minutes, and more than a small disk holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineForm:
-    """How the one engine is made on a kind of hardware."""
+    """Form of the one engine on a kind of hardware."""
 
     model: Mapping[str, Any]
     """Its configuration as Hugging Face's."""
     environment: Mapping[str, str]
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of vLLM's LLM, besides those that every form has."""
+    """Arguments for vLLM's LLM, besides those common to all forms."""
     device: str = "cpu"
-    """Where the synthetic steps are computed."""
+    """Device of the synthetic steps' computation."""
 
 
 FORMS = {
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def logs_beside(path: Path) -> Path:
-    """Of a run whose result is to be at `path`."""
+    """Log directory of a run with its result at `path`."""
     return path.parent / f"{path.stem}.run" / "logs"
 
 
@@ -132,13 +132,13 @@ def measure(
     repetition.
 
     `ours_ms`    the update: deltas written, packed forms exchanged, all of the state hashed
-    `pause_ms`   the same with the calls that begin and end it: what the engine cannot step for
+    `pause_ms`   the same with the calls that begin and end it: the engine's pause
     `native_ms`  vLLM's own sparse path, which checks indices but no state and packs nothing;
                  None where this vLLM has none (before 0.29)
-    `stage_ms`   what was done before the pause: read, decoded, rehearsed, packed
-    `unstaged_pause_ms`  the pause where nothing was done before it
+    `stage_ms`   the work before the pause: read, decoded, rehearsed, packed
+    `unstaged_pause_ms`  the pause without that work before it
 
-    Raises Unsupported where the engine does not come up, Exhausted where it is not done in time.
+    Raises Unsupported if the engine does not come up, Exhausted if it is not done in time.
     """
     form = FORMS[(hardware or CpuHardware()).kind]
     with (
@@ -169,7 +169,7 @@ def _followed(
     started_s, text = clock.now(), ""
     found: dict[str, Any] = {}
     while True:
-        # Before its result is read: what is there afterwards is its last.
+        # Before its result is read: a result read after the exit is its last.
         code = child.process.poll()
         now_text = file.read_text() if file.exists() else ""
         if now_text != text:

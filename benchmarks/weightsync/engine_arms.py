@@ -30,7 +30,7 @@ _POLL_S = 0.005
 FORM_FILE = "form.json"
 """The form of the engine, in the process's directory."""
 RESULT_FILE = "result.json"
-"""Of the repetitions so far: there once the engine is up, and whole at every moment."""
+"""File of the repetitions so far: exists once the engine is up, and is whole at every moment."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Times:
 
 
 class Engine:
-    """A vLLM engine whose steps and updates share this process."""
+    """A vLLM engine with steps and updates in this process."""
 
     def __init__(self, path: Path, arguments: dict[str, Any]) -> None:
         from vllm import LLM

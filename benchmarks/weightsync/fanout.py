@@ -2,7 +2,7 @@
 
 A weight server at one end of a link of 100 Mbit/s, a relay and eight receiving processes at the
 other. First all of them join at once and take a whole checkpoint with its deltas; then they wait
-for the next version, which is published once. Bytes are those that the link's device counted.
+for the next version, which is published once. Bytes are counted by the link's device.
 """
 
 import argparse
@@ -161,7 +161,7 @@ class _ReceiverGroup:
 
 
 def _receive_all(url: str, receivers: int) -> None:
-    """Forks: eight processes that hold what they import once."""
+    """Forks eight receivers, which share one copy of their imports."""
     warm_up()
     context = multiprocessing.get_context("fork")
     phases = [context.Event() for _ in range(2)]

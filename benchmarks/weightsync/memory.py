@@ -1,4 +1,4 @@
-"""What publishing and receiving need beyond the weights: `python -m benchmarks.weightsync.memory`.
+"""Memory of publishing and receiving beyond the weights: `python -m benchmarks.weightsync.memory`.
 
 Each role runs in a process of its own, and its peak resident memory (VmHWM) is held against a
 process that holds the same weights and changes them in the same way, with no publisher or receiver.
@@ -19,7 +19,7 @@ from benchmarks.reporting import report
 PARAMETERS = 500_000_000
 STEPS = 3
 SETTINGS_BYTES = (64 << 20, 256 << 20, 1 << 30)
-"""Of a receiver; the last one is the default."""
+"""Staging bytes of a receiver; the last one is the default."""
 _ULP_RATIO = 0.03
 _CHUNK = 1 << 20
 
@@ -74,7 +74,7 @@ def measure(
 
 
 def _beyond(peaks: dict[str, int], parameters: int, store: Path, setting: int) -> int:
-    """What a receiver's peak is over that of its weights alone."""
+    """A receiver's peak over that of its weights alone, in bytes."""
     peak = _peak_bytes("receiver", parameters, store, "--staging-bytes", str(setting))
     return peak - peaks["trainer"]
 
@@ -156,7 +156,8 @@ def _state(parameters: int) -> dict[str, Any]:
 
 
 def _train(state: dict[str, Any], step: int, *, every_element: bool) -> None:
-    """In place and in small pieces, so that the change itself needs no memory to speak of."""
+    """Changes weights in place and in small pieces, so that the change itself needs little
+    memory."""
     import torch
 
     generator = torch.Generator().manual_seed(step)

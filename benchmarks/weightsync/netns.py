@@ -15,7 +15,7 @@ from harvester.contracts.errors import Unsupported
 
 _BURST = "64kb"
 _QUEUE = "50ms"
-"""What a router would buffer."""
+"""Buffer of a router, as time at the link's rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class SlowLink:
         return ["ip", "netns", "exec", namespace, *command]
 
     def received_bytes(self) -> int:
-        """What has come over the link to the edge, headers included."""
+        """Bytes received over the link at the edge, headers included."""
         shown = _output("ip", "-n", self.edge, "-s", "-j", "link", "show", self.edge_device)
         return int(json.loads(shown)[0]["stats64"]["rx"]["bytes"])
 

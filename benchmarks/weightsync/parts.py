@@ -1,8 +1,8 @@
-"""What a rank of a parallel engine reads of each version: `python -m benchmarks.weightsync.parts`.
+"""Bytes that a parallel engine's rank reads per version: `python -m benchmarks.weightsync.parts`.
 
 A mixture of 1 GB in bfloat16 with attention, experts, an embedding and a head; a full version, then
 a step in which 1 % of the elements move by one unit in the last place. Every byte that the receiver
-asks of the store is counted, indexes included, and what it holds is compared with what it should.
+reads from the store is counted, indexes included, and its tensors are compared with the expected.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def measure(width: int = WIDTH) -> dict[str, Any]:
 
 
 class CountedDirectory(DirectorySource):
-    """Counts what is read."""
+    """Counts the bytes read."""
 
     read_bytes = 0
 
@@ -106,7 +106,7 @@ def _shares() -> dict[str, Selection | None]:
 
 
 def _dim(name: str) -> int | None:
-    """As Megatron cuts: columns of what goes out of a block, rows of all else."""
+    """The split dimension in Megatron's way: columns of a block's outputs, rows of all else."""
     if name.endswith("norm.weight"):
         return None
     return 1 if name.endswith(_COLUMNS) else 0

@@ -2,8 +2,8 @@
 
 A synthetic step moves every 32-bit master weight as Adam does where noise dominates: by the
 learning rate times the first moment over the root of the second, a normal number of deviation
-sqrt((1 - beta1) / (1 + beta1)). All matrices move and one embedding row in twenty. What is
-published is the master rounded to bfloat16, as mixed-precision trainers do.
+sqrt((1 - beta1) / (1 + beta1)). All matrices move and one embedding row in twenty. The published
+value is the master rounded to bfloat16, as mixed-precision trainers do.
 """
 
 import math
@@ -100,7 +100,7 @@ def checkpoints(old_dir: Path, new_dir: Path) -> Pair:
 
 
 def consecutive(store_dir: Path, *, at_most: int) -> Iterator[Pair]:
-    """The newest pairs of versions of a store, spread over what it holds."""
+    """The newest pairs of versions of a store, spread over its versions."""
     receiver = Receiver(store_dir)
     latest = receiver.latest()
     if latest is None or latest < 2:

@@ -1,8 +1,8 @@
-"""What a tensor costs however small it is: `python -m benchmarks.weightsync.tensors --json PATH`.
+"""Cost per tensor, however small: `python -m benchmarks.weightsync.tensors --json PATH`.
 
 A state of many tensors of 1 KiB, as routers, norms and adapters of a large mixture have them, goes
-through publisher and receiver step by step. What is told is microseconds for each tensor of the
-state, so that the loops over elements are next to nothing and what is left is what is done once a
+through publisher and receiver step by step. The results are microseconds for each tensor of the
+state: the loops over elements are next to nothing, and the rest is the work done once per
 tensor. In the last case nothing changes but one tensor.
 """
 
@@ -30,7 +30,7 @@ TENSORS = 20_000
 ELEMENTS = 512
 STEPS = 5
 CHANGED_RATIOS = (0.01, 0.05)
-"""Of the elements, by one unit in the last place."""
+"""Share of the elements that move by one unit in the last place."""
 
 
 def main() -> None:
@@ -116,7 +116,7 @@ def _state(tensors: int) -> dict[str, torch.Tensor]:
 
 
 def _train(tensors: list[torch.Tensor], ratio: float, generator: torch.Generator) -> None:
-    """One unit in the last place, up or down."""
+    """Moves elements by one unit in the last place, up or down."""
     for tensor in tensors:
         hit = torch.rand(ELEMENTS, generator=generator) < ratio
         sign = 2 * torch.randint(0, 2, (ELEMENTS,), generator=generator) - 1

@@ -1,4 +1,4 @@
-"""Runs the arms in alternating blocks: production's replay, training steps, what is watched.
+"""Runs the arms in alternating blocks: production's replay, training steps and the watch.
 
 Every block k replays the same window, whatever its arm. A block of serving alone lasts a given
 time; a block with a job lasts a given number of training steps, so that both jobs do equal work.
@@ -27,14 +27,15 @@ _LEASE_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
-    """How long each block is, and in which order the arms come in each round."""
+    """Length of each block, and order of the arms in each round."""
 
     rounds: int
     serving_s: float
     steps: int
 
     def within(self, seconds: float, *, step_s: float) -> "BlockPlan":
-        """As many of the rounds as fit where a job's step takes `step_s`; at least one."""
+        """Limits the rounds to those that fit into `seconds` with steps of `step_s`; at least
+        one."""
         round_s = self.serving_s + len(JOBS) * self.steps * step_s
         return replace(self, rounds=max(1, min(self.rounds, int(seconds / round_s))))
 
@@ -46,7 +47,7 @@ class BlockPlan:
 
 
 def another_fits(rounds_s: Sequence[float], *, left_s: float) -> bool:
-    """Whether a further round does, by those measured so far; the first is always run."""
+    """Whether a further round fits, by those measured so far; the first is always run."""
     return not rounds_s or max(rounds_s) <= left_s
 
 

@@ -1,7 +1,7 @@
 """Ratios of two arms' latency percentiles, with intervals by a paired block bootstrap.
 
-Both arms replay the same requests, so what is drawn again is a stretch of neighbouring requests,
-the same one in both arms: bursts stay whole, and a heavy stretch weighs on both alike. Pure and
+Both arms replay the same requests, so a resample draws stretches of neighbouring requests, the
+same ones in both arms: bursts stay whole, and a heavy stretch weighs on both alike. Pure and
 seeded.
 """
 
@@ -36,7 +36,7 @@ class Latencies:
 
 
 def ttft_of(requests: Sequence[ProductionRequest]) -> Latencies:
-    """Of the requests of one arm that had a first token and did not fail."""
+    """First-token latencies of one arm's requests that had a first token and did not fail, in s."""
     return _latencies(requests, lambda request: () if request.ttft_s is None else (request.ttft_s,))
 
 

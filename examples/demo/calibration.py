@@ -1,9 +1,9 @@
-"""How fast to replay a trace so that production alone has steps to run about half of the time.
+"""The replay speed at which production alone has steps to run about half of the time.
 
 The busy share of a whole window cannot be measured before the window is replayed, and a burst-heavy
-trace makes any short part of it a bad sample. So a short replay measures how long this machine's
-steps take, and the window's busy share is computed from them: batched continuous serving, one step
-after another, each as long as what it holds. Pure.
+trace makes any short part of it a bad sample. So a short replay measures the duration of this
+machine's steps, and the window's busy share is computed from them: batched continuous serving, one
+step after another, each as long as its contents demand. Pure.
 """
 
 from bisect import bisect_right
@@ -71,11 +71,10 @@ def busy_share(
 def measured_ratio(
     replays: Sequence[Replayed], model: ProductionModel, *, step_tokens: int = STEP_TOKENS
 ) -> float:
-    """How much longer steps are than the model says, for the engine to have been as busy as it was
-    over all replays; 1 where nothing came.
+    """Ratio of measured to modelled step time that explains the busy time of all replays.
 
-    Of times and not of busy shares: those of a burst that keeps the engine busy to its end are one
-    whatever the steps take. Within 1/16 and 16.
+    1 without busy replays; within 1/16 and 16. Fitted to busy seconds, not to busy shares: in a
+    burst that keeps the engine busy to its end the share is 1 for any step time.
     """
     measured_s = sum(each.busy_s for each in replays if each.arrivals)
     if measured_s <= 0:
@@ -99,7 +98,7 @@ def measured_ratio(
 def mean_busy_share(
     windows: Sequence[Window], model: ProductionModel, *, step_tokens: int = STEP_TOKENS
 ) -> float:
-    """Of windows of equal length, each replayed on an idle engine."""
+    """Mean busy share of windows of equal length, each replayed on an idle engine."""
     return fmean(
         busy_share(window.arrivals, model, window_s=window.duration_s, step_tokens=step_tokens)
         for window in windows

@@ -1,4 +1,4 @@
-"""What the demo must show, one line each. A figure that was not measured shows nothing. Pure."""
+"""The demo's pass criteria, one line each. An unmeasured figure fails. Pure."""
 
 from examples.demo.job_figures import Comparison, JobRun
 from examples.demo.schema import Check, Interval, Result
@@ -42,7 +42,7 @@ def checks_of(
 
 
 def _speed(result: Result) -> tuple[Check, ...]:
-    """Where the two jobs' token counts differ by more than 5 %, speed is counted per token."""
+    """If the two jobs' token counts differ by more than 5 %, speed is counted per token."""
     tokens = result.ratios.rollout_tokens
     equal = tokens is not None and abs(tokens - 1.0) <= TOKENS_RATIO_SPREAD
     speedup = result.ratios.step_speedup if equal else result.ratios.step_speedup_per_token

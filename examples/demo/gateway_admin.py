@@ -1,4 +1,4 @@
-"""What the demo asks of the gateway: which job is served, whether it harvests, how it stands."""
+"""Admin calls to the gateway: the served job, its harvesting, its status."""
 
 import asyncio
 from typing import Any
@@ -23,7 +23,7 @@ class GatewayAdmin:
         await self._post(f"/v1/jobs/{job}/harvesting", {"enabled": enabled})
 
     async def dedicated(self, job: str, *, enabled: bool) -> None:
-        """Whether the job's turns may run on dedicated engines."""
+        """Sets whether the job's turns may run on dedicated engines."""
         await self._post(f"/v1/jobs/{job}/dedicated", {"enabled": enabled})
 
     async def status(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from harvester.contracts.errors import Unsupported
 
 _QUICK_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """Decode steps are replayed as whole CUDA graphs, as by default; prefills are not compiled. vLLM's
-own choice takes Inductor minutes at a first start, of which both engines need one."""
+default compiles with Inductor for minutes at a first start, and both engines would need one."""
 _POLICY_CONTEXT = 2048
 
 
@@ -46,10 +46,10 @@ class GpuHardware(Hardware):
     shares_core = False
     starts_in_turn = True
     # A running step blocks production for all of its time: a twentieth of most prompts is less than
-    # any step of a guest, and none would start. What is promised without isolation is a quarter.
+    # any step of a guest, and none would start. The promise without isolation is a quarter.
     policy = MappingProxyType({"epsilon": 0.25})
     # Prompts stay as they are: a GPU takes them whole, and the longest make the law's slack. Each
-    # output token is a step of milliseconds whatever else is in it, so that requests of natural
+    # output token is a step of milliseconds regardless of its batch, so that requests of natural
     # length would keep production half busy at one per second.
     scales = tuple(
         TokenScale(

@@ -50,20 +50,20 @@ class Hardware(ABC):
     step_tokens: int = STEP_TOKENS
     """Production's budget for one step."""
     production_requests: int = 32
-    """That it serves at once."""
+    """Requests that production serves at once."""
     rollouts = RolloutLoad()
     clients: int = 8
     """Clients of a closed loop that fills one engine."""
     shares_core: bool = True
-    """Production and guest take turns on a core, so that what a process ran is what it used."""
+    """Whether production and guest alternate on a core; CPU time then equals use of the core."""
     starts_in_turn: bool = False
     """Production has to answer before the guest starts, and the guest before the agent does."""
     policy: Mapping[str, Any] = MappingProxyType({})
-    """Over the slot's own settings in the agent."""
+    """Settings over the slot's own ones in the agent."""
     scales: tuple[TokenScale, ...]
     """Scales of the trace's token counts, from the largest: tried until requests are enough."""
     pulse_sizes: TokenScale
-    """Scale for a run whose question is the cost of a request."""
+    """Token scale of a run that measures the cost of a request."""
 
     @abstractmethod
     def check(self) -> None:
@@ -85,7 +85,7 @@ class Hardware(ABC):
         return shape.context_tokens
 
     def core(self, number: int) -> int | None:
-        """Where a process is kept; None leaves it to the kernel."""
+        """CPU core to pin a process to; None leaves it to the kernel."""
         return number
 
     def production(self) -> GpuOwner | None:

@@ -1,7 +1,7 @@
 """The RL job's figures in each arm, and how the two jobs compare at equal step numbers.
 
-Speeds and rewards are of measured steps; what may never happen (a lost trajectory, a stale token)
-and what was published is counted over warm-up steps (block below 0) too. Pure.
+Speeds and rewards are of measured steps; forbidden events (a lost trajectory, a stale token) and
+publishes are counted over warm-up steps (block below 0) too. Pure.
 """
 
 import math
@@ -64,13 +64,13 @@ class JobRun:
 
     @property
     def reward_gain(self) -> float | None:
-        """In standard errors."""
+        """Gain of the reward from the first to the last steps, in standard errors."""
         first, last = self.reward_first, self.reward_last
         return last.standard_errors_from(first) if first and last else None
 
     @property
     def _reward_steps(self) -> int:
-        """Never so many that the first steps are also among the last."""
+        """Number of steps at each end, so that the first are never among the last."""
         return min(REWARD_STEPS, len(self.steps) // 2)
 
     def only(self, numbers: Collection[int]) -> "JobRun":
@@ -104,7 +104,7 @@ class Comparison:
 
     @property
     def reward_distance(self) -> float | None:
-        """Of the last equal steps' rewards, harvest from fixed, in standard errors."""
+        """Distance of the last steps' mean rewards, harvest from fixed, in standard errors."""
         fixed, harvest = self.fixed.reward_last, self.harvest.reward_last
         distance = harvest.standard_errors_from(fixed) if fixed and harvest else None
         return None if distance is None else abs(distance)
@@ -121,7 +121,7 @@ def compared(fixed: JobRun, harvest: JobRun) -> Comparison:
 
 
 def ideal_speedup(*, rollout_share: float | None, busy_share: float | None) -> float | None:
-    """What a step gains when its rollouts also get all of production's idle time."""
+    """Step speedup if its rollouts also get all of production's idle time."""
     if rollout_share is None or busy_share is None:
         return None
     idle = 1.0 - busy_share

@@ -13,9 +13,10 @@ from harvester.contracts.errors import Unsupported
 GIB = 1 << 30
 PRODUCTION_RATIO = 0.5
 SIDE_BY_SIDE_RATIO = 0.9
-"""Of the GPU, by all stock engines together: the rest is for graphs, which vLLM counts to none."""
+"""Share of the GPU for all stock engines together: the rest is for graphs, which vLLM does not
+count."""
 WORKSPACE_BYTES = 4 * GIB
-"""Of an engine beside weights and KV: context, activations of a step, graphs."""
+"""Memory of an engine beside weights and KV: context, activations of a step, graphs."""
 KV_BYTES_MIN = 4 * GIB
 GUEST_KV_BYTES_MAX = 24 * GIB
 """A batch of rollouts uses less; the rest of a large GPU stays free."""

@@ -19,7 +19,7 @@ _POLL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """Where a run keeps its files. `pages` is in shared memory; logs and weights stay behind."""
+    """Directories of a run. `pages` is in shared memory; logs and weights remain after it."""
 
     run: Path
     pages: Path
@@ -55,14 +55,14 @@ class Parts:
         )
 
     def service(self, name: str, *arguments: str, core: int | None) -> None:
-        """One of `rosemux`'s own."""
+        """Starts one of `rosemux`'s own services."""
         command = (sys.executable, "-m", "harvester.cli", *arguments)
         self.running[name] = self.processes.start(name, command, core=core)
 
     async def answers(
         self, name: str, url: str, told: Callable[[str], None], path: str = "/health"
     ) -> None:
-        """Until it does. Raises ConfigError where it ends before, or takes too long."""
+        """Waits for an answer. Raises ConfigError if the process ends before, or takes too long."""
         child = self.running[name]
         started_s = self.clock.now()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:

@@ -64,7 +64,7 @@ def production_latency(records: Sequence[Record], result: Result) -> str:
 
 
 def grant_and_rollouts(records: Sequence[Record]) -> str:
-    """What production did, what was granted, what the guest made of it."""
+    """Production's load, the grants, and the guest's use of them, per second."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH, 5.8), layout="constrained")
         series = grant_series(records)
@@ -130,7 +130,7 @@ def reward(records: Sequence[Record]) -> str:
 
 
 def bytes_per_version(records: Sequence[Record]) -> str:
-    """What was sent for each version against the whole model."""
+    """Bytes sent for each version, against the whole model."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH / 2, 3.2), layout="constrained")
         axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""What the demo needs of the machine, checked before anything starts, each with what to do."""
+"""The demo's demands on the machine, checked before anything starts, each with its remedy."""
 
 import os
 import socket
@@ -13,14 +13,13 @@ from harvester.contracts.errors import ConfigError, Unsupported
 
 MEMORY_BYTES = 12 << 30
 GPU_MEMORY_BYTES = 24 << 30
-"""Of the host beside a GPU: two engines' processes, each with CUDA's libraries, and the client."""
+"""Host memory for a GPU run: two engines' processes, each with CUDA's libraries, and the client."""
 SHARED_MEMORY_BYTES = 1 << 28
 CORES = 2
 
 
 def check_machine() -> None:
-    """Of a run with CPU engines. Raises ConfigError or Unsupported, naming what is missing and what
-    to do."""
+    """Checks a run with CPU engines. Raises ConfigError or Unsupported with the remedy."""
     _check_linux()
     # First: without vLLM nothing else of the machine matters.
     capabilities(installed_vllm_version())
@@ -39,10 +38,10 @@ def check_machine() -> None:
 
 
 def check_gpu_machine() -> None:
-    """Of a run with engines on a GPU, but for the GPU's own memory. Raises as above.
+    """Checks a run with engines on a GPU, except the GPU's own memory. Raises as above.
 
-    Little free memory of the host is said on stderr and refuses nothing: that of a virtual machine
-    may grow as it is touched, and an engine that finds none says so in its log.
+    Little free memory of the host is noted on stderr and refuses nothing: a virtual machine's
+    memory may grow as it is touched, and an engine without enough reports it in its log.
     """
     _check_linux()
     version = installed_vllm_version()
@@ -68,7 +67,7 @@ def is_cuda_build() -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on now."""
+    """Loopback ports without a listener now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:

@@ -1,9 +1,9 @@
 """The demo's processes: started in groups of their own, watched, pinned, and all gone at the end.
 
-Whatever ends the demo (its own end, Ctrl-C, an error), `Processes` ends every process that it
-started with everything that these started, also what outlived its own parent, and removes what they
-leave when they are killed: shared-memory files, and the control group of isolated guests. A child
-whose parent dies without that is told by the kernel.
+Whenever the demo ends (its own end, Ctrl-C, an error), `Processes` ends every process that it
+started with all descendants, orphans too, and removes the leftovers of killed ones: shared-memory
+files, and the control group of isolated guests. If the demo dies without that, the kernel signals
+its children.
 """
 
 import os
@@ -56,7 +56,7 @@ class Child:
         return [process for process in psutil.process_iter() if _group_of(process.pid) == group]
 
     def close(self) -> None:
-        """Once it is to end: wait for that, and close what the caller had of it."""
+        """Waits for the end of a process that was told to end, and closes its pipes."""
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:

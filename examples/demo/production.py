@@ -1,7 +1,7 @@
 """The open-loop client in front of the production engine.
 
-Sends every request when it is due, whatever became of the others, and reports what its user would
-have seen. Latencies count from the due time, so a late client or a full machine cannot hide. Draws
+Sends every request when it is due, regardless of the others, and reports the latencies of its
+user. Latencies count from the due time, so a late client or a full machine cannot hide. Draws
 prompts, judges nothing; shares its core with others, so it never parses a stream's JSON.
 """
 
@@ -106,7 +106,7 @@ class ProductionClient:
     record: Callable[[ProductionRequest], None]
     """Called once per request, as it ends."""
     timeout_s: float = 60.0
-    """From the due time; a request without its last token by then has failed."""
+    """Time limit from the due time, in s; a request without its last token by then has failed."""
     open_max: int = 1000
     """Requests in flight; one that is due beyond them has failed."""
 
@@ -119,7 +119,7 @@ class ProductionClient:
         start_s: float,
         stopped: asyncio.Event | None = None,
     ) -> None:
-        """Returns when every request has ended. Cancelled, it drops what is in flight unrecorded.
+        """Sends all arrivals; returns when every request has ended. Cancelled, it drops open ones.
 
         `start_s` is the clock's time of the block's start; arrivals are in order of their times and
         may go on for ever. Once `stopped` is set nothing more is sent; what is in flight ends.

@@ -1,7 +1,7 @@
 """The production engine's model: random, with the demo's small tokenizer; 21 million parameters on
 a CPU, 8 billion on a GPU.
 
-What it says means nothing; how long it takes is what counts. Written as a Hugging Face
+Its output is meaningless; only its timing counts. Written as a Hugging Face
 configuration and started with dummy weights, so that nothing is downloaded.
 """
 
@@ -16,11 +16,11 @@ PROMPT_IDS = (4, VOCABULARY_SIZE - 1)
 """Range of token ids that a prompt may hold, both ends included."""
 
 STEP_TOKENS = 512
-"""A step's budget, as whoever minds the time between tokens sets it: with vLLM's own 2,048, every
-request in flight waits while four long prompts are prefilled."""
+"""A step's token budget, as for a deployment with a bound on the time between tokens: with vLLM's
+own 2,048, every request in flight waits while four long prompts are prefilled."""
 
 _BYTES = 2
-"""Of a weight, and of an element of KV, in bfloat16."""
+"""Bytes of a weight, and of an element of KV, in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,8 @@ class ModelShape:
 
     @property
     def weights_bytes(self) -> int:
-        """Without biases and norms, which are a few hundredths of a per cent."""
+        """Bytes of the weights without biases and norms, which are a few hundredths of a per
+        cent."""
         attention = 2 * self.hidden * (self.hidden + self.kv_heads * self.head_width)
         layer = attention + 3 * self.hidden * self.intermediate
         return _BYTES * (self.layers * layer + 2 * self.vocabulary * self.hidden)

@@ -1,7 +1,7 @@
-"""What the demo observes, as raw facts with their times. Verdicts are drawn from them in `result`.
+"""The demo's observations, as raw facts with their times. `result` draws the verdicts.
 
 Times are CLOCK_MONOTONIC seconds. Files hold one JSON line per record, so that an interrupted run
-leaves what it saw.
+keeps its records.
 """
 
 from enum import StrEnum
@@ -35,7 +35,7 @@ class ProductionRequest(msgspec.Struct, frozen=True, kw_only=True, tag="producti
     input_tokens: int
     output_tokens: int
     ttft_s: float | None
-    """None where no first token came."""
+    """First-token latency from the due time, in s; None without a first token."""
     itl_s: tuple[float, ...]
     failed: bool
     error: str = ""
@@ -44,7 +44,7 @@ class ProductionRequest(msgspec.Struct, frozen=True, kw_only=True, tag="producti
 
 
 class GrantSample(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
-    """What the slot's pages said at one moment."""
+    """The contents of the slot's pages at one moment."""
 
     t_s: float
     arm: Arm

@@ -69,7 +69,7 @@ class Rehearsal:
                 return await runner.step(Arm.FIXED, WARM_UP_BLOCK)
 
     async def last_replay(self, seconds: float, *, blocks: BlockPlan) -> tuple[Window, ...]:
-        """What the measured blocks replay, a window for each round."""
+        """The windows for the measured blocks, one for each round."""
         await self._replay_alone(self._window(seconds))
         self._aim(blocks.serving_s, count=blocks.rounds)
         return self._windows(blocks.serving_s, count=blocks.rounds, rate=self.rate)

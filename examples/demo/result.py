@@ -1,4 +1,4 @@
-"""From what a run observed to `result.json`. Measures nothing and invents nothing: what no record
+"""The observations of a run as `result.json`. Measures nothing and invents nothing: what no record
 shows is null. Pure.
 """
 
@@ -26,17 +26,17 @@ _BOOTSTRAP_SEED = 20_250_711
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the records do not hold. None where it was not measured."""
+    """Facts of a run outside the records. None if not measured."""
 
     trace: str
     scale: float | None
     """Trace seconds replayed per second."""
     scaling: dict[str, float] = {}
-    """How token counts were scaled and clipped, and the mean rate."""
+    """Scales and bounds of token counts, and the mean rate."""
     ttft_slo_s: float
     itl_slo_s: float
     guests: frozenset[str]
-    """Names of the engines whose tokens are harvested."""
+    """Names of the engines with harvested tokens."""
     hash_mismatches: int | None
     migrated: int | None
     """Trajectories that went on on another engine."""
@@ -94,7 +94,7 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def busy_share(blocks: Iterable[Block]) -> float | None:
-    """Of production alone, over the time of its measured blocks."""
+    """Busy share of production alone, over the time of its measured blocks."""
     alone = [
         (block.production_busy_share, block.end_s - block.start_s)
         for block in blocks

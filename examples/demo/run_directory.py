@@ -1,11 +1,11 @@
-"""Where one run of the demo keeps its files, and that nothing but its results and logs stays.
+"""The files of one demo run: nothing remains but its results, weights and logs.
 
     <out>/result.json, report.html, records.jsonl, logs/    stay
     <out>/weights/                                          every version of both jobs: stays
     <out>/run-*/                                            models, settings: removed
     /dev/shm/rosemux-demo-*/                                pages and engine sockets: removed
 
-What an earlier run that was killed outright left behind is removed at the next start.
+Leftovers of an earlier run that was killed outright are removed at the next start.
 """
 
 import os

@@ -27,9 +27,9 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     itl_p50_ms: float | None
     itl_p99_ms: float | None
     requests: int
-    """Those that every arm replayed: what the figures rest on."""
+    """Requests that every arm replayed: the basis of the figures."""
     failed: int
-    """Of all that were sent."""
+    """Failed ones among all requests sent."""
     slo_attainment: float | None
     requests_sent: int = 0
 
@@ -40,7 +40,7 @@ class ServingAndJob(Serving, frozen=True, kw_only=True):
     steps: int
     step_s_mean: float | None
     rollout_share: float | None
-    """Of a step's time."""
+    """Share of a step's time."""
     rollout_tokens: int
     rollout_tokens_per_s: float | None
     """While rollouts ran."""
@@ -139,7 +139,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     two equal arms differ on this machine."""
     fixed_intervals: Intervals | None = None
     scaling: dict[str, float] = {}
-    """How the trace's requests were made to fit, beside `scale`."""
+    """Changes that made the trace's requests fit, beside `scale`."""
     checks: tuple[Check, ...] = ()
 
 
@@ -169,7 +169,7 @@ _ABOVE_ZERO = (
 
 
 def problems(result: dict[str, Any]) -> list[str]:
-    """What is missing, malformed, not measured, lost or stale; empty for a whole, clean run."""
+    """Faults of a result: parts missing, malformed, not measured, lost or stale; empty if clean."""
     found: list[str] = []
     for part in msgspec.structs.fields(Result):
         if part.encode_name not in result:

@@ -1,6 +1,6 @@
-"""What the report plots, per second of each arm: an arm's blocks lie end to end on its own axis.
+"""The report's series, per second of each arm: an arm's blocks lie end to end on its own axis.
 
-Every point is a percentile or a mean of all that fell into its second; nothing is thinned out
+Every point is a percentile or a mean of all values in its second; nothing is thinned out
 otherwise, and a second without data is a gap. Pure.
 """
 
@@ -17,7 +17,7 @@ Series = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ArmAxis:
-    """Where the blocks of one arm lie, in clock seconds, in order."""
+    """The blocks of one arm, in clock seconds, in order."""
 
     blocks: tuple[Block, ...]
 
@@ -27,7 +27,7 @@ class ArmAxis:
 
     @property
     def seams_s(self) -> tuple[float, ...]:
-        """Where one block ends and the next begins."""
+        """Boundaries between blocks, in seconds on the arm's axis."""
         lengths = [block.end_s - block.start_s for block in self.blocks]
         return tuple(float(at) for at in np.cumsum(lengths)[:-1])
 
@@ -60,7 +60,7 @@ class GrantSeries:
     """Granted per guest step, mean."""
     open_share: Series
     tokens_per_s: Series
-    """Of the guest."""
+    """Tokens per second of the guest."""
 
 
 def axis_of(records: Sequence[Record], arm: Arm) -> ArmAxis:
@@ -70,14 +70,14 @@ def axis_of(records: Sequence[Record], arm: Arm) -> ArmAxis:
 
 
 def ttft_series(records: Sequence[Record], arm: Arm) -> LatencySeries:
-    """By the second in which a request was due."""
+    """First-token latencies, by the second in which a request was due."""
     seen = [r for r in _requests(records, arm) if r.ttft_s is not None]
     moments = np.array([r.due_s for r in seen])
     return _latency(axis_of(records, arm), moments, np.array([r.ttft_s for r in seen], dtype=float))
 
 
 def itl_series(records: Sequence[Record], arm: Arm) -> LatencySeries:
-    """By the second in which a token came."""
+    """Inter-token latencies, by the second in which a token came."""
     moments: list[Series] = [np.zeros(0)]
     values: list[Series] = [np.zeros(0)]
     for request in _requests(records, arm):
@@ -93,7 +93,7 @@ def grant_series(records: Sequence[Record], arm: Arm = Arm.HARVEST) -> GrantSeri
     seen = [r for r in records if isinstance(r, GrantSample) and r.arm == arm]
     seen.sort(key=lambda sample: sample.t_s)
     moments = axis.at(np.array([s.t_s for s in seen]))
-    # A count that falls is a guest that began again; what it did before is not known.
+    # A falling count means a restarted guest; its tokens since the last sample are unknown.
     grown = np.maximum(0.0, np.diff([s.guest_tokens_total for s in seen], prepend=np.nan))
     elapsed = np.diff([s.t_s for s in seen], prepend=np.nan)
     with np.errstate(divide="ignore", invalid="ignore"):

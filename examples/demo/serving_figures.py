@@ -38,9 +38,9 @@ def arms_of(requests: Sequence[ProductionRequest], arms: Iterable[A]) -> dict[A,
 
 
 def level_of(arms: Mapping[Arm, ArmRequests]) -> ServiceLevel:
-    """The SLO that production alone attains in what is compared.
+    """The SLO that production alone attains on the shared requests.
 
-    Raises ConfigError where no request was replayed in every arm.
+    Raises ConfigError if no request was replayed in every arm.
     """
     compared = arms[Arm.SERVING_ONLY].shared
     if not compared:
@@ -84,7 +84,7 @@ def intervals_of(above: ArmRequests, below: ArmRequests, *, seed: int) -> Interv
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """None where either was not measured or `below` is 0."""
+    """Ratio of two figures; None if either was not measured or `below` is 0."""
     return None if above is None or not below else above / below
 
 

@@ -39,11 +39,11 @@ FIRST_LEVEL = ServiceLevel(ttft_s=0.25, itl_s=0.1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlan:
     blocks: BlockPlan
-    """At most so many rounds; a slow machine gets fewer."""
+    """Upper bound of the rounds; a slow machine gets fewer."""
     first_replay_s: float
     last_replay_s: float
     within_s: float
-    """From the command to the end of the last block."""
+    """Time limit from the command to the end of the last block, in s."""
 
 
 class Recorder:
@@ -64,7 +64,7 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a run leaves for the result besides its records."""
+    """Data of a run for the result, besides its records."""
 
     windows: tuple[Window, ...]
     """One for each round."""
@@ -85,7 +85,7 @@ class Session:
     progress: Callable[[Record], None]
     seed: int
     started_s: float
-    """When the command began."""
+    """Start of the command."""
     watch: SlotWatch = field(init=False)
 
     async def run(self) -> Outcome:
@@ -192,7 +192,7 @@ class Session:
 
 
 async def unless(danger: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; what `danger` raises as soon as it does, with `work` cancelled."""
+    """Result of `work`; if `danger` raises first, cancels `work` and raises that error."""
     tasks = asyncio.ensure_future(work), asyncio.ensure_future(danger)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

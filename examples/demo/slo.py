@@ -1,4 +1,4 @@
-"""Which SLO the demo holds production to, and whether a request met it.
+"""The demo's SLO for production, and the test whether a request met it.
 
 A request attains its SLO when its first token came within the TTFT edge, 99 % of its inter-token
 latencies (all of them below a hundred) lie within the ITL edge, and it did not fail. Edges are
@@ -36,8 +36,8 @@ between one and six must miss the SLO. The engine is started with them
 ATTAINMENT_MIN = 0.97
 ATTAINMENT_MAX = 0.998
 MARGIN = 1.25
-"""An edge that many requests meet or miss by less than a quarter says more of the machine's noise
-than of what is done to it: two replays of one trace differ by that much in a burst's queue."""
+"""Least distance of an edge from the latencies, as a ratio: many requests within a quarter of an
+edge show the machine's noise, since two replays of one trace differ by that much in a burst."""
 _ITL_QUANTILE = 0.99
 
 
@@ -52,7 +52,7 @@ class Slo:
     ttft_s: float
     itl_s: float
     attainment: float
-    """Of the requests that it was chosen from."""
+    """Share of the requests that attain it, among those it was chosen from."""
     in_band: bool
     """False where no pair of edges is attained by 97 to 99.8 %: then the nearest above, or below
     where even the widest edges fall short."""

@@ -67,7 +67,7 @@ class ServingSlot:
     production_context: int = PRODUCTION_MAX_LEN
     """Tokens of production's longest request."""
     production_arguments: tuple[str, ...] = ()
-    """Of vLLM, besides the demo's."""
+    """Arguments for vLLM, besides the demo's."""
     pages: PageDirectory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class ServingSlot:
             self._start_guest()
 
     def start_production(self) -> None:
-        """Also anew, after its end."""
+        """Starts production, also again after its end."""
         paths = self.parts.paths
         self.parts.engine(
             PRODUCTION,
@@ -132,7 +132,7 @@ class ServingSlot:
         )
 
     async def production_answers(self, told: Callable[[str], None]) -> None:
-        """After a start of its own: on the slot's core from its first answer on."""
+        """Waits for a separately started production, and pins it to the slot's core."""
         await self.parts.answers(PRODUCTION, url(self.ports.production), told)
         pin(self.parts.running[PRODUCTION], self.hardware.core(self.core))
 

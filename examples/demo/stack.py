@@ -1,4 +1,4 @@
-"""The real parts of the demo on one machine: who runs where, with which settings.
+"""The real parts of the demo on one machine, their cores and their settings.
 
 core 0    the serving slot's engines
 core 1    the dedicated rollout engine and the trainers (niced: they stand for other machines),
@@ -91,7 +91,7 @@ class Stack:
         )
 
     async def engines_ready(self, told: Callable[[str], None]) -> None:
-        """Until all three answer; then pinned, the guest under its isolation backend."""
+        """Waits until all three answer; then pins them, the guest under its isolation backend."""
         await asyncio.gather(
             self.slot.engines_answer(told),
             self.parts.answers(DEDICATED, url(self._dedicated), told),

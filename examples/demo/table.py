@@ -1,4 +1,4 @@
-"""What the command prints: the closing table, and one line at a time while it runs."""
+"""The command's output: the closing table, and one line at a time while it runs."""
 
 from collections.abc import Sequence
 

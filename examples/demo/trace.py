@@ -30,7 +30,7 @@ TIME_MAX_S = 1e10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """One request to send: `t_s` seconds after the start of what is replayed."""
+    """One request to send: `t_s` seconds after the start of the replay."""
 
     index: int
     t_s: float

@@ -1,4 +1,4 @@
-"""Reads the slot's pages while the demo runs: what is granted, what the guest does with it."""
+"""Samples the slot's pages while the demo runs: the grant, and the guest's use of it."""
 
 import asyncio
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class SlotWatch:
         self._record = record
 
     def pulse(self) -> Pulse:
-        """Zeros where production says nothing."""
+        """Production's pulse; zeros without one."""
         return self._pulse.read().record or Pulse()
 
     def guest(self) -> Guest:

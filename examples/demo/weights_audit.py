@@ -60,7 +60,7 @@ class WeightsAudit:
 
 
 def _published(root: Path, name: str, version: WeightVersion) -> set[str]:
-    """Hashes under which the version is published; empty where there is none (any more)."""
+    """Hashes under which the version is published; empty if it is not published (any more)."""
     try:
         store = Store(root / checked_name(name, what="store"))
         manifests = [store.manifest(ref) for ref in store.refs() if ref.version == version]

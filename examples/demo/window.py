@@ -1,4 +1,4 @@
-"""Which parts of a trace are replayed, how fast and how large.
+"""Chooses the replayed parts of a trace, their speed and their token scale.
 
 The windows chosen are those most like their trace, so that no round is measured on a lull or on the
 one great burst. Small models get smaller requests; the order, the bursts and the tails stay. Pure.
@@ -20,7 +20,8 @@ _PLACES = 256
 _BINS = 20
 """Time bins per window in which burstiness is measured."""
 _BURSTINESS_WEIGHT = 0.25
-"""Against the rate's: load decides how much there is to harvest, bursts how hard it is to."""
+"""Weight of burstiness against the rate: load decides the amount to harvest, bursts the
+difficulty."""
 _REGULAR = 0.25
 """Added to variance over mean (1 for a Poisson process): far below that, less does not count."""
 ARRIVALS_MAX = 100_000
@@ -28,7 +29,7 @@ ARRIVALS_MAX = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScale:
-    """From the trace's token counts to those of a small model."""
+    """Scale from the trace's token counts to those of a small model."""
 
     input_scale: float = 1.0
     output_scale: float = 1.0
@@ -52,7 +53,7 @@ class Window:
     arrivals: tuple[Arrival, ...]
     duration_s: float
     start_s: float
-    """Where in the trace it begins, in the trace's own seconds."""
+    """Start of the window, in the trace's own seconds."""
     speed: float = 1.0
 
     @property
@@ -73,7 +74,7 @@ class Window:
                 )
 
     def until(self, seconds: float) -> tuple[Arrival, ...]:
-        """What comes in the first `seconds`, however many laps these are."""
+        """Arrivals in the first `seconds`, over as many laps as needed."""
         return tuple(itertools.takewhile(lambda arrival: arrival.t_s < seconds, self.endless()))
 
     def scaled(self, *, rate: float) -> "Window":
@@ -130,9 +131,9 @@ def mean_rate(windows: Sequence[Window]) -> float:
 
 
 def windows_of(trace: Trace, *, count: int, duration_s: float, rate: float) -> tuple[Window, ...]:
-    """`count` windows as `window_of` chooses one, in the trace's order, none over another.
+    """`count` disjoint windows, each chosen as by `window_of`, in the trace's order.
 
-    Where the trace has not so many apart from each other, the best come again.
+    If the trace has fewer disjoint ones, the best are repeated.
     """
     speed = rate / trace.rate
     length_s = duration_s * speed

@@ -1,4 +1,4 @@
-"""How figures are written for people, the same in the report, the table and the progress lines."""
+"""Formats of figures for people, the same in the report, the table and the progress lines."""
 
 from examples.demo.records import Arm
 from examples.demo.schema import Interval, Result, Serving, ServingAndJob

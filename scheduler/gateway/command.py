@@ -36,7 +36,7 @@ def gateway(
 
 
 async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
-    """Until SIGTERM or SIGINT. Raises ConfigError if the port is taken."""
+    """Serve until SIGTERM or SIGINT. Raises ConfigError if the port is taken."""
     import aiohttp
     from aiohttp import web
 

@@ -35,11 +35,11 @@ class EngineSettings(_Settings):
     url: Url = "http://127.0.0.1:8000"
     kind: EngineKind = EngineKind.DEDICATED
     slot: Name | None = None
-    """Of a guest: the slot that its agent offers."""
+    """The slot of a guest, as its agent offers it."""
     concurrency: int = Field(default=32, ge=1, le=4096)
     """Turns at once."""
     numerics: str = Field(default="", max_length=256)
-    """What its log-probabilities depend on (version, dtype, …); empty asks the engine."""
+    """Key of all inputs of its log-probabilities (version, dtype, …); empty asks the engine."""
 
     @model_validator(mode="after")
     def _guest_has_slot(self) -> "EngineSettings":
@@ -75,30 +75,32 @@ class Timeouts(_Settings):
     engines usually take to a first one, loses the turn, if another has room. The bound doubles with
     each engine that the turn leaves so without a token, also for guests."""
     guest_stall_s: Seconds = 6.0
-    """The same for a guest, whose gate may be closed for good reasons."""
+    """The stall limit of a guest, whose gate may be closed for good reasons."""
     guest_tail_stall_s: Seconds = 1.0
-    """The same for a guest while no turn waits for a place: the step's end waits for this one."""
+    """The stall limit of a guest while no turn waits for a place: the step's end waits for this
+    turn."""
     silence_s: Seconds = 60.0
-    """No engine may be silent for longer, wherever the turn could go."""
+    """Longest silence of an engine under a turn, even if no other engine has room."""
     queue_s: Seconds = 60.0
     """A turn that no engine could serve for this long is refused. While engines serve its job it
     waits as long as its client does: a synchronous step asks for its whole batch at once."""
     stuck_s: Seconds = 600.0
-    """A turn whose attempts make no token for this long ends with what it has."""
+    """A turn without a token for this long, over all attempts, ends with its tokens so far."""
     rejoin_s: Seconds = 2.0
-    """A turn whose client has gone goes on for this long, and its end is kept as long: the client
-    may ask again under the same id."""
+    """Time that a turn goes on after its client has gone, and that its end is kept: the client may
+    ask again under the same id."""
     update_s: Seconds = 120.0
-    """One engine's version switch."""
+    """Time limit of one engine's version switch."""
     publish_s: Seconds = 120.0
     """A publish waits this long for the dedicated engines."""
     health_s: Seconds = 1.0
-    """Between two health checks of one engine."""
+    """Period of health checks of one engine."""
     agent_s: Seconds = 2.0
-    """One call of an agent."""
+    """Time limit of one call of an agent."""
 
     def moved_after_s(self, kind: EngineKind, *, tail: bool) -> float:
-        """The silence after which a turn leaves such an engine, if another has room."""
+        """The silence after which a turn leaves an engine of this kind if another has room, in
+        s."""
         if kind is EngineKind.DEDICATED:
             return self.stall_s
         return self.guest_tail_stall_s if tail else self.guest_stall_s
@@ -107,7 +109,7 @@ class Timeouts(_Settings):
 class GatewaySettings(_Settings):
     host: str = "127.0.0.1"
     port: int = Field(default=8300, ge=0, le=65535)
-    """0 takes a free port; the line 'listening on' says which."""
+    """Port; 0 takes a free one, which the line 'listening on' reports."""
     token_file: Path | None = None
     """YAML map of tenant to bearer token; needed off loopback."""
     engines: tuple[EngineSettings, ...] = ()
@@ -116,7 +118,7 @@ class GatewaySettings(_Settings):
     state_file: Path | None = None
     """SQLite file of durable facts; none keeps them in memory."""
     journal_dir: Path | None = None
-    """Where decisions are recorded; none records nothing."""
+    """Directory of recorded decisions; None records nothing."""
     journal_max_bytes: int = Field(default=64 << 20, ge=1 << 16)
     max_body_bytes: int = Field(default=16 << 20, ge=1 << 10)
     max_attempts: int = Field(default=8, ge=1)

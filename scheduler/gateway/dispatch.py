@@ -35,7 +35,7 @@ class Dispatcher:
         self.on_queued: Callable[[], None] = lambda: None
         """Called when a turn finds no place."""
         self.waits_for_permit: Callable[[JobId], bool] = lambda _job: False
-        """Whether the job's engines are there, and not its own for now."""
+        """Whether the job's engines exist but belong to another job for now."""
 
     def observe(self, event: RoutingEvent) -> None:
         for effect in self.policy.observe(event, now=self._clock.now()):
@@ -101,7 +101,7 @@ class Dispatcher:
                 return RefuseTurn(turn=arrived.turn, refusal=Refusal.FULL, reason=reason)
 
     def close(self) -> None:
-        """Refuse all who wait."""
+        """Refuse all waiting turns."""
         for turn, waiting in tuple(self._waiting.items()):
             if not waiting.done():
                 self.observe(TurnWithdrawn(turn=turn))

@@ -1,6 +1,6 @@
 """The client of one stock vLLM engine: generate as a stream, switch versions, health.
 
-Measures nothing and decides nothing: each failure is an exception that says whose fault it is.
+Measures nothing and decides nothing: each failure is an exception that names the party at fault.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class EngineUnreachable(EngineLost):
 
 
 class EngineChanged(EngineLost):
-    """Another process answers, or one whose weights may be others than those that it was given."""
+    """Another process answers, or one whose weights may have been changed by another caller."""
 
     def __init__(self, message: str, change: Change = Change.PROCESS) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class EngineChanged(EngineLost):
 
 
 class RequestRefused(RoseMuxError):  # noqa: N818 - as above
-    """The engine says that the request itself is wrong; no other engine would take it."""
+    """The engine rejects the request itself; no other engine would take it."""
 
 
 class RequestFailed(RoseMuxError):  # noqa: N818 - as above
@@ -69,7 +69,7 @@ class _StageState(msgspec.Struct, frozen=True):
 
 
 class _StageReply(msgspec.Struct, frozen=True):
-    """What `/collective_rpc` tells of every worker."""
+    """Reply of `/collective_rpc`: one state per worker."""
 
     results: tuple[_StageState, ...]
 
@@ -82,16 +82,18 @@ class EngineClient:
         self._connect_s = connect_s
         self._transfer_ready = False
         self._model: str | None = None
-        """What requests name as their model: the adapter of the version that is served."""
+        """Model name of requests: the adapter of the served version; None without one."""
         self._questions = IdentityQuestions(session, self._url, timeout_s=connect_s)
         self._identity = ""
-        """To which the version in force was applied; "" before that, and where none is told."""
+        """Identity of the engine that the version in force was applied to; "" before that, or if
+        none."""
         self._stamped = False
         """Whether every reply carries the identity."""
 
     @property
     def identity(self) -> str:
-        """Of the engine that the version in force was applied to; "" where it tells none."""
+        """Identity of the engine that the version in force was applied to; "" if it reports
+        none."""
         return self._identity
 
     async def generate(
@@ -146,9 +148,9 @@ class EngineClient:
         return report.description
 
     async def changed(self, *, frugal: bool = False) -> Change:
-        """Whether the engine is seen to be another one than the version was applied to.
+        """Whether the engine differs from the one that the version was applied to.
 
-        Silence is no change. `frugal` asks no engine whose whole metrics it takes to know.
+        Silence is no change. `frugal` skips engines that reveal it only in their whole metrics.
         """
         given = self._identity
         if not given or (frugal and not self._stamped):
@@ -217,7 +219,8 @@ class EngineClient:
     async def _confirm(
         self, wanted: HeldWeights, *, adapter: str | None = None
     ) -> EngineDescription:
-        """The engine that is there holds what is wanted; from here on it must stay this engine."""
+        """Checks that every worker holds `wanted`; from here on the engine must stay the same
+        one."""
         before, stamped = await self._questions.report()
         told = WEIGHTS_FEATURE in before.description.features
         if wanted.version and not before.identity:
@@ -251,7 +254,7 @@ class EngineClient:
             raise EngineChanged(f"{told or 'an unknown engine'} answers, not {given}", change)
 
     async def _stage_states(self, call: dict[str, Any]) -> set[str]:
-        """Of all its workers."""
+        """The states of all workers."""
         async with self._session.post(self._url + "/collective_rpc", json=call) as response:
             raw = await body_of(response, most_bytes=_REPLY_BYTES)
             if response.status != 200:
@@ -269,7 +272,7 @@ class EngineClient:
         except EngineLost:
             # A switch that was cut off (its lease ended) left its session open. vLLM has no call
             # that closes one, and going on in it is the same, as every update is a whole one.
-            # Where starting failed for another reason, the update that follows says so.
+            # If starting failed for another reason, the update that follows reports it.
             return
 
     def forget(self) -> None:
@@ -286,7 +289,7 @@ class EngineClient:
             return False
 
     async def vllm_version(self) -> str:
-        """As the engine says; empty where it does not."""
+        """The vLLM version that the engine reports; empty without one."""
         timeout = aiohttp.ClientTimeout(total=self._connect_s)
         try:
             async with self._session.get(f"{self._url}/version", timeout=timeout) as response:
@@ -359,7 +362,7 @@ def _refusal(status: int, message: str, retry_after: str = "") -> RoseMuxError:
 
 
 def _retry_after_s(said: str) -> float:
-    """Dates, and what is no number, count as not said."""
+    """Seconds of a Retry-After value, bounded; dates and other text count as the default."""
     try:
         asked_s = float(said)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The engines as they are: who is up, what each serves, which turns run on it.
+"""The engines: which are up, the version each serves, the turns on it.
 
 The shell around the version policy: it carries out quiesce, update and serve, and tells routing.
 """
@@ -60,14 +60,14 @@ class Cut(StrEnum):
     SWITCH = "switch"
     """The turn goes on at the new version."""
     END = "end"
-    """The turn ends with what it has."""
+    """The turn ends with its tokens so far."""
     LEASE = "lease"
     PERMIT = "permit"
     """The node is another job's now; the turn goes on where its job may run."""
     STALL = "stall"
     ENGINE = "engine"
     WEIGHTS = "weights"
-    """Somebody else changed the engine's weights; it lives, and no turn is to blame."""
+    """Another caller changed the engine's weights; it lives, and no turn is to blame."""
 
 
 class Running(Protocol):
@@ -87,11 +87,11 @@ class Member:
     lease: Lease | None = None
     numerics: str = ""
     description: EngineDescription | None = None
-    """As it last said; None until it has."""
+    """The engine's last description; None before the first."""
     is_described: bool = False
-    """Since it joined."""
+    """Whether it has been described since it joined."""
     seen_context_tokens: int = 0
-    """Where it ended a turn that had not come to its end; 0: nowhere."""
+    """Length at which it ended an unfinished turn, in tokens; 0: never."""
     running: set[Running] = field(default_factory=set)
     fault: str = ""
     streak: FaultStreak = field(default_factory=FaultStreak)
@@ -102,17 +102,18 @@ class Member:
 
     @property
     def vocabulary_tokens(self) -> int | None:
-        """Its token ids lie below this; None where it has not said so."""
+        """Exclusive upper bound of its token ids; None if unknown."""
         return (self.description.vocabulary if self.description else 0) or None
 
     @property
     def model(self) -> str:
-        """Name of its model; empty where it has not said so."""
+        """Name of its model; empty if unknown."""
         return self.description.model if self.description else ""
 
     @property
     def context_tokens(self) -> int:
-        """0 is not known. What it does counts for more than what it says."""
+        """Context in tokens; 0 if unknown. Observed behaviour counts for more than the
+        description."""
         told = self.description.context_tokens if self.description else 0
         return min(filter(None, (told, self.seen_context_tokens)), default=0)
 
@@ -194,7 +195,7 @@ class Fleet:
             self._dispatcher.observe(ContextLimited(tokens=limit))
 
     def context_ended(self, member: Member, tokens: int) -> None:
-        """The engine ended a turn at so many tokens, though the turn may say more."""
+        """The engine cut a turn off at `tokens` tokens, below the turn's own limit."""
         member.seen_context_tokens = tokens
         target = self.policy.target
         if target is not None and self._serving(member.engine.engine):
@@ -202,7 +203,7 @@ class Fleet:
         self.review_contexts()
 
     def meddled(self, member: Member) -> None:
-        """Somebody else changed its weights: it gets the version again, each time later."""
+        """Another caller changed its weights: it gets the version again, each time later."""
         if not member.up:
             return
         fault = (
@@ -235,10 +236,9 @@ class Fleet:
         return job not in self._parked
 
     def use_dedicated(self, job: JobId, *, enabled: bool) -> None:
-        """Whether the job's turns may run on dedicated engines.
+        """Sets whether the job's turns may run on dedicated engines.
 
-        Turns that may not any more go on elsewhere, from the tokens that they have; the engines
-        stay up to date.
+        When disabled, its turns go on elsewhere with their tokens; the engines stay up to date.
         """
         if enabled == self.may_use_dedicated(job):
             return
@@ -258,7 +258,7 @@ class Fleet:
                         running.cut(Cut.PERMIT)
 
     def vocabulary_tokens(self) -> int | None:
-        """Of the engine with the smallest; None while none has said its own."""
+        """Least vocabulary of the engines; None while none is known."""
         known = (member.vocabulary_tokens for member in self.members.values())
         return min((tokens for tokens in known if tokens), default=None)
 
@@ -418,7 +418,7 @@ class Fleet:
                 self._end_clashes()
 
     def clash_of(self, guest: EngineDescription) -> str:
-        """Why such a guest cannot make tokens beside the engines that serve; "" if it can."""
+        """Reason why the guest cannot make tokens beside the serving engines; "" if it can."""
         return self._clash(guest, among=self.members.values())
 
     def _clash_of_member(self, member: Member) -> str:

@@ -1,4 +1,4 @@
-"""The gateway's HTTP routes. Decodes, checks who calls, and hands over to the scheduler.
+"""The gateway's HTTP routes. Decodes, authenticates, and hands over to the scheduler.
 
 POST /inference/v1/generate             one turn; JSON, or SSE with "stream": true
 POST /v1/jobs/{job}/versions            a version was published
@@ -60,7 +60,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class _Enabled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enabled: bool
     for_s: Annotated[float, msgspec.Meta(gt=0.0, le=FOR_MAX_S)] | None = None
-    """Off again after so long, unless it was said again by then; None: it stays."""
+    """Switched off after this long unless renewed, in s; None: it stays."""
 
     def checked(self) -> "_Enabled":
         if self.for_s is not None and not self.enabled:

@@ -81,7 +81,7 @@ class Harvest:
         self.silent_agents: dict[str, str] = {}
 
     def leasable_contexts(self) -> list[int]:
-        """Of slots that this scheduler may lease, whoever has them now; 0 is not known."""
+        """Context lengths of slots that this scheduler may lease, leased or not; 0 is unknown."""
         return [
             offer.engine.context_tokens
             for _, offer in self.offers.values()
@@ -133,7 +133,7 @@ class Harvest:
         await asyncio.gather(*map(self._apply, effects))
 
     def refused(self, member: Member) -> None:
-        """The guest says that its lease is not the one in force.
+        """Handles a guest's report that its lease is not the one in force.
 
         A new grant reaches the guest a beat after its lease reached us, so this alone ends no
         lease: the engine rests until its next health check, and the agent is asked.

@@ -1,8 +1,8 @@
-"""Identity of an engine by its own word: its process, what it can serve, what its workers hold.
+"""Identity of an engine by its own report: its process, its abilities, its workers' weights.
 
-An engine with coserve's IdentityMiddleware tells in a route of its own and with every reply. Stock
-vLLM has neither: its process is known by the time at which it started, which its metrics tell, and
-of what it can serve it tells the model's name and context.
+An engine with coserve's IdentityMiddleware reports it in a route of its own and with every reply.
+Stock vLLM has neither: its start time, from its metrics, identifies its process, and it reports
+only its model's name and context.
 """
 
 import re
@@ -30,7 +30,7 @@ class Change(IntEnum):
     PROCESS = 1
     """Another process: the one before has died."""
     WEIGHTS = 2
-    """The same process, whose weights somebody else has called for."""
+    """The same process, with weights that another caller has set."""
 
 
 def change_between(given: str, told: str) -> Change:
@@ -51,7 +51,7 @@ class _StockModels(msgspec.Struct, frozen=True):
 
 
 class HeldWeights(msgspec.Struct, frozen=True):
-    """Weights that one worker says it holds; empty before its first update and while in doubt."""
+    """Weights that one worker reports; empty before its first update and while in doubt."""
 
     store: str = ""
     version: int = 0
@@ -74,7 +74,7 @@ _HELD = msgspec.json.Decoder(_Held)
 
 
 class IdentityQuestions:
-    """Raises PeerProtocolError for an answer that is none, and aiohttp's errors."""
+    """Raises PeerProtocolError for an invalid answer, and aiohttp's errors."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, timeout_s: float) -> None:
         self._session = session
@@ -82,7 +82,8 @@ class IdentityQuestions:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def report(self) -> tuple[EngineReport, bool]:
-        """Also whether every reply carries the identity. A stock engine may tell none: ""."""
+        """The report, and whether every reply carries the identity. A stock engine may have none:
+        ""."""
         status, raw = await self._get(ENGINE_ROUTE)
         if status == 200:
             return _decoded(raw, _REPORT, ENGINE_ROUTE), True
@@ -92,7 +93,7 @@ class IdentityQuestions:
         return EngineReport(identity=await self.start_time(), description=description), False
 
     async def start_time(self) -> str:
-        """When a stock engine's process started, as its metrics say; "" if they do not."""
+        """Start time of a stock engine's process, from its metrics; "" without it."""
         # vLLM writes its whole page in the process that answers requests: the one series first.
         for path in ("/metrics/?name[]=process_start_time_seconds", "/metrics"):
             status, raw = await self._get(path)

@@ -1,4 +1,4 @@
-"""What the gateway exports to Prometheus. Touched a few times per turn, never per token."""
+"""Prometheus metrics of the gateway. Touched a few times per turn, never per token."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -1,8 +1,8 @@
-"""The turns of one job that somebody waits for, by request id.
+"""The turns of one job that clients wait for, by request id.
 
 A client that asks again, with the same body under the same id, joins the turn that it began: its
 first connection may have timed out or broken. A turn outlives its last client by `rejoin_s`, and so
-does an end that nobody was there to hear; after that it is cancelled on its engine and forgotten.
+does an undelivered end; after that it is cancelled on its engine and forgotten.
 An id whose turn has been answered is free.
 """
 
@@ -82,7 +82,7 @@ class OpenTurns:
         return await self._follow(held, on_turn)
 
     async def close(self) -> None:
-        """Turns that have ended say so to their clients first."""
+        """Closes all turns; those that have ended are delivered to their clients first."""
         for held in tuple(self._open.values()):
             await self._cancel(held)
 
@@ -97,7 +97,7 @@ class OpenTurns:
     def _ended(self, held: _Open, task: "asyncio.Task[RefuseTurn | None]") -> None:
         self._ledger.close(held.turn)
         self._on_end(held.turn)
-        # Whoever waits for it hears of its error; where nobody does, nobody is to.
+        # Retrieves the error: a waiting client gets it, and asyncio logs none without one.
         if task.cancelled() or task.exception() is not None:
             self._forget(held)
 

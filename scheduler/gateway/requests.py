@@ -1,7 +1,7 @@
-"""What a job may ask for: the generate request, every field checked before anything is queued.
+"""Validates the generate request, every field, before anything is queued.
 
-Each field of vLLM's generate request is honoured or refused by name. One that would change nothing
-may be sent with that value, since clients send their defaults.
+Each field of vLLM's generate request is honoured or refused by name. A refused field may be sent
+with its neutral value, since clients send their defaults.
 """
 
 import math
@@ -22,7 +22,7 @@ from harvester.contracts.wire.rollouts import (
 )
 
 UNKNOWN_VOCABULARY_TOKENS = 1 << 19
-"""Bound while no engine has said its vocabulary: twice the largest one published."""
+"""Bound while no engine has reported its vocabulary: twice the largest one published."""
 
 _MAX_ID_CHARS = 200
 _MAX_STOP_TOKENS = 256
@@ -100,7 +100,7 @@ REFUSED_SAMPLING_FIELDS: Mapping[str, RefusedField] = {
 
 
 class _Sampling(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is always so may be said."""
+    """Parameters with one fixed value may be sent with that value."""
 
     n: Literal[1] = 1
     logprobs: Literal[0, 1] = 1

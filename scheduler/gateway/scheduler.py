@@ -48,7 +48,7 @@ from scheduler.model import Engine, EngineKind
 _log = logging.getLogger(__name__)
 
 _SWITCHES_S = 0.25
-"""Between two looks at switches that were on for a time."""
+"""Period of checks for expired switches, in s."""
 # Session ids seen, to count trajectories once; forgotten together when there are too many.
 _SESSIONS_REMEMBERED = 1 << 17
 
@@ -153,7 +153,7 @@ class Scheduler:
         return AgentClient(self._session, agent.url, token=token, timeout_s=timeout_s)
 
     async def start(self) -> None:
-        """Take up what was going on before, then watch engines, stalls and agents."""
+        """Resume the state of the previous process, then watch engines, stalls and agents."""
         self._resume()
         times = self.settings.timeouts
         for given in self.settings.engines:
@@ -208,7 +208,7 @@ class Scheduler:
             task.result()
 
     async def close(self) -> None:
-        """Open turns end with what they have; leases are given back."""
+        """Open turns end with their tokens so far; leases are given back."""
         self.runner.close()
         for open_turns in self._open_turns.values():
             await open_turns.close()
@@ -241,7 +241,7 @@ class Scheduler:
         )
 
     def model_names(self, job: JobId) -> set[str]:
-        """What a request of the job may name as its model."""
+        """Model names that a request of the job may use."""
         told = {member.model for member in self.fleet.members.values()}
         return {job, self.jobs[job].adapter or job, *filter(None, told)}
 

@@ -32,7 +32,7 @@ class JobFacts:
     version: WeightVersion
     active: bool = False
     harvesting: bool | None = None
-    """None: nobody has switched it, the configuration holds."""
+    """None: never switched, the configuration holds."""
 
 
 class SchedulerState:
@@ -103,7 +103,7 @@ class SchedulerState:
             self._db.execute("INSERT OR IGNORE INTO parked (job) VALUES (?)", (job,))
 
     def leases(self) -> list[Lease]:
-        """Not usable until renewed: their end is in the past."""
+        """Leases as of before; not usable until renewed: their end is in the past."""
         rows = self._db.execute("SELECT lease, slot, agent, job, epoch FROM leases ORDER BY lease")
         return [
             Lease(

@@ -33,7 +33,7 @@ class EngineChunk(msgspec.Struct):
 
     @property
     def fault(self) -> str:
-        """What the engine says went wrong; empty if nothing did."""
+        """The error that the engine reports; empty without one."""
         said = bytes(self.error)
         return "" if said in (b"", b"null") else said[:500].decode(errors="replace")
 
@@ -81,7 +81,7 @@ class _NamelessChunk(msgspec.Struct):
 
 _DECODER = msgspec.json.Decoder(EngineChunk)
 _NAMELESS_DECODER = msgspec.json.Decoder(_NamelessChunk)
-"""For vLLM before 0.32, whose log-probabilities do not say of which token id they are."""
+"""For vLLM before 0.32, whose log-probabilities carry no token ids."""
 
 
 def _chunk(event: memoryview) -> EngineChunk:

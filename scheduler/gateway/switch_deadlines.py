@@ -1,7 +1,7 @@
-"""Until when a job's switches stay on that were switched on for a time only.
+"""Expiry times of a job's switches that were set for a limited time.
 
-A job that takes part in phases says so again while its permit lasts. When its process dies, its
-switches go off by themselves: engines whose node is another job's are not used for it any more.
+A job in a phase renews them while its permit lasts. When its process dies, its switches expire:
+engines on another job's node are then no longer used for it.
 Reads no clock.
 """
 
@@ -29,7 +29,7 @@ class SwitchDeadlines:
             self._until_s[job, switch] = until_s
 
     def passed(self, *, now: float) -> tuple[tuple[JobId, Switch], ...]:
-        """What goes off now; each is returned once."""
+        """Switches that expire now; each is returned once."""
         passed = tuple(sorted(key for key, until_s in self._until_s.items() if until_s <= now))
         for key in passed:
             del self._until_s[key]

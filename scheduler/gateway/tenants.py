@@ -1,4 +1,4 @@
-"""Who may call: bearer tokens of tenants, read from a file that only its owner can read."""
+"""Authentication of tenants by bearer tokens, from a file that only its owner can read."""
 
 import hmac
 import stat
@@ -12,7 +12,7 @@ MIN_TOKEN_CHARS = 16
 
 
 class Tenants:
-    """None of them: everyone on loopback is believed."""
+    """Tenants by token; without any, every client on loopback is trusted."""
 
     def __init__(self, tokens: dict[TenantId, str]) -> None:
         self._tokens = tokens
@@ -46,7 +46,7 @@ class Tenants:
         return not self._tokens
 
     def tenant_of(self, authorization: str) -> TenantId | None:
-        """The tenant whose token stands in the header; all are compared, in constant time each."""
+        """The tenant of the token in the header; all tokens are compared, in constant time each."""
         scheme, _, given = authorization.partition(" ")
         found = None
         for tenant, token in self._tokens.items():

@@ -1,7 +1,7 @@
 """Carries one turn to its end: from engine to engine until it has ended, cancelled or lost.
 
-What goes wrong belongs to somebody: a refusal to the request, a broken stream to the engine, an
-abort for want of slack or of a lease to nobody.
+Every failure has an owner: a refusal the request, a broken stream the engine; an abort for lack of
+slack or of a lease has none.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ _ABORTED_PAUSE_S = 0.25
 
 
 class TurnObserver(Protocol):
-    """Told what becomes of attempts, a few times per turn and never per token."""
+    """Observer of attempts, called a few times per turn and never per token."""
 
     def generated(self, turn: Turn, member: Member, tokens: int) -> None: ...
 
@@ -63,20 +63,20 @@ class RunningAttempt:
     task: "asyncio.Task[None] | None" = None
     why_cut: Cut | None = None
     paused_s: float = 0.0
-    """Waited for a guest's closed gate, which says nothing of its speed."""
+    """Wait for a guest's closed gate, in s; it is no measure of its speed."""
     trial: str = ""
-    """What is suspected of it; empty for a turn above suspicion."""
+    """The suspect on trial; empty for a turn above suspicion."""
     tokens: int = 0
     broke_s: float | None = None
-    """When it was seen to fail, which may be before its engine is known to have died."""
+    """Time at which it was seen to fail, possibly before its engine is known to have died."""
     reached: bool = True
-    """Whether the engine may have seen it."""
+    """Whether the engine may have received it."""
     refused_s: float | None = None
     """The engine did not take it and wants no more for this long."""
 
     @property
     def request(self) -> str:
-        """What is to blame if the engine fails now: its prompt, or it with its tokens."""
+        """The suspect if the engine fails now: the prompt, or the turn with its tokens."""
         return suspected_as(self.turn)
 
     def hear(self, *, now: float, pause_s: float) -> None:
@@ -92,7 +92,8 @@ class RunningAttempt:
 
 
 def suspected_as(turn: Turn) -> str:
-    """A prompt of which tokens were made is none that kills: from there the turn is meant alone."""
+    """The turn's own key once its prompt made tokens, since that prompt cannot kill; else the
+    prompt."""
     return turn.key if turn.token_ids else turn.content
 
 
@@ -115,14 +116,14 @@ class TurnRunner:
         self._max_attempts = max_attempts
         self._closing = False
         self._first_tokens = FirstTokens()
-        """Those of dedicated engines: a guest's gate may be closed before one."""
+        """First-token times of dedicated engines only: a guest's gate may be closed before one."""
         self.blame = BlamePolicy()
         fleet.on_lost = self._engine_lost
 
     async def run(self, turn: Turn, *, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:
-        """Serve the turn to its end. A refusal is returned only where no token was made yet.
+        """Serve the turn to its end. Returns a refusal only before the first token.
 
-        Raises RequestRefused where an engine says, before any token, that the request is wrong.
+        Raises RequestRefused if an engine rejects the request before any token.
         """
         course = TurnCourse()
         while not turn.ended:
@@ -164,7 +165,7 @@ class TurnRunner:
         return RefuseTurn(turn=turn.key, refusal=Refusal.FULL, reason=reason)
 
     async def _place(self, turn: Turn, course: TurnCourse) -> DispatchTurn | RefuseTurn | None:
-        """None: the turn may be looked at anew."""
+        """The turn's place; None: the turn is reviewed anew."""
         course.suspect = suspect = self._suspected(turn)
         if wait_s := self.blame.trial_in_s(suspect, now=self._clock.now()):
             await asyncio.sleep(min(wait_s, _WATCH_S))
@@ -212,13 +213,13 @@ class TurnRunner:
         broke_s = min((one.broke_s for one in lost if one.broke_s is not None), default=now)
         for running in lost:
             if running.trial not in ("", running.request):
-                # Its prompt, of which this engine has made tokens.
+                # Its prompt, from which this engine has made tokens.
                 self.blame.served(running.trial, engine)
         ran = [Ran(one.request, age_s=broke_s - one.began_s, tokens=one.tokens) for one in lost]
         self.blame.died(engine, ran, reason=fault, now=now)
 
     def close(self) -> None:
-        """End every turn with what it has."""
+        """End every turn with its tokens so far."""
         self._closing = True
         self._dispatcher.close()
         for member in self._fleet.members.values():
@@ -226,7 +227,7 @@ class TurnRunner:
                 running.cut(Cut.END)
 
     async def watch_stalls(self) -> None:
-        """Move turns off engines that fell silent; where nobody else has room they stay."""
+        """Move turns off silent engines; a turn stays if no other engine has room."""
         period_s = min(_WATCH_S, self._timeouts.guest_tail_stall_s / 4)
         while True:
             await asyncio.sleep(period_s)
@@ -238,7 +239,8 @@ class TurnRunner:
                         moving += self._check_stall(member, running, moving)
 
     def _check_stall(self, member: Member, running: RunningAttempt, moving: int) -> bool:
-        """Whether the turn leaves; `moving` others do, who have not taken their places yet."""
+        """Cut a stalled turn; `moving` other turns leave already and have not taken their places
+        yet."""
         now, kind = self._clock.now(), member.engine.kind
         silent_s = now - running.heard_s
         tail = not self._dispatcher.policy.queued_turns
@@ -427,7 +429,8 @@ async def _drain(choices: AsyncGenerator[EngineChoice, None]) -> None:
 
 
 def _check_vocabulary(turn: Turn, member: Member) -> None:
-    """A turn may have waited since before any engine had said its vocabulary."""
+    """Raises RequestRefused for token ids beyond the engine's vocabulary; a turn may be older than
+    it."""
     bound = member.vocabulary_tokens
     if bound is None:
         return

@@ -46,7 +46,7 @@ class _UpdateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: str
     version: int
     state_hash: str | None = None
-    """Each engine holds what it loaded against the store's own record of it."""
+    """Accepted and ignored: each engine checks its load against the store's own record."""
 
 
 class _Update(msgspec.Struct, frozen=True):

@@ -25,13 +25,13 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """What a chart says in words."""
+    """Texts of a chart."""
 
     title: str
     x: str
     y: str
     alt: str
-    """What is to be seen, for who does not see it."""
+    """Description of the chart's content for readers who cannot see it."""
 
 
 def curves(series: Sequence[Series], words: Words, *, limit_x: float | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Who is on which node from when to when: as SVG, and as letters for a terminal."""
+"""A Gantt chart of jobs on nodes: as SVG, and as letters for a terminal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Stint:
     start_s: float
     end_s: float
     partial: bool
-    """On a part of the row, beside the next one."""
+    """Whether it is on a part of the row, beside the next one."""
     words: str = ""
 
 
@@ -39,7 +39,7 @@ def gantt_svg(
     length_s: float,
     alt: str,
 ) -> str:
-    """Rows from top to bottom; what is partial lies as a thin bar under the full ones."""
+    """Draws rows from top to bottom; a partial stint is a thin bar under the full ones."""
     height = _ROW * len(rows) + 62
     drawing = Drawing(_WIDTH, height, label=alt)
     scale = (_WIDTH - _LEFT - 12) / (length_s or 1.0)
@@ -69,7 +69,7 @@ def gantt_text(
     length_s: float,
     columns: int,
 ) -> list[tuple[str, str]]:
-    """A row's name and its line of letters; what is partial has a line below, in small letters."""
+    """A row's name and its line of letters; partial stints have a line below, in small letters."""
     lines: list[tuple[str, str]] = []
     for row in rows:
         own = [one for one in stints if one.row == row]

@@ -21,7 +21,7 @@ COLOURS: Final = (
     "#0f766e",
     "#5b5bd6",
 )
-"""Told apart by colour-blind readers at least by lightness; texts beside them repeat the name."""
+"""Distinguishable by lightness at least, for colour-blind readers; texts beside repeat the name."""
 
 
 def colour(number: int) -> str:
@@ -32,7 +32,7 @@ class Drawing:
     """Shapes in their order; `str` is the picture. Units are pixels of the picture's own width."""
 
     def __init__(self, width: float, height: float, *, label: str) -> None:
-        """`label` says in words what is to be seen."""
+        """`label` describes the drawing's content in words."""
         self.width = width
         self.height = height
         self._label = label

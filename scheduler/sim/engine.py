@@ -52,7 +52,8 @@ class Simulation:
         return self.at(self.now + delay_s, action)
 
     def run(self, *, until_s: float = float("inf")) -> None:
-        """Until nothing is pending, or up to `until_s`, which it then is."""
+        """Runs until nothing is pending, or up to `until_s`, at which time the clock then
+        stands."""
         while self._heap and self._heap[0].at_s <= until_s:
             scheduled = heapq.heappop(self._heap)
             if scheduled.action is None:

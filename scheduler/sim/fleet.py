@@ -3,7 +3,7 @@
 An engine shares itself between its turns: with n of them a token takes `alone * (1 + share * n)`.
 A guest is a slower engine whose lease is revoked and given back at random. Trajectories are
 long-tailed in turns, tokens and tool latency. The figures are simulated: they compare policies and
-say nothing about a machine.
+measure no machine.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class FleetShape:
     guests: int = 1
     concurrency: int = 16
     guest_speed_ratio: float = 0.5
-    """Of a guest under its grant to a dedicated engine."""
+    """Speed of a guest under its grant, over a dedicated engine's."""
     lease_s: float = 60.0
     """Mean time until a lease is revoked."""
     gap_s: float = 5.0
@@ -62,7 +62,7 @@ class BatchShape:
     tool_sigma: float = 1.0
     tool_max_s: float = 0.4
     training_s: float = 1.0
-    """Between two rollout phases."""
+    """Time between two rollout phases, in s."""
 
 
 @dataclass(slots=True)

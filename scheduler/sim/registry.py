@@ -1,4 +1,4 @@
-"""Which class makes the decisions of which journal, by the name in the journal's first line."""
+"""The policy class of each journal, by the name in the journal's first line."""
 
 from importlib import import_module
 from typing import Any, ClassVar, Protocol, cast

@@ -115,7 +115,7 @@ def gateway(tmp_path: Path) -> Iterator[Callable[..., Served]]:
 
 
 class FakeAgent:
-    """Lease routes over one slot, with a request or a reply that gets lost where told to."""
+    """Lease routes over one slot; loses a request or a reply on demand."""
 
     def __init__(self) -> None:
         self.url = ""

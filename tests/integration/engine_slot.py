@@ -58,7 +58,7 @@ _TTL_S = 2.0
 
 
 class PlayedAgent:
-    """Writes the grant, and the pulse of an engine that there is not, until told to fall silent."""
+    """Writes the grant, and the pulse of an absent engine, until told to fall silent."""
 
     def __init__(self, pages: PageDirectory) -> None:
         self._pages = pages
@@ -266,7 +266,7 @@ async def completed(url: str, model: str, max_tokens: int) -> int:
 async def until(
     holds: Callable[[], object], what: str, *, seen: Callable[[], object] = lambda: ""
 ) -> None:
-    """Fails with `what`, and with what is `seen` then, where it is not so for a minute."""
+    """Waits for `holds`; after a minute fails with `what` and the result of `seen`."""
     try:
         async with asyncio.timeout(WITHIN_S):
             while not holds():  # noqa: ASYNC110 - pages of another process
@@ -322,14 +322,14 @@ def started_slot(
     with Processes(root / "logs") as processes:
         agent = PlayedAgent(pages)
         if gpu is not None:
-            # A start's passes wait long for slack where nobody grants anything.
+            # A start's passes wait long for slack without grants.
             agent.say(GrantMode.UNGATED)
         try:
             for url, (name, command) in zip(urls, commands.items(), strict=True):
                 environment = {**command.environment, "VLLM_RPC_BASE_PATH": str(sockets)}
                 children[name] = processes.start(name, command.arguments, environment=environment)
                 if gpu is not None:
-                    # An engine sizes itself by what is free at its start.
+                    # An engine sizes itself by the free memory at its start.
                     wait_for(url, children[name], within_s=start_s)
             for url, child in zip(urls, children.values(), strict=True):
                 wait_for(url, child, within_s=start_s)

@@ -35,16 +35,16 @@ class FakeEngine:
         self.started_s = secrets.randbelow(1 << 31)
         self.context = context
         self.told_context: int | None = None
-        """What it says that its context is, where that is not true; 0 says nothing."""
+        """The context it reports, if that is not its own; 0 reports none."""
         self.vocabulary = VOCABULARY
         self.logprobs_mode = "processed_logprobs"
         self.stock = stock
         """Without coserve's middleware."""
         self.mute = False
-        """Of a stock engine: its metrics do not say when it started."""
+        """For a stock engine: its metrics hold no start time."""
         self.step_s = step_s
         self.prefill_s = 0.0
-        """To the first token of each request."""
+        """Delay to the first token of each request, in s."""
         self.epoch = epoch
         self.version = 0
         self.updated: dict[str, Any] | None = None
@@ -57,12 +57,12 @@ class FakeEngine:
         self.ends_after = 0
         """Tokens after which the next stream ends whole and without a finish reason, once."""
         self.breaks_after, self.breaks = 0, 1
-        """The token before which the next so many streams are reset; 0 resets none."""
+        """The token before which the next `breaks` streams are reset; 0 resets none."""
         self.replaced_after = ""
         """The control route after which another process is here, once."""
         self.eos: list[int] = []
         self.after_finish = ""
-        """What follows the last chunk: `break` of the connection, or `wait` of a second."""
+        """Event after the last chunk: `break` of the connection, or `wait` of a second."""
         self.answers: dict[str, int] = {}
         """Statuses with which requests are answered, by the first token of their prompt."""
         self.dies_of = -1
@@ -124,7 +124,8 @@ class FakeEngine:
     async def identify(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """As coserve's IdentityMiddleware: on every reply, and only the engine meant serves."""
+        """Acts like coserve's IdentityMiddleware: identity on every reply, 412 for another
+        engine's."""
         if not self.stock:
             wanted = request.headers.get("X-RoseMux-Engine", self.identity)
             if wanted != self.identity:
@@ -179,7 +180,7 @@ class FakeEngine:
         return held
 
     async def stage(self, body: dict[str, Any]) -> web.Response:
-        """Prepared on the second time of asking; what was open then is remembered."""
+        """Ready on the second call; records the turns open at each call."""
         asked = [*body["kwargs"].values(), self.open]
         known = any(seen[:2] == asked[:2] for seen in self.staged)
         self.staged.append(asked)

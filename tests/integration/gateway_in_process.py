@@ -30,7 +30,7 @@ class Site:
         return f"http://127.0.0.1:{self.port}"
 
     async def serve(self, app: web.Application) -> None:
-        """In the place of the app that was here before."""
+        """Serves an app in the place of the previous one."""
         await self.close()
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01

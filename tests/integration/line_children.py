@@ -1,4 +1,4 @@
-"""Child processes that are told and answer line by line, and that a test ends."""
+"""Child processes driven line by line through their pipes, and ended by the test."""
 
 import subprocess
 import sys

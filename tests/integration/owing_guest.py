@@ -20,7 +20,7 @@ class OwingGuest:
     page: PageWriter[Guest]
 
     def speak(self, *, kv_usage_ratio: float) -> None:
-        """What production and guest say from now on."""
+        """Writes production's and the guest's pages."""
         now_ns = monotonic_ns()
         pulse = Pulse(model_samples=1000, kv_usage_ratio=kv_usage_ratio)
         self.pulse.write(pulse, now_ns=now_ns, ttl_ns=_TTL_NS)

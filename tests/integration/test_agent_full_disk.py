@@ -1,4 +1,4 @@
-"""The real agent process whose state directory is a full tmpfs, in a mount namespace of its own."""
+"""The real agent process with a full tmpfs as state directory, in its own mount namespace."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ def _can_mount(folder: Path) -> bool:
 
 
 class SmallAgent(Agent):
-    """Its `state_dir` is a tmpfs that nobody else sees but through /proc."""
+    """Its `state_dir` is a tmpfs that other processes see only through /proc."""
 
     full_at_start = False
 

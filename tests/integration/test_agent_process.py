@@ -40,7 +40,7 @@ _clock = MonotonicClock()
 
 
 def wait_for(holds: Callable[[], Any], *, seconds: float = 8.0) -> Any:
-    """What `holds` returned once it was true."""
+    """First true result of `holds`."""
     end_s = _clock.now() + seconds
     tick = threading.Event()
     while _clock.now() < end_s:
@@ -173,7 +173,7 @@ def beats(agent: Agent) -> Iterator[Beats]:
 
 @pytest.fixture
 def harvesting(agent: Agent, beats: Beats) -> Any:
-    """The lease of an agent whose grant is open."""
+    """The lease of an agent with an open grant."""
     lease = agent.take("r1")
     wait_for(lambda: agent.mode() == "open")
     return lease

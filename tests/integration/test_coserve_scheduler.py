@@ -1,4 +1,4 @@
-"""The guest's scheduler over vLLM's own class: what it answers the engine loop. No engine runs."""
+"""The guest's scheduler over vLLM's own class: its answers to the engine loop. No engine runs."""
 
 import threading
 from pathlib import Path
@@ -22,7 +22,7 @@ HOUR_NS = 3_600_000_000_000
 
 
 class Core:
-    """What the scheduler touches of the engine core."""
+    """The part of the engine core that the scheduler uses."""
 
     def __init__(self) -> None:
         self.running = True
@@ -60,7 +60,7 @@ class Weights:
 
 
 class Scene:
-    """A scheduler with requests, whose upstream half is played by the test."""
+    """A scheduler with requests; the test plays its upstream half."""
 
     def __init__(self, path: Path, scheduler_class: Any) -> None:
         self.directory = PageDirectory.create(path)
@@ -91,12 +91,12 @@ class Scene:
         return list(request_ids)
 
     def admits(self) -> bool:
-        """As the loop asks: is there work, and may a step be launched."""
+        """Asks like the loop: is there work, and may a step be launched."""
         self.scheduler.has_requests()
         return bool(self.scheduler.admits())
 
     def flushes(self) -> bool:
-        """A step without tokens is admitted, after which the workers know who is over."""
+        """A step without tokens is admitted, after which the workers know the ended requests."""
         admitted = self.admits() and self.scheduler._granted_tokens == 0
         self.scheduler.finished_req_ids.clear()
         return admitted
@@ -122,7 +122,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     scene = Scene(tmp_path, CoserveScheduler)
 
     def has_requests(self: Any) -> bool:
-        # As upstream: aborted requests count until a step has told the workers.
+        # Like upstream: aborted requests count until a step has told the workers.
         return bool(self.requests) or bool(self.finished_req_ids)
 
     monkeypatch.setattr(AsyncScheduler, "has_requests", has_requests)
@@ -265,7 +265,7 @@ def test_a_guest_whose_grant_stays_away_does_not_spin(scene: Scene) -> None:
 
 
 class Sleeper:
-    """A guest whose weights go to host memory, with a pool of four blocks of 16 tokens."""
+    """A guest that moves its weights to host memory, with a pool of four blocks of 16 tokens."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.log = scene, list[str]()

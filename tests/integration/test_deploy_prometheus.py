@@ -213,7 +213,7 @@ def test_two_nodes_are_two_lines_of_every_panel(prometheus_url: str) -> None:
 def test_a_node_is_the_host_unless_the_target_names_it(
     address: str, labels: dict[str, str], node: str
 ) -> None:
-    """As Prometheus relabels: an anchored expression over the joined labels."""
+    """Relabels like Prometheus: an anchored expression over the joined labels."""
     config = yaml.safe_load((CONFIG / "prometheus.yml").read_text())
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
     for job in ("rosemux-agent", "vllm-production", "vllm-rollout"):

@@ -1,4 +1,4 @@
-"""A real engine whose first step is as small as a tight grant makes it."""
+"""A real engine whose first step a tight grant limits to a few tokens."""
 
 import os
 import subprocess

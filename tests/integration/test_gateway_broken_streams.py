@@ -47,7 +47,7 @@ async def test_an_engine_that_breaks_every_stream_is_down_and_the_turn_goes_on_e
         turns = [gateway.generate(f"t{each}", 20) for each in range(4)]
         for status, choice in await asyncio.gather(*turns):
             assert (status, choice["token_ids"]) == (200, continued(PROMPT, 20, version=1))
-        # What was down is updated before it serves again.
+        # A downed engine is updated before it serves again.
         assert "/update_weights" in broken.calls
 
 

@@ -146,7 +146,7 @@ async def test_the_same_request_again_joins_the_turn_that_is_open(fake_engine, g
 async def test_a_client_that_timed_out_and_asks_again_gets_its_turn(
     fake_engine, gateway, gone_s
 ) -> None:
-    """Whether the turn is still running then or has ended."""
+    """The turn may still be running then, or have ended."""
     engine = fake_engine(step_s=0.02)
     front = gateway(engine, timeouts={"rejoin_s": 5})
     first = asyncio.create_task(generate(front, "r", 30))

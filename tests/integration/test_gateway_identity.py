@@ -163,7 +163,7 @@ async def test_an_engine_that_computes_something_else_does_not_join(what, value)
 
 
 async def test_weights_changed_by_another_hand_are_no_turns_fault() -> None:
-    """As a second gateway does that publishes to the same engine."""
+    """A second gateway that publishes to the same engine acts like this."""
     engines = [fake(step_s=0.05), fake(step_s=0.05)]
     async with gateway_on(*engines) as gateway:
         await gateway.publish(1)

@@ -181,7 +181,7 @@ async def test_a_job_that_may_not_use_its_own_engine_goes_on_on_its_lease(
         (choice,) = reply["choices"]
         assert len(choice["token_ids"]) == 150
         assert [span["version"] for span in choice["spans"]] == [1, 1]
-    # It follows versions while nobody uses it, and takes turns again when it may.
+    # It follows versions while no turn uses it, and takes turns again when it may.
     await front.post("/v1/jobs/job/versions", {"version": 2, "store": "s"})
     await dedicated.until("/_fake", lambda looked: looked["version"] == 2)
     await front.post("/v1/jobs/job/harvesting", {"enabled": False})

@@ -26,7 +26,7 @@ async def test_turns_whose_first_token_takes_longer_than_the_bound_end() -> None
                     assert (status, choice["token_ids"]) == (200, continued(PROMPT, 20, version=1))
                 if step == 0:
                     before = retried.retried
-        # Once the engines are known to be slow, nobody leaves them.
+        # Once the engines are known to be slow, no turn leaves them.
         assert retried.retried == before
 
 

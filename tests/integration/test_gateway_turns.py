@@ -13,7 +13,7 @@ PROMPT = [1, 2, 3]
 
 
 def expected_tokens(prompt: list[int], count: int, version: int = 0) -> list[int]:
-    """What the fake engine says, all in one go."""
+    """The fake engine's tokens, all in one go."""
     token_ids = list(prompt)
     for _ in range(count):
         text = f"{version}:{len(token_ids)}:{token_ids[-8:]}"
@@ -79,7 +79,7 @@ async def test_an_engine_that_comes_back_serves_again(fake_engine, gateway) -> N
 async def test_a_stream_that_ends_whole_without_a_reason_was_aborted_and_its_engine_is_well(
     fake_engine, gateway
 ) -> None:
-    """As vLLM up to 0.30 does where the guest had to end a turn between two chunks."""
+    """vLLM up to 0.30 does this if the guest had to end a turn between two chunks."""
     engine = fake_engine(step_s=0.01)
     front = gateway(engine)
     await front.until("/v1/status", serving(1))

@@ -1,6 +1,6 @@
-"""The measurement of blocking on devices whose answer is known: whole turns, and none at all.
+"""The measurement of blocking on devices with known answers: whole turns, and none at all.
 
-Everything but the device is what runs on the day: processes, pages, gates, logs and figures.
+Only the device is fake: processes, pages, gates, logs and figures are the real ones.
 """
 
 import asyncio

@@ -1,4 +1,5 @@
-"""A real guest obeys its slot's pages: grant, pulse, epoch, and what it gives back without them."""
+"""A real guest obeys its slot's pages: grant, pulse, epoch, and its return of memory without
+them."""
 
 import asyncio
 import math
@@ -14,7 +15,7 @@ from tests.integration.engine_slot import PLAYED_PULSE, EngineSlot, Turn, until
 
 pytestmark = pytest.mark.engine
 
-# Short enough to expire while a turn of LONG tokens runs, whatever the machine.
+# Short enough to expire while a turn of LONG tokens runs, on any machine.
 EXPIRY_S = 0.3
 LONG = 1500
 # With these, a fresh and idle pulse leaves ten seconds of slack, which admits any step.

@@ -106,7 +106,7 @@ async def test_the_budget_holds_after_every_prefix_was_dropped(slot: EngineSlot)
 
 
 async def computed_tokens(slot: EngineSlot, **request: Any) -> int:
-    """What the guest's steps took for one turn, prompt and output."""
+    """Tokens computed by the guest's steps for one turn, prompt and output."""
     before = slot.guest().tokens_total
     turn = await slot.begin(16, **request).ended()
     assert len(turn.tokens) == 16

@@ -37,7 +37,7 @@ def next_state(state: State) -> State:
 
 
 async def held(session: aiohttp.ClientSession, slot: EngineSlot) -> tuple[str, dict[str, Any]]:
-    """What vLLM says it serves, and what the guest's memory holds."""
+    """The version that vLLM reports, and the guest's report of its weights in memory."""
     async with session.get(f"{slot.guest_url}/weight_info") as response:
         version = (await response.json())["weight_version"]
     body = {"method": "rosemux_weights"}

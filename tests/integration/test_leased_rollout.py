@@ -15,7 +15,7 @@ from scheduler.rollmux.control.harvesting import Harvesting
 from tests.integration.test_phase_processes import LEASE_S, Job, Machine
 
 PLACES = 4
-"""Of the guest."""
+"""Places of the guest."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ async def scene(
 
 
 async def _with_a_tail_on_the_guest(scene: Scene) -> tuple[Job, Job]:
-    """Of job, whose node is the other's now."""
+    """Job with its tail on the guest, and the other job, which holds its node now."""
     job, other = scene.job("job", scene.front.url), scene.job("other")
     assert await asyncio.to_thread(job.hears) == "placed"
     assert await asyncio.to_thread(other.hears) == "placed"

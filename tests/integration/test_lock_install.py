@@ -23,7 +23,7 @@ from deploy.check_expressions import DEPLOY
 
 ASKING = "asking PyTorch's CPU wheel index"
 SENTENCE = "name PyTorch's CPU wheel index in"
-# What uv is told, and what it would do: torch, from PyTorch's index alone, by the hashes.
+# Stands for uv: checks its arguments, and installs with pip from FAKE_TORCH_INDEX alone.
 UV = """#!python
 import os, subprocess, sys
 words = sys.argv[1:]
@@ -117,7 +117,7 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.fixture
 def install(checkout: Path, index: str, tmp_path: Path) -> Install:
     def install(torch_at: str, *arguments: str) -> tuple[int, str]:
-        """`torch_at` is the registry that has torch; "" none. Exit status and all that is said."""
+        """`torch_at` is the registry with torch; "" none. Exit status and all output."""
         registry = tmp_path / "index" / (torch_at or "elsewhere")
         files = {"torch.py": ""}
         line = add_wheel(registry, "torch", "1.0+cpu", files=files)

@@ -1,5 +1,5 @@
-"""What happens to the files of a slot ends no process: a full file system, pages cut short, deleted
-and replaced under load. Each side is a process of its own, whose exit status tells of a signal."""
+"""Damage to the files of a slot ends no process: a full file system, pages cut short, deleted and
+replaced under load. Each side is a process of its own; its exit status shows a signal."""
 
 import json
 import os

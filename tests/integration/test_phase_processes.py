@@ -115,7 +115,7 @@ def test_holders_go_on_while_the_control_is_dead_and_are_known_when_it_is_back(
     second.enter("rollout")
     control.kill()
     control.wait()
-    # The file that it left behind is in nobody's way.
+    # The file that it left behind blocks nothing.
     assert machine.socket.exists()
     machine.control()
     first.end()

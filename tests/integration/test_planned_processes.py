@@ -36,7 +36,7 @@ jobs:
 
 class Job(LineChild):
     def runs(self, kind: str) -> str:
-        """Enters and ends one phase; what was granted."""
+        """Enters and ends one phase; returns the grant."""
         self.says(kind)
         granted = self.hears()
         self.says("")

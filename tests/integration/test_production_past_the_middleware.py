@@ -71,7 +71,7 @@ def pulse_of(slot: EngineSlot, page: str) -> Pulse:
 
 
 def condition_of(slot: EngineSlot, page: str) -> tuple[Condition | None, str]:
-    """What a node agent with a profile thinks of it."""
+    """Condition and reason by a node agent's watch with a profile."""
     settings = SlotSettings(profile=ProfileSettings(prefill_base_s=0.01, decode_base_s=0.01))
     sensor = SlotSensor(slot.pages, pulses=(page,))
     try:

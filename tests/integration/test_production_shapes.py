@@ -80,7 +80,7 @@ class WideProduction:
         assert done == [max_tokens] * requests
 
     def server(self, index: int) -> psutil.Process:
-        """By vLLM's own title of the process."""
+        """The API server process with vLLM's own title for it."""
         title = f"APIServer_{index}"
         (found,) = [p for p in self.child.tree() if title in " ".join(p.cmdline())]
         return found
@@ -153,7 +153,7 @@ def grant(wide: WideProduction, pulses: tuple[str, ...]) -> None:
 
 
 def expected(wide: WideProduction) -> tuple[str, ...]:
-    """What an agent without a list finds that must be there."""
+    """Pulse pages that an agent without a list expects."""
     sensor = SlotSensor(wide.pages, pulses=())
     try:
         sample = sensor.sample(lease=LeaseView(epoch=Epoch(1)), kill_switch=KillSwitch.NONE)

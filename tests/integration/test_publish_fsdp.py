@@ -1,4 +1,4 @@
-"""A real FSDP2 trainer over gloo publishes without a gather, and what is received is its model."""
+"""A real FSDP2 trainer over gloo publishes without a gather, and receivers get its model."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""A relay whose upstream is gone serves what is whole in its cache, and follows it again after."""
+"""A relay without its upstream serves the whole versions of its cache, and follows it again
+after."""
 
 import threading
 from collections.abc import Iterator

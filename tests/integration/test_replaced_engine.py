@@ -1,4 +1,4 @@
-"""A real engine, restarted behind its port with random weights, and the fake held to what it says.
+"""A real engine, restarted behind its port with random weights, and the fake checked against it.
 
 Two starts of one engine: the slowest test of the gateway, and the only one of its kind.
 """

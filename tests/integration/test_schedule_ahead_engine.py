@@ -190,7 +190,7 @@ class Scene:
         return answer()
 
     def close_the_gate(self, *, abort_grace_s: float = 60.0) -> None:
-        """With a turn unfinished and no step left in the queue."""
+        """Closes the gate with a turn unfinished and no step left in the queue."""
         until(lambda: self.workers.running == DEPTH, "two steps are launched")
         self.grant(GrantMode.CLOSED, abort_grace_s=abort_grace_s)
         self.workers.release()
@@ -199,7 +199,7 @@ class Scene:
         until(lambda: self.guest().gate == "closed", "the gate is closed")
 
     def tokens(self) -> dict[str, int]:
-        """That came out of the engine so far, by request."""
+        """Number of tokens that came out of the engine so far, by request."""
         found: dict[str, int] = {}
         for item in list(self.core.output_queue.queue):
             for output in item[1].outputs:

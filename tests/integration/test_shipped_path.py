@@ -1,7 +1,6 @@
-"""The shipped files as they are, with real engines: what an idle production lends, and what it does
-when the guest's isolation falls.
+"""The shipped files with real engines: harvest on an idle production, and a loss of isolation.
 
-Only what a machine of its own sets is replaced: paths, ports, users, model and size of its KV.
+Only a machine's own settings are replaced: paths, ports, users, model and size of its KV.
 """
 
 import asyncio
@@ -47,7 +46,7 @@ pytestmark = pytest.mark.engine
 
 WANTED_TOKENS = 10_000
 WITHIN_S = 30.0
-# On the small model a prefill of so many takes some tens of milliseconds, as a real one's does.
+# On the small model a prefill of this length takes some tens of milliseconds, like a real one's.
 PROMPT_TOKENS = 2000
 R = TypeVar("R", bound=Record)
 COMMAND = (sys.executable, "-m", "harvester.cli")
@@ -98,7 +97,7 @@ def _left(reader: PageReader[R]) -> R | None:
 
 
 def redirected(root: Path, ports: tuple[int, int]) -> Path:
-    """The shipped file for this machine; every replacement must find what it replaces."""
+    """The shipped file for this machine; every replacement must match."""
     text = (DEPLOY / "systemd/agent.yaml").read_text()
     for shipped, here in (
         ("/run/rosemux", f"{root}/run/rosemux"),
@@ -121,7 +120,7 @@ def redirected(root: Path, ports: tuple[int, int]) -> Path:
 
 
 def make_directories(root: Path) -> None:
-    """As systemd-tmpfiles makes them of the shipped file, for this user."""
+    """Makes the directories of the shipped tmpfiles.conf, for this user."""
     for line in (DEPLOY / "systemd/tmpfiles.conf").read_text().splitlines():
         words = line.split()
         if words[:1] == ["d"]:
@@ -217,7 +216,7 @@ async def leased(slot: Shipped) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def loaded(slot: Shipped, epoch: int) -> AsyncIterator[list[Turn]]:
-    """As many turns at a time as the slot has places, each followed by the next."""
+    """Keeps as many turns running as the slot has places, each followed by the next."""
     turns: list[Turn] = []
 
     async def place(number: int) -> None:

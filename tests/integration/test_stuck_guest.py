@@ -1,4 +1,4 @@
-"""A guest whose engine loop is stuck with memory that production needs, and no agent to end it."""
+"""A stuck engine loop of a guest with memory that production needs, and no agent to end it."""
 
 import signal
 import subprocess
@@ -31,7 +31,7 @@ time.sleep(600)
 
 
 class Agent:
-    """Grants, and ends nobody."""
+    """Grants, and ends no process."""
 
     def __init__(self, path: Path) -> None:
         self.pages = PageDirectory.create(path)
@@ -42,7 +42,7 @@ class Agent:
         self._grants.write(record, now_ns=monotonic_ns(), ttl_ns=500_000_000)
 
     def grant_until(self, child: "subprocess.Popen[str]", seconds: float, **fields: Any) -> bool:
-        """Whether the child has ended meanwhile."""
+        """Grants for `seconds`; whether the child has ended meanwhile."""
         clock = MonotonicClock()
         until_s = clock.now() + seconds
         while clock.now() < until_s:

@@ -1,4 +1,4 @@
-"""Agent, production and guest as three users, and a fourth who has no business there.
+"""Agent, production and guest as three users, and a fourth user without permissions.
 
 Each process imports what it needs and then becomes its user, because a developer's interpreter may
 lie where other users cannot read.
@@ -140,7 +140,7 @@ _clock = MonotonicClock()
 
 
 class Told:
-    """A process of some user, and the last line that it said."""
+    """A process of some user, and the last line of its output."""
 
     def __init__(self, script: str, *arguments: str | Path, stream: str = "stdout") -> None:
         users = {"agent": AGENT, "production": PRODUCTION, "guest": GUEST, "group": GROUP}
@@ -186,7 +186,7 @@ def wait_for(holds: Callable[[], Any], *, seconds: float = 30.0) -> Any:
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """Where every user may look, as in /run; the agent's own directories as tmpfiles makes them."""
+    """A directory open to every user, like /run; the agent's own ones as tmpfiles makes them."""
     place = Path(tempfile.mkdtemp(prefix="rosemux-users-", dir="/dev/shm"))
     place.chmod(0o755)
     for name in ("pages", "state"):
@@ -253,7 +253,7 @@ def test_each_user_is_believed_for_its_own_page_and_nobody_else_can_do_anything(
     assert owners == {"grant": AGENT, "guest": GUEST, PULSE: PRODUCTION}
 
     assert scene.attempts(STRANGER) == set()
-    # The guest is a member of the group and may add files; it can change nobody else's.
+    # The guest is a member of the group and may add files; it can change no other user's.
     own = {"write guest", "swap guest", "lock guest", "swap the lock of guest"}
     assert scene.attempts(GUEST, GROUP) == own | {"make a page", "lock the slot"}
     (scene.slot / "pulse.prod.7").unlink()

@@ -1,4 +1,4 @@
-"""A relay between network namespaces: one copy over the link, whoever asks behind it."""
+"""A relay between network namespaces: one copy over the link for any number of receivers."""
 
 import os
 import subprocess

@@ -48,7 +48,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
 
 @pytest.fixture
 def world(template: Template, tmp_path: Path) -> Iterator[World]:
-    """Without a fork server: these faults kill nobody."""
+    """A world without a fork server: these faults kill no process."""
     made = World(root=tmp_path / "world", template=template, rng=Random(1), zygote=Zygote())
     yield made
     made.end()

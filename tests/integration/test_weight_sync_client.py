@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 async def trained(url: str, store: Path) -> dict[str, Any]:
-    """What the trainer process saw."""
+    """The trainer process's report."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the child saw."""
+    """The child's report."""
     pytest.importorskip("vllm")
     root = tmp_path_factory.mktemp("adapter")
     return run_child("tests.integration.weightsync_adapter_engine", root)

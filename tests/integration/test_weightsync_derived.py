@@ -27,7 +27,7 @@ NEEDS_AMX = pytest.mark.skipif(
     ],
 )
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the child saw with one way of quantising at load."""
+    """The child's report with one way of quantising at load."""
     pytest.importorskip("vllm")
     root = tmp_path_factory.mktemp("derived")
     return run_child("tests.integration.weightsync_derived_engine", root, request.param)

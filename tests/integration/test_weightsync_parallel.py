@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
 @pytest.fixture(scope="module", params=["tensors", "experts", "layers"])
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the child saw with one way of sharing a model out."""
+    """The child's report with one way of sharding a model."""
     pytest.importorskip("vllm")
     root = tmp_path_factory.mktemp("parallel")
     return run_child("tests.integration.weightsync_parallel_engine", root, request.param)
@@ -45,7 +45,8 @@ def test_what_is_refused_leaves_every_rank_on_what_it_held(seen: dict[str, Any])
 
 
 def test_ranks_that_parted_meet_on_the_published_state(seen: dict[str, Any]) -> None:
-    """One had weights that somebody changed and failed alone, the other one took the version."""
+    """One had weights changed by another writer and failed alone, the other one took the
+    version."""
     assert "this rank has no store" in seen["half"]["error"]
     assert seen["half"]["state_hash"] == seen["published"][3]
     assert seen["version_4"] == seen["fresh"]

@@ -1,4 +1,4 @@
-"""A rank with some layers or some experts only follows a store to what it would have loaded itself.
+"""A rank with some layers or experts only follows a store to the weights it would load itself.
 
 vLLM's own models are built for each rank in one child process, without an engine.
 """
@@ -17,7 +17,7 @@ LAYER_OF_RANK = ("model.layers.0.", "model.layers.1.")
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the child saw."""
+    """The child's report."""
     pytest.importorskip("vllm")
     return run_child("tests.integration.weightsync_rank_models", tmp_path_factory.mktemp("ranks"))
 

@@ -1,7 +1,7 @@
 """A real vLLM follows a store: dummy weights, anchor, deltas, another job, and every refusal.
 
 The engines run in one child process (engine cores in-process), because an engine leaves threads and
-global state behind. The child tells what it saw as JSON; the tests here judge it.
+global state behind. The child reports as JSON; the tests here judge it.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the child saw."""
+    """The child's report."""
     pytest.importorskip("vllm")
     return run_child("tests.integration.weightsync_engine", tmp_path_factory.mktemp("weightsync"))
 

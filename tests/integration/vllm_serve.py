@@ -1,4 +1,4 @@
-"""`vllm serve` for builds whose distribution is not called vllm: its own entry asks for that name.
+"""`vllm serve` for builds with another distribution name: its own entry asks for the name vllm.
 
 The single-process server that the other tests start takes no `--api-server-count`.
 """

@@ -49,7 +49,7 @@ _STEPS = {1: (1, 2), 2: (3,)}
 def adapter_state(
     step: int, rank: int = RANK, shapes: Mapping[str, tuple[int, int]] = SHAPES
 ) -> State:
-    """In float32, as PEFT trains adapters; the engine computes in bfloat16."""
+    """Adapter state in float32, as PEFT trains adapters; the engine computes in bfloat16."""
     generator = torch.Generator().manual_seed(7)
     state = {}
     for layer in range(2):
@@ -63,7 +63,7 @@ def adapter_state(
 
 
 def saved_adapter(state: State, config: Mapping[str, Any], directory: Path) -> str:
-    """What PEFT's `save_pretrained` leaves."""
+    """Saves an adapter like PEFT's `save_pretrained`; returns its directory."""
     directory.mkdir()
     save_file(state, directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(json.dumps(config))
@@ -92,7 +92,7 @@ def _publish(stores: Path, bases: list[State]) -> dict[str, list[str]]:
 
 
 def _followed(engine: Any, root: Path, published: list[str]) -> dict[str, Any]:
-    """What an engine with dummy weights samples as it follows adapters."""
+    """Samples of an engine with dummy weights as it follows adapters."""
     from vllm.lora.request import LoRARequest
 
     from weightsync.vllm.adapter_names import adapter_path
@@ -118,7 +118,7 @@ def _followed(engine: Any, root: Path, published: list[str]) -> dict[str, Any]:
 
 
 async def _resolved(engine: Any) -> dict[str, str]:
-    """What a server's front end would do with model names that it does not know."""
+    """A server front end's answers to model names that it does not know."""
     from vllm.lora.resolver import LoRAResolverRegistry
 
     from weightsync.vllm.adapter_names import register_resolver

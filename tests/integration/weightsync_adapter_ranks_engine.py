@@ -43,7 +43,7 @@ SHAPES = {
 }
 """Cut by rows, by columns, and two halves in one."""
 STRAY = {**SHAPES, "cross.q_proj": (4, 4)}
-"""With a layer that the model does not have, of a kind that it has."""
+"""Shapes with a layer that the model does not have, of a kind that it has."""
 FOLLOWING = {
     "load_format": "dummy",
     "weight_transfer_config": {"backend": "rosemux"},
@@ -101,7 +101,8 @@ def _followed(engine: Any, root: Path) -> dict[str, Any]:
 
 
 def _experts_refused(root: Path) -> str:
-    """What an engine of experts says to adapters, also to those that leave the experts alone."""
+    """The refusal of adapters by an engine of experts, even of those that leave the experts
+    alone."""
     checkpoints(root)
     try:
         new_engine(str(root / "first"), lora_target_modules=["q_proj"], **FOLLOWING)

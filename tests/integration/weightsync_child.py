@@ -1,4 +1,4 @@
-"""Runs one process of engines for tests of weightsync, and reads what it saw."""
+"""Runs one process of engines for tests of weightsync, and reads its report."""
 
 import json
 import os

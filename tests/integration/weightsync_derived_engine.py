@@ -47,7 +47,7 @@ def checkpoints(root: Path) -> tuple[State, State]:
 
 
 def _followed(engine: Any) -> dict[str, Any]:
-    """What a following engine samples at versions 1 to 3: first, second, first."""
+    """Samples of a following engine at versions 1 to 3: first, second, first."""
     seen: dict[str, Any] = {"dummy": generated(engine)}
     for version in (1, 2, 3):
         seen[f"report_{version}"] = update(engine, store="experts", version=version)

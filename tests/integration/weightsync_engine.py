@@ -133,7 +133,7 @@ def _refusals(engine: Any, stores: Path) -> dict[str, Any]:
 
 
 def _staged(engine: Any, version: int) -> dict[str, Any]:
-    """How staging told its way, the first call and the last."""
+    """Staging's first reply and its last."""
     first = engine.collective_rpc("rosemux_stage", args=("job-a", version))[0]
     waiting = threading.Event()
     while (told := engine.collective_rpc("rosemux_stage", args=("job-a", version))[0])[
@@ -159,7 +159,7 @@ def _staging(engine: Any, state_hash: str) -> dict[str, Any]:
 
 
 def _damaged(engine: Any, version: int) -> dict[str, Any]:
-    """An update on top of weights that somebody else has touched."""
+    """An update on top of weights that another writer has changed."""
 
     def touch(model: torch.nn.Module) -> None:
         next(iter(model.parameters())).data.view(torch.int16)[0, 0] ^= 1

@@ -41,7 +41,8 @@ SPLITS = {"tensors": TENSOR, "experts": EXPERTS, "layers": PIPELINE}
 
 
 def _dense_checkpoints(root: Path) -> tuple[State, State]:
-    """Of a model with a tied head: a pipeline's last rank has the embedding of the first."""
+    """Two checkpoints of a model with a tied head: a pipeline's last rank has the first's
+    embedding."""
     model = new_model(tied=True)
     first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     second = {name: moved(tensor) for name, tensor in first.items()}
@@ -53,7 +54,7 @@ def _dense_checkpoints(root: Path) -> tuple[State, State]:
 
 
 def _touch(worker: Any) -> None:
-    """What nobody published, in one weight of one rank."""
+    """Changes one weight of one rank without a publish."""
     import torch
 
     if worker.rank == 1:
@@ -74,7 +75,7 @@ def _fail_once(worker: Any) -> None:
 
 
 def _go_on(engine: Any, **update_info: Any) -> None:
-    """As the gateway after a failure: a rank that took the version says that it is in an update."""
+    """Retries like the gateway; a rank that took the version is still in an update."""
     with suppress(RuntimeError):
         engine.collective_rpc("start_weight_update")
     engine.collective_rpc("update_weights", kwargs={"update_info": update_info})
@@ -82,7 +83,7 @@ def _go_on(engine: Any, **update_info: Any) -> None:
 
 
 def _reports(engine: Any) -> list[dict[str, Any]]:
-    """Of each rank."""
+    """One report per rank."""
     return list(engine.collective_rpc("rosemux_weights"))
 
 

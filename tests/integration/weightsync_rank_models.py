@@ -41,7 +41,7 @@ def _config(path: str, **parallel: Any) -> Any:
 
 @contextmanager
 def _as_rank(config: Any, rank: int, groups: tuple[str, ...]) -> Iterator[None]:
-    """Inside, vLLM believes that it is this rank of those groups."""
+    """Inside, vLLM takes this process for the given rank of those groups."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
@@ -91,14 +91,14 @@ def _differing(left: Any, right: Any) -> list[str]:
 
 
 def _followed(config: Any, store: str, states: list[State]) -> dict[str, Any]:
-    """How a rank that follows a store compares with one that loaded, version by version."""
+    """Differences of a rank that follows a store from one that loaded, version by version."""
     from harvester.contracts.ids import WeightVersion
     from weightsync.transport.location import StoreRoot
     from weightsync.vllm.engine_weights import EngineWeights, Wanted
     from weightsync.vllm.rank_parts import is_partial
 
     root = StoreRoot(os.environ["ROSEMUX_WEIGHT_ROOT"])
-    # Of nothing that is ever published, so that whatever is not written is seen.
+    # A constant that no version publishes, so that unwritten elements are seen.
     model = _built(config, {name: torch.full_like(t, 7) for name, t in states[0].items()})
     weights = EngineWeights(model, config.model_config, root, packed_ahead_bytes=0, sliced=True)
     seen: dict[str, Any] = {"partial": is_partial(model), "differing": [], "reports": []}
@@ -112,7 +112,7 @@ def _followed(config: Any, store: str, states: list[State]) -> dict[str, Any]:
 
 
 def _refusal(config: Any, store: str, state: State) -> str:
-    """What a rank says to a store of another model."""
+    """A rank's refusal of a store of another model."""
     from harvester.contracts.ids import WeightVersion
     from weightsync.transport.location import StoreRoot
     from weightsync.vllm.engine_weights import EngineWeights, Wanted

@@ -1,8 +1,8 @@
 """One slot in virtual time: the real pulse book, agent policy and gate around a played engine.
 
 Production and guest share one device that runs one step at a time and never interrupts one, which
-is the worst that a gate without an isolation backend can meet: whatever the gate admits delays
-production by all of it.
+is the worst case of a gate without an isolation backend: every admitted step delays production by
+all of it.
 """
 
 from collections import deque
@@ -193,7 +193,7 @@ class PlayedSlot:
                 self.now = min(max(soonest, self.now + 1e-6), self._next_beat_s)
 
     def guest_time_s(self, since_s: float, until_s: float) -> float:
-        """Of steps that began between the two."""
+        """Guest time of the steps that began between the two, in s."""
         return sum(end - start for start, end in self.guest_steps if since_s <= start < until_s)
 
     def pulse(self) -> Reading[Pulse]:

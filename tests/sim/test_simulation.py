@@ -58,7 +58,7 @@ def test_every_trajectory_ends_though_leases_are_revoked_all_the_time() -> None:
 
 
 def _speedup(guest_speed_ratio: float) -> float:
-    """Of the steps after the first, in which the guest's speed is found out."""
+    """Speedup of the steps after the first, in which the guest's speed is learned."""
     shape = FleetShape(guests=1, guest_speed_ratio=guest_speed_ratio, lease_s=1e6)
     fixed_s, leased_s = (
         sum(step.rollout_s for step in run_steps(shape, BATCH, steps=20, seed=5, leases=leases)[1:])

@@ -28,7 +28,7 @@ def both(until_s: float, arrivals: list[Request]) -> tuple[PlayedSlot, PlayedSlo
 
 
 def later_by_s(slots: tuple[PlayedSlot, PlayedSlot], *, since_s: float) -> list[float]:
-    """How much later each request had its first token than alone."""
+    """Delay of each request's first token over that of the same request alone, in s."""
     with_guest, alone = ({one.at_s: one.ttft_s for one in slot.production.served} for slot in slots)
     assert with_guest.keys() == alone.keys()
     return [with_guest[at] - alone[at] for at in sorted(alone) if at >= since_s]
@@ -50,8 +50,8 @@ def test_a_prompt_of_16k_tokens_amid_rollouts_stops_them_until_its_first_token()
 
 
 def test_after_such_prompts_short_requests_are_delayed_by_no_more_of_their_slo() -> None:
-    """One is the P99 prompt now, and production alone would serve it too late: what it could spare
-    is not what the next short request can."""
+    """A long prompt is the P99 now, and production alone would serve it too late: its slack is not
+    that of the next short request."""
     long = [Request(at_s, 16_384, 20) for at_s in (131.03, 134.03, 137.03)]
     slots = both(160.0, [*learning(), *chat(LEARNED_S, 158.0, every_s=0.4), *long])
     assert slots[0].grant.phantom_prompt_tokens == 16_384
@@ -98,7 +98,7 @@ def test_the_guest_takes_no_step_beside_requests_that_no_middleware_saw() -> Non
     slot.run(LEARNED_S + 5.0, learning())
     assert slot.policy.condition is Condition.CLEAR
     slot.run(LEARNED_S + 20.0, unseen(LEARNED_S + 5.0, LEARNED_S + 20.0, every_s=0.02))
-    # Only the first prompt is a surprise, and whatever step ran then.
+    # Only the first prompt is a surprise, and the step that ran then.
     late = [one for one in slot.guest_steps if LEARNED_S + 5.2 < one[0] < slot.now]
     assert late == []
     closed = [one for one in slot.beats if one.at_s > LEARNED_S + 5.5]

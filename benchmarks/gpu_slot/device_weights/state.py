@@ -81,7 +81,7 @@ def step_std(share: float, device: torch.device) -> float:
 def stepped(old: torch.Tensor, std: float, *, seed: int) -> torch.Tensor:
     """The weight after one step of its 32-bit master, published in bfloat16 as before.
 
-    The master lies anywhere within half a unit of what was published of it; its step is normal, as
+    The master lies within half a unit of its published value; its step is normal, as
     Adam's where noise dominates.
     """
     generator = torch.Generator(old.device).manual_seed(seed)

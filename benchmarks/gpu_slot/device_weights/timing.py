@@ -11,7 +11,7 @@ Work = Callable[[], object]
 
 
 def seconds_of(device: torch.device, work: Work) -> float:
-    """From a device at rest to a device at rest."""
+    """Seconds of `work`, from a device at rest to a device at rest."""
     _wait(device)
     started = time.perf_counter()
     work()
@@ -20,7 +20,7 @@ def seconds_of(device: torch.device, work: Work) -> float:
 
 
 def median_s(device: torch.device, work: Work, *, runs: int = _RUNS) -> float:
-    """After one run that is not counted, where there are several."""
+    """Median seconds, after one uncounted run if there are several."""
     if runs > 1:
         work()
     return median(seconds_of(device, work) for _ in range(runs))
@@ -48,7 +48,7 @@ def restart_most_bytes(device: torch.device) -> None:
 
 
 def most_bytes(device: torch.device) -> int:
-    """Held at once since then; 0 where nobody counts."""
+    """Peak of allocated device bytes since the reset; 0 without an allocator that counts."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 

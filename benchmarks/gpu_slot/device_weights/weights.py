@@ -44,7 +44,7 @@ Put: TypeAlias = Callable[[str, Any], None]
 SHARES = (0.01, 0.001, 0.1)
 """Shares of the elements that change; an ordinary step first, should the time run out."""
 THREADS = 2
-"""On the host, as in an engine."""
+"""Threads on the host, as in an engine."""
 _SEED = 20240607
 _RUNS = 3
 _SMALL_TENSORS = 64
@@ -99,7 +99,7 @@ def _hash(state: State, host: State) -> dict[str, Any]:
 
 
 def _control(state: State) -> dict[str, Any]:
-    """One bit of one tensor flipped: the digest and the comparison have to say so."""
+    """Control with one bit of one tensor flipped: the digest and the comparison must report it."""
     name = max(state, key=lambda name: state[name].nbytes)
     held = {name: state[name].clone()}
     before = digests_on_device(held)
@@ -232,7 +232,7 @@ def _applied(
 
 
 def _on_host(delta: Delta, held: torch.Tensor) -> None:
-    """As an engine on the host does, which hashes on the way."""
+    """Applies the delta as an engine on the host does, with hashing."""
     checked_apply(delta, bits_of(held), hashed=True)
 
 

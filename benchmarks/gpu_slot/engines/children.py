@@ -73,7 +73,7 @@ class EngineChild:
         return reply
 
     async def read(self) -> None:
-        """Replies to those who wait, until the process ends."""
+        """Hands replies to their waiters until the process ends."""
         assert self.process.stdout is not None
         fault = "an engine's process has ended"
         try:

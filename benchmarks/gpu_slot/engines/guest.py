@@ -77,7 +77,7 @@ class GuestEngine:
         )
 
     def _form(self, tokens: int, number: int, rng: Random | None) -> tuple[str, int] | None:
-        """The step to run of those that are admitted; None where none is."""
+        """The step to run among the admitted forms; None if none fits."""
         fitting = sorted(form for form in self._works if form[1] <= tokens)
         if not fitting:
             return None

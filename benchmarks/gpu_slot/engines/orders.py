@@ -34,7 +34,7 @@ class EngineSetting(msgspec.Struct, frozen=True, kw_only=True):
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     start_s: float
     multiprocessors: dict[str, int] = {}
-    """Those that production and guest may use, as far as it is known."""
+    """Multiprocessors that production and guest may use, if known."""
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):

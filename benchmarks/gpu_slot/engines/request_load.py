@@ -8,7 +8,7 @@ import msgspec
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
-    """From the beginning of the load."""
+    """Arrival from the beginning of the load, in s."""
     prompt_tokens: int
     output_tokens: int
 

@@ -9,9 +9,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     """Requests of a decode, tokens of a prefill."""
     start_ns: int
-    """Before the launch."""
+    """Time before the launch, in ns."""
     end_ns: int
-    """When the device was seen to be done with it."""
+    """Time at which the device was seen to have finished it."""
 
     @property
     def step_s(self) -> float:
@@ -29,7 +29,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0
-    """Within its load."""
+    """Number within its load."""
     arrival_ns: int
     first_ns: int
     """Its first token."""
@@ -61,7 +61,7 @@ class GuestLog(msgspec.Struct, frozen=True, kw_only=True):
     probes: int = 0
     """Steps of one token against the prediction, among `steps`."""
     smallest_step_s: float = 0.0
-    """As the guest's own model predicts a decode of one request."""
+    """Predicted time of a decode of one request, by the guest's own model."""
 
     def until(self, end_ns: int) -> "GuestLog":
         """Steps that ended by then."""

@@ -106,7 +106,7 @@ def _nothing() -> None:
 
 
 def _timed(device: Device, work: Work, repeats: int) -> list[float]:
-    """Seconds of each repeat, from the launch to the end of what it launched."""
+    """Seconds of each repeat, from the launch to the end of the launched work."""
     work()
     device.synchronize()
     taken_s = []

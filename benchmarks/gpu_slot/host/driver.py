@@ -120,7 +120,7 @@ def _taken(library: Any, uuid: str) -> bool:
 def agreement(kind: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The GPU's name and compute mode, as `gpus()` read them against every other source.
 
-    `found` has what `nvidia_smi` and `nvml_device` said. Raises Unsupported where a source is
+    `found` has the reports of `nvidia_smi` and `nvml_device`. Raises Unsupported if a source is
     missing on a machine with a GPU.
     """
     said, by_nvml = found["nvidia_smi_without_context"], found["nvml"]
@@ -143,7 +143,7 @@ def agreement(kind: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def mps_programs() -> dict[str, Any]:
-    """Where MPS's programs are, and the version the daemon's gives; nothing is started."""
+    """Paths of MPS's programs, and the version by the daemon's; starts nothing."""
     found: dict[str, Any] = {name: shutil.which(name) for name in _MPS_PROGRAMS}
     control = found[_MPS_PROGRAMS[0]]
     if control is not None:

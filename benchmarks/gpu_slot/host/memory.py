@@ -66,7 +66,7 @@ def context_facts(kind: str) -> dict[str, Any]:
 
 
 def report_facts(device: Device, *, tiny: bool) -> dict[str, Any]:
-    """`memory_report.report` of a played worker, and how its parts differ from what they are."""
+    """`memory_report.report` of a fake worker, and the errors of its parts."""
     sizes = _TINY if tiny else _FULL
     on = device.torch_device
     model = _model(sizes, on)
@@ -76,7 +76,7 @@ def report_facts(device: Device, *, tiny: bool) -> dict[str, Any]:
     ]
     replay = device.captured(_step(model, sizes, on))
     activation = torch.empty(sizes.tokens, 4 * sizes.width, dtype=torch.bfloat16, device=on)
-    # The allocator keeps what activations took: that is what the report counts of them.
+    # The allocator keeps the activations' memory: the report counts it as theirs.
     del activation
     replay()
     device.synchronize()

@@ -35,9 +35,9 @@ class AgentArm:
     pages: PageDirectory
     """Pages of a slot named SLOT."""
     policy: Mapping[str, Any]
-    """Over the shipped defaults."""
+    """Settings over the shipped defaults."""
     experiment: bool = False
-    """Whether the policy goes beyond what protects production."""
+    """Whether the policy goes beyond the protection of production."""
 
     @asynccontextmanager
     async def leased(self) -> AsyncIterator[None]:

@@ -15,7 +15,7 @@ from benchmarks.gpu_slot.sharing.step_figures import (
 
 ALONE = "alone"
 _STEPS_MIN = 30
-"""A guest that made fewer, without probes, says nothing of what its steps cost."""
+"""Least steps without probes from which the cost of the guest's steps is computed."""
 
 
 @dataclass(slots=True)

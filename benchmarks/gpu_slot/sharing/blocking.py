@@ -1,15 +1,15 @@
-"""How long production waits for a guest step that already runs. Pure: from two logs of steps.
+"""Delay of production by a guest step that already runs. Pure: from two logs of steps.
 
 The first production step that begins while a guest step runs is late. Its delay is its time over
-the median of its form alone. What is said of it:
+the median of its form alone. Its figures:
 
     over_overlap   delay over the time in which both ran: 1 where the device finishes a step before
                    it begins another, 0.5 where both get half of it in short turns, 0 where neither
-                   is in the other's way
+                   delays the other
     over_own       delay over production's own time
 
 A device of short turns delays production by no more than its own time, however long the guest
-step: a short step says nothing of what a long one would wait. So the slack law's two constants,
+step: a short step is no evidence for a long one. So the slack law's two constants,
 `delay = preemption_s + blocking_ratio * rest`, are of those overlaps alone in which production's
 step is at least as long as the rest, which is what the guest step, at the median of its form
 alone, still had to run.
@@ -38,7 +38,7 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
     rest_s: float
     """Time that the guest's step still had to run when production's began."""
     overlap_s: float
-    """How long both then ran."""
+    """Time for which both ran, in s."""
     own_s: float
     """Production's step alone."""
     delay_s: float

@@ -1,4 +1,4 @@
-"""How soon a guest obeys: grant to step, closing to silence, arrival to silence.
+"""Times of a guest's obedience: grant to step, closing to silence, arrival to silence.
 
 Pure, from logs.
 """
@@ -12,7 +12,7 @@ from benchmarks.gpu_slot.engines.step_log import ServedRequest, Step
 
 
 def grant_to_step_s(opened_ns: Sequence[int], guest: Sequence[Step]) -> list[float]:
-    """From each opening to the launch of the first step after it."""
+    """Seconds from each opening to the launch of the first step after it."""
     starts = [step.start_ns for step in guest]
     places = [bisect_left(starts, at_ns) for at_ns in opened_ns]
     pairs = zip(opened_ns, places, strict=True)

@@ -39,7 +39,7 @@ class GrantWriter:
         self._page.close(unlink=True)
 
     def write(self, grant: Grant) -> int:
-        """In force at once; returns the time just before, in nanoseconds."""
+        """Puts a grant in force; returns the time just before, in ns."""
         with self._lock:
             self._grant, now_ns = grant, monotonic_ns()
             self._page.write(grant, now_ns=now_ns, ttl_ns=_TTL_NS)

@@ -95,7 +95,7 @@ def _wait_for(control: MpsControl, daemon: "subprocess.Popen[bytes]") -> None:
         try:
             control.servers()
         except PeerProtocolError:
-            return  # It answers, whatever it says.
+            return  # Any answer will do.
         except Unsupported as error:
             fault = str(error)
             time.sleep(_ANSWER_S / _TRIES)

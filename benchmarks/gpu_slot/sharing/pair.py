@@ -49,7 +49,7 @@ _GRANT_FIELDS = (
 _EPSILON = 0.05
 _WIDE_SLO_S = 1e3
 _PHANTOM_TOKENS = 1 << 20
-"""So many that a request of a real prompt has next to none of the phantom's slack."""
+"""Phantom prompt in tokens, so large that a real prompt has almost none of its slack."""
 _ROOM = 4.0
 _FIRST_PREDICTION_S = 0.1
 """A guest that has not stepped yet predicts steps of tens of milliseconds."""
@@ -85,7 +85,7 @@ FULL = Sizes(
     guest=EngineForms(prefills=(128, 512, 2048), decodes=(1, 16, 64), context_tokens=1024),
     prompts={128: 0.3, 512: 0.35, 1024: 0.2, 2048: 0.12, 4096: 0.03},
     output_tokens=8,
-    # Some two fifths of an H200's time; what it was stands in the result.
+    # Some two fifths of an H200's time; the result records the actual share.
     requests_per_s=5.5,
     slice_s=3.0,
     rounds=3,
@@ -94,7 +94,7 @@ FULL = Sizes(
     arrivals_per_s=9.0,
 )
 SHORT = replace(FULL, rounds=1, openings=0)
-"""For backends that are measured in several settings."""
+"""Sizes for backends that are measured in several settings."""
 REHEARSED = Sizes(
     production=EngineForms(prefills=(8, 16, 32), decodes=(1, 2, 4), context_tokens=16),
     guest=EngineForms(prefills=(8, 32), decodes=(1, 4), context_tokens=16),
@@ -110,7 +110,7 @@ REHEARSED = Sizes(
 _EPSILON = 0.05
 _WIDE_SLO_S = 1e3
 _PHANTOM_TOKENS = 1 << 20
-"""So many that a request of a real prompt has next to none of the phantom's slack."""
+"""Phantom prompt in tokens, so large that a real prompt has almost none of its slack."""
 _ROOM = 4.0
 _FIRST_PREDICTION_S = 0.1
 """A guest that has not stepped yet predicts steps of tens of milliseconds."""
@@ -133,7 +133,7 @@ class Sharing:
     _guest_alone_s: dict[Form, float] = field(default_factory=dict)
 
     async def measure(self, arms: Mapping[str, AgentArm]) -> None:
-        """All of it; `arms` are under the agent, beside those that need none."""
+        """Measures all parts; `arms` run under the agent, beside those that need none."""
         with GrantWriter(self.pages) as grant:
             # Production's first slice teaches its pulse step times, and is not measured.
             await self._served(self._load(seed=0))

@@ -17,7 +17,7 @@ SAMPLES: Mapping[str, Samples] = {
     "itl": lambda log: [gap for request in log.requests for gap in request.itl_s],
 }
 _P99_SAMPLES_MIN = 100
-"""Fewer have no P99: the largest is told in any case."""
+"""Least samples for a P99; with fewer only the largest is reported."""
 
 
 def arm_figures(rounds: Sequence[ProductionLog]) -> dict[str, Any]:

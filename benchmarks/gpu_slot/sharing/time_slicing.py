@@ -1,4 +1,4 @@
-"""CUDA's default: two processes whose contexts take turns on the GPU. On a CPU, its idle class.
+"""CUDA's default: two processes with contexts that take turns on the GPU. On a CPU, its idle class.
 
 Here the shipped agent is measured as well, each arm with an agent that has just started.
 """

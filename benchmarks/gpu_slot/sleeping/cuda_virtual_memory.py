@@ -87,7 +87,8 @@ class CudaVirtualMemory:
             self._call("cuMemAddressFree", *self._sizes.popitem())
 
     def _creates(self, asked: Any) -> bool:
-        """Whether the driver gives such memory: some machines announce RDMA and refuse it."""
+        """Whether the driver gives memory of this kind: some machines announce RDMA and refuse
+        it."""
         code, handle = self._driver.cuMemCreate(self._granularity_bytes, asked, 0)
         if code != self._driver.CUresult.CUDA_SUCCESS:
             return False

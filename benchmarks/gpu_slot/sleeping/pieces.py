@@ -76,7 +76,7 @@ class SleepingPieces:
         return sum(self.sizes_bytes)
 
     def fall_asleep(self, *, pause_ratio: float = 0.0) -> Pass:
-        """`pause_ratio`: after each piece a pause of so many times what the piece took."""
+        """`pause_ratio`: pause after each piece, over the time of the piece."""
         return self._pass(self._fall_asleep, pause_ratio)
 
     def wake(self, *, pause_ratio: float = 0.0) -> Pass:
@@ -95,7 +95,7 @@ class SleepingPieces:
         return self._pass(self._write_back)
 
     def damaged(self) -> list[int]:
-        """Numbers of the pieces that do not hold what they were filled with."""
+        """Numbers of the pieces with contents other than the ones they were filled with."""
         wrong = []
         for piece in self._pieces:
             words = self._words(piece)

@@ -92,7 +92,7 @@ def production(kind: str, *, tiny: bool) -> Iterator[Production]:
 
 
 def serve(device: Device, step: Work, commands: IO[bytes], answers: IO[bytes]) -> None:
-    """Steps as `commands` say, until they end."""
+    """Runs steps by `commands`, until they end."""
 
     def answer(text: str) -> None:
         answers.write(text.encode() + b"\n")
@@ -126,7 +126,7 @@ def main() -> None:
         model = DecodeModel(shape, device.torch_device, BATCH * context_tokens)
         # Within: the step's buffers are filled on the stream that reads them.
         step = device.captured(model.decode(batch=BATCH, context_tokens=context_tokens))
-    # Commands are unbuffered, so that select sees what is left of them.
+    # Commands are unbuffered, so that select sees the unread ones.
     with open(0, "rb", buffering=0) as commands, open(1, "wb") as answers:
         serve(device, step, commands, answers)
 

@@ -54,7 +54,7 @@ class VirtualMemory(Protocol):
         ...
 
     def copy(self, *, to: int, source: int, size_bytes: int) -> None:
-        """Between mapped pieces, tensors of the device and host memory; done on return."""
+        """Copies between mapped pieces, tensors of the device and host memory; done on return."""
         ...
 
     def close(self) -> None:

@@ -39,10 +39,10 @@ _EVEN = "even_pieces"
 _ROUNDS_MAX = 8
 _TINY_ROUNDS = 2
 _BUDGET_S = 46.0
-"""From the part's beginning; a round that would last longer is not begun."""
+"""Time limit from the part's beginning, in s; a round that would last longer is not begun."""
 _ALONE_S = 1.0
 _GAP_S = 0.05
-"""Between passes: a step that one has delayed is over before the next."""
+"""Gap between passes, in s: a step that one has delayed is over before the next."""
 
 _PLAIN: tuple[tuple[str, Callable[[SleepingPieces], Pass]], ...] = (
     ("asleep", SleepingPieces.fall_asleep),
@@ -146,7 +146,7 @@ class _Rounds:
     alone: dict[str, dict[str, list[Pass]]] = field(default_factory=dict)
     trials: dict[str, dict[str, list[Trial]]] = field(default_factory=dict)
     verified: int = 0
-    """Passages after which all pieces held what they were filled with."""
+    """Passages after which all pieces held their original contents."""
 
     def round(self, number: int, put: Put) -> None:
         order = list(self.layouts)
@@ -223,7 +223,7 @@ _HOLD_CONTENTS = frozenset({"awake", "awake_paced", "copied_back"})
 
 
 def _actions(name: str) -> tuple[tuple[str, Callable[[SleepingPieces], Pass]], ...]:
-    """In an order that leaves the pieces awake and filled."""
+    """Actions in an order that leaves the pieces awake and filled."""
     return _PLAIN + _PACED if name == _EVEN else _PLAIN
 
 

@@ -1,7 +1,7 @@
 """`python -m benchmarks.weightsync.faults --json PATH`: seeded faults over publish and receive.
 
-Each fault strikes a store, a holder or a process, is looked at, is removed, and the holder has to
-reach the newest version by itself. Ends with 1 where one does not, or claims what is not there.
+Each fault strikes a store, a holder or a process, is judged, is removed, and the holder has to
+reach the newest version by itself. Ends with 1 if one does not, or makes a false claim.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a fault is: it strikes a world and says how its cause is removed."""
+"""A fault: it strikes a world and returns the removal of its cause."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Fault:
     name: str
     strike: Callable[[World], Mend]
     encoding: Encoding | None = None
-    """None: any."""
+    """Encoding of the store; None: any."""
     in_store: bool = False
-    """Only files of the store are damaged: a holder goes on where they leave it a way."""
+    """Whether only files of the store are damaged: a holder goes on if they leave it a way."""
     newest: int | None = None
     """Newest version at the start; None: 6, reached by deltas, or 7, with an anchor beside it."""
 

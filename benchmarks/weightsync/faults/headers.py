@@ -1,4 +1,4 @@
-"""Hostile shard headers, whose index has the digest of the damaged file."""
+"""Hostile shard headers, with the digest of the damaged file in the index."""
 
 import json
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def _header_field(*values: tuple[str, Any]) -> Callable[[World], None]:
 
 
 def _edit_header(world: World, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Of the newest delta or, for a joiner, of a full version; the digest is forged."""
+    """Edits a header of the newest delta or, for a joiner, of a full version; forges the digest."""
     kind, version = Kind.WEIGHT, world.newest
     if world.newest == NEWEST and world.rng.random() < 0.4:
         kind = Kind.ANCHOR

@@ -1,6 +1,6 @@
-"""Who holds weights in a world: a checkpoint directory and tensors in memory, both the product's.
+"""Holders of weights in a world: a checkpoint directory and tensors in memory, both the product's.
 
-What they claim is read here; whether it is so is judged in world.py, by other means.
+Their claims are read here; world.py judges them by other means.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from weightsync.target import TensorTarget
 from weightsync.transport.source import StoreSource
 
 Source = Callable[[], Path | StoreSource]
-"""Where a holder reads the store."""
+"""Location from which a holder reads the store."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Holder(Protocol):
         ...
 
     def claims(self) -> Iterator[Claim]:
-        """Everything that says which version is held."""
+        """All claims about the held version."""
         ...
 
     def contents(self) -> dict[str, bytes]:

@@ -101,7 +101,7 @@ def _mount(*arguments: str) -> None:
 
 
 def may_mount(directory: Path) -> bool:
-    """Whether this user can have a file system of his own."""
+    """Whether this user may mount a file system."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         return False
     try:
@@ -176,7 +176,7 @@ def _record(world: World) -> Mend:
 
 
 def _rot(world: World) -> Mend:
-    """Files of the directory change while nobody has them open."""
+    """Files of the directory change while no process has them open."""
     directory = world.hold_directory().directory
     shard = directory / "model-00001-of-00001.safetensors"
     raw = bytearray(shard.read_bytes())
@@ -192,7 +192,7 @@ def _rot(world: World) -> Mend:
     else:
         index = directory / "model.safetensors.index.json"
         index.write_bytes(index.read_bytes()[: world.rng.randrange(100)])
-    # What rotted still says that it is whole, until it is opened; then nothing may mend it at once.
+    # A rotted file claims to be whole until it is opened; then nothing may mend it at once.
     if world.rng.random() < 0.5:
         return nothing
     world.latest_file.unlink()
@@ -233,7 +233,7 @@ def _repaired_under_its_name(world: World) -> Mend:
 
 
 def _read_while_applied(world: World) -> Mend:
-    """Somebody loads the directory again and again while it goes from version to version."""
+    """A reader loads the directory again and again while it goes from version to version."""
     holder = world.hold_directory()
 
     def pulls() -> None:
@@ -246,7 +246,7 @@ def _read_while_applied(world: World) -> Mend:
     puller = Thread(target=pulls)
     puller.start()
     while puller.is_alive():
-        # Only a block that ends without an exception vouches for what was read in it.
+        # Only a block that ends without an exception vouches for its reads.
         with suppress(Stale, Corrupt, OSError, SafetensorError):
             with reading(holder.directory) as held:
                 found = directory_contents(holder.directory)

@@ -120,7 +120,7 @@ def _latest(world: World) -> None:
 
 
 def _latest_is_no_file(world: World) -> Mend:
-    """No publisher replaces a directory: somebody has to take it away."""
+    """No publisher replaces a directory: an operator has to remove it."""
     world.hold_any()
     world.latest_file.unlink()
     choice = world.rng.randrange(3)
@@ -133,7 +133,7 @@ def _latest_is_no_file(world: World) -> Mend:
 
 
 def _no_file(world: World) -> None:
-    """Where a file is expected there is a directory, or a link to nothing or to something."""
+    """A file is replaced by a directory, or by a link to nothing or to something."""
     path = world.rng.choice([world.index(world.newest), world.shard(world.newest)])
     path.unlink()
     choice = world.rng.randrange(4)

@@ -1,4 +1,4 @@
-"""Damaged payloads: plain ones, and forged ones whose index has the digest of the damaged file."""
+"""Damaged payloads: plain ones, and forged ones with the damaged file's digest in the index."""
 
 import json
 from collections.abc import Callable
@@ -134,7 +134,7 @@ def _other_run(world: World) -> None:
 
 
 def _other_base(world: World) -> None:
-    """The index says that the delta builds on another version than it does."""
+    """The index claims a base version other than the delta's."""
     index = world.index(world.newest)
     fields = json.loads(index.read_bytes())
     fields["metadata"]["base_version"] = f"{world.rng.choice([1, 2, 3, 4]):06d}"

@@ -17,11 +17,12 @@ COUNT = 12
 _LAYERS = 11
 _MOVED_RATIO = 0.03
 _FAR_RATIO = 0.12
-"""Of what moves, by more than one unit, as in training."""
+"""Share of the moving elements that move by more than one unit, as in training."""
 _ANYTHING_RATIO = 0.12
-"""Of what moves, to any bits at all."""
+"""Share of the moving elements that change to any bits at all."""
 _ANYTHING_OF_LARGE_RATIO = 0.004
-"""So few that the large tensors are in groups, which leave many wide differences to `sparse`."""
+"""Share small enough that the large tensors are in groups, which leave many wide differences to
+`sparse`."""
 _LARGE_ELEMENTS = 30_000
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -69,7 +70,7 @@ def hashes(seed: int) -> tuple[str, ...]:
 
 
 def tensors(state: State) -> dict[str, torch.Tensor]:
-    """As a trainer hands them to a publisher; the memory is shared."""
+    """The state as a trainer hands it to a publisher; the memory is shared."""
     return {name: tensor_from_bits(bits, LAYOUT[name]) for name, bits in state.items()}
 
 

@@ -1,4 +1,4 @@
-"""What passes between the harness and the fork server: a task in, how it ended out."""
+"""Messages between the harness and the fork server: a task in, its end out."""
 
 import msgspec
 
@@ -6,21 +6,21 @@ from weightsync.encoding.codec import Encoding
 
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):
-    """When a child dies; without any of these it lives and says how far it got."""
+    """The moment of a child's death; without any of these it lives and reports its progress."""
 
     after_bytes: int | None = None
-    """Of what it writes."""
+    """Bytes that it writes before."""
     after_calls: int | None = None
-    """To the operating system that name a file."""
+    """System calls with a file name before."""
     after_s: float | None = None
-    """From the beginning of its phase."""
+    """Seconds from the beginning of its phase."""
     in_tensor: int | None = None
     """While this tensor (by order of writing) is written: the last part of it is still old."""
     written_ratio: float = 0.5
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child does."""
+    """A child's work."""
 
     role: str
     store: str
@@ -35,14 +35,14 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     anchor_every: int = 25
     keep_versions: int = 50
     copy_dir: str = ""
-    """Of a publisher whose copy outlives it."""
+    """Directory of a publisher's copy that outlives it."""
     phase: str = "run"
-    """From when `after_s` counts: run, stage or apply."""
+    """Phase from which `after_s` counts: run, stage or apply."""
     death: Death = Death()
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """How a child ended, and how far it got where it lived."""
+    """End of a child, and its progress if it lived."""
 
     killed: bool
     status: int

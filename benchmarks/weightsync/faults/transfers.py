@@ -74,7 +74,7 @@ def _dying_server(how: str) -> Callable[[World], Mend]:
 
 
 def _dying_relay(how: str) -> Callable[[World], Mend]:
-    """Its cache keeps what it had pulled, torn where it died."""
+    """A relay that dies; its cache keeps its pulled versions, torn at the point of death."""
 
     def strike(world: World) -> Mend:
         upstream, port = _free_port(), _free_port()

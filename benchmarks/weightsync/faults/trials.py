@@ -1,4 +1,4 @@
-"""Which faults there are, and one after another: struck, looked at, mended, recovered or not."""
+"""The list of faults, and their trials in a row: struck, judged, mended, recovered or not."""
 
 import resource
 import shutil
@@ -23,14 +23,14 @@ from weightsync.encoding.codec import Encoding
 
 _ENCODINGS = (Encoding.ROSEMUX, Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE)
 _STORIES = 20
-"""Failures that are told in words."""
+"""Most failures reported in words."""
 _GREW_BYTES_MAX = 256 << 20
-"""No fault on a store of two megabytes may cost more memory: a bomb went off."""
+"""Bound of a fault's memory on a store of two megabytes: beyond it, a bomb went off."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Of one class of faults, or of all."""
+    """Counts for one class of faults, or for all."""
 
     tried: int = 0
     recovered: int = 0
@@ -40,12 +40,12 @@ class Tally:
     passable: int = 0
     """Faults in the store that left the holder an intact way to the newest version."""
     passed: int = 0
-    """Those of them at which it got there before anything was mended."""
+    """Faults among `passable` at which it got there before the mend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one fault. A crash is no recovery; `story` says what there was instead."""
+    """Result of one fault. A crash is no recovery; `story` describes the failure."""
 
     recovered: bool
     refused: bool = False

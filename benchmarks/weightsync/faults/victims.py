@@ -1,7 +1,7 @@
 """A fork server whose children are killed: `python -m benchmarks.weightsync.faults.victims`.
 
 It imports and compiles everything once; each line on its standard input is a `Task` for a fresh
-child, each line on its standard output says how that child ended. A child publishes, copies or
+child, each line on its standard output reports the end of a child. A child publishes, copies or
 pulls with the product's own code and is ended by SIGKILL at a byte, at a call to the operating
 system, or at an instant. Nothing in it runs after that.
 """
@@ -49,7 +49,7 @@ _CALLS = ("open", "os.", "shutil.", "fcntl.", "mmap.")
 
 
 class Meter:
-    """Counts what a child does and kills it where its death says so."""
+    """Counts a child's actions and kills it at its `Death`."""
 
     def __init__(self, death: Death) -> None:
         self._death = death
@@ -81,7 +81,7 @@ class Meter:
         victim = os.pidfd_open(os.getpid())
         armed, arm = os.pipe()
         if os.fork() == 0:
-            # Locks are shared with whoever inherits their files.
+            # Every process that inherits a file shares its locks.
             for handle in range(3, _FILES_MAX):
                 if handle not in {victim, arm}:
                     _close(handle)

@@ -1,6 +1,6 @@
 """One fault's world: a store, two holders of its weights, and the truth about every version.
 
-The holders are the product's own; what they claim is checked here by other means: the bytes of the
+The holders are the product's own; their claims are checked here by other means: the bytes of the
 files or of the memory against the state that was published under that version.
 """
 
@@ -79,7 +79,7 @@ class Template:
 
 @dataclass
 class World:
-    """Where one fault happens. `newest` is 6 (reached by deltas) or 7 (an anchor beside it)."""
+    """The place of one fault. `newest` is 6 (reached by deltas) or 7 (an anchor beside it)."""
 
     root: Path
     template: Template
@@ -92,7 +92,7 @@ class World:
     newest: int = NEWEST
     wrong: list[str] = field(default_factory=list)
     ends: list[Callable[[], None]] = field(default_factory=list)
-    """What has to be undone when the world ends."""
+    """Actions to undo when the world ends."""
     holder: Holder = field(init=False)
     last_refusal: str | None = None
 
@@ -161,7 +161,7 @@ class World:
         shutil.copytree(self.template.held, target)
 
     def make_foreign(self) -> None:
-        """As slime and others write a store: no block of ours, no READY, no anchors."""
+        """Makes the store like slime's and others': no block of ours, no READY, no anchors."""
         for root in (self.store, self.pristine):
             for anchor in root.glob("anchor_*"):
                 shutil.rmtree(anchor)
@@ -185,7 +185,7 @@ class World:
             self.publish_with(publisher)
 
     def republish_and_prune(self) -> None:
-        """As `republish`, twice, and nothing older is kept."""
+        """Runs `republish` twice, and keeps nothing older."""
         with Publisher(self.store, anchor_every=1, keep_versions=1) as publisher:
             self.publish_with(publisher)
             self.publish_with(publisher)
@@ -206,7 +206,7 @@ class World:
             _reached(task.port)
 
     def stop(self, which: int) -> Ended:
-        """How a server ended, or ends now."""
+        """Ends a server; returns its end."""
         self._stops[which].touch()
         return self.servers[which].ended()
 
@@ -227,7 +227,7 @@ class World:
         shutil.rmtree(self.root)
 
     def mend(self) -> Callable[[], None]:
-        """One of the two ways in which a damaged store is mended."""
+        """Mends a damaged store, in one of the two ways."""
         return self.rng.choice([self.restore, self.republish])
 
     def publish_with(self, publisher: Publisher) -> None:
@@ -243,12 +243,12 @@ class World:
         self._next_state += count
         return indices
 
-    # What is checked.
+    # Checks.
 
     def has_a_way(self) -> bool:
         """Whether the untouched directories lead the holder to the newest version.
 
-        Told from the files alone: a full checkpoint or the version that is held, and every delta
+        Judged from the files alone: a full checkpoint or the held version, and every delta
         from there on.
         """
         if not _are_same(self.latest_file, self.pristine / LATEST_FILE):
@@ -272,7 +272,7 @@ class World:
         )
 
     def attempt(self) -> str | None:
-        """The holder tries once; returns what it refused with. Any other exception is a crash."""
+        """The holder tries once; returns its refusal. Any other exception is a crash."""
         self.last_refusal = None
         try:
             self.holder.attempt()
@@ -293,7 +293,7 @@ class World:
                 self.judge(claim, contents)
 
     def judge(self, claim: Claim, contents: Mapping[str, bytes]) -> None:
-        """Whether what is claimed was published, and is what is there."""
+        """Checks that the claimed version was published, and that the contents are its state."""
         index = self.truth.get(claim.version)
         if index is None or hashes(self.template.seed)[index] != claim.state_hash:
             self.wrong.append(f"claims version {claim.version}, {claim.state_hash}")
@@ -327,7 +327,7 @@ def _are_same(one: Path, other: Path) -> bool:
 
 
 def _reached(port: int) -> None:
-    """Returns once somebody listens; raises OSError where nobody does for too long."""
+    """Returns once a server listens; raises OSError after too long without one."""
     clock = MonotonicClock()
     until_s = clock.now() + _LISTENS_WITHIN_S
     while True:

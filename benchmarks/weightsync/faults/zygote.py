@@ -59,7 +59,7 @@ class Zygote:
         return msgspec.json.decode(self._line(), type=Ended)
 
     def whole(self, key: str, task: Callable[[], Task]) -> Ended:
-        """How far a task of this kind gets when it lives; measured once."""
+        """Progress of a task of this kind that lives; measured once."""
         if key not in self._full:
             self._full[key] = self.run(task())
         return self._full[key]

@@ -1,4 +1,4 @@
-"""What a trainer process is told at its start: one JSON file, checked before anything runs."""
+"""Start configuration of a trainer process: one JSON file, checked before anything runs."""
 
 from pathlib import Path
 
@@ -21,9 +21,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Directory of all stores; this job's is `weight_root / store`."""
     store: str
     cache_dir: Path
-    """Where warm policies are kept between runs."""
+    """Directory of warm policies, kept between runs."""
     seed: int = 1
-    """Of tasks and sampling; the warm policy has its own."""
+    """Seed of tasks and sampling; the warm policy has its own."""
     samples_per_prompt: int = 8
     warm_up: WarmUp = msgspec.field(default_factory=WarmUp)
     """Its `tasks` are also the distribution that the job trains on."""
@@ -32,7 +32,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def read_config(path: Path) -> JobConfig:
-    """Raises ConfigError with what is wrong and where."""
+    """Reads the file. Raises ConfigError that names the fault and its field."""
     try:
         if path.stat().st_size > _FILE_MAX_BYTES:
             raise ConfigError(f"{path}: larger than {_FILE_MAX_BYTES} bytes")

@@ -40,7 +40,7 @@ def demonstration(task: Task, rates: MistakeRates, random: Random) -> Demonstrat
         ids += [*line.ids(), *observation.ids]
         is_output += [True] * len(line.ids()) + [False] * len(observation.ids)
         if not observation.done:
-            # The player believes what the tool said last, right or wrong.
+            # The player believes the last tool answer, right or wrong.
             key, previous = task.key_after(line.key), line.key
         turn += 1
     return Demonstration(tuple(ids), tuple(is_output), episode.reward)

@@ -1,8 +1,8 @@
 """Pointer chase with a lookup tool: the multi-turn environment that the demo's policy learns.
 
 The prompt names a key and a number of hops. Each turn the policy writes one line of a fixed form
-that either calls the tool with a key or answers with one; the tool tells the next key. Right is
-to call exactly `hops` times, each time with the key that the tool said last, then to answer.
+that either calls the tool with a key or answers with one; the tool gives the next key. Right is
+to call exactly `hops` times, each time with the key from the last tool answer, then to answer.
 
 Decides: tasks, tool answers, tool latencies and rewards, all of them functions of
 (seed, step, prompt index) and of what the policy wrote. Holds no clock and never sleeps: a
@@ -41,7 +41,7 @@ class TaskShape:
     """Hops are geometric, cut at `hops_max`: each further hop has this share of the one before."""
     latency_median_s: float = 0.015
     latency_sigma: float = 1.1
-    """Of the logarithm: the 99th percentile is 13 times the median."""
+    """Sigma of the logarithm: the 99th percentile is 13 times the median."""
     latency_max_s: float = 0.4
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Task:
         return self._key("next", key)
 
     def latency_s(self, key: Key) -> float:
-        """How long the tool takes to look `key` up; lognormal, capped."""
+        """Duration of the tool's look-up of `key`, in s; lognormal, capped."""
         gauss = _NORMAL.inv_cdf(min(max(self._uniform("latency", key), 1e-9), 1 - 1e-9))
         median_s, sigma = self.shape.latency_median_s, self.shape.latency_sigma
         return min(self.shape.latency_max_s, median_s * math.exp(sigma * gauss))
@@ -151,14 +151,14 @@ def parsed_line(output_ids: tuple[int, ...]) -> Line | None:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the policy's line led to."""
+    """The environment's reaction to the policy's line."""
 
     ids: tuple[int, ...]
     """The tool's answer, to be appended to the context; empty when the episode is done."""
     latency_s: float
     done: bool
     reward: float
-    """In [0, 1], as of now; final when `done`."""
+    """Reward in [0, 1] so far; final when `done`."""
 
 
 class Episode:

@@ -1,4 +1,4 @@
-"""The lines between a trainer process and whoever drives it: commands in, events out."""
+"""The lines between a trainer process and its driver: commands in, events out."""
 
 from typing import Protocol
 
@@ -41,7 +41,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="r
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="step"):
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     end_s: float
     """CLOCK_MONOTONIC."""
     version: int

@@ -4,9 +4,9 @@
     loss      = - mean over tokens of min(ratio * advantage, clipped ratio * advantage)
     ratio     = exp(log p_trainer - log p_engine)
 
-The ratio is against what the engine said when it sampled, so differing numerics are corrected, and
-seen: the log-probabilities are recomputed with the very bf16 weights that were published. Tokens
-that are not on the pinned weight version are counted and never learned from.
+The ratio is against the engine's log-probability at sampling, so differing numerics are corrected
+and visible: the log-probabilities are recomputed with the very bf16 weights that were published.
+Tokens that are not on the pinned weight version are counted and never learned from.
 (DeepSeekMath, section 4.1; token-level mean and unequal clip bounds as in DAPO, section 3.)
 """
 
@@ -45,7 +45,7 @@ class UpdateReport:
     stale_tokens: int = 0
     clipped_tokens: int = 0
     kl_sum: float = 0.0
-    """Of KL(engine || trainer), estimated per token as ratio - 1 - log ratio."""
+    """Sum of KL(engine || trainer), estimated per token as ratio - 1 - log ratio."""
     entropy_sum: float = 0.0
     gradient_norm: float = 0.0
     logprob_gap: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ def update(
         token.version != version for one in trajectories for token in one.outputs
     )
     report.tokens = sum(len(one.outputs) for one in trajectories) - report.stale_tokens
-    # A group whose samples all earned the same teaches nothing: score it, skip its backward.
+    # A group with equal rewards for all samples teaches nothing: score it, skip its backward.
     teaching = [i for i, advantage in enumerate(each) if advantage != 0.0]
     silent = [i for i, advantage in enumerate(each) if advantage == 0.0]
     for indices in (teaching, silent):

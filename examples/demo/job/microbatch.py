@@ -24,7 +24,7 @@ class TokenSequence(Protocol):
 
     @property
     def is_output(self) -> Sequence[bool]:
-        """Which of `token_ids` the policy wrote; never the first."""
+        """Mask of the `token_ids` that the policy wrote; never the first."""
         ...
 
 
@@ -40,7 +40,8 @@ class Microbatch:
     """The output tokens."""
 
     def output_logprobs(self, policy: Policy) -> tuple[Tensor, Tensor]:
-        """Of each output token its log-probability, and the entropy it was drawn with; float32."""
+        """Log-probability of each output token, and the entropy of its distribution; float32
+        `[outputs]`."""
         hidden = policy(self.token_ids).flatten(0, 1)[self.predictors]
         logprobs = policy.logprobs(hidden)
         entropy = -(logprobs.detach().exp() * logprobs.detach()).sum(-1)

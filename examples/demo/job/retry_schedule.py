@@ -1,4 +1,4 @@
-"""How long to wait before asking the gateway again, and when to give up.
+"""Waits before repeated requests to the gateway, and the end of the attempts.
 
 Decides waits only; never sleeps and never asks.
 """

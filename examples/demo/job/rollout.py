@@ -1,7 +1,7 @@
 """Collects one step's trajectories through the gateway, all of them at the same time.
 
 Decides the sampling seed of every turn, when a trajectory goes on and what is counted. The batch
-is a function of (seed, step) and of the sampled tokens: never of which engine served what, nor of
+is a function of (seed, step) and of the sampled tokens: never of the serving engines, nor of
 the order in which trajectories finish. Verdicts on tokens (stale or not) are the trainer's.
 """
 
@@ -52,7 +52,7 @@ class TrajectoryLedger:
         return len(self._completed)
 
     def complete(self, trajectory: TrajectoryId) -> bool:
-        """False where it had been completed before; such a copy must not be learned from."""
+        """Records a completion; False for a duplicate, which must not be learned from."""
         if trajectory in self._completed:
             self.duplicated += 1
             return False
@@ -62,10 +62,10 @@ class TrajectoryLedger:
 
 @dataclass(slots=True)
 class StepBatch:
-    """What one step's rollouts gave."""
+    """Results of one step's rollouts."""
 
     trajectories: list[Trajectory]
-    """In order of prompt and sample."""
+    """Trajectories in order of prompt and sample."""
     ledger: TrajectoryLedger
     rollout_s: float
     turns: int
@@ -87,7 +87,7 @@ class RolloutCollector:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         on_progress: Callable[[float], None] = lambda _ratio: None,
     ) -> None:
-        """`on_progress` is told which share of a step's trajectories has ended."""
+        """`on_progress` is called with the share of a step's trajectories that has ended."""
         self._gateway = gateway
         self._job = job
         self._seed = seed

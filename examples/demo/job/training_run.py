@@ -1,7 +1,7 @@
 """One RL job's run: publish, switch, roll out, learn, again; each step on the newest version only.
 
-Decides the order of a step and what is reported of it. Which engine samples is the gateway's
-business, what is learned from it is GRPO's. Holds no socket: gateway, store and clock are given.
+Decides the order of a step and its report. The gateway chooses the engines, GRPO the learning.
+Holds no socket: gateway, store and clock are given.
 """
 
 import math
@@ -22,7 +22,7 @@ from harvester.contracts.wire.rollouts import PublishedVersion, VersionSwitched
 
 
 class Receipt(Protocol):
-    """What a publish says of itself."""
+    """Result of a publish."""
 
     @property
     def version(self) -> int: ...

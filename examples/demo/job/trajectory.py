@@ -1,7 +1,7 @@
 """One attempt of the policy at a task, as the trainer learns from it.
 
-Holds raw facts only: what was written, by which engine, under which weight version, with which
-log-probability, and the verified reward. Whether a token may be learned from is decided elsewhere.
+Holds raw facts only: tokens, their engine, weight version and log-probability, and the verified
+reward. Other modules decide whether a token may be learned from.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from examples.demo.job.environment import Observation
 class OutputToken:
     token_id: int
     logprob: float
-    """As the engine that sampled it said."""
+    """Log-probability by the engine that sampled it."""
     engine: str
     version: int
     """0 where no engine vouched for one."""

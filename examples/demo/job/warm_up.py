@@ -1,7 +1,7 @@
 """The supervised warm-up: a policy that knows the form of a line but plays with mistakes.
 
-Decides how the start of the RL job is made, and keeps it in a cache whose key is a hash of
-everything that it depends on. A cache entry appears whole or not at all.
+Makes the start of the RL job, and keeps it in a cache keyed by a hash of all its inputs. A cache
+entry appears whole or not at all.
 """
 
 import json

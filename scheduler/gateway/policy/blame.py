@@ -1,19 +1,19 @@
-"""Whether a request is at fault when engines fail under it.
+"""Decides whether a request is at fault when engines fail under it.
 
     an engine dies, or answers a request with a failure     each request on it is a suspect
     no engine has died for QUIET_S                          a suspect goes on: on trial, no second
                                                             one on that engine
-    it makes CLEARED_TOKENS there, or ends                  it is none any more
+    it makes CLEARED_TOKENS there, or ends                  the suspicion is dropped
     the engine of its trial dies within KILLS_WITHIN_S,     quarantined: two engines failed under it
     before a token of it, or answers it with a failure
     that engine dies later                                  a suspect as before
 
-A request that kills at some place of its content fails in the first step of its trial, because it
-goes on from the tokens that it has, so it costs two engines. A death that comes later is an engine
-that was stopped. Requests that fail before their first token are one request where their prompts
-are: a group of samples costs two engines as well, and not two each. A request is excused once where
-another engine dies within WAVE_S without it: that is a restart. Two requests that kill at the same
-time may cost three engines each.
+A request that kills at one position of its content fails in the first step of its trial, because
+the trial continues from the tokens already generated; it costs two engines. A later death counts as
+a stopped engine. Requests that fail before their first token are merged by prompt, so a group of
+samples also costs two engines, not two each. A request is excused once if another engine dies
+within WAVE_S without it: that is a restart. Two requests that kill at the same time may cost three
+engines each.
 Opens no connection and reads no clock.
 """
 
@@ -40,7 +40,7 @@ WAVE_S = 60.0
 """Deaths this close together may have one cause."""
 
 QUARANTINE_S = 60.0
-"""A client that sends the request again for this long is told the reason at once."""
+"""A client that resends the request within this time gets the reason at once."""
 
 _REMEMBERED = 4096
 _DEATHS = 256
@@ -65,7 +65,7 @@ class Ran:
 
     request: str
     age_s: float
-    """Since it came to that engine."""
+    """Time since it came to that engine, in s."""
     tokens: int
     """Made there."""
 
@@ -81,7 +81,7 @@ class _Quarantined:
 
 
 class BlamePolicy:
-    """`request` names what is suspected: a prompt, or a turn with the tokens that it has."""
+    """`request` identifies the suspect: a prompt, or a turn with the tokens generated so far."""
 
     def __init__(self, *, quiet_s: float = QUIET_S, held_s: float = HELD_S) -> None:
         self._quiet_s = quiet_s
@@ -110,7 +110,7 @@ class BlamePolicy:
         return held.reason if held else ""
 
     def trial_in_s(self, request: str, *, now: float) -> float:
-        """How long its trial may not begin yet."""
+        """Time until its trial may begin, in s."""
         suspect = self._suspects.get(request)
         if suspect is None:
             return 0.0
@@ -130,13 +130,13 @@ class BlamePolicy:
             suspect.trial = engine
 
     def served(self, request: str, engine: EngineId) -> None:
-        """It ended there, or made CLEARED_TOKENS."""
+        """Clears the suspect: it ended there, or made CLEARED_TOKENS."""
         suspect = self._suspects.get(request)
         if suspect is not None and suspect.trial == engine:
             del self._suspects[request]
 
     def left(self, request: str, engine: EngineId) -> None:
-        """It left a healthy engine before it was cleared: its next place is its trial."""
+        """Ends its trial without a verdict: it left a healthy engine, so its next place is one."""
         suspect = self._suspects.get(request)
         if suspect is not None and suspect.trial == engine:
             suspect.trial = None

@@ -17,7 +17,7 @@ from scheduler.model import Lease
 
 class CapacityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     instance: str = "scheduler"
-    """Part of request ids: another instance's must differ, and nobody may guess it."""
+    """Part of request ids: unique per instance and not guessable."""
     duration_s: float = 10.0
     renew_ratio: float = 1 / 3
     """Share of the duration after which a lease is renewed."""
@@ -32,7 +32,8 @@ class CapacityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """One job's turns. `dispatched` and `speeds` are for the record: routing in one line."""
+    """One job's turns. `dispatched` and `speeds` only record routing, on one line of the
+    journal."""
 
     job: JobId
     active: bool
@@ -49,7 +50,7 @@ class OfferedSlot(msgspec.Struct, frozen=True, kw_only=True):
     slot: SlotId
     agent: str
     free: bool
-    """Offered and leased by nobody, as the agent last said."""
+    """Offered and not leased, by the agent's last report."""
     idle_ratio: float | None = None
 
 
@@ -63,7 +64,7 @@ class CapacitySample(msgspec.Struct, frozen=True, kw_only=True, tag="capacity"):
     slots: tuple[OfferedSlot, ...] = ()
     leases: tuple[Lease, ...] = ()
     refusals: tuple[SlotRefusal, ...] = ()
-    """Since the sample before."""
+    """Refused requests since the previous sample."""
 
 
 class TakeLease(msgspec.Struct, frozen=True, kw_only=True, tag="take_lease"):
@@ -213,7 +214,7 @@ class CapacityPolicy:
         wanted = demand.queued + demand.running
         if wanted <= self._config.spill_ratio * demand.dedicated_places:
             return []
-        # The idlest slots first: where every lease is worth having, order decides who comes first.
+        # The idlest slots first: only the order matters where every lease is worth taking.
         offered = sorted(sample.slots, key=lambda slot: (-(slot.idle_ratio or 0.0), slot.slot))
         reason = f"{wanted} turns on {demand.dedicated_places} dedicated places"
         return [

@@ -1,9 +1,9 @@
-"""How one turn gets on: what its attempts came to since its last token, and where it goes not now.
+"""Progress of one turn: results of its attempts since its last token, and engines to avoid.
 
 Time without a token bounds a turn, and deaths under it do; refusals and aborts are not counted.
-A silent engine cannot be told from one that computes a long prompt. Therefore a turn that was taken
-off one for its silence waits twice as long on the next, and comes back to none without a gate at
-once: its first token takes a small multiple of what a healthy engine needs. Reads no clock.
+A silent engine cannot be told from one that computes a long prompt. Therefore, after a turn is
+taken off an engine for silence, it waits twice as long on the next one, and does not return soon
+to a silent engine without a gate. Reads no clock.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from harvester.contracts.ids import EngineId
 
 USUAL_FIRST_TOKENS = 3.0
-"""No silence shorter than so many usual first tokens is one."""
+"""Least silence that counts as a stall, in usual first-token times."""
 PAUSE_MAX_S = 8.0
 """A pause doubles up to this with every attempt without a token; a longer one is kept as asked."""
 
@@ -19,11 +19,11 @@ PAUSE_MAX_S = 8.0
 @dataclass(slots=True)
 class TurnCourse:
     resumed: bool = False
-    """It has been on an engine."""
+    """Whether it has been on an engine."""
     suspect: str = ""
-    """As what it was placed last."""
+    """The suspect's name at the last placement."""
     deaths: int = 0
-    """Engines that died under it, for whatever reason."""
+    """Engines that died under the turn, for any reason."""
     why: str = ""
     """Reason of the latest failure."""
     _setbacks: int = 0
@@ -51,7 +51,8 @@ class TurnCourse:
         return max(doubled_s, USUAL_FIRST_TOKENS * usual_first_token_s)
 
     def stalled(self, engine: EngineId, *, gated: bool, now: float) -> None:
-        """It was taken off a silent engine. A closed gate opens as suddenly as it closes."""
+        """Records that it was taken off a silent engine. A closed gate opens as suddenly as it
+        closes."""
         self._stalls += 1
         if not gated:
             self._avoided[engine] = now + PAUSE_MAX_S

@@ -1,13 +1,13 @@
-"""One engine as routing sees it: its places, and how fast a turn is expected to end on it.
+"""One engine as routing sees it: its places, and the expected speed of a turn on it.
 
 The speed is learned from turns that left. Old knowledge fades towards the best engine known: a
 guest that was slow during a burst is tried again, with a few turns first. An engine that has been
-silent for longer than a turn should take is as slow as its silence: a closed gate gets no more. One
-that turns were taken off for its silence is left alone for a while, then tried with a few, and has
+silent for longer than a turn should take is as slow as its silence: a closed gate gets no more. An
+engine that lost turns for its silence is left alone for a while, then tried with a few, and has
 all its places again with the first turn that ends on it: a gate opens as suddenly as it closes.
-One that refuses a turn keeps as many as it has and gets one more with each that ends there: it has
-shown its own limit. It is left alone for the time that it asks for only once it has refused two
-turns in a row, as one turn may be refused for what it is.
+An engine that refuses a turn keeps its present count and gets one more with each end: it has shown
+its own limit. It is left alone for the time that it asks for only after it refused two turns in a
+row, since a single refusal may be the turn's fault.
 """
 
 import math
@@ -40,13 +40,14 @@ class EngineLoad:
     offered: bool = False
     open_turns: int = 0
     heard_s: float = 0.0
-    """When a turn last left, or the first of the open ones came."""
+    """Time at which a turn last left, or the first of the open ones came."""
     seconds: float = 0.0
     """Stream time of the last turns, older ones decayed, other streams of the step taken out."""
     tokens: float = 0.0
     learned_s: float = 0.0
     stalled_s: float | None = None
-    """When a turn was last taken off for silence; None once a turn has ended here since."""
+    """Time at which a turn was last taken off for silence; None once a turn has ended here
+    since."""
     limit: int | None = None
     """Places that the engine's refusals have left."""
     refused: str = ""
@@ -54,7 +55,7 @@ class EngineLoad:
     closed_until_s: float = -math.inf
 
     def fits(self, context_tokens: int) -> bool:
-        """Whether a turn can come to its own end here; an engine of unknown context may do."""
+        """Whether the engine's context holds the whole turn; True if its context is unknown."""
         return not self.context_tokens or context_tokens <= self.context_tokens
 
     def free_places(self, *, half_life_s: float, now: float) -> int:
@@ -69,7 +70,7 @@ class EngineLoad:
 
     @property
     def s_per_token_alone(self) -> float | None:
-        """As measured; None before a token was."""
+        """Measured seconds per token; None before the first token."""
         return self.seconds / self.tokens if self.tokens >= 1 else None
 
     def begin(self, *, now: float) -> None:
@@ -78,7 +79,8 @@ class EngineLoad:
         self.open_turns += 1
 
     def stall(self, *, now: float) -> None:
-        """A turn was taken off. Its wait says when the gate closed, not how fast the engine is."""
+        """Records that a turn was taken off. Its wait dates the gate's closing, not the engine's
+        speed."""
         self.open_turns -= 1
         self.stalled_s = now
 
@@ -116,5 +118,5 @@ class EngineLoad:
         return max(expected_s, now - self.heard_s) if self.open_turns or paused else expected_s
 
     def _faded(self, half_life_s: float, now: float) -> float:
-        """What is left of the weight of what was learned."""
+        """Remaining weight of the learned speed, in (0, 1]."""
         return math.exp2((self.learned_s - now) / half_life_s)

@@ -1,7 +1,7 @@
-"""When broken attempts are an engine's fault: one may be the network's, several in a row are not.
+"""Attributes broken attempts: one may be the network's fault, several in a row are the engine's.
 
 Attempts that were running side by side when a connection broke count once. A file of its own
-because the fleet's shell only carries out what it says.
+because the fleet's shell only executes decisions.
 """
 
 from dataclasses import dataclass

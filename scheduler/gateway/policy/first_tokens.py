@@ -1,4 +1,4 @@
-"""How long the fleet's engines usually take to a turn's first token: its prefill, and its wait."""
+"""Usual time to a turn's first token on the fleet's engines: its prefill, and its wait."""
 
 from collections import deque
 from statistics import median

@@ -1,7 +1,7 @@
-"""How long an engine is left alone whose weights somebody else changes.
+"""Back-off for an engine whose weights another scheduler changes.
 
-Two schedulers that publish to one engine would each undo what the other did, without end. Each goes
-back later from time to time, so that turns are served between. Reads no clock.
+Two schedulers that publish to one engine would undo each other's work without end. Each returns
+later from time to time, so that turns are served between. Reads no clock.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ class Meddling:
     _last_s: float = 0.0
 
     def seen(self, *, now: float) -> bool:
-        """Whether it is the first time since it was last forgotten. Once alone costs no wait."""
+        """Records one change; True for the first since the last was forgotten, which costs no
+        wait."""
         if self.times and now - self._last_s > FORGOTTEN_S:
             self.times = 0
         self.times, self._last_s = self.times + 1, now

@@ -1,16 +1,16 @@
-"""Where each turn goes: per turn, not per trajectory (ROSE, section 4.3).
+"""Routes each turn to an engine: per turn, not per trajectory (ROSE, section 4.3).
 
     last engine of the trajectory, if it has a place (its KV prefix is there)
     else a dedicated engine with a place, else a leased guest with a place
     else the queue: turns of trajectories already begun first, then first come first served, but a
     freed place goes to a turn whose prefix is there before it goes to an older one
 
-A place that is expected to end the turn later than waiting for a faster engine would is no place: a
-slow harvested engine gets the share that fits its speed. When none queues the batch is at its tail,
-and the turn goes where it is expected to end first, so that no straggler sits on a slow engine; a
+A place is skipped if waiting for a faster engine is expected to end the turn sooner: a slow
+harvested engine gets the share that fits its speed. An empty queue means the batch is at its tail:
+the turn goes where it is expected to end first, so that no straggler sits on a slow engine; a
 guest, whose gate may close any moment, must be clearly faster for that, even where the prefix is.
 Only engines that serve the turn's job at a version its pin allows, and whose context holds its
-prompt and all that it may say, are eligible: a turn never ends early because of its place.
+prompt and its whole output, are eligible: a turn never ends early because of its place.
 A decision costs O(engines). Opens no connection and reads no clock.
 """
 
@@ -58,7 +58,7 @@ class _Line:
         default_factory=lambda: (deque(), deque(), deque())
     )
     begun_on: dict[EngineId, deque[TurnArrived]] = field(default_factory=dict)
-    """Those of rank `_BEGUN` once more, by the engine that their trajectory was on."""
+    """The turns of rank `_BEGUN` again, by the last engine of their trajectory."""
 
     def __len__(self) -> int:
         return sum(map(len, self.waiting))
@@ -86,7 +86,8 @@ class RoutingPolicy:
         self._queued: dict[str, _Queued] = {}
         self._target: Retargeted | None = None
         self._contexts: list[int] = []
-        """Of all engines offered so far, sorted: between two of them turns fit the same ones."""
+        """Contexts of all engines offered so far, sorted; the same turns fit all lengths between
+        two."""
         self._context_limit: int | None = None
         self._turn_tokens = config.default_turn_tokens
 
@@ -95,7 +96,7 @@ class RoutingPolicy:
         return cls(msgspec.convert(config, RoutingConfig))
 
     def snapshot(self) -> dict[str, Any]:
-        """What outlives open turns: the learned speeds."""
+        """State that outlives open turns: the learned speeds."""
         return {
             "turn_tokens": self._turn_tokens,
             "measured": {
@@ -153,7 +154,7 @@ class RoutingPolicy:
         )
 
     def other_places(self, turn: TurnArrived, *, now: float) -> int:
-        """Where a turn that stalls where it is could go on at once."""
+        """Number of places on other engines where a stalled turn could go on at once."""
         _, here = self._placed.get(turn.turn, (turn.job, None))
         return sum(
             self._engines[engine].free_places(half_life_s=self._config.speed_half_life_s, now=now)
@@ -229,7 +230,7 @@ class RoutingPolicy:
         return (turn.job, *pins, turn.suspect, turn.avoid, fits)
 
     def _split_lines(self) -> None:
-        """An engine of another context is there: who waited alike may fit different engines."""
+        """Regroups the lines after an engine with a new context length joined."""
         lines, self._lines = self._lines, {}
         for line in lines.values():
             for rank, waiting in enumerate(line.waiting):
@@ -296,7 +297,7 @@ class RoutingPolicy:
     def _drain(self, now: float) -> tuple[RoutingEffect, ...]:
         """Give freed places to waiting turns, rank before rank, in each rank the oldest first.
 
-        A turn that no free engine may serve holds up nobody but the turns that are like it.
+        A turn that no free engine may serve blocks only the turns of its own line.
         """
         if not self._queued:
             self._lines.clear()
@@ -359,7 +360,7 @@ class RoutingPolicy:
                 return
 
     def _expected_s(self, turn: TurnArrived, now: float) -> dict[EngineId, float]:
-        """How long the turn would take on each engine that may serve it, full or not."""
+        """Expected duration of the turn on each engine that may serve it, full or not, in s."""
         config, until_s = self._config, now + self._config.lease_margin_s
         may = {
             engine: load

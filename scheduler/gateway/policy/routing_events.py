@@ -1,4 +1,4 @@
-"""What routing hears, and what it says: events, effects and settings."""
+"""Events, effects and settings of routing."""
 
 from enum import StrEnum
 
@@ -17,22 +17,23 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     affinity_ratio: float = 2.0
     """At the tail the last engine keeps a turn unless another ends it this much sooner."""
     default_s_per_token: float = 0.005
-    """Until an engine has been measured."""
+    """Speed assumed until an engine has been measured, in s per token."""
     default_turn_tokens: float = 64.0
-    """Until a turn has ended."""
+    """Turn length assumed until a turn has ended, in tokens."""
     speed_weight: float = 0.03
-    """Of the newest turn in the moving averages of speed and length."""
+    """Weight of the newest turn in the moving averages of speed and length."""
     speed_half_life_s: float = 10.0
-    """In which an engine's measured speed fades where no turn renews it."""
+    """Half-life of an engine's measured speed without new turns, in s."""
     moved_after_s: float | None = None
-    """A guest's turn without a token for this long is moved to where there is room, so a bad place
-    costs no more than this and the turn elsewhere. None: nobody moves it."""
+    """A guest's turn without a token for this long, in s, moves to a free place: a bad place costs
+    no more than this and the turn elsewhere. None: turns are not moved."""
     begun_first: bool = True
     """Queued turns of begun trajectories go before first turns, so that few prefixes are kept at a
     time. False: first come first served. All trajectories then advance together and the step's tail
     is shorter, which pays where prefixes are cheap to make again."""
     patience_s: float = 1.0
-    """A queued turn is passed over for this long by turns whose prefix is on the freed engine."""
+    """Time for which turns with their prefix on the freed engine may overtake a queued turn, in
+    s."""
     trajectories: int = 65536
     """Remembered last engines; the longest unused is forgotten."""
 
@@ -55,14 +56,14 @@ class EngineWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="engine_wit
 
 
 class Retargeted(msgspec.Struct, frozen=True, kw_only=True, tag="retargeted"):
-    """What the fleet serves or is on its way to."""
+    """Job and version that the fleet serves or is switching to."""
 
     job: JobId
     version: WeightVersion
 
 
 class ContextLimited(msgspec.Struct, frozen=True, kw_only=True, tag="context_limited"):
-    """The largest context of all engines that there are or may be; None where one is unknown."""
+    """The largest context of all engines that exist or may come; None if one is unknown."""
 
     tokens: int | None
 
@@ -74,14 +75,14 @@ class TurnArrived(msgspec.Struct, frozen=True, kw_only=True, tag="turn_arrived")
     tokens: int
     """Still to be generated, at most."""
     context_tokens: int = 0
-    """Of prompt and whole output, wherever the turn is; an engine with less would cut it short."""
+    """Length of prompt and whole output, in tokens; an engine with less would cut it short."""
     exact: WeightVersion | None = None
     minimum: WeightVersion | None = None
     resumed: bool = False
     """Lost its engine; it waits in front of all others."""
     suspect: str = ""
-    """What engines may have died of. Until it is cleared no other suspect, and nothing of the same
-    name, is on its engine."""
+    """Suspected cause of engine deaths. Until cleared, no other suspect and nothing of the same
+    name shares its engine."""
     avoid: tuple[EngineId, ...] = ()
     """Engines that failed or refused the turn a moment ago."""
 
@@ -92,11 +93,11 @@ class TurnLeft(msgspec.Struct, frozen=True, kw_only=True, tag="turn_left"):
     turn: str
     tokens: int = 0
     seconds: float = 0.0
-    """On its engine, without the pauses of a guest's closed gate."""
+    """Time on its engine, without the pauses of a guest's closed gate, in s."""
     stalled: bool = False
-    """Taken off an engine that had fallen silent."""
+    """Whether it was taken off an engine that had fallen silent."""
     refused_s: float | None = None
-    """The engine did not take the turn: no more than what it has for this long."""
+    """The engine refused the turn: it gets no more turns than it has, for this long, in s."""
 
 
 class TurnCleared(msgspec.Struct, frozen=True, kw_only=True, tag="turn_cleared"):
@@ -106,7 +107,7 @@ class TurnCleared(msgspec.Struct, frozen=True, kw_only=True, tag="turn_cleared")
 
 
 class TurnWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="turn_withdrawn"):
-    """Nobody waits for this queued turn any more."""
+    """No client waits for this queued turn any more."""
 
     turn: str
 

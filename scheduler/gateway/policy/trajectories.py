@@ -55,7 +55,7 @@ class TurnCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What to ask an engine for, so that its output continues what is accepted."""
+    """Request to an engine whose output continues the accepted tokens."""
 
     number: int
     job: JobId
@@ -70,7 +70,7 @@ def continued_seed(seed: int | None, offset: int) -> int | None:
     """Seed of a continuation after `offset` output tokens.
 
     The engine's generator would start again from the first draw: with the same seed the rest of the
-    turn would be correlated with what it already said. Before the first token the seed is kept.
+    turn would be correlated with its earlier output. Before the first token the seed is kept.
     """
     if seed is None or offset == 0:
         return seed
@@ -121,7 +121,7 @@ class Turn:
 
     @property
     def outcome(self) -> str:
-        """`finish_reason`, or `lost`, `failed` or `refused` where that says more."""
+        """`finish_reason`, or the more specific `lost`, `failed` or `refused`."""
         return self._outcome or (self.finish_reason.value if self.finish_reason else "open")
 
     @property
@@ -173,7 +173,7 @@ class Turn:
         return True
 
     def finish(self, attempt: Attempt, said: str) -> None:
-        """The engine said that the attempt has ended: final, whatever becomes of its stream."""
+        """Ends the attempt by the engine's word: final, whatever happens to its stream."""
         if attempt is not self._open:
             return
         if said == "stop" and self.token_ids and not self._at_stop_token():
@@ -184,7 +184,7 @@ class Turn:
     def lose(self, attempt: Attempt) -> None:
         """The attempt's engine is gone or has been told to stop.
 
-        A turn whose last token already ended it has ended, though nobody said so.
+        A turn whose last token already ended it counts as ended, though no engine reported it.
         """
         if attempt is not self._open:
             return

@@ -1,4 +1,4 @@
-"""Orders version switches: what each engine serves, and when a publish is done.
+"""Orders version switches: the version of each engine, and the end of a publish.
 
 The fleet has one target, a job and its version. An engine that is not at the target stops taking
 turns (quiescing), is updated once no turn is open on it, and serves again. Open turns whose pin

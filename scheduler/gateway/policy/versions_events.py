@@ -1,4 +1,4 @@
-"""What the version policy hears, and what it says: events, effects and settings."""
+"""Events, effects and settings of the version policy."""
 
 import msgspec
 
@@ -8,13 +8,13 @@ from scheduler.model import EngineKind
 
 class VersionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     retry_s: float = 2.0
-    """From a failed update to the next try."""
+    """Delay from a failed update to the next try, in s."""
     min_dedicated: int = 0
     """Dedicated engines that must serve a version before its publish counts as settled."""
 
 
 class EngineJoined(msgspec.Struct, frozen=True, kw_only=True, tag="engine_joined"):
-    """An engine whose weights are not known: it has started, come back or been leased."""
+    """An engine with unknown weights: it has started, come back or been leased."""
 
     engine: EngineId
     kind: EngineKind
@@ -114,7 +114,7 @@ VersionsEffect = (
 
 
 class JobVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job last published. Version 0 is the weights that its engines started with."""
+    """The last version a job published. Version 0 is the weights that its engines started with."""
 
     job: JobId
     store: str

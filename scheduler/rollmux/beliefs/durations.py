@@ -1,11 +1,11 @@
-"""How long a job's phases take, as far as it is known: learned online, one estimate a phase.
+"""Duration estimates of a job's phases: learned online, one estimate per phase.
 
-Before anything ran only the declared maximum is known (every response at its token limit), so the
-mean is believed to lie somewhere between half of it and all of it. Every observed phase narrows
-that. Old observations fade, so that a drifting mean is followed; the fading also keeps the doubt
-from ever vanishing. A faded mean is late by as many observations as it remembers, so a drift that
-chance does not explain is learned too, and the mean believed is the one soon to come. The declared
-maximum bounds the belief of a young job only: what was seen wins.
+Before the first phase only the declared maximum is known (every response at its token limit), so
+the mean is believed to lie between half of it and all of it. Every observed phase narrows that.
+Old observations fade, so that a drifting mean is followed; the fading also keeps the doubt
+from ever vanishing. A faded mean lags by as many observations as it remembers, so a significant
+drift is learned too, and the mean believed is that of the next phases. The declared maximum bounds
+the belief of a young job only: observations win.
 """
 
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ DRIFT_RATIO_MAX: Final = 2.0
 
 
 class Measured(NamedTuple):
-    """What was measured of a phase before, alone on its nodes."""
+    """A phase's measurements from before, alone on its nodes."""
 
     mean_s: float
     cv: float
-    """Of a single phase, around its mean."""
+    """Coefficient of variation of a single phase."""
     seen: int
     """Phases that the mean is of: fewer leave more doubt."""
 
@@ -46,7 +46,7 @@ class PhaseEstimate:
     memory: float = 40.0
     weight: float = 0.0
     seen_s: float = 0.0
-    """Faded mean of what was observed."""
+    """Faded mean of the observed durations, in s."""
     spread_s2: float = 0.0
     count: int = 0
     ago: float = 0.0
@@ -54,7 +54,7 @@ class PhaseEstimate:
     ago_spread: float = 0.0
     """Faded sum of their squares around it, as `spread_s2` is of durations."""
     ago_spread_s: float = 0.0
-    """The same of the products of both; positive where what is newer takes longer."""
+    """Faded mean of the products of age and duration; positive if newer phases take longer."""
 
     def observe(self, solo_s: float) -> None:
         """Adds one phase's duration, alone on its nodes, in seconds."""
@@ -77,14 +77,14 @@ class PhaseEstimate:
 
     @property
     def cv(self) -> float:
-        """Of a single phase, around its mean."""
+        """Coefficient of variation of a single phase."""
         if self.count == 0:
             return PRIOR_CV
         return sqrt(self._cv2(self.drift_s))
 
     @property
     def drift_s(self) -> float:
-        """By how much the mean moves with every observation; 0 where that may be chance."""
+        """Change of the mean per observation, in s; 0 if chance may explain it."""
         if self.ago_spread == 0.0:
             return 0.0
         slope_s = self.ago_spread_s / self.ago_spread
@@ -120,7 +120,7 @@ class PhaseEstimate:
         return mean_s, 1.0 / sqrt(precision + prior_precision)
 
     def _drifted(self, drift_s: float) -> tuple[float, float]:
-        """The line through what was seen, a little beyond its end: its height, and its doubt."""
+        """The fitted line a little beyond its end: its height and its standard error, in s."""
         ahead = self.ago + DRIFT_AHEAD
         line_s = self.seen_s + drift_s * ahead
         least_s, most_s = self.seen_s / DRIFT_RATIO_MAX, self.seen_s * DRIFT_RATIO_MAX
@@ -146,7 +146,7 @@ class Belief(NamedTuple):
 
     @property
     def doubts(self) -> tuple[float, ...]:
-        """Of rollout, then training: mean, doubt and variation."""
+        """Mean, doubt and variation of rollout, then of training."""
         return self[:6]
 
 

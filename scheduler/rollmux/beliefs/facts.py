@@ -1,4 +1,4 @@
-"""What the planner knows of one job: what it declared, what was observed, what it was promised."""
+"""The planner's knowledge of one job: declarations, observations and its SLO account."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _RENEWED_AT: Final = (1, 2, 4, 8, 16, 32)
 _STEP_RATIO: Final = 0.03
 """A mean that moved this far renews the belief; less is not worth forecasting everything again."""
 _TAIL_STEP_RATIO: Final = 0.02
-"""The same of the end of a rollout's bulk, as a share of its time."""
+"""A bulk's share of the rollout's time that moved this far renews the belief too."""
 _LEAST_S: Final = 1e-3
 _versions = count(1)
 
@@ -29,16 +29,16 @@ class JobFacts:
     tail: TailShape = UNDIVIDED
     """Learned; as long as nothing is known a rollout is taken to fill its nodes to its end."""
     sync: PhaseEstimate | None = None
-    """Of the weight sync after a training; None: none was declared or seen."""
+    """Duration of the weight sync after a training; None: none was declared or seen."""
     moving: bool = False
     moved_s: float = float("-inf")
-    """When it last began to move."""
+    """Time at which its last move began."""
     open_s: float = 0.0
     """Solo seconds of the present iteration that have ended; lost with the iteration."""
     next_phase: PhaseKind = PhaseKind.ROLLOUT
-    """That comes after the last one that ended, or runs already."""
+    """The phase after the last one that ended; it may run already."""
     seen_s: float = 0.0
-    """When its last phase ended, or its cold start."""
+    """End of its last phase, or of its cold start."""
     version: int = 0
     """Names the belief in force, over all jobs; verdicts about a version stay true."""
     _belief: Belief | None = None
@@ -77,16 +77,17 @@ class JobFacts:
 
     @property
     def drifts(self) -> bool:
-        """Whether the mean of one of its phases is known to move."""
+        """Whether the mean of one of its phases is known to drift."""
         return self.rollout.drift_s != 0.0 or self.training.drift_s != 0.0
 
     def recall(self, measured: Mapping[PhaseKind, Measured]) -> None:
-        """What was measured before the job came here: into the estimates alone, no credit."""
+        """Folds earlier measurements into the estimates; they earn no credit."""
         for kind, each in measured.items():
             self.estimate(kind).recall(each)
 
     def observe(self, kind: PhaseKind, solo_s: float, *, measured: bool = True) -> None:
-        """A phase has ended. What was not measured teaches nothing and earns its mean at most."""
+        """Records the end of a phase. An unmeasured one teaches nothing and earns its mean at
+        most."""
         if kind is PhaseKind.SYNC and self.sync is None:
             self.sync = PhaseEstimate(solo_s)
             self._belief = None
@@ -113,7 +114,8 @@ class JobFacts:
         return self.job.phases[0].divisible
 
     def learn_tail(self, curve: Sequence[Completion], *, accelerators: int) -> None:
-        """From how its responses complete, on so many accelerators in all."""
+        """Learns the tail shape from the completion curve, on `accelerators` accelerators in
+        all."""
         shape = best_shape(curve, accelerators=accelerators) if self.divisible else UNDIVIDED
         moved = abs(shape.bulk_ratio - self.tail.bulk_ratio)
         if shape.share != self.tail.share or moved >= _TAIL_STEP_RATIO:
@@ -121,7 +123,7 @@ class JobFacts:
             self._belief = None
 
     def lose_iteration(self) -> None:
-        """It begins again at its last checkpoint: what it did since earns no credit."""
+        """Restarts at the last checkpoint: work since then earns no credit."""
         self.account.solo_s -= self.open_s
         self.open_s = 0.0
         self.next_phase = PhaseKind.ROLLOUT

@@ -1,13 +1,13 @@
-"""The promise to a job: its slow-down stays within its SLO, except with a stated risk.
+"""The SLO of a job: its slow-down stays within a bound, except with a stated risk.
 
 A forecast says what slow-down each scenario gives; the constraint holds when the mean plus a normal
 quantile of their spread does not exceed the SLO. The risk is one forecast's, not that of the job's
-life: asked again it errs again the same way, for as long as the group stays as it is. So what a
-forecast has to keep over the time ahead follows the job's credit, up and down: who has more than
-its reserve may spend it, who has less is owed the rest, and what was forecast wrongly is found out
-while the credit still pays for an answer. What a forecast of a few iterations cannot show, a turn
-that others run over by a little or a switch that comes too late, has to be paid for by credit that
-is there or soon will be; who has none of it lives on nodes of its own.
+life: repeated forecasts err the same way for as long as the group stays as it is. The bound of a
+forecast therefore follows the job's credit, up and down: a job with more than its reserve may
+spend it, a job with less is owed the rest, and a wrong forecast is found out
+while the credit still pays for an answer. A forecast of a few iterations cannot show some costs (a
+turn that others overrun slightly, a switch that comes too late): credit must cover them, present
+or soon to come; a job without any gets nodes of its own.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ from statistics import NormalDist
 from typing import Final
 
 SPEND_OVER_S: Final = 6 * 3600.0
-"""Over which a job may spend what it has beyond its reserve."""
+"""Time over which a job may spend its credit beyond the reserve, in s."""
 RECOVER_OVER_S: Final = 1.5 * 3600.0
-"""Over which it is owed what it lacks: well before the reserve is gone, nobody may disturb it."""
+"""Time over which a job is owed its missing reserve, in s: short, so that the reserve lasts."""
 RESERVE_ITERATIONS: Final = 1.5
 """Credit kept, in iterations: what a move costs beside the iteration that it waits for."""
 RESERVE_OF_EARNED: Final = 0.5
 """Most of it, of what the job would have alone: a young job cannot have kept anything yet."""
 SURPRISE_ITERATIONS: Final = 0.5
-"""What company may cost a job unforeseen between two reviews, in iterations: it comes at any moment
-of the job's cycle, and first come, first served nobody spares the job the first wait for it."""
+"""Unforeseen cost of company between two reviews, in the job's iterations: company comes at any
+moment of its cycle, and first come, first served makes the job wait once."""
 REGAIN_ITERATIONS: Final = 3.0
 """Alone for so long, about the time between two reviews, a job has to regain what that cost. A job
 that drifts is not expected to: a forecast that errs for what moves errs again the same way."""
@@ -51,7 +51,7 @@ def _quantile(probability: float) -> float:
 
 @dataclass(slots=True)
 class SloAccount:
-    """What a job was promised and what it got since `began_s`."""
+    """A job's SLO and its progress since `began_s`."""
 
     slo: float
     began_s: float
@@ -66,9 +66,9 @@ class SloAccount:
     def needs_own_nodes(
         self, now: float, *, iteration_s: float, under_way_s: float, drifts: bool
     ) -> bool:
-        """Whether a surprise would cost more than the job has and would soon regain alone.
+        """Whether a surprise would cost more than the job's credit plus what it soon regains alone.
 
-        `under_way_s` of the time that passed may be work that has not ended, and is no delay.
+        `under_way_s` of the elapsed time may be work that has not ended; it counts as no delay.
         """
         settled_s = self.credit_s(now) + under_way_s
         regained = 0.0 if drifts else (self.slo - 1.0) * REGAIN_ITERATIONS

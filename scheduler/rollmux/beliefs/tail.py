@@ -1,4 +1,4 @@
-"""When a rollout's tail should leave its nodes: a threshold learned for each job.
+"""The completed share at which a rollout's tail leaves its nodes, learned for each job.
 
 Responses finish fast at first and slowly at last. From some completed share on, the rest fits on a
 part of the accelerators at unchanged speed, and moving it frees the others. The paper moves at 80 %
@@ -22,7 +22,8 @@ ROOM_RATIO: Final = 1.25
 
 
 class Completion(NamedTuple):
-    """So much of the responses was complete after so much of the rollout's time."""
+    """One point of a completion curve: completed share of responses at a share of the rollout's
+    time."""
 
     time_ratio: float
     complete_ratio: float
@@ -46,7 +47,7 @@ UNDIVIDED: Final = TailShape(bulk_ratio=1.0, share=0.0)
 
 
 def tail_accelerators(threshold: float, accelerators: int) -> int:
-    """So many take what is open once `threshold` is complete; at least one."""
+    """Accelerators for the responses still open once `threshold` is complete; at least one."""
     # Rounding before ceil: 0.2 * 1.25 * 8 must be 2 accelerators, not 3.
     wanted = ceil(round(accelerators * ROOM_RATIO * (1.0 - threshold), 6))
     return min(max(1, wanted), accelerators)

@@ -1,10 +1,10 @@
-"""Which job is on which nodes: the group planner's answers turned into terms of run permits.
+"""Places jobs on nodes: turns the group planner's answers into terms of run permits.
 
-Jobs are submitted, wait for a place, and get one; observed phases teach the planner. What it asks
-for takes effect where it costs no phase: a job is told at its iteration's end that it moves, and
-has left its old nodes when it asks for its next one. Host memory is given once. A node that failed
-is replaced by a free one; only a phase that ran on it ends. Reads how jobs stand with their
-permits; says events of the permit policy. Asks nobody and reads no clock.
+Jobs are submitted, wait for a place, and get one; observed phases teach the planner. Its requests
+take effect where they cost no phase: a job learns of a move at the end of its iteration, and has
+left its old nodes when it requests its next phase. Host memory is given once. A failed node is
+replaced by a free one; only a phase that ran on it ends. Reads the permit state of each job and
+returns events of the permit policy. No I/O, no clock.
 """
 
 from typing import Protocol
@@ -73,20 +73,20 @@ class ClusterPolicy:
         self.planner = planner or GroupPlanner(config.judge, config.types, config.planner)
         self.fleet = Fleet(config.pools)
         self.stays: dict[JobId, Stay] = {}
-        """Everybody who was submitted, in the order of arrival."""
+        """Every submitted job, in order of arrival."""
         self.residency = Residency({pool: one.host_bytes for pool, one in config.types.items()})
-        """Of what is there; the planner's book counts what it has asked for."""
+        """Host memory in use now; the planner's book counts what it has planned."""
         self.move_s = MeasuredSeconds.begin(config.move_s)
         self.warm_start_s = MeasuredSeconds.begin(config.warm_start_s)
         self.arrivals = 0
         self.unsaved: set[JobId] = set()
-        """Whose record has changed since the shell has cleared this."""
+        """Jobs whose record has changed since the shell last cleared this set."""
         self.layout_changed = False
-        """The same of who is where."""
+        """Whether the layout (groups and their jobs) changed since the shell cleared this."""
         self._permits = permits
         self._effects: list[ClusterEffect] = []
         self._removed: set[JobId] = set()
-        """Taken from their permits in the present decision."""
+        """Jobs removed from their permits in the present decision."""
         self._arrived: set[JobId] = set()
         """Jobs that the present decision has put on nodes."""
         self._touched: set[JobId] = set()
@@ -151,7 +151,7 @@ class ClusterPolicy:
         return named(placement.rollout_nodes), named(placement.training_nodes)
 
     def wanted_terms(self, stay: Stay) -> JobTerms | None:
-        """What its permits shall be for now."""
+        """The permit terms of the job on its current nodes; None without nodes."""
         rollout, training = self.machines(stay.at)
         return stay.submission.terms(
             rollout,
@@ -174,7 +174,7 @@ class ClusterPolicy:
             stay.changed = False
             self.unsaved.add(given.job)
         if stay.stage is StayStage.MOVING and (stay.told or self._is_apart(stay)):
-            # It was told at its iteration's end, or a process that begins anew is with the answer.
+            # Told at its iteration's end, or a new process is told with the answer.
             self._leave_old(stay, now)
 
     def _asked(self, job: JobId, begins: bool, now: float) -> None:
@@ -211,7 +211,7 @@ class ClusterPolicy:
         self.unsaved.add(event.job)
 
     def _accelerators(self, stay: Stay) -> int:
-        """Of all its rollout nodes."""
+        """Accelerators of all the job's rollout nodes."""
         return stay.submission.phases[0].nodes * self.config.rollout.type.accelerators
 
     def _tell_move(self, stay: Stay) -> None:
@@ -237,7 +237,7 @@ class ClusterPolicy:
         self._remove(job, for_good=True)
         facts = self.planner.facts[job]
         if stay.iterations:
-            # Who falls silent is given up much later; that is no delay of ours.
+            # A silent job is given up much later; that is no delay of the planner's making.
             account = facts.account
             self._effects.append(
                 CloseJob(
@@ -271,7 +271,8 @@ class ClusterPolicy:
         self._let_in(now)
 
     def _apply(self, effects: tuple[GroupEffect, ...], now: float, *, why: str = "") -> None:
-        """`why` is said instead of the planner's reason, which names nodes as it does."""
+        """`why` replaces the planner's reason where given; the latter names nodes by planner
+        names."""
         for effect in effects:
             self.layout_changed = True
             match effect:
@@ -368,7 +369,8 @@ class ClusterPolicy:
         self.unsaved.add(stay.job)
 
     def _let_in(self, now: float) -> None:
-        """Machines, then memory for who is between two places, then places for who waits."""
+        """Binds machines first, then memory for jobs between two places, then places for the
+        queue."""
         for name in self.fleet.bind_awaited():
             self.layout_changed = True
             self._touched |= {job for job, stay in self.stays.items() if _is_on(stay, name)}
@@ -378,7 +380,7 @@ class ClusterPolicy:
         self._admit(now)
 
     def _admit(self, now: float) -> None:
-        """First come, first served; who comes later may pass where no free node is taken."""
+        """First come, first served; a later job may pass if it takes no free node."""
         book = self.planner.book
         book.supply = self._supply()
         waiting = [one for one in self.stays.values() if one.stage is StayStage.QUEUED]
@@ -395,7 +397,7 @@ class ClusterPolicy:
             self._apply(effects, now)
 
     def _supply(self) -> dict[Pool, int]:
-        """Machines in use and free ones that nobody waits for."""
+        """Machines in use plus free machines that no job awaits, per pool."""
         up = self.planner.book.up
         return {pool: up[pool] + self.fleet.spare(pool) for pool in self.config.pools}
 

@@ -1,4 +1,4 @@
-"""Which nodes a planning control has, and what it assumes of starts and moves."""
+"""Settings of a planning control: its nodes, and its assumptions about starts and moves."""
 
 import msgspec
 
@@ -29,18 +29,19 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     warm_start_s: float = 5.0
     """A phase's start after another job's, from host memory; nothing is loaded ahead."""
     move_s: float = 300.0
-    """What a job loses by a move to other nodes."""
+    """Time that a job loses by a move to other nodes, in s."""
     migrate_s: float = 3.0
-    """What moving a tail to a part of its accelerators costs the job, and the one that waits."""
+    """Cost of moving a tail to part of its accelerators, in s, to that job and to the waiting
+    one."""
     slo_counts_queueing: bool = False
     """An SLO counts from the placement on; true: from the submission on."""
     tail_ratio: float | None = None
     """Completed share from which every rollout's tail may leave, as RollMux has it with 0.8; None:
     learned for each job."""
     review_s: float = 60.0
-    """Between two looks at promises and savings."""
+    """Period of reviews for endangered SLOs and savings, in s."""
     gone_s: float = 900.0
-    """A placed job of which nothing was heard for so long has left."""
+    """A placed job that is silent for this long, in s, has left."""
     harvesting: bool = False
     """Jobs that ask for it may use leases of serving nodes in their rollouts."""
 
@@ -54,7 +55,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rules(self) -> Rules:
-        """What forecasts assume of permits."""
+        """Assumptions about permits that forecasts use."""
         return OUR_RULES._replace(warm_s=self.warm_start_s, migrate_s=self.migrate_s)
 
     @property

@@ -1,4 +1,4 @@
-"""What the cluster policy hears, and what it says: decisions, and events of the permit policy."""
+"""Events and effects of the cluster policy: decisions, and events of the permit policy."""
 
 from enum import StrEnum
 
@@ -12,13 +12,13 @@ from scheduler.rollmux.permits.events import JobLeft, JobPlaced
 
 
 class JobSubmitted(msgspec.Struct, frozen=True, kw_only=True, tag="job_submitted"):
-    """Also of a known job, whose process begins anew."""
+    """Sent for a known job too, when its process restarts."""
 
     submission: Submission
 
 
 class PhaseAsked(msgspec.Struct, frozen=True, kw_only=True, tag="phase_asked"):
-    """A worker asks for a permit. Who was told to move has left its old nodes when it does."""
+    """A worker requests a permit. A job told to move has left its old nodes by then."""
 
     job: JobId
     kind: PhaseKind
@@ -32,13 +32,13 @@ class PhaseDone(msgspec.Struct, frozen=True, kw_only=True, tag="phase_done"):
     job: JobId
     kind: PhaseKind
     solo_s: float
-    """What it would have taken alone: without waiting and loading."""
+    """Duration alone on its nodes, in s: without waiting and loading."""
     measured: bool = True
-    """False: at most so much, and nothing to learn from."""
+    """False: `solo_s` is only an upper bound, and teaches nothing."""
     loading_s: float = 0.0
-    """Beside it."""
+    """Loading time beside it, in s."""
     curve: tuple[Completion, ...] = ()
-    """How the job's phases of this kind complete, once enough of them were seen."""
+    """Completion curve of the job's phases of this kind, once enough of them were seen."""
 
 
 class PhaseLost(msgspec.Struct, frozen=True, kw_only=True, tag="phase_lost"):
@@ -48,11 +48,11 @@ class PhaseLost(msgspec.Struct, frozen=True, kw_only=True, tag="phase_lost"):
     overran: PhaseKind | None = None
     """The phase, where it was ended for its length."""
     at_least_s: float = 0.0
-    """What that phase would have taken alone, at the least."""
+    """Lower bound of the lost phase's duration alone on its nodes, in s."""
 
 
 class JobGone(msgspec.Struct, frozen=True, kw_only=True, tag="job_gone"):
-    """It is done, was given up, or no process of it was heard for long."""
+    """The job is done, was given up, or its process was silent for too long."""
 
     job: JobId
 
@@ -66,11 +66,11 @@ class NodeBack(msgspec.Struct, frozen=True, kw_only=True, tag="node_back"):
 
 
 class PlanReviewed(msgspec.Struct, frozen=True, kw_only=True, tag="plan_reviewed"):
-    """Time to look for promises in danger, nodes to spare and room for who waits."""
+    """Time to look for endangered SLOs, nodes to release and room for waiting jobs."""
 
 
 class ClusterResumed(msgspec.Struct, frozen=True, kw_only=True, tag="cluster_resumed"):
-    """After a restart: permits are brought to what the plan says, where they differ."""
+    """The control restarted: permits are brought to the plan where they differ."""
 
 
 ClusterEvent = (
@@ -91,11 +91,11 @@ class Decision(StrEnum):
     PLACED = "placed"
     MOVED = "moved"
     RESTARTED = "restarted"
-    """Because a node failed."""
+    """Restart because a node failed."""
 
 
 class PlanJob(msgspec.Struct, frozen=True, kw_only=True, tag="plan_job"):
-    """Where the job is to be, and why. A move takes effect at its iteration's end."""
+    """The target place of a job, with the reason. A move takes effect at its iteration's end."""
 
     decision: Decision
     job: JobId
@@ -144,7 +144,7 @@ class CloseJob(msgspec.Struct, frozen=True, kw_only=True, tag="close_job"):
 
     @property
     def kept(self) -> bool:
-        """Whether its SLO was."""
+        """Whether the job kept its SLO."""
         return self.slowdown <= self.slo
 
 

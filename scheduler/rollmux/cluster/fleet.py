@@ -1,7 +1,7 @@
-"""Which node stands behind each name that the planner gave, and which are free or have failed.
+"""Maps the planner's node names to machines; tracks free and failed machines.
 
-The planner numbers nodes as it thinks of them; here they get the names of machines. A name whose
-machine is not there, because one failed and no other is free, waits for the next that comes free.
+The planner numbers nodes as it invents them; this module assigns machines. A name whose machine
+failed while no other is free waits for the next free machine.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,13 +16,13 @@ class Fleet:
         self._names = {pool: nodes.names for pool, nodes in pools.items()}
         self._pool = {name: pool for pool, nodes in pools.items() for name in nodes.names}
         self.failed: set[NodeId] = set()
-        """To read; `fail` and `repair` change it."""
+        """Failed machines; read-only for callers, `fail` and `repair` change it."""
         self.machines: dict[NodeId, NodeId] = {}
-        """By the planner's name; to read."""
+        """Machine by planner name; read-only for callers."""
         self.awaited: dict[NodeId, Pool] = {}
         """Planner's names without a machine, the longest waiting first."""
         self._free: dict[Pool, tuple[NodeId, ...]] = {}
-        """As found since a machine last changed hands."""
+        """Free machines by pool, cached since a machine last changed hands."""
 
     def restore(
         self,
@@ -35,7 +35,7 @@ class Fleet:
         self._free.clear()
 
     def has_up(self, machine: NodeId) -> bool:
-        """Also one in use that is no node of ours any more."""
+        """Whether the machine is up; includes one in use that was removed from the pools."""
         known = machine in self._pool or machine in self.machines.values()
         return known and machine not in self.failed
 
@@ -43,11 +43,11 @@ class Fleet:
         return self._pool.get(machine)
 
     def count(self, pool: Pool) -> int:
-        """Machines that there are, failed ones too."""
+        """Number of machines, failed ones included."""
         return len(self._names[pool])
 
     def free(self, pool: Pool) -> tuple[NodeId, ...]:
-        """In the order of the file."""
+        """Free machines, in the order of the file."""
         free = self._free.get(pool)
         if free is None:
             used = self.failed | set(self.machines.values())

@@ -1,7 +1,7 @@
-"""Times that were set and are measured: what a move and a warm start really take.
+"""Configured times that are measured as well: the durations of a move and of a warm start.
 
-A faded mean of what is seen, that begins at what was set. Forecasts and prices take a new value
-only where it differs by a quarter: each change makes the planner forecast everything again.
+A faded mean of observations that starts at the configured value. Forecasts and prices take a new
+value only if it differs by a quarter: each change makes the planner forecast everything again.
 """
 
 from typing import Final
@@ -11,10 +11,10 @@ import msgspec
 _MEMORY: Final = 16.0
 """Observations."""
 _SET_FOR: Final = 4.0
-"""Observations that what was set counts for."""
+"""Weight of the configured value, in observations."""
 _STEP_RATIO: Final = 0.25
 _MOST_RATIO: Final = 8.0
-"""Of one observation over the mean: a job that was away for hours says nothing of its move."""
+"""Cap on one observation over the mean: hours of absence say nothing about a move."""
 
 
 class MeasuredSeconds(msgspec.Struct, kw_only=True):
@@ -27,7 +27,7 @@ class MeasuredSeconds(msgspec.Struct, kw_only=True):
         return cls(mean_s=set_s, in_force_s=set_s)
 
     def observe(self, seconds: float) -> bool:
-        """Whether what is in force has changed."""
+        """Folds one duration in; True if the value in force has changed."""
         most_s = _MOST_RATIO * max(self.mean_s, 1.0)
         self.seen = min(self.seen + 1.0, _MEMORY)
         self.mean_s += (min(seconds, most_s) - self.mean_s) / self.seen

@@ -1,7 +1,7 @@
-"""What a restart must know of the cluster, and how a policy is made of it again.
+"""The records that a restart of the cluster policy needs, and the policy rebuilt from them.
 
-A record for every job and one for who is where. What the planner only remembers to save work
-(verdicts, when it last looked) is not kept: it looks again.
+One record per job and one for the layout. The planner's caches (verdicts, time of the last look)
+are not kept: it looks again.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ _NAMES_AT_ONCE = 1000
 
 
 class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the planner has learned of a job."""
+    """The planner's knowledge of a job."""
 
     rollout: PhaseEstimate
     training: PhaseEstimate
@@ -34,14 +34,14 @@ class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
     open_s: float
     seen_s: float
     moved_s: float | None
-    """None: never."""
+    """Time of its last move; None: never moved."""
     leaving: bool
-    """It is resident where it is, and pinned where it goes."""
+    """Whether it is on its way: resident on its nodes, and pinned to its next ones."""
     sync: PhaseEstimate | None = None
     next_phase: PhaseKind | None = None
-    """None: of a version before weight syncs."""
+    """None: written by a version before weight syncs."""
     belief: Belief | None = None
-    """In force until observations outdate it; None where an older version wrote this."""
+    """Belief in force until observations outdate it; None: an older version wrote this."""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,10 +49,11 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     facts: PlannedFacts | None = None
     """None while it waits for a place."""
     held: tuple[NodeId, ...] | None = None
-    """Nodes whose host memory has its state; None: of a version that kept it with the stay."""
+    """Nodes whose host memory has its state; None: written by a version that kept it with the
+    stay."""
 
     def shifted(self, by_s: float) -> "JobRecord":
-        """The same in the times of a clock that shows so much more. Changes this one too."""
+        """The record with all times shifted by `by_s` to another clock; changes this one too."""
         stay, facts = self.stay, self.facts
         stay.submitted_s += by_s
         stay.placed_s = None if stay.placed_s is None else stay.placed_s + by_s
@@ -73,7 +74,8 @@ class CellRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is where; groups and jobs in the planner's order, which its choices follow."""
+    """The placement of all jobs; groups and jobs in the planner's order, which its choices
+    follow."""
 
     cells: tuple[CellRecord, ...] = ()
     machines: dict[NodeId, NodeId] = {}
@@ -91,7 +93,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
-    """None where the job is gone."""
+    """The record of a job; None if the job is gone."""
     stay = policy.stays.get(job)
     facts = policy.planner.facts.get(job)
     if stay is None:
@@ -139,7 +141,7 @@ def layout(policy: ClusterPolicy) -> Layout:
 
 
 def snapshot(policy: ClusterPolicy) -> dict[str, Any]:
-    """As plain values."""
+    """Snapshot of the policy as plain values."""
     records = (job_record(policy, job) for job in policy.stays)
     jobs = tuple(record for record in records if record is not None)
     found: dict[str, Any] = msgspec.to_builtins(Memory(layout=layout(policy), jobs=jobs))
@@ -183,7 +185,7 @@ def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
     facts.next_phase = kept.next_phase or trains
     if kept.moved_s is not None:
         facts.moved_s = kept.moved_s
-    # At once: a belief that the first reader forms would depend on when somebody reads.
+    # At once: a belief formed lazily would depend on the time of its first reader.
     if kept.belief is None:
         facts.belief()
     else:
@@ -218,7 +220,7 @@ def _restore_book(
 
 
 def _skip_names(policy: ClusterPolicy, cells: Iterable[Cell]) -> None:
-    """The planner numbers groups and nodes from one on: what is in force is not named again."""
+    """Advances the planner's counter past all names in force, so that none is given twice."""
     last = max((_number(name) for cell in cells for name in _names(cell)), default=0)
     while last > 0:
         step = min(last, _NAMES_AT_ONCE)

@@ -1,4 +1,4 @@
-"""Two jobs that nobody runs: one decision of every kind, so that all that it needs is compiled."""
+"""Two fictitious jobs: one decision of every kind, so that all compiled code is compiled early."""
 
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.config import ClusterConfig

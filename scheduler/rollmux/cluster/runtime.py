@@ -70,7 +70,7 @@ class PhaseRuntime:
         self.cluster = ClusterPolicy(config.cluster, self.permits, planner)
         self._reviewed_s: float | None = None
         self._heard_s: dict[JobId, float] = {}
-        """When something was last heard of each placed job."""
+        """Time of the last event of each placed job."""
         self._effects: list[RuntimeEffect] = []
 
     @classmethod
@@ -90,7 +90,7 @@ class PhaseRuntime:
         self.permits.restore(kept["permits"])
         restore(self.cluster, msgspec.convert(kept["plan"], Memory))
         self.permits.close(self.cluster.fleet.failed)
-        # A state file has neither: after a restart everybody is given time anew.
+        # A state file has neither: after a restart every job gets its time anew.
         self._reviewed_s = kept.get("reviewed_s")
         self._heard_s = dict(kept.get("heard_s", {}))
 
@@ -101,14 +101,14 @@ class PhaseRuntime:
 
     @property
     def jobs(self) -> tuple[JobId, ...]:
-        """Everybody who was submitted."""
+        """All submitted jobs."""
         return tuple(self.cluster.stays)
 
     def knows(self, job: JobId) -> bool:
         return job in self.cluster.stays
 
     def standing(self, job: JobId) -> Standing | None:
-        """To read."""
+        """The job's standing; read-only for callers."""
         return self.permits.standing(job)
 
     def ahead(self, job: JobId, *, now: float) -> int:
@@ -116,7 +116,7 @@ class PhaseRuntime:
         return self.permits.ahead(job, now=now)
 
     def due_s(self) -> float:
-        """When `TimePassed` will next change something."""
+        """Time at which `TimePassed` will next change something."""
         if self._reviewed_s is None:
             return self.permits.due_s()
         return min(self.permits.due_s(), self._reviewed_s + self.config.cluster.review_s)
@@ -220,7 +220,7 @@ class PhaseRuntime:
                 self._effects.append(effect)
 
     def _curve(self, end: EndPermit) -> tuple[Completion, ...]:
-        """How the job's rollouts complete, once enough of them were seen."""
+        """Completion curve of the job's rollouts, once enough of them were seen."""
         standing = self.permits.standing(end.job)
         curve = None if standing is None else standing.curves.get(end.kind)
         return curve.points if curve is not None and curve.seen >= SEEN_MIN else ()
@@ -242,8 +242,7 @@ class PhaseRuntime:
                 pass
 
     def _silent(self, now: float) -> list[JobId]:
-        """Placed jobs of which nothing was heard for long; one that waits for a place may be
-        silent."""
+        """Placed jobs that have been silent longer than `gone_s`; waiting jobs may be silent."""
         placed = [job for job, stay in self.cluster.stays.items() if _is_placed(stay)]
         self._heard_s = {job: self._heard_s.get(job, now) for job in placed}
         return [job for job in placed if now - self._heard_s[job] > self.config.cluster.gone_s]

@@ -1,4 +1,4 @@
-"""One job in the cluster: where its state is resident, and where it goes next."""
+"""One job in the cluster: its resident state, and its next place."""
 
 from enum import StrEnum
 
@@ -12,7 +12,7 @@ from scheduler.rollmux.planner.events import JobArrived
 
 class StayStage(StrEnum):
     QUEUED = "queued"
-    """No place was found yet."""
+    """Waits for a place."""
     PLACED = "placed"
     MOVING = "moving"
     """Placed, and asked to go elsewhere at its iteration's end."""
@@ -25,7 +25,7 @@ class Stay(msgspec.Struct, kw_only=True):
 
     submission: Submission
     number: int
-    """In the order of arrival."""
+    """Number in the order of arrival."""
     submitted_s: float
     placed_s: float | None = None
     group: GroupId | None = None
@@ -33,13 +33,13 @@ class Stay(msgspec.Struct, kw_only=True):
     to: Placement | None = None
     to_group: GroupId | None = None
     told: bool = False
-    """That it moves: the next time that it asks for its first phase, it has left."""
+    """The job was told that it moves: it has left when it next requests its first phase."""
     changed: bool = False
-    """Its nodes are others than its process was told: it hears of them before its next phase."""
+    """Its nodes differ from those its process knows: it is told before its next phase."""
     arrived_s: float | None = None
-    """When it came to other nodes, until it asks for a phase there."""
+    """Time of its arrival on other nodes, until it requests a phase there."""
     started: bool = False
-    """It had a permit: before that nothing of it is anywhere."""
+    """Whether it ever had a permit: before that it has no state anywhere."""
     reason: str = ""
     """Why it is there, why it goes there, or why it waits."""
     iterations: int = 0
@@ -51,7 +51,7 @@ class Stay(msgspec.Struct, kw_only=True):
 
     @property
     def arrival(self) -> JobArrived:
-        """What the planner is told of it."""
+        """The arrival event of this job for the planner."""
         return msgspec.structs.replace(self.submission.arrival, submitted_s=self.submitted_s)
 
     @property
@@ -61,7 +61,7 @@ class Stay(msgspec.Struct, kw_only=True):
         return StayStage.QUEUED if self.to is None else StayStage.BETWEEN
 
     def arrive(self) -> None:
-        """It is now where it was to go."""
+        """Completes its move."""
         self.at, self.group = self.to, self.to_group
         self.to = self.to_group = None
         self.told = False

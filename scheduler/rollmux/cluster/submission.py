@@ -1,4 +1,4 @@
-"""What a job declares to a planning control, and the terms of permits that a place gives."""
+"""A job's declaration to a planning control, and the permit terms for its place."""
 
 from itertools import pairwise
 from typing import Final
@@ -13,22 +13,23 @@ from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms, leased_tail
 from scheduler.rollmux.planner.events import JobArrived
 
 NODES_MAX: Final = 8
-"""Of one pool; what `rosemux plan` takes too."""
+"""Nodes of one pool per job; the limit of `rosemux plan` too."""
 SECONDS_MAX: Final = 1e7
 BYTES_MAX: Final = 10**15
 SLO_MAX: Final = 100.0
 SEEN_MAX: Final = 1000
 CURVE_MAX: Final = 64
 KINDS: Final = (PhaseKind.ROLLOUT, PhaseKind.TRAINING)
-"""Of every planned job, in the order of its iteration; a weight sync may follow."""
+"""Phases of every planned job, in the order of its iteration; a weight sync may follow."""
 
 
 class DeclaredPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which nodes the phase gets is the planner's answer; a weight sync has `nodes` 0."""
+    """One declared phase. The planner chooses its nodes; a weight sync has `nodes` 0."""
 
     kind: PhaseKind
     max_s: float
-    """With every response at its token limit; longer phases are warned of."""
+    """Longest duration, with every response at its token limit, in s; longer phases cause a
+    warning."""
     nodes: int = 1
     mean_s: float | None = None
     """Measured alone on its nodes before; None: nothing is known but `max_s`."""
@@ -36,10 +37,10 @@ class DeclaredPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     seen: int = 40
     """Phases that `mean_s` is of."""
     divisible: bool = True
-    """A rollout's engines may begin on the accelerators that another's tail leaves of its nodes,
-    and bring its own tail together on a part of them; else it waits until such a tail has ended."""
+    """Whether a rollout's engines may begin on the accelerators beside another job's tail, and
+    gather their own tail on a part of them; if not, it waits until such a tail has ended."""
     curve: tuple[Completion, ...] = ()
-    """How a rollout's responses complete; empty: unknown until its own have been seen."""
+    """Completion curve of a rollout; empty: unknown until its own was seen."""
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +57,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def as_job(self) -> Job:
-        """As the planner knows it."""
+        """The job in the planner's model."""
         return Job(
             job=self.job,
             tenant=self.tenant,
@@ -76,7 +77,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def arrival(self) -> JobArrived:
-        """What the planner is told of it."""
+        """The arrival event for the planner."""
         return JobArrived(
             job=self.as_job,
             measured={
@@ -96,10 +97,10 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         tail_ratio: float | None = None,
         leases: bool = False,
     ) -> JobTerms | None:
-        """On nodes that there are, of which a rollout's have so many accelerators each.
+        """Permit terms on the given nodes; a rollout node has `accelerators` accelerators.
 
-        A phase that misses its nodes is left out. None where both miss them. A rollout's tail
-        leaves at `tail_ratio` complete, or where its completion says: as declared, then as seen.
+        A phase without nodes is left out; None if both have none. A rollout's tail leaves at
+        `tail_ratio` complete, or by its completion curve: as declared at first, then as observed.
         `leases`: the tail of a job that harvests and is not divisible may leave for them.
         """
         sides = {PhaseKind.ROLLOUT: rollout, PhaseKind.TRAINING: training, PhaseKind.SYNC: ()}

@@ -16,7 +16,7 @@ _Seconds = Annotated[float, typer.Option(help="See the settings in docs/phases.m
 
 @phases.callback()
 def _phases() -> None:
-    """Who of several jobs runs which phase on which node: serve it, and look at it."""
+    """Phases of several jobs on shared nodes: serve the control and inspect it."""
 
 
 @phases.command()
@@ -119,7 +119,7 @@ def node(
         bool, typer.Option("--failed/--back", help="It has failed, or is there again.")
     ],
 ) -> None:
-    """Tell a control that plans of a node that has failed or is there again."""
+    """Report a failed or repaired node to a planning control."""
     from harvester.contracts.errors import ConfigError
     from harvester.contracts.ids import NodeId
     from scheduler.rollmux.control.socket_control import SocketControl
@@ -135,7 +135,7 @@ def status(
     socket: _Socket,
     as_json: Annotated[bool, typer.Option("--json", help="As the control says it.")] = False,
 ) -> None:
-    """Show every job: its phase, its stage, what it holds and what it waits for."""
+    """Show every job: its phase, its stage, the nodes it holds and those it waits for."""
     from rich.console import Console
 
     from scheduler.rollmux.control.socket_control import SocketControl
@@ -169,7 +169,8 @@ def explain(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
-    """Tell a job's story: where it was placed, why it moved, whom it waited for."""
+    """Tell a job's story: its placements, its moves with their reasons, and the jobs it waited
+    for."""
     from harvester.contracts.errors import ConfigError
     from scheduler.rollmux.control.explanation import explanation, moment
     from scheduler.rollmux.control.socket_control import SocketControl

@@ -54,7 +54,7 @@ from scheduler.rollmux.permits.standing import Stage
 from scheduler.rollmux.permits.terms import JobTerms, leased_tail
 
 Resume = Callable[[bool], None]
-"""Told whether the start is cold: the first of this kind in this process."""
+"""Called with whether the start is cold: the first of this kind in this process."""
 Release = Callable[[], None]
 OnMove = Callable[[Move], None]
 OnArrive = Callable[[Placed], None]
@@ -62,14 +62,14 @@ OnArrive = Callable[[Placed], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How one phase began."""
+    """Record of a phase's start."""
 
     kind: PhaseKind
     cold: bool
     waited_s: float
-    """For the permit."""
+    """Wait for the permit, in s."""
     resume_s: float
-    """From the permit to the phase's first line."""
+    """Time from the permit to the phase's first line, in s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +93,21 @@ class PhaseControl:
         on_arrive: OnArrive = lambda _placed: None,
         harvesting: Harvesting | None = None,
     ) -> None:
-        """`terms` name the job's nodes; a control that plans takes a `Submission` and names them.
+        """`terms` name the job's nodes; a planning control takes a `Submission` and names them.
 
-        `timeout_s` bounds the wait for a place, for a permit and for a control that is not there.
+        `timeout_s` bounds the wait for a place, for a permit and for an absent control.
         A job that moves is told between two iterations: `on_move` frees what it holds on its old
         nodes, and once its new ones have room `on_arrive` brings its state there.
         With `harvesting` its rollouts use leases of its gateway, and their tails may end there.
 
-        Raises ConfigError where the job is refused, Exhausted where nobody answers in time.
+        Raises ConfigError if the job is refused, Exhausted if no control answers in time.
         """
         self.job = terms.job
         self.starts: list[Start] = []
         self.placement: Placed | None = None
-        """Where a planning control has placed the job."""
+        """Placement by a planning control; None without one."""
         self.tails: list[Tail] = []
-        """Those that left their nodes for leases, of rollouts that have ended."""
+        """Tails that left their nodes for leases, of rollouts that have ended."""
         self._transport = transport
         self._terms = terms if harvesting is None else _harvesting(terms)
         self._gateway = None if harvesting is None else harvesting.of(terms.job)
@@ -231,7 +231,7 @@ class PhaseControl:
             permit.check()
 
     def _withdraw(self) -> None:
-        """Keep nobody waiting; a control that does not hear it finds out by the lease."""
+        """Withdraws the request; if the control does not hear it, the lease expires."""
         with suppress(Exhausted, PeerProtocolError):
             self._transport.call("withdraw", Withdraw(job=self.job, holder=self._holder))
 
@@ -281,7 +281,7 @@ class PhaseControl:
         raise Exhausted(f"{kind} phase of job {self.job}: cancelled")
 
     def _leave(self, permit: Permit, *, failed: str, stays_loaded: bool = False) -> None:
-        """Until the control has heard it; one that is away hears it when it is back."""
+        """Repeats until the control has received it; an absent one receives it on its return."""
         permit.end()
         self._open = None
         leave = Leave(
@@ -296,7 +296,7 @@ class PhaseControl:
         if not failed:
             self._told(self._say(leave, timeout_s=self._timeout_s))
             return
-        # Who has failed says so while its lease lasts: after that the control knows by itself.
+        # A failed holder reports it while its lease lasts: after that the control knows by itself.
         with suppress(Exhausted, Stale, PeerProtocolError):
             self._say(leave, timeout_s=min(self._timeout_s, permit.lease_s))
 
@@ -332,7 +332,7 @@ class PhaseControl:
 
 
 def _harvesting(terms: JobTerms | Submission) -> JobTerms | Submission:
-    """The same, of a job whose rollouts use leases."""
+    """The same terms for a job whose rollouts use leases."""
     if isinstance(terms, Submission):
         return msgspec.structs.replace(terms, harvesting=True)
     return msgspec.structs.replace(terms, phases=tuple(map(leased_tail, terms.phases)))
@@ -347,9 +347,9 @@ def install(control: PhaseControl) -> None:
 
 
 def phase(kind: PhaseKind | str) -> Phase:
-    """A phase of the control that is installed when it is entered, not when it is declared.
+    """A phase of the control installed at entry, not at declaration.
 
-    Raises ConfigError on entry where there is none.
+    Raises ConfigError on entry without an installed control.
     """
     return Phase(_installed, PhaseKind(kind))
 

@@ -1,7 +1,7 @@
 """The shell around the permit policy: calls in, decisions kept and journalled, answers out.
 
-Never blocks and is used by one thread at a time; who may have to wait looks again when `on_change`
-says that something is different. The embedded control, the socket and the Ray actor are fronts of
+Never blocks and is used by one thread at a time; a waiting caller looks again when `on_change`
+signals a change. The embedded control, the socket and the Ray actor are fronts of
 this one desk.
 """
 
@@ -105,14 +105,14 @@ class PermitDesk:
         )
         self._ticked_s = clock.now()
         self._loaded_heard_s: dict[JobId, float] = {}
-        """When a process that left its job's state loaded was last heard."""
+        """Time of the last call from a process that left its job's state loaded."""
         self._unsaved: set[JobId] = set()
         if snapshot is not None:
             self._observe(ControlResumed())
 
     @property
     def policy(self) -> PhasePolicy:
-        """To read."""
+        """The permit policy; read-only for callers."""
         return self._policy
 
     def call(self, message: Call) -> Reply:
@@ -160,7 +160,7 @@ class PermitDesk:
         return self.look(entry)
 
     def look(self, entry: Enter) -> EnterReply:
-        """How an entry stands; changes nothing. Raises Exhausted as `call` does."""
+        """The reply to an entry; changes nothing. Raises Exhausted as `call` does."""
         if self._unsaved:
             raise Exhausted("a decision is not on disk yet")
         standing = self._policy.standing(entry.job)
@@ -211,7 +211,7 @@ class PermitDesk:
         if not refusal or standing is None:
             unload = () if standing is None else standing.unload
             return Ended(reason=refusal) if refusal else Left(unload=unload)
-        # A leave whose reply was lost is said again.
+        # A leave whose reply was lost is repeated.
         was_done = standing.epoch == leave.epoch and standing.ended is EndReason.DONE
         return Left(unload=standing.unload) if was_done else Ended(reason=refusal)
 
@@ -239,36 +239,36 @@ class PermitDesk:
         return [job for job, standing in found if standing is not None and standing.unload]
 
     def tick(self) -> None:
-        """To be called every `TICK_S`; whoever could not be heard for lack of it is forgiven."""
+        """Call every `TICK_S`; after a gap, silence of holders during it is forgiven."""
         now = self._clock.now()
         if now - self._ticked_s > self.config.lease_s / 2:
             self._loaded_heard_s.clear()
             self._observe(ControlResumed())
         self._ticked_s = now
         if self._unsaved or self._plan_records() or now >= self._policy.due_s():
-            # What a full disk does not take is tried again at every tick, and answered by none.
+            # Records that a full disk refuses are tried again at every tick, and reported by none.
             with suppress(Exhausted):
                 self._observe(TimePassed())
         with suppress(Exhausted):
             self._unload_silent(now)
 
     def _retry_s(self, entry: Enter) -> float | None:
-        """None for a phase that the job does not have."""
+        """Delay before the next request, in s; None for a phase that the job does not have."""
         standing = self._policy.standing(entry.job)
         known = standing is None or standing.terms.phase(entry.kind) is not None
         return _RETRY_S if known else None
 
     def plan_of(self, job: JobId) -> PlanStatus | None:  # noqa: ARG002 - a planning desk's to say
-        """How a job stands in the plan; None where there is none."""
+        """Plan status of a job; None without a plan."""
         return None
 
     @property
     def jobs(self) -> tuple[JobId, ...]:
-        """Everybody who is known."""
+        """All known jobs."""
         return self._policy.jobs
 
     def metrics(self) -> bytes:
-        """As Prometheus reads them."""
+        """Metrics in Prometheus's text format."""
         return self._metrics.render(self._policy, now=self._clock.now())
 
     def close(self) -> None:
@@ -312,7 +312,8 @@ class PermitDesk:
             self._begin_anew(snapshot)
 
     def _begin_anew(self, snapshot: dict[str, Any]) -> None:
-        """From what the journal's new file begins with: it replays what is decided from here."""
+        """Restarts the policy from the snapshot in the journal's new file, which then replays
+        exactly."""
         self._policy = self._new_policy()
         self._policy.restore(msgspec.json.decode(msgspec.json.encode(snapshot)))
         self._log.policy = self._policy

@@ -22,7 +22,8 @@ from scheduler.rollmux.permits.terms import PermitsConfig
 
 
 class EmbeddedControl:
-    """A transport and what it leads to. Context manager; jobs must have left before it closes."""
+    """A transport and its control in this process. Context manager; jobs must leave before it
+    closes."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class EmbeddedControl:
         journal: Path | None = None,
         cluster: ClusterConfig | None = None,
     ) -> None:
-        """With a `cluster` it plans."""
+        """Starts the control; with a `cluster` it plans."""
         self._clock = clock or MonotonicClock()
         compile_for(cluster)
         self._desk = opened(
@@ -57,7 +58,7 @@ class EmbeddedControl:
             return reply
 
     def jobs(self) -> tuple[JobStatus, ...]:
-        """How every job stands."""
+        """Status of every job."""
         with self._changed:
             return statuses(self._desk)
 

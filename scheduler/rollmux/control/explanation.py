@@ -46,9 +46,9 @@ class Explanation:
 
 
 def explanation(directory: Path, job: str, *, since: datetime, permits: bool) -> Explanation:
-    """`permits`: each of them is told, not only their summary.
+    """The story of one job; with `permits`, every permit by itself, not only a summary.
 
-    Raises ConfigError where the journal or the job in it is not there.
+    Raises ConfigError if the journal or the job in it is missing.
     """
     if not is_name(job):
         raise ConfigError(f"{job[:80]!r} is no job's name")
@@ -64,7 +64,7 @@ def explanation(directory: Path, job: str, *, since: datetime, permits: bool) ->
 
 
 def moment(*, last: str, since: str) -> datetime:
-    """From when on; of a time of day that names no zone, in UTC. Raises ConfigError."""
+    """Start of the requested time; a time without a zone is in UTC. Raises ConfigError."""
     if last and since:
         raise ConfigError("--last and --since exclude each other")
     if since:

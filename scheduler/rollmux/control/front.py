@@ -20,7 +20,7 @@ class Front:
         desk.on_change = self._wake
 
     async def call(self, name: str, body: bytes) -> bytes:
-        """Raises PeerProtocolError for what is no call."""
+        """Answers one call with a JSON reply. Raises PeerProtocolError for an invalid call."""
         message = decoded_call(name, body)
         reply = self.desk.call(message)
         if isinstance(message, Enter):
@@ -28,7 +28,7 @@ class Front:
         return msgspec.json.encode(reply)
 
     async def tick(self) -> None:
-        """For as long as the control lives."""
+        """Ticks the desk for as long as the control lives."""
         while True:
             self.desk.tick()
             await asyncio.sleep(TICK_S)

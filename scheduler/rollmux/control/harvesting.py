@@ -1,7 +1,7 @@
-"""A job's gateway, as its phases use it: what the job may run on, and whether a guest serves it.
+"""A job's gateway, as its phases use it: the engines allowed to the job, and guests that serve it.
 
-Calls block, and each may be repeated. What is switched on goes off by itself where nobody says it
-again: a process that dies leaves nothing behind.
+Calls block, and each may be repeated. Switches expire unless they are renewed: a process that dies
+leaves nothing behind.
 """
 
 import http.client
@@ -30,7 +30,7 @@ _SERVING: Final = "serving"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Harvesting:
-    """How a job takes part: which gateway its turns go through, and how to speak to it."""
+    """A job's participation: the gateway of its turns, and the token for it."""
 
     gateway: str
     """URL of the gateway, `https://` off loopback."""
@@ -84,7 +84,7 @@ class GatewayView(msgspec.Struct, frozen=True):
 
 
 class JobGateway:
-    """Calls raise Exhausted where nobody answers, PeerProtocolError where they are refused."""
+    """Calls raise Exhausted without an answer, PeerProtocolError if refused."""
 
     def __init__(self, url: str, job: JobId, *, token: str = "") -> None:
         parts = urlsplit(url)

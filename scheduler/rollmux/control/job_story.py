@@ -1,4 +1,4 @@
-"""One job's story as the journal tells it: where it was placed, why it moved, what its permits did.
+"""One job's story from the journal: its placements, the reasons of its moves, its permits.
 
 Fed with every line of a journal, it answers entries in the order of time; keeps no more than
 what the next line needs.
@@ -42,7 +42,7 @@ _CAUSES: Final = frozenset(
 
 class JobStory:
     def __init__(self, job: JobId, *, since: datetime) -> None:
-        """What happened before `since` is followed and not told."""
+        """Follows events before `since` without reporting them."""
         self.permits = PermitStory(job)
         self.is_known = self.was_known = False
         self._job = job
@@ -138,7 +138,7 @@ class JobStory:
                     pass
 
     def _cause(self, event: RuntimeEvent | None) -> str:
-        """What took a permit, in other words than its effect's."""
+        """The cause of a permit's loss, if the effect does not name it; else empty."""
         match event:
             case NodeLost(node=node):
                 return f"node {node} failed"
@@ -162,7 +162,7 @@ class JobStory:
 
 
 def _converted(raw: dict[str, Any], kind: Any) -> Any:
-    """None for what this version does not know."""
+    """The typed record; None for a kind unknown to this version."""
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError:

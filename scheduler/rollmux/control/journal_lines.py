@@ -12,7 +12,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.journal import Decided, Opened, lines_of
 
 POLICIES = ("scheduler.policy.cluster", "scheduler.policy.phases")
-"""Of a control that plans, and of one that does not."""
+"""Policies of a planning control and of one without a plan."""
 _TRIES = 100
 
 
@@ -20,11 +20,11 @@ class Moment(NamedTuple):
     at: datetime
     """The time of day, for people."""
     t_s: float
-    """What the control's clock showed: durations are differences of this."""
+    """Time on the control's clock, in s; durations are differences of it."""
 
 
 class Began(NamedTuple):
-    """A process or a new file begins: what it knows of jobs, None where it knows nothing."""
+    """Start of a process or file, with a snapshot of the known jobs; None without one."""
 
     moment: Moment
     snapshot: dict[str, Any] | None

@@ -1,4 +1,4 @@
-"""The plan in the state file: a record for every job, one for who is where, one for the clock.
+"""The plan in the state file: one record per job, one for the layout, one for the clock.
 
 They are written with the permits that the same decision has changed, in one transaction.
 """
@@ -28,18 +28,18 @@ _TIMES: Final = (
     "warned_s",
     "revoked_s",
 )
-"""Of a job's standing."""
+"""Time fields of a job's standing."""
 
 
 class KeptClock(msgspec.Struct, frozen=True, kw_only=True):
-    """The clock that all kept times are of, and what it showed last."""
+    """The clock of all kept times, and its last reading."""
 
     origin: str
     now_s: float
 
 
 def changed_records(policy: ClusterPolicy, clock: KeptClock) -> dict[str, bytes | None]:
-    """What has to be written; nothing where nothing has changed."""
+    """Records to write, None for removed ones; empty if nothing has changed."""
     if not policy.unsaved and not policy.layout_changed:
         return {}
     records: dict[str, bytes | None] = {_CLOCK: msgspec.json.encode(clock)}
@@ -52,7 +52,7 @@ def changed_records(policy: ClusterPolicy, clock: KeptClock) -> dict[str, bytes 
 
 
 def shift_s(kept: dict[str, bytes], clock: KeptClock) -> float:
-    """What to add to kept times; after a reboot, time has stood still meanwhile."""
+    """Seconds to add to kept times; after a reboot, the time in between does not count."""
     if _CLOCK not in kept:
         return 0.0
     before = msgspec.json.decode(kept[_CLOCK], type=KeptClock)
@@ -61,7 +61,7 @@ def shift_s(kept: dict[str, bytes], clock: KeptClock) -> float:
 
 
 def shifted(snapshot: dict[str, Any], by_s: float) -> dict[str, Any]:
-    """Of the permit policy, in the times of this clock."""
+    """The permit policy's snapshot with its times shifted by `by_s`."""
     jobs = [
         {
             name: value + by_s if name in _TIMES and value is not None else value
@@ -73,7 +73,7 @@ def shifted(snapshot: dict[str, Any], by_s: float) -> dict[str, Any]:
 
 
 def kept_memory(kept: dict[str, bytes], *, by_s: float) -> dict[str, Any]:
-    """Of the plan, in the times of this clock."""
+    """The plan's snapshot with its times shifted by `by_s`."""
     jobs = tuple(
         msgspec.json.decode(record, type=JobRecord).shifted(by_s)
         for name, record in kept.items()

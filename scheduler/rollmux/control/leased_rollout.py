@@ -1,8 +1,8 @@
-"""The shell around a rollout's leased tail: one permit, the job's gateway, and a thread of its own.
+"""The shell around a rollout's leased tail: one permit, the job's gateway and a thread of its own.
 
-The thread looks at both, keeps the job's switches at the gateway and asks of the permit, whatever
-the job's code does meanwhile: that may be synchronous, or an event loop. Without an answer from the
-gateway nothing moves, and what was switched on goes off there by itself.
+The thread polls both, renews the job's switches at the gateway and sends the permit's requests,
+independent of the job's code, synchronous or asyncio. Without an answer from the gateway nothing
+moves, and its switches expire there.
 """
 
 import logging
@@ -57,14 +57,14 @@ class LeasedRollout:
         self._nodes = permit.nodes
         self._on_for_s = min(ON_FOR_S, permit.lease_s)
         self._kept: Switches | None = None
-        """What the gateway has confirmed; None while it has not."""
+        """Switches that the gateway has confirmed; None before that."""
         self._renew_s = 0.0
         self._tokens: dict[EngineKind, int] = {}
-        """Before the rollout, by the kind of engine."""
+        """Tokens before the rollout, by the kind of engine."""
         self._began_s = 0.0
         self._bulk_over_s: float | None = None
         self._leased_ratio = 0.0
-        """Of the bulk's tokens."""
+        """Share of the bulk's tokens made on leases."""
         self._stays: bool | None = None
         """Whether a job that waits for the nodes uses the same gateway; None: not looked at yet."""
         self._fault = ""
@@ -81,7 +81,7 @@ class LeasedRollout:
 
     @property
     def tails(self) -> tuple[Tail, ...]:
-        """Those that have ended."""
+        """The ended tails."""
         return tuple(self._tail.tails)
 
     def begin(self) -> None:
@@ -111,14 +111,14 @@ class LeasedRollout:
             self._say(error)
 
     def _measure_bulk(self) -> None:
-        """Once, when the rollout is in its tail, or over."""
+        """Measures the bulk, once, when the rollout is in its tail or over."""
         if self._bulk_over_s is None:
             self._bulk_over_s = self._clock.now()
             self._leased_ratio = self._measured_ratio()
 
     def _measured_ratio(self) -> float:
-        """The share of the tokens so far that guests made; 0 where the gateway does not say."""
-        # A gateway that did not answer last keeps nobody's nodes waiting for its figures.
+        """Share of the tokens so far that guests made; 0 without a report of the gateway."""
+        # A gateway that failed to answer last is not asked: other jobs wait for these nodes.
         view = self._view() if self._kept is not None and self._tokens else None
         if view is None:
             return 0.0
@@ -180,7 +180,7 @@ class LeasedRollout:
         return self._stays
 
     def _keep_switches(self) -> None:
-        """Says what holds now, where it changed or is about to go off."""
+        """Sends the switches in force, if they changed or are about to expire."""
         wanted, now = self._tail.switches, self._clock.now()
         if wanted == self._kept and now < self._renew_s:
             return
@@ -194,7 +194,7 @@ class LeasedRollout:
         self._renew_s = now + self._on_for_s / RENEWALS
 
     def _say(self, error: RoseMuxError) -> None:
-        """Once for each fault in a row."""
+        """Logs once for each fault in a row."""
         if str(error) != self._fault:
             self._fault = str(error)
             _log.warning("job %s rolls out without its leases: %s", self._permit.job, error)

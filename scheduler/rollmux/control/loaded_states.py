@@ -32,7 +32,7 @@ class _Loaded:
 
 
 class LoadedStates:
-    """Of one process of a job. Safe to use from any thread."""
+    """Loaded states of one process of a job. Safe to use from any thread."""
 
     def __init__(self, transport: Transport, clock: Clock, job: JobId, holder: str) -> None:
         self._transport = transport
@@ -40,7 +40,7 @@ class LoadedStates:
         self._job, self._holder = job, holder
         self._states: dict[PhaseKind, _Loaded] = {}
         self._stuck: set[PhaseKind] = set()
-        """States that could not be released; said once in a row, and tried again."""
+        """States whose release failed; logged once in a row, and tried again."""
         self._lock = threading.Lock()
         self._asking: threading.Thread | None = None
         self._lease_s = 0.0
@@ -65,9 +65,9 @@ class LoadedStates:
                 self._asking.start()
 
     def take(self, kind: PhaseKind, nodes: Iterable[NodeId]) -> bool:
-        """Whether the state is loaded on all of these nodes; those of other kinds leave them.
+        """Whether the state is loaded on all of these nodes; releases other kinds' states there.
 
-        Raises what a release raises.
+        Raises the error of a failed release.
         """
         wanted = frozenset(nodes)
         with self._lock:
@@ -80,7 +80,7 @@ class LoadedStates:
             return found is not None
 
     def release(self, nodes: Iterable[NodeId] | None = None) -> None:
-        """From these nodes, or from all, and say so. One that cannot be released stays."""
+        """Releases states on these nodes, or on all, and reports it; one that fails stays."""
         asked = None if nodes is None else frozenset(nodes)
         gone: set[NodeId] = set()
         with self._lock:
@@ -118,7 +118,7 @@ class LoadedStates:
                 self.release()
 
     def _say(self, nodes: Iterable[NodeId]) -> object:
-        """The answer; None where there is none. Where nobody is, nobody starts another job."""
+        """The reply; None without one. An absent control cannot start another job either."""
         asked_s = self._clock.now()
         said = Unloaded(job=self._job, holder=self._holder, nodes=tuple(sorted(nodes)))
         try:

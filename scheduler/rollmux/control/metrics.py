@@ -1,7 +1,7 @@
-"""What the phase control tells Prometheus: who waits, who holds, and what went wrong.
+"""Prometheus metrics of the phase control: waiting jobs, holders and faults.
 
 Fed with every decision of the desk, and brought up to date at a scrape. Labelled by phase and by
-reason only: thousands of jobs and nodes may share one control, and who they are is in its status
+reason only: thousands of jobs and nodes may share one control; their names are in its status
 and in its journal.
 """
 
@@ -82,7 +82,7 @@ class PhaseMetrics:
             self._begin(kind)
 
     def resume(self, policy: PhasePolicy) -> None:
-        """After a restart: processes and nodes that were known before are not new."""
+        """After a restart: processes and nodes that were known before do not count as new."""
         for standing in _standings(policy):
             self._last_job |= dict.fromkeys(standing.nodes, standing.job)
             if standing.holder:
@@ -179,7 +179,7 @@ def _standings(policy: PhasePolicy) -> Iterable[Standing]:
 
 
 def _waits(standing: Standing, kind: PhaseKind) -> bool:
-    """A worker has asked; a place that nobody has claimed keeps nobody waiting."""
+    """Whether a worker waits; an unclaimed place keeps no worker waiting."""
     claimed = standing.stage is Stage.WAITING and standing.heard_s is not None
     return claimed and standing.kind is kind
 

@@ -1,4 +1,4 @@
-"""Which jobs are on which nodes, and whom a waiting job has waited for, by what permits say."""
+"""Jobs on each node, and the jobs that a waiting job has waited for, from permit effects."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,7 +18,7 @@ class NodeHolders:
     def __init__(self) -> None:
         self._on: dict[NodeId, set[JobId]] = {}
         self._keeps: dict[JobId, tuple[NodeId, ...]] = {}
-        """What a tail was asked to keep."""
+        """Nodes that a tail was asked to keep."""
 
     def begin(self, standings: Iterable[Mapping[str, Any]]) -> None:
         """Anew, with the records of a snapshot."""

@@ -1,4 +1,4 @@
-"""`nodes.yaml`: the machines that a planning control has, and what it assumes of them.
+"""`nodes.yaml`: the machines of a planning control, and its assumptions about them.
 
 Checked whole before anything is started; every mistake is named by its field and its line.
 """
@@ -31,10 +31,10 @@ class NamedNodes(_Settings):
 
     type: Name
     names: tuple[Name, ...] = Field(min_length=1, max_length=NODES_MAX)
-    """A node is whatever one job gets whole at a time; jobs are told these names."""
+    """Names that jobs are told; a node is the unit that one job holds whole at a time."""
     accelerators: int = Field(default=8, ge=1, le=1024)
     price_per_hour: float = Field(ge=0, le=1e6, allow_inf_nan=False)
-    """Of the whole node."""
+    """Price of the whole node."""
     host_gb: float = Field(gt=0, le=1e6, allow_inf_nan=False)
     """Host memory in which inactive jobs stay resident: a hard limit."""
 
@@ -67,15 +67,15 @@ class ClusterSettings(_Settings):
     warm_start_s: Seconds = 5.0
     """A phase's start after another job's, from host memory."""
     move_s: Seconds = 300.0
-    """What a job loses by a move to other nodes."""
+    """Time that a job loses by a move to other nodes."""
     migrate_s: Seconds = 3.0
-    """What moving a tail costs its job, and the one that starts then."""
+    """Time that moving a tail costs its job, and the job that starts then."""
     tail_ratio: float | None = Field(default=None, gt=0, le=1)
     """Completed share from which every tail may move; without, each job's own."""
     review_s: float = Field(default=60.0, ge=0.1, le=86_400)
-    """Between two looks at promises and savings."""
+    """Period of reviews for endangered SLOs and savings, in s."""
     gone_s: float = Field(default=900.0, ge=1, le=1e6)
-    """A placed job of which nothing was heard for so long has left."""
+    """A placed job that is silent for this long has left."""
     harvesting: bool = False
     """Jobs that ask for it may use leases of serving nodes in their rollouts."""
 
@@ -111,7 +111,7 @@ def read_nodes(path: Path) -> ClusterConfig:
 
 
 def _faults(nodes: NamedPools) -> Iterator[tuple[Where, str]]:
-    """What single fields cannot show."""
+    """Faults that span several fields."""
     if nodes.rollout.type == nodes.training.type:
         yield ("nodes", "training", "type"), "the pools need types of different names"
     first: dict[str, str] = {}

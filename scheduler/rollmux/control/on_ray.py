@@ -56,7 +56,7 @@ class ControlActor:
         self._metrics_port = metrics_port
 
     async def call(self, name: str, body: bytes) -> tuple[bytes, str]:
-        """The reply, or what is wrong with the call. Raises Exhausted: ask again."""
+        """The reply, or the fault of the call. Raises Exhausted: ask again."""
         if self._ticking is None:
             self._ticking = asyncio.ensure_future(self._live())
         if self._ticking.done():
@@ -68,11 +68,11 @@ class ControlActor:
             return b"", str(error)
 
     async def jobs(self) -> bytes:
-        """How every job stands, as the wire's records."""
+        """Status of every job, as the wire's records."""
         return msgspec.json.encode(statuses(self._desk))
 
     async def metrics(self) -> bytes:
-        """As Prometheus reads them."""
+        """Metrics in Prometheus's text format."""
         return self._desk.metrics()
 
     async def _live(self) -> None:
@@ -94,7 +94,7 @@ def started(
     cluster: ClusterConfig | None = None,
     name: str = ACTOR,
 ) -> "RayControl":
-    """The control of this Ray cluster, started now if nobody has; Ray must be initialised.
+    """The control of this Ray cluster, started now if absent; Ray must be initialised.
 
     With a `cluster` it plans; `scheduler.rollmux.control.nodes_file` reads one from a file.
     `metrics_port` is a loopback port of the node that the actor is on, for a Prometheus there.
@@ -124,7 +124,7 @@ def started(
 
 
 def connected(*, name: str = ACTOR) -> "RayControl":
-    """From any task or actor of the cluster. Raises Absent where no control was started."""
+    """Connects from any task or actor of the cluster. Raises Absent if no control was started."""
     import ray
 
     try:
@@ -140,11 +140,11 @@ class RayControl:
         self.handle = handle
 
     def jobs(self) -> tuple[JobStatus, ...]:
-        """How every job stands. Raises as `call` does."""
+        """Status of every job. Raises as `call` does."""
         return msgspec.json.decode(self._asked("jobs"), type=tuple[JobStatus, ...])
 
     def metrics(self) -> bytes:
-        """As Prometheus reads them: for a collector that runs on Ray itself."""
+        """Metrics in Prometheus's text format, for a collector that runs on Ray itself."""
         text: bytes = self._asked("metrics")
         return text
 

@@ -1,4 +1,4 @@
-"""Which desk a control has: one that is told every job's nodes, or one that plans them."""
+"""Chooses a control's desk: one that is told every job's nodes, or one that plans them."""
 
 from pathlib import Path
 
@@ -17,10 +17,10 @@ def opened(
     cluster: ClusterConfig | None,
     journal_bytes: int = JOURNAL_BYTES,
 ) -> PermitDesk:
-    """Raises ConfigError where the state file is not one of such a control."""
+    """Opens the desk. Raises ConfigError if the state file belongs to another kind of control."""
     if cluster is None:
         return PermitDesk(config, clock, state=state, journal=journal, journal_bytes=journal_bytes)
-    # Whoever does not plan needs no compiler.
+    # A control without a plan needs no compiler.
     from scheduler.rollmux.control.planning import PlanningDesk
 
     return PlanningDesk(
@@ -29,10 +29,10 @@ def opened(
 
 
 def compile_for(cluster: ClusterConfig | None) -> None:
-    """A planner's forecasts, before anybody is listened to: tens of seconds on a new machine.
+    """Compiles a planner's forecasts before the first call: tens of seconds on a new machine.
 
-    Who connects to a control that is there and does not answer gives its permit up in the end;
-    who finds none goes on.
+    A client of a present but silent control gives its permit up in the end; a client of an absent
+    control goes on.
     """
     if cluster is not None:
         from scheduler.rollmux.cluster.rehearsal import rehearse

@@ -1,8 +1,8 @@
 """A permit in its holder's hands: beats that keep it, orders that come back, and its end.
 
-A thread of its own says that the holder lives. Where the control is gone, the holder goes on:
-nobody can give its nodes away meanwhile, and the control that comes back knows the epoch. Where it
-is there but cannot be heard, the permit is given up one margin before its lease ends.
+A thread of its own reports that the holder lives. If the control is absent, the holder goes on:
+nothing can give its nodes away meanwhile, and the returning control knows the epoch. If the control
+is present but silent, the permit is given up one margin before its lease ends.
 """
 
 import threading
@@ -17,7 +17,8 @@ from scheduler.rollmux.permits.standing import Stage
 
 _BEATS_PER_LEASE = 3
 _BEAT_MAX_S = 1.0
-"""Orders come with the answer: a tail hears within this that somebody waits."""
+"""Upper bound of the beat period, in s: orders come with the reply, so a tail hears of waiting jobs
+within this."""
 _PROGRESS_STEP = 0.01
 """Progress by less than this waits for the next beat."""
 _MARGIN_RATIO = 0.1
@@ -50,7 +51,7 @@ class Permit:
         self._answered_s = clock.now()
         self._asked_to_narrow_s: float | None = None
         self.narrowing_s = 0.0
-        """Spent on bringing the tail together."""
+        """Time spent on bringing the tail together, in s."""
         self._ended = False
         self._wake = threading.Event()
         self._beating = threading.Thread(target=self._beats, name=f"permit-{job}", daemon=True)
@@ -58,27 +59,28 @@ class Permit:
 
     @property
     def nodes(self) -> tuple[NodeId, ...]:
-        """Held now: grows when a tail leaves, shrinks when this one is narrowed."""
+        """Nodes held now: grows when another job's tail leaves, shrinks when this one is
+        narrowed."""
         return self._orders.nodes
 
     @property
     def accelerators(self) -> dict[NodeId, tuple[int, ...]]:
-        """By number, of nodes that it has in part, beside a tail or as one; else it has all."""
+        """Accelerator numbers of the partly held nodes; other nodes are held whole."""
         return self._orders.accelerators
 
     @property
     def keep_accelerators(self) -> dict[NodeId, tuple[int, ...]]:
-        """Of the nodes in `keep`, which part is to be kept; all of those that are not named."""
+        """Accelerator numbers to keep of the nodes in `keep`; nodes not named are kept whole."""
         return self._orders.keep_accelerators
 
     @property
     def stage(self) -> Stage:
-        """As the control last said."""
+        """Stage by the control's last reply."""
         return self._orders.stage
 
     @property
     def keep(self) -> tuple[NodeId, ...] | None:
-        """Where the tail is to be brought together, then call `narrowed`; None: nobody asks."""
+        """Nodes to bring the tail together on before calling `narrowed`; None: not asked to."""
         return self._orders.keep if self._orders.stage is Stage.NARROWING else None
 
     @property
@@ -103,11 +105,11 @@ class Permit:
 
     @property
     def complete_ratio(self) -> float:
-        """As the job last said."""
+        """Completed share of responses, as last reported by the job."""
         return self._complete_ratio
 
     def progress(self, complete_ratio: float, *, tokens: int = 0) -> None:
-        """How much of the phase is complete, and how many tokens it has made."""
+        """Reports the completed share of the phase, and the number of its tokens."""
         self._complete_ratio, self._tokens = complete_ratio, tokens
         if complete_ratio >= self._said_ratio + _PROGRESS_STEP:
             self._said_ratio = complete_ratio
@@ -126,7 +128,7 @@ class Permit:
         self._wake.set()
 
     def end(self) -> None:
-        """No beat is under way after it."""
+        """Stops the beats; none is under way after it."""
         self._ended = True
         self._wake.set()
         self._beating.join()

@@ -1,4 +1,4 @@
-"""One job's permits, as a journal tells them: how long it waited for each, and behind whom."""
+"""One job's permits in the journal: the wait for each, and the jobs waited for."""
 
 from collections.abc import Iterable, Iterator
 from statistics import median
@@ -28,7 +28,7 @@ from scheduler.rollmux.permits.events import (
 from scheduler.rollmux.permits.standing import HOLDING, Stage
 
 _SHOWN = 3
-"""Jobs that are named of those that were waited for."""
+"""Most jobs named in an answer."""
 
 
 class PermitSummary(msgspec.Struct, kw_only=True):
@@ -37,11 +37,11 @@ class PermitSummary(msgspec.Struct, kw_only=True):
     kind: PhaseKind
     waits_s: list[float] = []
     held_s: list[float] = []
-    """Of those that were done."""
+    """Durations of completed permits, in s."""
     solo_s: list[float] = []
-    """The same, what they would have taken alone."""
+    """Durations of the same phases alone on their nodes, in s."""
     behind_s: dict[JobId, float] = {}
-    """By job on the nodes, how long it was waited for."""
+    """Time that each job on the awaited nodes was waited for, in s."""
     happened: dict[str, int] = {}
     ended: dict[EndReason, int] = {}
 
@@ -69,12 +69,12 @@ class PermitStory:
         self._awaits: tuple[NodeId, ...] = ()
         self._asked_s: float | None = None
         self._looked_s: float | None = None
-        """Until when those before it are counted."""
+        """Time up to which the waits for jobs before it are counted."""
         self._behind_s: dict[JobId, float] = {}
         self._granted_s: float | None = None
         self._last_s = float("-inf")
         self._counts = True
-        """Whether what happens is of the time that is asked about."""
+        """Whether the current line lies in the requested time."""
 
     def begin(self, standings: list[dict[str, Any]], now: Moment) -> None:
         """A process or a file begins with these records of the permits."""
@@ -117,7 +117,7 @@ class PermitStory:
         self._behind_s.clear()
 
     def _look(self, now: Moment) -> None:
-        """Counts the time since the last look for everybody who was on the awaited nodes."""
+        """Adds the time since the last look to every job on the awaited nodes."""
         if self._looked_s is None or self._asked_s is None:
             return
         passed_s = now.t_s - self._looked_s
@@ -202,7 +202,7 @@ class PermitStory:
 
 
 def behind_in_words(behind_s: dict[JobId, float]) -> str:
-    """With a comma before it; empty where nobody was waited for."""
+    """The jobs waited for, after a comma; empty without any."""
     most = sorted(behind_s.items(), key=lambda one: (-one[1], one[0]))
     if not most:
         return ""

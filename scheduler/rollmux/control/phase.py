@@ -67,7 +67,7 @@ class Phase(ContextDecorator):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # The nodes are given back, whatever is cancelled meanwhile.
+        # The nodes are given back even if the task is cancelled meanwhile.
         ending = asyncio.ensure_future(asyncio.to_thread(self.__exit__, kind, error, trace))
         try:
             await asyncio.shield(ending)

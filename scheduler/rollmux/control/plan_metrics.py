@@ -1,4 +1,4 @@
-"""What a planning control tells Prometheus: who has a place, what it costs, whose promise is short.
+"""Prometheus metrics of a planning control: placed jobs, their cost, endangered SLOs.
 
 Brought up to date at a scrape. Labels are stage, pool, state and decision: never a job or a node.
 """

@@ -1,4 +1,4 @@
-"""How a submitted job stands in the plan, for people and dashboards."""
+"""Status of a submitted job in the plan, for people and dashboards."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ _LEAST_S: Final = 1e-3
 
 
 def plan_status(cluster: ClusterPolicy, job: JobId, *, now: float) -> PlanStatus | None:
-    """None where nobody of that name was submitted."""
+    """Status of a submitted job; None if unknown."""
     stay, facts = cluster.stays.get(job), cluster.planner.facts.get(job)
     if stay is None:
         return None

@@ -1,6 +1,6 @@
 """The desk of a control that plans: jobs are submitted, and their permits follow the plan.
 
-Decides nothing itself: the runtime does, of which this keeps both permits and plan in one
+Decides nothing itself: the runtime does. The desk keeps permits and plan in one
 transaction, so that a phase is learned from once, whenever the control ends.
 """
 
@@ -75,13 +75,13 @@ class PlanningDesk(PermitDesk):
 
     @property
     def runtime(self) -> PhaseRuntime:
-        """To read."""
+        """The runtime; read-only for callers."""
         assert isinstance(self._policy, PhaseRuntime)
         return self._policy
 
     @property
     def cluster(self) -> ClusterPolicy:
-        """To read."""
+        """The cluster policy; read-only for callers."""
         return self.runtime.cluster
 
     def call(self, message: Call) -> Reply:
@@ -97,9 +97,9 @@ class PlanningDesk(PermitDesk):
         return Refused(reason=f"job {terms.job}: {_PLANS}")
 
     def submit(self, given: Submission) -> SubmitReply:
-        """The same submission may be said again, also to hear where the job is now.
+        """The same submission may be repeated, also to learn the job's present place.
 
-        A job that was told to move says so when it has left its old nodes.
+        A job that was told to move repeats it when it has left its old nodes.
         """
         known = self.cluster.stays.get(given.job)
         refusal = self.cluster.refusal(given)

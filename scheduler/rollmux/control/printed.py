@@ -1,4 +1,4 @@
-"""How jobs stand, in the terminal: their permits and, where the control plans, their groups."""
+"""Status of jobs in the terminal: their permits and, under a planning control, their groups."""
 
 from collections.abc import Sequence
 

@@ -48,7 +48,7 @@ def application(front: Front) -> web.Application:
         return web.Response(body=body, content_type="application/json")
 
     async def journal(_request: web.Request) -> web.Response:
-        # Its lines are read by who asks: a control has better things to do than to read a file.
+        # The client reads the journal's files itself: the control has no time for them.
         where = front.desk.journal
         return web.json_response({"directory": None if where is None else str(where.resolve())})
 
@@ -140,7 +140,7 @@ async def serve(
     journal_bytes: int = JOURNAL_BYTES,
     clock: Clock | None = None,
 ) -> None:
-    """Until SIGTERM or SIGINT. Raises ConfigError where it cannot start."""
+    """Serves until SIGTERM or SIGINT. Raises ConfigError if it cannot start."""
     clock = clock or MonotonicClock()
     compile_for(cluster)
     listening = listening_socket(path)

@@ -12,7 +12,7 @@ from scheduler.rollmux.control.wire import Absent, Call, Enter, JobStatus, Reply
 
 MAX_REPLY_BYTES = 1 << 20
 MAX_STATUS_BYTES = 64 << 20
-"""Of thousands of jobs on a thousand nodes each."""
+"""Bound of a status reply: thousands of jobs on a thousand nodes each."""
 _ANSWER_S = 5.0
 
 
@@ -36,7 +36,7 @@ class SocketControl:
         return decoded_reply(body)
 
     def jobs(self) -> tuple[JobStatus, ...]:
-        """How every job stands. Raises as `call` does."""
+        """Status of every job. Raises as `call` does."""
         body = self._answer(
             "GET",
             "/v1/phases",

@@ -53,7 +53,7 @@ class PermitState:
             raise ConfigError(f"cannot use state file {where}: {error}") from error
 
     def snapshot(self) -> dict[str, Any] | None:
-        """What the policy restores; None where nothing was ever kept."""
+        """The snapshot that the policy restores; None if nothing was ever kept."""
         counters = self._db.execute("SELECT epoch, ticket FROM counters").fetchone()
         if counters is None:
             return None
@@ -62,7 +62,7 @@ class PermitState:
         return {"epoch": counters[0], "ticket": counters[1], "jobs": jobs}
 
     def plan(self) -> dict[str, bytes]:
-        """What a planning control kept beside the permits, by name."""
+        """Records of a planning control beside the permits, by name."""
         return dict(self._db.execute("SELECT name, record FROM plan ORDER BY name"))
 
     def keep(

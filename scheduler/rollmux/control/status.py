@@ -1,4 +1,4 @@
-"""Who holds what and who waits, for people and dashboards."""
+"""Status of jobs and nodes, for people and dashboards."""
 
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.control.desk import PermitDesk

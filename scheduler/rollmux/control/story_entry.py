@@ -1,4 +1,4 @@
-"""One thing that happened to a job, in words."""
+"""One event of a job's story, in words."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -11,9 +11,9 @@ from harvester.contracts.ids import NodeId
 
 class Told(StrEnum):
     JOURNAL = "journal"
-    """It begins here, or lacks decisions."""
+    """The journal begins here, or lacks decisions."""
     CONTROL = "control"
-    """It was away."""
+    """The control was away."""
     SUBMITTED = "submitted"
     QUEUED = "queued"
     PLACED = "placed"
@@ -45,7 +45,7 @@ SUMMARISED = frozenset(
         Told.DONE,
     }
 )
-"""Of permits in the ordinary run of things: too many to be told one by one."""
+"""Routine entries about permits: too many to be told one by one."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What a job's process and the phase control say to each other. Every call may be repeated.
+"""Messages between a job's process and the phase control. Every call may be repeated.
 
     place    JobTerms -> Admitted | Refused
     enter    Enter    -> Granted | Waiting | Refused      held open while it has to wait
@@ -11,7 +11,7 @@
     node     NodeReport -> Kept | Refused                 by an operator or a health check
 
 The same records travel in one process, over a Unix socket and through a Ray actor; on the latter
-two as JSON bytes. Durations are each side's own monotonic seconds. The epoch fences: what comes
+two as JSON bytes. Durations are each side's own monotonic seconds. The epoch fences: a message
 with an older one changes nothing and is answered `Ended`.
 """
 
@@ -33,7 +33,8 @@ WAIT_MAX_S = 30.0
 
 
 class Absent(Exhausted):
-    """Nobody is there. Nobody can give the permit to another either: a holder goes on with it."""
+    """The control is absent. It cannot give the permit to another either: a holder goes on with
+    it."""
 
 
 class Enter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +55,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     complete_ratio: float = 0.0
     tokens: int = 0
     narrowed: bool = False
-    """The tail runs on what it was asked to keep."""
+    """The tail runs on the nodes it was asked to keep."""
     recall: Recall | None = None
     """The tail asks for the nodes that it left."""
 
@@ -64,9 +65,10 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     epoch: Epoch
     failed: str = ""
     loading_s: float = 0.0
-    """Of the phase, spent on loading, offloading and in line: alone it would not take them."""
+    """Time of the phase spent on loading, offloading and in line, in s; no part of its solo
+    time."""
     leased_s: float = 0.0
-    """Leases have taken so much off it: what it would take alone is longer."""
+    """Time that leases saved, in s: the solo duration is longer by it."""
     stays_loaded: bool = False
     """The state is still on the accelerators; the control asks for them when another job starts."""
 
@@ -95,9 +97,9 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted", omit_def
     epoch: Epoch
     nodes: tuple[NodeId, ...]
     accelerators: dict[NodeId, tuple[int, ...]] = {}
-    """By number, of the nodes that it has in part; the tail of another job has the others."""
+    """Accelerator numbers of the partly held nodes; the tail of another job has the others."""
     lease_s: float
-    """Say something at least three times in so long."""
+    """Length of the lease, in s: call at least three times within it."""
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
@@ -108,7 +110,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     reason: str
     retry_after_s: float | None = None
-    """None: asking again will not help."""
+    """Delay before the next request, in s; None: a repetition will not help."""
     unknown: bool = False
     """The job has to be placed first."""
 
@@ -119,11 +121,11 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, tag="orders"):
     stage: Stage
     nodes: tuple[NodeId, ...]
     accelerators: dict[NodeId, tuple[int, ...]] = {}
-    """By number, of the nodes that it has in part."""
+    """Accelerator numbers of the partly held nodes."""
     keep: tuple[NodeId, ...] = ()
     """While `stage` is narrowing: bring the tail together on these."""
     keep_accelerators: dict[NodeId, tuple[int, ...]] = {}
-    """Of those nodes of which it keeps a part."""
+    """Accelerator numbers of the partly kept nodes."""
     warned: bool = False
     """The phase takes longer than it declared."""
     ends_in_s: float | None = None
@@ -138,22 +140,22 @@ class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left", omit_defaults=
     move: "Move | None" = None
     """The iteration is over, and the job goes on elsewhere."""
     unload: tuple[NodeId, ...] = ()
-    """Where the job's state has to leave the accelerators now: another job is to start there."""
+    """Nodes that the job's state has to leave now: another job is to start there."""
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
-    """What was reported of a node counts from now on."""
+    """The report about a node was accepted."""
 
 
 class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a submitted job is and how it fares."""
+    """A submitted job's place and progress."""
 
     stage: StayStage
     group: str
     rollout_nodes: tuple[NodeId, ...]
     training_nodes: tuple[NodeId, ...]
     moves_to: tuple[NodeId, ...]
-    """At its iteration's end, or when there is room."""
+    """Next nodes, from its iteration's end, or once they have room."""
     reason: str
     slo: float
     slowdown: float | None
@@ -163,11 +165,11 @@ class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
     iterations: int
     moves: int
     waits_s: float
-    """For a place."""
+    """Time that it has waited for a place, in s."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How one job stands, for people and dashboards; no call's answer."""
+    """Status of one job, for people and dashboards; no call's answer."""
 
     job: JobId
     stage: Stage
@@ -180,11 +182,11 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     warned: bool
     failures: int
     loaded: tuple[NodeId, ...] = ()
-    """Nodes on whose accelerators its state is, without a permit."""
+    """Nodes with its state on their accelerators, without a permit."""
     unload: tuple[NodeId, ...] = ()
-    """Those of them that it was asked to leave, for another job to start there."""
+    """Nodes in `loaded` that it was asked to clear, for another job to start there."""
     plan: "PlanStatus | None" = None
-    """Where the control plans."""
+    """Set by a planning control."""
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -195,7 +197,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the job goes on. When it asks for its next phase, its old nodes are free of it."""
+    """The job's next place. When it requests its next phase, its old nodes are free of it."""
 
     rollout_nodes: tuple[NodeId, ...]
     training_nodes: tuple[NodeId, ...]
@@ -256,20 +258,21 @@ _REPLY: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
 
 class Transport(Protocol):
-    """How a job's process reaches the control. Calls block; each may be repeated.
+    """A job process's connection to the control. Calls block; each may be repeated.
 
-    Raises Absent where nobody is there, Exhausted where nobody answers in time.
+    Raises Absent without a control, Exhausted without an answer in time.
     """
 
     def call(self, name: str, message: Call) -> Reply: ...
 
     def jobs(self) -> tuple[JobStatus, ...]:
-        """How every job stands."""
+        """Status of every job."""
         ...
 
 
 def decoded_call(name: str, body: bytes) -> Call:
-    """Raises PeerProtocolError for an unknown call, a wrong body or a name that is none."""
+    """Decodes a call. Raises PeerProtocolError for an unknown call, a wrong body or an invalid
+    name."""
     kind = CALLS.get(name)
     if kind is None:
         raise PeerProtocolError(f"no call {name[:80]!r}; there are {', '.join(CALLS)}")
@@ -281,7 +284,7 @@ def decoded_call(name: str, body: bytes) -> Call:
 
 
 def checked(call: Call) -> Call:
-    """The same, with every name a name. Raises PeerProtocolError otherwise."""
+    """Checks that every name is valid; returns the call. Raises PeerProtocolError otherwise."""
     if isinstance(call, NodeReport):
         checked_name(call.node, what="node")
         return call

@@ -2,7 +2,7 @@
 
 Planners run it with the durations that they expect, and get the starts from `order`. A rollout's
 bulk runs at the speed of the share of its nodes that no other tail occupies; a tail runs at its own
-speed anywhere. Who waits for nodes that are held for a tail only has the tail moved. A weight sync
+speed anywhere. If a job waits only for nodes held by a tail, that tail is moved. A weight sync
 follows a training on no node. A state stays on accelerators until another job starts there; a phase
 that starts after another job's pays a warm start. The compiled model of `cluster.runtime`: a test
 runs both on the same draws.
@@ -47,7 +47,7 @@ def runs(stage: int) -> bool:
 
 @compiled
 def own_speed(jobs: Records, permits: Records, k: int) -> float:
-    """Of job k's present stage on its own nodes, beside the tails of others."""
+    """Speed of job k's present stage on its own nodes, beside the tails of others, in (0, 1]."""
     if jobs["stage"][k] != BULK or not permits[TAILS] & jobs["rollout_nodes"][k]:
         return 1.0
     taken = 0.0
@@ -160,7 +160,8 @@ def finish(
     log: Records,
     at: int,
 ) -> int:
-    """What follows when job k's present stage has no work left."""
+    """Moves job k to its next stage when its present one has no work left; returns the log
+    length."""
     stage, job = jobs["stage"][k], jobs["id"][k]
     if stage == BULK and jobs["bulk_ratio"][k] < 1.0:
         length_s = lengths_s[jobs["offset"][k] + jobs["done"][k] % jobs["length"][k]][0]

@@ -1,7 +1,7 @@
-"""What a group would do: its jobs' slow-downs over a few meta-iterations, in several scenarios.
+"""Forecast of a group: its jobs' slow-downs over a few meta-iterations, in several scenarios.
 
-The question is put together here: who is in the group, on which nodes, with which beliefs, and for
-how long it is run. What is run is in `scenarios`.
+This module composes the question: the jobs of the group, their nodes, their beliefs, and the
+length of the run. `scenarios` runs it.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ _NO_LOG = np.zeros(0, dtype=EVENT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Horizon:
-    """How much of a group's future a forecast runs, in iterations of its longest job."""
+    """Length of a forecast, in iterations of the group's longest job."""
 
     scenarios: int = SCENARIOS
     warm_up: float = 2.0
@@ -57,7 +57,7 @@ class Glance:
     warm_up: float = 1.0
     cycles: float = 5.0
     margin: float = 0.04
-    """By how much it may miss an SLO before nothing more is asked."""
+    """Amount by which an SLO may be missed before the forecast stops."""
 
 
 NO_GLANCE = Glance(warm_up=0.0, cycles=0.0, margin=float("inf"))
@@ -128,7 +128,7 @@ def slowdowns(roster: Roster, *, rules: Rules, horizon: Horizon) -> Records:
 def keeps_all(
     roster: Roster, *, rules: Rules, horizon: Horizon, glance: Glance, quantile: float
 ) -> bool:
-    """Whether `upper_bound` of the slow-downs over the horizon is within every SLO."""
+    """Whether `upper_bound` of each slow-down over the horizon is within its SLO."""
     return keeps(
         roster.jobs,
         _NODES,

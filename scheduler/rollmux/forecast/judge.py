@@ -1,9 +1,9 @@
-"""Whether a set of jobs may share a group: the two planners' ways to say so.
+"""Whether a set of jobs may share a group: the rules of the two planners.
 
 `WorstCase` is RollMux: durations at the token limit, a few meta-iterations of them with tails that
 move, groups at or over their cycle left alone. `Distributional` is ours: learned durations with
-their doubt, a chance constraint on every job's SLO. Both forecast first come, first served, which
-is what runs.
+their doubt, a chance constraint on every job's SLO. Both forecast first come, first served, the
+order of the runtime.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ from scheduler.rollmux.forecast.scenarios import ROUNDING, upper_bound
 from scheduler.rollmux.forecast.stages import Rules
 
 PAPER_PLAN = Rules(migrate=True, warm_s=0.0, migrate_s=3.0)
-"""What Algorithm 1 simulates, without the price of switching."""
+"""Rules that Algorithm 1 simulates, without the price of switching."""
 PAPER_RULES = Rules(migrate=True, warm_s=5.0, migrate_s=3.0)
-"""What RollMux runs."""
+"""Rules of RollMux's runtime."""
 OUR_RULES = Rules(migrate=True, warm_s=5.0, migrate_s=3.0)
 PAPER_TAIL = TailShape(bulk_ratio=0.5, share=0.25)
 """The last 20 % of the responses take half of the rollout, on 2 of 8 accelerators."""
@@ -42,7 +42,7 @@ OUR_HORIZON = Horizon()
 
 class Judge(Protocol):
     def with_warm_start(self, seconds: float) -> "Judge":
-        """The same, with starts after another job's of that length."""
+        """The same judge with warm starts of that length, in s."""
         ...
 
     def belief(self, facts: JobFacts) -> Belief: ...
@@ -50,7 +50,7 @@ class Judge(Protocol):
     def tail(self, facts: JobFacts) -> TailShape: ...
 
     def slo(self, facts: JobFacts, *, now: float) -> float:
-        """What the others in a group have to leave the job; never more than its SLO."""
+        """Slow-down that the others in a group must leave the job; never more than its SLO."""
         ...
 
     def takes_more(self, occupants: Sequence[Occupant]) -> bool:

@@ -9,7 +9,7 @@ from scheduler.rollmux.forecast.forecast import Occupant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLoad:
-    """Of one meta-iteration, in which every job rolls out and trains once."""
+    """Load of one meta-iteration, in which every job rolls out and trains once."""
 
     cycle_s: float
     """The longest solo iteration."""
@@ -18,7 +18,7 @@ class GroupLoad:
 
     @property
     def saturated(self) -> bool:
-        """Algorithm 1 leaves such a group alone; equality is full, not oversaturated."""
+        """Whether the busiest node is full; Algorithm 1 leaves a saturated group alone."""
         return self.busiest_s >= self.cycle_s
 
 

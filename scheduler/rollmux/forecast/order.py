@@ -1,10 +1,10 @@
-"""Which waiting phase starts now: first come, first served on every node.
+"""Chooses the next waiting phase to start: first come, first served on every node.
 
 A job waits from the end of its phase before on. Its next phase starts once all of its nodes are
-free and nobody who waits longer waits for one of them, so that a job of several nodes is passed at
-none. A rollout's tail that may be moved keeps no node from the next job, unless that job's rollout
-is not divisible: it waits until the tail has ended. Forecasts ask this rule, and permits follow it
-with tickets; how long anything takes is not known to it.
+free and no job that waits longer waits for one of them, so a job of several nodes is never
+overtaken on one. A rollout's tail that may be moved keeps no node from the next job, unless that
+job's rollout is not divisible: it waits until the tail has ended. Forecasts ask this rule, and
+permits follow it with tickets; it knows no durations.
 """
 
 from scheduler.rollmux.forecast.compiled import Records, compiled
@@ -39,7 +39,7 @@ def awaited_nodes(jobs: Records, j: int) -> int:
 
 @compiled
 def _taken_nodes(jobs: Records, permits: Records, j: int, rules: Rules) -> int:
-    """Nodes that job j waits for and that others hold, without those that a moved tail frees."""
+    """Mask of the nodes that job j awaits and others hold, without nodes of movable tails."""
     awaited = awaited_nodes(jobs, j)
     taken = awaited & permits[BUSY]
     if jobs["stage"][j] == WAITS_ROLLOUT:

@@ -1,7 +1,7 @@
-"""A group's run at its believed means: who is on which node from when to when.
+"""A group's run at its believed means: the time spans of each job on each node.
 
-The same execution as a forecast's, without doubt and without variation, with its events kept. It
-is what a plan draws.
+The same execution as a forecast's, without doubt and without variation, with its events kept. A
+plan draws it.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,8 @@ from scheduler.rollmux.forecast.stages import (
 
 WARM_UP: Final = 4.0
 CYCLES: Final = 12.0
-"""Of the longest job alone; slowed down several times it still begins twice."""
+"""Length of the run, in solo iterations of the longest job; slowed down several times, it still
+begins twice."""
 _LOG_SIZE: Final = 2048
 _CLOSES: Final = (TAIL_MIGRATED, ROLLOUT_ENDED, TRAINING_ENDED)
 _OPENS: Final = (ROLLOUT_STARTED, TAIL_MIGRATED, TRAINING_STARTED)
@@ -47,7 +48,7 @@ class Stretch(NamedTuple):
 
 
 class MetaIteration(NamedTuple):
-    """From one rollout of the longest job to its next; times count from there."""
+    """The span from one rollout of the longest job to its next; times count from its start."""
 
     length_s: float
     stretches: tuple[Stretch, ...]
@@ -93,7 +94,7 @@ def meta_iteration(roster: Roster, *, rules: Rules) -> MetaIteration:
 
 
 def _iterations_s(roster: Roster) -> Records:
-    """Of every job alone."""
+    """Solo iteration of every job, in s."""
     return np.asarray(roster.beliefs[:, :, 0].sum(axis=1) + roster.jobs["sync_s"])
 
 
@@ -116,7 +117,7 @@ def _run(
 
 
 def _stretches(events: list[tuple[float, int, int, int]]) -> Iterator[Stretch]:
-    """What began within the events and ended there."""
+    """Stretches that began and ended within the events."""
     open_: dict[int, tuple[float, bool]] = {}
     for t_s, kind, job, mask in events:
         if kind in _CLOSES and job in open_:

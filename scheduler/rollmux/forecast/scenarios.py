@@ -120,7 +120,7 @@ def slowdown_table(
 
 @compiled
 def least_bound(seen: Records, scenarios: int, quantile: float) -> float:
-    """What `upper_bound` of a job is at least, once some of its scenarios were run.
+    """Lower bound of a job's `upper_bound` after some of its scenarios were run.
 
     No scenario is faster than alone, and the bound is least where the others are all alike.
     """
@@ -160,10 +160,10 @@ def keeps(
     rules: Rules,
     log: Records,
 ) -> bool:
-    """Whether every job's bound is within its SLO; stops at whatever settles it.
+    """Whether every job's bound is within its SLO; stops as soon as the answer is certain.
 
-    `glance` is a short run of the means, warm-up and cycles, and by how much it may miss an SLO.
-    Who has an SLO below 1 may share no node, and keeps it then.
+    `glance` is a short run of the means: warm-up, cycles, and the allowed miss of an SLO. A job
+    with an SLO below 1 may share no node, and keeps it then.
     """
     count = template.size
     slos = np.maximum(template["slo"], 1.0)

@@ -1,4 +1,4 @@
-"""What a group's execution consists of: the records of a job, of a node and of an event.
+"""Records of a group's execution: of a job, of a node and of an event.
 
 A job waits for its rollout nodes, rolls out, waits for its training nodes, trains, sends its new
 weights to its rollout engines where that takes time, and begins again. A rollout is its bulk, which
@@ -15,7 +15,7 @@ from scheduler.rollmux.forecast.compiled import Records
 WAITS_ROLLOUT: Final = 0
 BULK: Final = 1
 TAIL_HELD: Final = 2
-"""The tail still runs on all of the job's nodes, because nobody asked for them."""
+"""The tail still runs on all of the job's nodes, because no job waits for them."""
 TAIL_MOVED: Final = 3
 WAITS_TRAINING: Final = 4
 TRAINING: Final = 5
@@ -58,8 +58,8 @@ JOB: Final = np.dtype(
     ]
 )
 """`left_s` and `worked_s` are solo seconds of the present stage and phase; overheads run first.
-`rollout_mean_s` and `training_mean_s` are what the policy believes, never what will be; a weight
-sync takes `sync_s` after every training, 0 where there is none."""
+`rollout_mean_s` and `training_mean_s` are the policy's beliefs, never the future; a weight sync
+takes `sync_s` after every training, 0 without one."""
 
 NODE: Final = np.dtype([("loaded", "i8"), ("left_at_s", "f8")])
 """`left_at_s` is when the last tail that was moved has left all but its share."""
@@ -70,7 +70,7 @@ EVENT: Final = np.dtype(
 
 
 class Rules(NamedTuple):
-    """What is done for a phase that waits, and what switching costs."""
+    """Rules of switching: tail migration, and the costs of a warm start and a migration, in s."""
 
     migrate: bool
     warm_s: float

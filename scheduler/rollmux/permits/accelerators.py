@@ -16,7 +16,7 @@ Parts = dict[NodeId, tuple[int, ...]]
 
 
 def spread(nodes: Sequence[NodeId], accelerators: int, *, per_node: int) -> dict[NodeId, int]:
-    """So many accelerators over the nodes, evenly, the rest to those that come first."""
+    """Distributes `accelerators` evenly over the nodes, the remainder to the first ones."""
     each, rest = divmod(accelerators, len(nodes))
     counts = ((node, each + (at < rest)) for at, node in enumerate(nodes))
     return {node: min(count, per_node) for node, count in counts if count}
@@ -38,7 +38,7 @@ def work_until(standing: Standing, *, now: float) -> None:
 
 
 def in_tail(standing: Standing, phase: PhaseTerms) -> bool:
-    """Whether as much is complete as its tail begins with."""
+    """Whether the completed share has reached the start of its tail."""
     ratio, _ = tail_of(phase, standing.curves.get(phase.kind))
     return ratio < 1.0 and standing.complete_ratio >= ratio
 

@@ -1,6 +1,6 @@
-"""Jobs, the lines that they stand in and the nodes that they are on, kept in step with each other.
+"""Jobs, the lines that they stand in and the nodes that they hold, kept consistent.
 
-Answers who comes first and who is in whose way. Decides nothing and says nothing.
+Answers which job is first in line and which jobs block it. Decides nothing and emits nothing.
 """
 
 from collections.abc import Iterable, Set
@@ -21,11 +21,11 @@ class PermitBook:
         self.counters = (0, 0)
         """Last epoch and last ticket; neither is ever given again."""
         self.closed: Set[NodeId] = frozenset()
-        """Nodes that have failed: nobody starts there."""
+        """Nodes that have failed: no phase starts there."""
         self._lines = NodeLines()
         self._touched: set[NodeId] = set()
         self._loaded: dict[NodeId, JobId] = {}
-        """Whose state was left on the node's accelerators without a permit."""
+        """Per node, the job whose state was left on its accelerators without a permit."""
 
     def snapshot(self) -> list[dict[str, Any]]:
         return [msgspec.to_builtins(standing) for standing in self.jobs.values()]
@@ -77,7 +77,7 @@ class PermitBook:
         self._loaded |= dict.fromkeys(nodes, standing.job)
 
     def unload(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
-        """Its state is on these nodes no more, of those that it holds no permit for."""
+        """Removes the job's left-over state from these nodes; nodes under its permit stay."""
         gone = tuple(node for node in nodes if node in standing.loaded)
         for node in gone:
             del self._loaded[node]
@@ -94,15 +94,15 @@ class PermitBook:
         return None if job is None or job == standing.job else self.jobs[job]
 
     def touch(self, nodes: Iterable[NodeId]) -> None:
-        """Something has changed there: who waits for them may go on now."""
+        """Marks changed nodes: jobs that wait for them may start now."""
         self._touched |= set(nodes)
 
     def touch_lines(self, nodes: Iterable[NodeId]) -> None:
-        """The same, where it matters only to who waits."""
+        """Marks changed nodes, except those without a waiting job."""
         self._touched.update(node for node in nodes if self._lines.line(node))
 
     def settle(self) -> tuple[NodeId, ...]:
-        """What was touched since the last call."""
+        """Nodes marked since the last call, sorted."""
         if not self._touched:
             return ()
         touched, self._touched = tuple(sorted(self._touched)), set()
@@ -119,7 +119,8 @@ class PermitBook:
         standing.awaits = ()
 
     def take(self, standing: Standing, nodes: tuple[NodeId, ...], *, per_node: int) -> None:
-        """Out of the lines and onto the nodes, of which a tail may keep the first accelerators."""
+        """Moves the job from the lines onto the nodes; a tail may keep the first accelerators of
+        some."""
         self._lines.occupy(standing.job, nodes)
         self._lines.leave(standing.ticket, standing.job, nodes)
         standing.nodes += nodes
@@ -141,7 +142,7 @@ class PermitBook:
         self.touch(nodes)
 
     def narrow(self, standing: Standing) -> tuple[NodeId, ...]:
-        """To what the tail was asked to keep; returns the nodes that it freed, also in part."""
+        """Reduces the job to the kept nodes; returns the nodes that it freed, fully or in part."""
         parts = standing.keep_accelerators
         freed = tuple(node for node in standing.nodes if node not in standing.keep)
         self.free(standing, freed)
@@ -153,7 +154,7 @@ class PermitBook:
         return (*freed, *parts)
 
     def widen(self, standing: Standing) -> tuple[NodeId, ...]:
-        """By what tails of others have left of its nodes; returns nodes that it has whole now."""
+        """Gives the job what other jobs' tails have freed of its nodes; returns those now whole."""
         parts = standing.accelerators
         whole = tuple(node for node in parts if self._lines.tail_on(node) is None)
         if whole:
@@ -164,7 +165,7 @@ class PermitBook:
         return self._lines.on(node)
 
     def free_accelerators(self, node: NodeId, *, per_node: int) -> int:
-        """Of a node: all where nobody is on it, or those beside a tail."""
+        """Free accelerators of a node: all if it is unused, or those beside a tail."""
         if self._lines.on(node) is not None or node in self.closed:
             return 0
         tail = self._lines.tail_on(node)
@@ -187,7 +188,7 @@ class PermitBook:
         return ((node, tail) for node, tail in found if tail is not None)
 
     def asks(self, standing: Standing, now: float) -> bool:
-        """Whether its place in a line keeps those behind it waiting."""
+        """Whether its place in a line blocks the jobs behind it."""
         if standing.holding:
             return True
         if standing.heard_s is None:
@@ -195,7 +196,7 @@ class PermitBook:
         return now < standing.heard_s + self.config.lease_s
 
     def waits(self, standing: Standing, now: float) -> bool:
-        """Whether a worker or a tail of the job stands there and would start at once."""
+        """Whether a worker or a tail of the job waits in line and would start at once."""
         if standing.stage is Stage.TAILING:
             return bool(standing.awaits)
         claimed = standing.stage is Stage.WAITING and standing.heard_s is not None
@@ -209,7 +210,7 @@ class PermitBook:
         return any(self.waiting_at(node, now) for node in standing.nodes)
 
     def ahead(self, standing: Standing, now: float) -> frozenset[JobId]:
-        """Who is on its nodes or keeps it waiting for them."""
+        """Jobs that hold its nodes or precede it in their lines."""
         before = {
             other
             for node in standing.awaits
@@ -220,12 +221,13 @@ class PermitBook:
         return frozenset(before | {job for job in on if job is not None})
 
     def is_first(self, standing: Standing, node: NodeId, now: float) -> bool:
-        """Whether nobody before it keeps the node waiting."""
+        """Whether no job before it blocks the node."""
         ahead = self._lines.ahead(standing.ticket, node)
         return not any(self.asks(self.jobs[job], now) for job in ahead)
 
     def open_to(self, standing: Standing, now: float) -> tuple[NodeId, ...]:
-        """Nodes that it awaits, that nobody is on and nobody before it keeps waiting for."""
+        """Nodes that it awaits and may take now: unused, open, and with no blocking job before
+        it."""
         return tuple(
             node
             for node in standing.awaits
@@ -236,6 +238,6 @@ class PermitBook:
         )
 
     def under_tail(self, node: NodeId) -> bool:
-        """Whether a tail has all of the node."""
+        """Whether a tail holds the whole node."""
         job = self._lines.on(node)
         return job is not None and self.jobs[job].stage is Stage.TAILING

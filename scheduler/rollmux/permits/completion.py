@@ -1,9 +1,9 @@
-"""When a phase's tail should leave its nodes: learned from how the job's own phases completed.
+"""The completed share at which a phase's tail leaves its nodes, learned from earlier phases.
 
-A holder says with its beats which share of its responses is complete. Of every phase that ended
-well the moments at which it passed fixed shares are kept as a faded mean of its time; the threshold
-and the nodes for the tail are those that free the most node time by that curve. Until enough phases
-were seen the declared ones hold.
+A holder reports its share of completed responses with its beats. For every phase that completed,
+the times at which it passed fixed shares are folded into a mean, as fractions of its duration. The
+threshold and the tail's nodes are those that free the most node time by that curve. Until enough
+phases were seen, the declared ones hold.
 """
 
 from functools import lru_cache
@@ -15,23 +15,23 @@ from scheduler.rollmux.beliefs.tail import Completion, best_tail
 from scheduler.rollmux.permits.terms import PhaseTerms
 
 LEVELS: Final = tuple(percent / 100 for percent in range(50, 100, 5))
-"""Completed shares whose moments are kept."""
+"""Completed shares whose times are kept."""
 SEEN_MIN: Final = 3
 """Phases before the curve counts: the first of a process also loads its state."""
 MEMORY: Final = 20.0
-"""In phases: how a job's responses complete changes while its policy learns."""
+"""Memory in phases: the completion of a job's responses changes while its policy learns."""
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one phase came when, in seconds that it would have taken alone."""
+    """Progress of one phase over time, in seconds of solo work."""
 
     passed_s: tuple[float, ...] = ()
-    """Of `LEVELS`, as many as were passed."""
+    """Time of passing each of the first `LEVELS`, in s."""
     at_s: float = 0.0
     ratio: float = 0.0
 
     def heard(self, ratio: float, *, at_s: float) -> "Course":
-        """With what a beat said; between two beats responses are taken to complete evenly."""
+        """Folds a beat's share in; responses are taken to complete evenly between two beats."""
         ratio = min(ratio, 1.0)
         if not (ratio > self.ratio and at_s >= self.at_s):
             return self
@@ -45,14 +45,14 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
-    """How one kind of phase of a job completes, over its latest ones."""
+    """Completion over time of one kind of phase of a job, from its latest ones."""
 
     seen: int = 0
     times: tuple[float, ...] = ()
     """Share of the phase's time after which each of `LEVELS` was complete."""
 
     def after(self, course: Course, *, lasted_s: float) -> "CompletionCurve":
-        """With one more phase; one that said nothing of its progress teaches nothing."""
+        """Folds one more phase in; a phase that reported no progress teaches nothing."""
         if course.ratio <= 0.0 or lasted_s <= 0.0:
             return self
         ended = course.heard(1.0, at_s=lasted_s)

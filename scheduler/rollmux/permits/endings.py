@@ -1,4 +1,4 @@
-"""How permits end: done, failed, or taken back; and what follows for the job."""
+"""Ends of permits: done, failed, or taken back; and the consequences for the job."""
 
 from typing import Final
 
@@ -20,15 +20,16 @@ from scheduler.rollmux.permits.places import enqueue
 from scheduler.rollmux.permits.standing import Stage, Standing, Trigger
 
 _LEAST_S: Final = 1e-3
-"""Of a phase: no estimate is made of nothing."""
+"""Least duration of a phase, in s: estimates need a positive one."""
 _LEASED_MAX_RATIO: Final = 9.0
-"""Most that leases may have shortened a phase by, of what it took."""
+"""Cap on a phase's time saved by leases, over its duration."""
 
 Ending = list[EndPermit | EnqueuePhase | FailJob | Refuse]
 
 
 def ended(book: PermitBook, event: PhaseEnded, *, now: float) -> Ending:
-    """A holder says so; the job's next phase gets its place before its worker asks."""
+    """Ends the permit by its holder's report; the next phase gets its place before its worker
+    asks."""
     standing = book.holder(event.job, event.epoch)
     if standing is None or standing.kind is None:
         return [stale(event.job, event.epoch)]
@@ -57,7 +58,7 @@ def ended(book: PermitBook, event: PhaseEnded, *, now: float) -> Ending:
 
 
 def _learn(standing: Standing, kind: PhaseKind, *, loading_s: float, leased_s: float) -> None:
-    """How long the phase took, and how it completed, for its tail's threshold."""
+    """Learns the phase's duration and its completion, for the threshold of its tail."""
     longest = standing.longest_runs.get(kind, LongestRun())
     standing.longest_runs[kind] = longest.completed(standing.worked_s)
     lasted_s = _solo_s(standing, loading_s, leased_s)
@@ -102,7 +103,7 @@ def end(
 
 
 def _solo_s(standing: Standing, loading_s: float, leased_s: float) -> float:
-    """What the phase has done would have taken alone on its own nodes."""
+    """Duration of the phase's work so far, alone on its own nodes, in s."""
     return max(_LEAST_S, standing.worked_s - max(0.0, loading_s) + leased_s)
 
 

@@ -1,4 +1,4 @@
-"""What the permit policy hears, and what it says."""
+"""Events and effects of the permit policy."""
 
 from enum import StrEnum
 
@@ -10,7 +10,7 @@ from scheduler.rollmux.permits.terms import JobTerms
 
 
 class JobPlaced(msgspec.Struct, frozen=True, kw_only=True, tag="job_placed"):
-    """A job and its terms; of a known job the new ones, which a permit in use outlives."""
+    """A new job and its terms, or new terms of a known job; a permit in use outlives them."""
 
     terms: JobTerms
 
@@ -18,7 +18,7 @@ class JobPlaced(msgspec.Struct, frozen=True, kw_only=True, tag="job_placed"):
 class JobLeft(msgspec.Struct, frozen=True, kw_only=True, tag="job_left"):
     job: JobId
     for_good: bool = True
-    """False: it gets other nodes, and what was learned of it stays."""
+    """False: the job gets other nodes, and the knowledge about it stays."""
 
 
 class PhaseRequested(msgspec.Struct, frozen=True, kw_only=True, tag="phase_requested"):
@@ -27,7 +27,7 @@ class PhaseRequested(msgspec.Struct, frozen=True, kw_only=True, tag="phase_reque
     job: JobId
     kind: PhaseKind
     holder: str
-    """Which process of the job; another one after a restart."""
+    """Process of the job; differs after a restart."""
 
 
 class PhaseWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="phase_withdrawn"):
@@ -47,17 +47,17 @@ class HolderHeard(msgspec.Struct, frozen=True, kw_only=True, tag="holder_heard")
 
 
 class PhaseNarrowed(msgspec.Struct, frozen=True, kw_only=True, tag="phase_narrowed"):
-    """The tail runs on what it was asked to keep; the rest is empty."""
+    """The tail runs on the kept nodes; the rest is empty."""
 
     job: JobId
     epoch: Epoch
 
 
 class Recall(StrEnum):
-    """How a tail that has left its nodes gets them back."""
+    """The manner in which a tail that has left its nodes gets them back."""
 
     WHEN_FREE = "when_free"
-    """Where nobody else has them or waits for them."""
+    """Only if no other job holds them or waits for them."""
     IN_LINE = "in_line"
     """In its turn, from the end of the line."""
 
@@ -78,9 +78,10 @@ class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
     failed: str = ""
     """Why it did not complete; empty if it did."""
     loading_s: float = 0.0
-    """Spent on loading, offloading and moving its tail: no part of what it would take alone."""
+    """Time spent on loading, offloading and moving its tail, in s; not part of its solo
+    duration."""
     leased_s: float = 0.0
-    """By so much leases have shortened it."""
+    """Time that leases have saved, in s."""
     stays_loaded: bool = False
     """Its state is still on the nodes' accelerators, until another job is to start there."""
 
@@ -93,7 +94,7 @@ class NodesUnloaded(msgspec.Struct, frozen=True, kw_only=True, tag="nodes_unload
 
 
 class ControlResumed(msgspec.Struct, frozen=True, kw_only=True, tag="control_resumed"):
-    """Nobody could be heard until now: a restart, or a pause of the control itself."""
+    """No worker could be heard until now: a restart, or a pause of the control itself."""
 
 
 class TimePassed(msgspec.Struct, frozen=True, kw_only=True, tag="time_passed"):
@@ -118,7 +119,7 @@ PermitEvent = (
 class EndReason(StrEnum):
     DONE = "done"
     FAILED = "failed"
-    """The phase itself said so."""
+    """The phase reported its own failure."""
     SILENT = "silent"
     """The holder was not heard for a lease."""
     OVERRAN = "overran"
@@ -134,7 +135,7 @@ class AdmitJob(msgspec.Struct, frozen=True, kw_only=True, tag="admit_job"):
 
 
 class EnqueuePhase(msgspec.Struct, frozen=True, kw_only=True, tag="enqueue_phase"):
-    """The job has this place in the line of each of these nodes, whatever place it had."""
+    """The job takes this place in the line of each of these nodes, instead of any earlier one."""
 
     job: JobId
     kind: PhaseKind
@@ -154,7 +155,7 @@ class GrantPermit(msgspec.Struct, frozen=True, kw_only=True, tag="grant_permit")
     epoch: Epoch
     nodes: tuple[NodeId, ...]
     accelerators: dict[NodeId, tuple[int, ...]] = {}
-    """By number, of the nodes that it has in part, beside the tail of another job."""
+    """Accelerator numbers of the partly held nodes, shared with another job's tail."""
     holder: str
     reason: str
 
@@ -168,13 +169,13 @@ class WidenPermit(msgspec.Struct, frozen=True, kw_only=True, tag="widen_permit")
 
 
 class NarrowPhase(msgspec.Struct, frozen=True, kw_only=True, tag="narrow_phase"):
-    """Somebody waits: bring the tail together on `keep` and say when the rest is empty."""
+    """Another job waits: bring the tail together on `keep` and report when the rest is empty."""
 
     job: JobId
     epoch: Epoch
     keep: tuple[NodeId, ...]
     accelerators: dict[NodeId, tuple[int, ...]] = {}
-    """Of the nodes of which it is to keep a part."""
+    """Accelerator numbers of the partly kept nodes."""
     reason: str
 
 
@@ -187,7 +188,7 @@ class FreeNodes(msgspec.Struct, frozen=True, kw_only=True, tag="free_nodes"):
 
 
 class UnloadNodes(msgspec.Struct, frozen=True, kw_only=True, tag="unload_nodes"):
-    """Another job is to start there: take the state off the accelerators, and say so."""
+    """Another job is to start there: take the state off the accelerators, and report it."""
 
     job: JobId
     nodes: tuple[NodeId, ...]
@@ -215,11 +216,11 @@ class EndPermit(msgspec.Struct, frozen=True, kw_only=True, tag="end_permit"):
     ended: EndReason
     reason: str
     solo_s: float = 0.0
-    """What the phase has done by then would have taken alone."""
+    """Duration of the phase's work so far, alone on its own nodes, in s."""
     measured: bool = True
-    """False: at most so much, for its tail was away on leases."""
+    """False: `solo_s` is only an upper bound, since the tail was away on leases."""
     loading_s: float = 0.0
-    """Beside it, as the holder said."""
+    """Loading time beside it, in s, as the holder reported."""
 
 
 class FailJob(msgspec.Struct, frozen=True, kw_only=True, tag="fail_job"):
@@ -234,7 +235,7 @@ class RemoveJob(msgspec.Struct, frozen=True, kw_only=True, tag="remove_job"):
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
-    """Nothing has changed by what was heard."""
+    """The event changed nothing."""
 
     job: JobId
     reason: str

@@ -1,4 +1,4 @@
-"""Where a rollout's turns run: on the job's own nodes and leases, or, at its tail, on leases alone.
+"""Chooses a rollout's engines: the job's own and leases, or, at its tail, leases alone.
 
     permit                                 ->  own engines and leases
     asked to make room, a guest serves     ->  own engines off, then the permit narrowed to no node
@@ -22,12 +22,12 @@ GONE_S: Final = 3.0
 STARVED_S: Final = 10.0
 """A guest that has turns and makes no token for longer is no capacity, though its lease holds."""
 RECALL_S: Final = 0.25
-"""Between two questions whether the nodes are free: each is an event in the control's journal."""
+"""Period of requests for free nodes, in s: each is an event in the control's journal."""
 
 BULK_RATIO: Final = 0.8
 """Completed share up to which a rollout is bound by throughput; then by its longest responses."""
 LEASED_MOST_RATIO: Final = 0.9
-"""Beyond it, what the job's own nodes made says little of what they would make alone."""
+"""Cap on the leased share: beyond it the own nodes' output says little about their speed alone."""
 
 
 class Place(StrEnum):
@@ -36,7 +36,7 @@ class Place(StrEnum):
     """The gateway was told that the own engines are off, and has not confirmed it."""
     AWAY = "away"
     IN_LINE = "in_line"
-    """On leases as far as there are any, and in line for the nodes."""
+    """On leases as far as any are left, and in line for the nodes."""
     ENDED = "ended"
 
 
@@ -64,7 +64,7 @@ TRANSITIONS: Final[dict[tuple[Place, Seen], Place]] = {
 
 
 class Switches(NamedTuple):
-    """What the job may use at its gateway."""
+    """Permissions of the job at its gateway."""
 
     dedicated: bool
     harvesting: bool
@@ -73,7 +73,7 @@ class Switches(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailSample:
     stage: Stage = Stage.RUNNING
-    """Of the permit."""
+    """Stage of the permit."""
     may_leave: bool = False
     """The permit is to be narrowed to no node, and its turns may do without."""
     lost: bool = False
@@ -81,9 +81,9 @@ class TailSample:
     guest_serves: bool = False
     """A leased guest serves the job now; False where the gateway does not answer."""
     guest_busy: bool = False
-    """It has turns."""
+    """Whether a guest has turns of the job."""
     guest_tokens: int = 0
-    """That guests have made for the job so far."""
+    """Tokens that guests have made for the job so far."""
     engines_off: bool = False
     """The gateway confirmed that no turn of the job is on its own engines."""
 
@@ -113,12 +113,12 @@ class TailEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tail:
-    """One time that a tail left its nodes."""
+    """One absence of a tail from its nodes."""
 
     seconds: float
-    """For which it was away."""
+    """Length of the absence, in s."""
     in_line_s: float = 0.0
-    """Of these, after its lease was lost."""
+    """Part of the time away, in s, after the tail lost its leases."""
     end: TailEnd
 
 
@@ -132,19 +132,19 @@ def taken_off_s(bulk_s: float, *, leased_ratio: float) -> float:
 
 
 class LeasedTail:
-    """Of one permit. `tails` are those that have ended."""
+    """Controls the tail of one permit. `tails` are the ended ones."""
 
     def __init__(self, *, leases: bool) -> None:
-        """`leases`: False where the job's group does not allow them; its tail stays then."""
+        """`leases`: False if the job's group does not allow them; its tail then stays."""
         self.place = Place.HOME
         self.tails: list[Tail] = []
         self._leases = leases
         self._since_s = 0.0
-        """Of being away; while leaving, of the decision."""
+        """Start of the time away; while leaving, time of the decision."""
         self._served_s = 0.0
-        """When a guest was last seen to serve."""
+        """Time at which a guest was last seen serving."""
         self._made = (0.0, 0)
-        """When a guest was last seen to make tokens or to have no turn, and its tokens by then."""
+        """Time at which a guest last made tokens or had no turn, and its tokens by then."""
         self._in_line_since_s = 0.0
         self._asked_s = float("-inf")
 
@@ -184,7 +184,7 @@ class LeasedTail:
         self.place = Place.ENDED
 
     def _asked(self, stage: Stage, now: float) -> tuple[TailEffect, ...]:
-        """What is said to the control until its orders show that it was heard."""
+        """Requests to the control, repeated until its orders show that they arrived."""
         if self.place not in (Place.AWAY, Place.IN_LINE) or now - self._asked_s < RECALL_S:
             return ()
         self._asked_s = now

@@ -26,7 +26,7 @@ class NodeLines:
             insort(self._lines.setdefault(node, []), (ticket, job))
 
     def leave(self, ticket: int, job: JobId, nodes: tuple[NodeId, ...]) -> None:
-        """From the lines of `nodes`, where it stands in them."""
+        """Removes the ticket from the lines of `nodes`, where it stands in them."""
         for node in nodes:
             line = self._lines.get(node, [])
             if (ticket, job) in line:
@@ -35,7 +35,7 @@ class NodeLines:
                 self._lines.pop(node, None)
 
     def line(self, node: NodeId) -> list[Place]:
-        """To read."""
+        """The node's line; read-only for callers."""
         return self._lines.get(node, [])
 
     def ahead(self, ticket: int, node: NodeId) -> list[JobId]:

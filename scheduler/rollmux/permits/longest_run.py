@@ -32,6 +32,6 @@ class LongestRun(msgspec.Struct, frozen=True, kw_only=True):
         return LongestRun(completed_s=self.completed_s, cut_s=max(lasted_s, self.cut_s))
 
     def bound_s(self, declared_s: float) -> float:
-        """From when on a run is longer than can be expected."""
+        """Duration from which on a run is longer than expected, in s."""
         seen_s = max(declared_s, MARGIN_RATIO * self.completed_s)
         return max(seen_s, min(MARGIN_RATIO * self.cut_s, CUT_RATIO_MAX * seen_s))

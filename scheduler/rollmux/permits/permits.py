@@ -1,10 +1,10 @@
-"""Which job's phase may run on which nodes now: run permits, one holder per node at a time.
+"""Grants run permits: which job's phase may run on which nodes, one holder per node at a time.
 
 Every node has a line, first come, first served. A job enters the lines of all nodes that its phase
 is pinned to at once, under one ticket, and starts when it may have all of them. When a phase ends,
 the job's next phase is enqueued on its own nodes before its worker asks, so that the cycle keeps
-its order. A permit is a lease with an epoch: a silent holder loses it, and whatever it says later
-is refused. Long tails are asked to make room for those who wait. Asks nobody and reads no clock.
+its order. A permit is a lease with an epoch: a silent holder loses it, and its later messages are
+refused. Long tails are asked to make room for waiting jobs. No I/O, no clock.
 """
 
 from collections.abc import Set
@@ -77,14 +77,14 @@ class PermitPolicy:
         return tuple(sorted(self._book.jobs))
 
     def close(self, nodes: Set[NodeId]) -> None:
-        """These nodes have failed, and no others: nobody starts there."""
+        """Sets the failed nodes, exactly these: no phase starts there."""
         self._book.closed = nodes
 
     def knows(self, job: JobId) -> bool:
         return job in self._book.jobs
 
     def standing(self, job: JobId) -> Standing | None:
-        """To read."""
+        """The job's standing; read-only for callers."""
         return self._book.jobs.get(job)
 
     def on(self, node: NodeId) -> JobId | None:
@@ -96,7 +96,7 @@ class PermitPolicy:
         return 0 if standing is None else len(self._book.ahead(standing, now))
 
     def due_s(self) -> float:
-        """When `TimePassed` will next change something; infinite if nothing is pending."""
+        """Time at which `TimePassed` will next change something; infinite if nothing is pending."""
         jobs = self._book.jobs.values()
         due = (at for each in jobs for at in deadlines_s(each, self.config) if at > self._tended_s)
         return min(due, default=float("inf"))
@@ -110,7 +110,7 @@ class PermitPolicy:
         # A holder that has its nodes whole again may make room on all of them.
         touched += self._book.settle()
         effects += make_room(self._book, self.config, touched, now=now)
-        # Who is asked to make room leaves its lines, where others may stand behind it.
+        # A job that is asked to make room leaves its lines, where others may stand behind it.
         return (*effects, *serve(self._book, self._book.settle(), now=now))
 
     def _heard(self, event: PermitEvent, now: float) -> Effects:
@@ -156,7 +156,7 @@ class PermitPolicy:
             standing.course = standing.course.heard(event.complete_ratio, at_s=standing.worked_s)
         phase = None if standing.kind is None else standing.terms.phase(standing.kind)
         if phase is not None and in_tail(standing, phase):
-            # Whoever waits may start on what the tail leaves.
+            # Waiting jobs may start on what the tail leaves.
             self._book.touch_lines(standing.nodes)
         return []
 

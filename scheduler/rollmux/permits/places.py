@@ -7,13 +7,13 @@ from scheduler.rollmux.permits.terms import PhaseTerms
 
 
 def enqueue(book: PermitBook, standing: Standing, phase: PhaseTerms, *, now: float) -> EnqueuePhase:
-    """A new place at the end, which nobody has claimed yet."""
+    """Takes a new place at the end of the lines; no worker has claimed it yet."""
     standing.enqueued_s, standing.heard_s = now, None
     return join(book, standing, phase, book.next_ticket())
 
 
 def join(book: PermitBook, standing: Standing, phase: PhaseTerms, ticket: int) -> EnqueuePhase:
-    """The same place in other lines, or a new one."""
+    """Enters the lines of the phase's nodes under a ticket, kept or new."""
     standing.move(Trigger.ENQUEUED)
     standing.kind = phase.kind
     book.join(standing, ticket, phase.nodes)

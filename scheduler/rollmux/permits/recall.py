@@ -1,9 +1,9 @@
-"""A tail that has left its nodes asks for them again, under the permit that it holds.
+"""A tail that has left its nodes requests them again, under the permit that it holds.
 
-    when free   at once, where nobody is on the nodes and nobody waits for them; else nothing
-    in line     a place at the end of their lines, as of any other job: what the tail ran on is lost
+    when free   at once, if no job holds the nodes or waits for them; else nothing
+    in line     a place at the end of their lines, like any job; the tail has lost its engines
 
-The phase goes on from where it is, so that it counts as one, and as long as it took.
+The phase continues where it is: it counts as one phase, with its whole duration.
 """
 
 from scheduler.rollmux.permits.book import PermitBook

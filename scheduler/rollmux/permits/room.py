@@ -27,7 +27,7 @@ class MovableTail(NamedTuple):
 class Obstacles(NamedTuple):
     tails: list[MovableTail]
     loaded: dict[JobId, tuple[NodeId, ...]]
-    """Nodes on whose accelerators the state of each of these jobs was left."""
+    """Per job, nodes on whose accelerators its state was left."""
 
 
 NOTHING: Final = Obstacles([], {})
@@ -36,7 +36,7 @@ NOTHING: Final = Obstacles([], {})
 def make_room(
     book: PermitBook, config: PermitsConfig, touched: tuple[NodeId, ...], *, now: float
 ) -> list[NarrowPhase | RevokePermit | UnloadNodes]:
-    """On the nodes where something has changed."""
+    """Makes room on the nodes that have changed."""
     asked: list[NarrowPhase | RevokePermit | UnloadNodes] = []
     waiting = [each for each in book.in_line(touched) if book.waits(each, now)]
     if not waiting:
@@ -68,7 +68,7 @@ def revoke(
 
 
 def _obstacles(book: PermitBook, waiter: Standing, now: float) -> Obstacles:
-    """What alone keeps a waiting job from its start; nothing where more does."""
+    """The obstacles, if they alone keep a waiting job from its start; else nothing."""
     phase = None if waiter.kind is None else waiter.terms.phase(waiter.kind)
     if phase is None or not all(book.is_first(waiter, node, now) for node in waiter.awaits):
         return NOTHING
@@ -97,7 +97,7 @@ def _unload(other: Standing, nodes: tuple[NodeId, ...]) -> UnloadNodes:
 
 
 def _movable_tail(book: PermitBook, holder: Standing, now: float) -> MovableTail | None:
-    """None where the phase has no tail yet, or holds its nodes beside another one's."""
+    """The tail that may leave; None if the phase is in no tail, or beside another job's tail."""
     phase = None if holder.kind is None else holder.terms.phase(holder.kind)
     if phase is None or holder.stage is not Stage.RUNNING or not in_tail(holder, phase):
         return None

@@ -16,7 +16,7 @@ Served = list[GrantPermit | WidenPermit]
 
 
 def serve(book: PermitBook, touched: tuple[NodeId, ...], *, now: float) -> Served:
-    """On the nodes where something has changed."""
+    """Starts jobs on the nodes that have changed."""
     effects: Served = []
     for standing in book.holders(touched):
         if standing.accelerators:

@@ -1,4 +1,4 @@
-"""How one job stands: waiting, with a permit or neither; and a permit's life as a table."""
+"""Standing of one job: waiting, with a permit or neither; and a permit's life as a table."""
 
 from enum import StrEnum
 
@@ -22,9 +22,9 @@ class Stage(StrEnum):
     NARROWING = "narrowing"
     """Was asked to bring its tail together; still holds all of its nodes."""
     TAILING = "tailing"
-    """Runs on what it kept; the rest is given to others."""
+    """Runs on the kept part; other jobs use the rest."""
     REVOKED = "revoked"
-    """Was told to end; the grace runs."""
+    """Was told to end; the grace period runs."""
 
 
 class Trigger(StrEnum):
@@ -60,54 +60,54 @@ HOLDING = frozenset({Stage.RUNNING, Stage.NARROWING, Stage.TAILING, Stage.REVOKE
 
 
 class Standing(msgspec.Struct, kw_only=True):
-    """One job's record: what a restart must know of it. The policy's to change."""
+    """One job's record, which a restart restores. Only the policy changes it."""
 
     terms: JobTerms
     stage: Stage = Stage.APART
     kind: PhaseKind | None = None
-    """Of the phase that it waits for or runs."""
+    """Kind of the phase that it waits for or runs."""
     ticket: int = 0
     """Its place in every line of that phase; lower is earlier."""
     holder: str = ""
     epoch: Epoch = NO_EPOCH
     nodes: tuple[NodeId, ...] = ()
-    """Held now."""
+    """Nodes held now."""
     awaits: tuple[NodeId, ...] = ()
-    """In whose lines it stands; with a permit, those that it would be widened by."""
+    """Nodes in whose lines it stands; with a permit, nodes that may widen it."""
     accelerators: dict[NodeId, tuple[int, ...]] = {}
-    """By number, of the nodes that it holds in part: from 0 on a tail's, else those that a tail of
-    another leaves."""
+    """Accelerator numbers of the partly held nodes: from 0 on for a tail, else those beside another
+    job's tail."""
     keep: tuple[NodeId, ...] = ()
-    """What a tail was asked to keep."""
+    """Nodes that the tail was asked to keep."""
     keep_accelerators: dict[NodeId, tuple[int, ...]] = {}
-    """Of those nodes of which it is to keep a part."""
+    """Accelerator numbers of the partly kept nodes."""
     enqueued_s: float = 0.0
     heard_s: float | None = None
-    """When its worker last asked, or its holder last spoke; None: not since it was enqueued."""
+    """Time of the worker's last request or the holder's last beat; None: none since enqueued."""
     started_s: float = 0.0
     warned_s: float | None = None
     revoked_s: float | None = None
     loaded: tuple[NodeId, ...] = ()
-    """Nodes on whose accelerators its state was left, though it holds no permit for them."""
+    """Nodes on whose accelerators its state was left without a permit."""
     loaded_by: str = ""
-    """Which process of the job has left it there."""
+    """Process of the job that left it there."""
     unload: tuple[NodeId, ...] = ()
-    """Those that it was asked to take its state off, for another job to start there."""
+    """Nodes that it was asked to take its state off, for another job to start there."""
     was_away: bool = False
-    """The tail of this phase has been on none of its nodes, at a speed that is not known here."""
+    """The tail of this phase has run on none of its nodes, at a speed not known here."""
     worked_s: float = 0.0
-    """What the phase would have taken alone until `worked_at_s`, loading included."""
+    """Duration of the phase's work until `worked_at_s`, alone and with loading, in s."""
     worked_at_s: float = 0.0
     complete_ratio: float = 0.0
     course: Course | None = None
-    """How the phase that runs came that far; None: not all of it was heard."""
+    """Progress of the running phase; None: a part of it was not observed."""
     curves: dict[PhaseKind, CompletionCurve] = {}
-    """How its phases completed that have ended."""
+    """Completion curves of its ended phases."""
     longest_runs: dict[PhaseKind, LongestRun] = {}
-    """How long its phases are known to take."""
+    """Longest known runs of its phases."""
     tokens: int = 0
     ended: EndReason | None = None
-    """How its latest permit ended; None while it is held."""
+    """End of its latest permit; None while it is held."""
     failures: int = 0
 
     @property

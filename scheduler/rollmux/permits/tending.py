@@ -1,4 +1,4 @@
-"""What time alone changes: silent holders, overruns, graces; and what is forgiven after a pause."""
+"""Effects of time alone: silent holders, overruns, grace periods; and the amnesty after a pause."""
 
 from scheduler.rollmux.permits.book import PermitBook
 from scheduler.rollmux.permits.endings import fail
@@ -21,7 +21,7 @@ def tend(book: PermitBook, *, now: float) -> Effects:
 
 
 def resume(book: PermitBook, *, now: float) -> None:
-    """Nobody could be heard until now, so nobody was silent."""
+    """Counts no silence before now: no holder could be heard until now."""
     for standing in book.jobs.values():
         # A record of before a reboot lies in this clock's future.
         standing.started_s = min(standing.started_s, now)

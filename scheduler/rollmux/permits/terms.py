@@ -1,4 +1,4 @@
-"""What a job declares of its phases, and how the permit policy is set."""
+"""A job's declaration of its phases, and the settings of the permit policy."""
 
 from typing import Annotated
 
@@ -23,9 +23,9 @@ class PermitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     patience_s: Seconds = 0.25
     """A free node is kept so long for the job that comes first until its worker asks."""
     warn_s: Seconds = 30.0
-    """From the warning that a phase overruns to the revocation of its permit."""
+    """Time from the warning about an overrun to the revocation of the permit, in s."""
     grace_s: Seconds = 30.0
-    """From the revocation to the end of the permit."""
+    """Time from the revocation to the end of the permit, in s."""
 
 
 class PhaseTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,16 +35,17 @@ class PhaseTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     nodes: tuple[NodeId, ...] = ()
     """All that the phase is pinned to; their permits are acquired together."""
     accelerators: int = 1
-    """Of each node. One that is held in part is shared with the tail of another job."""
+    """Accelerators of each node; a partly held node is shared with another job's tail."""
     max_s: float | None = None
     """Declared longest duration, until its runs have shown a longer one; None: no watchdog."""
     least_accelerators: int = 0
-    """The phase may begin on so many, over all nodes, while tails of others hold the rest; 0: on
-    all or not."""
+    """Accelerators, over all nodes, on which the phase may begin while tails of others hold the
+    rest; 0: it begins on all or not at all."""
     tail_ratio: float = 1.0
     """Completed share from which `tail_accelerators` suffice; 1: the phase keeps all to its end."""
     tail_accelerators: int = 1
-    """Over all nodes. 0: the tail goes to capacity that is not of these nodes."""
+    """Accelerators of the tail, over all nodes. 0: the tail goes to capacity outside these
+    nodes."""
     learn_tail: bool = False
     """The two above hold until the job's own phases have shown how its responses complete."""
 
@@ -56,7 +57,7 @@ class PhaseTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class JobTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     job: JobId
     phases: tuple[PhaseTerms, ...]
-    """In the order of the cycle, each kind once."""
+    """Phases in the order of the cycle, each kind once."""
 
     def phase(self, kind: PhaseKind) -> PhaseTerms | None:
         for phase in self.phases:
@@ -71,7 +72,7 @@ class JobTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def leased_tail(phase: PhaseTerms) -> PhaseTerms:
-    """The same, with a tail that may leave for leases; one that was declared stays as it is."""
+    """The phase with a tail that may leave for leases; a declared tail stays as it is."""
     declared = phase.tail_ratio < 1.0 or phase.learn_tail
     if declared or phase.kind is not PhaseKind.ROLLOUT:
         return phase

@@ -1,7 +1,7 @@
-"""When a permit is in danger: its holder silent, or its phase longer than known runs of it.
+"""Detects permits in danger: a silent holder, or a phase longer than its known runs.
 
-An overrun is warned of at once, and costs the permit only when somebody waits for its nodes: to end
-a phase that is in nobody's way would help nobody. Pure; the policy acts on the verdict.
+An overrun is warned of at once, and costs the permit only when another job waits for its nodes:
+ending a phase that blocks no job would gain nothing. Pure; the policy acts on the verdict.
 """
 
 from enum import StrEnum
@@ -15,16 +15,16 @@ from scheduler.rollmux.permits.terms import PermitsConfig
 class Verdict(StrEnum):
     WELL = "well"
     SILENT = "silent"
-    """Not heard for a lease."""
+    """No beat for the length of a lease."""
     LATE = "late"
     """Longer than its bound: warn."""
     OBSTRUCTS = "obstructs"
-    """Warned, and somebody waits: revoke."""
+    """Warned, and another job waits: revoke."""
     OUT_OF_GRACE = "out_of_grace"
 
 
 def verdict(standing: Standing, config: PermitsConfig, *, wanted: bool, now: float) -> Verdict:
-    """Of a job with a permit; `wanted` where another asks for one of its nodes."""
+    """Verdict on a job with a permit; `wanted`: another job requests one of its nodes."""
     if standing.heard_s is None or now >= standing.heard_s + config.lease_s:
         return Verdict.SILENT
     if standing.stage is Stage.REVOKED:
@@ -37,9 +37,9 @@ def verdict(standing: Standing, config: PermitsConfig, *, wanted: bool, now: flo
 
 
 def late_s(standing: Standing) -> float:
-    """When the phase will have done as much as its bound; infinite if it declared none.
+    """Time at which the phase's work will reach its bound; infinite without a declared bound.
 
-    What the tails of others slow down is not late.
+    Slow-down by other jobs' tails does not count as lateness.
     """
     return standing.worked_at_s + (bound_s(standing) - standing.worked_s) / speed(standing)
 
@@ -53,7 +53,7 @@ def bound_s(standing: Standing) -> float:
 
 
 def deadlines_s(standing: Standing, config: PermitsConfig) -> tuple[float, ...]:
-    """When time alone may change something for this job; deadlines that have passed included."""
+    """Times at which time alone may change something for this job, passed deadlines included."""
     heard_s = standing.heard_s
     lapses_s = standing.enqueued_s + config.patience_s
     if heard_s is not None:

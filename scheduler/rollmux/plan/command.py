@@ -11,7 +11,7 @@ def plan(
     json: Annotated[Path | None, typer.Option(help="Write the plan there.")] = None,
     html: Annotated[Path | None, typer.Option(help="Draw the plan there, in one file.")] = None,
 ) -> None:
-    """Place RL jobs on shared nodes: groups, prices, reasons and who runs when."""
+    """Place RL jobs on shared nodes: groups, prices, reasons and a timeline per node."""
     import msgspec
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""What a plan says: records that are printed, drawn and written as JSON alike. Computes nothing."""
+"""A plan's records, which are printed, drawn and written as JSON alike. Computes nothing."""
 
 import msgspec
 
@@ -19,21 +19,21 @@ class Promise(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slack(self) -> float:
-        """What the SLO leaves above the bound, as a ratio of the SLO."""
+        """Room between the bound and the SLO, as a ratio of the SLO."""
         return (self.slo - self.bound) / self.slo
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
-    """Where else a job could be, everybody else staying."""
+    """Another possible place of a job, with all other jobs in place."""
 
     kind: str
     beside: tuple[JobId, ...]
     """Jobs of the group that it would join; empty for nodes of its own."""
     change_per_hour: float
-    """Of the whole plan's price."""
+    """Change of the whole plan's price."""
     admitted: bool
     reason: str
-    """What stands against it; empty if nothing does."""
+    """The objection to it; empty if it is admissible."""
 
 
 class PlannedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class PlannedJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resident(msgspec.Struct, frozen=True, kw_only=True):
-    """A node and the jobs whose state stays in its host memory."""
+    """A node and the jobs with state in its host memory."""
 
     node: NodeId
     pool: Pool
@@ -66,11 +66,11 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float
     end_s: float
     tail: bool
-    """On a part of the node, beside the next job."""
+    """Whether it is on a part of the node, beside the next job."""
 
 
 class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """How full the group is: above 1, no order serves every job once in its longest iteration."""
+    """Load of a group: above 1, no order serves every job once in its longest iteration."""
 
     cycle_s: float
     """The longest job's iteration alone."""
@@ -86,7 +86,7 @@ class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[Resident, ...]
     jobs: tuple[PlannedJob, ...]
     bound_by: JobId
-    """Whose SLO leaves the least room."""
+    """The job with the least room below its SLO."""
     meta_iteration_s: float
     bars: tuple[Bar, ...]
     load: GroupLoad
@@ -101,9 +101,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     risk: float
     price_per_hour: float
     dedicated_per_hour: float
-    """The same jobs on nodes of their own."""
+    """Price of the same jobs on nodes of their own."""
     nodes: dict[str, int]
-    """By type."""
+    """Number of nodes by type."""
     groups: tuple[PlannedGroup, ...]
     unplaced: tuple[Unplaced, ...] = ()
     slo_counts_queueing: bool = False

@@ -59,7 +59,7 @@ def draft(settings: PlanSettings) -> Plan:
 
 
 def _names(planner: KnownJobsPlanner, cells: list[Cell]) -> dict[NodeId, NodeId]:
-    """Nodes numbered from 1: the planner's own numbers count what it only thought of."""
+    """Nodes numbered from 1: the planner's own numbers also count rejected candidates."""
     counted: Counter[Pool] = Counter()
     names: dict[NodeId, NodeId] = {}
     for cell in cells:

@@ -1,4 +1,4 @@
-"""What the planner's own forecast says of each promise, here and where else a job could be."""
+"""The planner's forecast of each SLO, for the plan and for a job's alternatives."""
 
 from collections.abc import Iterator
 from statistics import NormalDist
@@ -18,7 +18,7 @@ _ALTERNATIVES_MAX: Final = 24
 
 
 def promises(planner: GroupPlanner, cell: Cell) -> tuple[Promise, ...]:
-    """Of every job of the group, in the order of the group's jobs."""
+    """One promise per job of the group, in the order of the group's jobs."""
     judge = planner.packer.judge
     assert isinstance(judge, Distributional)
     roster = Roster.of(planner.packer.occupants(cell))
@@ -58,7 +58,8 @@ def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
 
 
 def _company(cell: Cell, placement: Placement) -> tuple[frozenset[JobId], frozenset[JobId]]:
-    """Who shares the placement's rollout and its training nodes: the same company, one place."""
+    """Jobs on the placement's rollout nodes and on its training nodes; equal sets mean equal
+    places."""
     others = [one for one in cell.pinned.values() if one.job != placement.job]
     rollout, training = set(placement.rollout_nodes), set(placement.training_nodes)
     return (
@@ -89,7 +90,7 @@ def _judged(planner: GroupPlanner, opening: Opening, change_per_hour: float) -> 
 
 
 def _objection(planner: GroupPlanner, opening: Opening) -> str:
-    """Whose SLO would not hold."""
+    """The reason against the opening: the job whose SLO would not hold."""
     cell, placement = opening.cell, opening.placement
     widened = Cell(
         cell.group,
@@ -115,7 +116,7 @@ def _alone(change_per_hour: float) -> Alternative:
 
 
 def _closed(planner: GroupPlanner, job: JobId, spared: float) -> Iterator[Alternative]:
-    """Groups whose nodes cannot take the job at all."""
+    """Groups with nodes that cannot take the job at all."""
     facts, limits = planner.facts[job], planner.packer.limits
     for cell in planner.book.cells.values():
         direct = planner.packer.unjudged(cell, job, OpeningKind.DIRECT)

@@ -31,16 +31,16 @@ class _Settings(BaseModel):
 
 
 class NodeSettings(_Settings):
-    """What a node of one pool is."""
+    """Type of the nodes of one pool."""
 
     type: Name
     accelerators: int = Field(default=8, ge=1, le=1024)
     price_per_hour: float = Field(ge=0, le=1e6)
-    """Of the whole node."""
+    """Price of the whole node."""
     host_gb: float = Field(gt=0, le=1e6)
     """Host memory in which inactive jobs stay resident."""
     count: int | None = Field(default=None, ge=0, le=10_000)
-    """How many there are; without it as many as the plan asks for."""
+    """Number of nodes; without it, as many as the plan needs."""
 
     @property
     def as_type(self) -> NodeType:
@@ -59,11 +59,11 @@ class PoolSettings(_Settings):
 
 class DurationSettings(_Settings):
     max_s: Seconds
-    """With every response at its token limit."""
+    """Longest duration, with every response at its token limit, in s."""
     mean_s: Seconds | None = None
     """Measured alone on its nodes; without it the mean is believed to be half of `max_s` to all."""
     cv: float = Field(default=0.1, ge=0, le=1)
-    """Of one phase around the mean."""
+    """Coefficient of variation of one phase."""
     seen: int = Field(default=40, ge=1, le=1000)
     """Phases that `mean_s` is of: fewer leave more doubt."""
 
@@ -92,18 +92,18 @@ class JobSettings(_Settings):
     sync: DurationSettings | None = None
     """New weights on their way to the rollout engines, where the next rollout waits for them."""
     responses: tuple[tuple[Ratio, Ratio], ...] = Field(default=(), max_length=CURVE_MAX)
-    """How responses complete: pairs of the rollout's passed time and the completed share. Without,
-    the rollout is taken to fill its nodes to its end."""
+    """Completion curve: pairs of the rollout's passed time and the completed share. Without it, the
+    rollout is taken to fill its nodes to its end."""
 
     @property
     def phases(self) -> tuple[tuple[PhaseKind, DurationSettings], ...]:
-        """In the order of an iteration."""
+        """Phases in the order of an iteration."""
         sync = () if self.sync is None else ((PhaseKind.SYNC, self.sync),)
         return (PhaseKind.ROLLOUT, self.rollout), (PhaseKind.TRAINING, self.training), *sync
 
     @property
     def as_submission(self) -> Submission:
-        """What a control is told of the job, and a plan's planner with it."""
+        """The job as submitted to a control, and to a plan's planner."""
         return Submission(
             job=JobId(self.id),
             tenant=TenantId(self.tenant),
@@ -132,9 +132,9 @@ class PlanSettings(_Settings):
     risk: float = Field(default=0.25, ge=0.001, le=0.5)
     """Accepted probability that a forecast slow-down exceeds its SLO."""
     slo_counts_queueing: bool = False
-    """What the control that will run the jobs is set to; nobody waits in a plan."""
+    """The same setting of the control that will run the jobs; no job waits in a plan."""
     jobs: tuple[JobSettings, ...] = Field(min_length=1, max_length=JOBS_MAX)
-    """In the order of their arrival."""
+    """Jobs in the order of their arrival."""
 
     @property
     def as_control(self) -> ClusterConfig:
@@ -150,7 +150,7 @@ class PlanSettings(_Settings):
 
     @property
     def supply(self) -> dict[Pool, int]:
-        """Nodes that there are; a pool without an entry has as many as the plan asks for."""
+        """Number of nodes by pool; a pool without an entry is unlimited."""
         sides = ((Pool.ROLLOUT, self.nodes.rollout), (Pool.TRAINING, self.nodes.training))
         return {pool: one.count for pool, one in sides if one.count is not None}
 
@@ -169,7 +169,7 @@ def read_jobs(path: Path) -> PlanSettings:
 
 
 def _faults(settings: PlanSettings) -> Iterator[tuple[Where, str]]:
-    """What single fields cannot show."""
+    """Faults that span several fields."""
     first: dict[str, int] = {}
     pools = (("rollout", settings.nodes.rollout), ("training", settings.nodes.training))
     if settings.nodes.rollout.type == settings.nodes.training.type:

@@ -1,6 +1,6 @@
 """The production planner, with jobs that are known beforehand and moves that cost nothing.
 
-Nobody runs yet: a job that was placed may move for free, so savings are looked for until none is
+No job runs yet: a placed job may move for free, so savings are searched for until none is
 left.
 """
 
@@ -26,18 +26,18 @@ class KnownJobsPlanner(GroupPlanner):
         config = replace(control.planner, prices=FREE_MOVES)
         super().__init__(control.judge, control.types, config, settings.supply)
         self.rules = control.rules
-        """What its forecasts assume of permits."""
+        """Assumptions of its forecasts about permits."""
         self.reasons: dict[JobId, str] = {}
 
     def place(self, job: JobSettings) -> None:
-        """Raises Exhausted where the nodes that there are do not suffice."""
+        """Places a job. Raises Exhausted if the supply of nodes does not suffice."""
         for effect in self.observe(job.as_submission.arrival, now=0.0):
             if isinstance(effect, PlaceJob):
                 self.reasons[effect.placement.job] = effect.reason
 
     def settle(self) -> None:
         """Moves that spare nodes, until none is found."""
-        # Nobody is resident anywhere yet, so only the nodes that are used afterwards count.
+        # No job is resident anywhere yet, so only the nodes used afterwards count.
         there, self.book.supply = self.book.supply, {}
         for _ in range(_LOOKS):
             moves = self.regroup.improve(now=0.0)
@@ -52,7 +52,7 @@ class KnownJobsPlanner(GroupPlanner):
         self.book.supply = there
 
     def _used(self, pool: Pool) -> int:
-        """Nodes of which somebody will be left once everybody has moved."""
+        """Number of nodes in use once every job has moved."""
         sides = (
             {node for one in cell.pinned.values() for node in _nodes(one, pool)}
             for cell in self.book.cells.values()

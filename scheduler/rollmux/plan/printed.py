@@ -20,7 +20,7 @@ _COLUMNS_MAX: Final = 110
 
 
 def printed(plan: Plan, *, width: int) -> RenderableType:
-    """For a terminal of `width` columns."""
+    """The plan for a terminal of `width` columns."""
     parts: list[RenderableType] = [Text(wording.summary(plan), style="bold"), Text()]
     for group in plan.groups:
         parts += [*_group(group, plan, width), Text()]

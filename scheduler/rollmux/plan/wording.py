@@ -25,7 +25,7 @@ def summary(plan: Plan) -> str:
 
 
 def bound(group: PlannedGroup, plan: Plan) -> str:
-    """Which SLO leaves the least room, and at which risk."""
+    """The SLO with the least room, and its risk."""
     tightest = next(one for one in group.jobs if one.job == group.bound_by).promise
     return (
         f"Bound by {tightest.job}: {1 - plan.risk:.0%} of forecasts stay below "
@@ -35,7 +35,7 @@ def bound(group: PlannedGroup, plan: Plan) -> str:
 
 
 def load(of: GroupLoad) -> str:
-    """How full the group is."""
+    """Load of the group in words."""
     return (
         f"Load: {of.busiest_s:.0f} s of work on the busiest node in a longest iteration of "
         f"{of.cycle_s:.0f} s, {of.share:.0%}. Phases start first come, first served."
@@ -48,7 +48,7 @@ def places(job: PlannedJob) -> str:
 
 
 def alternative(one: Alternative) -> str:
-    """Where, at what price, and what stands against it."""
+    """Place and price of an alternative, and the objection to it."""
     where = f"beside {', '.join(one.beside)}" if one.beside else "alone"
     against = "" if one.admitted else f": refused, {one.reason}"
     return f"{one.kind} {where}, {one.change_per_hour:+.2f} $/h{against}"

@@ -1,8 +1,8 @@
-"""Every way to put a few jobs on the nodes of one pool, and what each way means for pairs of them.
+"""All assignments of a few jobs to the nodes of one pool, and the sharing that each one implies.
 
-An assignment says of every member which of the group's nodes it takes, as a mask. Nodes have no
-names yet, so that two assignments that differ in the numbering alone are one: the nodes are
-numbered so that who comes earlier in the list has the lower ones. Two members share all nodes of
+An assignment gives every member a mask of the group's nodes. Nodes have no names yet: two
+assignments that differ only in the numbering are one. The numbering gives lower numbers to members
+earlier in the list. Two members share all nodes of
 the narrower one or none: half a sharing makes both wait and spares less. Nothing here knows
 durations.
 """
@@ -18,9 +18,9 @@ import numpy.typing as npt
 from scheduler.rollmux.forecast.compiled import Records, compiled
 
 Masks = tuple[int, ...]
-"""Of each member, the nodes that it takes."""
+"""Per member, the mask of its nodes."""
 Widths = tuple[int, ...]
-"""Of each member, how many nodes it takes."""
+"""Per member, its number of nodes."""
 
 
 @cache
@@ -44,7 +44,7 @@ def node_count(masks: Masks) -> int:
 
 @cache
 def without(masks: Masks, at: int) -> Masks:
-    """The same assignment with one member gone, numbered anew."""
+    """The assignment without one member, renumbered."""
     rest = masks[:at] + masks[at + 1 :]
     # The member that comes first is the highest digit, so that its nodes get the lowest numbers.
     kept = sorted(
@@ -62,7 +62,7 @@ def _whole(mask: int, other: int) -> bool:
 
 
 def _residents(masks: Masks) -> list[int]:
-    """Of each node, its members as a mask."""
+    """Per node, the mask of its members."""
     return [
         sum(1 << member for member, mask in enumerate(masks) if mask >> node & 1)
         for node in range(node_count(masks))
@@ -142,7 +142,7 @@ def connected(rollout: Widths, training: Widths) -> npt.NDArray[np.bool_]:
 
 
 Side = tuple[Records, Records, Records, Records]
-"""Of one pool: `nodes`, `residents` and `sharing` of a table, and which guests fit one node."""
+"""One pool: `nodes`, `residents` and `sharing` of a table, and which guests fit one node."""
 
 
 @compiled
@@ -182,7 +182,7 @@ def wanted(
 
 @compiled
 def _fitting(side: Side, inside: Records) -> Records:
-    """Places of the assignments whose every node has room for its members."""
+    """Rows of the assignments in which every node has room for its members."""
     residents, fits = side[1], side[3]
     found = np.empty(len(residents), dtype=np.int64)
     count = 0

@@ -1,7 +1,7 @@
-"""The book of groups: which nodes each owns, which jobs are pinned to them, what is resident where.
+"""The book of groups: nodes of each group, jobs pinned to them, and resident jobs per node.
 
 It keeps the invariants (disjoint groups, residency as a hard limit) and decides nothing. Nodes
-exist as long as somebody is pinned to them. A job that moves stays resident on its old nodes until
+exist as long as a job is pinned to them. A job that moves stays resident on its old nodes until
 it has left; arrivals count it there, and other movers wait for its room.
 """
 
@@ -16,18 +16,18 @@ from scheduler.rollmux.planner.residency import Residency
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeType:
-    """What a new node of one pool is."""
+    """Type of a new node of one pool."""
 
     type: str
     accelerators: int
     price_per_hour: float
-    """Of the whole node."""
+    """Price of the whole node."""
     host_bytes: int
 
 
 @dataclass(slots=True)
 class Cell:
-    """One group as it changes."""
+    """One group; mutable."""
 
     group: GroupId
     rollout: list[NodeId] = field(default_factory=list)
@@ -58,31 +58,31 @@ class GroupBook:
     ) -> None:
         self.types = types
         self.supply: Mapping[Pool, int] = supply or {}
-        """How many nodes there are; of a pool that is not named, as many as are wanted."""
+        """Number of nodes by pool; unlimited for a pool without an entry."""
         self.cells: dict[GroupId, Cell] = {}
         self.home: dict[JobId, GroupId] = {}
         self.nodes: dict[NodeId, GroupId] = {}
         host_bytes = {pool: kind.host_bytes for pool, kind in types.items()}
         self.resident = Residency(host_bytes)
-        """With the jobs that are still leaving."""
+        """Host memory in use, with the jobs that are still leaving."""
         self.planned = Residency(host_bytes)
-        """Once every job that moves has moved."""
+        """Host memory after all present moves."""
         self.up = Counter[Pool]()
-        """Nodes that somebody is pinned to or still leaving."""
+        """Count per pool of nodes with a job pinned to them or still leaving."""
         self.committed_per_hour = 0.0
-        """Price of the nodes that somebody is pinned to and not leaving."""
+        """Price of the nodes with a pinned job that is not leaving."""
         self._pins: dict[NodeId, int] = {}
         self._staying: dict[NodeId, int] = {}
         self._leaving: dict[JobId, list[Placement]] = {}
         self._named = 0
 
     def fresh_group(self) -> Cell:
-        """A cell that is in the book only once somebody is pinned in it."""
+        """A cell with a new name; it enters the book with its first pinned job."""
         self._named += 1
         return Cell(GroupId(f"group-{self._named}"))
 
     def fresh_nodes(self, pool: Pool, count: int) -> tuple[NodeId, ...]:
-        """Names for nodes that are up only once somebody is pinned to them."""
+        """New node names; the nodes are up once a job is pinned to them."""
         self._named += count
         last = self._named
         return tuple(
@@ -147,12 +147,12 @@ class GroupBook:
         return tuple(down)
 
     def on_node(self, node: NodeId) -> tuple[JobId, ...]:
-        """Who is pinned to it, whether there already or still on the way."""
+        """Jobs pinned to the node, whether there already or still on the way."""
         cell = self.cells[self.nodes[node]]
         return tuple(job for job, placement in cell.pinned.items() if _uses(placement, node))
 
     def leaving_node(self, node: NodeId) -> tuple[JobId, ...]:
-        """Who is still resident there, but pinned elsewhere."""
+        """Jobs still resident on the node but pinned elsewhere."""
         return tuple(
             job
             for job, placements in self._leaving.items()
@@ -160,9 +160,9 @@ class GroupBook:
         )
 
     def replace(self, lost: NodeId) -> Node:
-        """Puts a new node in the place of one that is gone, for everybody pinned to it.
+        """Replaces a lost node by a new one for every job pinned to it.
 
-        Who was leaving it has to be told `left` before.
+        `left` must be called before for each job that was leaving it.
         """
         cell = self.cells[self.nodes.pop(lost)]
         pool = Pool.ROLLOUT if lost in cell.rollout else Pool.TRAINING
@@ -187,16 +187,16 @@ class GroupBook:
         return job in self._leaving
 
     def free_nodes(self, pool: Pool) -> int | None:
-        """How many more of the pool may come up; None: as many as are wanted."""
+        """Nodes of the pool that may still come up; None: unlimited."""
         there = self.supply.get(pool)
         return None if there is None else max(0, there - self.up[pool])
 
     def is_supplied(self, placement: Placement) -> bool:
-        """Whether the nodes that the placement would bring up are there."""
+        """Whether the supply covers the nodes that the placement would bring up."""
         return not self.shortage(placement)
 
     def shortage(self, placement: Placement) -> dict[Pool, int]:
-        """By pool, how many nodes the placement would bring up where fewer are free."""
+        """Nodes the placement would bring up, per pool whose free nodes are fewer; else empty."""
         if not self.supply:
             return {}
         sides = ((Pool.ROLLOUT, placement.rollout_nodes), (Pool.TRAINING, placement.training_nodes))
@@ -209,7 +209,7 @@ class GroupBook:
         return short
 
     def price_per_hour(self) -> float:
-        """Of all nodes that are up."""
+        """Price of all nodes that are up."""
         return sum(self.cell_price_per_hour(cell) for cell in self.cells.values())
 
     def cell_price_per_hour(self, cell: Cell) -> float:

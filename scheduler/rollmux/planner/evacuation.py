@@ -1,9 +1,9 @@
-"""What becomes of the jobs on a node that failed.
+"""Evacuation of the jobs on a failed node.
 
 Two answers. Ours replaces the node in its group: only the jobs that were on it begin again, beside
-the same others as before, so that every promise that held still holds, up to what the lost
-iteration cost. The paper's stops those jobs and takes each as a new arrival. A job that was on its
-way is done with the end that failed, and keeps the other.
+the same others as before, so that every SLO that held still holds, up to the cost of the lost
+iteration. The paper's stops those jobs and takes each as a new arrival. If one end of a job's move
+fails, the move is over and the job keeps the other end.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,8 @@ class Evacuation:
         self._choose = choose
 
     def replace(self, node: NodeId) -> tuple[GroupEffect, ...]:
-        """A new node takes the lost one's place; it is brought up only if somebody needs it."""
+        """Puts a new node in the lost one's place; it is brought up only if a job is pinned to
+        it."""
         cell = self._book.cells[self._book.nodes[node]]
         pinned, torn = self._book.on_node(node), self._book.leaving_node(node)
         down = [gone for job in torn for gone in self._left(job)]
@@ -41,7 +42,7 @@ class Evacuation:
         return (*effects, *(ReleaseNode(node=gone) for gone in down))
 
     def resubmit(self, node: NodeId) -> tuple[GroupEffect, ...]:
-        """Everybody who was on it gives up all nodes and arrives anew."""
+        """Every job on the node gives up all nodes and arrives anew."""
         pinned, torn = self._book.on_node(node), self._book.leaving_node(node)
         down = [gone for job in torn for gone in self._left(job)]
         for job in pinned:
@@ -59,7 +60,8 @@ class Evacuation:
         return (*effects, *(ReleaseNode(node=gone) for gone in down))
 
     def _again(self, job: JobId, why: str, *, lost: bool) -> RestartJob | MoveJob:
-        """Where the job goes now: at once, unless it still runs on nodes that it is leaving."""
+        """The job's new place; takes effect at once unless the job still runs on nodes it is
+        leaving."""
         facts = self._packer.facts[job]
         group = self._book.home[job]
         placement = self._book.cells[group].pinned[job]
@@ -70,7 +72,7 @@ class Evacuation:
         return RestartJob(group=group, placement=placement, reason=why)
 
     def _anywhere(self, job: JobId) -> Opening:
-        """It has run already: where no node is free, its own wait for the next ones."""
+        """A place for a job that has run already; without free nodes, new ones that it awaits."""
         try:
             return self._choose(job)
         except Exhausted:

@@ -1,4 +1,4 @@
-"""What the group planner is told, and what it asks for."""
+"""Events and effects of the group planner."""
 
 import msgspec
 
@@ -11,24 +11,24 @@ from scheduler.rollmux.beliefs.tail import Completion
 class JobArrived(msgspec.Struct, frozen=True, kw_only=True, tag="job_arrived"):
     job: Job
     measured: dict[PhaseKind, Measured] = {}
-    """Of its phases, before it came here: teaches durations and earns no credit."""
+    """Earlier measurements of its phases: they teach durations and earn no credit."""
     curve: tuple[Completion, ...] = ()
-    """How its responses complete over a rollout, as declared; empty: not known."""
+    """Declared completion curve of a rollout; empty: not known."""
     submitted_s: float | None = None
-    """When it began to wait for a place; None: it did not."""
+    """Time at which the job began to wait for a place; None: it did not wait."""
 
 
 class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
     job: JobId
     phase: PhaseKind
     solo_s: float
-    """What it would have taken alone: waiting, loading and narrowed nodes not counted."""
+    """Duration alone on its nodes, in s: waiting, loading and narrowed nodes not counted."""
     measured: bool = True
-    """False: at most so much, and nothing to learn from."""
+    """False: `solo_s` is only an upper bound, and teaches nothing."""
 
 
 class JobEnded(msgspec.Struct, frozen=True, kw_only=True, tag="job_ended"):
-    """It is done, or was given up."""
+    """The job is done, or was given up."""
 
     job: JobId
 
@@ -40,7 +40,7 @@ class JobMoved(msgspec.Struct, frozen=True, kw_only=True, tag="job_moved"):
 
 
 class NodeFailed(msgspec.Struct, frozen=True, kw_only=True, tag="node_failed"):
-    """The node is gone, and the iteration of everybody who was pinned to it."""
+    """The node is gone, with the current iteration of every job pinned to it."""
 
     node: NodeId
 

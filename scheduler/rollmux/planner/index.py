@@ -1,6 +1,6 @@
-"""Which groups are worth a look: one row of room and memory each, so that an arrival simulates few.
+"""Filters groups by room and memory, one row each, so that an arrival simulates few.
 
-A row is a necessary condition only: who passes may still be refused by memory, node by node, or by
+A row is a necessary condition only: memory may still refuse a job node by node, and so may
 the forecast. Rows are brought up to date when their group changes, not when a belief does.
 """
 
@@ -20,7 +20,7 @@ SHARE_MAX: Final = 1.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a job needs of any one node."""
+    """A job's demand on any one node."""
 
     rollout_share: float
     training_share: float

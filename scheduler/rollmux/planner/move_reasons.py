@@ -1,4 +1,4 @@
-"""Why jobs are asked to move, in words: whose promise was in danger, and who moves as well."""
+"""Reasons for moves as text: the endangered job, and the jobs that move with it."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ from scheduler.rollmux.planner.relocation import Move
 
 
 def together(move: Move, moves: Sequence[Move]) -> str:
-    """Words for who else has to move for the same reason; empty if nobody."""
+    """Names of the other jobs that move for the same reason; empty if none does."""
     others: list[JobId] = sorted(one.job for one in moves if one.job != move.job)
     return f", together with {', '.join(others)}" if others else ""
 
 
 def endangered(jobs: Sequence[JobFacts], roster: Roster, judge: Judge, *, now: float) -> str:
-    """Jobs of a roster that its judge does not admit, and what is forecast of those in danger.
+    """Text on jobs that the roster's judge does not admit, with forecasts of the endangered ones.
 
     `jobs` in the roster's order.
     """
@@ -25,7 +25,7 @@ def endangered(jobs: Sequence[JobFacts], roster: Roster, judge: Judge, *, now: f
     alone = [limit < 1.0 for limit in limits]
     said = [_crowded(jobs[at], now) for at in range(len(jobs)) if alone[at] and _shares(roster, at)]
     over = {at: bounds[at] - max(1.0, limits[at]) for at in range(len(jobs)) if not alone[at]}
-    # A short look at the means may have ruled out what the whole forecast finds close.
+    # A short look at the means may have rejected a roster that the whole forecast finds close.
     least = ROUNDING if said else min(ROUNDING, max(over.values()) - ROUNDING)
     said += [_slowed(jobs[at], limits[at], bounds[at]) for at in over if over[at] > least]
     return "; ".join(said)

@@ -1,6 +1,6 @@
-"""Where a job may go: Algorithm 1's openings, the cheapest one that keeps every SLO.
+"""Finds a place for a job: Algorithm 1's openings, the cheapest one that keeps every SLO.
 
-Direct packing shares nodes that are there, rollout scaling adds rollout nodes to a group, training
+Direct packing shares existing nodes, rollout scaling adds rollout nodes to a group, training
 scaling (ours) adds training nodes, and a new isolated group is always possible. Host memory is a
 hard limit. Among equal prices the fullest group is tried first, so that the emptier ones can end.
 """
@@ -67,14 +67,14 @@ class Packer:
         self.index = GroupIndex(group_jobs=limits.group_jobs)
         self.simulated = 0
         self.now_s = 0.0
-        """When the present question is asked; credit depends on it."""
+        """Time of the present question; credit depends on it."""
 
     def refresh(self, cell: Cell) -> None:
-        """To be called whenever the group changed."""
+        """Updates the group's row; call it whenever the group changed."""
         self.index.refresh(cell, self.book, self.node_shares(cell))
 
     def occupant(self, cell: Cell, placement: Placement, *, slo_of: SloOf = stated_slo) -> Occupant:
-        """A pinned job for a forecast; `slo_of` says what it has to keep."""
+        """A pinned job for a forecast; `slo_of` gives the SLO it has to keep."""
         facts = self.facts[placement.job]
         tail = self.judge.tail(facts)
         rollout, training = cell.masks(placement)
@@ -92,11 +92,11 @@ class Packer:
         return [self.occupant(cell, placement, slo_of=slo_of) for placement in cell.pinned.values()]
 
     def owed_slo(self, facts: JobFacts) -> float:
-        """What others have to leave the job now."""
+        """Slow-down that others must leave the job now."""
         return self.judge.slo(facts, now=self.now_s)
 
     def slo_ahead(self, facts: JobFacts) -> float:
-        """The same, and its spare credit is spent."""
+        """The SLO that others must leave the job, with its spare credit spent."""
         return facts.slo_ahead(self.now_s)
 
     def node_shares(self, cell: Cell) -> dict[NodeId, float]:
@@ -127,7 +127,7 @@ class Packer:
     ) -> Opening | None:
         """The cheapest admissible opening under `below_per_hour`, in no cell of `without`.
 
-        Looks at the `tries` fullest groups of each kind, whatever nodes there are.
+        Looks at the `tries` fullest groups of each kind, regardless of the supply of nodes.
         """
         return self._best(job, without, below_per_hour, new_group=new_group, within_supply=False)
 
@@ -139,7 +139,7 @@ class Packer:
         below_per_hour: float = float("inf"),
     ) -> Opening | None:
         """The same on nodes that there are, in a group that there is: every group is looked at."""
-        # The index may be older than what was learned of its jobs since.
+        # The index may be older than the latest beliefs about its jobs.
         for cell in self.book.cells.values():
             self.refresh(cell)
         return self._best(job, without, below_per_hour, new_group=False, within_supply=True)
@@ -185,7 +185,7 @@ class Packer:
         return None
 
     def admits(self, opening: Opening) -> bool:
-        """Whether everybody in the group keeps their SLO with the opening taken."""
+        """Whether every job in the group keeps its SLO with the opening taken."""
         widened = Cell(
             opening.cell.group,
             _joined(opening.cell.rollout, opening.placement.rollout_nodes),
@@ -228,7 +228,7 @@ class Packer:
         return sorted(kinds, key=lambda kind: kind[2])
 
     def unjudged(self, cell: Cell, job: JobId, kind: OpeningKind) -> Iterator[Opening]:
-        """What memory and group size allow, whatever becomes of the SLOs."""
+        """Openings that memory and group size allow, without regard to SLOs."""
         if len(cell.pinned) < self.limits.group_jobs:
             yield from self._openings(cell, job, kind, share_max=float("inf"))
 

@@ -1,10 +1,10 @@
-"""The inter-group scheduler: where each job lives, from its arrival to its end.
+"""The inter-group scheduler: the place of each job, from its arrival to its end.
 
-An arrival takes the cheapest admissible opening. What was learned meanwhile, a departure or a drift
-may break a promise or leave a node half empty: a review moves the fewest jobs that restore every
-promise, then those that spare a node. A supply limits the nodes of a pool: an arrival that finds no
-place within it is refused, and no move needs more. Starts nothing itself; orders within a group are
-`order`'s.
+An arrival takes the cheapest admissible opening. Later knowledge, a departure or a drift may break
+an SLO or leave a node half empty: a review moves the fewest jobs that restore every SLO, then
+those that free a node. A supply limits the nodes of a pool: an arrival that finds no
+place within it is refused, and no move needs more. Starts nothing itself; `order` sequences the
+phases within a group.
 """
 
 from collections.abc import Mapping
@@ -45,15 +45,15 @@ class PlannerConfig:
     limits: PackingLimits = field(default_factory=PackingLimits)
     prices: MovePrices = field(default_factory=MovePrices)
     moves: bool = True
-    """Whether reviews may move jobs; the paper's planner leaves them where they are."""
+    """Whether reviews may move jobs; the paper's planner leaves them in place."""
     resubmits: bool = False
-    """Whether a failed node's jobs arrive anew, as the paper has it, or the node is replaced."""
+    """Whether a failed node's jobs arrive anew, as in the paper; else the node is replaced."""
     looks: int = 2
     """Searches for a saving after something changed, one a review."""
     recheck_s: float = 1800.0
-    """Between two looks at a group that nothing happened to."""
+    """Period of reviews of a group without events, in s."""
     accelerators: int = 8
-    """Of a rollout node."""
+    """Accelerators of a rollout node."""
     slo_counts_queueing: bool = False
     """An SLO counts from the placement on; true: from the submission on."""
 
@@ -83,11 +83,11 @@ class GroupPlanner:
         """Something happened since the last review that may let a node be spared."""
 
     def set_move_s(self, seconds: float) -> None:
-        """What a move has been seen to take."""
+        """Sets the measured duration of a move, in s."""
         self.relocation.move_s = seconds
 
     def set_warm_start_s(self, seconds: float) -> None:
-        """What a start after another job's has been seen to take; every forecast is made anew."""
+        """Sets the measured duration of a warm start, in s; every forecast is made anew."""
         judge = self.packer.judge.with_warm_start(seconds)
         if judge != self.packer.judge:
             self.packer.judge = judge
@@ -142,7 +142,8 @@ class GroupPlanner:
         )
 
     def choose(self, job: JobId) -> Opening:
-        """Where an arrival goes; the book is as before. Raises Exhausted where nodes lack."""
+        """The place for an arrival; the book is unchanged. Raises Exhausted if nodes are
+        lacking."""
         opening = self.packer.best(job) or self.packer.isolated(job)
         if self.book.is_supplied(opening.placement):
             return opening

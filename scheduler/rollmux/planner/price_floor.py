@@ -1,9 +1,9 @@
-"""What hosting some jobs costs at least, found without looking at everything.
+"""Lower bound on the price of hosting some jobs, found without searching every hosting.
 
-Most looks find nothing. Every set of jobs has a price that one group of it is known to cost at
-least; the cheapest partition at these prices is a floor under every hosting. Only what that
-partition is made of is forecast: what fails gets dearer, until the floor is too high or nothing in
-it is in doubt. What was found is kept by the jobs' versions, like the verdicts.
+Most searches find nothing. Every set of jobs has a known lower bound on its price in one group; the
+cheapest partition at these bounds is a floor under every hosting. Only the sets in that
+partition are forecast: a failing set gets a higher bound, until the floor is too high or no set in
+it is in doubt. Results are kept by the jobs' versions, like the verdicts.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class _Doubt:
     rollout: Masks = ()
     training: Masks = ()
     settled: bool = False
-    """Whether it does keep them, or there is none."""
+    """Whether the assignment keeps every SLO, or no assignment is left."""
 
     def next(self) -> None:
         self.price, self.rollout, self.training = next(self.rest, (_NONE, (), ()))
@@ -53,7 +53,7 @@ class PriceFloor:
     def bounds(
         self, guests: list[Guest], admits: Admits, *, at_most: float = _NONE
     ) -> Bounds | None:
-        """That price with what was found on the way; None if it is above `at_most`."""
+        """The floor with the bounds found on the way; None if it is above `at_most`."""
         fits = [self.search.fitting(guests, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
         if len(self._doubts) > _DOUBTS_MAX:
             self._doubts.clear()
@@ -86,7 +86,8 @@ class PriceFloor:
         fits: Fits,
         admits: Admits,
     ) -> float:
-        """What the set costs at least, once its cheapest assignment in doubt was forecast."""
+        """Lower bound of the set's price, after one forecast of its cheapest assignment in
+        doubt."""
         members = tuple(at for at in range(len(guests)) if mask >> at & 1)
         doubt = self._doubts.get(versions)
         if doubt is None:
@@ -106,7 +107,7 @@ class PriceFloor:
         return doubt.price
 
     def _least(self, guests: list[Guest], names: list[tuple[int, ...]]) -> Records:
-        """`[guests as a mask]`: what they cost at least in one group."""
+        """`[guests as a mask]`: lower bound of their price in one group."""
         chosen = bits(len(guests))
         least = np.zeros(len(chosen))
         for pool in (Pool.ROLLOUT, Pool.TRAINING):

@@ -23,10 +23,10 @@ from scheduler.rollmux.planner.verdicts import Hosting
 _SEEN_MAX = 4096
 _VERDICTS_MAX = 60_000
 _CELLS_MAX = 8
-"""Groups of which pairs and triples are looked at."""
+"""Most groups whose pairs and triples are searched."""
 
 Known = list[tuple[int, Placement]]
-"""What a group's spare price follows from: its jobs' versions and places."""
+"""Inputs of a group's spare price: versions and placements of its jobs."""
 
 
 class Regroup:
@@ -38,21 +38,23 @@ class Regroup:
         self.search = CheapestHosting(self._book.types, packer.limits.group_jobs)
         self.floor = PriceFloor(self.search)
         self._seen: dict[tuple[int, ...], float] = {}
-        """Until when a neighbourhood, named by its jobs' versions, need not be searched again."""
+        """Time until which a neighbourhood, named by its jobs' versions, need not be searched
+        again."""
         self._spares: dict[GroupId, tuple[Known, float]] = {}
         """The last answer of each group."""
         self._idle: tuple[list[float], list[list[int]], float] | None = None
-        """Of which groups, by what they spare and their jobs' versions, all is seen until when."""
+        """Spare prices and job versions for which all was searched, and the time until this
+        holds."""
 
     def forget(self) -> None:
-        """What was found, where forecasts have changed."""
+        """Drops all results after forecasts have changed."""
         self.search.verdicts.clear()
         self._seen.clear()
         self._spares.clear()
         self._idle = None
 
     def improve(self, *, now: float) -> list[Move]:
-        """One look: moves that spare nodes, already applied to the book, or none."""
+        """One search: moves that free nodes, already applied to the book, or none."""
         cells, key = self._most_promising(now=now)
         if not cells:
             return []
@@ -91,11 +93,11 @@ class Regroup:
         return self._relocation.move_all(movers, kind=OpeningKind.DIRECT)
 
     def unseen(self, *, now: float) -> bool:
-        """Whether another look may find something."""
+        """Whether another search may find something."""
         return bool(self._most_promising(now=now)[0])
 
     def _most_promising(self, *, now: float) -> tuple[list[Cell], tuple[int, ...]]:
-        """The unseen pair or triple of groups whose nodes are used least, by what they cost."""
+        """The unsearched pair or triple of groups with the least used nodes, and its key."""
         cells, spares = self._sparing()
         facts = self._packer.facts
         versions = [[facts[job].version for job in cell.pinned] for cell in cells]
@@ -147,7 +149,7 @@ class Regroup:
         return last[1]
 
     def _forget(self) -> None:
-        """What is kept of versions, once it is too much: most of them are outdated by then."""
+        """Drops results kept by version once they are too many: most are outdated by then."""
         if len(self._seen) > _SEEN_MAX:
             self._seen.clear()
             self._idle = None
@@ -157,8 +159,9 @@ class Regroup:
             self._spares.clear()
 
     def _searchable(self, cell: Cell) -> bool:
-        """Whether all its jobs are well known and may share nodes, none is on its way, and any of
-        them fit a group.
+        """Whether the search may regroup the cell.
+
+        All its jobs are mature, none is moving, each may share nodes, and any of them fit a group.
         """
         widest = NODES_MAX // self._packer.limits.group_jobs
         return bool(cell.pinned) and all(

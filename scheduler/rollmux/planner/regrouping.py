@@ -1,8 +1,8 @@
-"""The cheapest way to host a few jobs, found by looking at every one.
+"""The cheapest way to host a few jobs, by exhaustive search.
 
 Every partition into groups, every assignment of a group's jobs to rollout and training nodes, in
-the order of price, until one keeps every SLO. What is known to fail is not looked at with more
-jobs added. Exponential: for the jobs of two or three groups.
+order of price, until one keeps every SLO. Sets that contain a known failure are skipped.
+Exponential: for the jobs of two or three groups.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from scheduler.rollmux.planner.verdicts import Admits, Hosting, Verdicts
 
 
 class Guest(NamedTuple):
-    """A job as the search needs it; `version` names what is believed of it."""
+    """A job in the search; `version` identifies the planner's belief about it."""
 
     version: int
     host_bytes: int
@@ -32,10 +32,10 @@ class Guest(NamedTuple):
 
 
 class _Cheapest(NamedTuple):
-    """What was found about a set of jobs in one group: its cheapest assignment, if any."""
+    """Result for a set of jobs in one group: its cheapest assignment, if any."""
 
     below: float
-    """Nothing cheaper than this but what was found."""
+    """No assignment is cheaper than this except the one found."""
     price: float
     rollout: Masks
     training: Masks
@@ -44,7 +44,7 @@ class _Cheapest(NamedTuple):
 Found = tuple[float, tuple[Hosting, ...]]
 """A price and the groups that have it."""
 Fits = Sequence[npt.NDArray[np.bool_]]
-"""Of each pool, `[guests as a mask]`: whether they may have one node together."""
+"""Per pool, `[guests as a mask]`: whether they fit on one node together."""
 SHARE_LIMIT = 1.0 + 1e-9
 _CENT = 1e-6
 """Prices that differ by less are the same."""
@@ -52,12 +52,12 @@ _NONE = float("inf")
 
 
 class Bounds(NamedTuple):
-    """What jobs cost at least, `[guests as a mask]`."""
+    """Lower bounds of prices, `[guests as a mask]`."""
 
     one_group: Records
     any_hosting: Records
     price: float
-    """Of all of them, what the cheapest hosting costs; infinite where that is not known."""
+    """Price of the cheapest hosting of all of them; infinite if not known."""
 
     @classmethod
     def none(cls, count: int) -> "Bounds":
@@ -72,7 +72,7 @@ class CheapestHosting:
     _cheapest: dict[tuple[int, ...], _Cheapest] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Frees what is kept of versions, most of which are outdated by then."""
+        """Frees results kept by version, most of which are outdated by then."""
         self.verdicts.clear()
         self._cheapest.clear()
 
@@ -120,9 +120,10 @@ class CheapestHosting:
         between: tuple[float, float],
         fits: Fits,
     ) -> Iterator[tuple[float, Masks, Masks]]:
-        """Assignments in the order of price that memory, shares and known pairs allow.
+        """Assignments, by rising price, that memory, shares and known pairs allow.
 
-        Who shares no node with the others is no member: two groups cost the same and were tried.
+        Every member shares a node with another: a job apart costs the same in a group of its own,
+        which was tried.
         """
         least, below = between
         versions = tuple(guests[one].version for one in members)
@@ -174,7 +175,7 @@ class _Search:
     fits: Fits
     _found: dict[int, Found] = field(default_factory=dict)
     _above: dict[int, float] = field(default_factory=dict)
-    """What a mask is known to cost more than."""
+    """Lower bound of the price of each mask."""
 
     def cheapest(self) -> Found:
         found = self._within((1 << len(self.guests)) - 1, self.bounds.price)

@@ -1,8 +1,8 @@
-"""Moves: which jobs leave which group so that every promise holds again, or a node can be spared.
+"""Moves: the jobs that leave a group to restore every SLO or to free a node.
 
 Every search applies its moves to the book, compares, and takes them back unless it keeps them. A
 moving job is resident at both ends, so a move that memory cannot carry is never found. A job whose
-credit does not pay for the move is moved only where who may share no node does, and nobody can pay.
+credit does not cover a move is moved only away from a job that may share no node, if none can pay.
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ class MovePrices:
     least_saving_per_move: float = 1.5
     """Dollars an hour that a move must spare: it costs about three hours of that."""
     quiet_s: float = 3600.0
-    """Between two moves of one job that only spare money."""
+    """Least time between two moves of one job that only save money, in s."""
     jobs: int = 7
     """Most jobs that are regrouped at once."""
     surprise_iterations: float = 1.0
-    """What a move may cost beside, in iterations: the one that it waits for."""
+    """Additional cost of a move, in iterations: the wait for the iteration's end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class Relocation:
         crowded = any(self._besides(cell, one) for one in cell.pinned)
         if moves or not crowded:
             return moves
-        # Nobody can pay, and staying together costs them more: all go that soon regain it, and
-        # where they do not suffice the next, who gets nearest to it.
+        # No job can amortise a move, and staying together costs more: move all that soon regain it,
+        # and if they do not suffice, the next one that comes closest.
         left_s = {job: self._left_of_move_s(job, now=now) for job in cell.pinned}
         able = [job for job in cell.pinned if not self._facts(job).moving]
         able.sort(key=lambda job: -left_s[job])
@@ -70,7 +70,7 @@ class Relocation:
 
     def _restore(self, cell: Cell, movable: Sequence[JobId]) -> list[Move]:
         fewest = [combinations(movable, count) for count in (1, 2)]
-        # A list: what is tried and taken back changes the cell meanwhile.
+        # A list: tentative moves that are taken back change the cell meanwhile.
         all_beside = [self._besides(cell, one) for one in cell.pinned]
         many = [jobs for jobs in all_beside if len(jobs) > 2 and set(jobs) <= set(movable)]
         for wanted in (*fewest, many):
@@ -98,7 +98,7 @@ class Relocation:
         return []
 
     def _besides(self, cell: Cell, job: JobId) -> tuple[JobId, ...]:
-        """With whom the job shares nodes although it may share none."""
+        """Jobs on the job's nodes although it may share none; empty if it may share."""
         if self._packer.owed_slo(self._facts(job)) >= 1.0:
             return ()
         nodes = _nodes(cell.pinned[job])
@@ -148,14 +148,14 @@ class Relocation:
             self._packer.refresh(self._book.cells[self._book.home[move.job]])
 
     def affords_move(self, job: JobId, *, now: float) -> bool:
-        """Whether the job's credit covers the move and what it may cost beside."""
+        """Whether the job's credit covers the move and its additional cost."""
         facts = self._facts(job)
         return not facts.moving and facts.account.credit_s(now) >= self._need_s(facts)
 
     def _left_of_move_s(self, job: JobId, *, now: float) -> float:
-        """What the job would have left of its credit, had it paid for a move and what that may cost
-        beside, and lived alone for as long as it is to be expected to last: as long again as it
-        has, and six hours at most.
+        """The job's remaining credit, in s, after a move and a further stay alone.
+
+        The stay is as long again as the job has lived, at most six hours.
         """
         facts = self._facts(job)
         account = facts.account

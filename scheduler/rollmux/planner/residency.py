@@ -1,7 +1,7 @@
-"""The ledger of host memory: which job's state is on which nodes, and how much room is left.
+"""The ledger of host memory: the nodes that hold each job's state, and the room left on each.
 
-A node's host memory is a hard limit; a job's state is there once, however often the job is put
-there. The same ledger keeps what is planned and what is there.
+A node's host memory is a hard limit; a job's state is stored once per node, however often the job
+is put there. One ledger holds the planned state, another the actual one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,7 +29,7 @@ class Residency:
                 self._bytes.setdefault(node, {})[job] = host_bytes
 
     def replace(self, lost: NodeId, fresh: NodeId) -> None:
-        """Whoever was on the lost node is to be on the fresh one."""
+        """Moves every job of the lost node to the fresh one."""
         if (jobs := self._bytes.pop(lost, None)) is None:
             return
         self._bytes[fresh] = jobs
@@ -51,11 +51,11 @@ class Residency:
         return self._host_bytes[pool] - sum(self._bytes.get(node, {}).values())
 
     def takes(self, job: JobId, node: NodeId, pool: Pool, host_bytes: int) -> bool:
-        """Whether the node has room for the job, or its state already."""
+        """Whether the node has room for the job, or holds its state already."""
         return job in self._bytes.get(node, ()) or self.free_bytes(node, pool) >= host_bytes
 
     def has_room(self, placement: Placement, host_bytes: int) -> bool:
-        """Whether all of the placement's nodes have."""
+        """Whether all of the placement's nodes have room for the job."""
         sides = ((Pool.ROLLOUT, placement.rollout_nodes), (Pool.TRAINING, placement.training_nodes))
         return all(
             self.takes(placement.job, node, pool, host_bytes)

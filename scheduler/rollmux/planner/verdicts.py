@@ -1,7 +1,7 @@
-"""Which hostings of a few jobs keep every SLO: what was forecast of them, by their versions.
+"""Which hostings of a few jobs keep every SLO: forecast verdicts, by the jobs' versions.
 
-A hosting is admitted if its forecast is and every hosting with fewer of its members. What is known
-of pairs and of parts rules out most others unasked. What was found holds as long as versions do.
+A hosting is admitted if its forecast is and every hosting with fewer of its members. Known verdicts
+on pairs and parts settle most others without a forecast. A verdict holds as long as the versions.
 """
 
 from collections import defaultdict
@@ -14,9 +14,9 @@ from typing import NamedTuple
 from scheduler.rollmux.planner.assignments import Masks, without
 
 Versions = tuple[int, ...]
-"""Of each member, what is believed of it."""
+"""Per member, the version of the planner's belief about it."""
 Nodes = tuple[Masks, Masks]
-"""Of each member, its nodes of either pool."""
+"""Per member, its nodes of either pool."""
 Key = tuple[Versions, Nodes]
 _APART = -1
 
@@ -30,7 +30,7 @@ class Hosting(NamedTuple):
 
 
 Admits = Callable[[Hosting], bool]
-"""Whether its forecast keeps every SLO."""
+"""Whether the hosting's forecast keeps every SLO."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Verdicts:
     _refused: dict[Versions, list[int]] = field(
         default_factory=lambda: defaultdict(lambda: [0, 0, 0])
     )
-    """Of a pair's versions: 1 for the relations that are known to break an SLO."""
+    """Per pair of versions and relation, 1 if the relation is known to break an SLO."""
 
     def __len__(self) -> int:
         return len(self._found)
@@ -50,7 +50,7 @@ class Verdicts:
         self._refused.clear()
 
     def refused(self, versions: Versions, hosting: Hosting) -> bool:
-        """Whether it is known to break an SLO, or one with fewer of its members is."""
+        """Whether the hosting, or one with fewer of its members, is known to break an SLO."""
         key = (versions, (hosting.rollout, hosting.training))
         known = self._found.get(key)
         if known is None:
@@ -61,10 +61,10 @@ class Verdicts:
         return known is False
 
     def admitted(self, versions: Versions, hosting: Hosting, admits: Admits) -> bool:
-        """Whether it keeps every SLO, and so does every hosting with fewer of its members.
+        """Whether the hosting keeps every SLO, and so does every hosting with fewer of its members.
 
-        These are asked first: they are parts of many others, which need no forecast where one
-        fails.
+        The smaller ones are asked first: they are parts of many others, which need no forecast
+        where one fails.
         """
         members, rollout, training = hosting
         key = (versions, (rollout, training))
@@ -94,7 +94,7 @@ class Verdicts:
         )
 
     def refused_pairs(self, versions: Versions) -> tuple[int, int, int]:
-        """Of each relation, the pairs that are known to break an SLO by it."""
+        """Per relation, a mask of the pairs that are known to break an SLO by it."""
         both = rollout = training = 0
         for at, pair in enumerate(combinations(versions, 2)):
             if known := self._refused.get(pair):
@@ -105,20 +105,21 @@ class Verdicts:
 
 
 def _relation(rollout: Masks, training: Masks) -> int:
-    """Of a pair: 0 shares nodes of both pools, 1 rollout nodes only, 2 training nodes only."""
+    """Relation of a pair: 0 shares nodes of both pools, 1 rollout only, 2 training only, else
+    apart."""
     if rollout[0] & rollout[1]:
         return 0 if training[0] & training[1] else 1
     return 2 if training[0] & training[1] else _APART
 
 
 def _parts(versions: Versions, nodes: Nodes) -> Iterable[Key]:
-    """What is left without each of the members; of two nobody shares with the one left."""
+    """The hostings without one of the members; empty for two, since a job alone always fits."""
     return zip(_less(versions), _nodes_less(*nodes), strict=True) if len(versions) > 2 else ()
 
 
 @lru_cache(maxsize=4096)
 def _less(whole: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Without each of its members."""
+    """The versions without each of its members."""
     return tuple(whole[:at] + whole[at + 1 :] for at in range(len(whole)))
 
 

@@ -1,4 +1,4 @@
-"""One seed of the workload under every arm: what it cost, and whose SLO it kept."""
+"""One seed of the workload under every arm: its cost, and the SLOs it kept."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from scheduler.sim.rollmux.world import PAPER_WORLD, World
 
 OPTIMUM_JOBS_MAX: Final = 12
 WINDOW_GOAL: Final = 1.3
-"""How much slower than its SLO a job may be over its worst 20 iterations: a goal, no promise."""
+"""Goal, not a promise, for a job's slow-down over its worst 20 iterations, relative to its SLO."""
 SLO_COUNTS_QUEUEING: Final = True
 """Every slow-down here counts from a job's arrival, so that a wait for nodes is part of it."""
 
@@ -40,13 +40,13 @@ class ArmResult:
     dollars: float
     jobs: int
     kept: int
-    """Jobs whose completion over their realised solo time is within their SLO."""
+    """Jobs with completion over realised solo time within their SLO."""
     kept_profiled: int
-    """The same against the solo time at declared maxima."""
+    """Jobs kept by the same measure against the solo time at declared maxima."""
     worst_window: float
     """Largest slow-down over 20 iterations in a row, as a ratio of the SLO."""
     windows_kept: int
-    """Jobs whose worst 20 iterations are within their SLO too."""
+    """Jobs with their worst 20 iterations within their SLO too."""
     windows_above_goal: int
     moves: int
     events: int
@@ -56,10 +56,10 @@ class ArmResult:
 
 @dataclass(frozen=True, slots=True)
 class ArmSettings:
-    """What differs from the shipped settings."""
+    """Deviations from the shipped settings."""
 
     planner: Callable[[ClusterConfig, list[SimulatedJob], int], GroupPlanner] | None = None
-    """None: the one that ships."""
+    """None: the shipped planner."""
     tail_ratio: float | None = None
 
 
@@ -73,7 +73,7 @@ ARMS: Final = {
     "optimum": ArmSettings(lambda _config, jobs, _seed: _optimum_planner(jobs)),
 }
 _NEVER_S: Final = 1e9
-"""Simulated jobs are never silent: the driver leaves out what only says that they live."""
+"""Timeout that never expires: the driver leaves out beats that only report life."""
 
 
 def runtime_of(
@@ -95,7 +95,7 @@ def runtime_of(
 
 
 def _nodes(pool: Pool, count: int) -> PoolNodes:
-    """Twice as many as jobs have: one that moves holds its old and its new ones."""
+    """Twice the nodes of all jobs: a job that moves holds its old and its new ones."""
     kind = NODE_TYPES[pool]
     names = tuple(NodeId(f"{kind.type}-{number}") for number in range(1, 2 * count + 1))
     return PoolNodes(type=kind, names=names)
@@ -131,9 +131,9 @@ def run_arm(
 
 
 def summary(jobs: list[SimulatedJob], run: RunResult, world: World = PAPER_WORLD) -> ArmResult:
-    """Of the jobs that were not given up.
+    """Result of a run, over the jobs that were not given up.
 
-    Raises AssertionError if another one did not end or a node stayed up.
+    Raises AssertionError if any other job did not end or a node stayed up.
     """
     done = [one for one in jobs if one.job.job in run.ended_s]
     if len(done) + run.counts.given_up != len(jobs) or run.ledger.nodes_up:

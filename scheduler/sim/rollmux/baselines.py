@@ -1,8 +1,8 @@
-"""What others would have done with the same jobs.
+"""Costs of other planners for the same jobs.
 
 Solo-D, veRL and Gavel+ never share a node, so their cost is a sum and needs no events. Random and
-Greedy pack without asking about SLOs; they keep our limits on memory and group size, and run what
-they packed first come, first served, with tails that move.
+Greedy pack without regard to SLOs; they keep our limits on memory and group size, and run each
+group first come, first served, with tails that move.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from scheduler.sim.rollmux.workload import (
 from scheduler.sim.rollmux.world import World
 
 VERL_SLOWDOWN: Final = 1.02
-"""Of an iteration on H800 alone, as many of them as Solo-D trains on."""
+"""Iteration time on H800 alone, over Solo-D's, with as many of them as Solo-D trains on."""
 UNLIMITED: Final = 10**6
 _LEFT_ALONE: Final = PlannerConfig(moves=False, resubmits=True)
 """Jobs stay where they came, and arrive anew when a node of theirs fails."""
@@ -34,7 +34,7 @@ _LEFT_ALONE: Final = PlannerConfig(moves=False, resubmits=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unshared:
-    """A baseline whose jobs keep to themselves."""
+    """A baseline without shared nodes."""
 
     dollars: float
     attained: int
@@ -97,7 +97,7 @@ class RandomPlanner(GroupPlanner):
 
 
 class GreedyPlanner(GroupPlanner):
-    """The opening on the nodes that are idle most; a new group where there is none."""
+    """Chooses the opening on the idlest nodes; a new group if there is none."""
 
     def __init__(self) -> None:
         super().__init__(Distributional(), NODE_TYPES, _LEFT_ALONE)
@@ -140,12 +140,12 @@ def paper_planner() -> GroupPlanner:
 
 
 def our_planner() -> GroupPlanner:
-    """The planner that ships, without a runtime around it and with as many nodes as it wants."""
+    """The shipped planner, without a runtime around it and with unlimited nodes."""
     pools = {pool: PoolNodes(type=kind, names=()) for pool, kind in NODE_TYPES.items()}
     config = ClusterConfig(rollout=pools[Pool.ROLLOUT], training=pools[Pool.TRAINING])
     return GroupPlanner(config.judge, config.types, config.planner)
 
 
 def resubmitting_planner(config: ClusterConfig) -> GroupPlanner:
-    """What the paper does when a node fails, everything else ours."""
+    """Our planner with the paper's answer to a node's failure."""
     return GroupPlanner(config.judge, config.types, replace(config.planner, resubmits=True))

@@ -24,7 +24,7 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     over_ours: float
     slo_attainment: float
     moves: int | None = None
-    """None of who never shares a node."""
+    """None for arms that never share a node."""
     worst_window: float | None = None
     """Largest slow-down over 20 iterations in a row, as a ratio of the SLO."""
     windows_kept: int | None = None
@@ -32,7 +32,7 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     windows_above_goal: int | None = None
     """Jobs that were more than 1.3 times slower there than their SLO."""
     slowdowns_over_slo: tuple[float, ...] = ()
-    """Of every job, from the least on; above 1 the SLO was missed."""
+    """Slow-down over SLO of every job, ascending; above 1 the SLO was missed."""
     dollars_per_hour: tuple[float, ...] = ()
     """Mean of each bin of the run."""
 
@@ -43,10 +43,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int
     seed: int
     hours: float
-    """From the first arrival to the last end in any arm."""
+    """Time from the first arrival to the last end in any arm, in hours."""
     arms: tuple[Arm, ...]
     group_sizes: tuple[tuple[float, ...], ...]
-    """By jobs in a group from one on: how many such groups of ours, in each bin."""
+    """Number of our groups in each bin, per group size from one job on: `[size - 1][bin]`."""
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
@@ -67,9 +67,9 @@ def compare(
     record: bool = False,
     heard: Callable[[str], None] = lambda _: None,
 ) -> tuple[Comparison, PriceLedger]:
-    """The comparison, and our arm's ledger: with its events if they are to be recorded.
+    """The comparison, and our arm's ledger, which holds its events with `record`.
 
-    `heard` is told of each arm before it runs.
+    `heard` is called with each arm's name before it runs.
     """
     runs = []
     for name in SHARED:

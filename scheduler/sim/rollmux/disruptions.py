@@ -1,7 +1,7 @@
-"""What goes wrong in a run: nodes that fail, and jobs whose owners give them up.
+"""Disruptions of a run: nodes that fail, and jobs that their owners give up.
 
-Every node has its own clock from when it comes up, drawn from its name, so that one run's failures
-do not depend on the order in which anything was asked. Nobody is told anything in advance.
+Every node has its own clock from its start, drawn from its name, so that one run's failures do not
+depend on the order of queries. No policy knows them in advance.
 """
 
 from dataclasses import dataclass

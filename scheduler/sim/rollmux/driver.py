@@ -51,9 +51,9 @@ from scheduler.sim.rollmux.workload import SimulatedJob
 from scheduler.sim.rollmux.world import PAPER_WORLD, World
 
 TICK_S: Final = 60.0
-"""Between two looks at the time; the shipped shell looks more often."""
+"""Period of ticks, in s; the shipped shell ticks more often."""
 REPAIR_S: Final = 3600.0
-"""From a node's failure until it is supply again."""
+"""Time from a node's failure until it is supply again, in s."""
 _RETRY_S: Final = 5.0
 _POOLS: Final = {PhaseKind.ROLLOUT: Pool.ROLLOUT, PhaseKind.TRAINING: Pool.TRAINING}
 _NOTES: Final = {
@@ -63,7 +63,7 @@ _NOTES: Final = {
 }
 _ALWAYS: Final = -1
 _NO_JOB: Final = JobId("")
-"""On accelerators that a job has left: the next one loads its own state."""
+"""Marks accelerators that a job has left: the next one loads its own state."""
 
 
 Watch = Callable[[PhaseRuntime, float], None]
@@ -95,11 +95,11 @@ class Driver:
         self._counts = Counts()
         self._now = 0.0
         self._moments: list[tuple[float, int, Callable[[Any], None], Any, int]] = []
-        """Time, number, what happens to whom, and the worker's version that it was set for."""
+        """Time, number, action, its argument, and the worker's version at scheduling."""
         self._numbers = count()
         self._left = len(jobs)
         self._loaded: dict[NodeId, JobId] = {}
-        """Whose state is on each node's accelerators."""
+        """Per node, the job with its state on the accelerators."""
 
     def run(self) -> RunResult:
         for worker in self._workers:
@@ -119,13 +119,13 @@ class Driver:
         return Worker(one, self._world)
 
     def _settle(self) -> None:
-        """After every moment."""
+        """Hook after every moment; empty here."""
 
     def _set(self, t_s: float, act: Callable[[Any], None], whom: Any) -> None:
         heappush(self._moments, (t_s, next(self._numbers), act, whom, _ALWAYS))
 
     def _set_next(self, worker: Worker, t_s: float, act: Callable[[Worker], None]) -> None:
-        """In place of what the worker was about to do."""
+        """Replaces the worker's next scheduled action."""
         worker.version += 1
         heappush(self._moments, (t_s, next(self._numbers), act, worker, worker.version))
 
@@ -211,7 +211,7 @@ class Driver:
         self._set_next(worker, self._now + loading_s, self._ask)
 
     def _submit_again(self, worker: Worker) -> None:
-        """It hears where it is now, and brings its state there."""
+        """Submits the job again: it hears its present place, and brings its state there."""
         worker.stage = WorkerStage.BETWEEN
         self._tell(JobSubmitted(submission=submission_of(worker.one, self._world)))
         self._admitted(worker)
@@ -357,7 +357,8 @@ class Driver:
     def _phase(
         self, kind: str, worker: Worker, nodes: tuple[NodeId, ...], **fields: object
     ) -> None:
-        """One event for each node, or one without; of a part of a node, which accelerators."""
+        """Writes one event per node, or one without a node; a partly held node's names its
+        accelerators."""
         if not self.ledger.record:
             return
         standing = self._runtime.standing(worker.job)

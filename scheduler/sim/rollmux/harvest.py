@@ -1,7 +1,7 @@
 """The harvest arm: our planner as it is, its groups' rollouts on leased slots beside their nodes.
 
-What leases give it is time: phases that end sooner, jobs that leave sooner, nodes that go down
-sooner. What is admitted, moved and promised rests on none of them.
+Leases give it time: phases end sooner, jobs leave sooner, nodes go down sooner. No admission, move
+or SLO rests on them.
 """
 
 from dataclasses import dataclass

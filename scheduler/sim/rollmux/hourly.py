@@ -1,8 +1,8 @@
-"""Hourly regrouping: the baseline under drift, which looks at everything again every hour.
+"""Hourly regrouping: the baseline under drift, which regroups everything every hour.
 
-It knows every job's true means of that moment, though not how they will drift. Whatever breaks a
-promise is taken apart at once, and every saving is taken, however small, until none is left; who
-comes to lie on other nodes pays the usual price of a move. Between two hours nothing moves.
+It knows every job's true means of that moment, but not their future drift. Groups that break an
+SLO are taken apart at once, and every saving is taken, however small, until none is left; a job
+that changes nodes pays the usual price of a move. Between two hours nothing moves.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What serving lends to every group, and what using it costs."""
+"""The lease supply of every group from serving, and the cost of using it."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ RECOMPUTED_S: Final = 3.0
 TAIL_TOKENS: Final = 51 * 12_100
 """Open at a tail's beginning: a fifth of 256 responses, at RollMux's mean of the longest."""
 KV_BYTES_PER_TOKEN: Final = 147_456
-"""Of an 8B model in bf16: 36 layers, 8 KV heads of 128."""
+"""KV bytes of one token in an 8B model in bf16: 36 layers, 8 KV heads of 128."""
 LINK_BYTES_PER_S: Final = 25e9
 """ROSE's 200 Gb/s between clusters."""
 NEVER: Final[tuple[float, ...]] = ()
@@ -31,18 +31,19 @@ ALWAYS: Final = (0.0,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTerms:
-    """What using a leased slot costs."""
+    """Cost of using a leased slot."""
 
     activation_s: float
-    """From a sleeping policy to a serving one."""
+    """Time from a sleeping policy to a serving one, in s."""
     sync_s: float
-    """From a version's publication until every slot holds it; a slot sleeps meanwhile."""
+    """Time from a version's publication until every slot holds it, in s; a slot sleeps
+    meanwhile."""
     kept_s: float
-    """To move a tail with its KV."""
+    """Time to move a tail with its KV, in s."""
     recomputed_s: float
-    """To move a tail without, and prefill what it has."""
+    """Time to move a tail without its KV, which prefills its tokens again, in s."""
     accelerators: int
-    """Of one rollout node."""
+    """Accelerators of one rollout node."""
 
     @property
     def move_s(self) -> float:
@@ -51,7 +52,7 @@ class LeaseTerms:
 
 
 def kv_kept_s(tokens: int, *, bytes_per_token: int, link_bytes_per_s: float) -> float:
-    """Seconds to move the KV of so many tokens over a link."""
+    """Seconds to move the KV of `tokens` tokens over a link."""
     return tokens * bytes_per_token / link_bytes_per_s
 
 
@@ -71,17 +72,17 @@ class LeaseSupply:
     given_s: Records
     """Accelerator seconds that a slot gave by the end of each second."""
     turns_s: tuple[float, ...] = NEVER
-    """When all leases are revoked and, in turn, given back."""
+    """Times at which all leases are revoked and given back, in turn, in s."""
     slots_ratio: float = SLOTS_RATIO
     terms: LeaseTerms = W1_TERMS
     seed: int = 0
 
     def slots(self, nodes: int) -> int:
-        """Beside so many rollout nodes."""
+        """Number of slots for a group of `nodes` rollout nodes."""
         return int(self.slots_ratio * self.terms.accelerators * nodes)
 
     def offset_s(self, group: GroupId) -> float:
-        """Where in the record the time of this group's slots begins."""
+        """Second of the record at which this group's time begins."""
         rng = np.random.Generator(np.random.PCG64([self.seed, crc32(group.encode())]))
         return 3600.0 + float(rng.uniform(0.0, len(self.given_s) - 1))
 

@@ -1,7 +1,7 @@
 """The shipped runtime in virtual time, its groups' rollouts on leased slots beside their nodes.
 
-The runtime is told nothing of leases, so it places, moves and starts phases as without. A job's own
-policy says where its tail runs; the shell here looks when something has changed that it would see.
+The runtime knows nothing of leases, so it places, moves and starts phases as without. A job's own
+policy chooses its tail's engines; the shell here runs it after every change it could observe.
 """
 
 from collections import defaultdict
@@ -39,7 +39,8 @@ from scheduler.sim.rollmux.worker import Worker, WorkerStage
 from scheduler.sim.rollmux.workload import SimulatedJob
 
 LOOK_S: Final = 0.1
-"""Between two looks of a job's process: from its decision to leave until its engines are empty."""
+"""Period of a job's polls, in s: the time from its decision to leave until its engines are
+empty."""
 
 
 class LeasedDriver(Driver):
@@ -195,7 +196,7 @@ class LeasedDriver(Driver):
             self._look(leased)
 
     def _serves(self, worker: LeasedWorker) -> bool:
-        """Whether guests serve the job's tail, or would."""
+        """Whether guests serve the job's tail, or would if it left."""
         if worker.is_away:
             return worker.slots > 0
         group = self._home[worker.job]
@@ -213,7 +214,7 @@ class LeasedDriver(Driver):
         self._set(self._now + in_s, self._look, worker)
 
     def _look(self, worker: LeasedWorker) -> None:
-        """What the job's process does ten times a second, where it may matter."""
+        """Runs the job's tail policy, which its process polls ten times a second."""
         worker.is_looking = False
         standing = self._runtime.standing(worker.job)
         rolls_out = worker.stage is WorkerStage.RUNNING and worker.kind is PhaseKind.ROLLOUT

@@ -1,9 +1,9 @@
 """A simulated job's process whose rollouts use leased slots beside their nodes, and at their tail
 may use them alone.
 
-What slots give is the truth, second by second; where its tail runs is decided by the policy that
-ships with the job, `scheduler.rollmux.permits.leased_tail`. A bulk has sequences for every slot; a
-tail waits for its longest ones, so that more slots than it needs make it no faster.
+The slots' headroom is the truth, second by second; the policy that ships with the job,
+`scheduler.rollmux.permits.leased_tail`, chooses the tail's place. A bulk has sequences for all
+slots; a tail waits for its longest ones, so that more slots than it needs make it no faster.
 """
 
 from math import ceil
@@ -28,15 +28,15 @@ class LeasedWorker(Worker):
         self.slots_coming = 0
         self.slots_ready_s = 0.0
         self.offset_s = 0.0
-        """Where in the record its group's time begins."""
+        """Second of the record at which its group's time begins."""
         self.published_s = 0.0
-        """Since when its present weights are there for slots to take."""
+        """Time at which its present weights were published for slots."""
         self.is_narrowing = False
         """Brings its tail together or away, and gets no slots meanwhile."""
         self.is_asked_away = False
         """Its permit asks for all of its nodes; it leaves them once guests serve it."""
         self.has_lost_kv = False
-        """Of its tail, with the slots that it ran on."""
+        """Whether its tail has lost the KV, with the slots that it ran on."""
         self.is_looking = False
         """A look at its tail is due."""
         self.slot_s = 0.0
@@ -60,12 +60,12 @@ class LeasedWorker(Worker):
 
     @property
     def tail_slots(self) -> int:
-        """As many take its tail as far as their headroom allows."""
+        """Number of slots for its tail at full headroom."""
         return ceil(self._tail_share * self._terms.accelerators * self.node_count - 1e-6)
 
     @property
     def synced_s(self) -> float:
-        """When every slot may hold its present weights."""
+        """Time at which every slot may hold its present weights."""
         return self.published_s + self._terms.sync_s
 
     @property
@@ -96,7 +96,8 @@ class LeasedWorker(Worker):
             self.slots, self.slots_coming = self.slots + self.slots_coming, 0
 
     def resize(self, wanted: int, *, recompute: bool, now: float) -> None:
-        """Of a bulk: slots go at once and come awake; what ran on those that go moves home."""
+        """Changes a bulk's slots: some go at once, others wake up; work on the leaving ones moves
+        home."""
         have, terms = self.slots, self._terms
         if have + self.slots_coming < wanted:
             self.slots_coming = wanted - have
@@ -110,7 +111,7 @@ class LeasedWorker(Worker):
             self.slots = wanted
 
     def end_bulk(self) -> None:
-        """What still runs on slots comes home, where the whole tail has room."""
+        """Brings work on slots home at the end of the bulk, where the whole tail has room."""
         if self.slots and self.left_s > ROUNDING_S:
             self.overhead_s += self._terms.move_s
         self.drop_slots()
@@ -119,24 +120,24 @@ class LeasedWorker(Worker):
         self.slots = self.slots_coming = 0
 
     def leave_nodes(self) -> None:
-        """For slots, where its tail goes on."""
+        """Leaves its nodes for slots, where its tail goes on."""
         self.share, self.is_narrowing, self.is_asked_away = 0.0, False, False
         self.overhead_s += self._terms.activation_s + self._terms.move_s
 
     def come_home(self, *, loading_s: float) -> None:
-        """From slots, or from where nothing of its KV is left."""
+        """Comes home from slots, or from a state without any KV."""
         moved_s = self._terms.move_s if self.slots else self._terms.recomputed_s
         self.overhead_s += loading_s + moved_s
         self.drop_slots()
 
     def take_tail_slots(self, slots: int) -> None:
-        """Of a tail that is away; it goes on without where there are none."""
+        """Gives slots to a tail that is away; with 0 it goes on without progress."""
         if slots and self.has_lost_kv:
             self.overhead_s += self._terms.activation_s + self._terms.recomputed_s
         self.slots, self.has_lost_kv = slots, slots == 0
 
     def measure_bulk(self, *, now: float) -> None:
-        """What its process sees of leases once its rollout is in its tail, or over."""
+        """Measures, once the rollout is in its tail or over, the time that leases saved."""
         if self._is_bulk_measured:
             return
         self._is_bulk_measured = True

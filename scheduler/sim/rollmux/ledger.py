@@ -1,4 +1,4 @@
-"""What a run cost and kept: node time, ends, and every event for a stranger to check."""
+"""A run's ledger: node time, job ends, and every event for an independent check."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +41,7 @@ class Ledger:
         )
 
     def node_up(self, node: Node, *, t_s: float) -> bool:
-        """Whether the node was down before."""
+        """Records a node's start; False if it was up already."""
         if node.node in self._up:
             return False
         self._up[node.node] = (t_s, node.pool, node.price_per_hour)
@@ -64,7 +64,7 @@ class Ledger:
             self.write(t_s, "node_down", node=node, pool=pool)
 
     def in_order(self) -> list[dict[str, Any]]:
-        """What was recorded, by time; at one time, in the order in which it was written."""
+        """Recorded events by time, those of one time in the order of writing."""
         return sorted(self.events, key=lambda event: event["t"])
 
     @property
@@ -74,14 +74,14 @@ class Ledger:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened in a run, in numbers."""
+    """Counters of a run."""
 
     events: int = 0
     moves: int = 0
     failures: int = 0
-    """Of nodes."""
+    """Failures of nodes."""
     restarts: int = 0
-    """Of jobs, because a node failed."""
+    """Restarts of jobs, because a node failed."""
     given_up: int = 0
     """Jobs that left before they were done; they have no end in the ledger."""
 

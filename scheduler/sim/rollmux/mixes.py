@@ -54,7 +54,7 @@ class RolloutKind:
     of_max: float
     """Mean over the declared maximum."""
     sigma: tuple[float, float]
-    """Of lognormal response lengths; the larger, the longer the tail."""
+    """Range of the sigma of lognormal response lengths; the larger, the longer the tail."""
 
 
 PLAIN: Final = RolloutKind(cv=0.08, of_max=0.8, sigma=(0.1, 0.5))

@@ -1,4 +1,4 @@
-"""What machines cost: from when the plan takes one until it gives it back or it fails."""
+"""The bill for machines: from the plan's start of one until it gives it back or it fails."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class NodeBill:
             yield node, self._times[node]
 
     def is_up(self, node: NodeId, times: int) -> bool:
-        """Whether it is up since it came up that time."""
+        """Whether the node is up and still in its `times`-th run."""
         return node in self._up and self._times[node] == times
 
     def _node(self, name: NodeId) -> Node:

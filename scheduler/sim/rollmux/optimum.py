@@ -1,4 +1,4 @@
-"""The exact optimum for a few jobs: the price for who knows the truth and moves for free.
+"""The exact optimum for a few jobs: the price with known truth and free moves.
 
 The planner's own bound over all jobs at once, until it is exact, with their true distributions and
 the SLO as the only margin, kept over a long forecast. Exponential: ten jobs or so.

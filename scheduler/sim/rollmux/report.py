@@ -183,5 +183,5 @@ def _groups(found: Comparison) -> str:
 
 
 def _over_time(values: Sequence[float], hours: float) -> list[tuple[float, float]]:
-    """At the middle of each bin."""
+    """Points of a curve at the middle of each bin."""
     return [((at + 0.5) * hours / len(values), value) for at, value in enumerate(values)]

@@ -1,7 +1,7 @@
-"""Slots of serving accelerators: what they give second by second, and which job gets which.
+"""Slots of serving accelerators: their headroom second by second, and their jobs.
 
-A slot serves one job at a time and gives it what production leaves: its headroom, from 0 to 1 of an
-accelerator. Who gets which stands in for a gateway that gives leases by demand.
+A slot serves one job at a time and gives it production's remainder: its headroom, from 0 to 1 of an
+accelerator. The allotment stands in for a gateway that gives leases by demand.
 """
 
 from bisect import bisect_left
@@ -10,7 +10,7 @@ from math import floor
 
 
 class HeadroomRecord:
-    """What a slot gave, which begins again when it ends."""
+    """A slot's headroom over time, repeated from its start when it ends."""
 
     def __init__(self, given_s: Iterable[float]) -> None:
         """`given_s` are the accelerator seconds given by the end of each second, from 0 on."""
@@ -27,7 +27,8 @@ class HeadroomRecord:
         return self.given_until(until_s) - self.given_until(from_s)
 
     def takes_s(self, left_s: float, *, from_s: float, own: float, leased: float) -> float:
-        """Until `left_s` are done at speed `own` and `leased` times the headroom; may be never."""
+        """Seconds until `left_s` are done at speed `own` plus `leased` times the headroom; may be
+        inf."""
         if left_s <= 0.0:
             return 0.0
         a_lap_s = own * self._seconds + leased * self._given_s[-1]

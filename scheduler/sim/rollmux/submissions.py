@@ -1,4 +1,4 @@
-"""What a simulated job's owner says of it: declared maxima, nodes, memory and SLO, and no mean.
+"""A simulated job's submission: declared maxima, nodes, memory and SLO, and no mean.
 
 It harvests, which changes nothing where the control allows no leases.
 """
@@ -11,7 +11,7 @@ from scheduler.sim.rollmux.workload import SimulatedJob
 from scheduler.sim.rollmux.world import World
 
 _SYNC_MAX_RATIO: Final = 2.0
-"""Declared maximum of a weight sync, over what it takes."""
+"""Declared maximum of a weight sync, over its duration."""
 
 
 def submission_of(one: SimulatedJob, world: World) -> Submission:

@@ -1,7 +1,7 @@
-"""Worlds that break what the papers assume, one assumption each and all of them at once.
+"""Worlds that break the papers' assumptions, one assumption each and all of them at once.
 
-Everything that a variant does not name stays as it was drawn: arrivals, SLOs, declarations and,
-where durations are not its subject, durations. No planner is told which variant it runs in.
+A variant leaves everything else as it was drawn: arrivals, SLOs, declarations and,
+where durations are not its subject, durations. No planner knows which variant it runs in.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from scheduler.sim.rollmux.world import PAPER_WORLD, World
 Change = Callable[[SimulatedJob, np.random.Generator], SimulatedJob]
 
 UNDIVIDED_RATIO: Final = 0.2
-"""Jobs whose responses all end together."""
+"""Share of the jobs with responses that all end together."""
 NO_TAIL: Final = (Completion(0.98, 0.02),)
 SIGMA_RANGE: Final = (0.1, 1.2)
 """Sigma of a job's lognormal response lengths: 80 % are complete after 0.83 to 0.11 of its rollout;
@@ -28,11 +28,11 @@ RESPONSES: Final = 256
 """A rollout ends with the longest of them, at its expected quantile."""
 LEVELS: Final = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 AUTOCORRELATION: Final = 0.9
-"""Between one iteration and the next; half of a slow spell is over after seven iterations."""
+"""Correlation of one iteration with the next; half of a slow spell is over after seven."""
 STRAGGLER_RATIO: Final = 1 / 30
 """Rollouts that straggle."""
 STRAGGLER_FACTOR: Final = 1.5
-"""By how much they are longer, past the declared maximum where it is less."""
+"""Factor on stragglers' durations; the result may exceed the declared maximum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,8 @@ def own_tail(one: SimulatedJob, rng: np.random.Generator) -> SimulatedJob:
 
 
 def lognormal_curve(sigma: float) -> tuple[Completion, ...]:
-    """How responses of lognormal lengths complete, all begun at once at one speed."""
+    """Completion curve of responses of lognormal lengths that begin at once and run at one
+    speed."""
     quantile = NormalDist().inv_cdf
     longest = quantile(RESPONSES / (RESPONSES + 1))
     return tuple(
@@ -69,7 +70,7 @@ def lognormal_curve(sigma: float) -> tuple[Completion, ...]:
 
 
 def autocorrelated(one: SimulatedJob, rng: np.random.Generator) -> SimulatedJob:
-    """Durations whose deviation is a first-order autoregression of the same spread."""
+    """Durations with deviations that are a first-order autoregression of the same spread."""
     steps = rng.standard_normal((one.iterations, 2))
     steps[1:] *= np.sqrt(1.0 - AUTOCORRELATION**2)
     noise = np.empty_like(steps)
@@ -84,7 +85,7 @@ def autocorrelated(one: SimulatedJob, rng: np.random.Generator) -> SimulatedJob:
 
 
 def straggling(one: SimulatedJob, rng: np.random.Generator) -> SimulatedJob:
-    """Now and then a rollout that is longer than any other, and than its declaration."""
+    """Makes a rollout now and then longer than any other, and than its declaration."""
     lengths_s = one.lengths_s.copy()
     lengths_s[rng.random(one.iterations) < STRAGGLER_RATIO, 0] *= STRAGGLER_FACTOR
     return replace(one, lengths_s=lengths_s)

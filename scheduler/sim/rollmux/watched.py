@@ -1,4 +1,4 @@
-"""What a report needs of a run beside its ledger: prices over time, and sizes of groups."""
+"""Series of a run for a report, beside its ledger: prices over time, and sizes of groups."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from scheduler.sim.rollmux.ledger import Ledger
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """One price that was paid from one time to another."""
+    """One price over a span of time."""
 
     from_s: float
     until_s: float
@@ -32,7 +32,7 @@ class PriceLedger(Ledger):
 
 @dataclass(slots=True)
 class GroupSizes:
-    """How many groups of each size there are, whenever nodes have changed hands."""
+    """Numbers of groups by size, recorded whenever nodes have changed hands."""
 
     sizes: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     """Time, and groups of one job, of two, and so on from then."""

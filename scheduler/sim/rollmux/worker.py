@@ -1,7 +1,7 @@
-"""One job's process in the simulator: it asks for phases, works on what it is granted, and says so.
+"""One job's process in the simulator: it requests phases, works under permits, and reports.
 
-What it knows is the truth that no policy is told: how long its phases take alone, how its responses
-complete, what loading costs. A rollout's bulk fills the accelerators of its nodes and slows down
+It knows the truth that no policy sees: its phases' solo durations, the completion of its
+responses, the cost of loading. A rollout's bulk fills the accelerators of its nodes and slows down
 with the share that it holds; its tail needs a share and is slowed down only by less than that.
 """
 
@@ -41,20 +41,20 @@ class Worker:
             self.kinds = (*self.kinds, PhaseKind.SYNC)
         self.kind = PhaseKind.ROLLOUT
         self.version = 0
-        """Of what it waits for; a moment that was set before it last changed is none."""
+        """Version of its state; a scheduled moment of an earlier version is void."""
         self.epoch = Epoch(0)
         self.nodes: tuple[NodeId, ...] = ()
         self.resident: set[NodeId] = set()
-        """Nodes whose host memory has its state."""
+        """Nodes with its state in their host memory."""
         self.loading_s = 0.0
-        """Of the present phase, spent on loading and on moving its tail."""
+        """Time of the present phase spent on loading and on moving its tail, in s."""
         self.leased_s = 0.0
-        """What leases are known to have taken off it."""
+        """Known time that leases saved in this phase, in s."""
         self.worked_s = 0.0
         self.length_s = 0.0
         self.overhead_s = 0.0
         self.share = 1.0
-        """Of its accelerators that it holds."""
+        """Share of its accelerators that it holds."""
         self._was_loaded = False
         self._sync_s = world.sync_s
         self._at_s = 0.0
@@ -84,7 +84,7 @@ class Worker:
         self.stage, self.resident, self._was_loaded = WorkerStage.LOADING, set(nodes), True
 
     def share_of(self, nodes: tuple[NodeId, ...], parts: Mapping[NodeId, Sized]) -> float:
-        """Of its rollout's accelerators, where it has these nodes and of some of them a part."""
+        """Share of its rollout's accelerators in these nodes, of which `parts` are held partly."""
         if self.kind is not PhaseKind.ROLLOUT:
             return 1.0
         whole = self.one.job.phases[0].nodes * ROLLOUT_ACCELERATORS
@@ -111,7 +111,7 @@ class Worker:
         self.worked_s += self._done_s(passed_s - overhead_s)
 
     def next_s(self) -> float:
-        """When it has something to say, or its speed changes, if nothing else happens."""
+        """Time of its next report or change of speed, if nothing else happens."""
         target_s = self.length_s
         if self.kind is PhaseKind.ROLLOUT:
             if self._said < len(self._levels):
@@ -126,7 +126,7 @@ class Worker:
         self._moved_at = self.said_ratio
 
     def progress(self) -> float | None:
-        """Share of its responses that it has newly to say; None where there is no news."""
+        """Newly completed share of its responses to report; None without news."""
         said = self._said
         while (
             self._said < len(self._levels)
@@ -137,12 +137,12 @@ class Worker:
 
     @property
     def said_ratio(self) -> float:
-        """Share of its responses that it has said to be complete."""
+        """Completed share of its responses, as last reported."""
         return self._levels[self._said - 1][1] if self._said else 0.0
 
     @property
     def left_s(self) -> float:
-        """Of the present phase, alone."""
+        """Remaining work of the present phase, in solo seconds."""
         return self.length_s - self.worked_s
 
     @property
@@ -161,20 +161,21 @@ class Worker:
 
     @property
     def is_in_bulk(self) -> bool:
-        """Of its rollout."""
+        """Whether its rollout is in its bulk."""
         return self.worked_s < self._bulk_ratio * self.length_s - ROUNDING_S
 
     @property
     def _is_slower_or_faster(self) -> bool:
-        """Than on its own nodes alone: its speed changes when its bulk ends."""
+        """Whether its speed differs from that on its own nodes: it then changes when its bulk
+        ends."""
         return self.share < 1.0
 
     def _done_s(self, works_s: float) -> float:
-        """Solo seconds that it has got done in so many up to now."""
+        """Solo seconds done in `works_s` up to now."""
         return works_s * self._speed()
 
     def _takes_s(self, left_s: float) -> float:
-        """Until so many solo seconds more are done, from the end of what it waits for."""
+        """Seconds for `left_s` more solo seconds, without waits."""
         return left_s / self._speed()
 
     def _speed(self) -> float:

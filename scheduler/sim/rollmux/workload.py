@@ -1,6 +1,6 @@
-"""Workloads W1 and W2: who arrives when, and how long every phase of every job takes alone.
+"""Workloads W1 and W2: arrivals, and the solo duration of every phase of every job.
 
-The draws are the truth that no planner sees: what it is told is in `SimulatedJob.job`, whose
+The draws are the truth that no planner sees: a planner sees `SimulatedJob.job`, whose
 phases carry declared maxima only. One seed, one workload; the drift changes the means over a job's
 life and nothing else.
 """
@@ -32,7 +32,7 @@ KINDS: Final = (0.3, 0.6)
 ROLLOUT_OF_MAX: Final = 0.8
 TRAINING_OF_MAX: Final = 0.7
 ROLLOUT_ACCELERATORS: Final = 8
-"""Of one node."""
+"""Accelerators of one node."""
 PAPER_CURVE: Final = (Completion(0.5, 0.8),)
 """The papers' assumption: half of a rollout's time completes 80 % of its responses."""
 
@@ -66,9 +66,9 @@ class SimulatedJob:
     means_s: tuple[float, float]
     """True means of the first iteration."""
     drift: float = 1.0
-    """What the means are multiplied by in the last one."""
+    """Factor on the means in the last iteration."""
     curve: tuple[Completion, ...] = PAPER_CURVE
-    """How its responses complete over a rollout's solo time; empty without a tail."""
+    """Completion curve over a rollout's solo time; empty without a tail."""
 
     def means_at(self, iteration: int) -> tuple[float, float]:
         """True means of one iteration."""
@@ -81,7 +81,7 @@ class SimulatedJob:
         return len(self.lengths_s)
 
     def solo_s(self, world: World) -> float:
-        """From arrival to end, alone on its own nodes: cold start, phases and weight syncs."""
+        """Solo time from arrival to end, in s: cold start, phases and weight syncs."""
         return world.cold_start_s + float(self.iterations_s(world).sum())
 
     def iterations_s(self, world: World) -> Lengths:
@@ -92,7 +92,7 @@ class SimulatedJob:
 def phases(
     rollout_max_s: float, training_max_s: float, rollout_nodes: int, training_nodes: int
 ) -> tuple[Phase, Phase]:
-    """What a planner is told: the declared maxima and no mean."""
+    """Phases as a planner sees them: the declared maxima and no mean."""
     return (
         Phase(
             kind=PhaseKind.ROLLOUT, mean_s=rollout_max_s, max_s=rollout_max_s, nodes=rollout_nodes
@@ -115,7 +115,7 @@ def drawn_lengths(
     cv: float | tuple[float, float],
     drift: float,
 ) -> Lengths:
-    """Phase durations around means that end at `drift` times what they began with.
+    """Phase durations around means that drift linearly to `drift` times their first value.
 
     Normal, cut off at the declared maximum, which drifts along.
     """
@@ -196,5 +196,5 @@ def _job(
 
 
 def as_numbers(jobs: list[SimulatedJob]) -> list[tuple[Any, ...]]:
-    """For a test's comparison of two workloads."""
+    """Numbers of a workload, for a test's comparison of two."""
     return [(one.job, one.arrival_s, one.lengths_s.tobytes()) for one in jobs]

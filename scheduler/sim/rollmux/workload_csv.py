@@ -1,8 +1,8 @@
-"""A workload from a CSV file, one job a line; what is wrong with it is said with its line.
+"""A workload from a CSV file, one job a line; each fault is reported with its line.
 
 Columns: `job,arrival_s,iterations,roll_s,train_s,phase_cv,roll_max_s,train_max_s,roll_nodes,
-train_nodes,host_gb,slo,drift`. Durations are solo means at the job's beginning; `drift` is what
-they are multiplied by at its end.
+train_nodes,host_gb,slo,drift`. Durations are solo means at the job's beginning; `drift` is their
+factor at its end.
 """
 
 import csv

@@ -1,7 +1,7 @@
-"""What is true in a run beside the jobs: how long switching and loading take.
+"""Constants of a run beside the jobs: durations of switching and loading.
 
-The published values are also the defaults of a control's settings; where they are wrong it measures
-moves and warm starts. Nothing else of a world is told to anybody.
+The published values are also the defaults of a control's settings; if they are wrong, it measures
+moves and warm starts. No policy sees any other part of a world.
 """
 
 from dataclasses import dataclass
@@ -22,4 +22,4 @@ class World:
 
 
 PAPER_WORLD = World()
-"""What RollMux publishes; it has no figure for weight sync and its iterations none."""
+"""RollMux's published values; it has none for weight sync, and its iterations have no sync."""

@@ -90,7 +90,7 @@ def _world(events: Events) -> World:
 
 
 def _solo_s(events: Events) -> dict[str, tuple[float, int]]:
-    """Of each job: what its iterations would have taken alone, and how many there were.
+    """Per job: the solo duration of its iterations, in s, and their number.
 
     A rollout without its training was lost with its iteration. Wide phases end once on each node.
     """
@@ -175,7 +175,7 @@ def test_no_permit_is_held_twice_and_only_resident_jobs_run(told: Told) -> None:
 
 
 def test_every_job_ran_all_of_its_phases_and_none_faster_than_alone(told: Told) -> None:
-    """Who was stopped begins its iteration again: what it did of that one does not count."""
+    """A stopped job begins its iteration again: its work on that iteration does not count."""
     jobs, _, events = told
     began: dict[tuple[str, str], float] = {}
     spent: dict[tuple[str, str], list[float]] = defaultdict(list)

@@ -36,9 +36,10 @@ WORLD = World(cold_start_s=0.0, warm_start_s=5.0, migrate_s=0.0)
 SYNCED = World(cold_start_s=0.0, warm_start_s=5.0, migrate_s=0.0, sync_s=7.3)
 RULES = Rules(migrate=True, warm_s=5.0, migrate_s=0.0)
 BULK_RATIO, TAIL_SHARE = 0.5, 0.25
-"""Of the papers' curve, with a threshold of 0.8."""
+"""Bulk ratio and tail share of the papers' curve, with a threshold of 0.8."""
 APART_S = 1e-7
-"""Between two arrivals: the forecast's jobs are in an order, and wait from the beginning."""
+"""Gap between two arrivals, in s: the forecast's jobs are in an order, and wait from the
+beginning."""
 KINDS = {ROLLOUT_ENDED: "rollout", TRAINING_ENDED: "training"}
 
 _job = st.tuples(
@@ -173,6 +174,6 @@ def _forecast(
 
 
 def _trained(events: Records, job: int, times: int) -> float:
-    """When the job's training has ended for that time."""
+    """Time of the `times`-th end of the job's training, in s."""
     ended = (events["kind"] == TRAINING_ENDED) & (events["job"] == job)
     return float(events["t_s"][ended][times - 1])

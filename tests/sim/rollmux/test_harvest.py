@@ -64,7 +64,7 @@ def test_every_promise_is_kept_while_leases_come_and_go(
 
 @pytest.fixture(scope="module")
 def undivided(jobs: list[SimulatedJob]) -> list[SimulatedJob]:
-    """The same jobs, whose tails keep all of their nodes or none."""
+    """The same jobs with tails that keep all of their nodes or none."""
     return [
         replace(one, job=structs.replace(one.job, phases=_undivided(one.job.phases)))
         for one in jobs
@@ -103,7 +103,7 @@ def test_memory_and_permits_hold_while_leases_come_and_go(
         if kind == "loading":
             for one in event["nodes"]:
                 resident[one].add(job)
-                # The ledger does not say what is loaded beside a phase that outlives a node.
+                # The ledger does not record the state loaded beside a phase that outlives a node.
                 if not found.run.counts.failures:
                     assert sum(size[each] for each in resident[one]) <= limit
         elif kind in ("left", "job_done", "job_given_up"):
@@ -140,7 +140,7 @@ def test_a_tail_that_keeps_no_node_ends_on_leases_or_comes_home_and_is_never_los
 def test_a_node_that_fails_takes_no_tail_that_is_out_on_leases(
     jobs: list[SimulatedJob], failing: HarvestResult
 ) -> None:
-    """Of two nodes a tail in line may have one back before it goes home, and loses with it."""
+    """With two nodes, a tail in line may get one back before it goes home, and lose it."""
     narrow = {one.job.job for one in jobs if one.job.phases[0].nodes == 1}
     counts = failing.run.counts
     assert min(counts.failures, counts.restarts, counts.given_up) > 0

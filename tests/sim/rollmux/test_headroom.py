@@ -1,4 +1,4 @@
-"""What serving could lend, from a trace through step times."""
+"""Headroom of serving, from a trace through step times."""
 
 import numpy as np
 import pytest

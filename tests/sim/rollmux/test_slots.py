@@ -1,4 +1,4 @@
-"""What slots give second by second, and which job gets which."""
+"""Headroom of slots second by second, and their allotment to jobs."""
 
 import numpy as np
 import pytest

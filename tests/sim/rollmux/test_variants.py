@@ -1,4 +1,4 @@
-"""Worlds that break one assumption each: only what is named differs, and it does differ."""
+"""Worlds that break one assumption each: only the named part differs, and it does differ."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Workloads: the fixed one, and the CSV whose faults are named with their line."""
+"""Workloads: the fixed one, and the CSV with faults named by line."""
 
 from pathlib import Path
 

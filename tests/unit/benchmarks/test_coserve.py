@@ -26,7 +26,7 @@ from harvester.policy.settings import SlotSettings
 FACTS = Facts(trace="given", requests_per_s=2.0, seed=1)
 SECONDS = 20.0
 FRONT_END = 0.1
-"""Of a core, beside the engine's steps."""
+"""Share of a core, beside the engine's steps."""
 GUEST_CORE = {Arm.ROLLOUTS: 1.0, Arm.ROSEMUX: 0.4, Arm.GATE_ONLY: 0.4}
 
 

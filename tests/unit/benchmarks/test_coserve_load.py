@@ -1,4 +1,4 @@
-"""How fast and how large the trace is replayed, by the step times of the machine alone."""
+"""Replay speed and scale of the trace, from the step times of the machine alone."""
 
 import pytest
 

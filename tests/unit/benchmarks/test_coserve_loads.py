@@ -1,4 +1,4 @@
-"""Loads that production has never shown, and what is read while they last."""
+"""Loads unseen by production, and the readings while they last."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -91,7 +91,7 @@ def test_ratios_are_over_alone_and_what_failed_counts_in_both_arms() -> None:
 
 
 def test_intervals_draw_trials_and_not_requests() -> None:
-    """Of two trials the guest cost nothing in one and as much again in the other."""
+    """The guest cost nothing in one of two trials and doubled the TTFT in the other."""
     trials = [seen([0.1] * 20, [each] * 20) for each in (0.1, 0.2)]
     both: side_by_side.Seen = {
         arm: [
@@ -216,8 +216,8 @@ def test_the_core_share_is_of_every_thread_also_of_one_that_began_meanwhile(
 
 @dataclass
 class PlayedPages:
-    """What both pages say at each look: the grant's stamp where it is open, and the guest's steps
-    of 4 ms, which end 10 ms after one another."""
+    """Contents of both pages at each look: the stamp of an open grant, and the guest's steps of 4
+    ms, which end 10 ms after one another."""
 
     looks: list[tuple[int | None, int]]
     place: int = 0

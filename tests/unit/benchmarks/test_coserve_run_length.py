@@ -1,4 +1,4 @@
-"""A short run ends within its time, whatever is asked for; a full one never looks at the clock."""
+"""A short run ends within its time for any wish; a full one never looks at the clock."""
 
 import argparse
 import asyncio
@@ -115,7 +115,7 @@ def test_each_round_is_kept_before_the_next_one_begins(
 
 
 class CountedTrials:
-    """Trials of so many seconds each."""
+    """Trials of `trial_s` seconds each."""
 
     def __init__(self, clock: CountedRunner, trial_s: float) -> None:
         self.clock, self.trial_s = clock, trial_s

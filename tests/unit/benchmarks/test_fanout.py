@@ -1,4 +1,4 @@
-"""The slow link of a benchmark says what it needs, before it makes anything."""
+"""The slow link of a benchmark reports its prerequisites before it makes anything."""
 
 import os
 import shutil

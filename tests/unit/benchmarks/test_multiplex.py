@@ -133,7 +133,7 @@ def test_the_lease_is_held_against_the_same_without_it_and_production_beside() -
     }
     assert lease["leased_tokens_ratio"] == 0.25
     assert lease["tails"] == {"moved": 2, "seconds": 3.0, "returned": 1, "lost": 0}
-    # 18 s of phases on two cores, of one of which production has a fifth.
+    # 18 s of phases on two cores; production has a fifth of one of them.
     assert lease["over_bound"] == pytest.approx(16.0 / (18.0 / 1.8))
     assert lease["production"]["ratios"]["ttft_p50"] == pytest.approx(1.05)
     assert lease["production"]["arms"]["leased"]["guest_tokens_per_s"] == 15.0

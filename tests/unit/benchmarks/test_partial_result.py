@@ -1,4 +1,4 @@
-"""What a run keeps while it goes on."""
+"""The file of a run's results while it goes on."""
 
 import json
 from pathlib import Path

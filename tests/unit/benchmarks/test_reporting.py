@@ -1,4 +1,4 @@
-"""How a benchmark ends: what was measured is never lost to a path."""
+"""The end of a benchmark: results are never lost to a path."""
 
 import json
 from pathlib import Path

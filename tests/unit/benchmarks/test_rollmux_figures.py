@@ -1,4 +1,4 @@
-"""The RollMux benchmark of an arm: both readings of an SLO, and what it is held against."""
+"""The RollMux benchmark's figures of an arm: both readings of an SLO, and the reference prices."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What leases could be worth at most: bounds that follow from prices and from hostings."""
+"""Upper bounds of the value of leases, which follow from prices and from hostings."""
 
 import pytest
 from msgspec.structs import replace
@@ -10,7 +10,7 @@ PAIR_PER_HOUR = H20_PER_HOUR + H800_PER_HOUR
 
 
 def _jobs(count: int, *, slo: float) -> list[SimulatedJob]:
-    """Rollouts are most of what they do."""
+    """Jobs with the largest share of rollout in their iterations."""
     long_rollouts = sorted(drawn(0), key=lambda one: one.means_s[1] / one.means_s[0])
     return [
         SimulatedJob(

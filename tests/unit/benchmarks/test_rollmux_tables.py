@@ -1,4 +1,4 @@
-"""Tables for the README: a row an arm, with its promises in both readings and what they count."""
+"""Tables for the README: one row per arm, with its SLOs in both readings and their meaning."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The measurement of parts on a model of 1 MB: what is held is exact, whatever it costs there."""
+"""The measurement of parts on a model of 1 MB: the held tensors are exact, at any cost."""
 
 from benchmarks.weightsync.parts import measure
 

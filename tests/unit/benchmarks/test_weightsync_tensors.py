@@ -1,4 +1,4 @@
-"""What a tensor costs is told for each case, and the parts of an apply are within it."""
+"""The cost of a tensor is reported for each case, and includes the parts of an apply."""
 
 from benchmarks.weightsync.tensors import measure
 

@@ -1,4 +1,4 @@
-"""What users copy works: configurations load, requests are accepted, flags are those we start."""
+"""Copied examples work: configurations load, requests are accepted, flags are the shipped ones."""
 
 import importlib.util
 import inspect

@@ -24,7 +24,7 @@ def claims(table_after: Callable[[str, str], Table]) -> Table:
 
 @pytest.fixture
 def section(repository: Path) -> str:
-    """What stands between the claims' title and the next one."""
+    """Text between the claims' title and the next one."""
     text = (repository / PAGE).read_text()
     return text[text.index(CLAIMS) : text.index(DAY)]
 

@@ -1,4 +1,4 @@
-"""Who is at fault when engines die: at most two die of one request, and its neighbours all end.
+"""Blame for dead engines: at most two die of one request, and its neighbours all end.
 
 The runner, routing and blame that ship, on engines in memory: no socket, no sleep.
 """
@@ -181,11 +181,11 @@ def test_a_request_is_judged_when_no_other_engine_died_about_then(
 
 @dataclass(eq=False)
 class Client:
-    """An engine that dies of requests whose first token is in `poison`, at that many tokens."""
+    """An engine that dies of a request with its first token in `poison`, at that many tokens."""
 
     poison: dict[int, int]
     answers: dict[int, str] = field(default_factory=dict)
-    """First tokens of requests that it answers with a failure, and stays well."""
+    """First tokens of requests that it answers with a failure while it stays well."""
     life: int = 0
     dead: bool = False
     gone: bool = False
@@ -369,7 +369,7 @@ def test_a_request_that_no_engine_saw_is_blamed_for_none() -> None:
 
 
 def test_an_engine_is_not_asked_for_ids_that_it_does_not_know() -> None:
-    """A turn may have been taken before any engine had said its vocabulary."""
+    """A turn may be older than the first known vocabulary."""
 
     async def case() -> None:
         cluster = Cluster(1, poison={})

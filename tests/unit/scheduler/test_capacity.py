@@ -1,4 +1,4 @@
-"""When slots are leased, kept and given back."""
+"""Requests, renewals and returns of slot leases."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How long a turn is tried, and where."""
+"""A turn's attempts: their end, and their engines."""
 
 from harvester.contracts.ids import EngineId
 from scheduler.gateway.policy.course import PAUSE_MAX_S, TurnCourse

@@ -1,4 +1,4 @@
-"""When broken attempts are an engine's fault."""
+"""Attribution of broken attempts to an engine."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What an engine is asked: a prefix of one job, version and adapter is no other's."""
+"""The request to an engine: a prefix of one job, version and adapter is no other's."""
 
 from typing import Any
 

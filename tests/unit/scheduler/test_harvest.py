@@ -38,7 +38,7 @@ class Clock:
 
 
 class Fleet:
-    """Which guests turns may go to, and under which epoch."""
+    """Guests open to turns, and their leases."""
 
     def __init__(self) -> None:
         self.guests: dict[EngineId, tuple[Engine, Lease]] = {}
@@ -67,7 +67,7 @@ class Agent:
     slots: tuple[SlotId, ...] = SLOTS
     lost: bool = False
     reply: Any = None
-    """Said in the place of the next answer to a renewal or a request."""
+    """Sent instead of the next answer to a renewal or a request."""
     asked: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a rollout's tail runs, step by step: no engine, no gateway and no clock."""
+"""The place of a rollout's tail, step by step: no engine, no gateway and no clock."""
 
 from dataclasses import replace
 from typing import Any

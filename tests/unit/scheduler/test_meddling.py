@@ -1,4 +1,4 @@
-"""An engine whose weights somebody else changes: told once, and each time left alone for longer."""
+"""An engine with weights changed by others: one warning, and longer pauses each time."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the gateway takes from a job, and what it says about the rest."""
+"""Requests that the gateway accepts, and its messages about the others."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Where turns go."""
+"""Routing of turns to engines."""
 
 from dataclasses import dataclass, field
 
@@ -530,7 +530,7 @@ class RoutingMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_for_nothing(self) -> None:
-        """Whoever waits though an engine would do waits for a turn to end on one that would."""
+        """A turn waits beside a fitting engine only if one of them is busy."""
         busy = set(self.fleet.placed.values())
         for turn in self.fleet.waiting.values():
             fitting = {

@@ -1,4 +1,4 @@
-"""The gateway's settings and tokens: what is refused, and whether the message says what to do."""
+"""The gateway's settings and tokens: refusals, and messages with the remedy."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""When a turn leaves a silent engine, and how soon it has its first token for all that."""
+"""Stalls: a turn's exit from a silent engine, and its delay to the first token."""
 
 import math
 
@@ -15,7 +15,7 @@ STALL_S, WATCH_S = 2.0, 0.25
 def first_token(
     takes_s: list[float], *, usual_s: float = 0.0, gated: bool = False
 ) -> tuple[float, int]:
-    """When a turn that begins on the first engine has its token, and how often it moved.
+    """Time to the token of a turn that begins on the first engine, and its number of moves.
 
     Each engine takes as long as listed, anew with each attempt; every one has room.
     """

@@ -1,4 +1,4 @@
-"""The turn ledger: whatever engines do, a turn's tokens are exactly the accepted chunks, once."""
+"""The turn ledger: for any engines, a turn's tokens are exactly the accepted chunks, once."""
 
 import pytest
 from hypothesis import given

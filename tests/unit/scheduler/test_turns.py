@@ -1,4 +1,4 @@
-"""What a running attempt notices of its engine."""
+"""A running attempt's observations of its engine."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is known of made-up devices is found again in their logs."""
+"""The constants of made-up devices are recovered from their logs."""
 
 from collections.abc import Callable
 from random import Random

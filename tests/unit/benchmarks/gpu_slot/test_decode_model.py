@@ -1,4 +1,4 @@
-"""The decode step does a transformer's work, whatever it is replayed on."""
+"""The decode step does a transformer's work, on any device."""
 
 import pytest
 import torch

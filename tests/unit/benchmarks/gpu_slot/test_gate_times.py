@@ -1,4 +1,4 @@
-"""Times of obedience from logs whose answers are known."""
+"""Times of obedience from logs with known answers."""
 
 import pytest
 

@@ -62,7 +62,7 @@ def test_a_part_that_fails_or_dies_ends_itself_alone(run: Run) -> None:
         "lacks": Status.NOT_HERE,
         "works": Status.MEASURED,
     }
-    # What was measured before the failure is there.
+    # The results put before the failure are kept.
     assert all(part["results"] == {"seen": ["cpu", True]} for part in found.values())
     assert "illegal memory access" in found["breaks"]["log"]
     assert found["lacks"]["log"] == "no daemon here"

@@ -183,7 +183,7 @@ def _reviewed_as(policy: ClusterPolicy, wanted: Callable[[], list[Move]]) -> Non
 
 
 def resident_bytes(policy: ClusterPolicy) -> dict[NodeId, int]:
-    """By the planner's names of nodes: what is there."""
+    """Bytes in host memory, by the planner's names of nodes."""
     found: dict[NodeId, int] = {}
     for stay in policy.stays.values():
         for node in policy.residency.nodes_of(stay.job):

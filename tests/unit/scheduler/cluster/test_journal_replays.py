@@ -28,7 +28,7 @@ NAME = "scheduler.policy.cluster.jsonl"
 
 
 class JournalledWorld(World):
-    """The same jobs, whose tails move too, while somebody looks at status and metrics."""
+    """The same jobs with moving tails, under queries of status and metrics."""
 
     steps = "seeellbbfntpppqqhwwwwwwR"
 
@@ -49,7 +49,7 @@ class JournalledWorld(World):
                 pass
 
     def progresses(self, name: str) -> None:
-        """A rollout of which others may want the nodes, and its tail that is narrowed."""
+        """Advances a rollout that others may wait for, and its narrowed tail."""
         standing = self.control.desk.policy.standing(JobId(name))
         if standing is None or standing.kind is not ROLLOUT or not standing.holding:
             return
@@ -201,7 +201,7 @@ def test_what_was_last_heard_and_reviewed_is_known_in_the_journal_s_next_file(
 
 
 def _replayed_beliefs(path: Path) -> dict[JobId, Belief]:
-    """What the policy believes that has decided everything in the file again."""
+    """Beliefs of a policy after a replay of every decision in the file."""
     policy: PhaseRuntime | None = None
     for line in read_journal(path):
         match line:

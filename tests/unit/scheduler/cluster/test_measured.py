@@ -1,4 +1,4 @@
-"""Settings of moves and starts follow what is seen of them."""
+"""Settings of moves and starts follow their measurements."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What holds of a control that plans, whatever jobs, nodes and time do, and over restarts."""
+"""Invariants of a planning control under arbitrary jobs, nodes and times, and over restarts."""
 
 import tempfile
 from pathlib import Path
@@ -40,7 +40,7 @@ NODES = ("r0", "r1", "r2", "t0", "t1")
 
 
 class World:
-    """Jobs that do anything, with a control; who is on which node by the answers alone."""
+    """Random jobs with a control; tracks the jobs on each node by the answers alone."""
 
     steps = "seeellbbfntmmmwwwwR"
     """One letter for what may happen next, as often as it is likely."""
@@ -96,7 +96,7 @@ class World:
                 desk.tick()
 
     def iterates(self, name: str) -> None:
-        """As a job does that is in nobody's way; what it may not do, it leaves."""
+        """Runs one undisturbed iteration; skips phases that are refused."""
         for kind in (ROLLOUT, TRAINING):
             entered = self.control.enter(name, kind)
             self.check()

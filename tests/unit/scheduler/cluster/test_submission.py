@@ -1,4 +1,4 @@
-"""What a job may declare: weight syncs, curves of completion, rollouts that are not divisible."""
+"""A job's declarations: weight syncs, curves of completion, rollouts that are not divisible."""
 
 import msgspec
 import pytest

@@ -40,7 +40,7 @@ class LoopClock:
 
 @dataclass(slots=True)
 class Scene:
-    """Everything that a runner touches. `calls` is what it did, in order."""
+    """All collaborators of a runner. `calls` lists its calls in order."""
 
     calls: list[Any] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)

@@ -94,7 +94,7 @@ def test_the_chosen_rate_hits_its_target(model: ProductionModel, target: float) 
 
 
 def replayed(model: ProductionModel, rate: float) -> Replayed:
-    """What an engine with such steps would measure."""
+    """Measurement of an engine with these step times."""
     window = windows_at(rate)[0]
     share = busy_share(window.arrivals, model, window_s=window.duration_s)
     busy_s = share * window.duration_s

@@ -1,4 +1,4 @@
-"""The command around a session that the test plays: what it writes, and what it leaves behind."""
+"""The command around a session that the test plays: its files, and its leftovers."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""What the demo asks of the gateway, against one in the same process and in virtual time."""
+"""The demo's calls to the gateway, against one in the same process and in virtual time."""
 
 import asyncio
 from collections.abc import AsyncIterator

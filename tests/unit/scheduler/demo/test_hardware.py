@@ -1,4 +1,4 @@
-"""A GPU's form of a run on a machine without one: what is chosen, and every flag that it starts."""
+"""A GPU's form of a run on a machine without one: its choices, and every flag of its processes."""
 
 import asyncio
 import json

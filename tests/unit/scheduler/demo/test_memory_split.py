@@ -1,4 +1,4 @@
-"""Two 8B engines on cards as they are sold; sizes are those that nvidia-smi names."""
+"""Two 8B engines on cards on sale; the sizes are nvidia-smi's."""
 
 import pytest
 

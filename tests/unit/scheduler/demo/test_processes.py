@@ -57,7 +57,7 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not heed SIGTERM is killed soon."""
+    """Processes that ignore SIGTERM are killed soon."""
     monkeypatch.setattr(processes, "_TERM_S", 0.2)
 
 
@@ -80,7 +80,7 @@ def test_what_a_process_started_itself_is_ended_too_and_killed_where_it_will_not
 
 @pytest.mark.usefixtures("impatient")
 def test_what_outlives_its_parent_is_ended_too(tmp_path: Path) -> None:
-    """As vLLM's engine core does when its API server is killed."""
+    """vLLM's engine core outlives its API server in this way."""
     with Processes(tmp_path) as started:
         child = started.start("engine", python(PARENT), piped=True)
         grandchild = int(said(child))
@@ -122,7 +122,7 @@ signal.pause()
 
 @pytest.mark.usefixtures("impatient")
 def test_shared_memory_of_a_parent_that_died_before_is_removed(tmp_path: Path) -> None:
-    """Nobody maps it any more; Python's resource tracker still knows of it."""
+    """No process maps it any more; Python's resource tracker still knows of it."""
     program = f"""
 import subprocess, sys
 from multiprocessing.shared_memory import SharedMemory
@@ -180,7 +180,7 @@ signal.pause()
 def test_nothing_outlives_the_process_that_started_it(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    """By Ctrl-C it cleans up itself; killed outright, the kernel tells its children."""
+    """On Ctrl-C it cleans up itself; after SIGKILL, the kernel signals its children."""
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(tmp_path), SLEEPER],
         stdout=subprocess.PIPE,

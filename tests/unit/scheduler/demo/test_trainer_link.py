@@ -56,7 +56,7 @@ Use = Callable[[TrainerLink], Awaitable[Any]]
 
 
 def linked(log: Path, use: Use, *events: Event) -> tuple[Any, bytes]:
-    """What `use` returns, and what the trainer was told. The trainer ends after its events."""
+    """Result of `use`, and the bytes sent to the trainer. The trainer ends after its events."""
     there, here = os.pipe()
     with os.fdopen(here, "wb") as trainer:
         trainer.write(b"".join(encoded_event(event) for event in events))

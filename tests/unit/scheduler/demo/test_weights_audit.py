@@ -1,4 +1,4 @@
-"""Engines that say what they hold, against a store that was really published."""
+"""Reports of engines about their weights, against a store with real publishes."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +20,7 @@ ENGINES = {"guest-0": "http://guest", "dedicated-0": "http://dedicated"}
 
 @dataclass(slots=True)
 class Engines:
-    """Stands for aiohttp's session: each URL's report, or None where nobody answers."""
+    """Stands for aiohttp's session: each URL's report, or None without an answer."""
 
     reports: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 

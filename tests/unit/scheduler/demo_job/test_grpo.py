@@ -91,7 +91,8 @@ def test_the_gap_is_kept_per_engine(tiny: PolicyShape) -> None:
 
 
 def test_stale_tokens_are_counted_and_never_learned_from(tiny: PolicyShape) -> None:
-    """Whatever a stale token claims of itself, the weights after the update are the same."""
+    """For any claimed log-probability of a stale token, the weights after the update are the
+    same."""
     results = []
     for claimed in (-0.1, -9.0):
         weights = weights_of(tiny)

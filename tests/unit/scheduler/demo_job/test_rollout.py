@@ -30,7 +30,7 @@ STARTED = len(TASKS) * SAMPLES
 
 
 def right_line(context: tuple[int, ...]) -> tuple[int, ...]:
-    """What a flawless player writes, read from the context alone: the tool's last word."""
+    """A flawless player's line, read from the context alone: the tool's last word."""
     context = context[: len(context) - context[::-1].index(STOP_ID)]
     digits = [digit_of(token_id) or 0 for token_id in context]
     hops, turn = digits[2], context.count(STOP_ID) // 2
@@ -40,7 +40,7 @@ def right_line(context: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Player:
-    """A gateway whose one engine plays without flaw."""
+    """A gateway with one engine that plays without flaw."""
 
     def __init__(self, engine: str = "e0") -> None:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""Who may be on which nodes of a pool: every way once, and none twice under other numbers."""
+"""Assignments of members to a pool's nodes: every way once, none twice under other numbers."""
 
 from itertools import combinations, permutations, product
 

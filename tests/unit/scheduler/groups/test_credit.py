@@ -1,4 +1,4 @@
-"""Credit in planning: who has less than its reserve is owed the rest by those beside it."""
+"""Credit in planning: neighbours owe the rest to a job with less than its reserve."""
 
 import numpy as np
 import pytest
@@ -173,7 +173,7 @@ def test_the_paper_s_planner_knows_no_credit() -> None:
 
 @pytest.mark.parametrize("place", range(4))
 def test_everybody_leaves_a_job_that_a_surprise_would_make_late(place: int) -> None:
-    """Three others, none of whom the job could bear; each of them may leave only with the others.
+    """Three others, each too much for the job; each of them may leave only with the others.
 
     The forecast of the four is as good as it was.
     """
@@ -243,7 +243,7 @@ def test_beside_a_job_that_drifts_nobody_stays_once_its_credit_is_half_an_iterat
 
 
 def _together(jobs: list[Job]) -> tuple[GroupPlanner, Cell]:
-    """All on the first one's nodes, whatever forecasts say, and well known."""
+    """Puts all jobs on the first one's nodes, regardless of forecasts, and well known."""
     planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
     planner.observe(JobArrived(job=jobs[0]), now=0.0)
     (cell,) = planner.book.cells.values()

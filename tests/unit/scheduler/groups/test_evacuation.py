@@ -1,4 +1,4 @@
-"""Failed nodes: who begins again, where, and who is left in peace."""
+"""Failed nodes: the jobs that restart, their places, and the jobs left undisturbed."""
 
 import pytest
 

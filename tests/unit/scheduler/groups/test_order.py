@@ -1,4 +1,4 @@
-"""First come, first served: fair, passed by nobody, and out of the way of moved tails."""
+"""First come, first served: fair, without overtaking, and out of the way of moved tails."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -145,7 +145,7 @@ def _settled(planner: GroupPlanner, jobs: list[Job]) -> list[MoveJob]:
 def test_groups_stay_disjoint_and_memory_is_never_exceeded(
     drawn: list[tuple[float, float, float, int, int]], resubmits: bool, chance: Random
 ) -> None:
-    """Whatever arrives, ends, fails and moves; nothing is brought up twice or given back twice."""
+    """For any arrivals, ends, failures and moves; no node is brought up or given back twice."""
     planner = GroupPlanner(Distributional(), TYPES, PlannerConfig(resubmits=resubmits))
     jobs = {
         JobId(f"j{at}"): planned_job(f"j{at}", a, b, slo=slo, host=host, nodes=nodes)
@@ -188,7 +188,7 @@ def _tally(
     up: dict[NodeId, Node],
     on_the_way: set[JobId],
 ) -> None:
-    """What a shell would know after the effects."""
+    """Updates a shell's knowledge by the effects."""
     if isinstance(event, JobMoved | JobEnded):
         on_the_way.discard(event.job)
     for effect in effects:

@@ -25,7 +25,7 @@ HOUR_S = 3600.0
 
 
 def _planner(rollout: int | None, training: int | None, *, resubmits: bool = False) -> GroupPlanner:
-    """On that many nodes of each pool; None: as many as wanted."""
+    """A planner on that many nodes of each pool; None: unlimited."""
     there = ((Pool.ROLLOUT, rollout), (Pool.TRAINING, training))
     supply = {pool: count for pool, count in there if count is not None}
     config = PlannerConfig(resubmits=resubmits)
@@ -33,7 +33,7 @@ def _planner(rollout: int | None, training: int | None, *, resubmits: bool = Fal
 
 
 def _full(groups: int, *, shares: int) -> GroupPlanner:
-    """A planner with one job on each pair of nodes, of which the job `shares` alone is patient."""
+    """A planner with one job on each pair of nodes, with `shares` as the only patient one."""
     planner = _planner(groups, groups)
     for at in range(groups):
         job = planned_job(f"j{at}", 40, 15, slo=4.0 if at == shares else 1.0)

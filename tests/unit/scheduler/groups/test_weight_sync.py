@@ -1,4 +1,4 @@
-"""Weight sync: a phase of an iteration that holds no node, in forecasts and in what is learned."""
+"""Weight sync: a phase of an iteration that holds no node, in forecasts and in estimates."""
 
 import numpy as np
 import pytest

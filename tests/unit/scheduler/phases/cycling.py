@@ -20,7 +20,7 @@ from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 from tests.unit.scheduler.phases.said import ROLLOUT, TRAINING
 
 STEADY = PermitsConfig(lease_s=1e9, patience_s=0.5, warn_s=1e9)
-"""Nobody is silent and nobody is late, so that only lines decide."""
+"""No job is ever silent or late, so that only lines decide."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Short names for what jobs say to the permit policy, and for what it answers."""
+"""Short names for jobs' events to the permit policy, and for its effects."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a newcomer asks of a job's journal, and what `rosemux phases explain` answers."""
+"""A newcomer's questions to a job's journal, and the answers of `rosemux phases explain`."""
 
 import json
 import re
@@ -71,7 +71,7 @@ def _owe(control: Control, job: str, *, credit_s: float) -> None:
 
 
 def _in_danger(control: Control) -> None:
-    """Two jobs on one training node, of which `tight` is behind and `easy` can pay for a move."""
+    """Two jobs on one training node: `tight` is behind and `easy` can pay for a move."""
     control.submit(
         submission("easy", 60.0, 20.0, slo=2.5, measured=True),
         submission("tight", 300.0, 100.0, slo=1.5, measured=True),

@@ -33,7 +33,7 @@ _job = st.tuples(
 def test_permits_start_what_the_forecast_starts_when_it_does(
     drawn: list[tuple[int, int, int, int]],
 ) -> None:
-    """On one or two nodes of each pool, with lengths of which no two sums are alike."""
+    """On one or two nodes of each pool, with lengths that have pairwise different sums."""
     lengths_s = [
         (rollout_s + 0.01 * 2.0**-at, training_s + 0.001 * 3.0**-at)
         for at, (rollout_s, training_s, _, _) in enumerate(drawn)

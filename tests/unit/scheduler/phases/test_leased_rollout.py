@@ -1,4 +1,4 @@
-"""A job that harvests, as its code sees it: the embedded control, and a gateway that is none."""
+"""A job that harvests, as its code sees it: the embedded control, and a fake gateway."""
 
 import asyncio
 import threading
@@ -27,7 +27,7 @@ NEITHER = Switches(dedicated=False, harvesting=False)
 
 
 class FakeGateway:
-    """Stands for both, the settings and the gateway of a job; remembers what it was told."""
+    """Stands for the settings and the gateway of a job; records its calls."""
 
     def __init__(self, *, jobs: str = "a", guest: bool = True) -> None:
         self.guest = guest

@@ -1,4 +1,4 @@
-"""The watchdog's bound: declared, corrected by what was completed and by what it ended."""
+"""The watchdog's bound: declared, then corrected by completed phases and by its own endings."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""What holds of permits whatever jobs, holders and time do."""
+"""Invariants of permits under arbitrary jobs, holders and times."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,7 +86,7 @@ _steps = st.lists(st.tuples(st.sampled_from((0.0, 0.1, 1.0, 6.0)), _event), max_
 
 @dataclass
 class Nodes:
-    """Who is on which node, by the effects alone."""
+    """The job on each node, by the effects alone."""
 
     on: dict[NodeId, JobId] = field(default_factory=dict)
     epochs: list[int] = field(default_factory=list)

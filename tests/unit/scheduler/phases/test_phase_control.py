@@ -1,4 +1,4 @@
-"""What a job's code sees, with the control embedded: jobs are threads."""
+"""The embedded control as a job's code sees it: jobs are threads."""
 
 import threading
 import time
@@ -82,7 +82,7 @@ def test_two_jobs_are_never_on_one_node_and_their_phases_overlap_across_pools(
                     with lock:
                         inside[kind] += 1
                         seen.append((inside[ROLLOUT], inside[TRAINING]))
-                    # Nobody comes past here unless one trains while the other rolls out.
+                    # No job comes past here unless one trains while the other rolls out.
                     met.wait()
                     with lock:
                         inside[kind] -= 1
@@ -271,7 +271,7 @@ def test_a_tail_is_told_to_make_room_and_the_other_starts_beside_it(
 
 
 class Scripted(Transport):
-    """A control that answers beats as it is told; everything else is granted."""
+    """A control with scripted answers to beats; everything else is granted."""
 
     def __init__(self, *beats: Reply | Exception) -> None:
         self.beats = list(beats)

@@ -1,4 +1,4 @@
-"""What the control exports: from the first scrape on, by phase and reason, never by job."""
+"""The control's metrics: from the first scrape on, by phase and reason, never by job."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class Scene:
         self.desk.beat(Beat(job=JobId(job), epoch=standing.epoch, **said))
 
     def pass_time(self, seconds: float, *alive: str) -> None:
-        """Second by second, with beats of those who live."""
+        """Passes time second by second, with beats of the `alive` jobs."""
         until_s = self.clock.now_s + seconds
         while self.clock.now_s < until_s:
             self.clock.now_s = min(until_s, self.clock.now_s + 1.0)

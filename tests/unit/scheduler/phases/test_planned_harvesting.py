@@ -1,4 +1,5 @@
-"""Leases where the control plans: who may use them, and what is learned of rollouts that did."""
+"""Leases under a planning control: the jobs allowed to use them, and durations learned with
+them."""
 
 from pathlib import Path
 from typing import Any

@@ -76,7 +76,7 @@ def test_a_belief_that_changes_makes_nobody_wait_for_who_is_behind(first: str) -
     control.submit(submission("a", 480.0, 420.0, slo=3.0), submission("b", 480.0, 420.0, slo=3.0))
     control.runs(first)
     control.enter(other)
-    # Far from what was declared: what is believed of the job changes.
+    # Far from the declared duration: the belief about the job changes.
     control.pass_time(8.0, beats=first)
     control.leave(first)
     assert control.runs(other) == names("r0")
@@ -190,13 +190,13 @@ def test_a_move_is_told_at_the_iteration_s_end_and_made_when_the_next_one_begins
     for _ in range(2):
         control.iteration("a")
     old = control.at("b")
-    # The place that a has in line is claimed by nobody.
+    # No worker has claimed job a's place in line.
     control.pass_time(1.0)
     control.runs("b")
     ask_to_move(control.desk.cluster, "b")
     control.pass_time(60.0, beats="b")
     assert control.desk.cluster.stays[JobId("b")].stage is StayStage.MOVING
-    # In the middle of an iteration nothing is said and nothing changes.
+    # In the middle of an iteration no reply mentions the move and nothing changes.
     assert control.leave("b") == Left()
     assert control.at("b") == old
     left = control.phase("b", TRAINING, 15.0)
@@ -263,7 +263,7 @@ def test_who_moves_gets_its_permit_when_its_new_nodes_have_room() -> None:
     planner = policy.planner
     home = {job: planner.book.cells[planner.book.home[JobId(job)]] for job in "ab"}
     places = {job: home[job].pinned[JobId(job)] for job in "ab"}
-    # They swap nodes: whoever leaves first waits for the other.
+    # They swap nodes: the first to leave waits for the other.
     moves = planner.relocation.move_all(
         [
             (home[other], msgspec.structs.replace(places[other], job=JobId(job)))
@@ -287,7 +287,7 @@ def test_who_moves_gets_its_permit_when_its_new_nodes_have_room() -> None:
 
 
 def hears_where_it_is(control: Control, job: str, kind: PhaseKind) -> None:
-    """A job whose nodes have changed is told so before its state would be needed there."""
+    """A job with changed nodes is told so before it needs its state there."""
     refused = control.enter(job, kind)
     assert isinstance(refused, Refused)
     assert refused.unknown

@@ -1,4 +1,4 @@
-"""Pictures: well-formed, escaped, and true to what they are given."""
+"""Pictures: well-formed, escaped, and true to their data."""
 
 import xml.etree.ElementTree as ET
 

@@ -1,4 +1,4 @@
-"""A plan of given jobs: who shares what, why, and what is promised."""
+"""A plan of given jobs: shared nodes, reasons and promises."""
 
 import io
 import itertools

@@ -52,7 +52,7 @@ def _file(path: Path, jobs: list[dict[str, Any]], *, count: int) -> Path:
 
 
 def _planned(settings: PlanSettings) -> Grouped:
-    """By `rosemux plan`."""
+    """Groups and unplaced jobs by `rosemux plan`."""
     plan = draft(settings)
     groups = {
         (frozenset(map(str, (one.job for one in group.jobs))), len(group.nodes))
@@ -62,7 +62,7 @@ def _planned(settings: PlanSettings) -> Grouped:
 
 
 def _controlled(path: Path, settings: PlanSettings) -> Grouped:
-    """The same of a control on as many nodes, for which moves are free too."""
+    """Groups and unplaced jobs by a control on as many nodes, with free moves too."""
     sides = ((Pool.ROLLOUT, settings.nodes.rollout), (Pool.TRAINING, settings.nodes.training))
     pools = [
         PoolNodes(
