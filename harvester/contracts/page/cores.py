@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from harvester.contracts.page.records import EngineCore, PulseHead
 
 _LATE_NS = 250_000_000
-"""A busy API server may read its statistics so much later than another one reads newer ones."""
+"""Reports closer in time than this cannot be ordered: a busy API server may read its statistics
+later by as much."""
 
 
 def latest_cores(pulses: Sequence[PulseHead]) -> Sequence[EngineCore]:
