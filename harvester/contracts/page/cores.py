@@ -13,10 +13,10 @@ later by as much."""
 
 
 def latest_cores(pulses: Sequence[PulseHead]) -> Sequence[EngineCore]:
-    """One word for each core, from the pulses of one engine.
+    """The latest report of each core, from the pulses of one engine.
 
-    Words that are nearly as new as the newest cannot be put in order: the one with the fewest
-    requests counts, since an engine that goes on repeats itself and one that is idle says so once.
+    Reports that are nearly as new as the newest cannot be ordered: the one with the fewest requests
+    counts, since a running engine repeats its report and an idle one reports once.
     """
     if len(pulses) == 1:
         return pulses[0].cores
