@@ -26,7 +26,7 @@ class Exporter(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Metric:
     name: str
-    """As Prometheus stores it: a counter with `_total`, a histogram without its suffixes."""
+    """The name in Prometheus: a counter with `_total`, a histogram without its suffixes."""
     kind: Kind
     labels: tuple[str, ...]
     help: str

@@ -99,7 +99,7 @@ class GuestSteps:
     def _learn(self, step: _Launched, after: ProductionMoment | None) -> None:
         before, model, step_s = step.production, self.model, self.last_step_s
         if before is None or after is None:
-            return  # Whether it was alone nobody knows.
+            return  # Production's state was unknown.
         if not (before.idle and before == after):
             model.beside.observe(predicted_s=step.predicted_s, step_s=step_s)
             return

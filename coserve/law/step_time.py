@@ -34,7 +34,7 @@ class StepTimeModel:
     decode_s: float = 0.001
     prefill_s: float = 0.0005
     context_s: float = 0.0
-    """For each 1024 tokens of context."""
+    """Seconds per 1024 tokens of context."""
     factor: float = 1.5
     """Ratio of the wanted quantile to the fitted mean."""
     samples: int = 0

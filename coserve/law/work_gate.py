@@ -1,6 +1,7 @@
-"""Asks a slot's pages before each piece of a guest's work that is no step.
+"""Asks a slot's pages before each piece of guest work that is no engine step.
 
-In each process that works, workers too: it reads pages and writes none. It knows no vLLM.
+One in each working process, workers included: it reads pages and writes none. Imports nothing of
+vLLM.
 """
 
 import math

@@ -36,7 +36,8 @@ def shared(*, ranks: int) -> Iterator[None]:
 
 
 class _OneDevice:
-    """In the place of torch's class: makes stock groups, and knows them as its own."""
+    """Stand-in for torch's ProcessGroupGloo class, which makes stock groups and accepts them as
+    instances."""
 
     def __init__(self, stock: Any) -> None:
         self._stock = stock

@@ -122,7 +122,7 @@ class IdentityMiddleware:
 
 
 def _description(scope: Scope) -> EngineDescription:
-    """The server's vllm_config as a description; unknown facts where it says nothing."""
+    """The server's vllm_config as a description; facts that it lacks are left unknown."""
     config = getattr(scope["app"].state, "vllm_config", None) if "app" in scope else None
     if config is None:
         return EngineDescription()

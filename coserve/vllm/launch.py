@@ -136,7 +136,7 @@ def guest(
 
 
 def dedicated(spec: EngineSpec, *, weights: Path) -> EngineCommand:
-    """A rollout engine on accelerators of its own."""
+    """A rollout engine on dedicated accelerators."""
     arguments = (*_server(spec), *_rollout(spec.vllm), *IDENTITY)
     environment = _environment(spec) | HUGE_PAGES | _compiler(spec)
     return EngineCommand(arguments, environment | _weights(weights))

@@ -28,7 +28,7 @@ class PrefixKeeper:
         self._retention = PrefixRetention()
         self._kept: dict[str, list[Any]] = {}
         self._waiting: dict[str, tuple[str, int]] = {}
-        """By request id, for requests without a step yet: the trajectory and its expected hit."""
+        """Trajectory and expected hit, by the id of a request that has had no step yet."""
         self.tokens_used_total = 0
         """Kept until the trajectory came back, and hit by it."""
         self.tokens_dropped_total = 0

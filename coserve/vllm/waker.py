@@ -1,15 +1,14 @@
-"""Wakes a guest whose gate is closed, and gives back what it holds when nobody grants any more.
+"""Wakes a guest whose gate is closed, and returns its memory when no grant comes any more.
 
 While the gate is closed the engine loop sleeps in its input queue, so that a waiting guest costs
-nothing. This thread sleeps too, until a page that can open the gate is written: the grant's where
-the grant has closed it, else any of the slot. It evaluates the gate then and puts a wake-up into
-that queue. Slack only shrinks as time passes, so without a changed page only a probe can open a
-closed gate, and that one may wait.
+nothing. This thread sleeps too, until a page that can open the gate is written: the grant page if
+the grant has closed the gate, else any page of the slot. It then evaluates the gate and puts a
+wake-up into that queue. Slack only shrinks as time passes, so without a changed page only a probe
+can open a closed gate, and a probe may wait.
 
 It decides nothing that the engine loop would not decide again: the loop is woken when the gate
-opens, when it has to give memory back or may take it again, and once when the grace after a lost
-grant is over. A loop that is stuck gives nothing back: at the deadline the guest is ended from
-here.
+opens, when it must return memory or may take it again, and once when the grace after a lost grant
+is over. A stuck loop returns nothing: at the deadline this thread ends the guest.
 """
 
 import logging

@@ -41,7 +41,7 @@ class Entry:
 
 
 def containers(library: bytes | bytearray) -> Iterator[tuple[Entry, ...]]:
-    """The entries of each container, in the order of the file; none where there is no CUDA code."""
+    """The entries of each container, in file order; empty without CUDA code."""
     if library[: len(_ELF_MAGIC)] != _ELF_MAGIC:
         raise CarryError("not a little-endian 64-bit ELF file")
     try:

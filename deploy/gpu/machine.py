@@ -29,7 +29,9 @@ class Fact:
 
 
 def driver_version(load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> str:
-    """The newest CUDA that the driver serves, as "13.0"; empty where there is no driver."""
+    """The newest CUDA version that the driver supports, for example "13.0"; empty without a
+    driver.
+    """
     try:
         library = load(toolkit.DRIVER)
     except OSError:

@@ -16,7 +16,7 @@ from deploy.gpu.wheel import CarryError, Wheel
 
 Fetch = Callable[[NormalizedName, SpecifierSet], Wheel]
 Present = Mapping[NormalizedName, Version | None]
-"""Version None: the distribution is there in a version that nobody wrote down."""
+"""Version None: the distribution is present in an unrecorded version."""
 
 TARGET_ENVIRONMENT = {
     "implementation_name": "cpython",

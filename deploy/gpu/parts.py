@@ -29,7 +29,7 @@ class Refused(Exception):  # noqa: N818 - the bundle is at fault
 @dataclass(frozen=True, slots=True)
 class Part:
     index: int
-    """From 1."""
+    """Counted from 1."""
     size_bytes: int
     sha256: str
 

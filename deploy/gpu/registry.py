@@ -42,7 +42,7 @@ class Lock:
     hashes: frozenset[str]
 
     def verify(self, path: Path) -> None:
-        """Raise CarryError where the file is none of the lock's."""
+        """Raises CarryError if the file's SHA-256 is not in the lock."""
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() not in self.hashes:
                 raise CarryError(f"{path} is not the file that the lock names")

@@ -25,7 +25,7 @@ class Wheel:
 
 
 def read_wheel(path: Path) -> Wheel:
-    """Raise CarryError where the file is no wheel or its metadata is unreadable."""
+    """Raises CarryError if the file is no wheel or its metadata is unreadable."""
     try:
         name, version, _, _ = parse_wheel_filename(path.name)
         with zipfile.ZipFile(path) as archive:

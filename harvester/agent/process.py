@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 2.0
 _WATCHDOG_SHARE = 4
-"""systemd is told so many times per watchdog period."""
+"""Notifications to systemd per watchdog period."""
 
 
 class AgentProcess:

@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _SAVE_S = 60.0
-"""A state that has no news is saved so often ..."""
+"""Interval at which an unchanged state is saved ..."""
 _SAVE_SPENT_S = 5.0
-"""... and one with new misses of production so often."""
+"""... and one with new production misses."""
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 """Faults that pass; any other at start is the user's to mend."""
 

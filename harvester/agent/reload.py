@@ -1,7 +1,7 @@
-"""Which changes of its configuration a running agent takes over. It compares every field there is.
+"""Decides which configuration changes a running agent takes over.
 
-In force at once is only what is listed here. Any other field, a new one too, needs a restart: until
-then the agent runs on the old value and says so.
+It compares every field. Only the fields listed here take effect at once. Any other field, a new one
+too, needs a restart: until then the agent runs on the old value and reports it.
 """
 
 from collections.abc import Iterator

@@ -50,7 +50,7 @@ def parse_value(text: str) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """Raises ConfigError where the file cannot be read, is too large or is no text."""
+    """Raises ConfigError if the file is unreadable, too large or no text."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)

@@ -43,7 +43,9 @@ class Lease:
 
     @property
     def name(self) -> str:
-        """For journals, logs and status, where the id would let every reader end the lease."""
+        """A public name for journals, logs and status: the id would let every reader end the
+        lease.
+        """
         return f"{self.slot}.{self.epoch}"
 
 

@@ -1,7 +1,8 @@
-"""Whether an SLO is one that dashboards can count, and in seconds. It is only ever a warning.
+"""Warns of an SLO that dashboards cannot count, or that is probably not in seconds.
 
-RoseMux judges from raw samples and reads no histogram, at no level of consent. Dashboards of
-production's SLO do, and between two edges of a histogram they can only interpolate.
+It is only ever a warning. RoseMux judges from raw samples and reads no histogram, at no level of
+consent. Dashboards of production's SLO do, and between two edges of a histogram they can only
+interpolate.
 """
 
 from collections.abc import Iterator

@@ -67,7 +67,7 @@ class Child:
         return said
 
     def end(self) -> None:
-        """Once more does nothing."""
+        """End the process. Idempotent."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()

@@ -15,7 +15,7 @@ from harvester.platform.mps import DEFAULT_PIPE_DIRECTORY, PIPE_VARIABLE, THREAD
 
 MULTIPROCESSORS = 132
 SERVER = 1 << 22
-"""A process id that Linux gives to nobody."""
+"""A process id above Linux's largest pid."""
 
 
 class PlayedClient:

@@ -59,7 +59,7 @@ def test_a_second_process_starts_once_the_first_has_ended(uuids: list[str], tmp_
 
 
 def _holder(locks: Path, uuids: list[str]) -> int:
-    """Process id of who starts, once somebody does."""
+    """Process id of the lock's holder, once there is one."""
     file = locks / f"{sorted(uuids)[0]}.launch"
     while not (file.exists() and file.read_text().strip()):
         pass

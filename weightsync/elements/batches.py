@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 BATCH_BYTES = 4 << 20
 _BATCHES = 32
-"""A small state is cut into so many, so that no thread is left with a long last one."""
+"""Batches that a small state is cut into, so that no thread is left with a long last one."""
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")

@@ -36,7 +36,7 @@ def step_masks(_typing: Any, old: Any, new: Any, at: Any) -> Any:
 
 @generated
 def first_lane(_typing: Any, _mask: Any) -> Any:
-    """Number of the lowest set bit; 64 where none is."""
+    """Number of the lowest set bit; 64 if no bit is set."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
@@ -46,7 +46,7 @@ def first_lane(_typing: Any, _mask: Any) -> Any:
 
 @generated
 def behind_last_lane(_typing: Any, _mask: Any) -> Any:
-    """One more than the number of the highest set bit; 0 where none is."""
+    """One more than the number of the highest set bit; 0 if no bit is set."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         above = builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))

@@ -33,7 +33,7 @@ class _Codecs(threading.local):
         )
         self.packer = zstandard.ZstdCompressor(compression_params=bare)
         self.packers = [zstandard.ZstdCompressor(compression_params=bare) for _ in range(8)]
-        """For streams that are made at the same time."""
+        """Compressors for streams that are made concurrently."""
         self.unpacker = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS)
         self.framer = zstandard.ZstdCompressor(level=LEVEL)
         self.unframer = zstandard.ZstdDecompressor()

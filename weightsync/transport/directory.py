@@ -62,7 +62,7 @@ class DirectorySource:
             raise Corrupt(f"{full} ends at byte {start + at} of {start + len(into)}")
 
     def doubt(self, path: str) -> None:
-        """There is no copy: the next read is of the file itself."""
+        """No-op: there is no copy, and the next read is of the file itself."""
 
     def close(self) -> None:
         """No-op: nothing is held open."""

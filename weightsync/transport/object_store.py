@@ -61,7 +61,7 @@ class ObjectStoreSource:
             at += len(raw)
 
     def doubt(self, path: str) -> None:
-        """There is no copy: the next read asks the object store."""
+        """No-op: there is no copy, and the next read asks the object store."""
 
     def close(self) -> None:
         """fsspec closes its sessions itself."""

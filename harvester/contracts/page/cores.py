@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from harvester.contracts.page.records import EngineCore, PulseHead
 
 _LATE_NS = 250_000_000
-"""A busy API server may read its statistics so much later than another one reads newer ones."""
+"""Reports closer in time than this cannot be ordered: a busy API server may read its statistics
+later by as much."""
 
 
 def latest_cores(pulses: Sequence[PulseHead]) -> Sequence[EngineCore]:
-    """One word for each core, from the pulses of one engine.
+    """The latest report of each core, from the pulses of one engine.
 
-    Words that are nearly as new as the newest cannot be put in order: the one with the fewest
-    requests counts, since an engine that goes on repeats itself and one that is idle says so once.
+    Reports that are nearly as new as the newest cannot be ordered: the one with the fewest requests
+    counts, since a running engine repeats its report and an idle one reports once.
     """
     if len(pulses) == 1:
         return pulses[0].cores

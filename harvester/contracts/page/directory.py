@@ -27,7 +27,7 @@ DIRECTORY_VARIABLE = "ROSEMUX_PAGE_DIR"
 """Environment variable by which an engine learns its slot's directory."""
 
 LAUNCH_DIRECTORY = "launch"
-"""Beside the slots' directories where these are of several users: locks of guests that start."""
+"""Directory of launch locks beside the slots' directories, if these belong to several users."""
 
 _PULSE = re.compile(r"pulse\.[A-Za-z0-9][A-Za-z0-9_-]*\.[0-9]{1,6}")
 _ENGINE_NAME_LENGTH = 51
@@ -123,7 +123,7 @@ class PageDirectory:
         return PageReader(self._pulse_path(name), PulseHead, owners=self.owners.production)
 
     def pulse_names(self) -> tuple[str, ...]:
-        """Pulse files present, sorted. What bears another name is no engine's and left out."""
+        """Names of the present pulse files, sorted; files with other names are ignored."""
         names = (entry.name for entry in self.path.glob("pulse.*.*"))
         return tuple(sorted(name for name in names if _PULSE.fullmatch(name) and is_name(name)))
 

@@ -99,7 +99,7 @@ class PageReader(Generic[R]):
         return self._decode(page, int.from_bytes(page[_STAMP], "little") - 1)
 
     def sequence(self) -> bytes | None:
-        """Another value says that `read` has something new; None while there is no page."""
+        """The sequence number; a changed value means a new record. None while there is no page."""
         if self._fd < 0:
             return None
         return _copied(self._fd, BODY_OFFSET - SEQUENCE_OFFSET, SEQUENCE_OFFSET)

@@ -52,7 +52,7 @@ FUTURE_TOLERANCE_NS = 1_000_000_000
 
 
 class PageFault(StrEnum):
-    """Why a page says nothing. Every fault closes a gate: missing data is a breach."""
+    """Why a page cannot be read. Every fault closes a gate: missing data is a breach."""
 
     MISSING = "missing"
     FOREIGN = "foreign"

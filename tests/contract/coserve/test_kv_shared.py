@@ -48,7 +48,7 @@ class Scene:
         return self.pages.in_use + len(self.pages.ahead)
 
     def cached(self, count: int) -> None:
-        """Prefixes that nobody uses any more."""
+        """Cache prefixes that no request uses."""
         blocks = self.pool.get_new_blocks(count)
         hashes = [os.urandom(32) for _ in blocks]
         request = types.SimpleNamespace(block_hashes=hashes)

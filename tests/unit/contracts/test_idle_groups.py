@@ -79,7 +79,7 @@ def test_who_is_lifted_outweighs_a_group_that_is_not(sleeper: int) -> None:
 
 
 def _weight(pid: int) -> float:
-    """Over that of a group whose weight nobody has set."""
+    """CPU weight of a process's group, over the default weight."""
     group = scheduling_group(pid).lstrip("/")
     for root in hierarchies():
         for name, usual in (("cpu.weight", 100), ("cpu.shares", 1024)):
@@ -144,7 +144,7 @@ def test_who_is_lifted_without_a_new_weight_is_lifted_and_can_be_settled(tmp_pat
     groups = _machine(tmp_path, own="/rosemux-guest-7")
     group = tmp_path / "cgroup/rosemux-guest-7"
     (group / "cpu.weight").unlink()
-    (group / "cpu.weight").mkdir()  # What nobody may write to, root included.
+    (group / "cpu.weight").mkdir()  # A directory in the file's place: even root cannot write it.
     (group / "cpu.idle").write_text("1\n")
     assert groups.lift(7)
     assert (group / "cpu.idle").read_text() == "0\n"

@@ -89,7 +89,7 @@ def test_a_directory_that_an_older_agent_left_open_to_everybody_is_closed(tmp_pa
 def test_a_directory_of_a_stranger_is_refused_with_what_to_do(tmp_path: Path) -> None:
     directory = PageDirectory.create(tmp_path / "slot")
     owner = directory.path.stat().st_uid
-    if owner == 0:  # To root there is no stranger but one who owns it.
+    if owner == 0:  # Root's directories are always trusted: use another owner.
         owner = 4242
         os.chown(directory.path, owner, -1)
     others = PageDirectory(directory.path, PageOwners(agent=frozenset({owner + 1})))

@@ -188,7 +188,7 @@ def test_a_page_of_another_user_is_believed_only_where_that_user_is_named(
     owner = path.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 4242)
     stranger = PageReader(path, Pulse)
-    # Root's pages are always believed, so as root there is nobody to be a stranger to.
+    # Root's pages are always believed, so the test as root expects no fault.
     assert read(stranger).fault is (None if owner == 0 else PageFault.FOREIGN)
     assert read(PageReader(path, Pulse, owners=frozenset({owner}))).fault is None
     with pytest.raises(ConfigError, match="another user"):

@@ -203,7 +203,7 @@ def test_a_probe_is_no_way_past_unseen_requests(engine: Engine, grant: Grant) ->
 def test_an_aborted_request_is_work_until_its_engine_says_that_it_is_gone(
     engine: Engine, grant: Grant
 ) -> None:
-    """Its reply ends at once; the step that runs gives it tokens that nobody counts."""
+    """The reply ends at once; the running step gives the request tokens that are not counted."""
     engine.arrive(1)
     engine.after(0.05).step(running=1, first_tokens=1, prompt_tokens=40, generation_tokens=1)
     engine.after(0.01).finish(1)

@@ -1,4 +1,4 @@
-"""Whoever is woken finds a page to follow."""
+"""Every alert has a runbook, and every runbook an alert."""
 
 import re
 from pathlib import Path

@@ -9,7 +9,7 @@ DAY_S = 86_400.0
 
 
 def serve(budget: ErrorBudget, *, start_s: float, minutes: int, requests: float, misses: float):
-    """So many requests and misses in every minute; the verdicts."""
+    """Observe this many requests and misses in every minute; returns the verdicts."""
     return [
         budget.observe(requests=requests, misses=misses, now=start_s + 60.0 * minute)
         for minute in range(minutes)

@@ -1,4 +1,4 @@
-"""For whom an effect is decides what becomes of it where no line can be written."""
+"""An effect's beneficiary decides its fate when no journal line can be written."""
 
 from typing import get_args
 

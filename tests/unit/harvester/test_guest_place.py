@@ -45,7 +45,7 @@ def process() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def leave_page(pages: PageDirectory, *processes: ProcessId) -> None:
-    """As a guest that was killed does: nobody closes it."""
+    """Leave a page as a killed guest does: unclosed."""
     writer = pages.guest_writer()
     writer.write(Guest(processes=processes), now_ns=monotonic_ns(), ttl_ns=1)
     writer.close()

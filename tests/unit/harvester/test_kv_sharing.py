@@ -1,4 +1,4 @@
-"""KV that production and guest share page by page: what counts as used, and who has to give way."""
+"""KV that production and guest share page by page: its use, and the reclaim that follows."""
 
 import os
 import struct

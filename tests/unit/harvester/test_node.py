@@ -209,7 +209,7 @@ def test_a_successor_goes_on_from_the_epoch_left_on_the_page(tmp_path: Path) -> 
 
 
 def many_slots(root: Path) -> tuple[Stage, list[LeaseGranted]]:
-    """Three slots, each leased to a job of its own, and every one at epoch 1."""
+    """Three slots, each leased to a separate job, and all at epoch 1."""
     names = [SlotId(f"slot{number}") for number in range(3)]
     slots = [{"name": name, "policy": {"proof": {"share_ratio": 0.0}}} for name in names]
     stage = Stage(root, slots=slots)
@@ -224,7 +224,7 @@ def many_slots(root: Path) -> tuple[Stage, list[LeaseGranted]]:
 
 
 def kill(stage: Stage) -> None:
-    """As by a signal: nothing is drained, and what it had open goes with the process."""
+    """End the agent as a signal does: nothing is drained, and its descriptors close."""
     for slot in stage.node.slots:
         slot._record.close()
         slot._grant_page.close()

@@ -122,7 +122,9 @@ def test_slow_steps_are_evidence_though_not_in_each_beat() -> None:
 
 
 def test_steps_of_one_api_server_are_those_of_a_siblings_requests() -> None:
-    """While any of them has requests the engine steps for these, whoever is told."""
+    """While any sibling has requests the engine steps for these, whichever server gets the
+    report.
+    """
     engine = Served(servers=2)
     engine.change(1, in_flight=2, decoding=2, requests_total=2)
     for _ in range(30):

@@ -21,7 +21,7 @@ Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
 
 
 class Killed(BaseException):
-    """The process ends here: no cleanup of ours runs on disk."""
+    """The process ends here, without any cleanup on disk."""
 
 
 class MortalWriter:

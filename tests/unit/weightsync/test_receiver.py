@@ -188,7 +188,7 @@ def _replace_by_loop(path: Path) -> None:
 
 
 def _replace_by_pipe(path: Path) -> None:
-    """Nobody writes into it: a reader that waits for one waits for ever."""
+    """Replace a file by a pipe without a writer: a reader that opens it waits for ever."""
     path.unlink()
     os.mkfifo(path)
 

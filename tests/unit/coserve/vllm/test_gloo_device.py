@@ -1,4 +1,4 @@
-"""The groups of a single rank share one gloo device; everybody else's are torch's own."""
+"""Groups of a single rank share one gloo device; all other groups are torch's own."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -30,7 +30,7 @@ def threads() -> int:
 
 
 def made_groups(groups: int) -> list[Any]:
-    """As vLLM makes them."""
+    """Groups made as vLLM makes them."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return [dist.new_group([0], backend="gloo", timeout=_LATER) for _ in range(groups)]
 
@@ -45,7 +45,7 @@ def threads_of(groups: int, *, ranks: int) -> int:
 
 
 def test_a_dozen_groups_of_one_rank_look_after_one_device(alone: None) -> None:
-    threads_of(1, ranks=1)  # What torch starts once is none of theirs.
+    threads_of(1, ranks=1)  # Excludes threads that torch starts once.
     assert threads_of(12, ranks=2) - threads_of(12, ranks=1) == 12
 
 

@@ -391,7 +391,7 @@ async def test_outside_a_guest_no_epoch_is_asked_for(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def pages(tmp_path: Path, set_role: SetRole, monkeypatch: pytest.MonkeyPatch) -> PageDirectory:
-    """A production process of its own: the reporter is one per process."""
+    """A fresh production process: the reporter is one per process."""
     set_role("production", tmp_path)
     monkeypatch.setattr(pulse, "_reporter", None)
     return PageDirectory(tmp_path)

@@ -80,7 +80,7 @@ class Worker:
 
 
 class PlayedExecutor(Executor):  # type: ignore[misc]
-    """vLLM's bookkeeping of who sleeps, over one worker here."""
+    """vLLM's bookkeeping of sleeping parts, over one worker."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker

@@ -71,7 +71,7 @@ def test_no_change_of_any_element_type_compiles_anything_after_the_warm_up(tmp_p
 
 @pytest.fixture
 def read_only_packages(tmp_path: Path) -> Path:
-    """Copies of the packages that nobody can write beside: what should be a directory is a file."""
+    """Copies of the packages without a writable cache directory: a file stands in its place."""
     for name in PACKAGES:
         for source in (ROOT / name).rglob("*.py"):
             copy = tmp_path / source.relative_to(ROOT)

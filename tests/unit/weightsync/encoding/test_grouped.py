@@ -42,7 +42,7 @@ def _step(
 
 
 def _in_groups(old: Bits, new: Bits) -> bytes:
-    """Its payload in groups, whatever would be chosen; empty where there is none."""
+    """The payload in groups, even if another layout would be chosen; empty if impossible."""
     head = bytes((FORMAT, GROUPS, old.itemsize)) + varint(old.size)
     return grouped_payload(head, old.size, compared(old, new))
 

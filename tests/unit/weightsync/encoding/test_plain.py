@@ -16,7 +16,7 @@ DTYPES = {1: "U8", 2: "BF16", 4: "F32", 8: "F64"}
 
 
 def _pair(width: int, elements: int, small: int, far: int, seed: int) -> tuple[Bits, Bits]:
-    """A tensor and its successor: so many steps of one unit, and so many of any size."""
+    """A tensor and its successor: `small` steps of one unit, and `far` of any size."""
     random = np.random.default_rng(seed)
     kind = UNSIGNED_NUMPY[width]
     old: Bits = random.integers(0, np.iinfo(kind).max, elements, dtype=kind, endpoint=True)

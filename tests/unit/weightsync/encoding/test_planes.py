@@ -16,7 +16,7 @@ SIZES = [RUN_ELEMENTS, RUN_ELEMENTS + 1, 2 * RUN_ELEMENTS, 2 * RUN_ELEMENTS + 77
 
 
 def _states(dtype: str, size: int, *, low_bits: int) -> tuple[Bits, Bits]:
-    """Every element changes by up to so many of its low bits."""
+    """Two states: every element changes within its `low_bits` low bits."""
     random = np.random.default_rng(size)
     old = random.integers(0, 1 << 8, size, dtype=DTYPES[dtype], endpoint=False)
     change = random.integers(1, 1 << low_bits, size, dtype=np.uint64).astype(DTYPES[dtype])

@@ -1,4 +1,4 @@
-"""Ranks talk through files: all hear the same, and who is silent, late or failing is named."""
+"""Ranks talk through files: all get the same messages; silent, late or failing ranks are named."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Bytes that wait: the first in memory, the others in a file that nobody else sees."""
+"""Waiting bytes: the first in memory, the others in an unlinked file."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Every byte that is asked for is pulled once, whoever asks and in whatever ranges."""
+"""Every requested byte is pulled once, for any readers and any ranges."""
 
 from hypothesis import given
 from hypothesis import strategies as st
