@@ -47,7 +47,7 @@ class EngineKind(StrEnum):
     GUEST = "guest"
 
 
-class Phase(msgspec.Struct, frozen=True, kw_only=True):
+class PhaseSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One phase of a job's iteration; durations are stochastic."""
 
     kind: PhaseKind
@@ -61,10 +61,10 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     its own tail together on a part of them."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     job: JobId
     tenant: TenantId
-    phases: tuple[Phase, ...] = ()
+    phases: tuple[PhaseSpec, ...] = ()
     host_bytes_per_node: int = 0
     """State that stays resident in host memory on every node that the job is pinned to."""
     slowdown_slo: float = 1.0
@@ -146,7 +146,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def group_faults(
-    groups: Iterable[Group], *, nodes: Mapping[NodeId, Node], jobs: Mapping[JobId, Job]
+    groups: Iterable[Group], *, nodes: Mapping[NodeId, Node], jobs: Mapping[JobId, JobSpec]
 ) -> tuple[str, ...]:
     """Every broken invariant in words: groups are disjoint, pins stay inside, state fits."""
     faults: list[str] = []

@@ -13,7 +13,7 @@ from weightsync.transport.location import StoreRoot
 from weightsync.transport.metrics import TransferMetrics
 from weightsync.transport.object_cache import ObjectCache
 from weightsync.transport.patience import RetryLimits
-from weightsync.transport.ranges import Span
+from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.relay import RelayShelf
 from weightsync.transport.server import ServingLimits, WeightServer
 from weightsync.transport.shelf import Shelf, SourceShelf
@@ -31,10 +31,10 @@ HASTY = Access(
 def fill(source: StoreSource, path: str, into: memoryview) -> None:
     """Reads a whole file as receivers do: several ranges at once."""
 
-    def read(span: Span) -> None:
+    def read(span: ByteSpan) -> None:
         source.read_range(path, span.start, into[span.start : span.stop])
 
-    each_span(source, Span(0, len(into)).pieces(source.range_bytes), read)
+    each_span(source, ByteSpan(0, len(into)).pieces(source.range_bytes), read)
 
 
 @contextmanager

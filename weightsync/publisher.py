@@ -22,7 +22,7 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.adapter import Adapter
 from weightsync.encoding.codec import Encoding, warm_up
 from weightsync.layout.durable import write_durably
-from weightsync.publish.agreement import Anchored, Order, Outcome, Settled, Written
+from weightsync.publish.agreement import Anchored, Order, PublishResult, Settled, WrittenShare
 from weightsync.publish.copy_memory import HostMemory, MappedFile
 from weightsync.publish.intake import Intake, State
 from weightsync.publish.last_published import LastPublished
@@ -197,16 +197,18 @@ class Publisher:
         offers = talk.gather(self._share.offer(intake))
         return talk.tell(self._lead.order(offers) if self._lead else None, Order)
 
-    def _published(self, talk: Conversation, intake: Intake, order: Order) -> Outcome:
+    def _published(self, talk: Conversation, intake: Intake, order: Order) -> PublishResult:
         with closing(self._store.draft(order.directory)) as draft:
             written = self._written(talk, intake, order, draft)
             everything = talk.gather(written)
             done = self._lead.commit(order, everything) if self._lead else None
-            outcome = talk.tell(done, Outcome)
+            outcome = talk.tell(done, PublishResult)
             self._share.hold(order, outcome, written, draft)
         return outcome
 
-    def _written(self, talk: Conversation, intake: Intake, order: Order, draft: Draft) -> Written:
+    def _written(
+        self, talk: Conversation, intake: Intake, order: Order, draft: Draft
+    ) -> WrittenShare:
         if order.base:
             return self._share.write_delta(draft, intake)
         holdings = talk.gather(self._share.take(intake))
@@ -214,7 +216,7 @@ class Publisher:
         self._copy.skip(settled.skipped[self._ranks.rank])
         return self._share.write_full(draft)
 
-    def _anchored(self, talk: Conversation, order: Order, outcome: Outcome) -> Anchored:
+    def _anchored(self, talk: Conversation, order: Order, outcome: PublishResult) -> Anchored:
         """Write an anchor if one is due. A failed anchor is due again with the next version, since
         this version is already published."""
         if not outcome.anchor_directory:
@@ -223,12 +225,12 @@ class Publisher:
             with closing(self._store.draft(outcome.anchor_directory)) as draft:
                 written = self._share.write_anchor(draft)
         except RoseMuxError:
-            written = Written([], {}, failed=True)
+            written = WrittenShare([], {}, failed=True)
         try:
             everything = talk.gather(written)
         except RoseMuxError:
             # A rank is gone; the next publish names it.
-            everything = [Written([], {}, failed=True)]
+            everything = [WrittenShare([], {}, failed=True)]
         anchored = self._lead.commit_anchor(order, outcome, everything) if self._lead else None
         try:
             return talk.tell(anchored, Anchored)

@@ -24,7 +24,7 @@ from weightsync.reading.memory_room import STAGING_BYTES, MemoryRoom
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Kind, Store, VersionRef
 from weightsync.receive.held_parts import HeldParts, everything, held_parts
-from weightsync.receive.plan import Plan, Step, plans
+from weightsync.receive.plan import PullPlan, Step, plans
 from weightsync.receive.staged import Staged
 from weightsync.receive.staging import stage
 from weightsync.receive.writing import write_state
@@ -134,7 +134,7 @@ class Receiver:
         """
         return self._store.newer(than, wait_s=wait_s)
 
-    def plan(self, current: WeightVersion | None, target: WeightVersion) -> Plan:
+    def plan(self, current: WeightVersion | None, target: WeightVersion) -> PullPlan:
         """The first of `plans`; raises ConfigError, Stale or Corrupt.
 
         A holder of parts starts from a full checkpoint unless this receiver wrote `current` there.
@@ -144,7 +144,7 @@ class Receiver:
 
     def _plans(
         self, current: WeightVersion | None, target: WeightVersion, *, layout_is_known: bool
-    ) -> Iterator[Plan]:
+    ) -> Iterator[PullPlan]:
         if self.is_partial and current != self._known_version:
             current = None
         latest = self._store.latest()
@@ -191,7 +191,7 @@ class Receiver:
         with suppress(RoseMuxError):
             self.step(ref)
 
-    def parts(self, plan: Plan, held: Layout | None = None) -> HeldParts:
+    def parts(self, plan: PullPlan, held: Layout | None = None) -> HeldParts:
         """The holder's part of the checkpoint that a plan leads to; `held` as in `prepare`."""
         if plan.root is None:
             if held is None or self.is_partial:
@@ -203,7 +203,7 @@ class Receiver:
             self._parts = (plan.root.ref, held_parts(whole, slicing, self._selection))
         return self._parts[1]
 
-    def stage(self, plan: Plan, held: Layout | None = None) -> Staged:
+    def stage(self, plan: PullPlan, held: Layout | None = None) -> Staged:
         """Read and check a plan; raises Corrupt or Stale, with no target touched."""
         room, known = MemoryRoom(self._staging_bytes), self._written
         with self._forgetting():

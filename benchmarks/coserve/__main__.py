@@ -43,7 +43,7 @@ from examples.demo.production import ProductionClient, Prompts, production_sessi
 from examples.demo.production_model import PROMPT_IDS
 from examples.demo.records import ProductionRequest
 from examples.demo.run_directory import run_directory
-from examples.demo.session import FIRST_LEVEL, unless
+from examples.demo.session import FIRST_LEVEL, run_with_watchdog
 from examples.demo.slo import choose_slo
 from examples.demo.slot import AGENT, PRODUCTION, ServingSlot, SlotPorts, url
 from examples.demo.trace import Trace, read_trace
@@ -169,7 +169,7 @@ class Bench:
                 self.given.seed,
                 self.hardware.rollouts,
             )
-            result = await unless(self.slot.parts.one_dies(), self._run())
+            result = await run_with_watchdog(self.slot.parts.one_dies(), self._run())
             return result | await self._failsafe()
 
     async def _run(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from examples.demo.job.events import StepDone
 from examples.demo.parts import Parts
 from examples.demo.prerequisites import free_ports
 from examples.demo.production import production_session
-from examples.demo.session import unless
+from examples.demo.session import run_with_watchdog
 from examples.demo.trace import Trace
 from scheduler.rollmux.control import on_ray
 from scheduler.rollmux.permits.terms import PermitsConfig
@@ -67,7 +67,7 @@ class Bench:
             if self._serving is not None:
                 await self._serving.answers(session, self._told)
             on_ray.started(PermitsConfig(), journal=self._parts.paths.logs)
-            await unless(self._parts.one_dies(), self._rounds())
+            await run_with_watchdog(self._parts.one_dies(), self._rounds())
         facts = Facts(steps=self._steps, cores=os.cpu_count() or 0, engine_cold_s=engine_cold_s)
         if self._serving is None:
             return figures(self.done, facts)

@@ -36,7 +36,7 @@ from examples.demo.production import ProductionClient, Prompts, production_sessi
 from examples.demo.production_model import PROMPT_IDS, write_production_checkpoint
 from examples.demo.records import ProductionRequest
 from examples.demo.run_directory import run_directory
-from examples.demo.session import unless
+from examples.demo.session import run_with_watchdog
 from examples.demo.slot import PRODUCTION_MAX_LEN, ROLLOUT_CORE, SERVING_CORE, url
 from examples.demo.trace import Trace, read_trace
 from examples.demo.window import Window, windows_of
@@ -118,7 +118,7 @@ class Bench:
                     clock=self.clock,
                     record=self.figures.requests.append,
                 )
-            await unless(self.parts.one_dies(), self._rounds())
+            await run_with_watchdog(self.parts.one_dies(), self._rounds())
         return self._result()
 
     def _result(self) -> dict[str, Any]:

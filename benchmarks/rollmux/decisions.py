@@ -8,7 +8,7 @@ import numpy as np
 
 from harvester.contracts.clock import MonotonicClock
 from scheduler.model import PhaseKind
-from scheduler.rollmux.planner.events import JobArrived, PhaseEnded
+from scheduler.rollmux.planner.events import JobArrived, PhaseMeasured
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.sim.rollmux.baselines import our_planner
 from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob, w1
@@ -46,7 +46,7 @@ def _learn(planner: GroupPlanner, one: SimulatedJob) -> None:
     planner.facts[one.job.job].learn_tail(one.curve, accelerators=accelerators)
     for rollout_s, training_s in one.lengths_s[np.arange(8) % one.iterations].tolist():
         for kind, solo_s in ((PhaseKind.ROLLOUT, rollout_s), (PhaseKind.TRAINING, training_s)):
-            event = PhaseEnded(job=one.job.job, phase=kind, solo_s=solo_s)
+            event = PhaseMeasured(job=one.job.job, phase=kind, solo_s=solo_s)
             planner.observe(event, now=0.0)
 
 

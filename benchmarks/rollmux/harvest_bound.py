@@ -27,7 +27,7 @@ from scheduler.rollmux.forecast.execution import advance
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import OUR_RULES
 from scheduler.rollmux.forecast.stages import EVENT, empty_nodes, empty_permits
-from scheduler.rollmux.planner.regrouping import CheapestHosting, Guest
+from scheduler.rollmux.planner.regrouping import CheapestHosting, SearchedJob
 from scheduler.sim.rollmux.lease_supply import SLOTS_RATIO
 from scheduler.sim.rollmux.optimum import KnownJob
 from scheduler.sim.rollmux.workload import (
@@ -99,7 +99,7 @@ def _hostings(
 ) -> Iterator[tuple[float, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
     """Price an hour, members and their nodes of every group that host memory allows."""
     search = CheapestHosting(NODE_TYPES, GROUP_JOBS)
-    guests = [Guest(at, one.job.host_bytes_per_node, 0.0, 0.0) for at, one in enumerate(jobs)]
+    guests = [SearchedJob(at, one.job.host_bytes_per_node, 0.0, 0.0) for at, one in enumerate(jobs)]
     fits = [search.fitting(guests, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
     for size in range(1, GROUP_JOBS + 1):
         for members in combinations(range(len(jobs)), size):

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.planner.events import JobArrived, JobMoved, MoveJob, PhaseEnded, ReviewDue
+from scheduler.rollmux.planner.events import JobArrived, JobMoved, MoveJob, PhaseMeasured, ReviewDue
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
@@ -105,7 +105,7 @@ def _settled(jobs: list[SimulatedJob]) -> GroupPlanner:
                 (PhaseKind.ROLLOUT, rollout_s),
                 (PhaseKind.TRAINING, training_s),
             ):
-                event = PhaseEnded(job=one.job.job, phase=kind, solo_s=solo_s)
+                event = PhaseMeasured(job=one.job.job, phase=kind, solo_s=solo_s)
                 planner.observe(event, now=now)
         accelerators = ROLLOUT_ACCELERATORS * one.job.phases[0].nodes
         planner.facts[one.job.job].learn_tail(one.curve, accelerators=accelerators)

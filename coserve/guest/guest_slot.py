@@ -13,10 +13,10 @@ from time import thread_time_ns
 
 from coserve.guest.guest_steps import GuestSteps, ProductionMoment
 from coserve.guest.isolation import PREEMPTED, IsolationBackend
-from coserve.guest.isolation_watch import IsolationWatch, Standing
+from coserve.guest.isolation_watch import IsolationWatch, ObservedIsolation
 from coserve.guest.memory_deadline import MemoryDeadline
 from coserve.law.engine_terms import idle, terms_of
-from coserve.law.gate import Closed, Decision, decide
+from coserve.law.gate import Closed, StepDecision, decide
 from coserve.law.step_time import StepTimeModel
 from harvester.contracts.bell import Word
 from harvester.contracts.clock import monotonic_ns
@@ -48,7 +48,7 @@ _DEFAULT_DEADLINE_S = 2.0
 
 
 @dataclass(slots=True)
-class EngineLoad:
+class GuestQueue:
     """Present state of the guest's scheduler."""
 
     running: int = 0
@@ -69,7 +69,7 @@ class EngineLoad:
     """Whether the weights are offloaded when the slot falls asleep."""
     weights_away: bool = False
     isolation: str = ""
-    standing: Standing = field(default_factory=Standing)
+    standing: ObservedIsolation = field(default_factory=ObservedIsolation)
     memory: GuestMemory = field(default_factory=GuestMemory)
 
 
@@ -88,8 +88,8 @@ class GuestSlot:
         self._pulse_pages: dict[str, PageReader[PulseHead]] = {}
         self._token_limit = token_limit
         self.steps = GuestSteps()
-        self.load = EngineLoad()
-        self.last = Decision(0, Closed.NO_GRANT, 0.0)
+        self.load = GuestQueue()
+        self.last = StepDecision(0, Closed.NO_GRANT, 0.0)
         self._grant: Reading[Grant] = self._grant_page.read()
         self._epoch = 0
         self.abort_grace_s = _DEFAULT_GRACE_S
@@ -106,7 +106,7 @@ class GuestSlot:
         self._closed = False
         self._lock = threading.Lock()
 
-    def decide(self, *, for_step: bool = False) -> Decision:
+    def decide(self, *, for_step: bool = False) -> StepDecision:
         """Decide whether a step may start now. Reads every page of the slot.
 
         `for_step` is False for the waker's checks, whose cost does not enter the mean decision
@@ -157,7 +157,7 @@ class GuestSlot:
         if load.isolation not in PREEMPTED:
             return None
 
-        def tell(standing: Standing) -> None:
+        def tell(standing: ObservedIsolation) -> None:
             load.standing = standing
 
         return IsolationWatch(

@@ -22,7 +22,7 @@ MOST_PROCESSES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ObservedIsolation:
     """A guest beside production, as it was seen last."""
 
     blocking_ratio: float = 1.0
@@ -40,7 +40,7 @@ class IsolationWatch(threading.Thread):
         directory: PageDirectory,
         *,
         guest: Callable[[], Iterable[ProcessId]],
-        tell: Callable[[Standing], None],
+        tell: Callable[[ObservedIsolation], None],
     ) -> None:
         """`guest` says which processes the engine has."""
         super().__init__(name="rosemux-isolation", daemon=True)
@@ -48,7 +48,7 @@ class IsolationWatch(threading.Thread):
         self._directory = directory
         self._guest = guest
         self._tell = tell
-        self._told = Standing(fault="not looked at yet")
+        self._told = ObservedIsolation(fault="not looked at yet")
         self._stopped = threading.Event()
         tell(self._told)
 
@@ -64,13 +64,13 @@ class IsolationWatch(threading.Thread):
         """Ask once, in the caller's thread."""
         try:
             self._check()
-            standing = Standing(self._isolation.blocking_ratio)
+            standing = ObservedIsolation(self._isolation.blocking_ratio)
         except (OSError, PeerProtocolError, Unsupported) as error:
-            standing = Standing(fault=str(error))
+            standing = ObservedIsolation(fault=str(error))
         except Exception as error:
             # Without this thread a standing would stay true for ever.
             _log.exception("the watch goes on after an error")
-            standing = Standing(fault=f"it cannot be looked at: {error}")
+            standing = ObservedIsolation(fault=f"it cannot be looked at: {error}")
         if standing.fault and standing.fault != self._told.fault:
             _log.warning("guest steps count whole (blocking ratio 1): %s", standing.fault)
         elif self._told.fault and not standing.fault:

@@ -31,7 +31,7 @@ class Plane:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class AddressRange:
     address: int
     length: int
 
@@ -52,7 +52,7 @@ def runs(blocks: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 def whole_pages(
     planes: Sequence[Plane], blocks: Iterable[int], *, page_bytes: int = mmap.PAGESIZE
-) -> Iterator[Span]:
+) -> Iterator[AddressRange]:
     """The pages that hold nothing but bytes of these blocks."""
     together = list(runs(blocks))
     for plane in planes:
@@ -64,10 +64,10 @@ def whole_pages(
                 end = start + (length - 1) * plane.stride_bytes + plane.block_bytes
                 start, end = -(-start // page_bytes) * page_bytes, end // page_bytes * page_bytes
                 if start < end:
-                    yield Span(start, end - start)
+                    yield AddressRange(start, end - start)
 
 
-def give_back(spans: Iterable[Span]) -> int:
+def give_back(spans: Iterable[AddressRange]) -> int:
     """Returns how many bytes went back, resident or not. Raises Unsupported, OSError."""
     if not hasattr(mmap, "MADV_DONTNEED"):
         raise Unsupported("giving memory back page by page needs Linux")

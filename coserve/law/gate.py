@@ -33,7 +33,7 @@ class Closed(StrEnum):
 _BY_GRANT = (Closed.NO_GRANT, Closed.GRANT_FAULT, Closed.GRANT_CLOSED)
 
 
-class Decision(msgspec.Struct, frozen=True):
+class StepDecision(msgspec.Struct, frozen=True):
     tokens: int
     """0 closes the gate; more is the largest step that may start now."""
     reason: Closed | None
@@ -64,7 +64,7 @@ def decide(
     may_probe: bool,
     now_ns: int,
     chance: Callable[[], float] = random,
-) -> Decision:
+) -> StepDecision:
     """The grant's law over all pulses of a slot.
 
     `launched_s` is the predicted time of guest steps that are launched and not finished,
@@ -76,25 +76,25 @@ def decide(
     record = grant.record
     if record is None:
         missing = grant.fault is PageFault.MISSING
-        return Decision(0, Closed.NO_GRANT if missing else Closed.GRANT_FAULT, 0.0, grant.fault)
+        return StepDecision(0, Closed.NO_GRANT if missing else Closed.GRANT_FAULT, 0.0, grant.fault)
     if record.mode is GrantMode.CLOSED:
-        return Decision(0, Closed.GRANT_CLOSED, 0.0)
+        return StepDecision(0, Closed.GRANT_CLOSED, 0.0)
     cap = token_limit
     if 0 < record.step_tokens_cap < cap:
         cap = record.step_tokens_cap
     if record.mode is GrantMode.UNGATED:
-        return Decision(cap, None, math.inf)
+        return StepDecision(cap, None, math.inf)
     if not pulses or len(pulses) != len(record.pulses):
-        return Decision(0, Closed.NO_PULSE, 0.0)
+        return StepDecision(0, Closed.NO_PULSE, 0.0)
     present: list[PulseHead] = []
     for reading in pulses:
         if reading.record is None:
-            return Decision(0, Closed.PULSE_FAULT, 0.0, reading.fault)
+            return StepDecision(0, Closed.PULSE_FAULT, 0.0, reading.fault)
         present.append(reading.record)
     terms = terms_of(present, record)
     for pulse, of_engine in zip(present, terms, strict=True):
         if pulse.in_flight and hung(pulse, of_engine, now_ns=now_ns):
-            return Decision(0, Closed.HUNG, 0.0)
+            return StepDecision(0, Closed.HUNG, 0.0)
     guest = GuestLoad(step_time, decodes, context_tokens, launched_s, cap)
     match record.law:
         case Law.SLACK:
@@ -104,10 +104,10 @@ def decide(
         case Law.SATURATION:
             admitted = saturation_law(present, guest, chance=chance())
     if admitted.tokens > 0:
-        return Decision(admitted.tokens, None, admitted.slack_s)
+        return StepDecision(admitted.tokens, None, admitted.slack_s)
     if may_probe and _may_probe(admitted, guest) and idle(present, terms, now_ns=now_ns):
-        return Decision(1, None, admitted.slack_s, probe=True)
-    return Decision(0, Closed.NO_SLACK, admitted.slack_s)
+        return StepDecision(1, None, admitted.slack_s, probe=True)
+    return StepDecision(0, Closed.NO_SLACK, admitted.slack_s)
 
 
 def _may_probe(admitted: Admission, guest: GuestLoad) -> bool:

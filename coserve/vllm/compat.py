@@ -16,17 +16,17 @@ from rich.console import Console
 from rich.table import Table
 
 from coserve.vllm.capabilities import DISTRIBUTIONS, SUPPORTED, capabilities
-from coserve.vllm.conformance import Finding, Verdict, compare
-from coserve.vllm.overlay import EngineRun, Outcome, run_engine_tests
+from coserve.vllm.conformance import Finding, TableVerdict, compare
+from coserve.vllm.overlay import EngineRun, OverlayResult, run_engine_tests
 from coserve.vllm.source_tree import WheelTree, wheel_version
 from coserve.vllm.symbol import Symbol, Use
 from harvester.contracts.errors import RoseMuxError
 
 _MARKS = {
-    Verdict.PRESENT: "[green]yes[/]",
-    Verdict.ABSENT: "[dim]–[/]",
-    Verdict.BROKEN: "[bold red]BROKEN[/]",
-    Verdict.UNDECLARED: "[bold red]EXTRA[/]",
+    TableVerdict.PRESENT: "[green]yes[/]",
+    TableVerdict.ABSENT: "[dim]–[/]",
+    TableVerdict.BROKEN: "[bold red]BROKEN[/]",
+    TableVerdict.UNDECLARED: "[bold red]EXTRA[/]",
 }
 _ENGINE_TEST_TIMEOUT_S = 3600.0
 """Limit for one version's tests on a slow shared machine; each test has its own limit too."""
@@ -68,7 +68,7 @@ def compat(
     missing = [version for version in versions if version not in findings]
     if missing:
         console.print(f"not checked, no wheel in {wheels}: {', '.join(missing)}", markup=False)
-    failed = any(run.outcome is Outcome.FAILED for run in runs)
+    failed = any(run.outcome is OverlayResult.FAILED for run in runs)
     raise typer.Exit(1 if disagreements or missing or failed else 0)
 
 
@@ -96,7 +96,7 @@ def _trees(wheels: Path, versions: Sequence[str]) -> list[WheelTree]:
 
 def _table(findings: Findings, *, every: bool) -> Table:
     rows = list(zip(*findings.values(), strict=True))
-    shown = [row for row in rows if every or {f.verdict for f in row} != {Verdict.PRESENT}]
+    shown = [row for row in rows if every or {f.verdict for f in row} != {TableVerdict.PRESENT}]
     table = Table(
         title="What the adapters rely on, by vLLM version",
         caption=f"{len(rows) - len(shown)} more names are the same in every version (--every)",

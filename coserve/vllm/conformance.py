@@ -13,7 +13,7 @@ from coserve.vllm.symbol import Symbol, Use
 from coserve.vllm.upstream import TABLE
 
 
-class Verdict(StrEnum):
+class TableVerdict(StrEnum):
     """How a version's sources compare with a row of the table."""
 
     PRESENT = "present"
@@ -30,13 +30,13 @@ class Verdict(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Finding:
     symbol: Symbol
-    verdict: Verdict
+    verdict: TableVerdict
     found: str
     """The form found in the sources, for the reader of a failed check."""
 
     @property
     def agrees(self) -> bool:
-        return self.verdict in {Verdict.PRESENT, Verdict.ABSENT}
+        return self.verdict in {TableVerdict.PRESENT, TableVerdict.ABSENT}
 
 
 def compare(tree: SourceTree, table: Capabilities) -> tuple[Finding, ...]:
@@ -47,9 +47,9 @@ def compare(tree: SourceTree, table: Capabilities) -> tuple[Finding, ...]:
 def _finding(symbol: Symbol, tree: SourceTree, table: Capabilities) -> Finding:
     expected, actual = symbol.when(table), holds(symbol, tree)
     if expected:
-        verdict = Verdict.PRESENT if actual else Verdict.BROKEN
+        verdict = TableVerdict.PRESENT if actual else TableVerdict.BROKEN
     else:
-        verdict = Verdict.UNDECLARED if actual else Verdict.ABSENT
+        verdict = TableVerdict.UNDECLARED if actual else TableVerdict.ABSENT
     return Finding(symbol, verdict, _describe(symbol, tree))
 
 

@@ -21,7 +21,7 @@ from harvester.contracts.errors import ConfigError, Unsupported
 _GIB = 1 << 30
 
 
-class Memory(StrEnum):
+class MemoryPlacement(StrEnum):
     """Placement of the guest's KV while production needs the memory."""
 
     STATIC = "static"
@@ -63,7 +63,7 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class GuestPlan:
     isolation: Isolation
-    memory: Memory
+    memory: MemoryPlacement
     gpu: GpuShare | None
     """None for a CPU engine."""
     kv_cache_gib: int
@@ -117,7 +117,7 @@ _EFFECT = {
 
 def _memories(wishes: GuestWishes, vllm: Capabilities) -> Iterator[Answer]:
     taken = _memory(wishes)
-    for memory in Memory:
+    for memory in MemoryPlacement:
         try:
             _check_memory(memory, wishes, vllm)
         except (ConfigError, Unsupported) as error:
@@ -137,39 +137,39 @@ def _sleep(wishes: GuestWishes, vllm: Capabilities) -> Answer:
     return Answer("asleep", "weights leave", True, wishes.sleeps, why)
 
 
-def _memory(wishes: GuestWishes) -> Memory:
+def _memory(wishes: GuestWishes) -> MemoryPlacement:
     if wishes.shared_kv:
-        return Memory.SHARED
-    return Memory.STATIC if wishes.gpus else Memory.PAGES
+        return MemoryPlacement.SHARED
+    return MemoryPlacement.STATIC if wishes.gpus else MemoryPlacement.PAGES
 
 
-def _held(memory: Memory, wishes: GuestWishes) -> str:
+def _held(memory: MemoryPlacement, wishes: GuestWishes) -> str:
     size = f"{wishes.kv_cache_bytes / _GIB:.2f} GiB of KV"
     match memory:
-        case Memory.STATIC:
+        case MemoryPlacement.STATIC:
             return f"{size} on each GPU stays taken; production must leave room for it"
-        case Memory.PAGES:
+        case MemoryPlacement.PAGES:
             return f"at most {size}; a budget is kept by giving pages back"
-        case Memory.SHARED:
+        case MemoryPlacement.SHARED:
             return f"at most {size} on each GPU, by pages, as segment {wishes.shared_kv}"
 
 
-def _check_memory(memory: Memory, wishes: GuestWishes, vllm: Capabilities) -> None:
+def _check_memory(memory: MemoryPlacement, wishes: GuestWishes, vllm: Capabilities) -> None:
     match memory:
-        case Memory.STATIC if not wishes.gpus:
+        case MemoryPlacement.STATIC if not wishes.gpus:
             raise Unsupported("on a CPU the KV's pages are given back")
-        case Memory.PAGES if wishes.gpus:
+        case MemoryPlacement.PAGES if wishes.gpus:
             raise Unsupported("vLLM's KV on a GPU cannot be given back in part")
-        case Memory.PAGES if wishes.kv_cache_bytes < _GIB:
+        case MemoryPlacement.PAGES if wishes.kv_cache_bytes < _GIB:
             raise ConfigError("kv_cache_bytes: on a CPU vLLM takes whole GiB, at least one")
-        case Memory.SHARED if not wishes.gpus:
+        case MemoryPlacement.SHARED if not wishes.gpus:
             raise Unsupported("kvcached needs an NVIDIA GPU")
-        case Memory.SHARED if not wishes.shared_kv:
+        case MemoryPlacement.SHARED if not wishes.shared_kv:
             raise ConfigError(
                 "shared memory takes an operator's consent: kvcached replaces production's KV "
                 "allocation as well. Name both engines' segments to give it"
             )
-        case Memory.SHARED:
+        case MemoryPlacement.SHARED:
             kv_shared.check(vllm)
         case _:
             pass

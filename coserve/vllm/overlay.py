@@ -21,7 +21,7 @@ from coserve.vllm.source_tree import WheelTree
 _NO_TESTS_COLLECTED = 5
 
 
-class Outcome(StrEnum):
+class OverlayResult(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     SKIPPED = "skipped"
@@ -32,7 +32,7 @@ class EngineRun:
     """Outcome of the engine tests on one version, and the reason if they did not run."""
 
     version: str
-    outcome: Outcome
+    outcome: OverlayResult
     reason: str = ""
 
 
@@ -41,7 +41,7 @@ def run_engine_tests(tree: WheelTree, table: Capabilities, *, timeout_s: float) 
     installed_torch = _installed_torch()
     if installed_torch != table.torch_version:
         reason = f"pins torch {table.torch_version}, installed is {installed_torch or 'none'}"
-        return EngineRun(tree.version, Outcome.SKIPPED, reason)
+        return EngineRun(tree.version, OverlayResult.SKIPPED, reason)
     with tempfile.TemporaryDirectory(prefix="rosemux-compat-") as overlay:
         with zipfile.ZipFile(tree.wheel) as archive:
             archive.extractall(overlay)
@@ -56,12 +56,12 @@ def _run(version: str, overlay: Path, timeout_s: float) -> EngineRun:
             command, env=os.environ | {"PYTHONPATH": path}, timeout=timeout_s, check=False
         ).returncode
     except subprocess.TimeoutExpired:
-        return EngineRun(version, Outcome.FAILED, f"not done after {timeout_s:.0f} s")
+        return EngineRun(version, OverlayResult.FAILED, f"not done after {timeout_s:.0f} s")
     if code == _NO_TESTS_COLLECTED:
-        return EngineRun(version, Outcome.SKIPPED, "there is no test marked `engine`")
+        return EngineRun(version, OverlayResult.SKIPPED, "there is no test marked `engine`")
     if code != 0:
-        return EngineRun(version, Outcome.FAILED, f"pytest ended with {code}")
-    return EngineRun(version, Outcome.PASSED)
+        return EngineRun(version, OverlayResult.FAILED, f"pytest ended with {code}")
+    return EngineRun(version, OverlayResult.PASSED)
 
 
 def _installed_torch() -> str | None:

@@ -51,7 +51,7 @@ def check(vllm: Capabilities) -> None:
         )
 
 
-class Residency:
+class GuestResidency:
     """Sleep and wake calls of one engine. Used by the engine loop's thread only."""
 
     def __init__(self, executor: Any) -> None:
@@ -76,7 +76,7 @@ class Residency:
 
 def residency(
     vllm_config: Any, executor: Any, vllm: Capabilities, *, shared_kv: bool
-) -> Residency | None:
+) -> GuestResidency | None:
     """None if a sleeping guest keeps its weights. Raises ConfigError, Unsupported."""
     if not vllm_config.model_config.enable_sleep_mode:
         return None
@@ -85,7 +85,7 @@ def residency(
         # Both would map and unmap the same engine's memory, unaware of each other.
         raise ConfigError("sleep mode and kvcached do not go together: leave one of them out")
     executor.collective_rpc("rosemux_follow_updates")
-    return Residency(executor)
+    return GuestResidency(executor)
 
 
 def follow_updates(worker: Any, gate: WorkGate) -> None:

@@ -26,7 +26,7 @@ from coserve.vllm.kv_shared import KvShared, check, is_shared
 from coserve.vllm.launch import AUTOPATCH_VARIABLE, SEGMENT_VARIABLE, WORKER_EXTENSION
 from coserve.vllm.memory_report import largest
 from coserve.vllm.prefix_keeper import PrefixKeeper
-from coserve.vllm.residency import WAKE, Residency, residency
+from coserve.vllm.residency import WAKE, GuestResidency, residency
 from coserve.vllm.waker import Waker
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Unsupported
@@ -45,7 +45,7 @@ _BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPP
 class CoserveScheduler(AsyncScheduler):
     """One per guest engine core. `attach` is called by the engine loop's thread."""
 
-    _residency: Residency | None = None
+    _residency: GuestResidency | None = None
     _granted_tokens: int | None = None
     """Token cap of the next step; None if no step is admitted."""
     _drains_since_s: float | None = None

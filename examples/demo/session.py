@@ -92,7 +92,7 @@ class Session:
         """Raises RoseMuxError when a part fails; cancelled, it leaves its records."""
         self.stack.start_engines()
         self.stack.start_services(FIRST_LEVEL)
-        return await unless(self.stack.parts.one_dies(), self._run())
+        return await run_with_watchdog(self.stack.parts.one_dies(), self._run())
 
     async def _run(self) -> Outcome:
         await asyncio.gather(
@@ -191,7 +191,7 @@ class Session:
         return links
 
 
-async def unless(danger: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
+async def run_with_watchdog(danger: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
     """Result of `work`; if `danger` raises first, cancels `work` and raises that error."""
     tasks = asyncio.ensure_future(work), asyncio.ensure_future(danger)
     try:

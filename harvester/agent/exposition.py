@@ -12,7 +12,7 @@ from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import Calibration, Grant, Guest, PageName, Pulse
 from harvester.contracts.wire.leases import EndReason, SlotState
 from harvester.policy.effects import Effect, KillGuest, LiftGuest, SettleGuest, WriteGrant
-from harvester.policy.leases import Lease
+from harvester.policy.leases import SlotLease
 from harvester.policy.sample import GuestAction, SlotSample
 from harvester.policy.settings import Mode
 from harvester.policy.slot import SlotPolicy
@@ -69,7 +69,7 @@ class SlotExposition:
         sample: SlotSample,
         effects: tuple[Effect, ...],
         policy: SlotPolicy,
-        lease: Lease | None,
+        lease: SlotLease | None,
     ) -> None:
         """Count one beat. Called after every beat, so it is cheap."""
         for effect in effects:

@@ -33,7 +33,7 @@ from harvester.contracts.process import ProcessId, lineage, start_ticks
 from harvester.platform import whole_file
 from harvester.platform.idle_groups import IdleGroups
 from harvester.platform.scheduling_group import is_under_idle, scheduling_group
-from harvester.policy.sample import GuestAction, Outcome
+from harvester.policy.sample import ActionOutcome, GuestAction
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class GuestProcesses:
         self._kill: _Kill | None = None
         self._killing = threading.Lock()
         """Guards `_kill`: under MPS a kill runs in a thread beside the beat."""
-        self._outcomes: deque[Outcome] = deque()
+        self._outcomes: deque[ActionOutcome] = deque()
         self.memo_fault = ""
         """Why the record of lifted processes cannot be written."""
 
@@ -117,7 +117,7 @@ class GuestProcesses:
             known = (one for one in self._production if _lives(one))
             self._production = new.union(known)
 
-    def outcomes(self) -> tuple[Outcome, ...]:
+    def outcomes(self) -> tuple[ActionOutcome, ...]:
         """Outcomes of actions that became known since the last call."""
         with self._killing:
             kill = self._kill
@@ -235,7 +235,7 @@ class GuestProcesses:
 
     def _note(self, action: GuestAction, processes: list[ProcessId], faults: list[str]) -> None:
         fault = "; ".join(faults)[:_MAX_FAULT]
-        self._outcomes.append(Outcome(action=action, processes=tuple(processes), fault=fault))
+        self._outcomes.append(ActionOutcome(action=action, processes=tuple(processes), fault=fault))
 
     def _lift(self, process: ProcessId) -> None:
         if self._groups.lift(process.pid):

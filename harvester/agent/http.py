@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from harvester.agent.node import Node
+from harvester.agent.node import NodeAgent
 from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
 from harvester.contracts.ids import LeaseId, checked_name
 from harvester.contracts.wire.leases import EndReason, LeaseRenewal, LeaseRequest, SlotOffers
@@ -21,7 +21,7 @@ MAX_BODY_BYTES = 64 << 10
 T = TypeVar("T")
 
 
-def application(node: Node, *, token: bytes | None) -> web.Application:
+def application(node: NodeAgent, *, token: bytes | None) -> web.Application:
     routes = Routes(node)
     app = web.Application(
         client_max_size=MAX_BODY_BYTES, middlewares=[_authorised(token), _clear_errors]
@@ -41,7 +41,7 @@ def application(node: Node, *, token: bytes | None) -> web.Application:
 
 
 class Routes:
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeAgent) -> None:
         self._node = node
 
     async def slots(self, _request: web.Request) -> web.Response:

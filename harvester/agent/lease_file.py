@@ -9,7 +9,7 @@ import msgspec
 from harvester.contracts.errors import UNDECODABLE
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId
 from harvester.platform import whole_file
-from harvester.policy.leases import Lease
+from harvester.policy.leases import SlotLease
 
 _MAX_BYTES = 4096
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class LeaseFile:
         self._path = path
         self._kept: LeaseId | None = None
 
-    def read(self, *, ends_s: float) -> Lease | None:
+    def read(self, *, ends_s: float) -> SlotLease | None:
         """The recorded lease, in force until `ends_s`. Raises OSError where it cannot be read."""
         try:
             with self._path.open("rb") as file:
@@ -44,7 +44,7 @@ class LeaseFile:
             _log.warning("%s is no record of a lease and is left out: %s", self._path, error)
             return None
         self._kept = record.lease
-        return Lease(
+        return SlotLease(
             lease=record.lease,
             slot=record.slot,
             tenant=record.tenant,
@@ -54,7 +54,7 @@ class LeaseFile:
             ends_s=ends_s,
         )
 
-    def keep(self, lease: Lease) -> None:
+    def keep(self, lease: SlotLease) -> None:
         """Whole or not at all. Raises OSError; then the lease must not be granted."""
         if self._kept == lease.lease:
             return
@@ -69,7 +69,7 @@ class LeaseFile:
         whole_file.replace(self._path, msgspec.json.encode(record))
         self._kept = lease.lease
 
-    def follow(self, live: Lease | None) -> None:
+    def follow(self, live: SlotLease | None) -> None:
         """Drop the record of a lease that is over. Where that fails the epoch still tells."""
         over = live is None or live.lease != self._kept or live.ending is not None
         if self._kept is None or not over:

@@ -27,7 +27,7 @@ _LATE_BEATS = 20
 """Beats without completion after which the loop counts as hung."""
 
 
-class Node:
+class NodeAgent:
     def __init__(self, config: AgentConfig, *, clock: Clock, version: str) -> None:
         self.clock = clock
         self.metrics = AgentMetrics(version=version)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from harvester.agent.http import application
-from harvester.agent.node import Node
+from harvester.agent.node import NodeAgent
 from harvester.agent.scrape import MetricsProbe
 from harvester.agent.systemd import Notifier
 from harvester.config import LoadedConfig
@@ -43,7 +43,7 @@ class AgentProcess:
         _tell(self._loaded)
         path = self._config.http.token_file
         token = None if path is None else read_token(path)
-        node = Node(self._config, clock=self._clock, version=self._version)
+        node = NodeAgent(self._config, clock=self._clock, version=self._version)
         try:
             node.beat()
             runner = await self._serve(node, token)
@@ -59,7 +59,7 @@ class AgentProcess:
             node.close()
         await runner.cleanup()
 
-    async def _beats(self, node: Node) -> None:
+    async def _beats(self, node: NodeAgent) -> None:
         due_s, told_s = self._clock.now(), 0.0
         stopped = asyncio.create_task(self._stop.wait())
         while not self._stop.is_set():
@@ -73,7 +73,7 @@ class AgentProcess:
             due_s = max(due_s + node.beat_s, now)
             await asyncio.wait((stopped,), timeout=due_s - now)
 
-    async def _serve(self, node: Node, token: bytes | None) -> web.AppRunner:
+    async def _serve(self, node: NodeAgent, token: bytes | None) -> web.AppRunner:
         app = application(node, token=token)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
@@ -89,13 +89,13 @@ class AgentProcess:
         _log.info("agent %s listens on %s:%s", node.book.node, *runner.addresses[0][:2])
         return runner
 
-    def _handle_signals(self, node: Node) -> None:
+    def _handle_signals(self, node: NodeAgent) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         loop.add_signal_handler(signal.SIGHUP, self._reconfigure, node)
 
-    def _reconfigure(self, node: Node) -> None:
+    def _reconfigure(self, node: NodeAgent) -> None:
         self._notifier.reloading()
         # Set in any case; a configuration in force sets it again.
         node.metrics.reload_successful.set(0)

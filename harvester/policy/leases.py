@@ -30,7 +30,7 @@ _RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class SlotLease:
     lease: LeaseId
     slot: SlotId
     tenant: TenantId
@@ -54,7 +54,7 @@ class SlotEntry:
     epoch: Epoch
     state: SlotState = SlotState.OFF
     reason: str = "starting"
-    lease: Lease | None = None
+    lease: SlotLease | None = None
 
 
 class LeaseBook:
@@ -67,7 +67,7 @@ class LeaseBook:
         self._answered: OrderedDict[str, LeaseId] = OrderedDict()
         self._news: list[LeaseEnded] = []
 
-    def add_slot(self, slot: SlotId, *, epoch: Epoch, recorded: Lease | None = None) -> None:
+    def add_slot(self, slot: SlotId, *, epoch: Epoch, recorded: SlotLease | None = None) -> None:
         """`epoch` is the one on the page, 0 when there was none. `recorded` is the lease that an
         earlier agent recorded last: it goes on if the page still has its epoch, else it has ended.
         """
@@ -104,7 +104,7 @@ class LeaseBook:
         if request.duration_s <= 0:
             return self._refused(request, "duration_s must be above 0")
         self._raise_epoch(entry)
-        lease = Lease(
+        lease = SlotLease(
             lease=LeaseId(f"{request.slot[:20]}.{entry.epoch}.{secret}"),
             slot=request.slot,
             tenant=request.tenant,
@@ -185,7 +185,7 @@ class LeaseBook:
             job=entry.lease.job,
         )
 
-    def live(self, slot: SlotId) -> Lease | None:
+    def live(self, slot: SlotId) -> SlotLease | None:
         return self._slots[slot].lease
 
     def entry(self, slot: SlotId) -> tuple[SlotState, str, Epoch]:
@@ -208,7 +208,7 @@ class LeaseBook:
                 return _granted(held, now)
         return self._refused(request, "this request id was answered before; use a new one")
 
-    def _free(self, entry: SlotEntry, lease: Lease, reason: EndReason) -> LeaseEnded:
+    def _free(self, entry: SlotEntry, lease: SlotLease, reason: EndReason) -> LeaseEnded:
         ended = LeaseEnded(lease=lease.lease, reason=reason)
         entry.lease = None
         self._raise_epoch(entry)
@@ -220,7 +220,7 @@ class LeaseBook:
     def _raise_epoch(self, entry: SlotEntry) -> None:
         entry.epoch = Epoch(entry.epoch + 1)
 
-    def _find(self, lease: LeaseId) -> tuple[SlotEntry, Lease] | None:
+    def _find(self, lease: LeaseId) -> tuple[SlotEntry, SlotLease] | None:
         for entry in self._slots.values():
             if entry.lease is not None and entry.lease.lease == lease:
                 return entry, entry.lease
@@ -230,11 +230,11 @@ class LeaseBook:
         return LeaseRefused(slot=request.slot, reason=reason, retry_after_s=_RETRY_S)
 
 
-def _with_end(lease: Lease, *, ends_s: float, ending: EndReason | None = None) -> Lease:
+def _with_end(lease: SlotLease, *, ends_s: float, ending: EndReason | None = None) -> SlotLease:
     return replace(lease, ends_s=ends_s, ending=ending)
 
 
-def _granted(lease: Lease, now: float) -> LeaseGranted:
+def _granted(lease: SlotLease, now: float) -> LeaseGranted:
     return LeaseGranted(
         lease=lease.lease, slot=lease.slot, epoch=lease.epoch, duration_s=lease.ends_s - now
     )

@@ -16,7 +16,7 @@ import msgspec
 from harvester.contracts.page.seal import PageFault
 from harvester.contracts.process import ProcessId
 from harvester.policy.effects import KillGuest, LiftGuest, SettleGuest
-from harvester.policy.sample import GuestAction, GuestReading, KvReading, Outcome
+from harvester.policy.sample import ActionOutcome, GuestAction, GuestReading, KvReading
 
 SELF_END_S = 3.0
 """Seconds after the deadline for a guest that only its own user can end: it ends itself after one
@@ -53,7 +53,7 @@ class Reclaim:
         budget_tokens: int | None,
         now: float,
         shared: KvReading | None = None,
-        outcomes: tuple[Outcome, ...] = (),
+        outcomes: tuple[ActionOutcome, ...] = (),
     ) -> tuple[LiftGuest | SettleGuest | KillGuest, ...]:
         """Compare the guest's KV with its budget. `budget_tokens` is the KV that this beat's grant
         leaves the guest; None is no limit.
@@ -98,7 +98,7 @@ class Reclaim:
         had_its_time = now - since_s >= self._deadline_s + SELF_END_S
         return self.state.unreached if had_its_time else ""
 
-    def _note(self, outcomes: tuple[Outcome, ...]) -> None:
+    def _note(self, outcomes: tuple[ActionOutcome, ...]) -> None:
         state = self.state
         for outcome in outcomes:
             if outcome.action is not GuestAction.KILL:

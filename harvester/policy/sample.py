@@ -93,7 +93,7 @@ class GuestAction(StrEnum):
     KILL = "kill"
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class ActionOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of an earlier beat's effect on the guest's processes."""
 
     action: GuestAction
@@ -115,7 +115,7 @@ class SlotSample(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
     """None without the operator's consent to MPS."""
     guest_kv: KvReading | None = None
     """None if the guest's KV is not shared."""
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[ActionOutcome, ...] = ()
     """Outcomes that became known since the last beat."""
     record_fault: str = ""
     """Why the journal or the state file cannot be written."""

@@ -57,7 +57,7 @@ class AgentSettings(_Settings):
     """Bearer token to send."""
 
 
-class JobSettings(_Settings):
+class GatewayJobSettings(_Settings):
     id: Name
     tenant: Name = "default"
     harvesting: bool = True
@@ -114,7 +114,7 @@ class GatewaySettings(_Settings):
     """YAML map of tenant to bearer token; needed off loopback."""
     engines: tuple[EngineSettings, ...] = ()
     agents: tuple[AgentSettings, ...] = ()
-    jobs: tuple[JobSettings, ...] = Field(min_length=1)
+    jobs: tuple[GatewayJobSettings, ...] = Field(min_length=1)
     state_file: Path | None = None
     """SQLite file of durable facts; none keeps them in memory."""
     journal_dir: Path | None = None

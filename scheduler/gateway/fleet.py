@@ -118,7 +118,7 @@ class Member:
         return min(filter(None, (told, self.seen_context_tokens)), default=0)
 
 
-class Fleet:
+class EngineFleet:
     def __init__(
         self,
         policy: VersionPolicy,
@@ -494,7 +494,7 @@ async def _what_became(client: EngineClient) -> Change:
     return await client.changed() if await client.healthy() else Change.PROCESS
 
 
-async def watch_health(fleet: Fleet, *, period_s: float) -> None:
+async def watch_health(fleet: EngineFleet, *, period_s: float) -> None:
     """Bring engines that answer into the fleet and give failed updates their next try."""
     while True:
         waiting = [m for m in fleet.members.values() if not m.up and fleet.may_return(m)]
@@ -513,7 +513,7 @@ async def watch_health(fleet: Fleet, *, period_s: float) -> None:
         await asyncio.sleep(period_s)
 
 
-def dedicated_places(fleet: Fleet) -> int:
+def dedicated_places(fleet: EngineFleet) -> int:
     return sum(
         member.engine.concurrency
         for member in fleet.members.values()

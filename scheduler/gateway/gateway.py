@@ -68,7 +68,7 @@ class _Enabled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self
 
 
-class Refused(RoseMuxError):  # noqa: N818 - an answer, not a fault
+class TurnRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
     def __init__(self, refused: RefuseTurn) -> None:
         super().__init__(refused.reason)
         self.refusal = refused.refusal
@@ -94,7 +94,7 @@ async def errors_as_replies(request: web.Request, handler: Handler) -> web.Strea
         return await handler(request)
     except (PeerProtocolError, RequestRefused) as error:
         return _error(400, str(error))
-    except Refused as error:
+    except TurnRefused as error:
         return _error(_REFUSED_STATUS[error.refusal], str(error))
     except (Stale, IdInUse) as error:
         return _error(409, str(error))
@@ -145,7 +145,7 @@ class Gateway:
             return await stream.serve(work)
         turn, refused = await self._scheduler.generate(job, trajectory, asked)
         if refused is not None:
-            raise Refused(refused)
+            raise TurnRefused(refused)
         return _reply(GenerateReply(request_id=asked.request_id, choices=(turn.choice(),)))
 
     def _checked(self, job: JobId, body: bytes) -> GenerateRequest:
@@ -251,7 +251,7 @@ class _TurnStream:
         try:
             await self._more.wait()
             if task.done() and (refused := task.result()[1]) is not None:
-                raise Refused(refused)
+                raise TurnRefused(refused)
             await response.prepare(self._request)
             while not task.done():
                 self._more.clear()

@@ -23,7 +23,7 @@ from harvester.contracts.wire.leases import (
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.config import EngineSettings
 from scheduler.gateway.engine import EngineClient
-from scheduler.gateway.fleet import Cut, Fleet, Member
+from scheduler.gateway.fleet import Cut, EngineFleet, Member
 from scheduler.gateway.leases import AgentClient
 from scheduler.gateway.policy.capacity import (
     CapacityEffect,
@@ -50,7 +50,7 @@ class Harvest:
     def __init__(
         self,
         policy: CapacityPolicy,
-        fleet: Fleet,
+        fleet: EngineFleet,
         state: SchedulerState,
         log: DecisionLog,
         clock: Clock,

@@ -15,10 +15,10 @@ from harvester.contracts.errors import ConfigError, Exhausted, Stale
 from harvester.contracts.ids import EngineId, JobId, SlotId, TenantId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SwitchState
 from scheduler.decision_log import DecisionLog
-from scheduler.gateway.config import AgentSettings, GatewaySettings, JobSettings
+from scheduler.gateway.config import AgentSettings, GatewayJobSettings, GatewaySettings
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine import EngineClient
-from scheduler.gateway.fleet import Fleet, Member, dedicated_places, watch_health
+from scheduler.gateway.fleet import EngineFleet, Member, dedicated_places, watch_health
 from scheduler.gateway.harvest import Harvest
 from scheduler.gateway.leases import AgentClient
 from scheduler.gateway.metrics import GatewayMetrics
@@ -67,7 +67,7 @@ class Scheduler:
         self._clock = clock
         self._session = session
         self._tasks: list[asyncio.Task[None]] = []
-        self.jobs: dict[JobId, JobSettings] = {JobId(job.id): job for job in settings.jobs}
+        self.jobs: dict[JobId, GatewayJobSettings] = {JobId(job.id): job for job in settings.jobs}
         self.ledgers = {job: TurnLedger(job) for job in self.jobs}
         self._harvesting = {job: given.harvesting for job, given in self.jobs.items()}
         self.tokens = {job: dict.fromkeys(EngineKind, 0) for job in self.jobs}
@@ -86,7 +86,7 @@ class Scheduler:
         }
         versions = VersionPolicy.from_config(versions_config)
         self._versions_log = self._log(versions, msgspec.convert(versions_config, VersionsConfig))
-        self.fleet = Fleet(
+        self.fleet = EngineFleet(
             versions,
             self.dispatcher,
             self._versions_log,

@@ -27,7 +27,7 @@ CREATE TABLE IF NOT EXISTS parked (job TEXT PRIMARY KEY) STRICT;
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobFacts:
+class StoredJob:
     store: str = ""
     version: WeightVersion
     active: bool = False
@@ -56,10 +56,10 @@ class SchedulerState:
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(f"cannot use state file {where}: {error}") from error
 
-    def jobs(self) -> dict[JobId, JobFacts]:
+    def jobs(self) -> dict[JobId, StoredJob]:
         rows = self._db.execute("SELECT job, store, version, active, harvesting FROM jobs")
         return {
-            JobId(job): JobFacts(
+            JobId(job): StoredJob(
                 store=store,
                 version=WeightVersion(version),
                 active=bool(active),

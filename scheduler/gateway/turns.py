@@ -25,7 +25,7 @@ from scheduler.gateway.engine import (
     RequestFailed,
     RequestRefused,
 )
-from scheduler.gateway.fleet import Cut, Fleet, Member
+from scheduler.gateway.fleet import Cut, EngineFleet, Member
 from scheduler.gateway.policy.blame import CLEARED_TOKENS, BlamePolicy, Ran
 from scheduler.gateway.policy.course import TurnCourse
 from scheduler.gateway.policy.first_tokens import FirstTokens
@@ -100,7 +100,7 @@ def suspected_as(turn: Turn) -> str:
 class TurnRunner:
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: EngineFleet,
         dispatcher: Dispatcher,
         observer: TurnObserver,
         clock: Clock,

@@ -30,7 +30,7 @@ JobOf: TypeAlias = Callable[[web.Request], JobId]
 """The job that a request means, if the caller may speak for it."""
 
 
-class Fleet(Protocol):
+class WeightReceivers(Protocol):
     def publish(
         self, job: JobId, *, store: str, version: WeightVersion, cut_exact: bool
     ) -> Awaitable[object]:
@@ -58,7 +58,7 @@ class _Finish(msgspec.Struct, frozen=True):
 
 
 class WeightSyncRoutes:
-    def __init__(self, fleet: Fleet, job_of: JobOf) -> None:
+    def __init__(self, fleet: WeightReceivers, job_of: JobOf) -> None:
         self._fleet = fleet
         self._job_of = job_of
         self._updated: dict[JobId, WeightVersion] = {}

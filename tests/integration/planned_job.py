@@ -14,7 +14,7 @@ from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.submission import KINDS, DeclaredPhase, Submission
 from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.socket_control import SocketControl
-from scheduler.rollmux.control.wire import Move
+from scheduler.rollmux.control.wire import MoveOrder
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
             say(f"{type(error).__name__}: {error}")
 
 
-def told(move: Move) -> None:
+def told(move: MoveOrder) -> None:
     say(f"moves {' '.join((*move.rollout_nodes, *move.training_nodes))}")
 
 

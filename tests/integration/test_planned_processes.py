@@ -15,7 +15,7 @@ from scheduler.rollmux.control.command import explain, forget, node, submit
 from scheduler.rollmux.control.command import status as phases_status
 from scheduler.rollmux.control.socket_control import SocketControl
 from scheduler.rollmux.control.wire import JobStatus, PlanStatus
-from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.standing import PermitStage
 from scheduler.sim.command import replay
 from tests.integration.line_children import LineChild, LineChildren
 
@@ -84,7 +84,7 @@ class Machine:
         jobs: tuple[JobStatus, ...] = SocketControl(self.socket).jobs()
         return next((one.plan for one in jobs if one.job == name), None)
 
-    def stage(self, name: str) -> Stage:
+    def stage(self, name: str) -> PermitStage:
         return next(one.stage for one in SocketControl(self.socket).jobs() if one.job == name)
 
     def until(self, done) -> None:
@@ -138,7 +138,7 @@ def test_the_journal_of_a_killed_control_replays_and_tells_each_job_s_story(
     first.says("rollout")
     assert first.hears() == "granted r0"
     second.says("rollout")
-    machine.until(lambda: machine.stage("second") is Stage.WAITING)
+    machine.until(lambda: machine.stage("second") is PermitStage.WAITING)
     control.kill()
     control.wait()
     machine.control()

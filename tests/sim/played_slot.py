@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from coserve.law.engine_step import EngineStep
-from coserve.law.gate import Decision, decide
+from coserve.law.gate import StepDecision, decide
 from coserve.law.step_time import StepTimeModel
 from coserve.pulse.pulse_book import PulseBook
 from harvester.contracts.ids import Epoch, LeaseId
@@ -213,7 +213,7 @@ class PlayedSlot:
         self.now += taken_s
         return True
 
-    def _decide(self) -> Decision:
+    def _decide(self) -> StepDecision:
         return decide(
             Reading(self.grant, None),
             [self.pulse()],

@@ -63,7 +63,7 @@ class Shard(msgspec.Struct, frozen=True):
     """Encoding of every entry in the file; always DENSE in a full checkpoint."""
 
 
-class Written(msgspec.Struct, frozen=True):
+class WrittenShare(msgspec.Struct, frozen=True):
     """All files of one rank, and the `digests` of changed entries."""
 
     shards: list[Shard]
@@ -72,7 +72,7 @@ class Written(msgspec.Struct, frozen=True):
     """Whether this rank failed to write its part of an anchor."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class PublishResult(msgspec.Struct, frozen=True):
     """The published version."""
 
     state_hash: str
@@ -147,7 +147,7 @@ def settled(holdings: Sequence[Holding]) -> tuple[Contents, Settled]:
     return whole, Settled(skipped)
 
 
-def final_names(written: Sequence[Written], *, alone: str = "") -> dict[str, str]:
+def final_names(written: Sequence[WrittenShare], *, alone: str = "") -> dict[str, str]:
     """The final name of each written file, ranks in order.
 
     A single file is named `alone`, if given.
@@ -161,7 +161,7 @@ def final_names(written: Sequence[Written], *, alone: str = "") -> dict[str, str
     }
 
 
-def odd_encodings(written: Sequence[Written], usual: Encoding) -> dict[str, Encoding]:
+def odd_encodings(written: Sequence[WrittenShare], usual: Encoding) -> dict[str, Encoding]:
     """Entries of a delta whose encoding differs from the version's."""
     return {
         entry: encoding
@@ -172,5 +172,5 @@ def odd_encodings(written: Sequence[Written], usual: Encoding) -> dict[str, Enco
     }
 
 
-def changed_digests(written: Sequence[Written]) -> dict[str, str]:
+def changed_digests(written: Sequence[WrittenShare]) -> dict[str, str]:
     return {entry: digest for part in written for entry, digest in part.digests.items()}

@@ -25,7 +25,7 @@ class Compared:
     """None if nothing changed."""
 
 
-class Comparison:
+class StateComparison:
     """`in_flight_bytes` bounds the bytes held at a time, above one batch per thread."""
 
     def __init__(

@@ -21,7 +21,7 @@ from harvester.contracts.errors import (
     Stale,
     Unsupported,
 )
-from weightsync.publish.words import Word, WordFiles
+from weightsync.publish.words import RankMessage, WordFiles
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _ERRORS = {e.__name__: e for e in (ConfigError, Corrupt, Exhausted, Stale, Unsupported)}
@@ -85,10 +85,10 @@ class First:
 
     def _down(self, **said: object) -> None:
         for rank, call in self._calls.items():
-            word = Word(call=call, step=self._step, **said)  # type: ignore[arg-type]
+            word = RankMessage(call=call, step=self._step, **said)  # type: ignore[arg-type]
             self._words.say(_name("down", rank, call, self._turn), word)
 
-    def _opening(self, rank: int) -> Word | None:
+    def _opening(self, rank: int) -> RankMessage | None:
         heard = self._words.heard(f"call-{rank:05d}")
         if heard is None or heard.call in self._refused:
             return None
@@ -97,14 +97,14 @@ class First:
             raise Stale(f"rank {rank} is at step {heard.step}, rank 0 at step {self._step}")
         if heard.step < self._step:
             reason = f"rank {rank} is at step {heard.step}, the others are at step {self._step}"
-            refusal = Word(call=heard.call, step=self._step, error="Stale", reason=reason)
+            refusal = RankMessage(call=heard.call, step=self._step, error="Stale", reason=reason)
             self._words.say(_name("down", rank, heard.call, 0), refusal)
             self._refused.add(heard.call)
             return None
         self._calls[rank] = heard.call
         return heard
 
-    def _answer(self, rank: int) -> Word | None:
+    def _answer(self, rank: int) -> RankMessage | None:
         name = _name("up", rank, self._calls[rank], self._turn)
         heard = self._words.heard(name)
         if heard is not None:
@@ -122,7 +122,7 @@ class Other:
         self._step = step
         self._call = secrets.token_hex(8)
         self._turn = 0
-        self._opening: Word | None = None
+        self._opening: RankMessage | None = None
         self._is_over = False
 
     def gather(self, word: _T) -> list[_T]:
@@ -161,7 +161,7 @@ class Other:
         return None
 
     def _up(self, **said: object) -> None:
-        word = Word(call=self._call, step=self._step, **said)  # type: ignore[arg-type]
+        word = RankMessage(call=self._call, step=self._step, **said)  # type: ignore[arg-type]
         if self._turn == 0:
             self._opening = word
             self._words.say(f"call-{self._rank:05d}", word)
@@ -182,7 +182,7 @@ def said(word: _T | None) -> _T:
     return word
 
 
-def _raised(word: Word, rank: int) -> Exception:
+def _raised(word: RankMessage, rank: int) -> Exception:
     return _ERRORS.get(word.error, RoseMuxError)(f"rank {rank}: {word.reason}")
 
 
@@ -190,7 +190,7 @@ def _name(way: str, rank: int, call: str, turn: int) -> str:
     return f"{way}-{rank:05d}-{call}-{turn}"
 
 
-def _body(word: Word, kind: type[_T], rank: int) -> _T:
+def _body(word: RankMessage, kind: type[_T], rank: int) -> _T:
     """The word's body; raises the speaker's error, naming the rank."""
     if word.error:
         raise _raised(word, rank)

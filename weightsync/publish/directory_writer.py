@@ -22,7 +22,7 @@ from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, 
 from harvester.contracts.ids import WeightVersion, checked_name, is_name
 from weightsync.elements.bits import Bytes
 from weightsync.layout.durable import TEMPORARY, refusals, sync_directory, write_durably
-from weightsync.publish.agreement import Written, final_names
+from weightsync.publish.agreement import WrittenShare, final_names
 from weightsync.publish.store_writer import FileWriter
 from weightsync.reading.store import LATEST_FILE, READY_FILE, Kind, Store, VersionRef
 
@@ -116,7 +116,7 @@ class DirectoryWriter:
             (self._root / begun).mkdir()
         return begun
 
-    def place(self, begun: str, written: Sequence[Written], *, alone: str) -> dict[str, str]:
+    def place(self, begun: str, written: Sequence[WrittenShare], *, alone: str) -> dict[str, str]:
         names = final_names(written, alone=alone)
         for part in written:
             for shard in part.shards:

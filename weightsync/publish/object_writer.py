@@ -30,7 +30,7 @@ from weightsync.layout.names import (
     VersionRef,
     named_ref,
 )
-from weightsync.publish.agreement import Shard, Written
+from weightsync.publish.agreement import Shard, WrittenShare
 from weightsync.publish.object_draft import ObjectDraft
 from weightsync.reading.store import Store
 from weightsync.transport.objects import Objects
@@ -107,7 +107,7 @@ class ObjectWriter:
         self._left[begun] = []
         return begun
 
-    def place(self, begun: str, written: Sequence[Written], *, alone: str) -> dict[str, str]:
+    def place(self, begun: str, written: Sequence[WrittenShare], *, alone: str) -> dict[str, str]:
         ref, attempt = _parts(begun)
         shards = [shard for part in written for shard in part.shards]
         names = {

@@ -13,8 +13,15 @@ from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.elements.bits import Bits, bytes_of
 from weightsync.encoding.codec import Encoding, encode, encode_as
 from weightsync.layout.shard import ShardTensor
-from weightsync.publish.agreement import Holding, Offer, Order, Outcome, Written, holding_of
-from weightsync.publish.comparison import Compared, Comparison
+from weightsync.publish.agreement import (
+    Holding,
+    Offer,
+    Order,
+    PublishResult,
+    WrittenShare,
+    holding_of,
+)
+from weightsync.publish.comparison import Compared, StateComparison
 from weightsync.publish.delta_shards import ShardFiles
 from weightsync.publish.intake import Intake, Piece
 from weightsync.publish.last_published import LastPublished
@@ -57,16 +64,16 @@ class Share:
         self._copy.fill(intake, self._pool)
         return holding_of(self._copy.contents)
 
-    def write_full(self, draft: Draft) -> Written:
+    def write_full(self, draft: Draft) -> WrittenShare:
         """Write the copy as a full checkpoint."""
         contents = self._copy.contents
         tensors = {
             entry: ShardTensor(spec, bytes_of(self._copy.bits(entry)).data)
             for entry, spec in contents.layout.items()
         }
-        return Written(self._files(draft).write_full(tensors, contents.digests), {})
+        return WrittenShare(self._files(draft).write_full(tensors, contents.digests), {})
 
-    def write_anchor(self, draft: Draft) -> Written:
+    def write_anchor(self, draft: Draft) -> WrittenShare:
         """Verify the copy and write it in full. Without this check a wrong copy would go unnoticed
         until the anchor is needed. Raises Corrupt."""
         if not self._copy.is_true(self._pool):
@@ -74,7 +81,7 @@ class Share:
             raise Corrupt("the publisher's copy is not what it published; a full version follows")
         return self.write_full(draft)
 
-    def write_delta(self, draft: Draft, intake: Intake) -> Written:
+    def write_delta(self, draft: Draft, intake: Intake) -> WrittenShare:
         """Write the differences from the copy; raises ConfigError if an iterable has other
         entries.
         """
@@ -89,9 +96,11 @@ class Share:
                 files.add(name, found.encoded)
         if expected:
             raise self._other_layout(f"{min(expected)} is missing")
-        return Written(files.finish(), digests)
+        return WrittenShare(files.finish(), digests)
 
-    def hold(self, order: Order, outcome: Outcome, written: Written, draft: Draft) -> None:
+    def hold(
+        self, order: Order, outcome: PublishResult, written: WrittenShare, draft: Draft
+    ) -> None:
         """Advance the copy to the published version."""
         version = WeightVersion(order.version)
         if order.base:
@@ -113,7 +122,7 @@ class Share:
 
     def _compared(self, intake: Intake, expected: set[str]) -> Iterator[Compared]:
         """Compare in the order of the intake; removes each entry from `expected`."""
-        comparison = Comparison(
+        comparison = StateComparison(
             self._compare, self._pool, threads=self._threads, in_flight_bytes=self._in_flight_bytes
         )
         for piece in intake:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Bytes
-from weightsync.publish.agreement import Written
+from weightsync.publish.agreement import WrittenShare
 from weightsync.reading.store import Store, VersionRef
 
 
@@ -81,7 +81,7 @@ class StoreWriter(Protocol):
         """
         ...
 
-    def place(self, begun: str, written: Sequence[Written], *, alone: str) -> dict[str, str]:
+    def place(self, begun: str, written: Sequence[WrittenShare], *, alone: str) -> dict[str, str]:
         """The final name of each written file; a single file is named `alone`.
 
         Raises Corrupt if a file's size differs from its rank's report.

@@ -26,9 +26,9 @@ from weightsync.publish.agreement import (
     Holding,
     Offer,
     Order,
-    Outcome,
+    PublishResult,
     Settled,
-    Written,
+    WrittenShare,
     changed_digests,
     common_version,
     odd_encodings,
@@ -98,7 +98,7 @@ class VersionWriter:
         except Corrupt:
             return None
 
-    def commit(self, order: Order, written: Sequence[Written]) -> Outcome:
+    def commit(self, order: Order, written: Sequence[WrittenShare]) -> PublishResult:
         """Make the version visible and point LATEST to it."""
         version = WeightVersion(order.version)
         self._next = Contents(
@@ -118,7 +118,7 @@ class VersionWriter:
             self._full_versions.add(version)
         self._writer.point_latest(version)
         self._known = self._next
-        return Outcome(
+        return PublishResult(
             state_hash=state_hash,
             bytes_sent=size,
             bytes_dense=self._bytes_dense(),
@@ -126,7 +126,9 @@ class VersionWriter:
             anchor_directory=self._anchor_place(version) if anchor_due else "",
         )
 
-    def commit_anchor(self, order: Order, outcome: Outcome, written: Sequence[Written]) -> Anchored:
+    def commit_anchor(
+        self, order: Order, outcome: PublishResult, written: Sequence[WrittenShare]
+    ) -> Anchored:
         """Make the anchor of the version just published visible; a failure leaves no anchor."""
         version, begun = WeightVersion(order.version), outcome.anchor_directory
         try:
@@ -159,7 +161,7 @@ class VersionWriter:
         begun: str,
         version: WeightVersion,
         base: int,
-        written: Sequence[Written],
+        written: Sequence[WrittenShare],
         state_hash: str,
     ) -> tuple[dict[str, str], dict[str, bytes]]:
         """The final name of each written file, and the small files still to be written."""
@@ -182,7 +184,7 @@ class VersionWriter:
         self,
         version: WeightVersion,
         base: int,
-        written: Sequence[Written],
+        written: Sequence[WrittenShare],
         names: dict[str, str],
         state_hash: str,
     ) -> Manifest:
@@ -245,7 +247,7 @@ class VersionWriter:
         return sum(spec.size_bytes for spec in self._next.layout.values())
 
 
-def _size_bytes(written: Sequence[Written], small: Mapping[str, bytes]) -> int:
+def _size_bytes(written: Sequence[WrittenShare], small: Mapping[str, bytes]) -> int:
     """Size of a version: its shards and its small files."""
     shards = sum(shard.record.bytes for part in written for shard in part.shards)
     return shards + sum(len(data) for data in small.values())

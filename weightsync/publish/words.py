@@ -21,7 +21,7 @@ _POLL_RATIO = 0.02
 """Poll interval as a share of the time already waited."""
 
 
-class Word(msgspec.Struct, frozen=True, omit_defaults=True):
+class RankMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     """One file. `error` and `reason` replace the body if the sender failed."""
 
     call: str
@@ -49,21 +49,21 @@ class WordFiles:
             if left.suffix != ".tmp":
                 left.unlink(missing_ok=True)
 
-    def say(self, name: str, word: Word) -> None:
+    def say(self, name: str, word: RankMessage) -> None:
         """Replace a file atomically; raises Exhausted if the disk is full."""
         temporary = self._directory / f"{name}.{secrets.token_hex(4)}.tmp"
         with refusals(self._directory):
             temporary.write_bytes(msgspec.json.encode(word))
             temporary.rename(self._directory / name)
 
-    def heard(self, name: str) -> Word | None:
+    def heard(self, name: str) -> RankMessage | None:
         """The word in a file; None if it does not exist yet. Raises PeerProtocolError."""
         try:
             with (self._directory / name).open("rb") as file:
                 raw = file.read(MAX_WORD_BYTES + 1)
             if len(raw) > MAX_WORD_BYTES:
                 raise PeerProtocolError(f"{name}: a word of over {MAX_WORD_BYTES} bytes")
-            return msgspec.json.decode(raw, type=Word)
+            return msgspec.json.decode(raw, type=RankMessage)
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:

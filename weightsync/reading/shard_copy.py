@@ -12,12 +12,12 @@ from weightsync.elements.bits import Bytes
 from weightsync.layout.chunk_digests import chunk_count, chunk_digest, digest_at
 from weightsync.layout.manifest import FileRecord
 from weightsync.layout.shard import ShardHeader, header_length, parsed_header
-from weightsync.reading.spool import Place
-from weightsync.transport.ranges import Span
+from weightsync.reading.spool import StagedFile
+from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource, each_span
 
 _READS = 2
-_LENGTH = Span(0, 8)
+_LENGTH = ByteSpan(0, 8)
 
 
 class ShardCopy:
@@ -29,7 +29,7 @@ class ShardCopy:
         path: str,
         size_bytes: int,
         record: FileRecord | None,
-        place: Place,
+        place: StagedFile,
         *,
         piece_bytes: int,
         missing: Callable[[], RoseMuxError],
@@ -55,7 +55,7 @@ class ShardCopy:
 
     def fetch(self) -> None:
         """Fetch the whole shard and check its digest; raises Corrupt."""
-        whole = Span(0, self._size_bytes)
+        whole = ByteSpan(0, self._size_bytes)
         for _ in range(_READS):
             self.bytes_read += self._size_bytes
             self._read(whole.pieces(self._piece_bytes), self._read_unchecked)
@@ -68,15 +68,15 @@ class ShardCopy:
     def header(self) -> ShardHeader:
         """The shard's tensors and their offsets; raises Corrupt."""
         size = self._size_bytes
-        self.fetch_parts([Span(0, min(size, _LENGTH.stop))])
-        length = header_length(self.place.read(Span(0, min(size, _LENGTH.stop))).tobytes())
-        raw = Span(_LENGTH.stop, _LENGTH.stop + length)
+        self.fetch_parts([ByteSpan(0, min(size, _LENGTH.stop))])
+        length = header_length(self.place.read(ByteSpan(0, min(size, _LENGTH.stop))).tobytes())
+        raw = ByteSpan(_LENGTH.stop, _LENGTH.stop + length)
         if raw.stop > size:
             raise Corrupt(f"{self._source}/{self._path}: a header of {length} bytes in {size}")
         self.fetch_parts([raw])
         return parsed_header(self.place.read(raw).tobytes(), file_bytes=size)
 
-    def fetch_parts(self, spans: Iterable[Span]) -> None:
+    def fetch_parts(self, spans: Iterable[ByteSpan]) -> None:
         """Fetch the chunks that contain these spans, each checked by digest; raises Corrupt.
 
         No-op after `fetch`, which a shard without chunk digests needs first.
@@ -91,7 +91,7 @@ class ShardCopy:
             if span.size_bytes
         }
         missing = [
-            Span(chunk * run.start, min(chunk * run.stop, self._size_bytes))
+            ByteSpan(chunk * run.start, min(chunk * run.stop, self._size_bytes))
             for run in _runs(needed - self._here)
         ]
         whole_chunks = max(chunk, self._piece_bytes // chunk * chunk)
@@ -100,18 +100,18 @@ class ShardCopy:
         self._here |= needed
         self.bytes_read += sum(span.size_bytes for span in missing)
 
-    def _read(self, spans: Iterable[Span], read: Callable[[Span], None]) -> None:
+    def _read(self, spans: Iterable[ByteSpan], read: Callable[[ByteSpan], None]) -> None:
         try:
             each_span(self._source, spans, read)
         except FileNotFoundError as error:
             raise self._missing() from error
 
-    def _read_unchecked(self, span: Span) -> None:
+    def _read_unchecked(self, span: ByteSpan) -> None:
         into = self.place.buffer(span)
         self._source.read_range(self._path, span.start, into.data)
         self.place.write(span.start, into)
 
-    def _read_checked(self, span: Span) -> None:
+    def _read_checked(self, span: ByteSpan) -> None:
         into = self.place.buffer(span)
         for _ in range(_READS):
             self._source.read_range(self._path, span.start, into.data)
@@ -121,7 +121,7 @@ class ShardCopy:
             self._source.doubt(self._path)
         raise Corrupt(f"{self._source}/{self._path}: the digest of a part is not the published one")
 
-    def _is_published(self, span: Span, data: Bytes) -> bool:
+    def _is_published(self, span: ByteSpan, data: Bytes) -> bool:
         """Whether every chunk of the span has its published digest; the span begins at a chunk."""
         chunk, digests = self._chunk_bytes, self._record.chunks if self._record else ""
         return all(

@@ -18,7 +18,7 @@ from weightsync.elements.bits import Bytes
 from weightsync.elements.state_hash import file_digest, new_digest
 from weightsync.layout.durable import refusals
 from weightsync.reading.memory_room import MemoryRoom
-from weightsync.transport.ranges import Span
+from weightsync.transport.ranges import ByteSpan
 
 DIRECTORY_VARIABLE = "TMPDIR"
 _DISK = Path("/var/tmp")
@@ -26,22 +26,22 @@ _DISK = Path("/var/tmp")
 _PIECE_BYTES = 1 << 20
 
 
-class Place(Protocol):
+class StagedFile(Protocol):
     """The bytes of one file, or the fetched part of them; unfetched bytes are undefined."""
 
-    def read(self, span: Span) -> Bytes:
+    def read(self, span: ByteSpan) -> Bytes:
         """The bytes of a span: in memory the place's own, else a copy."""
         ...
 
     def read_into(self, start: int, into: Bytes) -> None: ...
 
-    def buffer(self, span: Span) -> Bytes:
+    def buffer(self, span: ByteSpan) -> Bytes:
         """A buffer to fill with the bytes of a span, for `write`."""
         ...
 
     def write(self, start: int, data: Bytes) -> None: ...
 
-    def digest(self, span: Span) -> str:
+    def digest(self, span: ByteSpan) -> str:
         """xxh3-128 of a span, computed in little memory."""
         ...
 
@@ -59,7 +59,7 @@ class Spool:
         self._directory = directory
         self._file: _NamelessFile | None = None
 
-    def place(self, size_bytes: int) -> Place:
+    def place(self, size_bytes: int) -> StagedFile:
         """Storage for a file of `size_bytes`; raises Exhausted if the disk is full."""
         if self._room.keep(size_bytes):
             return MemoryPlace(size_bytes)
@@ -89,13 +89,13 @@ class MemoryPlace:
     def kept_bytes(self) -> int:
         return self._data.size
 
-    def read(self, span: Span) -> Bytes:
+    def read(self, span: ByteSpan) -> Bytes:
         return self._data[span.start : span.stop]
 
     def read_into(self, start: int, into: Bytes) -> None:
         np.copyto(into, self._data[start : start + into.size])
 
-    def buffer(self, span: Span) -> Bytes:
+    def buffer(self, span: ByteSpan) -> Bytes:
         return self.read(span)
 
     def write(self, start: int, data: Bytes) -> None:
@@ -103,7 +103,7 @@ class MemoryPlace:
         if not np.may_share_memory(there, data):
             np.copyto(there, data)
 
-    def digest(self, span: Span) -> str:
+    def digest(self, span: ByteSpan) -> str:
         return file_digest(self.read(span))
 
 
@@ -116,7 +116,7 @@ class _FilePlace:
     def kept_bytes(self) -> int:
         return 0
 
-    def read(self, span: Span) -> Bytes:
+    def read(self, span: ByteSpan) -> Bytes:
         data = np.empty(span.size_bytes, dtype=np.uint8)
         self.read_into(span.start, data)
         return data
@@ -124,13 +124,13 @@ class _FilePlace:
     def read_into(self, start: int, into: Bytes) -> None:
         self._file.read_into(self._base + start, into.data)
 
-    def buffer(self, span: Span) -> Bytes:
+    def buffer(self, span: ByteSpan) -> Bytes:
         return np.empty(span.size_bytes, dtype=np.uint8)
 
     def write(self, start: int, data: Bytes) -> None:
         self._file.write(self._base + start, data.data)
 
-    def digest(self, span: Span) -> str:
+    def digest(self, span: ByteSpan) -> str:
         whole = new_digest()
         for piece in span.pieces(_PIECE_BYTES):
             whole.update(self.read(piece).data)

@@ -18,27 +18,27 @@ from weightsync.elements.bits import (
     bytes_of,
 )
 from weightsync.layout.slices import SliceRecord
-from weightsync.reading.spool import Place
+from weightsync.reading.spool import StagedFile
 from weightsync.receive.held_parts import EntryPart, bounds, element_strides
-from weightsync.transport.ranges import Span
+from weightsync.transport.ranges import ByteSpan
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
     """A dense entry, from byte `start` of a place on."""
 
-    place: Place
+    place: StagedFile
     start: int
     spec: TensorSpec
 
     @property
-    def whole(self) -> Span:
-        return Span(self.start, self.start + self.spec.size_bytes)
+    def whole(self) -> ByteSpan:
+        return ByteSpan(self.start, self.start + self.spec.size_bytes)
 
-    def around(self, box: SliceRecord) -> Span:
+    def around(self, box: SliceRecord) -> ByteSpan:
         """The span from the first to the last byte of a box of the entry."""
         inner = bounds(box, self.spec.width_bytes)
-        return Span(self.start + inner.start, self.start + inner.stop)
+        return ByteSpan(self.start + inner.start, self.start + inner.stop)
 
     def view(
         self, data: npt.NDArray[np.uint8], box: SliceRecord

@@ -14,7 +14,7 @@ from weightsync.elements.bits import Layout, TensorSpec
 from weightsync.encoding.delta import Delta
 from weightsync.layout.slices import CutDelta, SlicedDelta, SliceRecord, Slicing
 from weightsync.selection import Selection, whole_box
-from weightsync.transport.ranges import Span
+from weightsync.transport.ranges import ByteSpan
 
 MIN_RUN_BYTES = 256 << 10
 """Runs shorter than this are not worth a separate request."""
@@ -105,12 +105,12 @@ def held_parts(whole: Layout, slicing: Slicing, selection: Selection | None) -> 
     return _cut_up(whole, slicing, boxes)
 
 
-def runs(box: SliceRecord, width_bytes: int) -> Iterator[Span]:
+def runs(box: SliceRecord, width_bytes: int) -> Iterator[ByteSpan]:
     """The byte spans of a box of a tensor, in order; gaps not worth a request are included."""
     strides = element_strides(box.shape)
     cut = [d for d, size in enumerate(box.shape) if box.lengths[d] != size]
     if not cut:
-        yield Span(0, prod(box.shape) * width_bytes)
+        yield ByteSpan(0, prod(box.shape) * width_bytes)
         return
     inner = cut[-1]
     run_bytes = box.lengths[inner] * strides[inner] * width_bytes
@@ -121,17 +121,17 @@ def runs(box: SliceRecord, width_bytes: int) -> Iterator[Span]:
     for place in product(*outer):
         at = (*place, box.offsets[inner])
         start = sum(i * stride for i, stride in zip(at, strides, strict=False)) * width_bytes
-        yield Span(start, start + run_bytes)
+        yield ByteSpan(start, start + run_bytes)
 
 
-def bounds(box: SliceRecord, width_bytes: int) -> Span:
+def bounds(box: SliceRecord, width_bytes: int) -> ByteSpan:
     """The span from the first to the last byte of a box of a tensor."""
     if prod(box.lengths) == 0:
-        return Span(0, 0)
+        return ByteSpan(0, 0)
     pairs = list(zip(box.offsets, box.lengths, element_strides(box.shape), strict=True))
     first = sum(offset * stride for offset, _, stride in pairs)
     last = sum((offset + length - 1) * stride for offset, length, stride in pairs)
-    return Span(first * width_bytes, (last + 1) * width_bytes)
+    return ByteSpan(first * width_bytes, (last + 1) * width_bytes)
 
 
 def element_strides(shape: tuple[int, ...]) -> list[int]:

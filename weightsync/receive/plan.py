@@ -27,7 +27,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PullPlan:
     """Steps in order; the first is a full checkpoint if `current` is None."""
 
     current: WeightVersion | None
@@ -66,7 +66,7 @@ def plans(
     target: WeightVersion,
     latest: WeightVersion | None,
     layout_is_known: bool = False,
-) -> Iterator[Plan]:
+) -> Iterator[PullPlan]:
     """Yield ways to the target, the cheapest first (a chain wins a tie); each is read on demand.
 
     A directory with a broken index is part of no way. With `layout_is_known`, a chain that builds
@@ -101,7 +101,7 @@ def plans(
         yield from _ways(goal, fulls, current, held)
     if goal is not None and held is not None and layout_is_known:
         found = True
-        yield Plan(current=current, target=target, steps=held, root=None, manifest=goal)
+        yield PullPlan(current=current, target=target, steps=held, root=None, manifest=goal)
     if not found and faults:
         raise faults[0]
     if not found:
@@ -113,15 +113,17 @@ def _ways(
     fulls: Sequence[tuple[Step, ...]],
     current: WeightVersion | None,
     held: tuple[Step, ...] | None,
-) -> list[Plan]:
+) -> list[PullPlan]:
     """Ways from each of these full checkpoints, and from the current version with their layout."""
     target, root = goal.version, fulls[0][0]
     ways = [
-        Plan(current=None, target=target, steps=steps, root=steps[0], manifest=steps[-1].manifest)
+        PullPlan(
+            current=None, target=target, steps=steps, root=steps[0], manifest=steps[-1].manifest
+        )
         for steps in fulls
     ]
     if held is not None:
-        ways.append(Plan(current=current, target=target, steps=held, root=root, manifest=goal))
+        ways.append(PullPlan(current=current, target=target, steps=held, root=root, manifest=goal))
     return sorted(ways, key=lambda way: (way.size_bytes, way.current is None))
 
 

@@ -12,7 +12,7 @@ from weightsync.layout.slices import CutDelta, SlicedDelta, Slicing
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.receive.full_state import FullState
 from weightsync.receive.held_parts import HeldParts, held_parts
-from weightsync.receive.plan import Plan
+from weightsync.receive.plan import PullPlan
 from weightsync.receive.stored_delta import StoredDelta
 from weightsync.selection import Selection
 
@@ -34,7 +34,7 @@ class Expected:
 class Staged:
     """Everything that an apply needs, local and checked."""
 
-    plan: Plan
+    plan: PullPlan
     layout: Layout
     """Layout of the holder's tensors."""
     full: FullState | None

@@ -24,10 +24,10 @@ from weightsync.reading.store import Store
 from weightsync.receive.final_state import advance, entry_digests
 from weightsync.receive.full_state import FullState, StoredEntry
 from weightsync.receive.held_parts import EntryPart, HeldParts, everything, runs
-from weightsync.receive.plan import Plan, Step
+from weightsync.receive.plan import PullPlan, Step
 from weightsync.receive.staged import Expected, Staged, check_foreign, expected_of_parts
 from weightsync.receive.stored_delta import StoredDelta, decoded_bytes
-from weightsync.transport.ranges import Span
+from weightsync.transport.ranges import ByteSpan
 
 _logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _SMALL = 4 * MIN_CHUNK_BYTES
 
 def stage(
     store: Store,
-    plan: Plan,
+    plan: PullPlan,
     parts: HeldParts,
     pool: Executor,
     *,
@@ -62,7 +62,7 @@ class _Staging:
     def __init__(
         self,
         store: Store,
-        plan: Plan,
+        plan: PullPlan,
         parts: HeldParts,
         pool: Executor,
         room: MemoryRoom,
@@ -160,13 +160,13 @@ class _Staging:
             if found != known:
                 raise Corrupt(f"{part.entry} is {found}, and was {known} a moment ago")
 
-    def _spans(self, step: Step, header: ShardHeader, part: EntryPart) -> Iterator[Span]:
+    def _spans(self, step: Step, header: ShardHeader, part: EntryPart) -> Iterator[ByteSpan]:
         begin, end = header.offsets[part.entry]
         if not step.manifest.is_full:
-            yield Span(begin, end)
+            yield ByteSpan(begin, end)
             return
         for run in runs(part.within, header.layout[part.entry].width_bytes):
-            yield Span(begin + run.start, begin + run.stop)
+            yield ByteSpan(begin + run.start, begin + run.stop)
 
     def _take_dense(self, copy: ShardCopy, header: ShardHeader) -> None:
         for part in self._parts_in(header):
@@ -188,7 +188,7 @@ class _Staging:
         waiting = {
             part.entry: StoredDelta(
                 place=copy.place,
-                span=Span(*header.offsets[part.entry]),
+                span=ByteSpan(*header.offsets[part.entry]),
                 encoding=step.manifest.encoding_of(part.entry),
                 spec=self._read.entries[part.entry],
                 what=f"{where}, {part.entry}",
@@ -216,7 +216,7 @@ class _Staging:
             return {}
         places = [header.offsets[entry] for entry in ours]
         found = plain_deltas(
-            copy.place.read(Span(0, copy.place.kept_bytes)),
+            copy.place.read(ByteSpan(0, copy.place.kept_bytes)),
             places,
             [self._read.entries[entry] for entry in ours],
         )

@@ -12,14 +12,14 @@ from harvester.contracts.errors import Corrupt
 from weightsync.elements.bits import Bits, TensorSpec
 from weightsync.encoding.codec import Encoding, decode
 from weightsync.encoding.delta import Delta, checked_apply
-from weightsync.reading.spool import Place
-from weightsync.transport.ranges import Span
+from weightsync.reading.spool import StagedFile
+from weightsync.transport.ranges import ByteSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredDelta:
-    place: Place
-    span: Span
+    place: StagedFile
+    span: ByteSpan
     encoding: Encoding
     spec: TensorSpec
     what: str

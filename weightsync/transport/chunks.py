@@ -7,7 +7,7 @@ one pull at a time. Pure; touches no file and no clock.
 from collections import deque
 from enum import Enum, auto
 
-from weightsync.transport.ranges import Span
+from weightsync.transport.ranges import ByteSpan
 
 CHUNK_BYTES = 256 << 10
 """Size of the smallest pull: a header costs one chunk of a slow link, not a shard."""
@@ -34,17 +34,17 @@ class ChunkMap:
     def is_whole(self) -> bool:
         return self._missing == 0
 
-    def has(self, span: Span) -> bool:
+    def has(self, span: ByteSpan) -> bool:
         return all(self._states[at] is _State.HERE for at in self._covering(span))
 
-    def want(self, span: Span) -> None:
+    def want(self, span: ByteSpan) -> None:
         """Request the absent chunks of a span."""
         for at in self._covering(span):
             if self._states[at] is _State.ABSENT:
                 self._states[at] = _State.WANTED
                 self._queue.append(at)
 
-    def claim(self, max_bytes: int) -> Span | None:
+    def claim(self, max_bytes: int) -> ByteSpan | None:
         """The next run to pull, in request order; it counts as in transit until arrived or lost."""
         while self._queue:
             first = self._queue.popleft()
@@ -54,18 +54,18 @@ class ChunkMap:
             while last - first + 1 < most and self._is_wanted_at(last + 1):
                 last += 1
             self._mark(range(first, last + 1), _State.COMING)
-            return Span(
+            return ByteSpan(
                 first * self._chunk_bytes, min((last + 1) * self._chunk_bytes, self._size_bytes)
             )
         return None
 
-    def arrived(self, run: Span) -> None:
+    def arrived(self, run: ByteSpan) -> None:
         """Record that a claimed run is present."""
         chunks = self._covering(run)
         self._missing -= sum(self._states[at] is not _State.HERE for at in chunks)
         self._mark(chunks, _State.HERE)
 
-    def lost(self, run: Span) -> None:
+    def lost(self, run: ByteSpan) -> None:
         """Record that a claimed run failed; readers that still need it request it again."""
         self._mark(self._covering(run), _State.ABSENT)
 
@@ -76,7 +76,7 @@ class ChunkMap:
         for at in here:
             self._states[at] = _State.ABSENT
 
-    def _covering(self, span: Span) -> range:
+    def _covering(self, span: ByteSpan) -> range:
         if span.size_bytes <= 0:
             return range(0)
         return range(span.start // self._chunk_bytes, -(-span.stop // self._chunk_bytes))

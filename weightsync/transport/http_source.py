@@ -21,7 +21,7 @@ from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.access import Access
 from weightsync.transport.connections import Connections
 from weightsync.transport.patience import Interrupted, Patience, persist
-from weightsync.transport.ranges import Span, answered_span, range_header
+from weightsync.transport.ranges import ByteSpan, answered_span, range_header
 from weightsync.transport.wire import (
     MAX_LISTING_BYTES,
     StoreList,
@@ -114,7 +114,7 @@ class HttpSource:
 
         def attempt(patience: Patience) -> None:
             nonlocal at
-            wanted = Span(start + at, start + len(into))
+            wanted = ByteSpan(start + at, start + len(into))
             with self._answer("GET", f"/{path}", {"Range": range_header(wanted)}) as answer:
                 _check_range(answer, wanted, what=f"{self._url}/{path}")
                 while at < len(into):
@@ -242,10 +242,10 @@ def _check_status(answer: HTTPResponse, *, what: str) -> None:
     raise PeerProtocolError(told)
 
 
-def _check_range(answer: HTTPResponse, wanted: Span, *, what: str) -> None:
+def _check_range(answer: HTTPResponse, wanted: ByteSpan, *, what: str) -> None:
     """Raises Corrupt if the reply is not exactly the requested range."""
     if answer.status == 200:
-        answered = Span(0, _length(answer))
+        answered = ByteSpan(0, _length(answer))
     else:
         try:
             answered, _ = answered_span(answer.headers.get("Content-Range", ""))

@@ -9,7 +9,7 @@ from harvester.contracts.errors import Corrupt
 from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.objects import Objects
 from weightsync.transport.patience import RetryLimits
-from weightsync.transport.ranges import Span
+from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import watched
 
 _POLL_S = 1.0
@@ -53,7 +53,7 @@ class ObjectStoreSource:
 
     def read_range(self, path: str, start: int, into: memoryview) -> None:
         at = 0
-        for piece in Span(start, start + len(into)).pieces(self.range_bytes):
+        for piece in ByteSpan(start, start + len(into)).pieces(self.range_bytes):
             raw = self._objects.read(path, piece.start, piece.stop)
             if len(raw) != piece.size_bytes:
                 raise Corrupt(f"{self}/{path} ends before byte {piece.stop}")

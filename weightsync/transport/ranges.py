@@ -14,7 +14,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})\Z", re.ASCI
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Span:
+class ByteSpan:
     """The bytes from `start` up to, but not including, `stop`."""
 
     start: int
@@ -24,16 +24,16 @@ class Span:
     def size_bytes(self) -> int:
         return self.stop - self.start
 
-    def pieces(self, piece_bytes: int) -> Iterator["Span"]:
+    def pieces(self, piece_bytes: int) -> Iterator["ByteSpan"]:
         """The span cut into runs of at most `piece_bytes`."""
         for start in range(self.start, self.stop, piece_bytes):
-            yield Span(start, min(start + piece_bytes, self.stop))
+            yield ByteSpan(start, min(start + piece_bytes, self.stop))
 
 
-def requested_span(header: str | None, size_bytes: int) -> Span | None:
+def requested_span(header: str | None, size_bytes: int) -> ByteSpan | None:
     """The span that a request's Range selects; None if the file cannot satisfy it (416)."""
     if header is None:
-        return Span(0, size_bytes)
+        return ByteSpan(0, size_bytes)
     match = _RANGE.match(header.strip())
     if match is None:
         return None
@@ -42,20 +42,20 @@ def requested_span(header: str | None, size_bytes: int) -> Span | None:
         start, stop = max(0, size_bytes - int(last or 0)), size_bytes
     else:
         start, stop = int(first), min(int(last) + 1, size_bytes) if last else size_bytes
-    return Span(start, stop) if start < stop else None
+    return ByteSpan(start, stop) if start < stop else None
 
 
-def range_header(span: Span) -> str:
+def range_header(span: ByteSpan) -> str:
     """The `Range` header of a request for `span`."""
     return f"bytes={span.start}-{span.stop - 1}"
 
 
-def content_range(span: Span, size_bytes: int) -> str:
+def content_range(span: ByteSpan, size_bytes: int) -> str:
     """The `Content-Range` header of a reply with `span` of a file."""
     return f"bytes {span.start}-{span.stop - 1}/{size_bytes}"
 
 
-def answered_span(header: str) -> tuple[Span, int]:
+def answered_span(header: str) -> tuple[ByteSpan, int]:
     """The span and the file's size in a `Content-Range`; raises PeerProtocolError."""
     match = _CONTENT_RANGE.match(header.strip())
     if match is None:
@@ -63,4 +63,4 @@ def answered_span(header: str) -> tuple[Span, int]:
     first, last, size = map(int, match.groups())
     if not first <= last < size:
         raise PeerProtocolError(f"Content-Range {header[:80]!r}")
-    return Span(first, last + 1), size
+    return ByteSpan(first, last + 1), size

@@ -28,7 +28,7 @@ from weightsync.transport.metrics import TransferMetrics
 from weightsync.transport.object_cache import ObjectCache
 from weightsync.transport.outage import Outage
 from weightsync.transport.published import PublishedFile, published_files
-from weightsync.transport.ranges import Span
+from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.relayed_file import RelayedFile
 from weightsync.transport.remembered import Remembered
 from weightsync.transport.shelf import ShelfFile, SourceShelf
@@ -212,7 +212,7 @@ class RelayShelf:
     ) -> RelayedFile:
         held = self._cache.take(store, published.key, size)
 
-        async def pull(span: Span) -> None:
+        async def pull(span: ByteSpan) -> None:
             def fetch() -> None:
                 _fetch(source, path, span, held.part)
 
@@ -268,14 +268,14 @@ class _HeldFile:
     def size_bytes(self) -> int:
         return len(self.raw)
 
-    def expect(self, span: Span) -> None:
+    def expect(self, span: ByteSpan) -> None:
         """All of it is here."""
 
-    async def read(self, span: Span) -> bytes:
+    async def read(self, span: ByteSpan) -> bytes:
         return self.raw[span.start : span.stop]
 
 
-def _fetch(source: StoreSource, path: str, span: Span, into: Path) -> None:
+def _fetch(source: StoreSource, path: str, span: ByteSpan, into: Path) -> None:
     """Reads a span and writes it in its place. The file is opened anew: this runs in a thread that
     may outlive the object."""
     data = memoryview(bytearray(span.size_bytes))

@@ -7,12 +7,12 @@ from concurrent.futures import Executor
 
 from harvester.contracts.errors import Corrupt
 from weightsync.transport.object_cache import CachedObject, ObjectCache, digest_on_disk
-from weightsync.transport.ranges import Span
+from weightsync.transport.ranges import ByteSpan
 
 _RUN_BYTES = 2 << 20
 """Bytes of one pull; readers see them once the whole pull has arrived."""
 
-Pull = Callable[[Span], Awaitable[None]]
+Pull = Callable[[ByteSpan], Awaitable[None]]
 """Write a span of the shard into its file; raises what the source raises."""
 
 
@@ -76,12 +76,12 @@ class RelayedFile:
                 self._held.chunks.forget()
         return self._failure is None
 
-    def expect(self, span: Span) -> None:
+    def expect(self, span: ByteSpan) -> None:
         if self._held.chunks is not None:
             self._held.chunks.want(span)
             self._start_pulls()
 
-    async def read(self, span: Span) -> bytes:
+    async def read(self, span: ByteSpan) -> bytes:
         while not (self._held.chunks is None or self._held.chunks.has(span)):
             self.expect(span)
             await self._news()
@@ -109,7 +109,7 @@ class RelayedFile:
             self._pulls.add(task)
             task.add_done_callback(self._ended)
 
-    async def _pulled(self, run: Span) -> None:
+    async def _pulled(self, run: ByteSpan) -> None:
         chunks = self._held.chunks
         assert chunks is not None
         try:

@@ -29,7 +29,7 @@ from weightsync.layout.names import (
     named_ref,
 )
 from weightsync.transport.metrics import TransferMetrics
-from weightsync.transport.ranges import Span, content_range, requested_span
+from weightsync.transport.ranges import ByteSpan, content_range, requested_span
 from weightsync.transport.shelf import Shelf, ShelfFile
 from weightsync.transport.token_bucket import TokenBucket
 from weightsync.transport.wire import Failure, StoreList, StoreListing, index_etag, latest_etag
@@ -127,7 +127,7 @@ class WeightServer:
         (304)."""
         if file.size_bytes > MAX_INDEX_BYTES:
             raise Corrupt(f"an index of {file.size_bytes} bytes")
-        raw = bytes(await file.read(Span(0, file.size_bytes)))
+        raw = bytes(await file.read(ByteSpan(0, file.size_bytes)))
         headers = {"ETag": index_etag(raw), "Cache-Control": "no-cache"}
         if request.headers.get("If-None-Match") == headers["ETag"]:
             return web.Response(status=304, headers=headers)
@@ -150,11 +150,11 @@ class WeightServer:
             response.headers["Content-Range"] = content_range(span, file.size_bytes)
         if request.method != "HEAD":
             file.expect(span)
-            first = next(span.pieces(_PIECE_BYTES), Span(0, 0))
+            first = next(span.pieces(_PIECE_BYTES), ByteSpan(0, 0))
             # An unreadable file is still answered with an error status.
             head = await file.read(first) if first.size_bytes else b""
             await response.prepare(request)
-            await self._send(request, response, store, file, head, Span(first.stop, span.stop))
+            await self._send(request, response, store, file, head, ByteSpan(first.stop, span.stop))
         return response
 
     async def _send(
@@ -164,7 +164,7 @@ class WeightServer:
         store: str,
         file: ShelfFile,
         head: bytes | bytearray,
-        rest: Span,
+        rest: ByteSpan,
     ) -> None:
         """Send the rest of a file. Aborts the connection if the file cannot be read; the reader
         retries."""

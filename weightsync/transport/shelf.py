@@ -16,7 +16,7 @@ from harvester.contracts.errors import ConfigError
 from weightsync.layout.names import named_ref
 from weightsync.transport.latest_watch import LatestWatch
 from weightsync.transport.location import StoreRoot
-from weightsync.transport.ranges import Span
+from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
 
 T = TypeVar("T")
@@ -31,11 +31,11 @@ class ShelfFile(Protocol):
     @property
     def size_bytes(self) -> int: ...
 
-    def expect(self, span: Span) -> None:
+    def expect(self, span: ByteSpan) -> None:
         """Announce that all of a span will be read."""
         ...
 
-    async def read(self, span: Span) -> bytes | bytearray:
+    async def read(self, span: ByteSpan) -> bytes | bytearray:
         """The bytes of a span, once they are available; raises Corrupt or Exhausted."""
         ...
 
@@ -127,10 +127,10 @@ class _SourceFile:
     path: str
     size_bytes: int
 
-    def expect(self, span: Span) -> None:
+    def expect(self, span: ByteSpan) -> None:
         """No-op: the source reads on request only."""
 
-    async def read(self, span: Span) -> bytearray:
+    async def read(self, span: ByteSpan) -> bytearray:
         def read() -> bytearray:
             into = bytearray(span.size_bytes)
             self.source.read_range(self.path, span.start, memoryview(into))

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from harvester.contracts.clock import Clock
-from weightsync.transport.ranges import Span
+from weightsync.transport.ranges import ByteSpan
 
 
 class StoreSource(Protocol):
@@ -68,7 +68,9 @@ class StoreSource(Protocol):
     def close(self) -> None: ...
 
 
-def each_span(source: StoreSource, spans: Iterable[Span], read: Callable[[Span], None]) -> None:
+def each_span(
+    source: StoreSource, spans: Iterable[ByteSpan], read: Callable[[ByteSpan], None]
+) -> None:
     """Read every span, with the source's parallelism."""
     listed = list(spans)
     if source.streams == 1 or len(listed) <= 1:

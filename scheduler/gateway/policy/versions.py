@@ -46,7 +46,7 @@ class EngineState(StrEnum):
     """The last update failed; tried again later."""
 
 
-class Trigger(StrEnum):
+class SwitchTrigger(StrEnum):
     RETARGET = "retarget"
     EMPTIED = "emptied"
     UPDATED = "updated"
@@ -55,13 +55,13 @@ class Trigger(StrEnum):
 
 
 # The whole life of an engine between joining and leaving. A pair that is not here changes nothing.
-TRANSITIONS: dict[tuple[EngineState, Trigger], EngineState] = {
-    (EngineState.SERVING, Trigger.RETARGET): EngineState.QUIESCING,
-    (EngineState.QUIESCING, Trigger.EMPTIED): EngineState.UPDATING,
-    (EngineState.UPDATING, Trigger.UPDATED): EngineState.SERVING,
-    (EngineState.UPDATING, Trigger.BROKE): EngineState.FAILED,
-    (EngineState.FAILED, Trigger.RETARGET): EngineState.UPDATING,
-    (EngineState.FAILED, Trigger.RETRY): EngineState.UPDATING,
+TRANSITIONS: dict[tuple[EngineState, SwitchTrigger], EngineState] = {
+    (EngineState.SERVING, SwitchTrigger.RETARGET): EngineState.QUIESCING,
+    (EngineState.QUIESCING, SwitchTrigger.EMPTIED): EngineState.UPDATING,
+    (EngineState.UPDATING, SwitchTrigger.UPDATED): EngineState.SERVING,
+    (EngineState.UPDATING, SwitchTrigger.BROKE): EngineState.FAILED,
+    (EngineState.FAILED, SwitchTrigger.RETARGET): EngineState.UPDATING,
+    (EngineState.FAILED, SwitchTrigger.RETRY): EngineState.UPDATING,
 }
 
 
@@ -73,7 +73,7 @@ class _Engine:
     version: WeightVersion = BASE_VERSION
     failed_at_s: float = 0.0
 
-    def move(self, trigger: Trigger) -> bool:
+    def move(self, trigger: SwitchTrigger) -> bool:
         to = TRANSITIONS.get((self.state, trigger))
         if to is not None:
             self.state = to
@@ -171,7 +171,7 @@ class VersionPolicy:
             case JobActivated():
                 effects = self._activate(event.job)
             case EngineEmptied():
-                effects = self._advance(event.engine, Trigger.EMPTIED)
+                effects = self._advance(event.engine, SwitchTrigger.EMPTIED)
             case EngineUpdated():
                 effects = self._updated(event, now)
             case TimePassed():
@@ -220,7 +220,7 @@ class VersionPolicy:
         for engine, at in sorted(self._engines.items()):
             if at.state is EngineState.SERVING and (at.job, at.version) == (to.job, to.version):
                 continue
-            effects += self._advance(engine, Trigger.RETARGET, cut_exact=cut_exact)
+            effects += self._advance(engine, SwitchTrigger.RETARGET, cut_exact=cut_exact)
         return effects
 
     def _updated(self, event: EngineUpdated, now: float) -> list[VersionsEffect]:
@@ -229,12 +229,12 @@ class VersionPolicy:
             return []
         if event.fault:
             at.failed_at_s = now
-            return self._advance(event.engine, Trigger.BROKE)
+            return self._advance(event.engine, SwitchTrigger.BROKE)
         at.job, at.version = event.job, event.version
         target = self._target
         assert target is not None
         if (at.job, at.version) == (target.job, target.version):
-            return self._advance(event.engine, Trigger.UPDATED)
+            return self._advance(event.engine, SwitchTrigger.UPDATED)
         # The target moved on meanwhile; no turn can be open on an engine in update.
         return [self._update(event.engine, target)]
 
@@ -243,16 +243,16 @@ class VersionPolicy:
         for engine, at in sorted(self._engines.items()):
             due = now >= at.failed_at_s + self._config.retry_s
             if at.state is EngineState.FAILED and due:
-                effects += self._advance(engine, Trigger.RETRY)
+                effects += self._advance(engine, SwitchTrigger.RETRY)
         return effects
 
     def _advance(
-        self, engine: EngineId, trigger: Trigger, *, cut_exact: bool = False
+        self, engine: EngineId, trigger: SwitchTrigger, *, cut_exact: bool = False
     ) -> list[VersionsEffect]:
         at, target = self._engines.get(engine), self._target
         if at is None or target is None:
             return []
-        if trigger is Trigger.RETARGET and at.state is EngineState.QUIESCING:
+        if trigger is SwitchTrigger.RETARGET and at.state is EngineState.QUIESCING:
             return [self._quiesce(engine, target, cut_exact)]
         if not at.move(trigger):
             return []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Final, NamedTuple
 
-from scheduler.model import Job
+from scheduler.model import JobSpec
 
 PRIOR_MEAN_RATIO: Final = 0.75
 PRIOR_SPREAD_RATIO: Final = 0.145
@@ -150,7 +150,7 @@ class Belief(NamedTuple):
         return self[:6]
 
 
-def worst_case(job: Job) -> Belief:
+def worst_case(job: JobSpec) -> Belief:
     """The paper's planning: every response at its token limit, no doubt about it."""
     rollout, training, *sync = job.phases
     sync_s = sum(phase.max_s for phase in sync)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-from scheduler.model import Job, PhaseKind
+from scheduler.model import JobSpec, PhaseKind
 from scheduler.rollmux.beliefs.durations import Belief, Measured, PhaseEstimate, learned
 from scheduler.rollmux.beliefs.slo import SloAccount
 from scheduler.rollmux.beliefs.tail import UNDIVIDED, Completion, TailShape, best_shape
@@ -22,7 +22,7 @@ _versions = count(1)
 
 @dataclass(slots=True)
 class JobFacts:
-    job: Job
+    job: JobSpec
     rollout: PhaseEstimate
     training: PhaseEstimate
     account: SloAccount
@@ -45,7 +45,7 @@ class JobFacts:
 
     @classmethod
     def of(
-        cls, job: Job, *, cold_start_s: float, began_s: float | None = None, now: float
+        cls, job: JobSpec, *, cold_start_s: float, began_s: float | None = None, now: float
     ) -> "JobFacts":
         """Its SLO counts from `began_s` on; None: from now on."""
         rollout, training, *sync = job.phases

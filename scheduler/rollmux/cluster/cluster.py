@@ -18,7 +18,6 @@ from scheduler.rollmux.cluster.events import (
     ClusterEffect,
     ClusterEvent,
     ClusterResumed,
-    Decision,
     JobGone,
     JobSubmitted,
     NodeBack,
@@ -27,18 +26,19 @@ from scheduler.rollmux.cluster.events import (
     PhaseBegan,
     PhaseDone,
     PhaseLost,
+    PlacementDecision,
     PlanJob,
     PlanReviewed,
     QueueJob,
     SettleJob,
     TellMove,
 )
-from scheduler.rollmux.cluster.fleet import Fleet
+from scheduler.rollmux.cluster.fleet import NodeFleet
 from scheduler.rollmux.cluster.measured import MeasuredSeconds
-from scheduler.rollmux.cluster.stays import Stay, StayStage
+from scheduler.rollmux.cluster.stays import JobPlacement, PlacementStage
 from scheduler.rollmux.cluster.submission import KINDS, Submission, nodes_of, submission_fault
 from scheduler.rollmux.permits.events import JobLeft, JobPlaced
-from scheduler.rollmux.permits.standing import NO_EPOCH, Stage, Standing
+from scheduler.rollmux.permits.standing import NO_EPOCH, JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import JobTerms
 from scheduler.rollmux.planner.events import (
     AddNode,
@@ -47,7 +47,7 @@ from scheduler.rollmux.planner.events import (
     JobMoved,
     MoveJob,
     NodeFailed,
-    PhaseEnded,
+    PhaseMeasured,
     PlaceJob,
     ReleaseNode,
     RestartJob,
@@ -61,7 +61,7 @@ _QUEUE_TRIES = 16
 
 
 class Permits(Protocol):
-    def standing(self, job: JobId) -> Standing | None: ...
+    def standing(self, job: JobId) -> JobPermit | None: ...
 
 
 class ClusterPolicy:
@@ -71,8 +71,8 @@ class ClusterPolicy:
         """`planner` is another one than the settings give."""
         self.config = config
         self.planner = planner or GroupPlanner(config.judge, config.types, config.planner)
-        self.fleet = Fleet(config.pools)
-        self.stays: dict[JobId, Stay] = {}
+        self.fleet = NodeFleet(config.pools)
+        self.stays: dict[JobId, JobPlacement] = {}
         """Every submitted job, in order of arrival."""
         self.residency = Residency({pool: one.host_bytes for pool, one in config.types.items()})
         """Host memory in use now; the planner's book counts what it has planned."""
@@ -150,7 +150,7 @@ class ClusterPolicy:
         named = self.fleet.named
         return named(placement.rollout_nodes), named(placement.training_nodes)
 
-    def wanted_terms(self, stay: Stay) -> JobTerms | None:
+    def wanted_terms(self, stay: JobPlacement) -> JobTerms | None:
         """The permit terms of the job on its current nodes; None without nodes."""
         rollout, training = self.machines(stay.at)
         return stay.submission.terms(
@@ -165,7 +165,7 @@ class ClusterPolicy:
         stay = self.stays.get(given.job)
         if stay is None:
             self.arrivals += 1
-            stay = Stay(submission=given, number=self.arrivals, submitted_s=now)
+            stay = JobPlacement(submission=given, number=self.arrivals, submitted_s=now)
             self.stays[given.job] = stay
             self.unsaved.add(given.job)
             self._admit(now)
@@ -173,7 +173,7 @@ class ClusterPolicy:
         if stay.changed:
             stay.changed = False
             self.unsaved.add(given.job)
-        if stay.stage is StayStage.MOVING and (stay.told or self._is_apart(stay)):
+        if stay.stage is PlacementStage.MOVING and (stay.told or self._is_apart(stay)):
             # Told at its iteration's end, or a new process is told with the answer.
             self._leave_old(stay, now)
 
@@ -188,12 +188,12 @@ class ClusterPolicy:
         standing = self._permits.standing(job)
         if standing is not None and standing.holding:
             return
-        if stay is not None and begins and stay.told and stay.stage is StayStage.MOVING:
+        if stay is not None and begins and stay.told and stay.stage is PlacementStage.MOVING:
             self._leave_old(stay, now)
 
     def _learn(self, event: PhaseDone, now: float) -> None:
         stay, facts = self.stays[event.job], self.planner.facts[event.job]
-        ended = PhaseEnded(
+        ended = PhaseMeasured(
             job=event.job, phase=event.kind, solo_s=event.solo_s, measured=event.measured
         )
         self._apply(self.planner.observe(ended, now=now), now)
@@ -210,11 +210,11 @@ class ClusterPolicy:
             self._tell_move(stay)
         self.unsaved.add(event.job)
 
-    def _accelerators(self, stay: Stay) -> int:
+    def _accelerators(self, stay: JobPlacement) -> int:
         """Accelerators of all the job's rollout nodes."""
         return stay.submission.phases[0].nodes * self.config.rollout.type.accelerators
 
-    def _tell_move(self, stay: Stay) -> None:
+    def _tell_move(self, stay: JobPlacement) -> None:
         rollout, training = self.machines(stay.to)
         stay.told = stay.to is not None and bool(rollout) and bool(training)
         if stay.told:
@@ -231,7 +231,7 @@ class ClusterPolicy:
         stay = self.stays.pop(job)
         self.unsaved.add(job)
         self.layout_changed = True
-        if stay.stage is StayStage.QUEUED:
+        if stay.stage is PlacementStage.QUEUED:
             return
         self.residency.hold(job, (), 0)
         self._remove(job, for_good=True)
@@ -285,14 +285,16 @@ class ClusterPolicy:
                     stay.placed_s, stay.reason = now, reason
                     self.planner.facts[stay.job].belief()
                     self._direct(stay, group, placement)
-                    self._decided(Decision.PLACED, stay, placement)
+                    self._decided(PlacementDecision.PLACED, stay, placement)
                     self._enter_if_room(stay, now)
                 case MoveJob(group=group, placement=placement, reason=reason):
                     self._move(self.stays[placement.job], group, placement, why or reason, now)
                 case RestartJob(group=group, placement=placement, reason=reason):
                     self._restart(self.stays[placement.job], group, placement, why or reason, now)
 
-    def _decided(self, decision: Decision, stay: Stay, placement: Placement) -> None:
+    def _decided(
+        self, decision: PlacementDecision, stay: JobPlacement, placement: Placement
+    ) -> None:
         rollout, training = self.machines(placement)
         self._effects.append(
             PlanJob(
@@ -306,35 +308,35 @@ class ClusterPolicy:
             )
         )
 
-    def _beside(self, stay: Stay, placement: Placement) -> tuple[JobId, ...]:
+    def _beside(self, stay: JobPlacement, placement: Placement) -> tuple[JobId, ...]:
         cell = self.planner.book.cells.get(stay.to_group or GroupId(""))
         others = {} if cell is None else cell.pinned
         nodes = set(nodes_of(placement))
         found = (job for job, other in others.items() if nodes.intersection(nodes_of(other)))
         return tuple(sorted(job for job in found if job != stay.job))
 
-    def _direct(self, stay: Stay, group: GroupId, placement: Placement) -> None:
+    def _direct(self, stay: JobPlacement, group: GroupId, placement: Placement) -> None:
         stay.to, stay.to_group, stay.told = placement, group, False
         self.unsaved.add(stay.job)
 
     def _move(
-        self, stay: Stay, group: GroupId, placement: Placement, reason: str, now: float
+        self, stay: JobPlacement, group: GroupId, placement: Placement, reason: str, now: float
     ) -> None:
         stay.reason = reason
         self._direct(stay, group, placement)
-        self._decided(Decision.MOVED, stay, placement)
+        self._decided(PlacementDecision.MOVED, stay, placement)
         if not stay.started or stay.at is None:
             stay.changed = True
             # Nothing of it is on the nodes that it would have to leave.
             self._leave_old(stay, now)
 
     def _restart(
-        self, stay: Stay, group: GroupId, placement: Placement, reason: str, now: float
+        self, stay: JobPlacement, group: GroupId, placement: Placement, reason: str, now: float
     ) -> None:
         """A phase on nodes that the job keeps runs to its end; any other is over now."""
         stay.reason = reason
         self._direct(stay, group, placement)
-        self._decided(Decision.RESTARTED, stay, placement)
+        self._decided(PlacementDecision.RESTARTED, stay, placement)
         self._hold(stay, self.residency.kept(stay.job, placement))
         standing = self._permits.standing(stay.job)
         own = {node for nodes in self.machines(placement) for node in nodes}
@@ -344,7 +346,7 @@ class ClusterPolicy:
         self._touched.add(stay.job)
         self._enter_if_room(stay, now)
 
-    def _leave_old(self, stay: Stay, now: float) -> None:
+    def _leave_old(self, stay: JobPlacement, now: float) -> None:
         stay.at = None
         self._hold(stay, ())
         self._touched.add(stay.job)
@@ -353,10 +355,10 @@ class ClusterPolicy:
         self._apply(self.planner.observe(JobMoved(job=stay.job), now=now), now)
         self._let_in(now)
 
-    def _hold(self, stay: Stay, nodes: tuple[NodeId, ...]) -> None:
+    def _hold(self, stay: JobPlacement, nodes: tuple[NodeId, ...]) -> None:
         self.residency.hold(stay.job, nodes, stay.submission.host_bytes)
 
-    def _enter_if_room(self, stay: Stay, now: float) -> None:
+    def _enter_if_room(self, stay: JobPlacement, now: float) -> None:
         assert stay.to is not None
         if not self.residency.has_room(stay.to, stay.submission.host_bytes):
             return
@@ -375,7 +377,7 @@ class ClusterPolicy:
             self.layout_changed = True
             self._touched |= {job for job, stay in self.stays.items() if _is_on(stay, name)}
         for stay in self.stays.values():
-            if stay.stage is StayStage.BETWEEN and all(self.machines(stay.to)):
+            if stay.stage is PlacementStage.BETWEEN and all(self.machines(stay.to)):
                 self._enter_if_room(stay, now)
         self._admit(now)
 
@@ -383,7 +385,7 @@ class ClusterPolicy:
         """First come, first served; a later job may pass if it takes no free node."""
         book = self.planner.book
         book.supply = self._supply()
-        waiting = [one for one in self.stays.values() if one.stage is StayStage.QUEUED]
+        waiting = [one for one in self.stays.values() if one.stage is PlacementStage.QUEUED]
         for stay in waiting[:_QUEUE_TRIES]:
             try:
                 effects = self.planner.observe(stay.arrival, now=now)
@@ -403,14 +405,14 @@ class ClusterPolicy:
 
     def _remove(self, job: JobId, *, for_good: bool = False) -> None:
         standing = self._permits.standing(job)
-        known = standing is not None and (for_good or standing.stage is not Stage.APART)
+        known = standing is not None and (for_good or standing.stage is not PermitStage.APART)
         if known and job not in self._removed:
             self._removed.add(job)
             self._effects.append(JobLeft(job=job, for_good=for_good))
 
-    def _is_apart(self, stay: Stay) -> bool:
+    def _is_apart(self, stay: JobPlacement) -> bool:
         standing = self._permits.standing(stay.job)
-        return standing is None or standing.stage is Stage.APART or standing.epoch == NO_EPOCH
+        return standing is None or standing.stage is PermitStage.APART or standing.epoch == NO_EPOCH
 
     def _rank(self, effect: ClusterEffect) -> int:
         """New terms before a holder leaves: a job that waits for a freed node must not be on a lost
@@ -437,7 +439,7 @@ class ClusterPolicy:
                 self._effects += [JobPlaced(terms=wanted), self._settled(stay)]
         self._touched = set()
 
-    def _settled(self, stay: Stay) -> SettleJob:
+    def _settled(self, stay: JobPlacement) -> SettleJob:
         rollout, training = self.machines(stay.at)
         return SettleJob(
             job=stay.job,
@@ -447,5 +449,5 @@ class ClusterPolicy:
         )
 
 
-def _is_on(stay: Stay, name: NodeId) -> bool:
+def _is_on(stay: JobPlacement, name: NodeId) -> bool:
     return stay.at is not None and name in nodes_of(stay.at)

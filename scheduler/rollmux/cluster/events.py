@@ -87,7 +87,7 @@ ClusterEvent = (
 )
 
 
-class Decision(StrEnum):
+class PlacementDecision(StrEnum):
     PLACED = "placed"
     MOVED = "moved"
     RESTARTED = "restarted"
@@ -97,7 +97,7 @@ class Decision(StrEnum):
 class PlanJob(msgspec.Struct, frozen=True, kw_only=True, tag="plan_job"):
     """The target place of a job, with the reason. A move takes effect at its iteration's end."""
 
-    decision: Decision
+    decision: PlacementDecision
     job: JobId
     group: GroupId
     rollout_nodes: tuple[NodeId, ...]

@@ -11,7 +11,7 @@ from scheduler.model import Pool
 from scheduler.rollmux.cluster.config import PoolNodes
 
 
-class Fleet:
+class NodeFleet:
     def __init__(self, pools: Mapping[Pool, PoolNodes]) -> None:
         self._names = {pool: nodes.names for pool, nodes in pools.items()}
         self._pool = {name: pool for pool, nodes in pools.items() for name in nodes.names}

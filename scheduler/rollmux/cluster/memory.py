@@ -17,9 +17,9 @@ from scheduler.rollmux.beliefs.slo import SloAccount
 from scheduler.rollmux.beliefs.tail import TailShape
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.measured import MeasuredSeconds
-from scheduler.rollmux.cluster.stays import Stay
+from scheduler.rollmux.cluster.stays import JobPlacement
 from scheduler.rollmux.cluster.submission import nodes_of
-from scheduler.rollmux.planner.book import Cell
+from scheduler.rollmux.planner.book import GroupState
 
 _NAMES_AT_ONCE = 1000
 
@@ -45,7 +45,7 @@ class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    stay: Stay
+    stay: JobPlacement
     facts: PlannedFacts | None = None
     """None while it waits for a place."""
     held: tuple[NodeId, ...] | None = None
@@ -87,7 +87,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """These two: None in records of a version that did not measure."""
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     layout: Layout
     jobs: tuple[JobRecord, ...]
 
@@ -144,11 +144,11 @@ def snapshot(policy: ClusterPolicy) -> dict[str, Any]:
     """Snapshot of the policy as plain values."""
     records = (job_record(policy, job) for job in policy.stays)
     jobs = tuple(record for record in records if record is not None)
-    found: dict[str, Any] = msgspec.to_builtins(Memory(layout=layout(policy), jobs=jobs))
+    found: dict[str, Any] = msgspec.to_builtins(ClusterRecord(layout=layout(policy), jobs=jobs))
     return found
 
 
-def restore(policy: ClusterPolicy, memory: Memory) -> None:
+def restore(policy: ClusterPolicy, memory: ClusterRecord) -> None:
     """Into a new policy.
 
     Raises ValueError where the records contradict each other or the nodes that there are.
@@ -197,7 +197,7 @@ def _restore_book(
     policy: ClusterPolicy, records: Iterable[CellRecord], jobs: Iterable[JobRecord]
 ) -> None:
     book, packer = policy.planner.book, policy.planner.packer
-    cells = {one.group: Cell(one.group, [*one.rollout], [*one.training]) for one in records}
+    cells = {one.group: GroupState(one.group, [*one.rollout], [*one.training]) for one in records}
     book.cells.update(cells)
     for record in jobs:
         stay = record.stay
@@ -219,7 +219,7 @@ def _restore_book(
     _skip_names(policy, cells.values())
 
 
-def _skip_names(policy: ClusterPolicy, cells: Iterable[Cell]) -> None:
+def _skip_names(policy: ClusterPolicy, cells: Iterable[GroupState]) -> None:
     """Advances the planner's counter past all names in force, so that none is given twice."""
     last = max((_number(name) for cell in cells for name in _names(cell)), default=0)
     while last > 0:
@@ -228,7 +228,7 @@ def _skip_names(policy: ClusterPolicy, cells: Iterable[Cell]) -> None:
         last -= step
 
 
-def _names(cell: Cell) -> tuple[str, ...]:
+def _names(cell: GroupState) -> tuple[str, ...]:
     return (cell.group, *cell.rollout, *cell.training)
 
 

@@ -10,7 +10,7 @@ import msgspec
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.events import JobSubmitted, NodeBack, NodeLost, PlanEffect
 from scheduler.rollmux.permits.events import PermitEffect, PermitEvent
-from scheduler.rollmux.permits.standing import Standing
+from scheduler.rollmux.permits.standing import JobPermit
 
 RuntimeEvent = PermitEvent | JobSubmitted | NodeLost | NodeBack
 RuntimeEffect = PermitEffect | PlanEffect
@@ -32,7 +32,7 @@ class PhasePolicy(Protocol):
 
     def knows(self, job: JobId) -> bool: ...
 
-    def standing(self, job: JobId) -> Standing | None: ...
+    def standing(self, job: JobId) -> JobPermit | None: ...
 
     def ahead(self, job: JobId, *, now: float) -> int: ...
 

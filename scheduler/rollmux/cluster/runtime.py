@@ -27,18 +27,18 @@ from scheduler.rollmux.cluster.events import (
     PhaseLost,
     PlanReviewed,
 )
-from scheduler.rollmux.cluster.memory import Memory, restore, snapshot
+from scheduler.rollmux.cluster.memory import ClusterRecord, restore, snapshot
 from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
-from scheduler.rollmux.cluster.stays import Stay, StayStage
+from scheduler.rollmux.cluster.stays import JobPlacement, PlacementStage
 from scheduler.rollmux.permits.completion import SEEN_MIN
 from scheduler.rollmux.permits.events import (
     ControlResumed,
     EndPermit,
-    EndReason,
     GrantPermit,
     HolderHeard,
     JobLeft,
     JobPlaced,
+    PermitEndReason,
     PermitEvent,
     PhaseEnded,
     PhaseNarrowed,
@@ -48,7 +48,7 @@ from scheduler.rollmux.permits.events import (
     TimePassed,
 )
 from scheduler.rollmux.permits.permits import PermitPolicy
-from scheduler.rollmux.permits.standing import Standing
+from scheduler.rollmux.permits.standing import JobPermit
 from scheduler.rollmux.permits.terms import PermitsConfig
 from scheduler.rollmux.planner.planner import GroupPlanner
 
@@ -88,7 +88,7 @@ class PhaseRuntime:
     def restore(self, kept: dict[str, Any]) -> None:
         """Raises ValueError where the records contradict each other."""
         self.permits.restore(kept["permits"])
-        restore(self.cluster, msgspec.convert(kept["plan"], Memory))
+        restore(self.cluster, msgspec.convert(kept["plan"], ClusterRecord))
         self.permits.close(self.cluster.fleet.failed)
         # A state file has neither: after a restart every job gets its time anew.
         self._reviewed_s = kept.get("reviewed_s")
@@ -107,7 +107,7 @@ class PhaseRuntime:
     def knows(self, job: JobId) -> bool:
         return job in self.cluster.stays
 
-    def standing(self, job: JobId) -> Standing | None:
+    def standing(self, job: JobId) -> JobPermit | None:
         """The job's standing; read-only for callers."""
         return self.permits.standing(job)
 
@@ -157,7 +157,7 @@ class PhaseRuntime:
             return ""
         if stay.changed:
             return f"its nodes have changed: {stay.reason}"
-        if stay.stage is StayStage.QUEUED:
+        if stay.stage is PlacementStage.QUEUED:
             return f"it waits for a place: {stay.reason}"
         if stay.at is not None:
             return f"{stay.reason}, and none is free yet"
@@ -191,7 +191,7 @@ class PhaseRuntime:
                     stay = self.cluster.stays.get(job)
                     if stay is not None and not stay.started:
                         self._plan(PhaseBegan(job=job), now)
-                case EndPermit(ended=EndReason.DONE):
+                case EndPermit(ended=PermitEndReason.DONE):
                     curve = self._curve(effect)
                     done = PhaseDone(
                         job=effect.job,
@@ -202,7 +202,7 @@ class PhaseRuntime:
                         curve=curve,
                     )
                     self._plan(done, now)
-                case EndPermit(ended=EndReason.OVERRAN):
+                case EndPermit(ended=PermitEndReason.OVERRAN):
                     lost = PhaseLost(job=effect.job, overran=effect.kind, at_least_s=effect.solo_s)
                     self._plan(lost, now)
                 case EndPermit():
@@ -248,5 +248,5 @@ class PhaseRuntime:
         return [job for job in placed if now - self._heard_s[job] > self.config.cluster.gone_s]
 
 
-def _is_placed(stay: Stay) -> bool:
-    return stay.stage is not StayStage.QUEUED
+def _is_placed(stay: JobPlacement) -> bool:
+    return stay.stage is not PlacementStage.QUEUED

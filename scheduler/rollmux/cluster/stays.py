@@ -10,7 +10,7 @@ from scheduler.rollmux.cluster.submission import Submission
 from scheduler.rollmux.planner.events import JobArrived
 
 
-class StayStage(StrEnum):
+class PlacementStage(StrEnum):
     QUEUED = "queued"
     """Waits for a place."""
     PLACED = "placed"
@@ -20,7 +20,7 @@ class StayStage(StrEnum):
     """Has left its old nodes; its new ones have no room yet."""
 
 
-class Stay(msgspec.Struct, kw_only=True):
+class JobPlacement(msgspec.Struct, kw_only=True):
     """Nodes by the planner's names."""
 
     submission: Submission
@@ -55,10 +55,10 @@ class Stay(msgspec.Struct, kw_only=True):
         return msgspec.structs.replace(self.submission.arrival, submitted_s=self.submitted_s)
 
     @property
-    def stage(self) -> StayStage:
+    def stage(self) -> PlacementStage:
         if self.at is not None:
-            return StayStage.PLACED if self.to is None else StayStage.MOVING
-        return StayStage.QUEUED if self.to is None else StayStage.BETWEEN
+            return PlacementStage.PLACED if self.to is None else PlacementStage.MOVING
+        return PlacementStage.QUEUED if self.to is None else PlacementStage.BETWEEN
 
     def arrive(self) -> None:
         """Completes its move."""

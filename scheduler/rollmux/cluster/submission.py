@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId, TenantId
-from scheduler.model import Job, Phase, PhaseKind, Placement
+from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Placement
 from scheduler.rollmux.beliefs.durations import Measured
 from scheduler.rollmux.beliefs.tail import Completion, best_tail, tail_accelerators
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms, leased_tail
@@ -56,13 +56,13 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Its rollouts use leases where the control allows them; no plan counts on one."""
 
     @property
-    def as_job(self) -> Job:
+    def as_job(self) -> JobSpec:
         """The job in the planner's model."""
-        return Job(
+        return JobSpec(
             job=self.job,
             tenant=self.tenant,
             phases=tuple(
-                Phase(
+                PhaseSpec(
                     kind=one.kind,
                     mean_s=one.max_s,
                     max_s=one.max_s,

@@ -87,12 +87,12 @@ def submit(
     """Ask a control that plans for places; a job that is known hears where it is."""
     from scheduler.rollmux.control.jobs import read_submissions
     from scheduler.rollmux.control.socket_control import SocketControl
-    from scheduler.rollmux.control.wire import Refused
+    from scheduler.rollmux.control.wire import CallRefused
 
     transport, refused = SocketControl(socket), False
     for given in read_submissions(jobs):
         reply = transport.call("submit", given)
-        refused |= isinstance(reply, Refused)
+        refused |= isinstance(reply, CallRefused)
         typer.echo(f"{given.job}: {_answer(reply)}")
     if refused:
         raise typer.Exit(1)
@@ -123,10 +123,10 @@ def node(
     from harvester.contracts.errors import ConfigError
     from harvester.contracts.ids import NodeId
     from scheduler.rollmux.control.socket_control import SocketControl
-    from scheduler.rollmux.control.wire import NodeReport, Refused
+    from scheduler.rollmux.control.wire import CallRefused, NodeReport
 
     reply = SocketControl(socket).call("node", NodeReport(node=NodeId(name), failed=failed))
-    if isinstance(reply, Refused):
+    if isinstance(reply, CallRefused):
         raise ConfigError(reply.reason)
 
 
@@ -188,7 +188,7 @@ def explain(
 
 
 def _answer(reply: "Reply") -> str:
-    from scheduler.rollmux.control.wire import Placed, Queued, Refused
+    from scheduler.rollmux.control.wire import CallRefused, Placed, Queued
 
     match reply:
         case Placed():
@@ -196,6 +196,6 @@ def _answer(reply: "Reply") -> str:
             return f"{reply.group} on {nodes}: {reply.reason}"
         case Queued():
             return f"waits behind {reply.ahead}: {reply.reason}"
-        case Refused():
+        case CallRefused():
             return f"refused: {reply.reason}"
     return str(reply)

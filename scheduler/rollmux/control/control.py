@@ -35,28 +35,28 @@ from scheduler.rollmux.control.phase import Phase
 from scheduler.rollmux.control.retries import Pauses
 from scheduler.rollmux.control.wire import (
     Admitted,
+    CallRefused,
     Ended,
     Enter,
     Forget,
     Granted,
     Leave,
     Left,
-    Move,
+    MoveOrder,
     Placed,
-    Refused,
     Reply,
     Transport,
     Waiting,
     Withdraw,
 )
 from scheduler.rollmux.permits.leased_tail import Tail
-from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.standing import PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, leased_tail
 
 Resume = Callable[[bool], None]
 """Called with whether the start is cold: the first of this kind in this process."""
 Release = Callable[[], None]
-OnMove = Callable[[Move], None]
+OnMove = Callable[[MoveOrder], None]
 OnArrive = Callable[[Placed], None]
 
 
@@ -213,7 +213,7 @@ class PhaseControl:
         self._loading_s += permit.narrowing_s
         ended_s = self._clock.now()
         # A tail has its nodes in part, and leaves that part to the job that has the rest.
-        whole = permit.stage in (Stage.RUNNING, Stage.NARROWING) and not failed
+        whole = permit.stage in (PermitStage.RUNNING, PermitStage.NARROWING) and not failed
         stays = resident is not None and resident.stays_loaded and whole
         try:
             if resident is not None and not stays:
@@ -248,7 +248,7 @@ class PhaseControl:
             if isinstance(reply, Placed):
                 self.placement = reply
                 return
-            if isinstance(reply, Refused) and reply.retry_after_s is None:
+            if isinstance(reply, CallRefused) and reply.retry_after_s is None:
                 raise ConfigError(f"job {self.job}: {reply.reason}")
             pauses.pause(Exhausted(f"job {self.job}: {reply}"))
 
@@ -272,9 +272,9 @@ class PhaseControl:
                     return reply
                 case Waiting():
                     pauses.check(f"{reply.ahead} jobs are before it")
-                case Refused(unknown=True):
+                case CallRefused(unknown=True):
                     self._place_again()
-                case Refused(retry_after_s=None):
+                case CallRefused(retry_after_s=None):
                     raise ConfigError(f"job {self.job}: {reply.reason}")
                 case _:
                     pauses.pause(Exhausted(f"{kind} phase of job {self.job}: {reply}"))

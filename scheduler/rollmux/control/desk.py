@@ -26,6 +26,7 @@ from scheduler.rollmux.control.wire import (
     Beat,
     BeatReply,
     Call,
+    CallRefused,
     Ended,
     Enter,
     EnterReply,
@@ -38,7 +39,6 @@ from scheduler.rollmux.control.wire import (
     Orders,
     PlaceReply,
     PlanStatus,
-    Refused,
     Reply,
     Unloaded,
     Waiting,
@@ -46,11 +46,11 @@ from scheduler.rollmux.control.wire import (
 )
 from scheduler.rollmux.permits.events import (
     ControlResumed,
-    EndReason,
     HolderHeard,
     JobLeft,
     JobPlaced,
     NodesUnloaded,
+    PermitEndReason,
     PermitEvent,
     PhaseEnded,
     PhaseNarrowed,
@@ -61,7 +61,7 @@ from scheduler.rollmux.permits.events import (
     TimePassed,
 )
 from scheduler.rollmux.permits.permits import PermitPolicy
-from scheduler.rollmux.permits.standing import Stage, Standing
+from scheduler.rollmux.permits.standing import JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 
 JOBS_MAX = 4096
@@ -71,7 +71,7 @@ _RETRY_S = 0.5
 _LOG = logging.getLogger(__name__)
 
 
-class PermitDesk:
+class PhaseService:
     """Raises ConfigError where its state file is another version's, or of a control that plans."""
 
     def __init__(
@@ -135,28 +135,30 @@ class PermitDesk:
                 self._observe(JobLeft(job=message.job))
                 return Left()
             case Submission() | NodeReport():
-                return Refused(reason="this control does not plan: it was started without nodes")
+                return CallRefused(
+                    reason="this control does not plan: it was started without nodes"
+                )
 
     def place(self, terms: JobTerms) -> PlaceReply:
         known = self._policy.standing(terms.job)
         if known is None and len(self._policy.jobs) >= JOBS_MAX:
-            return Refused(reason=f"{JOBS_MAX} jobs are placed", retry_after_s=_RETRY_S)
+            return CallRefused(reason=f"{JOBS_MAX} jobs are placed", retry_after_s=_RETRY_S)
         if known is None or known.terms != terms:
             refusal = _refusal(self._observe(JobPlaced(terms=terms)))
             if refusal:
-                return Refused(reason=refusal)
+                return CallRefused(reason=refusal)
         return Admitted(lease_s=self.config.lease_s)
 
     def enter(self, entry: Enter) -> EnterReply:
         standing = self._policy.standing(entry.job)
         if standing is None and not self._policy.knows(entry.job):
-            return Refused(reason=f"job {entry.job} is not placed", unknown=True)
+            return CallRefused(reason=f"job {entry.job} is not placed", unknown=True)
         event = PhaseRequested(job=entry.job, kind=entry.kind, holder=entry.holder)
         effects = self._observe(event)
         refusal = _refusal(effects)
         if refusal:
             unknown = any(isinstance(each, Refuse) and each.unknown for each in effects)
-            return Refused(reason=refusal, retry_after_s=self._retry_s(entry), unknown=unknown)
+            return CallRefused(reason=refusal, retry_after_s=self._retry_s(entry), unknown=unknown)
         return self.look(entry)
 
     def look(self, entry: Enter) -> EnterReply:
@@ -165,9 +167,9 @@ class PermitDesk:
             raise Exhausted("a decision is not on disk yet")
         standing = self._policy.standing(entry.job)
         if standing is None:
-            return Refused(reason=f"job {entry.job} is not placed", unknown=True)
+            return CallRefused(reason=f"job {entry.job} is not placed", unknown=True)
         if (standing.holder, standing.kind) != (entry.holder, entry.kind):
-            return Refused(reason="another process of the job came", retry_after_s=_RETRY_S)
+            return CallRefused(reason="another process of the job came", retry_after_s=_RETRY_S)
         if standing.holding:
             return Granted(
                 epoch=standing.epoch,
@@ -212,7 +214,7 @@ class PermitDesk:
             unload = () if standing is None else standing.unload
             return Ended(reason=refusal) if refusal else Left(unload=unload)
         # A leave whose reply was lost is repeated.
-        was_done = standing.epoch == leave.epoch and standing.ended is EndReason.DONE
+        was_done = standing.epoch == leave.epoch and standing.ended is PermitEndReason.DONE
         return Left(unload=standing.unload) if was_done else Ended(reason=refusal)
 
     def unloaded(self, said: Unloaded) -> LeaveReply:
@@ -275,9 +277,9 @@ class PermitDesk:
         self._log.close()
         self._state.close()
 
-    def _orders(self, standing: Standing) -> Orders:
+    def _orders(self, standing: JobPermit) -> Orders:
         ends_in_s: float | None = None
-        if standing.stage is Stage.REVOKED and standing.revoked_s is not None:
+        if standing.stage is PermitStage.REVOKED and standing.revoked_s is not None:
             ends_s = standing.revoked_s + self.config.grace_s
             ends_in_s = max(0.0, ends_s - self._clock.now())
         return Orders(

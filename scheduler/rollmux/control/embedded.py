@@ -7,7 +7,7 @@ from types import TracebackType
 from harvester.contracts.clock import Clock, MonotonicClock
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.control.desk import TICK_S
-from scheduler.rollmux.control.opening import compile_for, opened
+from scheduler.rollmux.control.opening import compile_for, make_service
 from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.control.wire import (
     WAIT_MAX_S,
@@ -37,7 +37,7 @@ class EmbeddedControl:
         """Starts the control; with a `cluster` it plans."""
         self._clock = clock or MonotonicClock()
         compile_for(cluster)
-        self._desk = opened(
+        self._desk = make_service(
             config or PermitsConfig(), self._clock, state=state, journal=journal, cluster=cluster
         )
         self._changed = threading.Condition()

@@ -8,12 +8,12 @@ import asyncio
 import msgspec
 
 from harvester.contracts.clock import Clock
-from scheduler.rollmux.control.desk import TICK_S, PermitDesk
+from scheduler.rollmux.control.desk import TICK_S, PhaseService
 from scheduler.rollmux.control.wire import WAIT_MAX_S, Enter, Reply, Waiting, decoded_call
 
 
-class Front:
-    def __init__(self, desk: PermitDesk, clock: Clock) -> None:
+class AsyncPhaseApi:
+    def __init__(self, desk: PhaseService, clock: Clock) -> None:
         self.desk = desk
         self._clock = clock
         self._changed = asyncio.Event()

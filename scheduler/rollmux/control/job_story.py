@@ -13,9 +13,9 @@ import msgspec
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.rollmux.cluster.events import (
     CloseJob,
-    Decision,
     JobSubmitted,
     NodeLost,
+    PlacementDecision,
     PlanJob,
     QueueJob,
     SettleJob,
@@ -190,12 +190,12 @@ def _asked(plan: PlanJob, now: Moment) -> Entry:
     where = f"{plan.group} on {_nodes(plan)}"
     beside = f" beside {', '.join(plan.beside)}" if plan.beside else " alone"
     match plan.decision:
-        case Decision.PLACED:
+        case PlacementDecision.PLACED:
             told, words = Told.PLACED, f"placed in {where}{beside}: {plan.reason}"
-        case Decision.MOVED:
+        case PlacementDecision.MOVED:
             words = f"asked to move to {where}{beside}, at its iteration's end: {plan.reason}"
             told = Told.MOVE_ASKED
-        case Decision.RESTARTED:
+        case PlacementDecision.RESTARTED:
             words = f"gets other nodes, in {where}{beside}: {plan.reason}"
             told = Told.RESTARTED
     return Entry(at=now.at, told=told, text=words)

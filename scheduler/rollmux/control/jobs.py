@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from harvester.contracts.errors import ConfigError
 from harvester.platform.yaml_file import explained, parse_fields, read_text
 from scheduler.rollmux.cluster.submission import Submission, submission_fault
-from scheduler.rollmux.plan.jobs_file import JOBS_MAX, JobSettings, PoolSettings
+from scheduler.rollmux.plan.jobs_file import JOBS_MAX, PlannedJobSettings, PoolSettings
 
 
 class JobsFile(BaseModel):
@@ -15,7 +15,7 @@ class JobsFile(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    jobs: tuple[JobSettings, ...] = Field(min_length=1, max_length=JOBS_MAX)
+    jobs: tuple[PlannedJobSettings, ...] = Field(min_length=1, max_length=JOBS_MAX)
     nodes: PoolSettings | None = None
     risk: float | None = None
     slo_counts_queueing: bool | None = None

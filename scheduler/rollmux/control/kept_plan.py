@@ -10,9 +10,9 @@ import msgspec
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.memory import (
+    ClusterRecord,
     JobRecord,
     Layout,
-    Memory,
     job_record,
     layout,
 )
@@ -80,7 +80,7 @@ def kept_memory(kept: dict[str, bytes], *, by_s: float) -> dict[str, Any]:
         if name.startswith(_JOB)
     )
     where = msgspec.json.decode(kept[_LAYOUT], type=Layout) if _LAYOUT in kept else Layout()
-    memory: dict[str, Any] = msgspec.to_builtins(Memory(layout=where, jobs=jobs))
+    memory: dict[str, Any] = msgspec.to_builtins(ClusterRecord(layout=where, jobs=jobs))
     return memory
 
 

@@ -20,10 +20,10 @@ from scheduler.rollmux.permits.leased_tail import (
     BULK_RATIO,
     LeasedTail,
     NarrowPermit,
-    Place,
     RecallTail,
     Switches,
     Tail,
+    TailPlace,
     TailSample,
     taken_off_s,
 )
@@ -145,7 +145,7 @@ class LeasedRollout:
 
     def _sample(self) -> TailSample:
         asked = self._permit.keep == ()
-        away = self._tail.place in (Place.AWAY, Place.IN_LINE)
+        away = self._tail.place in (TailPlace.AWAY, TailPlace.IN_LINE)
         view = self._view() if asked or away else None
         tokens = {} if view is None else view.tokens(self._permit.job)
         serves = view is not None and view.guest_serves(self._permit.job)

@@ -24,15 +24,15 @@ from scheduler.rollmux.cluster.phase_policy import PhasePolicy, RuntimeEffect
 from scheduler.rollmux.control.plan_metrics import PlanMetrics
 from scheduler.rollmux.permits.events import (
     EndPermit,
-    EndReason,
     FreeNodes,
     GrantPermit,
+    PermitEndReason,
     RemoveJob,
     RevokePermit,
     WarnHolder,
     WidenPermit,
 )
-from scheduler.rollmux.permits.standing import Stage, Standing
+from scheduler.rollmux.permits.standing import JobPermit, PermitStage
 
 _BUCKETS_S = (0.01, 0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600)
 _UNKNOWN = "unknown"
@@ -116,7 +116,7 @@ class PhaseMetrics:
         """Bring the gauges up to date and render everything."""
         standings = tuple(_standings(policy))
         stages = Tally(each.stage for each in standings)
-        for stage in Stage:
+        for stage in PermitStage:
             self._jobs.labels(stage).set(stages[stage])
         for kind in PhaseKind:
             waiting = [each for each in standings if _waits(each, kind)]
@@ -128,7 +128,7 @@ class PhaseMetrics:
             self._nodes.labels(kind).set(sum(len(each.nodes) for each in held))
         return generate_latest(self.registry)
 
-    def _granted(self, grant: GrantPermit, standing: Standing | None, now: float) -> None:
+    def _granted(self, grant: GrantPermit, standing: JobPermit | None, now: float) -> None:
         holder, kinds = self._processes.get(grant.job, ("", set()))
         if holder != grant.holder:
             kinds = set()
@@ -145,7 +145,7 @@ class PhaseMetrics:
             self._last_job.clear()
         self._last_job |= dict.fromkeys(nodes, job)
 
-    def _end(self, end: EndPermit, standing: Standing | None, now: float) -> None:
+    def _end(self, end: EndPermit, standing: JobPermit | None, now: float) -> None:
         self._ended.labels(end.kind, end.ended).inc()
         if standing is not None:
             self._hold_s.labels(end.kind).observe(max(0.0, now - standing.started_s))
@@ -154,7 +154,7 @@ class PhaseMetrics:
         """Every series is there from the first scrape on: an increase needs a zero before it."""
         for start in ("cold", "warm"):
             self._starts.labels(kind, start)
-        for reason in EndReason:
+        for reason in PermitEndReason:
             self._ended.labels(kind, reason)
         for counter in (self._switches, self._overruns, self._revocations, self._tails):
             counter.labels(kind)
@@ -173,14 +173,14 @@ class PhaseMetrics:
         )
 
 
-def _standings(policy: PhasePolicy) -> Iterable[Standing]:
+def _standings(policy: PhasePolicy) -> Iterable[JobPermit]:
     found = (policy.standing(job) for job in policy.jobs)
     return (each for each in found if each is not None)
 
 
-def _waits(standing: Standing, kind: PhaseKind) -> bool:
+def _waits(standing: JobPermit, kind: PhaseKind) -> bool:
     """Whether a worker waits; an unclaimed place keeps no worker waiting."""
-    claimed = standing.stage is Stage.WAITING and standing.heard_s is not None
+    claimed = standing.stage is PermitStage.WAITING and standing.heard_s is not None
     return claimed and standing.kind is kind
 
 

@@ -16,8 +16,8 @@ import msgspec
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.control.front import Front
-from scheduler.rollmux.control.opening import compile_for, opened
+from scheduler.rollmux.control.front import AsyncPhaseApi
+from scheduler.rollmux.control.opening import compile_for, make_service
 from scheduler.rollmux.control.service import exposition
 from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.control.wire import Absent, Call, Enter, JobStatus, Reply, decoded_reply
@@ -44,14 +44,14 @@ class ControlActor:
         clock = MonotonicClock()
         planned = None if cluster is None else msgspec.convert(cluster, ClusterConfig)
         compile_for(planned)
-        self._desk = opened(
+        self._desk = make_service(
             msgspec.convert(config, PermitsConfig),
             clock,
             state=None if state is None else Path(state),
             journal=None if journal is None else Path(journal),
             cluster=planned,
         )
-        self._front = Front(self._desk, clock)
+        self._front = AsyncPhaseApi(self._desk, clock)
         self._ticking: asyncio.Task[None] | None = None
         self._metrics_port = metrics_port
 

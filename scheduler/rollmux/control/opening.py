@@ -4,11 +4,11 @@ from pathlib import Path
 
 from harvester.contracts.clock import Clock
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.control.desk import JOURNAL_BYTES, PermitDesk
+from scheduler.rollmux.control.desk import JOURNAL_BYTES, PhaseService
 from scheduler.rollmux.permits.terms import PermitsConfig
 
 
-def opened(
+def make_service(
     config: PermitsConfig,
     clock: Clock,
     *,
@@ -16,14 +16,16 @@ def opened(
     journal: Path | None,
     cluster: ClusterConfig | None,
     journal_bytes: int = JOURNAL_BYTES,
-) -> PermitDesk:
+) -> PhaseService:
     """Opens the desk. Raises ConfigError if the state file belongs to another kind of control."""
     if cluster is None:
-        return PermitDesk(config, clock, state=state, journal=journal, journal_bytes=journal_bytes)
+        return PhaseService(
+            config, clock, state=state, journal=journal, journal_bytes=journal_bytes
+        )
     # A control without a plan needs no compiler.
-    from scheduler.rollmux.control.planning import PlanningDesk
+    from scheduler.rollmux.control.planning import PlanningService
 
-    return PlanningDesk(
+    return PlanningService(
         config, cluster, clock, state=state, journal=journal, journal_bytes=journal_bytes
     )
 

@@ -13,7 +13,7 @@ from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control.wire import Absent, Beat, Ended, Granted, Orders, Transport
 from scheduler.rollmux.permits.events import Recall
-from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.standing import PermitStage
 
 _BEATS_PER_LEASE = 3
 _BEAT_MAX_S = 1.0
@@ -42,7 +42,7 @@ class Permit:
         self._clock = clock
         self.lease_s = granted.lease_s
         self._orders = Orders(
-            stage=Stage.RUNNING, nodes=granted.nodes, accelerators=granted.accelerators
+            stage=PermitStage.RUNNING, nodes=granted.nodes, accelerators=granted.accelerators
         )
         self._complete_ratio, self._tokens, self._narrowed = 0.0, 0, False
         self._recall: Recall | None = None
@@ -74,14 +74,14 @@ class Permit:
         return self._orders.keep_accelerators
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> PermitStage:
         """Stage by the control's last reply."""
         return self._orders.stage
 
     @property
     def keep(self) -> tuple[NodeId, ...] | None:
         """Nodes to bring the tail together on before calling `narrowed`; None: not asked to."""
-        return self._orders.keep if self._orders.stage is Stage.NARROWING else None
+        return self._orders.keep if self._orders.stage is PermitStage.NARROWING else None
 
     @property
     def warned(self) -> bool:
@@ -163,7 +163,7 @@ class Permit:
         self._answered_s = asked_s
         if isinstance(reply, Orders):
             self._orders = reply
-            if reply.stage is Stage.NARROWING and self._asked_to_narrow_s is None:
+            if reply.stage is PermitStage.NARROWING and self._asked_to_narrow_s is None:
                 self._asked_to_narrow_s = self._clock.now()
         elif isinstance(reply, Ended):
             self._lost = reply.reason

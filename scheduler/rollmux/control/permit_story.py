@@ -15,17 +15,17 @@ from scheduler.rollmux.control.story_entry import Entry, Told, nodes_in_words, s
 from scheduler.rollmux.permits.events import (
     DropPlace,
     EndPermit,
-    EndReason,
     EnqueuePhase,
     FreeNodes,
     GrantPermit,
     NarrowPhase,
+    PermitEndReason,
     RevokePermit,
     UnloadNodes,
     WarnHolder,
     WidenPermit,
 )
-from scheduler.rollmux.permits.standing import HOLDING, Stage
+from scheduler.rollmux.permits.standing import HOLDING, PermitStage
 
 _SHOWN = 3
 """Most jobs named in an answer."""
@@ -43,7 +43,7 @@ class PermitSummary(msgspec.Struct, kw_only=True):
     behind_s: dict[JobId, float] = {}
     """Time that each job on the awaited nodes was waited for, in s."""
     happened: dict[str, int] = {}
-    ended: dict[EndReason, int] = {}
+    ended: dict[PermitEndReason, int] = {}
 
     def document(self) -> dict[str, Any]:
         return {
@@ -88,7 +88,7 @@ class PermitStory:
             return
         self._kind, self._ticket = PhaseKind(own["kind"]), own["ticket"]
         self._awaits = tuple(own.get("awaits", ()))
-        holds = Stage(own["stage"]) in HOLDING
+        holds = PermitStage(own["stage"]) in HOLDING
         self._granted_s = own["started_s"] if holds else None
         if self._asked_s is None and not holds and own.get("heard_s") is not None:
             # Since when its worker asks is in no record.
@@ -180,11 +180,11 @@ class PermitStory:
         if self._counts:
             summary = self._summary(end.kind)
             summary.ended[end.ended] = summary.ended.get(end.ended, 0) + 1
-            if end.ended is EndReason.DONE and began is not None:
+            if end.ended is PermitEndReason.DONE and began is not None:
                 summary.held_s.append(held_s)
                 summary.solo_s.append(end.solo_s)
         long = "" if began is None else f" after {seconds(held_s)}"
-        if end.ended is EndReason.DONE:
+        if end.ended is PermitEndReason.DONE:
             words = f"{end.kind} is done{long}; alone it would have taken {seconds(end.solo_s)}"
             return Entry(at=now.at, told=Told.DONE, text=words)
         why = cause or end.reason

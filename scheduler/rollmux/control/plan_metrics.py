@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from scheduler.model import Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
-from scheduler.rollmux.cluster.events import CloseJob, Decision, PlanJob
-from scheduler.rollmux.cluster.stays import StayStage
+from scheduler.rollmux.cluster.events import CloseJob, PlacementDecision, PlanJob
+from scheduler.rollmux.cluster.stays import PlacementStage
 
 _STATES = ("used", "free", "failed", "missing")
 _KEPT, _OWED, _BROKEN = "kept", "owed", "broken"
@@ -58,7 +58,7 @@ class PlanMetrics:
             registry=registry,
             buckets=_BUCKETS_S,
         )
-        for decision in Decision:
+        for decision in PlacementDecision:
             self._decisions.labels(decision)
         for promise in (_KEPT, _BROKEN):
             self._ended.labels(promise)
@@ -71,7 +71,7 @@ class PlanMetrics:
 
     def show(self, cluster: ClusterPolicy, *, now: float) -> None:
         stages = Tally(stay.stage for stay in cluster.stays.values())
-        for stage in StayStage:
+        for stage in PlacementStage:
             self._jobs.labels(stage).set(stages[stage])
         for pool in (Pool.ROLLOUT, Pool.TRAINING):
             counts = cluster.fleet.counts(pool)
@@ -89,5 +89,5 @@ class PlanMetrics:
         self._credit.set(min(credits_s, default=0.0))
         self._promises.labels(_KEPT).set(len(credits_s) - owed)
         self._promises.labels(_OWED).set(owed)
-        queued = [one for one in cluster.stays.values() if one.stage is StayStage.QUEUED]
+        queued = [one for one in cluster.stays.values() if one.stage is PlacementStage.QUEUED]
         self._longest.set(max((now - one.submitted_s for one in queued), default=0.0))

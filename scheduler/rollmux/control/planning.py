@@ -16,9 +16,9 @@ from scheduler.rollmux.cluster.events import JobSubmitted, NodeBack, NodeLost, P
 from scheduler.rollmux.cluster.memory import strangers
 from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
 from scheduler.rollmux.cluster.runtime import PhaseRuntime, RuntimeConfig
-from scheduler.rollmux.cluster.stays import StayStage
+from scheduler.rollmux.cluster.stays import PlacementStage
 from scheduler.rollmux.cluster.submission import Submission
-from scheduler.rollmux.control.desk import JOBS_MAX, JOURNAL_BYTES, PermitDesk
+from scheduler.rollmux.control.desk import JOBS_MAX, JOURNAL_BYTES, PhaseService
 from scheduler.rollmux.control.kept_plan import (
     KeptClock,
     changed_records,
@@ -30,19 +30,19 @@ from scheduler.rollmux.control.kept_plan import (
 from scheduler.rollmux.control.plan_status import plan_status
 from scheduler.rollmux.control.wire import (
     Call,
+    CallRefused,
     Enter,
     EnterReply,
     Kept,
     Leave,
     LeaveReply,
     Left,
-    Move,
+    MoveOrder,
     NodeReport,
     Placed,
     PlaceReply,
     PlanStatus,
     Queued,
-    Refused,
     Reply,
     ReportReply,
     SubmitReply,
@@ -53,7 +53,7 @@ _RETRY_S: Final = 0.5
 _PLANS: Final = "this control plans: submit the job, and it is placed"
 
 
-class PlanningDesk(PermitDesk):
+class PlanningService(PhaseService):
     """Raises ConfigError where the state file is of a control that does not plan."""
 
     def __init__(
@@ -94,7 +94,7 @@ class PlanningDesk(PermitDesk):
                 return super().call(message)
 
     def place(self, terms: JobTerms) -> PlaceReply:
-        return Refused(reason=f"job {terms.job}: {_PLANS}")
+        return CallRefused(reason=f"job {terms.job}: {_PLANS}")
 
     def submit(self, given: Submission) -> SubmitReply:
         """The same submission may be repeated, also to learn the job's present place.
@@ -104,13 +104,15 @@ class PlanningDesk(PermitDesk):
         known = self.cluster.stays.get(given.job)
         refusal = self.cluster.refusal(given)
         if refusal:
-            return Refused(reason=refusal)
+            return CallRefused(reason=refusal)
         if known is None and len(self.cluster.stays) >= JOBS_MAX:
-            return Refused(reason=f"{JOBS_MAX} jobs are known", retry_after_s=_RETRY_S)
+            return CallRefused(reason=f"{JOBS_MAX} jobs are known", retry_after_s=_RETRY_S)
         self._observe(JobSubmitted(submission=given))
         stay = self.cluster.stays[given.job]
-        if stay.stage is StayStage.QUEUED:
-            waiting = [one for one in self.cluster.stays.values() if one.stage is StayStage.QUEUED]
+        if stay.stage is PlacementStage.QUEUED:
+            waiting = [
+                one for one in self.cluster.stays.values() if one.stage is PlacementStage.QUEUED
+            ]
             ahead = sum(one.number < stay.number for one in waiting)
             return Queued(reason=stay.reason or "others wait longer", ahead=ahead)
         if stay.at is None:
@@ -128,7 +130,7 @@ class PlanningDesk(PermitDesk):
     def report(self, given: NodeReport) -> ReportReply:
         fleet = self.cluster.fleet
         if fleet.pool_of(given.node) is None and not fleet.has_up(given.node):
-            return Refused(reason=f"no node {given.node}")
+            return CallRefused(reason=f"no node {given.node}")
         self._observe(NodeLost(node=given.node) if given.failed else NodeBack(node=given.node))
         return Kept()
 
@@ -137,7 +139,7 @@ class PlanningDesk(PermitDesk):
         if not held_up:
             return super().look(entry)
         changed = self.cluster.stays[entry.job].changed
-        return Refused(reason=held_up, retry_after_s=_RETRY_S, unknown=changed)
+        return CallRefused(reason=held_up, retry_after_s=_RETRY_S, unknown=changed)
 
     def leave(self, leave: Leave) -> LeaveReply:
         reply = super().leave(leave)
@@ -145,7 +147,7 @@ class PlanningDesk(PermitDesk):
         if isinstance(reply, Left) and stay is not None and stay.told and not leave.failed:
             rollout, training = self.cluster.machines(stay.to)
             return Left(
-                move=Move(rollout_nodes=rollout, training_nodes=training, reason=stay.reason),
+                move=MoveOrder(rollout_nodes=rollout, training_nodes=training, reason=stay.reason),
                 unload=reply.unload,
             )
         return reply

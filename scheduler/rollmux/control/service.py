@@ -18,9 +18,9 @@ from aiohttp import web
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.control.desk import JOURNAL_BYTES, PermitDesk
-from scheduler.rollmux.control.front import Front
-from scheduler.rollmux.control.opening import compile_for, opened
+from scheduler.rollmux.control.desk import JOURNAL_BYTES, PhaseService
+from scheduler.rollmux.control.front import AsyncPhaseApi
+from scheduler.rollmux.control.opening import compile_for, make_service
 from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.permits.terms import PermitsConfig
 
@@ -31,7 +31,7 @@ _SHUTDOWN_S = 1.0
 _BACKLOG = 128
 
 
-def application(front: Front) -> web.Application:
+def application(front: AsyncPhaseApi) -> web.Application:
     app = web.Application(client_max_size=MAX_BODY_BYTES)
 
     async def call(request: web.Request) -> web.Response:
@@ -63,7 +63,7 @@ def application(front: Front) -> web.Application:
     return app
 
 
-def metrics_of(desk: PermitDesk) -> Callable[[web.Request], Awaitable[web.Response]]:
+def metrics_of(desk: PhaseService) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(body=desk.metrics(), headers={"Content-Type": CONTENT_TYPE})
 
@@ -71,7 +71,7 @@ def metrics_of(desk: PermitDesk) -> Callable[[web.Request], Awaitable[web.Respon
 
 
 @asynccontextmanager
-async def exposition(desk: PermitDesk, port: int | None) -> AsyncGenerator[None, None]:
+async def exposition(desk: PhaseService, port: int | None) -> AsyncGenerator[None, None]:
     """Prometheus connects to no Unix socket: metrics, and nothing else, on a loopback port.
 
     Raises ConfigError where the port is taken. Without a port it does nothing.
@@ -144,10 +144,10 @@ async def serve(
     clock = clock or MonotonicClock()
     compile_for(cluster)
     listening = listening_socket(path)
-    desk = opened(
+    desk = make_service(
         config, clock, state=state, journal=journal, cluster=cluster, journal_bytes=journal_bytes
     )
-    front = Front(desk, clock)
+    front = AsyncPhaseApi(desk, clock)
     runner = web.AppRunner(
         application(front),
         access_log=None,
@@ -169,7 +169,7 @@ async def serve(
         path.unlink(missing_ok=True)
 
 
-async def _until_stopped(front: Front, stopped: asyncio.Event) -> None:
+async def _until_stopped(front: AsyncPhaseApi, stopped: asyncio.Event) -> None:
     ticking = asyncio.ensure_future(front.tick())
     stopping = asyncio.ensure_future(stopped.wait())
     await asyncio.wait({ticking, stopping}, return_when=asyncio.FIRST_COMPLETED)

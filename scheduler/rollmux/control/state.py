@@ -14,7 +14,7 @@ import msgspec
 
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import JobId
-from scheduler.rollmux.permits.standing import Standing
+from scheduler.rollmux.permits.standing import JobPermit
 
 _NOTHING: Final[dict[str, bytes | None]] = {}
 _SCHEMA_VERSION = 1
@@ -68,7 +68,7 @@ class PermitState:
     def keep(
         self,
         counters: tuple[int, int],
-        standings: Mapping[JobId, Standing | None],
+        standings: Mapping[JobId, JobPermit | None],
         plan: Mapping[str, bytes | None] = _NOTHING,
     ) -> None:
         """All or nothing. None removes. Raises Exhausted where the disk takes nothing."""
@@ -83,7 +83,7 @@ class PermitState:
     def _write(
         self,
         counters: tuple[int, int],
-        standings: Mapping[JobId, Standing | None],
+        standings: Mapping[JobId, JobPermit | None],
         plan: Mapping[str, bytes | None],
     ) -> None:
         with self._db:

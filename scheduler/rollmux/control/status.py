@@ -1,22 +1,22 @@
 """Status of jobs and nodes, for people and dashboards."""
 
 from harvester.contracts.ids import JobId
-from scheduler.rollmux.control.desk import PermitDesk
+from scheduler.rollmux.control.desk import PhaseService
 from scheduler.rollmux.control.wire import JobStatus
-from scheduler.rollmux.permits.standing import NO_EPOCH, Stage
+from scheduler.rollmux.permits.standing import NO_EPOCH, PermitStage
 
 
-def statuses(desk: PermitDesk) -> tuple[JobStatus, ...]:
+def statuses(desk: PhaseService) -> tuple[JobStatus, ...]:
     return tuple(_status(desk, job) for job in desk.jobs)
 
 
-def _status(desk: PermitDesk, job: JobId) -> JobStatus:
+def _status(desk: PhaseService, job: JobId) -> JobStatus:
     standing, plan = desk.policy.standing(job), desk.plan_of(job)
     if standing is None:
         # Submitted, and without a place or on its way to one.
         return JobStatus(
             job=job,
-            stage=Stage.APART,
+            stage=PermitStage.APART,
             kind=None,
             epoch=NO_EPOCH,
             nodes=(),

@@ -22,10 +22,10 @@ import msgspec
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId, NodeId, checked_name
 from scheduler.model import PhaseKind
-from scheduler.rollmux.cluster.stays import StayStage
+from scheduler.rollmux.cluster.stays import PlacementStage
 from scheduler.rollmux.cluster.submission import Submission
 from scheduler.rollmux.permits.events import Recall
-from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.standing import PermitStage
 from scheduler.rollmux.permits.terms import JobTerms
 
 WAIT_MAX_S = 30.0
@@ -107,7 +107,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
     """Jobs that come before."""
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+class CallRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     reason: str
     retry_after_s: float | None = None
     """Delay before the next request, in s; None: a repetition will not help."""
@@ -118,7 +118,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 class Orders(msgspec.Struct, frozen=True, kw_only=True, tag="orders"):
     """All that holds for the permit now, so that a lost reply loses nothing."""
 
-    stage: Stage
+    stage: PermitStage
     nodes: tuple[NodeId, ...]
     accelerators: dict[NodeId, tuple[int, ...]] = {}
     """Accelerator numbers of the partly held nodes."""
@@ -137,7 +137,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left", omit_defaults=True):
-    move: "Move | None" = None
+    move: "MoveOrder | None" = None
     """The iteration is over, and the job goes on elsewhere."""
     unload: tuple[NodeId, ...] = ()
     """Nodes that the job's state has to leave now: another job is to start there."""
@@ -150,7 +150,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
 class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A submitted job's place and progress."""
 
-    stage: StayStage
+    stage: PlacementStage
     group: str
     rollout_nodes: tuple[NodeId, ...]
     training_nodes: tuple[NodeId, ...]
@@ -172,7 +172,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Status of one job, for people and dashboards; no call's answer."""
 
     job: JobId
-    stage: Stage
+    stage: PermitStage
     kind: PhaseKind | None
     epoch: Epoch
     nodes: tuple[NodeId, ...]
@@ -196,7 +196,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     failed: bool
 
 
-class Move(msgspec.Struct, frozen=True, kw_only=True):
+class MoveOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The job's next place. When it requests its next phase, its old nodes are free of it."""
 
     rollout_nodes: tuple[NodeId, ...]
@@ -223,14 +223,14 @@ class Queued(msgspec.Struct, frozen=True, kw_only=True, tag="queued"):
     """Jobs that wait longer."""
 
 
-EnterReply = Granted | Waiting | Refused
+EnterReply = Granted | Waiting | CallRefused
 BeatReply = Orders | Ended
 LeaveReply = Left | Ended
-PlaceReply = Admitted | Refused
-SubmitReply = Placed | Queued | Refused
-ReportReply = Kept | Refused
+PlaceReply = Admitted | CallRefused
+SubmitReply = Placed | Queued | CallRefused
+ReportReply = Kept | CallRefused
 Call = JobTerms | Enter | Withdraw | Beat | Leave | Unloaded | Forget | Submission | NodeReport
-Reply = Admitted | Granted | Waiting | Refused | Orders | Ended | Left | Kept | Placed | Queued
+Reply = Admitted | Granted | Waiting | CallRefused | Orders | Ended | Left | Kept | Placed | Queued
 
 CallKind = (
     type[JobTerms]

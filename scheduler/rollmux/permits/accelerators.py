@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from harvester.contracts.ids import NodeId
 from scheduler.rollmux.permits.completion import tail_of
-from scheduler.rollmux.permits.standing import Stage, Standing
+from scheduler.rollmux.permits.standing import JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import PhaseTerms
 
 Parts = dict[NodeId, tuple[int, ...]]
@@ -22,7 +22,7 @@ def spread(nodes: Sequence[NodeId], accelerators: int, *, per_node: int) -> dict
     return {node: min(count, per_node) for node, count in counts if count}
 
 
-def held(standing: Standing, phase: PhaseTerms) -> int:
+def held(standing: JobPermit, phase: PhaseTerms) -> int:
     """Accelerators that its permit covers."""
     parts = standing.accelerators
     if not parts:
@@ -30,22 +30,22 @@ def held(standing: Standing, phase: PhaseTerms) -> int:
     return sum(len(parts[node]) if node in parts else phase.accelerators for node in standing.nodes)
 
 
-def work_until(standing: Standing, *, now: float) -> None:
+def work_until(standing: JobPermit, *, now: float) -> None:
     """Brings `worked_s` up to now; before anything changes that its speed depends on."""
     passed_s = max(0.0, now - standing.worked_at_s)
     standing.worked_s += passed_s * speed(standing)
     standing.worked_at_s = now
 
 
-def in_tail(standing: Standing, phase: PhaseTerms) -> bool:
+def in_tail(standing: JobPermit, phase: PhaseTerms) -> bool:
     """Whether the completed share has reached the start of its tail."""
     ratio, _ = tail_of(phase, standing.curves.get(phase.kind))
     return ratio < 1.0 and standing.complete_ratio >= ratio
 
 
-def speed(standing: Standing) -> float:
+def speed(standing: JobPermit) -> float:
     """Seconds that the phase would have taken alone, in one second as its permit is now."""
-    if (not standing.accelerators and not standing.awaits) or standing.stage is Stage.TAILING:
+    if (not standing.accelerators and not standing.awaits) or standing.stage is PermitStage.TAILING:
         return 1.0
     phase = None if standing.kind is None else standing.terms.phase(standing.kind)
     if phase is None:

@@ -1,14 +1,14 @@
 """Jobs and workers that come and go."""
 
-from scheduler.rollmux.permits.book import PermitBook
+from scheduler.rollmux.permits.book import PermitTable
 from scheduler.rollmux.permits.endings import end
 from scheduler.rollmux.permits.events import (
     AdmitJob,
     DropPlace,
-    EndReason,
     JobLeft,
     JobPlaced,
     PermitEffect,
+    PermitEndReason,
     PhaseRequested,
     PhaseWithdrawn,
     Refuse,
@@ -16,45 +16,45 @@ from scheduler.rollmux.permits.events import (
 )
 from scheduler.rollmux.permits.places import enqueue, join
 from scheduler.rollmux.permits.serving import grant
-from scheduler.rollmux.permits.standing import Stage, Trigger
+from scheduler.rollmux.permits.standing import PermitStage, PermitTrigger
 from scheduler.rollmux.permits.terms import terms_fault
 
 Effects = list[PermitEffect]
 
 
-def place(book: PermitBook, event: JobPlaced) -> Effects:
+def place(book: PermitTable, event: JobPlaced) -> Effects:
     job, fault = event.terms.job, terms_fault(event.terms)
     if fault:
         return [Refuse(job=job, reason=fault)]
     standing = book.admit(event.terms)
     book.leave_lines(standing)
     effects: Effects = [AdmitJob(job=job)]
-    if standing.stage is Stage.WAITING and standing.kind is not None:
+    if standing.stage is PermitStage.WAITING and standing.kind is not None:
         phase = event.terms.phase(standing.kind)
         if phase is None:
-            standing.move(Trigger.ENDED)
+            standing.move(PermitTrigger.ENDED)
         else:
             effects.append(join(book, standing, phase, standing.ticket))
     return effects
 
 
-def remove(book: PermitBook, event: JobLeft, *, now: float) -> Effects:
+def remove(book: PermitTable, event: JobLeft, *, now: float) -> Effects:
     standing = book.jobs.get(event.job)
     if standing is None:
         return []
     effects: Effects = []
     if standing.holding:
-        effects.append(end(book, standing, EndReason.LEFT, "the job left", now=now))
+        effects.append(end(book, standing, PermitEndReason.LEFT, "the job left", now=now))
     book.leave_lines(standing)
     if event.for_good:
         book.unload(standing, standing.loaded)
         book.remove(event.job)
         return [*effects, RemoveJob(job=event.job)]
-    standing.move(Trigger.ENDED)
+    standing.move(PermitTrigger.ENDED)
     return [*effects, DropPlace(job=event.job)]
 
 
-def request(book: PermitBook, event: PhaseRequested, *, now: float) -> Effects:
+def request(book: PermitTable, event: PhaseRequested, *, now: float) -> Effects:
     standing = book.jobs.get(event.job)
     phase = standing.terms.phase(event.kind) if standing else None
     if standing is None or phase is None:
@@ -68,7 +68,7 @@ def request(book: PermitBook, event: PhaseRequested, *, now: float) -> Effects:
     if standing.holder != event.holder and book.waits(standing, now):
         return [Refuse(job=event.job, reason="another process of the job waits")]
     effects: Effects = []
-    if (standing.stage, standing.kind) != (Stage.WAITING, event.kind):
+    if (standing.stage, standing.kind) != (PermitStage.WAITING, event.kind):
         book.leave_lines(standing)
         effects.append(enqueue(book, standing, phase, now=now))
     standing.holder, standing.heard_s = event.holder, now
@@ -78,12 +78,12 @@ def request(book: PermitBook, event: PhaseRequested, *, now: float) -> Effects:
     return effects
 
 
-def withdraw(book: PermitBook, event: PhaseWithdrawn, *, now: float) -> Effects:
+def withdraw(book: PermitTable, event: PhaseWithdrawn, *, now: float) -> Effects:
     standing = book.jobs.get(event.job)
     if standing is None or standing.holder != event.holder:
         return []
     if standing.holding:
         words = "nobody waited for it any more"
-        return [end(book, standing, EndReason.WITHDRAWN, words, now=now)]
+        return [end(book, standing, PermitEndReason.WITHDRAWN, words, now=now)]
     book.leave_lines(standing)
-    return [DropPlace(job=event.job)] if standing.move(Trigger.ENDED) else []
+    return [DropPlace(job=event.job)] if standing.move(PermitTrigger.ENDED) else []

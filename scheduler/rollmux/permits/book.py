@@ -10,14 +10,14 @@ import msgspec
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.rollmux.permits.lines import NodeLines, Tail
-from scheduler.rollmux.permits.standing import Stage, Standing
+from scheduler.rollmux.permits.standing import JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 
 
-class PermitBook:
+class PermitTable:
     def __init__(self, config: PermitsConfig) -> None:
         self.config = config
-        self.jobs: dict[JobId, Standing] = {}
+        self.jobs: dict[JobId, JobPermit] = {}
         self.counters = (0, 0)
         """Last epoch and last ticket; neither is ever given again."""
         self.closed: Set[NodeId] = frozenset()
@@ -32,7 +32,7 @@ class PermitBook:
 
     def restore(self, snapshot: list[dict[str, Any]]) -> None:
         """Raises ValueError where two jobs hold the same accelerators."""
-        jobs = msgspec.convert(snapshot, list[Standing])
+        jobs = msgspec.convert(snapshot, list[JobPermit])
         self.jobs = {standing.job: standing for standing in jobs}
         self._lines = NodeLines()
         for standing in jobs:
@@ -54,21 +54,21 @@ class PermitBook:
         self.counters = (epoch, ticket + 1)
         return ticket + 1
 
-    def holder(self, job: JobId, epoch: Epoch) -> Standing | None:
+    def holder(self, job: JobId, epoch: Epoch) -> JobPermit | None:
         """The job, if it holds a permit of that epoch."""
         standing = self.jobs.get(job)
         current = standing is not None and standing.holding and standing.epoch == epoch
         return standing if current else None
 
-    def admit(self, terms: JobTerms) -> Standing:
-        standing = self.jobs.setdefault(terms.job, Standing(terms=terms))
+    def admit(self, terms: JobTerms) -> JobPermit:
+        standing = self.jobs.setdefault(terms.job, JobPermit(terms=terms))
         standing.terms = terms
         return standing
 
     def remove(self, job: JobId) -> None:
         del self.jobs[job]
 
-    def leave_loaded(self, standing: Standing) -> None:
+    def leave_loaded(self, standing: JobPermit) -> None:
         """Its state stays on its nodes' accelerators, but for the part that its tail had of one."""
         parts = standing.accelerators
         nodes = tuple(node for node in standing.nodes if 0 not in parts.get(node, ()))
@@ -76,7 +76,7 @@ class PermitBook:
         standing.loaded_by = standing.holder
         self._loaded |= dict.fromkeys(nodes, standing.job)
 
-    def unload(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
+    def unload(self, standing: JobPermit, nodes: tuple[NodeId, ...]) -> None:
         """Removes the job's left-over state from these nodes; nodes under its permit stay."""
         gone = tuple(node for node in nodes if node in standing.loaded)
         for node in gone:
@@ -84,11 +84,11 @@ class PermitBook:
         self._forget_loaded(standing, gone)
         self.touch(gone)
 
-    def _forget_loaded(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
+    def _forget_loaded(self, standing: JobPermit, nodes: tuple[NodeId, ...]) -> None:
         standing.loaded = tuple(node for node in standing.loaded if node not in nodes)
         standing.unload = tuple(node for node in standing.unload if node not in nodes)
 
-    def loaded_by_other(self, standing: Standing, node: NodeId) -> Standing | None:
+    def loaded_by_other(self, standing: JobPermit, node: NodeId) -> JobPermit | None:
         """The job whose state has to leave the node before this one starts there."""
         job = self._loaded.get(node)
         return None if job is None or job == standing.job else self.jobs[job]
@@ -108,17 +108,17 @@ class PermitBook:
         touched, self._touched = tuple(sorted(self._touched)), set()
         return touched
 
-    def join(self, standing: Standing, ticket: int, nodes: tuple[NodeId, ...]) -> None:
+    def join(self, standing: JobPermit, ticket: int, nodes: tuple[NodeId, ...]) -> None:
         standing.ticket, standing.awaits = ticket, nodes
         self._lines.join(ticket, standing.job, nodes)
         self.touch(nodes)
 
-    def leave_lines(self, standing: Standing) -> None:
+    def leave_lines(self, standing: JobPermit) -> None:
         self._lines.leave(standing.ticket, standing.job, standing.awaits)
         self.touch(standing.awaits)
         standing.awaits = ()
 
-    def take(self, standing: Standing, nodes: tuple[NodeId, ...], *, per_node: int) -> None:
+    def take(self, standing: JobPermit, nodes: tuple[NodeId, ...], *, per_node: int) -> None:
         """Moves the job from the lines onto the nodes; a tail may keep the first accelerators of
         some."""
         self._lines.occupy(standing.job, nodes)
@@ -133,7 +133,7 @@ class PermitBook:
         if parts:
             standing.accelerators = standing.accelerators | parts
 
-    def free(self, standing: Standing, nodes: tuple[NodeId, ...]) -> None:
+    def free(self, standing: JobPermit, nodes: tuple[NodeId, ...]) -> None:
         self._lines.free(standing.job, nodes)
         standing.nodes = tuple(node for node in standing.nodes if node not in nodes)
         if standing.accelerators:
@@ -141,7 +141,7 @@ class PermitBook:
             standing.accelerators = {node: parts[node] for node in parts if node not in nodes}
         self.touch(nodes)
 
-    def narrow(self, standing: Standing) -> tuple[NodeId, ...]:
+    def narrow(self, standing: JobPermit) -> tuple[NodeId, ...]:
         """Reduces the job to the kept nodes; returns the nodes that it freed, fully or in part."""
         parts = standing.keep_accelerators
         freed = tuple(node for node in standing.nodes if node not in standing.keep)
@@ -153,7 +153,7 @@ class PermitBook:
         self.touch(parts)
         return (*freed, *parts)
 
-    def widen(self, standing: Standing) -> tuple[NodeId, ...]:
+    def widen(self, standing: JobPermit) -> tuple[NodeId, ...]:
         """Gives the job what other jobs' tails have freed of its nodes; returns those now whole."""
         parts = standing.accelerators
         whole = tuple(node for node in parts if self._lines.tail_on(node) is None)
@@ -174,11 +174,11 @@ class PermitBook:
     def has_tail(self, node: NodeId) -> bool:
         return self._lines.tail_on(node) is not None
 
-    def holders(self, nodes: Iterable[NodeId]) -> tuple[Standing, ...]:
+    def holders(self, nodes: Iterable[NodeId]) -> tuple[JobPermit, ...]:
         found = {job for node in nodes if (job := self._lines.on(node)) is not None}
         return tuple(self.jobs[job] for job in sorted(found))
 
-    def in_line(self, nodes: Iterable[NodeId]) -> tuple[Standing, ...]:
+    def in_line(self, nodes: Iterable[NodeId]) -> tuple[JobPermit, ...]:
         """Jobs that stand before these nodes, first come first."""
         places = {place for node in nodes for place in self._lines.line(node)}
         return tuple(self.jobs[job] for _, job in sorted(places)) if places else ()
@@ -187,7 +187,7 @@ class PermitBook:
         found = ((node, self._lines.tail_on(node)) for node in nodes)
         return ((node, tail) for node, tail in found if tail is not None)
 
-    def asks(self, standing: Standing, now: float) -> bool:
+    def asks(self, standing: JobPermit, now: float) -> bool:
         """Whether its place in a line blocks the jobs behind it."""
         if standing.holding:
             return True
@@ -195,21 +195,21 @@ class PermitBook:
             return now < standing.enqueued_s + self.config.patience_s
         return now < standing.heard_s + self.config.lease_s
 
-    def waits(self, standing: Standing, now: float) -> bool:
+    def waits(self, standing: JobPermit, now: float) -> bool:
         """Whether a worker or a tail of the job waits in line and would start at once."""
-        if standing.stage is Stage.TAILING:
+        if standing.stage is PermitStage.TAILING:
             return bool(standing.awaits)
-        claimed = standing.stage is Stage.WAITING and standing.heard_s is not None
+        claimed = standing.stage is PermitStage.WAITING and standing.heard_s is not None
         return claimed and self.asks(standing, now)
 
     def waiting_at(self, node: NodeId, now: float) -> tuple[JobId, ...]:
         line = (job for _, job in self._lines.line(node))
         return tuple(job for job in line if self.waits(self.jobs[job], now))
 
-    def wanted(self, standing: Standing, now: float) -> bool:
+    def wanted(self, standing: JobPermit, now: float) -> bool:
         return any(self.waiting_at(node, now) for node in standing.nodes)
 
-    def ahead(self, standing: Standing, now: float) -> frozenset[JobId]:
+    def ahead(self, standing: JobPermit, now: float) -> frozenset[JobId]:
         """Jobs that hold its nodes or precede it in their lines."""
         before = {
             other
@@ -220,12 +220,12 @@ class PermitBook:
         on = (self._lines.on(node) for node in standing.awaits)
         return frozenset(before | {job for job in on if job is not None})
 
-    def is_first(self, standing: Standing, node: NodeId, now: float) -> bool:
+    def is_first(self, standing: JobPermit, node: NodeId, now: float) -> bool:
         """Whether no job before it blocks the node."""
         ahead = self._lines.ahead(standing.ticket, node)
         return not any(self.asks(self.jobs[job], now) for job in ahead)
 
-    def open_to(self, standing: Standing, now: float) -> tuple[NodeId, ...]:
+    def open_to(self, standing: JobPermit, now: float) -> tuple[NodeId, ...]:
         """Nodes that it awaits and may take now: unused, open, and with no blocking job before
         it."""
         return tuple(
@@ -240,4 +240,4 @@ class PermitBook:
     def under_tail(self, node: NodeId) -> bool:
         """Whether a tail holds the whole node."""
         job = self._lines.on(node)
-        return job is not None and self.jobs[job].stage is Stage.TAILING
+        return job is not None and self.jobs[job].stage is PermitStage.TAILING

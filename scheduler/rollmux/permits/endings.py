@@ -5,19 +5,19 @@ from typing import Final
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.permits.accelerators import work_until
-from scheduler.rollmux.permits.book import PermitBook
+from scheduler.rollmux.permits.book import PermitTable
 from scheduler.rollmux.permits.completion import CompletionCurve
 from scheduler.rollmux.permits.events import (
     EndPermit,
-    EndReason,
     EnqueuePhase,
     FailJob,
+    PermitEndReason,
     PhaseEnded,
     Refuse,
 )
 from scheduler.rollmux.permits.longest_run import LongestRun
 from scheduler.rollmux.permits.places import enqueue
-from scheduler.rollmux.permits.standing import Stage, Standing, Trigger
+from scheduler.rollmux.permits.standing import JobPermit, PermitStage, PermitTrigger
 
 _LEAST_S: Final = 1e-3
 """Least duration of a phase, in s: estimates need a positive one."""
@@ -27,15 +27,15 @@ _LEASED_MAX_RATIO: Final = 9.0
 Ending = list[EndPermit | EnqueuePhase | FailJob | Refuse]
 
 
-def ended(book: PermitBook, event: PhaseEnded, *, now: float) -> Ending:
+def ended(book: PermitTable, event: PhaseEnded, *, now: float) -> Ending:
     """Ends the permit by its holder's report; the next phase gets its place before its worker
     asks."""
     standing = book.holder(event.job, event.epoch)
     if standing is None or standing.kind is None:
         return [stale(event.job, event.epoch)]
     if event.failed:
-        told = standing.stage is Stage.REVOKED
-        reason = EndReason.OVERRAN if told else EndReason.FAILED
+        told = standing.stage is PermitStage.REVOKED
+        reason = PermitEndReason.OVERRAN if told else PermitEndReason.FAILED
         return fail(book, standing, reason, event.failed, now=now)
     work_until(standing, now=now)
     leased_s = min(max(0.0, event.leased_s), _LEASED_MAX_RATIO * standing.worked_s)
@@ -43,7 +43,7 @@ def ended(book: PermitBook, event: PhaseEnded, *, now: float) -> Ending:
     done = end(
         book,
         standing,
-        EndReason.DONE,
+        PermitEndReason.DONE,
         "",
         now=now,
         loading_s=event.loading_s,
@@ -57,7 +57,7 @@ def ended(book: PermitBook, event: PhaseEnded, *, now: float) -> Ending:
     return [*effects, enqueue(book, standing, standing.terms.after(standing.kind), now=now)]
 
 
-def _learn(standing: Standing, kind: PhaseKind, *, loading_s: float, leased_s: float) -> None:
+def _learn(standing: JobPermit, kind: PhaseKind, *, loading_s: float, leased_s: float) -> None:
     """Learns the phase's duration and its completion, for the threshold of its tail."""
     longest = standing.longest_runs.get(kind, LongestRun())
     standing.longest_runs[kind] = longest.completed(standing.worked_s)
@@ -70,9 +70,9 @@ def _learn(standing: Standing, kind: PhaseKind, *, loading_s: float, leased_s: f
 
 
 def end(
-    book: PermitBook,
-    standing: Standing,
-    reason: EndReason,
+    book: PermitTable,
+    standing: JobPermit,
+    reason: PermitEndReason,
     words: str,
     *,
     now: float,
@@ -84,11 +84,11 @@ def end(
     work_until(standing, now=now)
     if stays_loaded:
         book.leave_loaded(standing)
-    if reason is EndReason.SILENT and standing.loaded_by == standing.holder:
+    if reason is PermitEndReason.SILENT and standing.loaded_by == standing.holder:
         book.unload(standing, standing.loaded)
     book.free(standing, standing.nodes)
     book.leave_lines(standing)
-    standing.move(Trigger.ENDED)
+    standing.move(PermitTrigger.ENDED)
     standing.ended = reason
     return EndPermit(
         job=standing.job,
@@ -102,15 +102,15 @@ def end(
     )
 
 
-def _solo_s(standing: Standing, loading_s: float, leased_s: float) -> float:
+def _solo_s(standing: JobPermit, loading_s: float, leased_s: float) -> float:
     """Duration of the phase's work so far, alone on its own nodes, in s."""
     return max(_LEAST_S, standing.worked_s - max(0.0, loading_s) + leased_s)
 
 
 def fail(
-    book: PermitBook, standing: Standing, reason: EndReason, words: str, *, now: float
+    book: PermitTable, standing: JobPermit, reason: PermitEndReason, words: str, *, now: float
 ) -> Ending:
-    if reason is EndReason.OVERRAN and standing.kind is not None:
+    if reason is PermitEndReason.OVERRAN and standing.kind is not None:
         longest = standing.longest_runs.get(standing.kind, LongestRun())
         work_until(standing, now=now)
         standing.longest_runs[standing.kind] = longest.cut(standing.worked_s)

@@ -116,7 +116,7 @@ PermitEvent = (
 )
 
 
-class EndReason(StrEnum):
+class PermitEndReason(StrEnum):
     DONE = "done"
     FAILED = "failed"
     """The phase reported its own failure."""
@@ -213,7 +213,7 @@ class EndPermit(msgspec.Struct, frozen=True, kw_only=True, tag="end_permit"):
     job: JobId
     kind: PhaseKind
     epoch: Epoch
-    ended: EndReason
+    ended: PermitEndReason
     reason: str
     solo_s: float = 0.0
     """Duration of the phase's work so far, alone on its own nodes, in s."""

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from scheduler.rollmux.permits.events import Recall
-from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.standing import PermitStage
 
 GONE_S: Final = 3.0
 """A lease that is cut may be there again within this: production was busy for a moment."""
@@ -30,7 +30,7 @@ LEASED_MOST_RATIO: Final = 0.9
 """Cap on the leased share: beyond it the own nodes' output says little about their speed alone."""
 
 
-class Place(StrEnum):
+class TailPlace(StrEnum):
     HOME = "home"
     LEAVING = "leaving"
     """The gateway was told that the own engines are off, and has not confirmed it."""
@@ -53,14 +53,14 @@ class Seen(StrEnum):
 
 
 # A pair that is not here changes nothing.
-TRANSITIONS: Final[dict[tuple[Place, Seen], Place]] = {
-    (Place.HOME, Seen.MAY_LEAVE): Place.LEAVING,
-    (Place.LEAVING, Seen.ENGINES_OFF): Place.AWAY,
-    (Place.LEAVING, Seen.STAYED): Place.HOME,
-    (Place.AWAY, Seen.NODES_BACK): Place.HOME,
-    (Place.AWAY, Seen.LEASE_GONE): Place.IN_LINE,
-    (Place.IN_LINE, Seen.NODES_BACK): Place.HOME,
-} | {(place, Seen.PERMIT_LOST): Place.ENDED for place in Place}
+TRANSITIONS: Final[dict[tuple[TailPlace, Seen], TailPlace]] = {
+    (TailPlace.HOME, Seen.MAY_LEAVE): TailPlace.LEAVING,
+    (TailPlace.LEAVING, Seen.ENGINES_OFF): TailPlace.AWAY,
+    (TailPlace.LEAVING, Seen.STAYED): TailPlace.HOME,
+    (TailPlace.AWAY, Seen.NODES_BACK): TailPlace.HOME,
+    (TailPlace.AWAY, Seen.LEASE_GONE): TailPlace.IN_LINE,
+    (TailPlace.IN_LINE, Seen.NODES_BACK): TailPlace.HOME,
+} | {(place, Seen.PERMIT_LOST): TailPlace.ENDED for place in TailPlace}
 
 
 class Switches(NamedTuple):
@@ -72,7 +72,7 @@ class Switches(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailSample:
-    stage: Stage = Stage.RUNNING
+    stage: PermitStage = PermitStage.RUNNING
     """Stage of the permit."""
     may_leave: bool = False
     """The permit is to be narrowed to no node, and its turns may do without."""
@@ -136,7 +136,7 @@ class LeasedTail:
 
     def __init__(self, *, leases: bool) -> None:
         """`leases`: False if the job's group does not allow them; its tail then stays."""
-        self.place = Place.HOME
+        self.place = TailPlace.HOME
         self.tails: list[Tail] = []
         self._leases = leases
         self._since_s = 0.0
@@ -150,8 +150,10 @@ class LeasedTail:
 
     @property
     def switches(self) -> Switches:
-        ended = self.place is Place.ENDED
-        return Switches(dedicated=self.place is Place.HOME, harvesting=self._leases and not ended)
+        ended = self.place is TailPlace.ENDED
+        return Switches(
+            dedicated=self.place is TailPlace.HOME, harvesting=self._leases and not ended
+        )
 
     def observe(self, sample: TailSample, *, now: float) -> tuple[TailEffect, ...]:
         if sample.guest_serves:
@@ -162,15 +164,15 @@ class LeasedTail:
             self._move(Seen.PERMIT_LOST, now)
             return ()
         match self.place:
-            case Place.HOME if sample.may_leave and sample.guest_serves and self._leases:
+            case TailPlace.HOME if sample.may_leave and sample.guest_serves and self._leases:
                 self._move(Seen.MAY_LEAVE, now)
-            case Place.LEAVING if sample.engines_off:
+            case TailPlace.LEAVING if sample.engines_off:
                 self._move(Seen.ENGINES_OFF, now)
-            case Place.LEAVING if now - self._since_s > GONE_S:
+            case TailPlace.LEAVING if now - self._since_s > GONE_S:
                 self._move(Seen.STAYED, now)
-            case Place.AWAY | Place.IN_LINE if sample.stage is Stage.RUNNING:
+            case TailPlace.AWAY | TailPlace.IN_LINE if sample.stage is PermitStage.RUNNING:
                 self._move(Seen.NODES_BACK, now)
-            case Place.AWAY if self._is_gone(now):
+            case TailPlace.AWAY if self._is_gone(now):
                 self._move(Seen.LEASE_GONE, now)
         return self._asked(sample.stage, now)
 
@@ -181,34 +183,34 @@ class LeasedTail:
     def end(self, *, now: float) -> None:
         """The rollout is done."""
         self._ended(TailEnd.FINISHED, now)
-        self.place = Place.ENDED
+        self.place = TailPlace.ENDED
 
-    def _asked(self, stage: Stage, now: float) -> tuple[TailEffect, ...]:
+    def _asked(self, stage: PermitStage, now: float) -> tuple[TailEffect, ...]:
         """Requests to the control, repeated until its orders show that they arrived."""
-        if self.place not in (Place.AWAY, Place.IN_LINE) or now - self._asked_s < RECALL_S:
+        if self.place not in (TailPlace.AWAY, TailPlace.IN_LINE) or now - self._asked_s < RECALL_S:
             return ()
         self._asked_s = now
-        if stage is Stage.NARROWING:
+        if stage is PermitStage.NARROWING:
             return (NarrowPermit(),)
-        if stage is not Stage.TAILING:
+        if stage is not PermitStage.TAILING:
             return ()
-        return (RecallTail(Recall.WHEN_FREE if self.place is Place.AWAY else Recall.IN_LINE),)
+        return (RecallTail(Recall.WHEN_FREE if self.place is TailPlace.AWAY else Recall.IN_LINE),)
 
     def _move(self, seen: Seen, now: float) -> None:
         to = TRANSITIONS[self.place, seen]
         if seen is Seen.NODES_BACK:
-            at_once = self.place is Place.AWAY
+            at_once = self.place is TailPlace.AWAY
             self._ended(TailEnd.RETURNED if at_once else TailEnd.LEASE_LOST, now)
         elif seen is Seen.PERMIT_LOST:
             self._ended(TailEnd.PERMIT_LOST, now)
-        elif to in (Place.LEAVING, Place.AWAY):
+        elif to in (TailPlace.LEAVING, TailPlace.AWAY):
             self._since_s = now
-        elif to is Place.IN_LINE:
+        elif to is TailPlace.IN_LINE:
             self._in_line_since_s = now
         self.place, self._asked_s = to, float("-inf")
 
     def _ended(self, end: TailEnd, now: float) -> None:
-        if self.place in (Place.AWAY, Place.IN_LINE):
-            waits = self.place is Place.IN_LINE
+        if self.place in (TailPlace.AWAY, TailPlace.IN_LINE):
+            waits = self.place is TailPlace.IN_LINE
             in_line_s = now - self._in_line_since_s if waits else 0.0
             self.tails.append(Tail(seconds=now - self._since_s, in_line_s=in_line_s, end=end))

@@ -15,7 +15,7 @@ import msgspec
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.rollmux.permits.accelerators import in_tail, work_until
 from scheduler.rollmux.permits.admission import place, remove, request, withdraw
-from scheduler.rollmux.permits.book import PermitBook
+from scheduler.rollmux.permits.book import PermitTable
 from scheduler.rollmux.permits.endings import ended, stale
 from scheduler.rollmux.permits.events import (
     ControlResumed,
@@ -36,7 +36,7 @@ from scheduler.rollmux.permits.events import (
 from scheduler.rollmux.permits.recall import recall
 from scheduler.rollmux.permits.room import make_room
 from scheduler.rollmux.permits.serving import serve
-from scheduler.rollmux.permits.standing import Standing, Trigger
+from scheduler.rollmux.permits.standing import JobPermit, PermitTrigger
 from scheduler.rollmux.permits.tending import resume, tend
 from scheduler.rollmux.permits.terms import PermitsConfig
 from scheduler.rollmux.permits.watchdog import deadlines_s
@@ -51,7 +51,7 @@ class PermitPolicy:
 
     def __init__(self, config: PermitsConfig) -> None:
         self.config = config
-        self._book = PermitBook(config)
+        self._book = PermitTable(config)
         self._tended_s = float("-inf")
 
     @classmethod
@@ -83,7 +83,7 @@ class PermitPolicy:
     def knows(self, job: JobId) -> bool:
         return job in self._book.jobs
 
-    def standing(self, job: JobId) -> Standing | None:
+    def standing(self, job: JobId) -> JobPermit | None:
         """The job's standing; read-only for callers."""
         return self._book.jobs.get(job)
 
@@ -166,7 +166,7 @@ class PermitPolicy:
             return [stale(event.job, event.epoch)]
         standing.heard_s = now
         work_until(standing, now=now)
-        if not standing.move(Trigger.NARROWED):
+        if not standing.move(PermitTrigger.NARROWED):
             return []
         freed = self._book.narrow(standing)
         return [FreeNodes(job=event.job, epoch=event.epoch, nodes=freed)]

@@ -6,19 +6,19 @@
 The phase continues where it is: it counts as one phase, with its whole duration.
 """
 
-from scheduler.rollmux.permits.book import PermitBook
+from scheduler.rollmux.permits.book import PermitTable
 from scheduler.rollmux.permits.endings import stale
 from scheduler.rollmux.permits.events import EnqueuePhase, Recall, Refuse, TailRecalled
-from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.standing import PermitStage
 
 
-def recall(book: PermitBook, event: TailRecalled, *, now: float) -> list[EnqueuePhase | Refuse]:
+def recall(book: PermitTable, event: TailRecalled, *, now: float) -> list[EnqueuePhase | Refuse]:
     standing = book.holder(event.job, event.epoch)
     if standing is None:
         return [stale(event.job, event.epoch)]
     standing.heard_s = now
     phase = None if standing.kind is None else standing.terms.phase(standing.kind)
-    if phase is None or standing.stage is not Stage.TAILING or standing.awaits:
+    if phase is None or standing.stage is not PermitStage.TAILING or standing.awaits:
         return []
     missing = tuple(node for node in phase.nodes if node not in standing.nodes)
     held = any(book.on(node) is not None for node in missing)

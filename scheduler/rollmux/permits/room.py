@@ -9,16 +9,16 @@ from typing import Final, NamedTuple
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.rollmux.permits.accelerators import in_tail, spread, work_until
-from scheduler.rollmux.permits.book import PermitBook
+from scheduler.rollmux.permits.book import PermitTable
 from scheduler.rollmux.permits.completion import tail_of
 from scheduler.rollmux.permits.events import NarrowPhase, RevokePermit, UnloadNodes
-from scheduler.rollmux.permits.standing import Stage, Standing, Trigger
+from scheduler.rollmux.permits.standing import JobPermit, PermitStage, PermitTrigger
 from scheduler.rollmux.permits.terms import PermitsConfig, PhaseTerms
-from scheduler.rollmux.permits.watchdog import Verdict, verdict
+from scheduler.rollmux.permits.watchdog import WatchdogVerdict, verdict
 
 
 class MovableTail(NamedTuple):
-    holder: Standing
+    holder: JobPermit
     phase: PhaseTerms
     keeps: dict[NodeId, int]
     """Accelerators, of the nodes on which it keeps any."""
@@ -34,7 +34,7 @@ NOTHING: Final = Obstacles([], {})
 
 
 def make_room(
-    book: PermitBook, config: PermitsConfig, touched: tuple[NodeId, ...], *, now: float
+    book: PermitTable, config: PermitsConfig, touched: tuple[NodeId, ...], *, now: float
 ) -> list[NarrowPhase | RevokePermit | UnloadNodes]:
     """Makes room on the nodes that have changed."""
     asked: list[NarrowPhase | RevokePermit | UnloadNodes] = []
@@ -44,7 +44,7 @@ def make_room(
     for standing in book.holders(touched):
         if standing.warned_s is None or not book.wanted(standing, now):
             continue
-        if verdict(standing, config, wanted=True, now=now) is Verdict.OBSTRUCTS:
+        if verdict(standing, config, wanted=True, now=now) is WatchdogVerdict.OBSTRUCTS:
             asked.append(revoke(book, config, standing, now=now))
     for standing in waiting:
         tails, loaded = _obstacles(book, standing, now)
@@ -54,9 +54,9 @@ def make_room(
 
 
 def revoke(
-    book: PermitBook, config: PermitsConfig, standing: Standing, *, now: float
+    book: PermitTable, config: PermitsConfig, standing: JobPermit, *, now: float
 ) -> RevokePermit:
-    standing.move(Trigger.REVOKED)
+    standing.move(PermitTrigger.REVOKED)
     standing.revoked_s = now
     book.leave_lines(standing)
     return RevokePermit(
@@ -67,7 +67,7 @@ def revoke(
     )
 
 
-def _obstacles(book: PermitBook, waiter: Standing, now: float) -> Obstacles:
+def _obstacles(book: PermitTable, waiter: JobPermit, now: float) -> Obstacles:
     """The obstacles, if they alone keep a waiting job from its start; else nothing."""
     phase = None if waiter.kind is None else waiter.terms.phase(waiter.kind)
     if phase is None or not all(book.is_first(waiter, node, now) for node in waiter.awaits):
@@ -91,15 +91,15 @@ def _obstacles(book: PermitBook, waiter: Standing, now: float) -> Obstacles:
     return Obstacles([*tails.values()], loaded) if starts else NOTHING
 
 
-def _unload(other: Standing, nodes: tuple[NodeId, ...]) -> UnloadNodes:
+def _unload(other: JobPermit, nodes: tuple[NodeId, ...]) -> UnloadNodes:
     other.unload = tuple(dict.fromkeys((*other.unload, *nodes)))
     return UnloadNodes(job=other.job, nodes=nodes)
 
 
-def _movable_tail(book: PermitBook, holder: Standing, now: float) -> MovableTail | None:
+def _movable_tail(book: PermitTable, holder: JobPermit, now: float) -> MovableTail | None:
     """The tail that may leave; None if the phase is in no tail, or beside another job's tail."""
     phase = None if holder.kind is None else holder.terms.phase(holder.kind)
-    if phase is None or holder.stage is not Stage.RUNNING or not in_tail(holder, phase):
+    if phase is None or holder.stage is not PermitStage.RUNNING or not in_tail(holder, phase):
         return None
     _, count = tail_of(phase, holder.curves.get(phase.kind))
     alone = not holder.accelerators and not any(map(book.has_tail, holder.nodes))
@@ -110,10 +110,10 @@ def _movable_tail(book: PermitBook, holder: Standing, now: float) -> MovableTail
     return MovableTail(holder, phase, spread(order, count, per_node=phase.accelerators))
 
 
-def _narrow(book: PermitBook, tail: MovableTail, now: float) -> NarrowPhase:
+def _narrow(book: PermitTable, tail: MovableTail, now: float) -> NarrowPhase:
     holder, phase, keeps = tail
     work_until(holder, now=now)
-    holder.move(Trigger.ASKED_TO_NARROW)
+    holder.move(PermitTrigger.ASKED_TO_NARROW)
     book.leave_lines(holder)
     holder.keep = tuple(node for node in holder.nodes if node in keeps)
     holder.keep_accelerators = {

@@ -6,16 +6,16 @@ a part.
 
 from harvester.contracts.ids import NodeId
 from scheduler.rollmux.permits.accelerators import work_until
-from scheduler.rollmux.permits.book import PermitBook
+from scheduler.rollmux.permits.book import PermitTable
 from scheduler.rollmux.permits.completion import Course
 from scheduler.rollmux.permits.events import GrantPermit, WidenPermit
-from scheduler.rollmux.permits.standing import Standing, Trigger
+from scheduler.rollmux.permits.standing import JobPermit, PermitTrigger
 from scheduler.rollmux.permits.terms import PhaseTerms
 
 Served = list[GrantPermit | WidenPermit]
 
 
-def serve(book: PermitBook, touched: tuple[NodeId, ...], *, now: float) -> Served:
+def serve(book: PermitTable, touched: tuple[NodeId, ...], *, now: float) -> Served:
     """Starts jobs on the nodes that have changed."""
     effects: Served = []
     for standing in book.holders(touched):
@@ -30,15 +30,15 @@ def serve(book: PermitBook, touched: tuple[NodeId, ...], *, now: float) -> Serve
 
 
 def grant(
-    book: PermitBook,
-    standing: Standing,
+    book: PermitTable,
+    standing: JobPermit,
     phase: PhaseTerms,
     nodes: tuple[NodeId, ...],
     *,
     now: float,
 ) -> GrantPermit:
     epoch = book.next_epoch()
-    standing.move(Trigger.GRANTED)
+    standing.move(PermitTrigger.GRANTED)
     standing.epoch, standing.started_s, standing.heard_s = epoch, now, now
     standing.warned_s = standing.revoked_s = standing.ended = None
     standing.complete_ratio, standing.tokens = 0.0, 0
@@ -57,7 +57,7 @@ def grant(
     )
 
 
-def _start(book: PermitBook, standing: Standing, now: float) -> Served:
+def _start(book: PermitTable, standing: JobPermit, now: float) -> Served:
     phase = None if standing.kind is None else standing.terms.phase(standing.kind)
     if phase is None:
         return []
@@ -69,19 +69,19 @@ def _start(book: PermitBook, standing: Standing, now: float) -> Served:
     return [grant(book, standing, phase, nodes, now=now)] if whole or enough else []
 
 
-def _widen(book: PermitBook, standing: Standing, now: float) -> list[WidenPermit]:
+def _widen(book: PermitTable, standing: JobPermit, now: float) -> list[WidenPermit]:
     phase = None if standing.kind is None else standing.terms.phase(standing.kind)
     nodes = book.open_to(standing, now)
     if phase is None or not nodes:
         return []
     work_until(standing, now=now)
     book.take(standing, nodes, per_node=phase.accelerators)
-    if not standing.awaits and standing.move(Trigger.RECALLED):
+    if not standing.awaits and standing.move(PermitTrigger.RECALLED):
         standing.keep, standing.keep_accelerators = (), {}
     return [WidenPermit(job=standing.job, epoch=standing.epoch, nodes=nodes)]
 
 
-def _widen_nodes(book: PermitBook, standing: Standing, now: float) -> list[WidenPermit]:
+def _widen_nodes(book: PermitTable, standing: JobPermit, now: float) -> list[WidenPermit]:
     work_until(standing, now=now)
     nodes = book.widen(standing)
     if nodes:

@@ -7,14 +7,14 @@ import msgspec
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.permits.completion import CompletionCurve, Course
-from scheduler.rollmux.permits.events import EndReason
+from scheduler.rollmux.permits.events import PermitEndReason
 from scheduler.rollmux.permits.longest_run import LongestRun
 from scheduler.rollmux.permits.terms import JobTerms
 
 NO_EPOCH = Epoch(0)
 
 
-class Stage(StrEnum):
+class PermitStage(StrEnum):
     APART = "apart"
     """Neither waits nor runs: new, failed, or doing what needs no node."""
     WAITING = "waiting"
@@ -27,7 +27,7 @@ class Stage(StrEnum):
     """Was told to end; the grace period runs."""
 
 
-class Trigger(StrEnum):
+class PermitTrigger(StrEnum):
     ENQUEUED = "enqueued"
     GRANTED = "granted"
     ASKED_TO_NARROW = "asked_to_narrow"
@@ -39,31 +39,33 @@ class Trigger(StrEnum):
 
 
 # A pair that is not here changes nothing.
-TRANSITIONS: dict[tuple[Stage, Trigger], Stage] = {
-    (Stage.APART, Trigger.ENQUEUED): Stage.WAITING,
-    (Stage.WAITING, Trigger.ENQUEUED): Stage.WAITING,
-    (Stage.WAITING, Trigger.GRANTED): Stage.RUNNING,
-    (Stage.WAITING, Trigger.ENDED): Stage.APART,
-    (Stage.RUNNING, Trigger.ASKED_TO_NARROW): Stage.NARROWING,
-    (Stage.RUNNING, Trigger.REVOKED): Stage.REVOKED,
-    (Stage.RUNNING, Trigger.ENDED): Stage.APART,
-    (Stage.NARROWING, Trigger.NARROWED): Stage.TAILING,
-    (Stage.NARROWING, Trigger.REVOKED): Stage.REVOKED,
-    (Stage.NARROWING, Trigger.ENDED): Stage.APART,
-    (Stage.TAILING, Trigger.RECALLED): Stage.RUNNING,
-    (Stage.TAILING, Trigger.REVOKED): Stage.REVOKED,
-    (Stage.TAILING, Trigger.ENDED): Stage.APART,
-    (Stage.REVOKED, Trigger.ENDED): Stage.APART,
+TRANSITIONS: dict[tuple[PermitStage, PermitTrigger], PermitStage] = {
+    (PermitStage.APART, PermitTrigger.ENQUEUED): PermitStage.WAITING,
+    (PermitStage.WAITING, PermitTrigger.ENQUEUED): PermitStage.WAITING,
+    (PermitStage.WAITING, PermitTrigger.GRANTED): PermitStage.RUNNING,
+    (PermitStage.WAITING, PermitTrigger.ENDED): PermitStage.APART,
+    (PermitStage.RUNNING, PermitTrigger.ASKED_TO_NARROW): PermitStage.NARROWING,
+    (PermitStage.RUNNING, PermitTrigger.REVOKED): PermitStage.REVOKED,
+    (PermitStage.RUNNING, PermitTrigger.ENDED): PermitStage.APART,
+    (PermitStage.NARROWING, PermitTrigger.NARROWED): PermitStage.TAILING,
+    (PermitStage.NARROWING, PermitTrigger.REVOKED): PermitStage.REVOKED,
+    (PermitStage.NARROWING, PermitTrigger.ENDED): PermitStage.APART,
+    (PermitStage.TAILING, PermitTrigger.RECALLED): PermitStage.RUNNING,
+    (PermitStage.TAILING, PermitTrigger.REVOKED): PermitStage.REVOKED,
+    (PermitStage.TAILING, PermitTrigger.ENDED): PermitStage.APART,
+    (PermitStage.REVOKED, PermitTrigger.ENDED): PermitStage.APART,
 }
 
-HOLDING = frozenset({Stage.RUNNING, Stage.NARROWING, Stage.TAILING, Stage.REVOKED})
+HOLDING = frozenset(
+    {PermitStage.RUNNING, PermitStage.NARROWING, PermitStage.TAILING, PermitStage.REVOKED}
+)
 
 
-class Standing(msgspec.Struct, kw_only=True):
+class JobPermit(msgspec.Struct, kw_only=True):
     """One job's record, which a restart restores. Only the policy changes it."""
 
     terms: JobTerms
-    stage: Stage = Stage.APART
+    stage: PermitStage = PermitStage.APART
     kind: PhaseKind | None = None
     """Kind of the phase that it waits for or runs."""
     ticket: int = 0
@@ -106,7 +108,7 @@ class Standing(msgspec.Struct, kw_only=True):
     longest_runs: dict[PhaseKind, LongestRun] = {}
     """Longest known runs of its phases."""
     tokens: int = 0
-    ended: EndReason | None = None
+    ended: PermitEndReason | None = None
     """End of its latest permit; None while it is held."""
     failures: int = 0
 
@@ -118,7 +120,7 @@ class Standing(msgspec.Struct, kw_only=True):
     def holding(self) -> bool:
         return self.stage in HOLDING
 
-    def move(self, trigger: Trigger) -> bool:
+    def move(self, trigger: PermitTrigger) -> bool:
         to = TRANSITIONS.get((self.stage, trigger))
         if to is not None:
             self.stage = to

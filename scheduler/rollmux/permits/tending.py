@@ -1,16 +1,16 @@
 """Effects of time alone: silent holders, overruns, grace periods; and the amnesty after a pause."""
 
-from scheduler.rollmux.permits.book import PermitBook
+from scheduler.rollmux.permits.book import PermitTable
 from scheduler.rollmux.permits.endings import fail
-from scheduler.rollmux.permits.events import EndReason, PermitEffect, WarnHolder
+from scheduler.rollmux.permits.events import PermitEffect, PermitEndReason, WarnHolder
 from scheduler.rollmux.permits.room import revoke
-from scheduler.rollmux.permits.standing import Standing
-from scheduler.rollmux.permits.watchdog import Verdict, bound_s, verdict
+from scheduler.rollmux.permits.standing import JobPermit
+from scheduler.rollmux.permits.watchdog import WatchdogVerdict, bound_s, verdict
 
 Effects = list[PermitEffect]
 
 
-def tend(book: PermitBook, *, now: float) -> Effects:
+def tend(book: PermitTable, *, now: float) -> Effects:
     effects: Effects = []
     for _, standing in sorted(book.jobs.items()):
         if standing.holding:
@@ -20,7 +20,7 @@ def tend(book: PermitBook, *, now: float) -> Effects:
     return effects
 
 
-def resume(book: PermitBook, *, now: float) -> None:
+def resume(book: PermitTable, *, now: float) -> None:
     """Counts no silence before now: no holder could be heard until now."""
     for standing in book.jobs.values():
         # A record of before a reboot lies in this clock's future.
@@ -36,23 +36,23 @@ def resume(book: PermitBook, *, now: float) -> None:
         standing.course = None
 
 
-def _watch(book: PermitBook, standing: Standing, now: float) -> Effects:
+def _watch(book: PermitTable, standing: JobPermit, now: float) -> Effects:
     wanted = standing.warned_s is not None and book.wanted(standing, now)
     lasted_s = now - standing.started_s
     match verdict(standing, book.config, wanted=wanted, now=now):
-        case Verdict.WELL:
+        case WatchdogVerdict.WELL:
             return []
-        case Verdict.SILENT:
+        case WatchdogVerdict.SILENT:
             reason = f"not heard for {book.config.lease_s:g} s"
-            return [*fail(book, standing, EndReason.SILENT, reason, now=now)]
-        case Verdict.OUT_OF_GRACE:
+            return [*fail(book, standing, PermitEndReason.SILENT, reason, now=now)]
+        case WatchdogVerdict.OUT_OF_GRACE:
             reason = f"ran for {lasted_s:.1f} s and did not end when told"
-            return [*fail(book, standing, EndReason.OVERRAN, reason, now=now)]
-        case Verdict.LATE:
+            return [*fail(book, standing, PermitEndReason.OVERRAN, reason, now=now)]
+        case WatchdogVerdict.LATE:
             standing.warned_s = now
             reason = (
                 f"runs for {lasted_s:.1f} s, longer than its bound of {bound_s(standing):.1f} s"
             )
             return [WarnHolder(job=standing.job, epoch=standing.epoch, reason=reason)]
-        case Verdict.OBSTRUCTS:
+        case WatchdogVerdict.OBSTRUCTS:
             return [revoke(book, book.config, standing, now=now)]

@@ -8,11 +8,11 @@ from enum import StrEnum
 
 from scheduler.rollmux.permits.accelerators import speed
 from scheduler.rollmux.permits.longest_run import LongestRun
-from scheduler.rollmux.permits.standing import Stage, Standing
+from scheduler.rollmux.permits.standing import JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import PermitsConfig
 
 
-class Verdict(StrEnum):
+class WatchdogVerdict(StrEnum):
     WELL = "well"
     SILENT = "silent"
     """No beat for the length of a lease."""
@@ -23,20 +23,22 @@ class Verdict(StrEnum):
     OUT_OF_GRACE = "out_of_grace"
 
 
-def verdict(standing: Standing, config: PermitsConfig, *, wanted: bool, now: float) -> Verdict:
+def verdict(
+    standing: JobPermit, config: PermitsConfig, *, wanted: bool, now: float
+) -> WatchdogVerdict:
     """Verdict on a job with a permit; `wanted`: another job requests one of its nodes."""
     if standing.heard_s is None or now >= standing.heard_s + config.lease_s:
-        return Verdict.SILENT
-    if standing.stage is Stage.REVOKED:
+        return WatchdogVerdict.SILENT
+    if standing.stage is PermitStage.REVOKED:
         ends_s = (standing.revoked_s or 0.0) + config.grace_s
-        return Verdict.OUT_OF_GRACE if now >= ends_s else Verdict.WELL
+        return WatchdogVerdict.OUT_OF_GRACE if now >= ends_s else WatchdogVerdict.WELL
     if standing.warned_s is None:
-        return Verdict.LATE if now >= late_s(standing) else Verdict.WELL
+        return WatchdogVerdict.LATE if now >= late_s(standing) else WatchdogVerdict.WELL
     obstructs = wanted and now >= standing.warned_s + config.warn_s
-    return Verdict.OBSTRUCTS if obstructs else Verdict.WELL
+    return WatchdogVerdict.OBSTRUCTS if obstructs else WatchdogVerdict.WELL
 
 
-def late_s(standing: Standing) -> float:
+def late_s(standing: JobPermit) -> float:
     """Time at which the phase's work will reach its bound; infinite without a declared bound.
 
     Slow-down by other jobs' tails does not count as lateness.
@@ -44,7 +46,7 @@ def late_s(standing: Standing) -> float:
     return standing.worked_at_s + (bound_s(standing) - standing.worked_s) / speed(standing)
 
 
-def bound_s(standing: Standing) -> float:
+def bound_s(standing: JobPermit) -> float:
     """Longest expected duration of the phase alone: as declared, or as its runs have shown."""
     phase = None if standing.kind is None else standing.terms.phase(standing.kind)
     if phase is None or phase.max_s is None:
@@ -52,18 +54,18 @@ def bound_s(standing: Standing) -> float:
     return standing.longest_runs.get(phase.kind, LongestRun()).bound_s(phase.max_s)
 
 
-def deadlines_s(standing: Standing, config: PermitsConfig) -> tuple[float, ...]:
+def deadlines_s(standing: JobPermit, config: PermitsConfig) -> tuple[float, ...]:
     """Times at which time alone may change something for this job, passed deadlines included."""
     heard_s = standing.heard_s
     lapses_s = standing.enqueued_s + config.patience_s
     if heard_s is not None:
         lapses_s = heard_s + config.lease_s
     match standing.stage:
-        case Stage.APART:
+        case PermitStage.APART:
             return ()
-        case Stage.WAITING:
+        case PermitStage.WAITING:
             return (lapses_s,)
-        case Stage.REVOKED:
+        case PermitStage.REVOKED:
             return lapses_s, (standing.revoked_s or 0.0) + config.grace_s
     if standing.warned_s is None:
         return lapses_s, late_s(standing)

@@ -57,7 +57,7 @@ class Resident(msgspec.Struct, frozen=True, kw_only=True):
     host_gb: float
 
 
-class Bar(msgspec.Struct, frozen=True, kw_only=True):
+class TimelineBar(msgspec.Struct, frozen=True, kw_only=True):
     """One job on one node in the picture of a meta-iteration."""
 
     node: NodeId
@@ -69,7 +69,7 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is on a part of the node, beside the next job."""
 
 
-class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
+class GroupLoadRow(msgspec.Struct, frozen=True, kw_only=True):
     """Load of a group: above 1, no order serves every job once in its longest iteration."""
 
     cycle_s: float
@@ -88,8 +88,8 @@ class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True):
     bound_by: JobId
     """The job with the least room below its SLO."""
     meta_iteration_s: float
-    bars: tuple[Bar, ...]
-    load: GroupLoad
+    bars: tuple[TimelineBar, ...]
+    load: GroupLoadRow
 
 
 class Unplaced(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +97,7 @@ class Unplaced(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
     risk: float
     price_per_hour: float
     dedicated_per_hour: float

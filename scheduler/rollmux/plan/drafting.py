@@ -9,21 +9,21 @@ from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.load import group_load
 from scheduler.rollmux.forecast.rehearsal import meta_iteration
 from scheduler.rollmux.plan.document import (
-    Bar,
-    GroupLoad,
-    Plan,
+    GroupLoadRow,
+    PlanDocument,
     PlannedGroup,
     PlannedJob,
     Resident,
+    TimelineBar,
     Unplaced,
 )
 from scheduler.rollmux.plan.forecasts import alternatives, promises
 from scheduler.rollmux.plan.jobs_file import GB, PlanSettings
 from scheduler.rollmux.plan.known_jobs import KnownJobsPlanner
-from scheduler.rollmux.planner.book import Cell
+from scheduler.rollmux.planner.book import GroupState
 
 
-def draft(settings: PlanSettings) -> Plan:
+def draft(settings: PlanSettings) -> PlanDocument:
     planner = KnownJobsPlanner(settings)
     unplaced: list[Unplaced] = []
     for job in settings.jobs:
@@ -36,7 +36,7 @@ def draft(settings: PlanSettings) -> Plan:
     names = _names(planner, cells)
     placed = (planner.facts[job].job for cell in cells for job in cell.pinned)
     prices = {pool: kind.price_per_hour for pool, kind in planner.book.types.items()}
-    return Plan(
+    return PlanDocument(
         risk=settings.risk,
         price_per_hour=planner.book.committed_per_hour,
         dedicated_per_hour=sum(
@@ -58,7 +58,7 @@ def draft(settings: PlanSettings) -> Plan:
     )
 
 
-def _names(planner: KnownJobsPlanner, cells: list[Cell]) -> dict[NodeId, NodeId]:
+def _names(planner: KnownJobsPlanner, cells: list[GroupState]) -> dict[NodeId, NodeId]:
     """Nodes numbered from 1: the planner's own numbers also count rejected candidates."""
     counted: Counter[Pool] = Counter()
     names: dict[NodeId, NodeId] = {}
@@ -72,7 +72,7 @@ def _names(planner: KnownJobsPlanner, cells: list[Cell]) -> dict[NodeId, NodeId]
 
 def _group(
     planner: KnownJobsPlanner,
-    cell: Cell,
+    cell: GroupState,
     group: GroupId,
     names: dict[NodeId, NodeId],
 ) -> PlannedGroup:
@@ -99,7 +99,7 @@ def _group(
         bound_by=min(kept, key=lambda one: one.slack).job,
         meta_iteration_s=picture.length_s,
         bars=tuple(
-            Bar(
+            TimelineBar(
                 node=names[node],
                 job=jobs[one.job],
                 phase=one.phase,
@@ -115,9 +115,9 @@ def _group(
     )
 
 
-def _load(planner: KnownJobsPlanner, cell: Cell) -> GroupLoad:
+def _load(planner: KnownJobsPlanner, cell: GroupState) -> GroupLoadRow:
     found = group_load(planner.packer.occupants(cell))
-    return GroupLoad(
+    return GroupLoadRow(
         cycle_s=found.cycle_s,
         busiest_s=found.busiest_s,
         share=found.busiest_s / found.cycle_s,
@@ -125,7 +125,7 @@ def _load(planner: KnownJobsPlanner, cell: Cell) -> GroupLoad:
 
 
 def _residents(
-    planner: KnownJobsPlanner, cell: Cell, names: dict[NodeId, NodeId]
+    planner: KnownJobsPlanner, cell: GroupState, names: dict[NodeId, NodeId]
 ) -> tuple[Resident, ...]:
     ledger, types = planner.book.planned, planner.book.types
     residents = []

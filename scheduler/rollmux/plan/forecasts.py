@@ -10,14 +10,14 @@ from scheduler.rollmux.forecast.forecast import Roster, slowdowns
 from scheduler.rollmux.forecast.judge import Distributional
 from scheduler.rollmux.forecast.scenarios import upper_bound
 from scheduler.rollmux.plan.document import Alternative, Promise
-from scheduler.rollmux.planner.book import Cell
+from scheduler.rollmux.planner.book import GroupState
 from scheduler.rollmux.planner.packing import Opening, OpeningKind
 from scheduler.rollmux.planner.planner import GroupPlanner
 
 _ALTERNATIVES_MAX: Final = 24
 
 
-def promises(planner: GroupPlanner, cell: Cell) -> tuple[Promise, ...]:
+def promises(planner: GroupPlanner, cell: GroupState) -> tuple[Promise, ...]:
     """One promise per job of the group, in the order of the group's jobs."""
     judge = planner.packer.judge
     assert isinstance(judge, Distributional)
@@ -57,7 +57,7 @@ def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
     return tuple(found[:_ALTERNATIVES_MAX])
 
 
-def _company(cell: Cell, placement: Placement) -> tuple[frozenset[JobId], frozenset[JobId]]:
+def _company(cell: GroupState, placement: Placement) -> tuple[frozenset[JobId], frozenset[JobId]]:
     """Jobs on the placement's rollout nodes and on its training nodes; equal sets mean equal
     places."""
     others = [one for one in cell.pinned.values() if one.job != placement.job]
@@ -92,7 +92,7 @@ def _judged(planner: GroupPlanner, opening: Opening, change_per_hour: float) -> 
 def _objection(planner: GroupPlanner, opening: Opening) -> str:
     """The reason against the opening: the job whose SLO would not hold."""
     cell, placement = opening.cell, opening.placement
-    widened = Cell(
+    widened = GroupState(
         cell.group,
         [*dict.fromkeys((*cell.rollout, *placement.rollout_nodes))],
         [*dict.fromkeys((*cell.training, *placement.training_nodes))],
@@ -137,7 +137,7 @@ def _closed(planner: GroupPlanner, job: JobId, spared: float) -> Iterator[Altern
         )
 
 
-def _short(planner: GroupPlanner, cell: Cell, host_bytes: int) -> bool:
+def _short(planner: GroupPlanner, cell: GroupState, host_bytes: int) -> bool:
     sides = ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training))
     return any(
         max(planner.book.resident.free_bytes(node, pool) for node in nodes) < host_bytes

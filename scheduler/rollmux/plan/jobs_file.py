@@ -78,7 +78,7 @@ class RolloutSettings(PhaseSettings):
     tail together on a part."""
 
 
-class JobSettings(_Settings):
+class PlannedJobSettings(_Settings):
     id: Name
     tenant: Name = "default"
     slo: float = Field(ge=1, le=100)
@@ -133,7 +133,7 @@ class PlanSettings(_Settings):
     """Accepted probability that a forecast slow-down exceeds its SLO."""
     slo_counts_queueing: bool = False
     """The same setting of the control that will run the jobs; no job waits in a plan."""
-    jobs: tuple[JobSettings, ...] = Field(min_length=1, max_length=JOBS_MAX)
+    jobs: tuple[PlannedJobSettings, ...] = Field(min_length=1, max_length=JOBS_MAX)
     """Jobs in the order of their arrival."""
 
     @property

@@ -9,7 +9,7 @@ from typing import Final
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import Placement, Pool
-from scheduler.rollmux.plan.jobs_file import JobSettings, PlanSettings
+from scheduler.rollmux.plan.jobs_file import PlannedJobSettings, PlanSettings
 from scheduler.rollmux.planner.events import JobMoved, PlaceJob
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.relocation import MovePrices
@@ -29,7 +29,7 @@ class KnownJobsPlanner(GroupPlanner):
         """Assumptions of its forecasts about permits."""
         self.reasons: dict[JobId, str] = {}
 
-    def place(self, job: JobSettings) -> None:
+    def place(self, job: PlannedJobSettings) -> None:
         """Places a job. Raises Exhausted if the supply of nodes does not suffice."""
         for effect in self.observe(job.as_submission.arrival, now=0.0):
             if isinstance(effect, PlaceJob):

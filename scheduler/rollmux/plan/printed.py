@@ -11,7 +11,7 @@ from rich.text import Text
 
 from scheduler.pictures.gantt import gantt_text, letter
 from scheduler.rollmux.plan import wording
-from scheduler.rollmux.plan.document import Alternative, Plan, PlannedGroup, PlannedJob
+from scheduler.rollmux.plan.document import Alternative, PlanDocument, PlannedGroup, PlannedJob
 
 _COLOURS: Final = ("blue", "dark_orange", "green", "magenta", "yellow", "red", "cyan", "purple")
 _SHOWN: Final = 2
@@ -19,7 +19,7 @@ _SHOWN: Final = 2
 _COLUMNS_MAX: Final = 110
 
 
-def printed(plan: Plan, *, width: int) -> RenderableType:
+def printed(plan: PlanDocument, *, width: int) -> RenderableType:
     """The plan for a terminal of `width` columns."""
     parts: list[RenderableType] = [Text(wording.summary(plan), style="bold"), Text()]
     for group in plan.groups:
@@ -29,7 +29,7 @@ def printed(plan: Plan, *, width: int) -> RenderableType:
     return Group(*parts)
 
 
-def _group(group: PlannedGroup, plan: Plan, width: int) -> Iterator[RenderableType]:
+def _group(group: PlannedGroup, plan: PlanDocument, width: int) -> Iterator[RenderableType]:
     yield Text(f"{group.group}  {group.price_per_hour:.2f} $/h", style="bold")
     yield _jobs(group, plan)
     yield Text(wording.bound(group, plan))
@@ -52,7 +52,7 @@ def _shown(job: PlannedJob) -> Iterator[Alternative]:
         yield from islice((one for one in job.alternatives if one.admitted is admitted), _SHOWN)
 
 
-def _jobs(group: PlannedGroup, plan: Plan) -> Table:
+def _jobs(group: PlannedGroup, plan: PlanDocument) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("", "job", "rollout | training"):
         table.add_column(name)

@@ -3,10 +3,10 @@
 from scheduler.pictures.gantt import gantt_svg
 from scheduler.pictures.page import Markup, heading, page, section, table, verdict
 from scheduler.rollmux.plan import wording
-from scheduler.rollmux.plan.document import Plan, PlannedGroup
+from scheduler.rollmux.plan.document import PlanDocument, PlannedGroup
 
 
-def plan_page(plan: Plan, *, title: str) -> str:
+def plan_page(plan: PlanDocument, *, title: str) -> str:
     sections = [_group(group, plan) for group in plan.groups]
     if plan.unplaced:
         rows = [[one.job, one.reason] for one in plan.unplaced]
@@ -14,7 +14,7 @@ def plan_page(plan: Plan, *, title: str) -> str:
     return page(title, wording.summary(plan), sections)
 
 
-def _group(group: PlannedGroup, plan: Plan) -> Markup:
+def _group(group: PlannedGroup, plan: PlanDocument) -> Markup:
     return section(
         f"{group.group}, {group.price_per_hour:.2f} $/h",
         _promises(group, plan),
@@ -45,7 +45,7 @@ def _group(group: PlannedGroup, plan: Plan) -> Markup:
     )
 
 
-def _promises(group: PlannedGroup, plan: Plan) -> Markup:
+def _promises(group: PlannedGroup, plan: PlanDocument) -> Markup:
     head = ["job", "rollout | training", "slow-down", f"at risk {plan.risk:.0%}", "SLO", "risk"]
     return table(
         head,

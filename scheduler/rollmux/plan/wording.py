@@ -3,15 +3,15 @@
 from scheduler.pictures.gantt import Stint
 from scheduler.rollmux.plan.document import (
     Alternative,
-    Bar,
-    GroupLoad,
-    Plan,
+    GroupLoadRow,
+    PlanDocument,
     PlannedGroup,
     PlannedJob,
+    TimelineBar,
 )
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: PlanDocument) -> str:
     jobs = sum(len(group.jobs) for group in plan.groups)
     nodes = " and ".join(f"{count} {kind}" for kind, count in plan.nodes.items())
     dearer = plan.dedicated_per_hour / plan.price_per_hour if plan.price_per_hour else 1.0
@@ -24,7 +24,7 @@ def summary(plan: Plan) -> str:
     )
 
 
-def bound(group: PlannedGroup, plan: Plan) -> str:
+def bound(group: PlannedGroup, plan: PlanDocument) -> str:
     """The SLO with the least room, and its risk."""
     tightest = next(one for one in group.jobs if one.job == group.bound_by).promise
     return (
@@ -34,7 +34,7 @@ def bound(group: PlannedGroup, plan: Plan) -> str:
     )
 
 
-def load(of: GroupLoad) -> str:
+def load(of: GroupLoadRow) -> str:
     """Load of the group in words."""
     return (
         f"Load: {of.busiest_s:.0f} s of work on the busiest node in a longest iteration of "
@@ -54,7 +54,7 @@ def alternative(one: Alternative) -> str:
     return f"{one.kind} {where}, {one.change_per_hour:+.2f} $/h{against}"
 
 
-def stint(bar: Bar) -> Stint:
+def stint(bar: TimelineBar) -> Stint:
     return Stint(
         row=bar.node,
         actor=bar.job,

@@ -26,7 +26,7 @@ class NodeType:
 
 
 @dataclass(slots=True)
-class Cell:
+class GroupState:
     """One group; mutable."""
 
     group: GroupId
@@ -52,14 +52,14 @@ class Cell:
         )
 
 
-class GroupBook:
+class GroupTable:
     def __init__(
         self, types: dict[Pool, NodeType], supply: Mapping[Pool, int] | None = None
     ) -> None:
         self.types = types
         self.supply: Mapping[Pool, int] = supply or {}
         """Number of nodes by pool; unlimited for a pool without an entry."""
-        self.cells: dict[GroupId, Cell] = {}
+        self.cells: dict[GroupId, GroupState] = {}
         self.home: dict[JobId, GroupId] = {}
         self.nodes: dict[NodeId, GroupId] = {}
         host_bytes = {pool: kind.host_bytes for pool, kind in types.items()}
@@ -76,10 +76,10 @@ class GroupBook:
         self._leaving: dict[JobId, list[Placement]] = {}
         self._named = 0
 
-    def fresh_group(self) -> Cell:
+    def fresh_group(self) -> GroupState:
         """A cell with a new name; it enters the book with its first pinned job."""
         self._named += 1
-        return Cell(GroupId(f"group-{self._named}"))
+        return GroupState(GroupId(f"group-{self._named}"))
 
     def fresh_nodes(self, pool: Pool, count: int) -> tuple[NodeId, ...]:
         """New node names; the nodes are up once a job is pinned to them."""
@@ -90,7 +90,7 @@ class GroupBook:
             for number in range(last - count + 1, last + 1)
         )
 
-    def pin(self, placement: Placement, cell: Cell, host_bytes: int) -> tuple[Node, ...]:
+    def pin(self, placement: Placement, cell: GroupState, host_bytes: int) -> tuple[Node, ...]:
         """Pins a job, and returns the nodes that this brings up.
 
         Raises ValueError for what no planner may do: a node of another group, or host memory short.
@@ -178,7 +178,7 @@ class GroupBook:
         self.planned.replace(lost, fresh)
         return self._node(fresh, pool)
 
-    def leaving_cells(self, job: JobId) -> list[Cell]:
+    def leaving_cells(self, job: JobId) -> list[GroupState]:
         """Groups in which the job is still resident, though pinned elsewhere."""
         placements = self._leaving.get(job, ())
         return [self.cells[self.nodes[placement.rollout_nodes[0]]] for placement in placements]
@@ -212,7 +212,7 @@ class GroupBook:
         """Price of all nodes that are up."""
         return sum(self.cell_price_per_hour(cell) for cell in self.cells.values())
 
-    def cell_price_per_hour(self, cell: Cell) -> float:
+    def cell_price_per_hour(self, cell: GroupState) -> float:
         rollout, training = self.types[Pool.ROLLOUT], self.types[Pool.TRAINING]
         return (
             len(cell.rollout) * rollout.price_per_hour
@@ -226,7 +226,7 @@ class GroupBook:
         leaving = self._leaving.get(job, ())
         self.resident.hold(job, _nodes_of([*pinned, *leaving]), host_bytes)
 
-    def _settle(self, placement: Placement, cell: Cell, host_bytes: int) -> None:
+    def _settle(self, placement: Placement, cell: GroupState, host_bytes: int) -> None:
         cell.pinned[placement.job] = placement
         self.home[placement.job] = cell.group
         self._count_memory(placement.job, host_bytes)
@@ -256,7 +256,7 @@ class GroupBook:
             host_bytes=kind.host_bytes,
         )
 
-    def _release(self, placement: Placement, cell: Cell) -> tuple[NodeId, ...]:
+    def _release(self, placement: Placement, cell: GroupState) -> tuple[NodeId, ...]:
         down: list[NodeId] = []
         for pool, owned, wanted in (
             (Pool.ROLLOUT, cell.rollout, placement.rollout_nodes),

@@ -3,13 +3,13 @@
 import msgspec
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
-from scheduler.model import Job, Node, PhaseKind, Placement
+from scheduler.model import JobSpec, Node, PhaseKind, Placement
 from scheduler.rollmux.beliefs.durations import Measured
 from scheduler.rollmux.beliefs.tail import Completion
 
 
 class JobArrived(msgspec.Struct, frozen=True, kw_only=True, tag="job_arrived"):
-    job: Job
+    job: JobSpec
     measured: dict[PhaseKind, Measured] = {}
     """Earlier measurements of its phases: they teach durations and earn no credit."""
     curve: tuple[Completion, ...] = ()
@@ -18,7 +18,7 @@ class JobArrived(msgspec.Struct, frozen=True, kw_only=True, tag="job_arrived"):
     """Time at which the job began to wait for a place; None: it did not wait."""
 
 
-class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
+class PhaseMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
     job: JobId
     phase: PhaseKind
     solo_s: float
@@ -49,7 +49,7 @@ class ReviewDue(msgspec.Struct, frozen=True, kw_only=True, tag="review_due"):
     """Look for promises in danger and for nodes that could be spared."""
 
 
-GroupEvent = JobArrived | PhaseEnded | JobEnded | JobMoved | NodeFailed | ReviewDue
+GroupEvent = JobArrived | PhaseMeasured | JobEnded | JobMoved | NodeFailed | ReviewDue
 
 
 class AddNode(msgspec.Struct, frozen=True, kw_only=True, tag="add_node"):

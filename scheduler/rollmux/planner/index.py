@@ -12,7 +12,7 @@ import numpy as np
 from harvester.contracts.ids import GroupId, NodeId
 from scheduler.model import Pool
 from scheduler.rollmux.forecast.compiled import Records
-from scheduler.rollmux.planner.book import Cell, GroupBook
+from scheduler.rollmux.planner.book import GroupState, GroupTable
 
 SHARE_MAX: Final = 1.03
 """Above 1: shares are of learned means, and the forecast decides."""
@@ -31,14 +31,14 @@ class GroupIndex:
     def __init__(self, *, group_jobs: int) -> None:
         self._group_jobs = group_jobs
         self._row: dict[GroupId, int] = {}
-        self._cells: list[Cell | None] = []
+        self._cells: list[GroupState | None] = []
         self._free: list[int] = []
         self._jobs = np.zeros(0, dtype=np.int64)
         self._shares = np.zeros((0, 2))
         self._load = np.zeros(0)
         self._bytes = np.zeros((0, 2), dtype=np.int64)
 
-    def refresh(self, cell: Cell, book: GroupBook, shares: dict[NodeId, float]) -> None:
+    def refresh(self, cell: GroupState, book: GroupTable, shares: dict[NodeId, float]) -> None:
         """Brings the group's row up to date; `shares` of each of its nodes' time are taken."""
         if cell.group not in book.cells or not cell.pinned:
             self._drop(cell)
@@ -57,7 +57,9 @@ class GroupIndex:
             load += sum(shares[node] for node in nodes) * book.types[pool].price_per_hour
         self._load[row] = load / book.cell_price_per_hour(cell)
 
-    def candidates(self, wish: Wish, *, pools: tuple[Pool, ...], most: int | None) -> list[Cell]:
+    def candidates(
+        self, wish: Wish, *, pools: tuple[Pool, ...], most: int | None
+    ) -> list[GroupState]:
         """Groups with room in those of their pools, the fullest first; all where `most` is None."""
         fits = (self._jobs > 0) & (self._jobs < self._group_jobs)
         for pool in pools:
@@ -81,7 +83,7 @@ class GroupIndex:
             self._load = _grown(self._load, size)
         return len(self._cells) - 1
 
-    def _drop(self, cell: Cell) -> None:
+    def _drop(self, cell: GroupState) -> None:
         row = self._row.pop(cell.group, None)
         if row is not None:
             self._jobs[row] = 0

@@ -15,7 +15,7 @@ from scheduler.model import Placement, Pool
 from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.forecast.forecast import Occupant, Roster
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.planner.book import Cell, GroupBook
+from scheduler.rollmux.planner.book import GroupState, GroupTable
 from scheduler.rollmux.planner.index import SHARE_MAX, GroupIndex, Wish
 
 
@@ -29,7 +29,7 @@ class OpeningKind(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
     kind: OpeningKind
-    cell: Cell
+    cell: GroupState
     placement: Placement
     delta_per_hour: float
     """Price of the nodes that it brings up, or keeps up."""
@@ -55,7 +55,7 @@ def stated_slo(facts: JobFacts) -> float:
 class Packer:
     def __init__(
         self,
-        book: GroupBook,
+        book: GroupTable,
         facts: dict[JobId, JobFacts],
         judge: Judge,
         limits: PackingLimits,
@@ -69,11 +69,13 @@ class Packer:
         self.now_s = 0.0
         """Time of the present question; credit depends on it."""
 
-    def refresh(self, cell: Cell) -> None:
+    def refresh(self, cell: GroupState) -> None:
         """Updates the group's row; call it whenever the group changed."""
         self.index.refresh(cell, self.book, self.node_shares(cell))
 
-    def occupant(self, cell: Cell, placement: Placement, *, slo_of: SloOf = stated_slo) -> Occupant:
+    def occupant(
+        self, cell: GroupState, placement: Placement, *, slo_of: SloOf = stated_slo
+    ) -> Occupant:
         """A pinned job for a forecast; `slo_of` gives the SLO it has to keep."""
         facts = self.facts[placement.job]
         tail = self.judge.tail(facts)
@@ -88,7 +90,7 @@ class Packer:
             facts.divisible,
         )
 
-    def occupants(self, cell: Cell, *, slo_of: SloOf = stated_slo) -> list[Occupant]:
+    def occupants(self, cell: GroupState, *, slo_of: SloOf = stated_slo) -> list[Occupant]:
         return [self.occupant(cell, placement, slo_of=slo_of) for placement in cell.pinned.values()]
 
     def owed_slo(self, facts: JobFacts) -> float:
@@ -99,7 +101,7 @@ class Packer:
         """The SLO that others must leave the job, with its spare credit spent."""
         return facts.slo_ahead(self.now_s)
 
-    def node_shares(self, cell: Cell) -> dict[NodeId, float]:
+    def node_shares(self, cell: GroupState) -> dict[NodeId, float]:
         """The least share of each node's time that its jobs need to keep their SLOs."""
         shares = dict.fromkeys((*cell.rollout, *cell.training), 0.0)
         for placement in cell.pinned.values():
@@ -121,7 +123,7 @@ class Packer:
         self,
         job: JobId,
         *,
-        without: Iterable[Cell] = (),
+        without: Iterable[GroupState] = (),
         below_per_hour: float = float("inf"),
         new_group: bool = True,
     ) -> Opening | None:
@@ -135,7 +137,7 @@ class Packer:
         self,
         job: JobId,
         *,
-        without: Iterable[Cell] = (),
+        without: Iterable[GroupState] = (),
         below_per_hour: float = float("inf"),
     ) -> Opening | None:
         """The same on nodes that there are, in a group that there is: every group is looked at."""
@@ -147,7 +149,7 @@ class Packer:
     def _best(
         self,
         job: JobId,
-        without: Iterable[Cell],
+        without: Iterable[GroupState],
         below_per_hour: float,
         *,
         new_group: bool,
@@ -186,7 +188,7 @@ class Packer:
 
     def admits(self, opening: Opening) -> bool:
         """Whether every job in the group keeps its SLO with the opening taken."""
-        widened = Cell(
+        widened = GroupState(
             opening.cell.group,
             _joined(opening.cell.rollout, opening.placement.rollout_nodes),
             _joined(opening.cell.training, opening.placement.training_nodes),
@@ -227,13 +229,13 @@ class Packer:
             kinds.append((OpeningKind.TRAINING_SCALING, (Pool.ROLLOUT,), self._price(0, training)))
         return sorted(kinds, key=lambda kind: kind[2])
 
-    def unjudged(self, cell: Cell, job: JobId, kind: OpeningKind) -> Iterator[Opening]:
+    def unjudged(self, cell: GroupState, job: JobId, kind: OpeningKind) -> Iterator[Opening]:
         """Openings that memory and group size allow, without regard to SLOs."""
         if len(cell.pinned) < self.limits.group_jobs:
             yield from self._openings(cell, job, kind, share_max=float("inf"))
 
     def _openings(
-        self, cell: Cell, job: JobId, kind: OpeningKind, *, share_max: float = SHARE_MAX
+        self, cell: GroupState, job: JobId, kind: OpeningKind, *, share_max: float = SHARE_MAX
     ) -> Iterator[Opening]:
         facts, book = self.facts[job], self.book
         rollout_share, training_share = self.shares(facts)

@@ -17,7 +17,7 @@ from scheduler.model import Pool
 from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.planner.book import Cell, GroupBook, NodeType
+from scheduler.rollmux.planner.book import GroupState, GroupTable, NodeType
 from scheduler.rollmux.planner.evacuation import Evacuation
 from scheduler.rollmux.planner.events import (
     AddNode,
@@ -28,7 +28,7 @@ from scheduler.rollmux.planner.events import (
     JobMoved,
     MoveJob,
     NodeFailed,
-    PhaseEnded,
+    PhaseMeasured,
     PlaceJob,
     ReleaseNode,
     ReviewDue,
@@ -71,7 +71,7 @@ class GroupPlanner:
         supply: Mapping[Pool, int] | None = None,
     ) -> None:
         self.config = config or PlannerConfig()
-        self.book = GroupBook(types, supply)
+        self.book = GroupTable(types, supply)
         self.facts: dict[JobId, JobFacts] = {}
         self.packer = Packer(self.book, self.facts, judge, self.config.limits)
         self.relocation = Relocation(self.packer, self.config.prices)
@@ -98,7 +98,7 @@ class GroupPlanner:
         """Raises Exhausted for an arrival that finds no place; the planner is as before then."""
         self.packer.now_s = now
         match event:
-            case PhaseEnded():
+            case PhaseMeasured():
                 return self._learn(event, now=now)
             case JobArrived():
                 return self._place(event, now=now)
@@ -111,7 +111,7 @@ class GroupPlanner:
             case ReviewDue():
                 return self._review(now=now)
 
-    def _learn(self, event: PhaseEnded, *, now: float) -> tuple[GroupEffect, ...]:
+    def _learn(self, event: PhaseMeasured, *, now: float) -> tuple[GroupEffect, ...]:
         facts = self.facts[event.job]
         young = not facts.mature
         facts.observe(event.phase, event.solo_s, measured=event.measured)
@@ -204,7 +204,7 @@ class GroupPlanner:
                 self._looks = self.config.looks
         return tuple(effects)
 
-    def _restore(self, cell: Cell, *, now: float) -> list[GroupEffect]:
+    def _restore(self, cell: GroupState, *, now: float) -> list[GroupEffect]:
         if len(cell.pinned) < 2:
             return []
         self.packer.refresh(cell)

@@ -14,7 +14,7 @@ import numpy as np
 from scheduler.model import Pool
 from scheduler.rollmux.forecast.compiled import Records, compiled
 from scheduler.rollmux.planner.assignments import Masks
-from scheduler.rollmux.planner.regrouping import Bounds, CheapestHosting, Fits, Guest, bits
+from scheduler.rollmux.planner.regrouping import Bounds, CheapestHosting, Fits, SearchedJob, bits
 from scheduler.rollmux.planner.verdicts import Admits, Hosting
 
 _NONE = float("inf")
@@ -44,14 +44,14 @@ class PriceFloor:
     _doubts: dict[tuple[int, ...], _Doubt] = field(default_factory=dict)
 
     def cheapest(
-        self, guests: list[Guest], admits: Admits, *, at_most: float = _NONE
+        self, guests: list[SearchedJob], admits: Admits, *, at_most: float = _NONE
     ) -> float | None:
         """The least price per hour of any hosting of all the jobs; None if above `at_most`."""
         found = self.bounds(guests, admits, at_most=at_most)
         return None if found is None else found.price
 
     def bounds(
-        self, guests: list[Guest], admits: Admits, *, at_most: float = _NONE
+        self, guests: list[SearchedJob], admits: Admits, *, at_most: float = _NONE
     ) -> Bounds | None:
         """The floor with the bounds found on the way; None if it is above `at_most`."""
         fits = [self.search.fitting(guests, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
@@ -80,7 +80,7 @@ class PriceFloor:
 
     def _looked_at(
         self,
-        guests: list[Guest],
+        guests: list[SearchedJob],
         mask: int,
         versions: tuple[int, ...],
         fits: Fits,
@@ -106,7 +106,7 @@ class PriceFloor:
             doubt.next()
         return doubt.price
 
-    def _least(self, guests: list[Guest], names: list[tuple[int, ...]]) -> Records:
+    def _least(self, guests: list[SearchedJob], names: list[tuple[int, ...]]) -> Records:
         """`[guests as a mask]`: lower bound of their price in one group."""
         chosen = bits(len(guests))
         least = np.zeros(len(chosen))

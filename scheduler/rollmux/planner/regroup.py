@@ -13,10 +13,10 @@ from scheduler.model import Placement, Pool
 from scheduler.rollmux.forecast.forecast import Occupant, Roster
 from scheduler.rollmux.forecast.stages import NODES_MAX
 from scheduler.rollmux.planner.assignments import node_count
-from scheduler.rollmux.planner.book import Cell
+from scheduler.rollmux.planner.book import GroupState
 from scheduler.rollmux.planner.packing import OpeningKind, Packer, SloOf, stated_slo
 from scheduler.rollmux.planner.price_floor import PriceFloor
-from scheduler.rollmux.planner.regrouping import CheapestHosting, Guest
+from scheduler.rollmux.planner.regrouping import CheapestHosting, SearchedJob
 from scheduler.rollmux.planner.relocation import Move, MovePrices, Relocation
 from scheduler.rollmux.planner.verdicts import Hosting
 
@@ -96,7 +96,7 @@ class Regroup:
         """Whether another search may find something."""
         return bool(self._most_promising(now=now)[0])
 
-    def _most_promising(self, *, now: float) -> tuple[list[Cell], tuple[int, ...]]:
+    def _most_promising(self, *, now: float) -> tuple[list[GroupState], tuple[int, ...]]:
         """The unsearched pair or triple of groups with the least used nodes, and its key."""
         cells, spares = self._sparing()
         facts = self._packer.facts
@@ -128,7 +128,7 @@ class Regroup:
         # Stable: of equal promises the smaller neighbourhood comes first.
         return [at for _, at in sorted(enough, key=lambda one: -one[0])]
 
-    def _sparing(self) -> tuple[list[Cell], list[float]]:
+    def _sparing(self) -> tuple[list[GroupState], list[float]]:
         """The searchable groups that spare most, and by how much each is above its least price."""
         ranked = sorted(
             ((self._spare(cell), cell) for cell in self._book.cells.values() if cell.pinned),
@@ -137,7 +137,7 @@ class Regroup:
         chosen = list(islice((one for one in ranked if self._searchable(one[1])), _CELLS_MAX))
         return [cell for _, cell in chosen], [spare for spare, _ in chosen]
 
-    def _spare(self, cell: Cell) -> float:
+    def _spare(self, cell: GroupState) -> float:
         known: Known = []
         for job, placement in cell.pinned.items():
             facts = self._packer.facts[job]
@@ -158,7 +158,7 @@ class Regroup:
         if len(self._spares) > 2 * len(self._book.cells):
             self._spares.clear()
 
-    def _searchable(self, cell: Cell) -> bool:
+    def _searchable(self, cell: GroupState) -> bool:
         """Whether the search may regroup the cell.
 
         All its jobs are mature, none is moving, each may share nodes, and any of them fit a group.
@@ -172,7 +172,7 @@ class Regroup:
             for facts in (self._packer.facts[job] for job in cell.pinned)
         )
 
-    def _committed(self, cell: Cell) -> float:
+    def _committed(self, cell: GroupState) -> float:
         types = self._book.types
         rollout = {node for one in cell.pinned.values() for node in one.rollout_nodes}
         training = {node for one in cell.pinned.values() for node in one.training_nodes}
@@ -181,7 +181,7 @@ class Regroup:
             + len(training) * types[Pool.TRAINING].price_per_hour
         )
 
-    def _least(self, cell: Cell) -> float:
+    def _least(self, cell: GroupState) -> float:
         """Price of the node time that the group's jobs cannot do without."""
         types = self._book.types
         least = 0.0
@@ -194,10 +194,10 @@ class Regroup:
             )
         return least
 
-    def _guest(self, job: JobId) -> Guest:
+    def _guest(self, job: JobId) -> SearchedJob:
         facts = self._packer.facts[job]
         rollout, training = self._packer.shares(facts)
-        return Guest(
+        return SearchedJob(
             facts.version,
             facts.job.host_bytes_per_node,
             rollout,
@@ -224,8 +224,8 @@ class Regroup:
         )
 
     def _matched(
-        self, jobs: Sequence[JobId], hostings: Sequence[Hosting], cells: Sequence[Cell]
-    ) -> list[tuple[Cell, list[Placement]]]:
+        self, jobs: Sequence[JobId], hostings: Sequence[Hosting], cells: Sequence[GroupState]
+    ) -> list[tuple[GroupState, list[Placement]]]:
         """New placements on the old nodes of the group that shares most jobs with each hosting."""
         overlaps = sorted(
             (
@@ -234,7 +234,7 @@ class Regroup:
                 for place, cell in enumerate(cells)
             )
         )
-        home: dict[int, Cell] = {}
+        home: dict[int, GroupState] = {}
         taken: set[GroupId] = set()
         for overlap, at, place in overlaps:
             if overlap and at not in home and cells[place].group not in taken:
@@ -261,7 +261,7 @@ class Regroup:
         return matched
 
     def _nodes(
-        self, jobs: Sequence[JobId], hosting: Hosting, cell: Cell, pool: Pool
+        self, jobs: Sequence[JobId], hosting: Hosting, cell: GroupState, pool: Pool
     ) -> dict[int, NodeId]:
         """A node for every number: the old one of most of its members, or a new one."""
         masks = hosting.rollout if pool is Pool.ROLLOUT else hosting.training

@@ -20,7 +20,7 @@ from scheduler.rollmux.planner.book import NodeType
 from scheduler.rollmux.planner.verdicts import Admits, Hosting, Verdicts
 
 
-class Guest(NamedTuple):
+class SearchedJob(NamedTuple):
     """A job in the search; `version` identifies the planner's belief about it."""
 
     version: int
@@ -77,7 +77,7 @@ class CheapestHosting:
         self._cheapest.clear()
 
     def search(
-        self, guests: list[Guest], admits: Admits, bounds: Bounds | None = None
+        self, guests: list[SearchedJob], admits: Admits, bounds: Bounds | None = None
     ) -> tuple[float, list[Hosting]]:
         """The least price per hour and the groups that have it.
 
@@ -90,7 +90,7 @@ class CheapestHosting:
 
     def together(
         self,
-        guests: list[Guest],
+        guests: list[SearchedJob],
         members: tuple[int, ...],
         between: tuple[float, float],
         fits: Fits,
@@ -115,7 +115,7 @@ class CheapestHosting:
 
     def priced(
         self,
-        guests: list[Guest],
+        guests: list[SearchedJob],
         members: tuple[int, ...],
         between: tuple[float, float],
         fits: Fits,
@@ -150,7 +150,7 @@ class CheapestHosting:
     def _prices(self) -> tuple[float, float]:
         return self.types[Pool.ROLLOUT].price_per_hour, self.types[Pool.TRAINING].price_per_hour
 
-    def fitting(self, guests: list[Guest], pool: Pool) -> npt.NDArray[np.bool_]:
+    def fitting(self, guests: list[SearchedJob], pool: Pool) -> npt.NDArray[np.bool_]:
         """`[guests as a mask]`: whether memory and the least share of time allow them one node."""
         chosen = bits(len(guests))
         sizes = np.array([one.host_bytes for one in guests], dtype=np.float64)
@@ -169,7 +169,7 @@ class _Search:
     """
 
     by: CheapestHosting
-    guests: list[Guest]
+    guests: list[SearchedJob]
     admits: Admits
     bounds: Bounds
     fits: Fits

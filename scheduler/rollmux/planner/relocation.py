@@ -14,7 +14,7 @@ from scheduler.model import Node, Placement
 from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.beliefs.slo import SPEND_OVER_S
 from scheduler.rollmux.forecast.forecast import Roster
-from scheduler.rollmux.planner.book import Cell, GroupBook
+from scheduler.rollmux.planner.book import GroupState, GroupTable
 from scheduler.rollmux.planner.packing import Opening, OpeningKind, Packer
 
 
@@ -42,12 +42,12 @@ class Move:
 class Relocation:
     def __init__(self, packer: Packer, prices: MovePrices) -> None:
         self._packer = packer
-        self._book: GroupBook = packer.book
+        self._book: GroupTable = packer.book
         self._prices = prices
         self.move_s = prices.move_s
         """Time that a job loses by a move, as far as it is known."""
 
-    def restore(self, cell: Cell, *, now: float) -> list[Move]:
+    def restore(self, cell: GroupState, *, now: float) -> list[Move]:
         """The fewest, then cheapest, moves out of a group that does not keep its promises.
 
         Already applied to the book; empty where nothing can or need be done.
@@ -68,7 +68,7 @@ class Relocation:
                 break
         return moves
 
-    def _restore(self, cell: Cell, movable: Sequence[JobId]) -> list[Move]:
+    def _restore(self, cell: GroupState, movable: Sequence[JobId]) -> list[Move]:
         fewest = [combinations(movable, count) for count in (1, 2)]
         # A list: tentative moves that are taken back change the cell meanwhile.
         all_beside = [self._besides(cell, one) for one in cell.pinned]
@@ -97,7 +97,7 @@ class Relocation:
                 return self.relocate(best[1], without=(cell,)) or []
         return []
 
-    def _besides(self, cell: Cell, job: JobId) -> tuple[JobId, ...]:
+    def _besides(self, cell: GroupState, job: JobId) -> tuple[JobId, ...]:
         """Jobs on the job's nodes although it may share none; empty if it may share."""
         if self._packer.owed_slo(self._facts(job)) >= 1.0:
             return ()
@@ -112,7 +112,7 @@ class Relocation:
         self,
         jobs: Sequence[JobId],
         *,
-        without: Sequence[Cell],
+        without: Sequence[GroupState],
         saving: float | None = None,
         new_group: bool = True,
     ) -> list[Move] | None:
@@ -178,7 +178,7 @@ class Relocation:
         return self._facts(job).job.host_bytes_per_node
 
     def move_all(
-        self, wanted: Sequence[tuple[Cell, Placement]], *, kind: OpeningKind
+        self, wanted: Sequence[tuple[GroupState, Placement]], *, kind: OpeningKind
     ) -> list[Move]:
         """Moves jobs to given places, all or none: memory may not carry both ends of a move, or a
         node may be missing."""
@@ -206,7 +206,7 @@ class Relocation:
             moves.append(Move(job=placement.job, opening=opening, up=up))
         return moves
 
-    def _return_home(self, homes: Sequence[tuple[JobId, Cell]]) -> None:
+    def _return_home(self, homes: Sequence[tuple[JobId, GroupState]]) -> None:
         for job, home in homes:
             if job not in self._book.home:
                 self._book.stay(job, self._bytes(job))

@@ -10,7 +10,7 @@ from scheduler.model import Pool
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
 from scheduler.sim.rollmux.baselines import UNSHARED
 from scheduler.sim.rollmux.ledger import slowdown
-from scheduler.sim.rollmux.watched import GroupSizes, PriceLedger, Stay
+from scheduler.sim.rollmux.watched import GroupSizes, PricedInterval, PriceLedger
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob
 from scheduler.sim.rollmux.world import PAPER_WORLD
 
@@ -37,7 +37,7 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of each bin of the run."""
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class ArmComparison(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool = True
     slo_counts_queueing: bool = SLO_COUNTS_QUEUEING
     jobs: int
@@ -66,7 +66,7 @@ def compare(
     seed: int,
     record: bool = False,
     heard: Callable[[str], None] = lambda _: None,
-) -> tuple[Comparison, PriceLedger]:
+) -> tuple[ArmComparison, PriceLedger]:
     """The comparison, and our arm's ledger, which holds its events with `record`.
 
     `heard` is called with each arm's name before it runs.
@@ -91,7 +91,7 @@ def compare(
                 dollars_per_hour=_rate(_alone(jobs), edges_s) if name == "solo_d" else (),
             )
         )
-    comparison = Comparison(
+    comparison = ArmComparison(
         jobs=len(jobs),
         seed=seed,
         hours=(end_s - begin_s) / 3600,
@@ -135,11 +135,11 @@ def _shared(run: _Run, jobs: list[SimulatedJob], ours: float, edges_s: np.ndarra
     )
 
 
-def _alone(jobs: list[SimulatedJob]) -> list[Stay]:
+def _alone(jobs: list[SimulatedJob]) -> list[PricedInterval]:
     """Every job on nodes of its own, from its arrival on."""
     rollout, training = NODE_TYPES[Pool.ROLLOUT], NODE_TYPES[Pool.TRAINING]
     return [
-        Stay(
+        PricedInterval(
             one.arrival_s,
             one.arrival_s + one.solo_s(PAPER_WORLD),
             one.job.phases[0].nodes * rollout.price_per_hour
@@ -149,7 +149,7 @@ def _alone(jobs: list[SimulatedJob]) -> list[Stay]:
     ]
 
 
-def _rate(stays: Sequence[Stay], edges_s: np.ndarray) -> tuple[float, ...]:
+def _rate(stays: Sequence[PricedInterval], edges_s: np.ndarray) -> tuple[float, ...]:
     """Mean dollars an hour between each two edges."""
     left, right = edges_s[:-1], edges_s[1:]
     rate = np.zeros(len(left))

@@ -12,10 +12,10 @@ from typing import Any, Final
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind, Pool
 from scheduler.rollmux.cluster.events import (
-    Decision,
     JobSubmitted,
     NodeBack,
     NodeLost,
+    PlacementDecision,
     PlanJob,
     TellMove,
 )
@@ -25,13 +25,13 @@ from scheduler.rollmux.permits.events import (
     AdmitJob,
     DropPlace,
     EndPermit,
-    EndReason,
     FreeNodes,
     GrantPermit,
     HolderHeard,
     JobLeft,
     NarrowPhase,
     NodesUnloaded,
+    PermitEndReason,
     PhaseEnded,
     PhaseNarrowed,
     PhaseRequested,
@@ -57,9 +57,9 @@ REPAIR_S: Final = 3600.0
 _RETRY_S: Final = 5.0
 _POOLS: Final = {PhaseKind.ROLLOUT: Pool.ROLLOUT, PhaseKind.TRAINING: Pool.TRAINING}
 _NOTES: Final = {
-    Decision.PLACED: "placement",
-    Decision.MOVED: "move",
-    Decision.RESTARTED: "restart",
+    PlacementDecision.PLACED: "placement",
+    PlacementDecision.MOVED: "move",
+    PlacementDecision.RESTARTED: "restart",
 }
 _ALWAYS: Final = -1
 _NO_JOB: Final = JobId("")
@@ -152,7 +152,7 @@ class Driver:
                 self._share_changed(self._by_job[effect.job], effect)
             case NarrowPhase():
                 self._narrow(self._by_job[effect.job])
-            case EndPermit(ended=EndReason.DONE):
+            case EndPermit(ended=PermitEndReason.DONE):
                 pass
             case EndPermit():
                 self._lose_phase(self._by_job[effect.job], effect)
@@ -307,7 +307,7 @@ class Driver:
         worker.lose_iteration()
         worker.stage = WorkerStage.BETWEEN
         worker.version += 1
-        if end.ended is EndReason.LEFT:
+        if end.ended is PermitEndReason.LEFT:
             self.ledger.write(self._now, "left", job=worker.job)
         else:
             self._set_next(worker, self._now + _RETRY_S, self._ask)
@@ -343,8 +343,8 @@ class Driver:
         self._tell(NodeBack(node=node))
 
     def _note(self, decided: PlanJob) -> None:
-        self._counts.moves += decided.decision is Decision.MOVED
-        self._counts.restarts += decided.decision is Decision.RESTARTED
+        self._counts.moves += decided.decision is PlacementDecision.MOVED
+        self._counts.restarts += decided.decision is PlacementDecision.RESTARTED
         nodes = [*decided.rollout_nodes, *decided.training_nodes]
         self.ledger.write(
             self._now,

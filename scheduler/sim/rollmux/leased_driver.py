@@ -24,11 +24,11 @@ from scheduler.rollmux.permits.leased_tail import (
     GONE_S,
     RECALL_S,
     NarrowPermit,
-    Place,
     RecallTail,
+    TailPlace,
     TailSample,
 )
-from scheduler.rollmux.permits.standing import Stage, Standing
+from scheduler.rollmux.permits.standing import JobPermit, PermitStage
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.driver import Driver
 from scheduler.sim.rollmux.lease_supply import LeaseSupply
@@ -204,9 +204,9 @@ class LeasedDriver(Driver):
         enough = self._slots.get(group, 0) - taken >= worker.tail_slots > 0
         return self._in_force and enough and self._now >= worker.synced_s
 
-    def _may_leave(self, worker: LeasedWorker, standing: Standing) -> bool:
+    def _may_leave(self, worker: LeasedWorker, standing: JobPermit) -> bool:
         """A tail that is over before it would be away stays where it is."""
-        asked = standing.stage is Stage.NARROWING and not standing.keep
+        asked = standing.stage is PermitStage.NARROWING and not standing.keep
         return asked and worker.left_s > self._supply.terms.activation_s
 
     def _look_soon(self, worker: LeasedWorker, in_s: float) -> None:
@@ -220,7 +220,7 @@ class LeasedDriver(Driver):
         rolls_out = worker.stage is WorkerStage.RUNNING and worker.kind is PhaseKind.ROLLOUT
         if standing is None or not rolls_out:
             return
-        leaving = worker.tail.place is Place.LEAVING
+        leaving = worker.tail.place is TailPlace.LEAVING
         effects = worker.tail.observe(
             TailSample(
                 stage=standing.stage,
@@ -230,7 +230,7 @@ class LeasedDriver(Driver):
             ),
             now=self._now,
         )
-        if not leaving and worker.tail.place is Place.LEAVING:
+        if not leaving and worker.tail.place is TailPlace.LEAVING:
             self._look_soon(worker, LOOK_S)
         for effect in effects:
             match effect:
@@ -257,11 +257,11 @@ class LeasedDriver(Driver):
             self._away[worker.job] = leased
             self._phase("tail_leased", worker, worker.nodes)
             self._set_next(worker, worker.next_s(), self._work)
-        elif standing.stage is Stage.RUNNING:
+        elif standing.stage is PermitStage.RUNNING:
             self._come_home(leased, standing, effect)
         self._changed(leased)
 
-    def _come_home(self, worker: LeasedWorker, standing: Standing, effect: WidenPermit) -> None:
+    def _come_home(self, worker: LeasedWorker, standing: JobPermit, effect: WidenPermit) -> None:
         worker.work_until(self._now)
         worker.tail.observe(TailSample(stage=standing.stage), now=self._now)
         worker.nodes = standing.nodes

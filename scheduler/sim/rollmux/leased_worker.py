@@ -10,7 +10,7 @@ from math import ceil
 
 from harvester.contracts.ids import NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.permits.leased_tail import BULK_RATIO, LeasedTail, Place, taken_off_s
+from scheduler.rollmux.permits.leased_tail import BULK_RATIO, LeasedTail, TailPlace, taken_off_s
 from scheduler.sim.rollmux.lease_supply import LeaseTerms
 from scheduler.sim.rollmux.slots import HeadroomRecord
 from scheduler.sim.rollmux.worker import ROUNDING_S, Worker, WorkerStage
@@ -52,7 +52,7 @@ class LeasedWorker(Worker):
 
     @property
     def is_away(self) -> bool:
-        return self.tail.place in (Place.AWAY, Place.IN_LINE)
+        return self.tail.place in (TailPlace.AWAY, TailPlace.IN_LINE)
 
     @property
     def node_count(self) -> int:

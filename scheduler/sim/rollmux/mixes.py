@@ -13,7 +13,7 @@ import numpy as np
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, TenantId
-from scheduler.model import Job
+from scheduler.model import JobSpec
 from scheduler.sim.rollmux.variants import lognormal_curve
 from scheduler.sim.rollmux.workload import (
     GB,
@@ -110,7 +110,7 @@ def _job(rng: np.random.Generator, index: int, arrival_s: float) -> SimulatedJob
     curve = lognormal_curve(float(rng.uniform(*kind.sigma)))
     own = np.random.Generator(np.random.PCG64(int(rng.integers(2**63))))
     return SimulatedJob(
-        job=Job(
+        job=JobSpec(
             job=JobId(f"job-{index:04}"),
             tenant=TenantId("simulated"),
             phases=phases(*maxima_s, rollout_nodes, 1),

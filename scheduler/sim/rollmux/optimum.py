@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from scheduler.model import Job
+from scheduler.model import JobSpec
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.beliefs.tail import TailShape, best_shape
 from scheduler.rollmux.forecast.forecast import NO_GLANCE, Horizon, Occupant, Roster, keeps_all
 from scheduler.rollmux.forecast.judge import OUR_RULES
 from scheduler.rollmux.forecast.stages import Rules
 from scheduler.rollmux.planner.price_floor import PriceFloor
-from scheduler.rollmux.planner.regrouping import CheapestHosting, Guest
+from scheduler.rollmux.planner.regrouping import CheapestHosting, SearchedJob
 from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.workload import NODE_TYPES, PHASE_CV, ROLLOUT_ACCELERATORS, SimulatedJob
 
@@ -28,7 +28,7 @@ hundreds. Without doubt about means the scenarios of a forecast are equal, so tw
 class KnownJob:
     """A job with its true distributions: the means carry no doubt."""
 
-    job: Job
+    job: JobSpec
     truth: Belief
     tail: TailShape
 
@@ -42,10 +42,10 @@ class KnownJob:
             tail=best_shape(one.curve, accelerators=accelerators),
         )
 
-    def as_guest(self, version: int) -> Guest:
+    def as_guest(self, version: int) -> SearchedJob:
         slowest_s = self.job.slowdown_slo * self.truth.iteration_s
         rollout, training = self.job.phases
-        return Guest(
+        return SearchedJob(
             version,
             self.job.host_bytes_per_node,
             self.truth.rollout_s * self.tail.node_ratio / slowest_s,

@@ -6,7 +6,7 @@ from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import Placement, Pool
 from scheduler.rollmux.forecast.judge import Distributional
 from scheduler.rollmux.planner.assignments import Masks
-from scheduler.rollmux.planner.book import Cell
+from scheduler.rollmux.planner.book import GroupState
 from scheduler.rollmux.planner.packing import Opening, OpeningKind
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from scheduler.rollmux.planner.verdicts import Hosting
@@ -16,7 +16,7 @@ from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob
 class PinnedPlanner(GroupPlanner):
     def __init__(self, jobs: Sequence[SimulatedJob], hostings: Sequence[Hosting]) -> None:
         super().__init__(Distributional(), NODE_TYPES, PlannerConfig(moves=False))
-        self._pinned: dict[JobId, tuple[Cell, Placement]] = {}
+        self._pinned: dict[JobId, tuple[GroupState, Placement]] = {}
         for hosting in hostings:
             cell = self.book.fresh_group()
             rollout = self._nodes(Pool.ROLLOUT, hosting.rollout)

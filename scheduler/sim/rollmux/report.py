@@ -14,7 +14,7 @@ from scheduler.pictures.charts import Bar, Series, Words, bars, curves, stacked
 from scheduler.pictures.page import Markup, page, section, table
 from scheduler.pictures.svg import colour
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, WINDOW_GOAL
-from scheduler.sim.rollmux.comparison import Arm, Comparison
+from scheduler.sim.rollmux.comparison import Arm, ArmComparison
 from scheduler.sim.rollmux.ledger import Ledger
 
 TITLES: Final = {
@@ -38,7 +38,7 @@ _HEAD: Final = (
 _COLOURS: Final = {name: colour(at) for at, name in enumerate(TITLES)}
 
 
-def summary(found: Comparison) -> str:
+def summary(found: ArmComparison) -> str:
     ours, alone = found.arm("ours"), found.arm("solo_d")
     return (
         f"Simulated, not measured: {found.jobs} jobs over {found.hours:.0f} h, seed {found.seed}. "
@@ -48,7 +48,7 @@ def summary(found: Comparison) -> str:
     )
 
 
-def printed(found: Comparison) -> RenderableType:
+def printed(found: ArmComparison) -> RenderableType:
     shown = Table(box=None, pad_edge=False)
     for name in _HEAD:
         shown.add_column(name, justify="right" if name else "left")
@@ -57,7 +57,7 @@ def printed(found: Comparison) -> RenderableType:
     return Group(Text(summary(found), style="bold"), Text(), shown)
 
 
-def comparison_page(found: Comparison) -> str:
+def comparison_page(found: ArmComparison) -> str:
     drawn = [arm for arm in found.arms if arm.dollars_per_hour]
     shared = [arm for arm in found.arms if arm.slowdowns_over_slo]
     sections = [
@@ -163,7 +163,7 @@ def _slowdowns(arms: Sequence[Arm]) -> str:
     )
 
 
-def _groups(found: Comparison) -> str:
+def _groups(found: ArmComparison) -> str:
     return stacked(
         [
             Series(

@@ -8,7 +8,7 @@ from scheduler.sim.rollmux.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class PricedInterval:
     """One price over a span of time."""
 
     from_s: float
@@ -21,12 +21,12 @@ class PriceLedger(Ledger):
 
     def __init__(self, *, record: bool) -> None:
         super().__init__(record=record)
-        self.stays: list[Stay] = []
+        self.stays: list[PricedInterval] = []
 
     def node_down(self, node: NodeId, *, t_s: float) -> None:
         if node in self._up:
             since_s, _, price_per_hour = self._up[node]
-            self.stays.append(Stay(since_s, t_s, price_per_hour))
+            self.stays.append(PricedInterval(since_s, t_s, price_per_hour))
         super().node_down(node, t_s=t_s)
 
 

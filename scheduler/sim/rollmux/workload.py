@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harvester.contracts.ids import JobId, TenantId
-from scheduler.model import Job, Phase, PhaseKind, Pool
+from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Pool
 from scheduler.rollmux.beliefs.tail import Completion
 from scheduler.rollmux.planner.book import NodeType
 from scheduler.sim.rollmux.world import World
@@ -60,7 +60,7 @@ class Drift(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedJob:
-    job: Job
+    job: JobSpec
     arrival_s: float
     lengths_s: Lengths
     means_s: tuple[float, float]
@@ -91,13 +91,13 @@ class SimulatedJob:
 
 def phases(
     rollout_max_s: float, training_max_s: float, rollout_nodes: int, training_nodes: int
-) -> tuple[Phase, Phase]:
+) -> tuple[PhaseSpec, PhaseSpec]:
     """Phases as a planner sees them: the declared maxima and no mean."""
     return (
-        Phase(
+        PhaseSpec(
             kind=PhaseKind.ROLLOUT, mean_s=rollout_max_s, max_s=rollout_max_s, nodes=rollout_nodes
         ),
-        Phase(
+        PhaseSpec(
             kind=PhaseKind.TRAINING,
             mean_s=training_max_s,
             max_s=training_max_s,
@@ -174,7 +174,7 @@ def _job(
     own = np.random.Generator(np.random.PCG64(int(rng.integers(2**63))))
     factor = _drift(rng, drift)
     return SimulatedJob(
-        job=Job(
+        job=JobSpec(
             job=JobId(f"job-{index:04}"),
             tenant=TenantId("simulated"),
             phases=phases(*maxima_s, nodes, nodes),

@@ -14,7 +14,7 @@ import numpy as np
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, TenantId, is_name
-from scheduler.model import Job, Pool
+from scheduler.model import JobSpec, Pool
 from scheduler.sim.rollmux.workload import GB, NODE_TYPES, SimulatedJob, drawn_lengths, phases
 
 COLUMNS: Final = (
@@ -93,7 +93,7 @@ def _job(where: str, row: list[str], *, seed: int, number: int) -> SimulatedJob:
             raise ConfigError(f"{where}: {phase}_max_s is less than {phase}_s")
     maxima_s = (values["roll_max_s"], values["train_max_s"])
     return SimulatedJob(
-        job=Job(
+        job=JobSpec(
             job=JobId(given["job"]),
             tenant=TenantId("simulated"),
             phases=phases(*maxima_s, int(values["roll_nodes"]), int(values["train_nodes"])),

@@ -9,7 +9,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from harvester.agent.http import application
-from harvester.agent.node import Node
+from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
@@ -42,19 +42,19 @@ def node(tmp_path: Path) -> Any:
             "slots": [{"name": "slot0", "engine_url": "http://127.0.0.1:1", "model": "m"}],
         }
     )
-    node = Node(config, clock=MonotonicClock(), version="1")
+    node = NodeAgent(config, clock=MonotonicClock(), version="1")
     node.beat()
     yield node
     node.close()
 
 
 @pytest.fixture
-async def client(node: Node) -> AsyncIterator[TestClient[Any, Any]]:
+async def client(node: NodeAgent) -> AsyncIterator[TestClient[Any, Any]]:
     async with TestClient(TestServer(application(node, token=None))) as client:
         yield client
 
 
-def decisions(node: Node) -> int:
+def decisions(node: NodeAgent) -> int:
     """Beats so far, by the grants that they wrote."""
     (family,) = node.metrics.decisions.collect()
     return int(sum(s.value for s in family.samples if s.name.endswith("_total")))
@@ -77,7 +77,9 @@ async def test_offers_its_slots(client: Any) -> None:
     )
 
 
-async def test_a_lease_goes_from_taken_over_renewed_to_released(client: Any, node: Node) -> None:
+async def test_a_lease_goes_from_taken_over_renewed_to_released(
+    client: Any, node: NodeAgent
+) -> None:
     taken = await answer(await client.post("/v1/leases", json=TAKE))
     assert isinstance(taken, LeaseGranted)
     renewal = {"epoch": taken.epoch, "duration_s": 10.0}
@@ -133,7 +135,7 @@ async def test_who_holds_a_slot_is_told_and_with_what_id_is_not(client: Any) -> 
 
 @pytest.mark.parametrize("guess", ["slot0.1", "node-0.slot0.1", "slot0.1." + "0" * 32])
 async def test_a_caller_who_does_not_know_the_id_renews_and_ends_nothing(
-    client: Any, node: Node, guess: str
+    client: Any, node: NodeAgent, guess: str
 ) -> None:
     taken = await answer(await client.post("/v1/leases", json=TAKE))
     assert isinstance(taken, LeaseGranted)
@@ -190,7 +192,7 @@ async def test_a_lease_name_that_is_no_name_is_refused(client: Any) -> None:
 
 
 async def test_health_is_about_the_loop_and_readiness_about_signals(
-    client: Any, node: Node, tmp_path: Path
+    client: Any, node: NodeAgent, tmp_path: Path
 ) -> None:
     assert (await client.get("/healthz")).status == 200
     assert (await client.get("/readyz")).status == 200
@@ -203,7 +205,7 @@ async def test_health_is_about_the_loop_and_readiness_about_signals(
     assert "pulse.prod.0" in await reply.text()
 
 
-async def test_a_token_guards_everything_but_health(node: Node) -> None:
+async def test_a_token_guards_everything_but_health(node: NodeAgent) -> None:
     async with TestClient(TestServer(application(node, token=b"s" * 32))) as client:
         assert (await client.get("/healthz")).status == 200
         for path in ("/v1/slots", "/metrics"):

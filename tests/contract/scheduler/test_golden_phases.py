@@ -14,6 +14,7 @@ from scheduler.rollmux.control.wire import (
     Admitted,
     Beat,
     Call,
+    CallRefused,
     Ended,
     Enter,
     Forget,
@@ -21,12 +22,11 @@ from scheduler.rollmux.control.wire import (
     Kept,
     Leave,
     Left,
-    Move,
+    MoveOrder,
     NodeReport,
     Orders,
     Placed,
     Queued,
-    Refused,
     Reply,
     Unloaded,
     Waiting,
@@ -35,7 +35,7 @@ from scheduler.rollmux.control.wire import (
     decoded_reply,
 )
 from scheduler.rollmux.permits.events import Recall
-from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.standing import PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 
 JOB, NODES = JobId("j"), (NodeId("n"),)
@@ -108,11 +108,11 @@ GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
     ),
     (Waiting(ahead=1), b'{"type":"waiting","ahead":1}'),
     (
-        Refused(reason="why", retry_after_s=0.5),
+        CallRefused(reason="why", retry_after_s=0.5),
         b'{"type":"refused","reason":"why","retry_after_s":0.5,"unknown":false}',
     ),
     (
-        Orders(stage=Stage.NARROWING, nodes=NODES, keep=NODES, warned=True, ends_in_s=3.0),
+        Orders(stage=PermitStage.NARROWING, nodes=NODES, keep=NODES, warned=True, ends_in_s=3.0),
         (
             b'{"type":"orders","stage":"narrowing","nodes":["n"],"accelerators":{},'
             b'"keep":["n"],"keep_accelerators":{},"warned":true,"ends_in_s":3.0}'
@@ -121,7 +121,7 @@ GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
     (Ended(reason="why"), b'{"type":"ended","reason":"why"}'),
     (Left(), b'{"type":"left"}'),
     (
-        Left(move=Move(rollout_nodes=NODES, training_nodes=(), reason="why")),
+        Left(move=MoveOrder(rollout_nodes=NODES, training_nodes=(), reason="why")),
         (b'{"type":"left","move":{"rollout_nodes":["n"],"training_nodes":[],"reason":"why"}}'),
     ),
     (

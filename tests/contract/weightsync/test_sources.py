@@ -34,7 +34,7 @@ from weightsync.transport.http_source import HttpSource
 from weightsync.transport.location import StoreRoot, source_at
 from weightsync.transport.object_store import ObjectStoreSource
 from weightsync.transport.patience import RetryLimits
-from weightsync.transport.ranges import Span
+from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
 
 SHARD_FILE = "model-00001-of-00001.safetensors"
@@ -215,7 +215,7 @@ def test_a_shard_that_is_mended_is_read_again(place: Place) -> None:
     def copied() -> bytes:
         copy = store.shard(ref, manifest, SHARD_FILE, spool, lent_bytes=1 << 20)
         copy.fetch()
-        return copy.place.read(Span(0, len(raw))).tobytes()
+        return copy.place.read(ByteSpan(0, len(raw))).tobytes()
 
     with pytest.raises(Corrupt, match=r"digest|was published"):
         copied()

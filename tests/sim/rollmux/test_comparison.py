@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from harvester.cli import main
-from scheduler.sim.rollmux.comparison import BINS, SHARED, UNSHARED, Comparison, compare
+from scheduler.sim.rollmux.comparison import BINS, SHARED, UNSHARED, ArmComparison, compare
 from scheduler.sim.rollmux.report import TITLES, comparison_page
 from scheduler.sim.rollmux.watched import PriceLedger
 from scheduler.sim.rollmux.workload import SimulatedJob, w1
@@ -24,12 +24,12 @@ def jobs() -> list[SimulatedJob]:
 
 
 @pytest.fixture(scope="module")
-def told(jobs: list[SimulatedJob]) -> tuple[Comparison, PriceLedger]:
+def told(jobs: list[SimulatedJob]) -> tuple[ArmComparison, PriceLedger]:
     return compare(jobs, seed=4, record=True)
 
 
 def test_every_arm_is_there_and_ours_is_the_measure(
-    told: tuple[Comparison, PriceLedger],
+    told: tuple[ArmComparison, PriceLedger],
 ) -> None:
     found, _ = told
     assert [arm.name for arm in found.arms] == [*SHARED, *UNSHARED]
@@ -38,7 +38,7 @@ def test_every_arm_is_there_and_ours_is_the_measure(
     assert found.arm("solo_d").slo_attainment == 1.0
 
 
-def test_prices_over_time_add_up_to_the_dollars(told: tuple[Comparison, PriceLedger]) -> None:
+def test_prices_over_time_add_up_to_the_dollars(told: tuple[ArmComparison, PriceLedger]) -> None:
     found, _ = told
     drawn = [arm for arm in found.arms if arm.dollars_per_hour]
     assert [arm.name for arm in drawn] == [*SHARED, "solo_d"]
@@ -49,7 +49,7 @@ def test_prices_over_time_add_up_to_the_dollars(told: tuple[Comparison, PriceLed
 
 
 def test_slowdowns_give_the_attainment(
-    told: tuple[Comparison, PriceLedger], jobs: list[SimulatedJob]
+    told: tuple[ArmComparison, PriceLedger], jobs: list[SimulatedJob]
 ) -> None:
     found, _ = told
     for name in SHARED:
@@ -60,7 +60,7 @@ def test_slowdowns_give_the_attainment(
 
 
 def test_group_sizes_never_count_more_jobs_than_there_are(
-    told: tuple[Comparison, PriceLedger], jobs: list[SimulatedJob]
+    told: tuple[ArmComparison, PriceLedger], jobs: list[SimulatedJob]
 ) -> None:
     found, _ = told
     for at in range(BINS):
@@ -70,7 +70,7 @@ def test_group_sizes_never_count_more_jobs_than_there_are(
 
 
 def test_only_what_is_to_be_recorded_is_and_the_rest_is_the_same(
-    jobs: list[SimulatedJob], told: tuple[Comparison, PriceLedger]
+    jobs: list[SimulatedJob], told: tuple[ArmComparison, PriceLedger]
 ) -> None:
     again, ledger = compare(jobs, seed=4)
     assert not ledger.events
@@ -79,7 +79,7 @@ def test_only_what_is_to_be_recorded_is_and_the_rest_is_the_same(
 
 
 def test_the_page_holds_four_pictures_and_loads_nothing(
-    told: tuple[Comparison, PriceLedger],
+    told: tuple[ArmComparison, PriceLedger],
 ) -> None:
     shown = comparison_page(told[0])
     pictures = re.findall(r"<svg.*?</svg>", shown, re.DOTALL)
@@ -101,7 +101,7 @@ def test_a_workload_of_ones_own_is_compared_and_its_events_written(
         main(["simulate", *given])
     assert left.value.code == 0
     assert "3 jobs" in capsys.readouterr().out
-    assert msgspec.json.decode(out.read_bytes(), type=Comparison).jobs == 3
+    assert msgspec.json.decode(out.read_bytes(), type=ArmComparison).jobs == 3
     written = [json.loads(line) for line in events.read_text().splitlines()]
     assert {event["type"] for event in written} >= {"arrival", "placement", "phase_start"}
     assert [event["t"] for event in written] == sorted(event["t"] for event in written)

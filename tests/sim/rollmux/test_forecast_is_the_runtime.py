@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harvester.contracts.ids import JobId, NodeId, TenantId
-from scheduler.model import Job, Phase, Pool
+from scheduler.model import JobSpec, PhaseSpec, Pool
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
 from scheduler.rollmux.cluster.runtime import PhaseRuntime, RuntimeConfig
 from scheduler.rollmux.forecast.compiled import Records
@@ -77,7 +77,7 @@ def _jobs(drawn: list[Drawn], seed: int) -> list[SimulatedJob]:
     rng = np.random.Generator(np.random.PCG64(seed))
     return [
         SimulatedJob(
-            job=Job(
+            job=JobSpec(
                 job=JobId(f"j{at}"),
                 tenant=TenantId("t"),
                 phases=_phases(rollout.bit_count(), training.bit_count(), divisible=divisible),
@@ -92,7 +92,7 @@ def _jobs(drawn: list[Drawn], seed: int) -> list[SimulatedJob]:
     ]
 
 
-def _phases(rollout: int, training: int, *, divisible: bool) -> tuple[Phase, ...]:
+def _phases(rollout: int, training: int, *, divisible: bool) -> tuple[PhaseSpec, ...]:
     rolls, trains = phases(1e6, 1e6, rollout, training)
     return replace(rolls, divisible=divisible), trains
 

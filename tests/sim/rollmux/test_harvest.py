@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from scheduler.model import Phase
+from scheduler.model import PhaseSpec
 from scheduler.sim.rollmux.arms import run_arm, summary
 from scheduler.sim.rollmux.disruptions import Disruptions
 from scheduler.sim.rollmux.harvest import HarvestResult, run_harvest
@@ -71,7 +71,7 @@ def undivided(jobs: list[SimulatedJob]) -> list[SimulatedJob]:
     ]
 
 
-def _undivided(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+def _undivided(phases: tuple[PhaseSpec, ...]) -> tuple[PhaseSpec, ...]:
     return tuple(structs.replace(phase, divisible=False) for phase in phases)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.law.gate import Closed, Decision, decide
+from coserve.law.gate import Closed, StepDecision, decide
 from coserve.law.step_time import StepTimeModel
 from harvester.contracts.page import Grant, GrantMode, PageFault, ProductionModel, Pulse, Reading
 
@@ -23,7 +23,7 @@ STEP_TIME = StepTimeModel(base_s=0.002, decode_s=0.001, prefill_s=0.0001, factor
 
 def decision(
     grant: Grant | PageFault, *pulses: Reading[Pulse] | Pulse | PageFault, **changes: Any
-) -> Decision:
+) -> StepDecision:
     readings: list[Reading[Pulse]] = []
     for pulse in pulses or (IDLE,):
         match pulse:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.guest.kv_pages import Plane, Span, give_back, runs, whole_pages
+from coserve.guest.kv_pages import AddressRange, Plane, give_back, runs, whole_pages
 
 PAGE = 4096
 
@@ -53,7 +53,9 @@ def test_a_page_is_given_back_exactly_if_these_blocks_own_every_byte(
 def test_neighbours_smaller_than_a_page_cover_one_together() -> None:
     plane = Plane(address=0, stride_bytes=1024, block_bytes=1024)
     assert list(whole_pages([plane], {4, 5, 6}, page_bytes=PAGE)) == []
-    assert list(whole_pages([plane], {3, 4, 5, 6, 7}, page_bytes=PAGE)) == [Span(PAGE, PAGE)]
+    assert list(whole_pages([plane], {3, 4, 5, 6, 7}, page_bytes=PAGE)) == [
+        AddressRange(PAGE, PAGE)
+    ]
 
 
 def test_what_is_given_back_reads_as_zeros_and_the_rest_stays() -> None:
@@ -61,12 +63,12 @@ def test_what_is_given_back_reads_as_zeros_and_the_rest_stays() -> None:
     memory = mmap.mmap(-1, 4 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory[:] = b"x" * (4 * size)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert give_back([Span(address + size, 2 * size)]) == 2 * size
+    assert give_back([AddressRange(address + size, 2 * size)]) == 2 * size
     assert memory[:size] == memory[3 * size :] == b"x" * size
     assert memory[size : 3 * size] == bytes(2 * size)
 
 
 def test_memory_that_is_not_there_is_an_error() -> None:
     with pytest.raises(OSError) as raised:
-        give_back([Span(mmap.PAGESIZE, mmap.PAGESIZE)])
+        give_back([AddressRange(mmap.PAGESIZE, mmap.PAGESIZE)])
     assert raised.value.errno == errno.ENOMEM

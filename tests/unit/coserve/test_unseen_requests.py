@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from coserve.law.engine_step import EngineStep, Siblings
 from coserve.law.engine_terms import idle, terms_of
-from coserve.law.gate import Closed, Decision, decide
+from coserve.law.gate import Closed, StepDecision, decide
 from coserve.law.step_time import StepTimeModel
 from coserve.pulse.pulse_book import PulseBook
 from harvester.contracts.page import EngineCore, Grant, Law, ProductionModel, PulseHead, Reading
@@ -80,7 +80,7 @@ def grant(make_grant: MakeGrant) -> Grant:
     )  # fmt: skip
 
 
-def decision(grant: Grant, *pulses: PulseHead, now_ns: int, may_probe: bool = True) -> Decision:
+def decision(grant: Grant, *pulses: PulseHead, now_ns: int, may_probe: bool = True) -> StepDecision:
     return decide(
         Reading(grant, None),
         [Reading(pulse, None) for pulse in pulses],

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from deploy.metrics import METRICS, Exporter
 from harvester.agent.metrics import AgentMetrics
-from harvester.agent.node import Node
+from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.clock import VirtualClock, monotonic_ns
 from harvester.contracts.page import Guest, PageDirectory, Pulse
@@ -58,7 +58,7 @@ def test_the_phase_control_exports_the_table() -> None:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def node(tmp_path: Path) -> Iterator[NodeAgent]:
     """An agent beside a production engine that has just begun and a guest."""
     slot = SlotConfig(name="slot0")
     config = AgentConfig(page_root=tmp_path, state_dir=tmp_path / "state", slots=(slot,))
@@ -66,14 +66,14 @@ def node(tmp_path: Path) -> Iterator[Node]:
     pulse, guest = pages.pulse_writer("prod", 0), pages.guest_writer()
     pulse.write(Pulse(), now_ns=monotonic_ns(), ttl_ns=60 * SECOND_NS)
     guest.write(Guest(), now_ns=monotonic_ns(), ttl_ns=60 * SECOND_NS)
-    node = Node(config, clock=VirtualClock(), version="1")
+    node = NodeAgent(config, clock=VirtualClock(), version="1")
     yield node
     node.close()
     pulse.close()
     guest.close()
 
 
-def test_after_one_beat_every_series_of_the_agent_is_there(node: Node) -> None:
+def test_after_one_beat_every_series_of_the_agent_is_there(node: NodeAgent) -> None:
     node.beat()
     node.refresh_metrics()
 
@@ -81,7 +81,7 @@ def test_after_one_beat_every_series_of_the_agent_is_there(node: Node) -> None:
     assert wanted - sample_names(node.metrics.registry) == set()
 
 
-def test_unknown_idleness_is_no_number(node: Node) -> None:
+def test_unknown_idleness_is_no_number(node: NodeAgent) -> None:
     node.beat()
     node.refresh_metrics()
 

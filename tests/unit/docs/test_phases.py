@@ -12,7 +12,7 @@ from scheduler.rollmux.control.nodes_file import ClusterSettings
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import CALLS
 from scheduler.rollmux.permits import leased_tail
-from scheduler.rollmux.permits.leased_tail import Place
+from scheduler.rollmux.permits.leased_tail import TailPlace
 from scheduler.rollmux.permits.standing import TRANSITIONS
 from scheduler.rollmux.permits.terms import PermitsConfig
 
@@ -30,7 +30,9 @@ def test_a_job_s_stages_are_those_of_the_policy(table_after: TableAfter) -> None
 def test_the_places_of_a_leased_tail_are_those_of_the_policy(table_after: TableAfter) -> None:
     rows = table_after(PAGE, "| place | seen | next |")
     one = {(row[0], row[1]): row[2] for row in rows if row[0] != "any"}
-    of_any = {(place.value, row[1]): row[2] for row in rows for place in Place if row[0] == "any"}
+    of_any = {
+        (place.value, row[1]): row[2] for row in rows for place in TailPlace if row[0] == "any"
+    }
     assert one | of_any == {
         (place.value, seen.value): to.value for (place, seen), to in leased_tail.TRANSITIONS.items()
     }

@@ -11,13 +11,13 @@ from harvester.contracts.ids import Epoch, LeaseId
 from harvester.contracts.page import Grant, Guest, PageFault, ProductionModel, Pulse
 from harvester.policy.effects import Effect, EndLease, WriteGrant
 from harvester.policy.sample import (
+    ActionOutcome,
     GuestReading,
     KillSwitch,
     KvReading,
     LeaseView,
     MemoryReading,
     MpsReading,
-    Outcome,
     PulseReading,
     SlotSample,
 )
@@ -44,7 +44,7 @@ class Scene:
     memory: MemoryReading | None = None
     mps: MpsReading | None = None
     guest_kv: KvReading | None = None
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[ActionOutcome, ...] = ()
     record_fault: str = ""
     release: str = ""
 

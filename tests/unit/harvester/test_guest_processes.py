@@ -16,7 +16,7 @@ from harvester.contracts.process import ProcessId, process_ids, start_ticks
 from harvester.platform import whole_file
 from harvester.platform.idle_groups import IdleGroups
 from harvester.platform.scheduling_group import is_idle, scheduling_group
-from harvester.policy.sample import GuestAction, Outcome
+from harvester.policy.sample import ActionOutcome, GuestAction
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux only")
 
@@ -197,7 +197,7 @@ def test_ends_the_guest_s_processes(
     guest.know(named)
     guest.kill(named)
     assert child.wait(timeout=10) == -9
-    assert guest.outcomes() == (Outcome(action=GuestAction.KILL, processes=named),)
+    assert guest.outcomes() == (ActionOutcome(action=GuestAction.KILL, processes=named),)
     guest.kill(named)
     assert not fault_of(guest), "it was seen here, and has ended"
 

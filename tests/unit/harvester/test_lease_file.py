@@ -7,9 +7,9 @@ import pytest
 from harvester.agent.lease_file import LeaseFile
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId
 from harvester.contracts.wire.leases import EndReason
-from harvester.policy.leases import Lease
+from harvester.policy.leases import SlotLease
 
-LEASE = Lease(
+LEASE = SlotLease(
     lease=LeaseId("slot0.7.secret"),
     slot=SlotId("slot0"),
     tenant=TenantId("t"),
@@ -58,7 +58,7 @@ def test_a_torn_record_is_no_lease(path: Path, left: bytes) -> None:
 
 @pytest.mark.parametrize("live", [None, replace(LEASE, ending=EndReason.DRAIN)])
 def test_a_lease_that_is_over_or_ending_is_not_taken_up_again(
-    path: Path, live: Lease | None
+    path: Path, live: SlotLease | None
 ) -> None:
     file = LeaseFile(path)
     file.keep(LEASE)

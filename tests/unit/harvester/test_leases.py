@@ -26,7 +26,7 @@ from harvester.contracts.wire.leases import (
     LeaseRequest,
     SlotState,
 )
-from harvester.policy.leases import Lease, LeaseBook
+from harvester.policy.leases import LeaseBook, SlotLease
 
 SLOT = SlotId("slot0")
 _secrets = count()
@@ -127,7 +127,7 @@ def test_a_revoked_lease_runs_to_its_deadline_and_is_not_renewed(book: LeaseBook
     assert [e.reason for e in book.news()] == [EndReason.DRAIN]
 
 
-def recorded_by(book: LeaseBook, slot: SlotId = SLOT) -> Lease:
+def recorded_by(book: LeaseBook, slot: SlotId = SLOT) -> SlotLease:
     lease = book.live(slot)
     assert lease is not None
     return lease
@@ -152,7 +152,7 @@ def test_a_record_of_another_epoch_than_the_pages_is_a_lease_that_is_over(
     page: int, then: int
 ) -> None:
     heir = LeaseBook(node=NodeId("node"), ttl_s=10.0)
-    over = Lease(
+    over = SlotLease(
         lease=LeaseId("l"),
         slot=SLOT,
         tenant=TenantId("t"),
@@ -226,7 +226,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.granted_on: dict[LeaseId, tuple[SlotId, int]] = {}
         self.epochs = dict.fromkeys(self.SLOTS, 0)
         self.pages = dict.fromkeys(self.SLOTS, Epoch(0))
-        self.records: dict[SlotId, Lease] = {}
+        self.records: dict[SlotId, SlotLease] = {}
         self.count = 0
         self.start()
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harvester.agent.node import Node
+from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig, OwnersConfig
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
@@ -53,7 +53,7 @@ class Stage:
         self.start()
 
     def start(self) -> None:
-        self.node = Node(self.config, clock=MonotonicClock(), version="1")
+        self.node = NodeAgent(self.config, clock=MonotonicClock(), version="1")
 
     def production(self) -> None:
         pulse = Pulse(model_samples=1000)
@@ -155,7 +155,7 @@ def test_a_file_that_is_no_engines_pulse_changes_nothing(stage: Stage, name: str
 def test_a_second_agent_on_the_same_pages_is_refused(stage: Stage) -> None:
     stage.harvest()
     with pytest.raises(ConfigError, match="another agent runs on pages"):
-        Node(stage.config, clock=MonotonicClock(), version="1")
+        NodeAgent(stage.config, clock=MonotonicClock(), version="1")
     stage.beats()
     assert stage.grant().mode == "open"
 

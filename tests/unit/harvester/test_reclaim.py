@@ -12,7 +12,7 @@ from harvester.contracts.page import Guest, PageFault
 from harvester.contracts.process import ProcessId
 from harvester.contracts.wire.leases import SlotState
 from harvester.policy.effects import KillGuest, LiftGuest, Quarantine, SettleGuest
-from harvester.policy.sample import GuestAction, LeaseView, MemoryReading, Outcome
+from harvester.policy.sample import ActionOutcome, GuestAction, LeaseView, MemoryReading
 from harvester.policy.settings import Mode
 
 KV_TOKENS = 8192
@@ -191,7 +191,7 @@ def owes(scene: Any) -> None:
 
 
 def told(scene: Any, **outcome: Any) -> Any:
-    scene.outcomes = (Outcome(action=GuestAction.KILL, **outcome),)
+    scene.outcomes = (ActionOutcome(action=GuestAction.KILL, **outcome),)
     effects = scene.beat()
     scene.outcomes = ()
     return effects

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from harvester.agent.node import Node
+from harvester.agent.node import NodeAgent
 from harvester.agent.process import AgentProcess
 from harvester.agent.reload import reload
 from harvester.agent.systemd import Notifier
@@ -166,7 +166,7 @@ def test_slots_are_known_by_their_names(names: list[str]) -> None:
 
 
 SIMPLE = AgentConfig(tenants=("t",), slots=(SlotConfig(name="slot0"),))
-IN_FORCE: dict[Where, Callable[[Node], Any]] = {
+IN_FORCE: dict[Where, Callable[[NodeAgent], Any]] = {
     ("mode",): lambda node: node.slots[0].policy.settings.mode,
     ("slots", "slot0", "policy", "mode"): lambda node: node.slots[0].policy.settings.mode,
     ("slots", "slot0", "engine_url"): lambda node: node.slots[0].offer().engine_url,
@@ -185,12 +185,12 @@ settings.
 """
 
 
-def sample(node: Node, name: str, **labels: str) -> float | None:
+def sample(node: NodeAgent, name: str, **labels: str) -> float | None:
     return node.metrics.registry.get_sample_value(name, labels)
 
 
-def of_policy(where: Where) -> Callable[[Node], Any]:
-    def say(node: Node) -> Any:
+def of_policy(where: Where) -> Callable[[NodeAgent], Any]:
+    def say(node: NodeAgent) -> Any:
         value: Any = node.slots[0].policy.settings
         for name in where[3:]:
             value = getattr(value, name)
@@ -200,11 +200,11 @@ def of_policy(where: Where) -> Callable[[Node], Any]:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def node(tmp_path: Path) -> Iterator[NodeAgent]:
     config = SIMPLE.model_copy(
         update={"page_root": tmp_path / "pages", "state_dir": tmp_path / "state"}
     )
-    node = Node(config, clock=MonotonicClock(), version="1")
+    node = NodeAgent(config, clock=MonotonicClock(), version="1")
     node.beat()
     yield node
     node.close()
@@ -218,7 +218,7 @@ def test_no_field_is_said_to_be_in_force_without_a_proof() -> None:
 
 
 @pytest.mark.parametrize("where", PROVEN, ids=".".join)
-def test_what_a_reload_says_is_in_force_is(node: Node, where: Where) -> None:
+def test_what_a_reload_says_is_in_force_is(node: NodeAgent, where: Where) -> None:
     # The more careful of two modes holds, so each is seen beside `harvest` only.
     base = node._config.model_copy(update={"mode": Mode.HARVEST})
     node.reconfigure(base)
@@ -230,7 +230,7 @@ def test_what_a_reload_says_is_in_force_is(node: Node, where: Where) -> None:
     assert say(node) == dict(leaves(new))[where]
 
 
-def test_the_policy_of_a_reload_decides_with_what_it_was_given(node: Node) -> None:
+def test_the_policy_of_a_reload_decides_with_what_it_was_given(node: NodeAgent) -> None:
     slot = node._config.slots[0]
     settings = changed(slot.policy, ("grant_ttl_s",))
     new = node._config.model_copy(update={"slots": (slot.model_copy(update={"policy": settings}),)})
@@ -245,7 +245,7 @@ def test_the_policy_of_a_reload_decides_with_what_it_was_given(node: Node) -> No
 
 
 def test_what_is_not_in_force_stands_in_metrics_journal_and_offers(
-    node: Node, tmp_path: Path
+    node: NodeAgent, tmp_path: Path
 ) -> None:
     new = changed(changed(node._config, ("http", "port")), ("lease_ttl_s",))
     node.reconfigure(new)
@@ -265,7 +265,7 @@ def test_what_is_not_in_force_stands_in_metrics_journal_and_offers(
 
 @pytest.mark.parametrize("error", [ConfigError("no YAML"), RuntimeError("a mistake of ours")])
 def test_a_reload_that_fails_is_counted_and_ends(
-    node: Node, monkeypatch: pytest.MonkeyPatch, error: Exception
+    node: NodeAgent, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def load() -> LoadedConfig:
         raise error

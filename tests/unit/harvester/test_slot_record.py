@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harvester.agent.node import Node
+from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.ids import JobId, SlotId, TenantId
@@ -52,7 +52,7 @@ class Stage:
         self.start()
 
     def start(self) -> None:
-        self.node = Node(self.config, clock=MonotonicClock(), version="1")
+        self.node = NodeAgent(self.config, clock=MonotonicClock(), version="1")
 
     def production(self, **fields: Any) -> None:
         pulse = Pulse(model_samples=1000, **fields)

@@ -25,7 +25,7 @@ from scheduler.decision_log import DecisionLog
 from scheduler.gateway.config import Timeouts
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine import EngineLost, EngineUnreachable, RequestFailed, RequestRefused
-from scheduler.gateway.fleet import Fleet, Member
+from scheduler.gateway.fleet import EngineFleet, Member
 from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.blame import (
     CLEARED_TOKENS,
@@ -257,7 +257,7 @@ class Cluster:
         versions = VersionPolicy.from_config({"min_dedicated": 1})
         dispatcher = Dispatcher(RoutingPolicy(RoutingConfig()), clock, queue_s=60)
         log = DecisionLog(None, versions, {}, max_bytes=1 << 16, now=0.0)
-        self.fleet = Fleet(versions, dispatcher, log, clock, update_s=1)
+        self.fleet = EngineFleet(versions, dispatcher, log, clock, update_s=1)
         self.runner = TurnRunner(
             self.fleet, dispatcher, Nobody(), clock, timeouts=Timeouts(), max_attempts=8
         )

@@ -13,20 +13,20 @@ from scheduler.rollmux.permits.leased_tail import (
     STARVED_S,
     LeasedTail,
     NarrowPermit,
-    Place,
     RecallTail,
     Switches,
     TailEnd,
+    TailPlace,
     TailSample,
 )
-from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.standing import PermitStage
 
 BOTH = Switches(dedicated=True, harvesting=True)
 LEASES_ALONE = Switches(dedicated=False, harvesting=True)
 NEITHER = Switches(dedicated=False, harvesting=False)
-ASKED = TailSample(stage=Stage.NARROWING, may_leave=True, guest_serves=True)
-LEFT = TailSample(stage=Stage.TAILING, guest_serves=True, engines_off=True)
-UNSERVED = TailSample(stage=Stage.TAILING, engines_off=True)
+ASKED = TailSample(stage=PermitStage.NARROWING, may_leave=True, guest_serves=True)
+LEFT = TailSample(stage=PermitStage.TAILING, guest_serves=True, engines_off=True)
+UNSERVED = TailSample(stage=PermitStage.TAILING, engines_off=True)
 
 
 class Scene:
@@ -41,7 +41,7 @@ class Scene:
     def leave(self) -> None:
         """The tail runs on leases alone, and the control has heard it."""
         self.see(ASKED)
-        self.see(TailSample(stage=Stage.NARROWING, engines_off=True, guest_serves=True))
+        self.see(TailSample(stage=PermitStage.NARROWING, engines_off=True, guest_serves=True))
         self.see(LEFT)
 
 
@@ -52,27 +52,27 @@ def test_the_permit_is_narrowed_only_after_the_gateway_has_confirmed_that_engine
     assert scene.tail.switches == BOTH
     assert scene.see(ASKED) == ()
     assert scene.tail.switches == LEASES_ALONE
-    confirmed = TailSample(stage=Stage.NARROWING, engines_off=True)
+    confirmed = TailSample(stage=PermitStage.NARROWING, engines_off=True)
     assert scene.see(confirmed, after_s=0.1) == (NarrowPermit(),)
 
 
 def test_a_narrowing_that_the_control_has_not_heard_is_said_again() -> None:
     scene = Scene()
     scene.see(ASKED)
-    confirmed = TailSample(stage=Stage.NARROWING, engines_off=True, guest_serves=True)
+    confirmed = TailSample(stage=PermitStage.NARROWING, engines_off=True, guest_serves=True)
     assert scene.see(confirmed) == (NarrowPermit(),)
     assert scene.see(confirmed, after_s=RECALL_S) == (NarrowPermit(),)
 
 
 def test_a_tail_stays_without_a_guest_without_leases_and_where_nobody_asks() -> None:
     for sample in (
-        TailSample(stage=Stage.NARROWING, may_leave=True),
-        TailSample(stage=Stage.NARROWING, guest_serves=True),
+        TailSample(stage=PermitStage.NARROWING, may_leave=True),
+        TailSample(stage=PermitStage.NARROWING, guest_serves=True),
         TailSample(guest_serves=True),
     ):
         scene = Scene()
         assert scene.see(sample) == ()
-        assert (scene.tail.place, scene.tail.switches) == (Place.HOME, BOTH)
+        assert (scene.tail.place, scene.tail.switches) == (TailPlace.HOME, BOTH)
     scene = Scene(leases=False)
     scene.see(ASKED)
     assert scene.tail.switches == Switches(dedicated=True, harvesting=False)
@@ -81,11 +81,11 @@ def test_a_tail_stays_without_a_guest_without_leases_and_where_nobody_asks() -> 
 def test_a_tail_whose_gateway_confirms_nothing_stays_on_its_engines() -> None:
     scene = Scene()
     scene.see(ASKED)
-    unconfirmed = TailSample(stage=Stage.NARROWING)
+    unconfirmed = TailSample(stage=PermitStage.NARROWING)
     scene.see(unconfirmed, after_s=GONE_S)
-    assert scene.tail.place is Place.LEAVING
+    assert scene.tail.place is TailPlace.LEAVING
     assert scene.see(unconfirmed, after_s=0.1) == ()
-    assert (scene.tail.place, scene.tail.switches, scene.tail.tails) == (Place.HOME, BOTH, [])
+    assert (scene.tail.place, scene.tail.switches, scene.tail.tails) == (TailPlace.HOME, BOTH, [])
 
 
 def test_a_tail_asks_for_its_nodes_while_they_are_not_free_and_returns_to_them() -> None:
@@ -93,7 +93,7 @@ def test_a_tail_asks_for_its_nodes_while_they_are_not_free_and_returns_to_them()
     scene.leave()
     assert scene.see(LEFT, after_s=RECALL_S) == (RecallTail(Recall.WHEN_FREE),)
     assert scene.see(LEFT, after_s=RECALL_S / 2) == ()
-    back = TailSample(stage=Stage.RUNNING, guest_serves=True, engines_off=True)
+    back = TailSample(stage=PermitStage.RUNNING, guest_serves=True, engines_off=True)
     assert scene.see(back, after_s=1.0) == ()
     assert scene.tail.switches == BOTH
     (tail,) = scene.tail.tails
@@ -106,7 +106,7 @@ def test_a_lease_that_is_cut_for_a_moment_costs_no_place() -> None:
     scene.leave()
     for _ in range(3):
         scene.see(UNSERVED, after_s=GONE_S)
-        assert scene.tail.place is Place.AWAY
+        assert scene.tail.place is TailPlace.AWAY
         scene.see(LEFT, after_s=0.1)
 
 
@@ -117,29 +117,33 @@ def test_a_lease_that_is_gone_sends_the_tail_into_the_line_of_its_nodes() -> Non
     # A guest that comes back does not cost it the place.
     assert scene.see(LEFT, after_s=RECALL_S) == (RecallTail(Recall.IN_LINE),)
     assert scene.tail.switches == LEASES_ALONE
-    scene.see(TailSample(stage=Stage.RUNNING), after_s=5.0)
+    scene.see(TailSample(stage=PermitStage.RUNNING), after_s=5.0)
     assert [tail.end for tail in scene.tail.tails] == [TailEnd.LEASE_LOST]
     # And it may leave once more.
     scene.see(ASKED)
-    assert scene.tail.place is Place.LEAVING
+    assert scene.tail.place is TailPlace.LEAVING
 
 
 def test_a_guest_that_starves_is_as_good_as_gone() -> None:
     starved = TailSample(
-        stage=Stage.TAILING, guest_serves=True, guest_busy=True, guest_tokens=7, engines_off=True
+        stage=PermitStage.TAILING,
+        guest_serves=True,
+        guest_busy=True,
+        guest_tokens=7,
+        engines_off=True,
     )
     scene = Scene()
     scene.leave()
     scene.see(starved, after_s=1.0)
     scene.see(starved, after_s=STARVED_S - 0.1)
-    assert scene.tail.place is Place.AWAY
+    assert scene.tail.place is TailPlace.AWAY
     # A token, or a turn that waits for its tool, begins the time anew.
     for made in (replace(starved, guest_tokens=8), replace(starved, guest_busy=False)):
         scene.see(made, after_s=0.1)
         scene.see(replace(made, guest_busy=True), after_s=STARVED_S - 0.1)
-        assert scene.tail.place is Place.AWAY
+        assert scene.tail.place is TailPlace.AWAY
     scene.see(starved, after_s=0.2)
-    assert scene.tail.place is Place.IN_LINE
+    assert scene.tail.place is TailPlace.IN_LINE
 
 
 def test_a_lost_permit_ends_the_use_of_engines_and_leases_wherever_the_tail_is() -> None:
@@ -168,7 +172,7 @@ def test_a_rollout_that_ends_away_counts_its_tail() -> None:
             st.floats(0.0, 5.0),
             st.builds(
                 TailSample,
-                stage=st.sampled_from(Stage),
+                stage=st.sampled_from(PermitStage),
                 may_leave=st.booleans(),
                 lost=st.sampled_from((False,) * 9 + (True,)),
                 guest_serves=st.booleans(),
@@ -186,4 +190,4 @@ def test_whatever_is_seen_nodes_are_given_away_only_with_the_engines_off(
         for effect in scene.see(sample, after_s=after_s):
             assert scene.tail.switches == LEASES_ALONE
             if isinstance(effect, RecallTail):
-                assert sample.stage is Stage.TAILING
+                assert sample.stage is PermitStage.TAILING

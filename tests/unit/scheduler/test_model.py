@@ -3,7 +3,7 @@
 from harvester.contracts.ids import Epoch, GroupId, JobId, LeaseId, NodeId, SlotId, TenantId
 from scheduler.model import (
     Group,
-    Job,
+    JobSpec,
     Lease,
     Node,
     Placement,
@@ -17,7 +17,7 @@ NODES = {
     for name, pool in (("r1", Pool.ROLLOUT), ("r2", Pool.ROLLOUT), ("t1", Pool.TRAINING))
 }
 JOBS = {
-    JobId(name): Job(job=JobId(name), tenant=TenantId("t"), host_bytes_per_node=60)
+    JobId(name): JobSpec(job=JobId(name), tenant=TenantId("t"), host_bytes_per_node=60)
     for name in ("a", "b")
 }
 

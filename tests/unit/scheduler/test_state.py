@@ -7,7 +7,7 @@ import pytest
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, WeightVersion
-from scheduler.gateway.state import JobFacts, SchedulerState
+from scheduler.gateway.state import SchedulerState, StoredJob
 from scheduler.model import Lease
 
 A, B = JobId("a"), JobId("b")
@@ -38,8 +38,8 @@ def test_versions_activation_switches_and_leases_survive_a_restart(tmp_path: Pat
 
     again = SchedulerState(path)
     assert again.jobs() == {
-        A: JobFacts(store="sa", version=WeightVersion(2), active=False),
-        B: JobFacts(version=WeightVersion(0), active=True, harvesting=False),
+        A: StoredJob(store="sa", version=WeightVersion(2), active=False),
+        B: StoredJob(version=WeightVersion(0), active=True, harvesting=False),
     }
     (held,) = again.leases()
     assert (held.lease, held.epoch) == ("l2", 3)

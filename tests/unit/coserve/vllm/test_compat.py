@@ -11,7 +11,7 @@ import typer
 
 from coserve.vllm.capabilities import SUPPORTED
 from coserve.vllm.compat import compat
-from coserve.vllm.overlay import EngineRun, Outcome, run_engine_tests
+from coserve.vllm.overlay import EngineRun, OverlayResult, run_engine_tests
 from coserve.vllm.source_tree import WheelTree, wheel_version
 
 VERSION = "0.32.0"
@@ -102,4 +102,4 @@ def test_a_version_that_pins_another_torch_is_skipped_and_the_reason_names_both(
         installed = "none"
     run = run_engine_tests(tree, replace(SUPPORTED[VERSION], torch_version="9.9.9"), timeout_s=1.0)
     reason = f"pins torch 9.9.9, installed is {installed}"
-    assert run == EngineRun(VERSION, Outcome.SKIPPED, reason)
+    assert run == EngineRun(VERSION, OverlayResult.SKIPPED, reason)

@@ -3,7 +3,7 @@
 import pytest
 
 from coserve.vllm.capabilities import capabilities
-from coserve.vllm.conformance import Verdict, compare, holds
+from coserve.vllm.conformance import TableVerdict, compare, holds
 from coserve.vllm.source_tree import SourceTree
 from coserve.vllm.symbol import Symbol, Use
 
@@ -91,8 +91,8 @@ def test_a_read_can_rely_on_a_string_in_the_definition() -> None:
 def test_sources_without_anything_break_what_is_relied_on_and_nothing_else(version: str) -> None:
     table = capabilities(version)
     findings = compare(WrittenTree(), table)
-    assert {f.verdict for f in findings} == {Verdict.BROKEN, Verdict.ABSENT}
-    assert all((f.verdict is Verdict.BROKEN) == f.symbol.when(table) for f in findings)
+    assert {f.verdict for f in findings} == {TableVerdict.BROKEN, TableVerdict.ABSENT}
+    assert all((f.verdict is TableVerdict.BROKEN) == f.symbol.when(table) for f in findings)
     assert all(f.found == "no such module" for f in findings)
 
 
@@ -105,5 +105,5 @@ def test_a_hook_that_the_capability_table_denies_is_reported() -> None:
         }
     )
     findings = compare(checker, capabilities("0.31.0"))
-    undeclared = [f.symbol.name for f in findings if f.verdict is Verdict.UNDECLARED]
+    undeclared = [f.symbol.name for f in findings if f.verdict is TableVerdict.UNDECLARED]
     assert undeclared == ["/weight_checker"]

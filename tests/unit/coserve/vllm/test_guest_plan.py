@@ -11,7 +11,7 @@ from coserve.guest.isolation import IsolationBackend
 from coserve.guest.mps import MpsShare
 from coserve.vllm import kv_shared
 from coserve.vllm.capabilities import capabilities
-from coserve.vllm.guest_plan import Answer, GuestWishes, Memory, answers, plan
+from coserve.vllm.guest_plan import Answer, GuestWishes, MemoryPlacement, answers, plan
 from harvester.contracts.errors import ConfigError, Unsupported
 from harvester.platform.kv_segment import KVCACHED_VERSION
 from tests.mps_daemon import MpsDaemon
@@ -45,7 +45,7 @@ def test_without_consent_a_gpu_is_shared_by_turns_and_memory_is_static() -> None
     assert taken(said) == ["time-slicing", "static"]
     assert (chosen.isolation.backend, chosen.memory) == (
         IsolationBackend.TIME_SLICING,
-        Memory.STATIC,
+        MemoryPlacement.STATIC,
     )
     assert chosen.gpu is not None
     assert (chosen.gpu.devices, chosen.gpu.kv_cache_bytes) == (("GPU-1", "GPU-2"), 2 * GIB)

@@ -13,7 +13,7 @@ from vllm.v1.executor.abstract import Executor
 
 from coserve.vllm.capabilities import capabilities
 from coserve.vllm.memory_report import report
-from coserve.vllm.residency import Residency, check, follow_updates, residency, weights_away
+from coserve.vllm.residency import GuestResidency, check, follow_updates, residency, weights_away
 from harvester.contracts.errors import ConfigError, Unsupported
 
 TAGS = ("weights", "kv_cache")
@@ -101,7 +101,7 @@ def executor() -> PlayedExecutor:
 
 
 @pytest.fixture
-def asleep(executor: PlayedExecutor) -> Residency:
+def asleep(executor: PlayedExecutor) -> GuestResidency:
     found = residency(config(sleeps=True), executor, NEW, shared_kv=False)
     assert found is not None
     found.fall_asleep()
@@ -133,7 +133,7 @@ def test_what_could_not_follow_versions_or_share_pages_is_refused(
 
 
 def test_asleep_it_holds_nothing_and_awake_everything(
-    executor: PlayedExecutor, asleep: Residency
+    executor: PlayedExecutor, asleep: GuestResidency
 ) -> None:
     assert asleep.asleep
     assert executor.worker.mapped == set()
@@ -145,7 +145,7 @@ def test_asleep_it_holds_nothing_and_awake_everything(
 
 
 def test_a_version_comes_through_with_the_weights_alone_awake(
-    executor: PlayedExecutor, asleep: Residency
+    executor: PlayedExecutor, asleep: GuestResidency
 ) -> None:
     worker = executor.worker
     worker.start_weight_update()
@@ -189,7 +189,7 @@ def test_a_guest_that_falls_asleep_within_an_update_writes_no_unmapped_memory(
 
 
 def test_a_guest_that_sleeps_and_wakes_again_and_again_within_an_update_takes_it(
-    executor: PlayedExecutor, asleep: Residency
+    executor: PlayedExecutor, asleep: GuestResidency
 ) -> None:
     worker = executor.worker
     worker.start_weight_update()
@@ -205,7 +205,7 @@ def test_a_guest_that_sleeps_and_wakes_again_and_again_within_an_update_takes_it
 
 
 def test_kv_that_was_woken_before_the_weights_is_not_taken_by_an_update(
-    executor: PlayedExecutor, asleep: Residency
+    executor: PlayedExecutor, asleep: GuestResidency
 ) -> None:
     """vLLM wakes what a caller names, in any order."""
     worker = executor.worker
@@ -221,7 +221,7 @@ def test_kv_that_was_woken_before_the_weights_is_not_taken_by_an_update(
 
 
 def test_an_update_of_a_draft_model_finds_the_weights_awake(
-    executor: PlayedExecutor, asleep: Residency
+    executor: PlayedExecutor, asleep: GuestResidency
 ) -> None:
     worker = executor.worker
     worker.start_draft_weight_update()
@@ -232,7 +232,7 @@ def test_an_update_of_a_draft_model_finds_the_weights_awake(
 
 
 def test_a_guest_that_is_woken_within_an_update_stays_awake(
-    executor: PlayedExecutor, asleep: Residency
+    executor: PlayedExecutor, asleep: GuestResidency
 ) -> None:
     executor.worker.start_weight_update()
     asleep.wake()
@@ -242,7 +242,7 @@ def test_a_guest_that_is_woken_within_an_update_stays_awake(
 
 
 def test_after_a_failed_update_the_weights_wait_awake_for_the_next(
-    executor: PlayedExecutor, asleep: Residency
+    executor: PlayedExecutor, asleep: GuestResidency
 ) -> None:
     worker = executor.worker
     worker.fails = True
@@ -257,7 +257,7 @@ def test_after_a_failed_update_the_weights_wait_awake_for_the_next(
 
 
 def test_asleep_only_the_context_is_reported(
-    executor: PlayedExecutor, asleep: Residency, monkeypatch: pytest.MonkeyPatch
+    executor: PlayedExecutor, asleep: GuestResidency, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: Callable[[Any], int | None] = lambda _device: 900  # noqa: E731
     monkeypatch.setattr("coserve.vllm.memory_report._held_bytes", held)
@@ -267,7 +267,7 @@ def test_asleep_only_the_context_is_reported(
 
 
 def test_an_engine_that_stays_asleep_is_not_stepped(
-    executor: PlayedExecutor, asleep: Residency, monkeypatch: pytest.MonkeyPatch
+    executor: PlayedExecutor, asleep: GuestResidency, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor, "wake_up", lambda _tags: None)
     with pytest.raises(Unsupported, match="asleep"):

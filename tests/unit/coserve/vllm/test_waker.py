@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from coserve.law.gate import Closed, Decision
+from coserve.law.gate import Closed, StepDecision
 from coserve.vllm import waker
 from coserve.vllm.waker import Waker
 from harvester.contracts import bell
 from harvester.contracts.bell import PrivateBell, Word
 
-OPEN = Decision(8, None, 1.0)
-SHUT = Decision(0, Closed.NO_SLACK, 0.0)
-HELD = Decision(0, Closed.GRANT_CLOSED, 0.0)
+OPEN = StepDecision(8, None, 1.0)
+SHUT = StepDecision(0, Closed.NO_SLACK, 0.0)
+HELD = StepDecision(0, Closed.GRANT_CLOSED, 0.0)
 WAIT_S = 5.0
 
 
@@ -35,7 +35,7 @@ class FakeSlot:
         self.asked = threading.Semaphore(0)
         self.told = threading.Semaphore(0)
 
-    def decide(self) -> Decision:
+    def decide(self) -> StepDecision:
         self.decisions += 1
         error, self.error = self.error, None
         self.asked.release()

@@ -10,7 +10,7 @@ from scheduler.model import PhaseKind, Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
 from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
-from scheduler.rollmux.control.planning import PlanningDesk
+from scheduler.rollmux.control.planning import PlanningService
 from scheduler.rollmux.control.wire import Enter, EnterReply, Granted, Leave, LeaveReply
 from scheduler.rollmux.permits.terms import PermitsConfig
 from scheduler.rollmux.planner.book import NodeType
@@ -91,7 +91,7 @@ class Control:
             "journal": journal,
             "journal_bytes": journal_bytes,
         }
-        self.desk = PlanningDesk(PERMITS, self.config, self.clock, **self.kept)
+        self.desk = PlanningService(PERMITS, self.config, self.clock, **self.kept)
 
     def restarted(self, config: ClusterConfig | None = None) -> "Control":
         self.desk.close()

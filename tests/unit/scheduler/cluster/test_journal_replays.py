@@ -19,7 +19,7 @@ from scheduler.rollmux.control.explanation import EVER, explanation
 from scheduler.rollmux.control.state import PermitState
 from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.control.wire import Beat, Enter
-from scheduler.rollmux.permits.events import EndReason
+from scheduler.rollmux.permits.events import PermitEndReason
 from scheduler.sim.replay import replay_journal
 from tests.unit.scheduler.cluster.submitted import ROLLOUT, Control, cluster, submission
 from tests.unit.scheduler.cluster.test_shell_invariants import JOBS, World
@@ -146,7 +146,7 @@ def test_who_reads_metrics_after_an_overrun_changes_no_belief(tmp_path: Path) ->
         control.pass_time(4.0, beats="a")
     standing = control.desk.policy.standing(JobId("a"))
     assert standing is not None
-    assert standing.ended is EndReason.OVERRAN
+    assert standing.ended is PermitEndReason.OVERRAN
     control.desk.metrics()
     control.leave("b")
     control.pass_time(1.0)

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
-from scheduler.rollmux.cluster.stays import StayStage
+from scheduler.rollmux.cluster.stays import PlacementStage
 from scheduler.rollmux.cluster.submission import nodes_of
 from scheduler.rollmux.control.wire import (
     Beat,
+    CallRefused,
     Enter,
     Forget,
     Granted,
@@ -20,9 +21,8 @@ from scheduler.rollmux.control.wire import (
     NodeReport,
     Placed,
     Queued,
-    Refused,
 )
-from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.standing import PermitStage
 from tests.unit.scheduler.cluster.submitted import (
     HOST_BYTES,
     POOLS,
@@ -69,7 +69,7 @@ class World:
         epoch = Epoch(0) if standing is None else standing.epoch
         match chance.choice(self.steps):
             case "s":
-                assert isinstance(desk.call(self.given[name]), Placed | Queued | Refused)
+                assert isinstance(desk.call(self.given[name]), Placed | Queued | CallRefused)
             case "e":
                 kind = chance.choice((ROLLOUT, TRAINING))
                 desk.call(Enter(job=job, kind=kind, holder=f"{name}.1"))
@@ -119,7 +119,7 @@ class World:
             wanted = policy.wanted_terms(stay)
             assert standing.terms == wanted or wanted is None
             if wanted is None:
-                assert standing.stage is Stage.APART
+                assert standing.stage is PermitStage.APART
             for node in standing.nodes:
                 assert node not in policy.fleet.failed
                 held = {(node, at) for at in standing.accelerators.get(node, range(8))}
@@ -185,7 +185,7 @@ def test_everybody_is_served_when_all_nodes_are_back_and_others_leave(chance: Ra
                 world.control.desk.call(Forget(job=JobId(name)))
         stays = world.control.desk.cluster.stays
         assert served == set(JOBS), {name: stays[JobId(name)].stage for name in stays}
-        assert all(stay.stage is not StayStage.BETWEEN for stay in stays.values())
+        assert all(stay.stage is not PlacementStage.BETWEEN for stay in stays.values())
         world.control.desk.close()
 
 

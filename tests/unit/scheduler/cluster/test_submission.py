@@ -7,7 +7,7 @@ from scheduler.model import PhaseKind
 from scheduler.rollmux.beliefs.tail import Completion
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.events import JobGone, JobSubmitted, PhaseBegan, PhaseDone
-from scheduler.rollmux.cluster.memory import Memory, restore, snapshot
+from scheduler.rollmux.cluster.memory import ClusterRecord, restore, snapshot
 from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission, submission_fault
 from tests.unit.scheduler.cluster.submitted import ROLLOUT, TRAINING, cluster, submission
 from tests.unit.scheduler.plan.test_plan_and_control import NoPermits
@@ -107,7 +107,7 @@ def test_a_restart_between_training_and_sync_goes_on_there() -> None:
     for kind, solo_s, now in ((ROLLOUT, 40.0, 40.0), (TRAINING, 15.0, 55.0)):
         _done(policy, kind, solo_s, now=now)
     again = ClusterPolicy(policy.config, NoPermits())
-    restore(again, msgspec.convert(snapshot(policy), Memory))
+    restore(again, msgspec.convert(snapshot(policy), ClusterRecord))
     before, after = (one.planner.facts[SYNCED.job] for one in (policy, again))
     assert (after.next_phase, after.open_s) == (SYNC, 55.0)
     assert after.belief() == before.belief()
@@ -121,7 +121,7 @@ def test_a_record_that_kept_residency_with_the_job_s_stay_is_read_as_its_place()
     for one in record["jobs"]:
         one["stay"]["held"] = list(one.pop("held"))
     again = ClusterPolicy(policy.config, NoPermits())
-    restore(again, msgspec.convert(record, Memory))
+    restore(again, msgspec.convert(record, ClusterRecord))
     assert again.residency.nodes_of(SYNCED.job) == policy.residency.nodes_of(SYNCED.job) != ()
 
 

@@ -1,7 +1,7 @@
 """Jobs and node types for tests of the planner."""
 
 from harvester.contracts.ids import JobId, TenantId
-from scheduler.model import Job, Phase, PhaseKind, Pool
+from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Pool
 from scheduler.rollmux.planner.book import NodeType
 
 TYPES = {
@@ -18,14 +18,14 @@ def planned_job(
     slo: float = 1.6,
     host: int = 400,
     nodes: int = 1,
-) -> Job:
+) -> JobSpec:
     """Means are what 0.8 and 0.7 of the declared maxima are, as in W1."""
     kinds = ((PhaseKind.ROLLOUT, rollout_s / 0.8), (PhaseKind.TRAINING, training_s / 0.7))
-    return Job(
+    return JobSpec(
         job=JobId(name),
         tenant=TenantId("t"),
         phases=tuple(
-            Phase(kind=kind, mean_s=most, max_s=most, nodes=nodes) for kind, most in kinds
+            PhaseSpec(kind=kind, mean_s=most, max_s=most, nodes=nodes) for kind, most in kinds
         ),
         host_bytes_per_node=host,
         slowdown_slo=slo,

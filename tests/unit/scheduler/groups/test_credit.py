@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harvester.contracts.ids import JobId
-from scheduler.model import Job
+from scheduler.model import JobSpec
 from scheduler.rollmux.beliefs.slo import NOBODY_BESIDE, RESERVE_ITERATIONS, SloAccount
 from scheduler.rollmux.beliefs.tail import UNDIVIDED, Completion
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import PAPER_TAIL, Distributional, WorstCase
-from scheduler.rollmux.planner.book import Cell
-from scheduler.rollmux.planner.events import JobArrived, MoveJob, PhaseEnded, ReviewDue
+from scheduler.rollmux.planner.book import GroupState
+from scheduler.rollmux.planner.events import JobArrived, MoveJob, PhaseMeasured, ReviewDue
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from tests.unit.scheduler.groups.planned_jobs import TYPES, planned_job
 
@@ -84,14 +84,14 @@ def _beside_each_other() -> GroupPlanner:
     return planner
 
 
-def _learn(planner: GroupPlanner, job: Job) -> None:
+def _learn(planner: GroupPlanner, job: JobSpec) -> None:
     for _ in range(40):
         for phase, ratio in zip(job.phases, (0.8, 0.7), strict=True):
-            event = PhaseEnded(job=job.job, phase=phase.kind, solo_s=phase.max_s * ratio)
+            event = PhaseMeasured(job=job.job, phase=phase.kind, solo_s=phase.max_s * ratio)
             planner.observe(event, now=0.0)
 
 
-def _settle(planner: GroupPlanner, job: Job, *, credit_s: float, now: float) -> None:
+def _settle(planner: GroupPlanner, job: JobSpec, *, credit_s: float, now: float) -> None:
     account = planner.facts[job.job].account
     account.solo_s = DAY_S
     account.began_s = now + credit_s - account.slo * account.solo_s
@@ -242,7 +242,7 @@ def test_beside_a_job_that_drifts_nobody_stays_once_its_credit_is_half_an_iterat
     assert drifting.job in cell.pinned
 
 
-def _together(jobs: list[Job]) -> tuple[GroupPlanner, Cell]:
+def _together(jobs: list[JobSpec]) -> tuple[GroupPlanner, GroupState]:
     """Puts all jobs on the first one's nodes, regardless of forecasts, and well known."""
     planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
     planner.observe(JobArrived(job=jobs[0]), now=0.0)

@@ -11,7 +11,7 @@ from scheduler.rollmux.planner.events import (
     JobMoved,
     MoveJob,
     NodeFailed,
-    PhaseEnded,
+    PhaseMeasured,
     ReleaseNode,
     RestartJob,
 )
@@ -60,9 +60,11 @@ def test_a_lost_iteration_earns_no_credit() -> None:
     planner = _planner("a")
     account = planner.facts[JobId("a")].account
     for phase, solo_s in ((PhaseKind.ROLLOUT, 400.0), (PhaseKind.TRAINING, 150.0)):
-        planner.observe(PhaseEnded(job=JobId("a"), phase=phase, solo_s=solo_s), now=600.0)
+        planner.observe(PhaseMeasured(job=JobId("a"), phase=phase, solo_s=solo_s), now=600.0)
     whole_s = account.solo_s
-    planner.observe(PhaseEnded(job=JobId("a"), phase=PhaseKind.ROLLOUT, solo_s=390.0), now=1000.0)
+    planner.observe(
+        PhaseMeasured(job=JobId("a"), phase=PhaseKind.ROLLOUT, solo_s=390.0), now=1000.0
+    )
     planner.observe(NodeFailed(node=_training_node(planner, "a")), now=1001.0)
     assert account.solo_s == whole_s
     planner.observe(NodeFailed(node=_training_node(planner, "a")), now=1002.0)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.model import Job, Node, Pool, group_faults
+from scheduler.model import JobSpec, Node, Pool, group_faults
 from scheduler.rollmux.forecast.judge import Distributional, WorstCase
 from scheduler.rollmux.planner.events import (
     AddNode,
@@ -17,7 +17,7 @@ from scheduler.rollmux.planner.events import (
     JobMoved,
     MoveJob,
     NodeFailed,
-    PhaseEnded,
+    PhaseMeasured,
     PlaceJob,
     ReleaseNode,
     RestartJob,
@@ -34,11 +34,11 @@ def _planner(*, worst_case: bool = False) -> GroupPlanner:
     return GroupPlanner(judge, TYPES, PlannerConfig(moves=not worst_case))
 
 
-def _learn(planner: GroupPlanner, job: Job, *, times: int, now: float) -> None:
+def _learn(planner: GroupPlanner, job: JobSpec, *, times: int, now: float) -> None:
     for _ in range(times):
         for phase, ratio in zip(job.phases, (0.8, 0.7), strict=True):
             solo_s = phase.max_s * ratio
-            planner.observe(PhaseEnded(job=job.job, phase=phase.kind, solo_s=solo_s), now=now)
+            planner.observe(PhaseMeasured(job=job.job, phase=phase.kind, solo_s=solo_s), now=now)
 
 
 def _nodes(effects: tuple[GroupEffect, ...]) -> list[Node]:
@@ -110,7 +110,7 @@ def test_wide_jobs_are_moved_together_too_when_that_spares_nodes() -> None:
     assert all(len(move.placement.rollout_nodes) == 2 for move in moved)
 
 
-def _settled(planner: GroupPlanner, jobs: list[Job]) -> list[MoveJob]:
+def _settled(planner: GroupPlanner, jobs: list[JobSpec]) -> list[MoveJob]:
     """The moves once every job is known well and has credit for hours."""
     for job in jobs:
         _learn(planner, job, times=30, now=0.0)

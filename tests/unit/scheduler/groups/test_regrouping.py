@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scheduler.model import Pool
 from scheduler.rollmux.planner.book import NodeType
 from scheduler.rollmux.planner.price_floor import PriceFloor
-from scheduler.rollmux.planner.regrouping import CheapestHosting, Guest
+from scheduler.rollmux.planner.regrouping import CheapestHosting, SearchedJob
 from scheduler.rollmux.planner.verdicts import Hosting
 
 TYPES = {
@@ -19,7 +19,7 @@ TYPES = {
 }
 guests = st.lists(
     st.builds(
-        Guest,
+        SearchedJob,
         version=st.just(0),
         host_bytes=st.integers(10, 60),
         rollout_share=st.floats(0.1, 0.7),
@@ -32,7 +32,7 @@ guests = st.lists(
 ).map(lambda drawn: [one._replace(version=at) for at, one in enumerate(drawn)])
 
 
-def _fewest(found: list[Guest], pool: Pool) -> int:
+def _fewest(found: list[SearchedJob], pool: Pool) -> int:
     """Nodes of one pool that memory and time allow to suffice, by trying every choice."""
     wanted = [one.rollout_nodes if pool is Pool.ROLLOUT else one.training_nodes for one in found]
     shares = [one.rollout_share if pool is Pool.ROLLOUT else one.training_share for one in found]
@@ -53,7 +53,7 @@ def _fewest(found: list[Guest], pool: Pool) -> int:
 
 @settings(max_examples=30, deadline=None)
 @given(guests)
-def test_finds_the_price_of_the_search_over_everything(found: list[Guest]) -> None:
+def test_finds_the_price_of_the_search_over_everything(found: list[SearchedJob]) -> None:
     """Without SLOs the pools do not meet: the fewest nodes of each are the cheapest."""
     price, hostings = CheapestHosting(TYPES).search(found, lambda _: True)
     least = 3.0 * _fewest(found, Pool.ROLLOUT) + 8.0 * _fewest(found, Pool.TRAINING)
@@ -76,7 +76,7 @@ def _sharing(hosting: Hosting) -> set[frozenset[int]]:
 def test_what_was_found_before_changes_no_answer(data: st.DataObject) -> None:
     """Searches of overlapping sets of jobs, one after another, against such as know nothing."""
     jobs = [
-        Guest(at, 20, 0.3, 0.25, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)))
+        SearchedJob(at, 20, 0.3, 0.25, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)))
         for at in range(6)
     ]
     pair = st.frozensets(st.integers(0, 5), min_size=2, max_size=2)
@@ -89,7 +89,7 @@ def test_what_was_found_before_changes_no_answer(data: st.DataObject) -> None:
     floor = PriceFloor(remembering)
     for look in looks:
 
-        def admits(hosting: Hosting, look: list[Guest] = look) -> bool:
+        def admits(hosting: Hosting, look: list[SearchedJob] = look) -> bool:
             pairs = ({look[one].version for one in pair} for pair in _sharing(hosting))
             return len(hosting.members) <= most and not any(
                 frozenset(pair) in refused for pair in pairs
@@ -108,7 +108,7 @@ def test_what_was_found_before_changes_no_answer(data: st.DataObject) -> None:
 
 
 def test_a_refused_pair_is_never_hosted_together() -> None:
-    found = [Guest(at, 10, 0.1, 0.1) for at in range(4)]
+    found = [SearchedJob(at, 10, 0.1, 0.1) for at in range(4)]
     price, hostings = CheapestHosting(TYPES).search(
         found, lambda hosting: not {0, 1} <= set(hosting.members)
     )

@@ -4,7 +4,7 @@ import pytest
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import Placement, Pool
-from scheduler.rollmux.planner.book import GroupBook
+from scheduler.rollmux.planner.book import GroupTable
 from scheduler.rollmux.planner.residency import Residency
 from tests.unit.scheduler.groups.planned_jobs import TYPES
 
@@ -49,7 +49,7 @@ def test_a_lost_node_s_jobs_are_to_be_on_the_fresh_one() -> None:
 
 
 def test_a_move_that_keeps_a_node_needs_its_memory_there_once() -> None:
-    book = GroupBook(TYPES)
+    book = GroupTable(TYPES)
     cell = book.fresh_group()
     first, second = _placement(A, R0), _placement(A, R1)
     book.pin(first, cell, 1500)
@@ -64,7 +64,7 @@ def test_a_move_that_keeps_a_node_needs_its_memory_there_once() -> None:
 
 
 def test_the_book_refuses_what_memory_cannot_hold_and_stays_as_it_was() -> None:
-    book = GroupBook(TYPES)
+    book = GroupTable(TYPES)
     cell = book.fresh_group()
     book.pin(_placement(A, R0), cell, 1500)
     with pytest.raises(ValueError, match="lack 600 bytes"):

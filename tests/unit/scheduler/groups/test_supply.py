@@ -13,7 +13,7 @@ from scheduler.rollmux.planner.events import (
     JobMoved,
     MoveJob,
     NodeFailed,
-    PhaseEnded,
+    PhaseMeasured,
     PlaceJob,
     RestartJob,
     ReviewDue,
@@ -109,7 +109,7 @@ def _endangered(supply: int | None) -> tuple[GroupPlanner, list[MoveJob], list[A
     for job in jobs:
         for _ in range(30):
             for kind, seconds in ((PhaseKind.ROLLOUT, 200.0), (PhaseKind.TRAINING, 600.0)):
-                planner.observe(PhaseEnded(job=job.job, phase=kind, solo_s=seconds), now=0.0)
+                planner.observe(PhaseMeasured(job=job.job, phase=kind, solo_s=seconds), now=0.0)
         planner.facts[job.job].account.solo_s = 6 * HOUR_S
         planner.facts[job.job].account.slo = 1.1
     effects = planner.observe(ReviewDue(), now=6 * HOUR_S)

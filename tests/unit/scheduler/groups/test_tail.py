@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from scheduler.model import Job
+from scheduler.model import JobSpec
 from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.beliefs.tail import (
     PAPER_THRESHOLD,
@@ -38,7 +38,7 @@ def test_a_rollout_without_a_tail_is_undivided(curve: tuple[Completion, ...]) ->
     assert best_shape(curve, accelerators=1) == UNDIVIDED
 
 
-def _whole(job: Job) -> Job:
+def _whole(job: JobSpec) -> JobSpec:
     """Its rollouts are not divisible."""
     rollout, training = job.phases
     return replace(job, phases=(replace(rollout, divisible=False), training))

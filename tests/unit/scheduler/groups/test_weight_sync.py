@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from harvester.contracts.ids import JobId
-from scheduler.model import Job, Phase, PhaseKind
+from scheduler.model import JobSpec, PhaseKind, PhaseSpec
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.forecast.execution import advance
@@ -72,13 +72,13 @@ def test_a_sync_counts_as_time_alone() -> None:
     assert max(exact_slowdowns(without, PLAIN)) > 1.3
 
 
-def _job(*, sync_max_s: float | None) -> Job:
+def _job(*, sync_max_s: float | None) -> JobSpec:
     declared = ((ROLLOUT, 400.0, 1), (TRAINING, 200.0, 1), (SYNC, sync_max_s, 0))
-    return Job(
+    return JobSpec(
         job=JobId("a"),
         tenant=planned_job("a", 1, 1).tenant,
         phases=tuple(
-            Phase(kind=kind, mean_s=most, max_s=most, nodes=nodes)
+            PhaseSpec(kind=kind, mean_s=most, max_s=most, nodes=nodes)
             for kind, most, nodes in declared
             if most is not None
         ),

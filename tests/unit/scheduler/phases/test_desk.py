@@ -9,10 +9,11 @@ from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control import desk as desk_module
-from scheduler.rollmux.control.desk import PermitDesk
+from scheduler.rollmux.control.desk import PhaseService
 from scheduler.rollmux.control.state import PermitState
 from scheduler.rollmux.control.wire import (
     Beat,
+    CallRefused,
     Ended,
     Enter,
     Forget,
@@ -20,24 +21,23 @@ from scheduler.rollmux.control.wire import (
     Leave,
     Left,
     Orders,
-    Refused,
     Unloaded,
     Waiting,
 )
-from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.standing import PermitStage
 from scheduler.sim.replay import replay_journal
 from tests.unit.scheduler.phases.said import CONFIG, ROLLOUT, TRAINING, nodes, terms
 
 
-def _enter(desk: PermitDesk, job: str, kind: PhaseKind = ROLLOUT) -> object:
+def _enter(desk: PhaseService, job: str, kind: PhaseKind = ROLLOUT) -> object:
     return desk.enter(Enter(job=JobId(job), kind=kind, holder=f"{job}.1"))
 
 
-def _desk(clock: VirtualClock, path: Path | None = None, **more: Path) -> PermitDesk:
-    return PermitDesk(CONFIG, clock, state=path, **more)
+def _desk(clock: VirtualClock, path: Path | None = None, **more: Path) -> PhaseService:
+    return PhaseService(CONFIG, clock, state=path, **more)
 
 
-def _pass_time(desk: PermitDesk, clock: VirtualClock, seconds: float) -> None:
+def _pass_time(desk: PhaseService, clock: VirtualClock, seconds: float) -> None:
     until_s = clock.now_s + seconds
     while clock.now_s < until_s:
         clock.now_s = min(until_s, clock.now_s + 1.0)
@@ -54,7 +54,7 @@ def test_an_entry_is_granted_or_says_how_many_come_before() -> None:
     assert isinstance(_enter(desk, "b"), Granted)
 
 
-def _leave_loaded(desk: PermitDesk) -> None:
+def _leave_loaded(desk: PhaseService) -> None:
     """Job a has left its state on r0, and b waits for it."""
     for job in ("a", "b"):
         desk.place(terms(job))
@@ -119,7 +119,7 @@ def test_orders_hold_all_that_the_holder_must_know() -> None:
     beat = Beat(job=JobId("a"), epoch=Epoch(1), complete_ratio=0.5)
     asked = desk.beat(beat)
     assert isinstance(asked, Orders)
-    assert (asked.stage, asked.keep) == (Stage.NARROWING, nodes("r0"))
+    assert (asked.stage, asked.keep) == (PermitStage.NARROWING, nodes("r0"))
     done = desk.beat(Beat(job=JobId("a"), epoch=Epoch(1), complete_ratio=0.6, narrowed=True))
     assert isinstance(done, Orders)
     assert done.nodes == nodes("r0")
@@ -174,7 +174,7 @@ def test_a_job_that_is_forgotten_must_be_placed_again(tmp_path: Path) -> None:
     desk.place(terms("a"))
     desk.call(Forget(job=JobId("a")))
     refused = _enter(desk, "a")
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, CallRefused)
     assert refused.unknown
     desk.close()
     assert _desk(VirtualClock(), tmp_path / "state.sqlite").policy.jobs == ()
@@ -216,7 +216,7 @@ def test_there_is_a_most_of_jobs(monkeypatch) -> None:
     desk = _desk(VirtualClock())
     desk.place(terms("a"))
     refused = desk.place(terms("b"))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, CallRefused)
     assert refused.retry_after_s is not None
 
 

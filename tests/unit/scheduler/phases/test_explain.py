@@ -14,7 +14,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.control.command import explain
-from scheduler.rollmux.control.desk import PermitDesk
+from scheduler.rollmux.control.desk import PhaseService
 from scheduler.rollmux.control.explanation import EVER, Explanation, explanation, moment
 from scheduler.rollmux.control.journal_lines import journal_lines
 from scheduler.rollmux.control.story_entry import Told
@@ -320,7 +320,7 @@ def test_after_a_reboot_no_wait_is_measured_over_two_clocks(opens: Opens, tmp_pa
 
 
 def test_a_control_that_does_not_plan_tells_of_permits(tmp_path: Path) -> None:
-    desk = PermitDesk(PERMITS, VirtualClock(), journal=tmp_path)
+    desk = PhaseService(PERMITS, VirtualClock(), journal=tmp_path)
     desk.call(terms("a", rollout="r0", training="t0"))
     desk.call(Enter(job=JobId("a"), kind=ROLLOUT, holder="a.1"))
     desk.close()

@@ -16,7 +16,7 @@ from scheduler.rollmux.control.harvesting import GatewayView, Harvesting
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import Call, Leave, Reply
 from scheduler.rollmux.permits.leased_tail import GONE_S, Switches, TailEnd
-from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.standing import PermitStage
 from scheduler.rollmux.permits.terms import LEASED_TAIL_RATIO, PermitsConfig
 from tests.unit.scheduler.phases.said import ROLLOUT, nodes, terms
 
@@ -189,7 +189,7 @@ def test_without_a_guest_that_serves_the_job_its_tail_stays_where_it_is(reason: 
             scene.gateway.active = JobId("c")
         waiting = threading.Thread(target=lambda: scene.b.end(scene.b.begin(ROLLOUT)))
         waiting.start()
-        _eventually(lambda: permit.stage is Stage.NARROWING)
+        _eventually(lambda: permit.stage is PermitStage.NARROWING)
         waiting.join(0.5)
         assert waiting.is_alive()
         assert permit.nodes == nodes("r0")
@@ -212,7 +212,7 @@ def test_a_tail_whose_lease_is_lost_goes_back_in_line_and_gets_its_turn(lost_by:
         _eventually(lambda: control.jobs()[0].awaits == nodes("r0"))
         later = threading.Thread(target=lambda: c.end(c.begin(ROLLOUT)))
         later.start()
-        _eventually(lambda: control.jobs()[2].stage is Stage.WAITING)
+        _eventually(lambda: control.jobs()[2].stage is PermitStage.WAITING)
         scene.gateway.fault = None
         scene.b.end(others)
         _eventually(lambda: permit.nodes == nodes("r0"))
@@ -229,7 +229,7 @@ def test_a_tail_stays_where_the_job_that_waits_would_take_the_gateway_s_engines(
         permit = scene.begin()
         waiting = threading.Thread(target=lambda: scene.b.end(scene.b.begin(ROLLOUT)))
         waiting.start()
-        _eventually(lambda: permit.stage is Stage.NARROWING)
+        _eventually(lambda: permit.stage is PermitStage.NARROWING)
         waiting.join(0.5)
         assert waiting.is_alive()
         assert scene.gateway.told == [BOTH]

@@ -29,7 +29,7 @@ from scheduler.rollmux.permits.events import (
     WidenPermit,
 )
 from scheduler.rollmux.permits.permits import PermitPolicy
-from scheduler.rollmux.permits.standing import Stage
+from scheduler.rollmux.permits.standing import PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 from tests.unit.scheduler.phases.said import CONFIG, ROLLOUT, TRAINING
 
@@ -199,7 +199,7 @@ def test_nobody_is_passed_more_than_once_by_each_other_job(
 def _asks(policy: PermitPolicy, job: JobId) -> bool:
     standing = policy.standing(job)
     assert standing is not None
-    return standing.stage is Stage.WAITING and standing.heard_s is not None
+    return standing.stage is PermitStage.WAITING and standing.heard_s is not None
 
 
 def _awaits(policy: PermitPolicy, job: JobId) -> tuple[NodeId, ...]:
@@ -214,14 +214,14 @@ def _next(policy: PermitPolicy, job: JobId, stubborn: bool) -> PermitEvent:
         if stubborn:
             return HolderHeard(job=job, epoch=standing.epoch)
         return PhaseEnded(job=job, epoch=standing.epoch)
-    kind = standing.kind if standing.stage is Stage.WAITING and standing.kind else ROLLOUT
+    kind = standing.kind if standing.stage is PermitStage.WAITING and standing.kind else ROLLOUT
     return PhaseRequested(job=job, kind=kind, holder="first")
 
 
 def _asked(policy: PermitPolicy, job: JobId, now: float) -> None:
     standing = policy.standing(job)
     assert standing is not None
-    kind = standing.kind if standing.stage is Stage.WAITING and standing.kind else ROLLOUT
+    kind = standing.kind if standing.stage is PermitStage.WAITING and standing.kind else ROLLOUT
     if not standing.holding:
         holder = standing.holder or "first"
         policy.observe(PhaseRequested(job=job, kind=kind, holder=holder), now=now)

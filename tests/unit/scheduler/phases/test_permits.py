@@ -7,13 +7,13 @@ from harvester.contracts.ids import JobId
 from scheduler.rollmux.permits.events import (
     ControlResumed,
     EndPermit,
-    EndReason,
     EnqueuePhase,
     FailJob,
     FreeNodes,
     JobLeft,
     JobPlaced,
     NarrowPhase,
+    PermitEndReason,
     Recall,
     Refuse,
     RevokePermit,
@@ -21,7 +21,7 @@ from scheduler.rollmux.permits.events import (
     WidenPermit,
 )
 from scheduler.rollmux.permits.permits import PermitPolicy
-from scheduler.rollmux.permits.standing import HOLDING, TRANSITIONS, Stage, Trigger
+from scheduler.rollmux.permits.standing import HOLDING, TRANSITIONS, PermitStage, PermitTrigger
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 from tests.unit.scheduler.phases.said import (
     CONFIG,
@@ -227,7 +227,7 @@ def test_a_silent_holder_loses_its_permit_and_what_it_says_later_is_refused() ->
     group.now = 5.0
     group.ask("b")
     effects = group.pass_time(5.0)
-    assert of(EndPermit, effects)[0].ended is EndReason.SILENT
+    assert of(EndPermit, effects)[0].ended is PermitEndReason.SILENT
     assert of(FailJob, effects)[0].job == "a"
     assert granted(effects) == ["b"]
     for late in (group.beat("a", epoch=lost), group.end("a", epoch=lost)):
@@ -296,7 +296,7 @@ def test_an_overrun_is_warned_of_and_revoked_only_when_somebody_waits() -> None:
     assert isinstance(revoked, RevokePermit)
     assert revoked.grace_s == 3.0
     effects = group.pass_time(3.0)
-    assert of(EndPermit, effects)[0].ended is EndReason.OVERRAN
+    assert of(EndPermit, effects)[0].ended is PermitEndReason.OVERRAN
     assert granted(effects) == ["b"]
 
 
@@ -333,7 +333,7 @@ def test_a_restart_after_a_reboot_does_not_wait_for_the_old_clock() -> None:
     again.restore(group.policy.snapshot())
     group.policy, group.now = again, 1.0
     again.observe(ControlResumed(), now=1.0)
-    assert of(EndPermit, group.pass_time(10.0))[0].ended is EndReason.SILENT
+    assert of(EndPermit, group.pass_time(10.0))[0].ended is PermitEndReason.SILENT
 
 
 def test_a_job_that_leaves_gives_its_nodes_to_the_next() -> None:
@@ -391,9 +391,9 @@ def test_the_snapshot_survives_json() -> None:
 
 
 def test_every_stage_with_nodes_can_end_and_only_waiting_is_granted() -> None:
-    assert {stage for stage in HOLDING if (stage, Trigger.ENDED) in TRANSITIONS} == HOLDING
-    granted_from = [stage for stage, trigger in TRANSITIONS if trigger is Trigger.GRANTED]
-    assert granted_from == [Stage.WAITING]
+    assert {stage for stage in HOLDING if (stage, PermitTrigger.ENDED) in TRANSITIONS} == HOLDING
+    granted_from = [stage for stage, trigger in TRANSITIONS if trigger is PermitTrigger.GRANTED]
+    assert granted_from == [PermitStage.WAITING]
 
 
 def test_what_was_kept_while_there_were_rounds_goes_on_first_come_first_served() -> None:

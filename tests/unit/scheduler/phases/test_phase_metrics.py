@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.control.desk import PermitDesk
+from scheduler.rollmux.control.desk import PhaseService
 from scheduler.rollmux.control.wire import Beat, Enter, Forget, Granted, Leave
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 from tests.unit.scheduler.phases.said import CONFIG, ROLLOUT, TRAINING, nodes, terms
@@ -21,7 +21,7 @@ class Scene:
     def __init__(self, state: Path | None = None) -> None:
         self.clock = VirtualClock()
         self.state = state
-        self.desk = PermitDesk(CONFIG, self.clock, state=state)
+        self.desk = PhaseService(CONFIG, self.clock, state=state)
 
     def enter(self, job: str, kind: PhaseKind = ROLLOUT, *, process: str = "1") -> object:
         return self.desk.enter(Enter(job=JobId(job), kind=kind, holder=f"{job}.{process}"))

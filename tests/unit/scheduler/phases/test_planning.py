@@ -8,11 +8,12 @@ import pytest
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.cluster.stays import StayStage
-from scheduler.rollmux.control.desk import PermitDesk
+from scheduler.rollmux.cluster.stays import PlacementStage
+from scheduler.rollmux.control.desk import PhaseService
 from scheduler.rollmux.control.state import PermitState
 from scheduler.rollmux.control.wire import (
     Beat,
+    CallRefused,
     Ended,
     Forget,
     Granted,
@@ -23,7 +24,6 @@ from scheduler.rollmux.control.wire import (
     Orders,
     Placed,
     Queued,
-    Refused,
     Waiting,
 )
 from scheduler.rollmux.planner.packing import OpeningKind
@@ -89,7 +89,7 @@ def test_without_a_place_a_job_is_queued_and_placed_when_another_leaves() -> Non
     assert isinstance(second, Queued)
     assert "1 h20 of which 0 are free" in second.reason
     refused = control.enter("b")
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, CallRefused)
     assert refused.retry_after_s is not None
     control.desk.call(Forget(job=JobId("a")))
     assert isinstance(first, Placed)
@@ -127,7 +127,7 @@ def test_who_came_first_gets_the_free_node_first_and_others_may_share_meanwhile(
 )
 def test_what_can_never_be_placed_is_refused_for_good(given, why: str) -> None:
     (refused,) = Control().submit(given)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, CallRefused)
     assert why in refused.reason
     assert refused.retry_after_s is None
 
@@ -145,7 +145,7 @@ def test_nobody_is_placed_by_hand() -> None:
     control = Control()
     control.submit(submission("a"))
     refused = control.desk.call(terms("x"))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, CallRefused)
     assert "plans" in refused.reason
 
 
@@ -195,7 +195,7 @@ def test_a_move_is_told_at_the_iteration_s_end_and_made_when_the_next_one_begins
     control.runs("b")
     ask_to_move(control.desk.cluster, "b")
     control.pass_time(60.0, beats="b")
-    assert control.desk.cluster.stays[JobId("b")].stage is StayStage.MOVING
+    assert control.desk.cluster.stays[JobId("b")].stage is PlacementStage.MOVING
     # In the middle of an iteration no reply mentions the move and nothing changes.
     assert control.leave("b") == Left()
     assert control.at("b") == old
@@ -247,7 +247,7 @@ def test_a_move_for_which_no_nodes_are_free_is_taken_back_and_changes_nothing() 
     price = control.desk.cluster.planner.book.committed_per_hour
     ask_to_move(control.desk.cluster, "b")
     control.pass_time(60.0, beats="b")
-    assert control.desk.cluster.stays[JobId("b")].stage is StayStage.PLACED
+    assert control.desk.cluster.stays[JobId("b")].stage is PlacementStage.PLACED
     assert control.desk.cluster.planner.book.committed_per_hour == price
     assert not control.desk.cluster.planner.facts[JobId("b")].moving
     control.leave("b")
@@ -280,7 +280,7 @@ def test_who_moves_gets_its_permit_when_its_new_nodes_have_room() -> None:
         assert isinstance(left, Left)
         assert left.move is not None
     refused = control.enter("a")
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, CallRefused)
     assert "room" in refused.reason
     assert control.runs("b") == names("r0")
     assert control.runs("a") == names("r1")
@@ -289,7 +289,7 @@ def test_who_moves_gets_its_permit_when_its_new_nodes_have_room() -> None:
 def hears_where_it_is(control: Control, job: str, kind: PhaseKind) -> None:
     """A job with changed nodes is told so before it needs its state there."""
     refused = control.enter(job, kind)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, CallRefused)
     assert refused.unknown
     (placed,) = control.submit(control.desk.cluster.stays[JobId(job)].submission)
     assert (placed.rollout_nodes, placed.training_nodes) == control.at(job)
@@ -324,7 +324,7 @@ def test_without_a_spare_node_the_phase_waits_until_one_is_back() -> None:
     control.desk.call(_failed("t0"))
     control.leave("a")
     refused = control.enter("a", TRAINING)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, CallRefused)
     assert refused.retry_after_s is not None
     assert "t0 failed" in refused.reason
     control.desk.call(_failed("t0", failed=False))
@@ -335,7 +335,7 @@ def test_without_a_spare_node_the_phase_waits_until_one_is_back() -> None:
 def test_a_free_node_that_failed_is_given_to_nobody() -> None:
     control = Control(cluster("r0 r1", "t0 t1"))
     control.desk.call(_failed("r0"))
-    assert isinstance(control.desk.call(_failed("elsewhere")), Refused)
+    assert isinstance(control.desk.call(_failed("elsewhere")), CallRefused)
     control.submit(submission("a"))
     assert control.runs("a") == names("r1")
 
@@ -400,10 +400,10 @@ def test_a_state_file_is_of_a_control_that_plans_or_of_one_that_does_not(tmp_pat
     control.submit(submission("a"))
     control.desk.close()
     with pytest.raises(ConfigError, match="plan"):
-        PermitDesk(PERMITS, control.clock, state=tmp_path / "plans.sqlite")
-    desk = PermitDesk(PERMITS, control.clock, state=tmp_path / "by-hand.sqlite")
+        PhaseService(PERMITS, control.clock, state=tmp_path / "plans.sqlite")
+    desk = PhaseService(PERMITS, control.clock, state=tmp_path / "by-hand.sqlite")
     desk.place(terms("a"))
-    assert isinstance(desk.call(submission("b")), Refused)
+    assert isinstance(desk.call(submission("b")), CallRefused)
     desk.close()
     with pytest.raises(ConfigError, match="by hand"):
         Control(state=tmp_path / "by-hand.sqlite")
@@ -439,10 +439,10 @@ def test_the_status_says_group_nodes_slow_down_and_credit() -> None:
     first, second = (status.plan for status in statuses(control.desk))
     assert first is not None
     assert second is not None
-    assert (first.stage, first.iterations) == (StayStage.PLACED, 1)
+    assert (first.stage, first.iterations) == (PlacementStage.PLACED, 1)
     assert first.slowdown is not None
     assert first.slowdown < 1.0
-    assert (second.stage, second.slowdown) == (StayStage.QUEUED, None)
+    assert (second.stage, second.slowdown) == (PlacementStage.QUEUED, None)
     assert second.reason
 
 

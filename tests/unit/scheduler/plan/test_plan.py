@@ -13,7 +13,7 @@ from rich.console import Console
 
 from harvester.cli import main
 from scheduler.model import PhaseKind
-from scheduler.rollmux.plan.document import Plan
+from scheduler.rollmux.plan.document import PlanDocument
 from scheduler.rollmux.plan.drafting import draft
 from scheduler.rollmux.plan.jobs_file import PlanSettings
 from scheduler.rollmux.plan.printed import printed
@@ -50,11 +50,11 @@ def settings(*jobs: dict[str, Any], rollout: Any = None, training: Any = None) -
 
 
 @pytest.fixture(scope="module")
-def pair() -> Plan:
+def pair() -> PlanDocument:
     return draft(settings(job("a", 300, 200), job("b", 250, 250)))
 
 
-def test_two_jobs_that_fit_share_a_group_at_the_price_of_one(pair: Plan) -> None:
+def test_two_jobs_that_fit_share_a_group_at_the_price_of_one(pair: PlanDocument) -> None:
     (group,) = pair.groups
     assert {one.job for one in group.jobs} == {"a", "b"}
     assert (pair.price_per_hour, pair.dedicated_per_hour) == (55, 110)
@@ -63,13 +63,13 @@ def test_two_jobs_that_fit_share_a_group_at_the_price_of_one(pair: Plan) -> None
     assert group.bound_by == min(group.jobs, key=lambda one: one.promise.slack).job
 
 
-def test_nodes_of_its_own_are_an_alternative_at_their_price(pair: Plan) -> None:
+def test_nodes_of_its_own_are_an_alternative_at_their_price(pair: PlanDocument) -> None:
     for one in pair.groups[0].jobs:
         (alone,) = [each for each in one.alternatives if each.kind == "new isolated group"]
         assert (alone.change_per_hour, alone.admitted, alone.beside) == (55, True, ())
 
 
-def test_the_picture_shows_no_node_twice_and_every_phase(pair: Plan) -> None:
+def test_the_picture_shows_no_node_twice_and_every_phase(pair: PlanDocument) -> None:
     (group,) = pair.groups
     for node in group.nodes:
         whole = sorted(
@@ -133,14 +133,14 @@ def test_a_job_that_nothing_is_known_of_is_planned_with_more_doubt() -> None:
     assert spread[1] > spread[0]
 
 
-def test_a_group_says_how_full_it_is(pair: Plan) -> None:
+def test_a_group_says_how_full_it_is(pair: PlanDocument) -> None:
     (group,) = pair.groups
     assert group.load.cycle_s == pytest.approx(500.0, rel=0.01)
     assert group.load.busiest_s == pytest.approx(550.0, rel=0.01)
     assert group.load.share == pytest.approx(1.1)
 
 
-def test_terminal_and_page_show_every_job_and_the_page_loads_nothing(pair: Plan) -> None:
+def test_terminal_and_page_show_every_job_and_the_page_loads_nothing(pair: PlanDocument) -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(printed(pair, width=100))
     shown = console.export_text()
@@ -170,7 +170,7 @@ def test_the_example_is_planned_written_and_drawn(
             ]
         )
     assert left.value.code == 0
-    plan = msgspec.json.decode(out.read_bytes(), type=Plan)
+    plan = msgspec.json.decode(out.read_bytes(), type=PlanDocument)
     assert {one.job for group in plan.groups for one in group.jobs} == {
         "math-7b",
         "code-14b",
@@ -200,7 +200,7 @@ def test_without_any_node_everybody_is_named_and_nothing_costs() -> None:
 
 
 def test_a_weight_sync_makes_room_for_company_and_is_shown() -> None:
-    def planned(training_s: float, **more: Any) -> Plan:
+    def planned(training_s: float, **more: Any) -> PlanDocument:
         return draft(settings(*(job(name, 200, training_s, slo=1.3, **more) for name in "abc")))
 
     synced = planned(200, sync={"max_s": 260, "mean_s": 200, "cv": 0.0})
@@ -212,7 +212,7 @@ def test_a_weight_sync_makes_room_for_company_and_is_shown() -> None:
     assert "| sync 200 s" in plan_page(synced, title="synced")
 
 
-def test_a_plan_says_from_when_on_slos_count(pair: Plan) -> None:
+def test_a_plan_says_from_when_on_slos_count(pair: PlanDocument) -> None:
     counted = msgspec.structs.replace(pair, slo_counts_queueing=True)
     for plan, said in ((pair, "from the placement on"), (counted, "from the submission on")):
         assert said in plan_page(plan, title="a plan")

@@ -13,7 +13,7 @@ from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
 from scheduler.rollmux.cluster.events import JobSubmitted, PlanReviewed
 from scheduler.rollmux.control.jobs import read_submissions
-from scheduler.rollmux.permits.standing import Standing
+from scheduler.rollmux.permits.standing import JobPermit
 from scheduler.rollmux.plan.drafting import draft
 from scheduler.rollmux.plan.jobs_file import PlanSettings, read_jobs
 from scheduler.rollmux.plan.known_jobs import FREE_MOVES
@@ -27,7 +27,7 @@ Grouped = tuple[set[tuple[frozenset[str], int]], set[str]]
 
 
 class NoPermits:
-    def standing(self, job: JobId) -> Standing | None:
+    def standing(self, job: JobId) -> JobPermit | None:
         return None
 
 

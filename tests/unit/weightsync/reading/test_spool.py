@@ -11,7 +11,7 @@ from harvester.contracts.errors import ConfigError, Exhausted
 from weightsync.elements.state_hash import file_digest
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.reading.spool import MemoryPlace, Spool
-from weightsync.transport.ranges import Span
+from weightsync.transport.ranges import ByteSpan
 
 MIB = 1 << 20
 DATA = np.random.default_rng(0).integers(0, 256, 3 * MIB, dtype=np.uint8)
@@ -30,8 +30,8 @@ def test_what_fits_stays_in_memory_and_what_does_not_is_read_back(
     for place, size in ((small, MIB), (large, DATA.size), (other, 100)):
         place.write(0, DATA[:size])
     for place, size in ((small, MIB), (large, DATA.size), (other, 100)):
-        assert np.array_equal(place.read(Span(7, size)), DATA[7:size])
-        assert place.digest(Span(3, size)) == file_digest(DATA[3:size])
+        assert np.array_equal(place.read(ByteSpan(7, size)), DATA[7:size])
+        assert place.digest(ByteSpan(3, size)) == file_digest(DATA[3:size])
         into = np.zeros(50, dtype=np.uint8)
         place.read_into(20, into)
         assert np.array_equal(into, DATA[20:70])
@@ -41,17 +41,17 @@ def test_what_fits_stays_in_memory_and_what_does_not_is_read_back(
 def test_a_part_that_was_never_written_reads_as_something(spool: Spool) -> None:
     place = spool.place(DATA.size)
     place.write(MIB, DATA[:10])
-    assert place.read(Span(0, DATA.size)).size == DATA.size
-    assert np.array_equal(place.read(Span(MIB, MIB + 10)), DATA[:10])
+    assert place.read(ByteSpan(0, DATA.size)).size == DATA.size
+    assert np.array_equal(place.read(ByteSpan(MIB, MIB + 10)), DATA[:10])
 
 
 def test_memory_is_brought_in_without_a_copy(spool: Spool) -> None:
     place = spool.place(100)
-    buffer = place.buffer(Span(10, 20))
+    buffer = place.buffer(ByteSpan(10, 20))
     buffer[:] = 7
     place.write(10, buffer)
     assert isinstance(place, MemoryPlace)
-    assert place.read(Span(9, 21))[1:11].tolist() == [7] * 10
+    assert place.read(ByteSpan(9, 21))[1:11].tolist() == [7] * 10
 
 
 def test_a_full_disk_is_exhausted(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.manifest import Manifest
 from weightsync.reading.store import Kind, VersionRef
-from weightsync.receive.plan import Plan, Step, plans
+from weightsync.receive.plan import PullPlan, Step, plans
 
 
 @dataclass
@@ -54,13 +54,13 @@ def store() -> FakeStore:
     return store
 
 
-def _plan(store: FakeStore, current: int | None, target: int, latest: int = 8) -> Plan:
+def _plan(store: FakeStore, current: int | None, target: int, latest: int = 8) -> PullPlan:
     return next(_plans(store, current, target, latest))
 
 
 def _plans(
     store: FakeStore, current: int | None, target: int, latest: int = 8, *, known: bool = False
-) -> Iterator[Plan]:
+) -> Iterator[PullPlan]:
     return plans(
         store,
         current=None if current is None else WeightVersion(current),
@@ -70,7 +70,7 @@ def _plans(
     )
 
 
-def _directories(plan: Plan) -> list[str]:
+def _directories(plan: PullPlan) -> list[str]:
     return [step.ref.directory for step in plan.steps]
 
 

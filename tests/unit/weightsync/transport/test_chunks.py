@@ -4,15 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.transport.chunks import ChunkMap
-from weightsync.transport.ranges import Span
+from weightsync.transport.ranges import ByteSpan
 
 CHUNK = 10
 
 
 @st.composite
-def spans(draw: st.DrawFn, size: int) -> Span:
+def spans(draw: st.DrawFn, size: int) -> ByteSpan:
     start = draw(st.integers(0, size - 1))
-    return Span(start, draw(st.integers(start + 1, size)))
+    return ByteSpan(start, draw(st.integers(start + 1, size)))
 
 
 @given(st.integers(1, 300), st.integers(1, 50), st.data())
@@ -22,7 +22,7 @@ def test_readers_of_overlapping_ranges_share_one_pull(
     chunks = ChunkMap(size, chunk_bytes=CHUNK)
     asked: set[int] = set()
     pulled: list[int] = []
-    flying: list[Span] = []
+    flying: list[ByteSpan] = []
     for _ in range(data.draw(st.integers(1, 12))):
         span = data.draw(spans(size))
         chunks.want(span)
@@ -44,53 +44,53 @@ def test_readers_of_overlapping_ranges_share_one_pull(
     assert asked <= set(pulled)
     assert all(at // CHUNK in {each // CHUNK for each in asked} for at in pulled)
     for at in range(size):
-        assert chunks.has(Span(at, at + 1)) == (at in set(pulled))
+        assert chunks.has(ByteSpan(at, at + 1)) == (at in set(pulled))
     assert chunks.is_whole == (len(pulled) == size)
 
 
 def test_a_lost_run_is_pulled_again_only_when_asked_again() -> None:
     chunks = ChunkMap(30, chunk_bytes=CHUNK)
-    chunks.want(Span(0, 30))
+    chunks.want(ByteSpan(0, 30))
     run = chunks.claim(20)
-    assert run == Span(0, 20)
+    assert run == ByteSpan(0, 20)
     chunks.lost(run)
-    assert chunks.claim(20) == Span(20, 30)
+    assert chunks.claim(20) == ByteSpan(20, 30)
     assert chunks.claim(20) is None
-    chunks.want(Span(5, 6))
-    assert chunks.claim(20) == Span(0, 10)
+    chunks.want(ByteSpan(5, 6))
+    assert chunks.claim(20) == ByteSpan(0, 10)
 
 
 def test_nothing_is_claimed_of_what_nobody_wants() -> None:
     chunks = ChunkMap(100, chunk_bytes=CHUNK)
     assert chunks.claim(100) is None
-    chunks.want(Span(95, 100))
-    assert chunks.claim(100) == Span(90, 100)
+    chunks.want(ByteSpan(95, 100))
+    assert chunks.claim(100) == ByteSpan(90, 100)
 
 
 def test_the_last_chunk_is_as_long_as_the_file() -> None:
     chunks = ChunkMap(25, chunk_bytes=CHUNK)
-    chunks.want(Span(0, 25))
+    chunks.want(ByteSpan(0, 25))
     run = chunks.claim(1000)
-    assert run == Span(0, 25)
+    assert run == ByteSpan(0, 25)
     chunks.arrived(run)
     assert chunks.is_whole
 
 
 def test_what_is_forgotten_is_asked_for_again() -> None:
     chunks = ChunkMap(30, chunk_bytes=10)
-    chunks.want(Span(0, 20))
+    chunks.want(ByteSpan(0, 20))
     run = chunks.claim(20)
-    assert run == Span(0, 20)
+    assert run == ByteSpan(0, 20)
     chunks.arrived(run)
-    chunks.want(Span(20, 30))
+    chunks.want(ByteSpan(20, 30))
     coming = chunks.claim(10)
-    assert coming == Span(20, 30)
+    assert coming == ByteSpan(20, 30)
     chunks.forget()
-    assert not chunks.has(Span(0, 10))
+    assert not chunks.has(ByteSpan(0, 10))
     chunks.arrived(coming)
     assert not chunks.is_whole
-    chunks.want(Span(0, 20))
+    chunks.want(ByteSpan(0, 20))
     again = chunks.claim(20)
-    assert again == Span(0, 20)
+    assert again == ByteSpan(0, 20)
     chunks.arrived(again)
     assert chunks.is_whole

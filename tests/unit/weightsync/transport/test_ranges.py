@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from harvester.contracts.errors import PeerProtocolError
 from weightsync.transport.ranges import (
-    Span,
+    ByteSpan,
     answered_span,
     content_range,
     range_header,
@@ -17,14 +17,14 @@ from weightsync.transport.ranges import (
 @given(st.integers(1, 1 << 40), st.data())
 def test_what_is_asked_for_is_what_is_answered(size: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, size - 1))
-    span = Span(start, data.draw(st.integers(start + 1, size)))
+    span = ByteSpan(start, data.draw(st.integers(start + 1, size)))
     assert requested_span(range_header(span), size) == span
     assert answered_span(content_range(span, size)) == (span, size)
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 300))
 def test_pieces_are_the_span_in_order(start: int, size: int, piece_bytes: int) -> None:
-    pieces = list(Span(start, start + size).pieces(piece_bytes))
+    pieces = list(ByteSpan(start, start + size).pieces(piece_bytes))
     assert [at for piece in pieces for at in range(piece.start, piece.stop)] == list(
         range(start, start + size)
     )
@@ -34,12 +34,12 @@ def test_pieces_are_the_span_in_order(start: int, size: int, piece_bytes: int) -
 @pytest.mark.parametrize(
     ("header", "span"),
     [
-        (None, Span(0, 100)),
-        ("bytes=0-0", Span(0, 1)),
-        ("bytes=90-", Span(90, 100)),
-        ("bytes=90-2000", Span(90, 100)),
-        ("bytes=-7", Span(93, 100)),
-        ("bytes=-700", Span(0, 100)),
+        (None, ByteSpan(0, 100)),
+        ("bytes=0-0", ByteSpan(0, 1)),
+        ("bytes=90-", ByteSpan(90, 100)),
+        ("bytes=90-2000", ByteSpan(90, 100)),
+        ("bytes=-7", ByteSpan(93, 100)),
+        ("bytes=-700", ByteSpan(0, 100)),
         ("bytes=100-", None),
         ("bytes=5-4", None),
         ("bytes=-0", None),
@@ -50,7 +50,7 @@ def test_pieces_are_the_span_in_order(start: int, size: int, piece_bytes: int) -
         ("bytes=0-" + "9" * 40, None),
     ],
 )
-def test_a_request_s_range_is_one_or_none(header: str | None, span: Span | None) -> None:
+def test_a_request_s_range_is_one_or_none(header: str | None, span: ByteSpan | None) -> None:
     assert requested_span(header, 100) == span
 
 
