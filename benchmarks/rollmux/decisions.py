@@ -8,7 +8,7 @@ import numpy as np
 
 from harvester.contracts.clock import MonotonicClock
 from scheduler.model import PhaseKind
-from scheduler.rollmux.planner.events import JobArrived, PhaseMeasured
+from scheduler.rollmux.planner.group_events import JobArrived, PhaseMeasured
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.sim.rollmux.baselines import our_planner
 from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob, w1

@@ -16,7 +16,13 @@ import numpy as np
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.planner.events import JobArrived, JobMoved, MoveJob, PhaseMeasured, ReviewDue
+from scheduler.rollmux.planner.group_events import (
+    JobArrived,
+    JobMoved,
+    MoveJob,
+    PhaseMeasured,
+    ReviewDue,
+)
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary

@@ -20,8 +20,8 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.rollmux.control.command import status as phases_status
-from scheduler.rollmux.control.service import listening_socket
 from scheduler.rollmux.control.socket_control import SocketControl
+from scheduler.rollmux.control.socket_server import listening_socket
 from scheduler.rollmux.control.wire import Absent, Beat, Ended
 from tests.integration.line_children import LineChild, LineChildren
 

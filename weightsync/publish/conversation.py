@@ -21,7 +21,7 @@ from harvester.contracts.errors import (
     Stale,
     Unsupported,
 )
-from weightsync.publish.words import RankMessage, WordFiles
+from weightsync.publish.mailbox import RankMessage, WordFiles
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _ERRORS = {e.__name__: e for e in (ConfigError, Corrupt, Exhausted, Stale, Unsupported)}

@@ -15,7 +15,7 @@ import msgspec
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import RoseMuxError
 from weightsync.publish.conversation import First, Other, said
-from weightsync.publish.words import WordFiles
+from weightsync.publish.mailbox import WordFiles
 
 RANKS_DIRECTORY = ".ranks"
 _T = TypeVar("_T", bound=msgspec.Struct)

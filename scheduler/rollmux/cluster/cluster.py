@@ -13,7 +13,10 @@ from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.model import PhaseKind, Placement, Pool
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.cluster.events import (
+from scheduler.rollmux.cluster.job_placement import JobPlacement, PlacementStage
+from scheduler.rollmux.cluster.measured import MeasuredSeconds
+from scheduler.rollmux.cluster.node_fleet import NodeFleet
+from scheduler.rollmux.cluster.plan_events import (
     CloseJob,
     ClusterEffect,
     ClusterEvent,
@@ -33,14 +36,11 @@ from scheduler.rollmux.cluster.events import (
     SettleJob,
     TellMove,
 )
-from scheduler.rollmux.cluster.fleet import NodeFleet
-from scheduler.rollmux.cluster.measured import MeasuredSeconds
-from scheduler.rollmux.cluster.stays import JobPlacement, PlacementStage
 from scheduler.rollmux.cluster.submission import KINDS, Submission, nodes_of, submission_fault
 from scheduler.rollmux.permits.events import JobLeft, JobPlaced
-from scheduler.rollmux.permits.standing import NO_EPOCH, JobPermit, PermitStage
+from scheduler.rollmux.permits.job_permit import NO_EPOCH, JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import JobTerms
-from scheduler.rollmux.planner.events import (
+from scheduler.rollmux.planner.group_events import (
     AddNode,
     GroupEffect,
     JobEnded,
@@ -61,7 +61,7 @@ _QUEUE_TRIES = 16
 
 
 class Permits(Protocol):
-    def standing(self, job: JobId) -> JobPermit | None: ...
+    def permit(self, job: JobId) -> JobPermit | None: ...
 
 
 class ClusterPolicy:
@@ -72,7 +72,7 @@ class ClusterPolicy:
         self.config = config
         self.planner = planner or GroupPlanner(config.judge, config.types, config.planner)
         self.fleet = NodeFleet(config.pools)
-        self.stays: dict[JobId, JobPlacement] = {}
+        self.placements: dict[JobId, JobPlacement] = {}
         """Every submitted job, in order of arrival."""
         self.residency = Residency({pool: one.host_bytes for pool, one in config.types.items()})
         """Host memory in use now; the planner's book counts what it has planned."""
@@ -93,7 +93,7 @@ class ClusterPolicy:
 
     def refusal(self, given: Submission) -> str:
         """Why the job will never be placed so; empty if it may be."""
-        known = self.stays.get(given.job)
+        known = self.placements.get(given.job)
         if known is not None and known.submission != given:
             return "the job is known with another declaration: it must be forgotten first"
         fault = submission_fault(given)
@@ -112,8 +112,8 @@ class ClusterPolicy:
                 self._submit(given, now)
             case PhaseAsked(job=job, kind=kind):
                 self._asked(job, kind is KINDS[0], now)
-            case PhaseBegan(job=job) if job in self.stays and not self.stays[job].started:
-                self.stays[job].started = True
+            case PhaseBegan(job=job) if job in self.placements and not self.placements[job].started:
+                self.placements[job].started = True
                 self.unsaved.add(job)
             case PhaseDone() if event.job in self.planner.facts:
                 self._learn(event, now)
@@ -124,7 +124,7 @@ class ClusterPolicy:
                     facts.belief()
                 facts.lose_iteration()
                 self.unsaved.add(job)
-            case JobGone(job=job) if job in self.stays:
+            case JobGone(job=job) if job in self.placements:
                 self._end(job, now)
             case NodeLost(node=node) if self.fleet.has_up(node):
                 self._lose(node, now)
@@ -150,10 +150,10 @@ class ClusterPolicy:
         named = self.fleet.named
         return named(placement.rollout_nodes), named(placement.training_nodes)
 
-    def wanted_terms(self, stay: JobPlacement) -> JobTerms | None:
+    def wanted_terms(self, placed: JobPlacement) -> JobTerms | None:
         """The permit terms of the job on its current nodes; None without nodes."""
-        rollout, training = self.machines(stay.at)
-        return stay.submission.terms(
+        rollout, training = self.machines(placed.at)
+        return placed.submission.terms(
             rollout,
             training,
             accelerators=self.config.rollout.type.accelerators,
@@ -162,37 +162,37 @@ class ClusterPolicy:
         )
 
     def _submit(self, given: Submission, now: float) -> None:
-        stay = self.stays.get(given.job)
-        if stay is None:
+        placed = self.placements.get(given.job)
+        if placed is None:
             self.arrivals += 1
-            stay = JobPlacement(submission=given, number=self.arrivals, submitted_s=now)
-            self.stays[given.job] = stay
+            placed = JobPlacement(submission=given, number=self.arrivals, submitted_s=now)
+            self.placements[given.job] = placed
             self.unsaved.add(given.job)
             self._admit(now)
             return
-        if stay.changed:
-            stay.changed = False
+        if placed.changed:
+            placed.changed = False
             self.unsaved.add(given.job)
-        if stay.stage is PlacementStage.MOVING and (stay.told or self._is_apart(stay)):
+        if placed.stage is PlacementStage.MOVING and (placed.told or self._is_apart(placed)):
             # Told at its iteration's end, or a new process is told with the answer.
-            self._leave_old(stay, now)
+            self._leave_old(placed, now)
 
     def _asked(self, job: JobId, begins: bool, now: float) -> None:
-        stay = self.stays.get(job)
-        if stay is not None and stay.arrived_s is not None:
+        placed = self.placements.get(job)
+        if placed is not None and placed.arrived_s is not None:
             self.unsaved.add(job)
-            if self.move_s.observe(now - stay.arrived_s):
+            if self.move_s.observe(now - placed.arrived_s):
                 self.layout_changed = True
                 self.planner.set_move_s(self.move_s.in_force_s)
-            stay.arrived_s = None
-        standing = self._permits.standing(job)
-        if standing is not None and standing.holding:
+            placed.arrived_s = None
+        permit = self._permits.permit(job)
+        if permit is not None and permit.holding:
             return
-        if stay is not None and begins and stay.told and stay.stage is PlacementStage.MOVING:
-            self._leave_old(stay, now)
+        if placed is not None and begins and placed.told and placed.stage is PlacementStage.MOVING:
+            self._leave_old(placed, now)
 
     def _learn(self, event: PhaseDone, now: float) -> None:
-        stay, facts = self.stays[event.job], self.planner.facts[event.job]
+        placed, facts = self.placements[event.job], self.planner.facts[event.job]
         ended = PhaseMeasured(
             job=event.job, phase=event.kind, solo_s=event.solo_s, measured=event.measured
         )
@@ -203,40 +203,40 @@ class ClusterPolicy:
             self.layout_changed = True
             self.planner.set_warm_start_s(self.warm_start_s.in_force_s)
         if event.curve:
-            facts.learn_tail(event.curve, accelerators=self._accelerators(stay))
+            facts.learn_tail(event.curve, accelerators=self._accelerators(placed))
         facts.belief()
-        if event.kind is stay.submission.phases[-1].kind:
-            stay.iterations += 1
-            self._tell_move(stay)
+        if event.kind is placed.submission.phases[-1].kind:
+            placed.iterations += 1
+            self._tell_move(placed)
         self.unsaved.add(event.job)
 
-    def _accelerators(self, stay: JobPlacement) -> int:
+    def _accelerators(self, placed: JobPlacement) -> int:
         """Accelerators of all the job's rollout nodes."""
-        return stay.submission.phases[0].nodes * self.config.rollout.type.accelerators
+        return placed.submission.phases[0].nodes * self.config.rollout.type.accelerators
 
-    def _tell_move(self, stay: JobPlacement) -> None:
-        rollout, training = self.machines(stay.to)
-        stay.told = stay.to is not None and bool(rollout) and bool(training)
-        if stay.told:
+    def _tell_move(self, placed: JobPlacement) -> None:
+        rollout, training = self.machines(placed.to)
+        placed.told = placed.to is not None and bool(rollout) and bool(training)
+        if placed.told:
             self._effects.append(
                 TellMove(
-                    job=stay.job,
+                    job=placed.job,
                     rollout_nodes=rollout,
                     training_nodes=training,
-                    reason=stay.reason,
+                    reason=placed.reason,
                 )
             )
 
     def _end(self, job: JobId, now: float) -> None:
-        stay = self.stays.pop(job)
+        placed = self.placements.pop(job)
         self.unsaved.add(job)
         self.layout_changed = True
-        if stay.stage is PlacementStage.QUEUED:
+        if placed.stage is PlacementStage.QUEUED:
             return
         self.residency.hold(job, (), 0)
         self._remove(job, for_good=True)
         facts = self.planner.facts[job]
-        if stay.iterations:
+        if placed.iterations:
             # A silent job is given up much later; that is no delay of the planner's making.
             account = facts.account
             self._effects.append(
@@ -244,8 +244,8 @@ class ClusterPolicy:
                     job=job,
                     slowdown=(facts.seen_s - account.began_s) / account.solo_s,
                     slo=account.slo,
-                    iterations=stay.iterations,
-                    moves=stay.moves,
+                    iterations=placed.iterations,
+                    moves=placed.moves,
                 )
             )
         self._apply(self.planner.observe(JobEnded(job=job), now=now), now)
@@ -258,16 +258,16 @@ class ClusterPolicy:
             why = f"node {node} failed; it is replaced"
             self.planner.book.supply = self._supply()
             self._apply(self.planner.observe(NodeFailed(node=name), now=now), now, why=why)
-        for job in self.stays:
-            standing = self._permits.standing(job)
-            if standing is not None and standing.holding and node in standing.nodes:
+        for job in self.placements:
+            permit = self._permits.permit(job)
+            if permit is not None and permit.holding and node in permit.nodes:
                 self._remove(job)
                 self._touched.add(job)
         self._let_in(now)
 
     def _resume(self, now: float) -> None:
-        for stay in self.stays.values():
-            self._touched.add(stay.job)
+        for placed in self.placements.values():
+            self._touched.add(placed.job)
         self._let_in(now)
 
     def _apply(self, effects: tuple[GroupEffect, ...], now: float, *, why: str = "") -> None:
@@ -281,120 +281,124 @@ class ClusterPolicy:
                 case ReleaseNode(node=name):
                     self.fleet.release(name)
                 case PlaceJob(group=group, placement=placement, reason=reason):
-                    stay = self.stays[placement.job]
-                    stay.placed_s, stay.reason = now, reason
-                    self.planner.facts[stay.job].belief()
-                    self._direct(stay, group, placement)
-                    self._decided(PlacementDecision.PLACED, stay, placement)
-                    self._enter_if_room(stay, now)
+                    placed = self.placements[placement.job]
+                    placed.placed_s, placed.reason = now, reason
+                    self.planner.facts[placed.job].belief()
+                    self._direct(placed, group, placement)
+                    self._decided(PlacementDecision.PLACED, placed, placement)
+                    self._enter_if_room(placed, now)
                 case MoveJob(group=group, placement=placement, reason=reason):
-                    self._move(self.stays[placement.job], group, placement, why or reason, now)
+                    self._move(self.placements[placement.job], group, placement, why or reason, now)
                 case RestartJob(group=group, placement=placement, reason=reason):
-                    self._restart(self.stays[placement.job], group, placement, why or reason, now)
+                    self._restart(
+                        self.placements[placement.job], group, placement, why or reason, now
+                    )
 
     def _decided(
-        self, decision: PlacementDecision, stay: JobPlacement, placement: Placement
+        self, decision: PlacementDecision, placed: JobPlacement, placement: Placement
     ) -> None:
         rollout, training = self.machines(placement)
         self._effects.append(
             PlanJob(
                 decision=decision,
-                job=stay.job,
-                group=stay.to_group or GroupId(""),
+                job=placed.job,
+                group=placed.to_group or GroupId(""),
                 rollout_nodes=rollout,
                 training_nodes=training,
-                beside=self._beside(stay, placement),
-                reason=stay.reason,
+                beside=self._beside(placed, placement),
+                reason=placed.reason,
             )
         )
 
-    def _beside(self, stay: JobPlacement, placement: Placement) -> tuple[JobId, ...]:
-        cell = self.planner.book.cells.get(stay.to_group or GroupId(""))
+    def _beside(self, placed: JobPlacement, placement: Placement) -> tuple[JobId, ...]:
+        cell = self.planner.book.cells.get(placed.to_group or GroupId(""))
         others = {} if cell is None else cell.pinned
         nodes = set(nodes_of(placement))
         found = (job for job, other in others.items() if nodes.intersection(nodes_of(other)))
-        return tuple(sorted(job for job in found if job != stay.job))
+        return tuple(sorted(job for job in found if job != placed.job))
 
-    def _direct(self, stay: JobPlacement, group: GroupId, placement: Placement) -> None:
-        stay.to, stay.to_group, stay.told = placement, group, False
-        self.unsaved.add(stay.job)
+    def _direct(self, placed: JobPlacement, group: GroupId, placement: Placement) -> None:
+        placed.to, placed.to_group, placed.told = placement, group, False
+        self.unsaved.add(placed.job)
 
     def _move(
-        self, stay: JobPlacement, group: GroupId, placement: Placement, reason: str, now: float
+        self, placed: JobPlacement, group: GroupId, placement: Placement, reason: str, now: float
     ) -> None:
-        stay.reason = reason
-        self._direct(stay, group, placement)
-        self._decided(PlacementDecision.MOVED, stay, placement)
-        if not stay.started or stay.at is None:
-            stay.changed = True
+        placed.reason = reason
+        self._direct(placed, group, placement)
+        self._decided(PlacementDecision.MOVED, placed, placement)
+        if not placed.started or placed.at is None:
+            placed.changed = True
             # Nothing of it is on the nodes that it would have to leave.
-            self._leave_old(stay, now)
+            self._leave_old(placed, now)
 
     def _restart(
-        self, stay: JobPlacement, group: GroupId, placement: Placement, reason: str, now: float
+        self, placed: JobPlacement, group: GroupId, placement: Placement, reason: str, now: float
     ) -> None:
         """A phase on nodes that the job keeps runs to its end; any other is over now."""
-        stay.reason = reason
-        self._direct(stay, group, placement)
-        self._decided(PlacementDecision.RESTARTED, stay, placement)
-        self._hold(stay, self.residency.kept(stay.job, placement))
-        standing = self._permits.standing(stay.job)
+        placed.reason = reason
+        self._direct(placed, group, placement)
+        self._decided(PlacementDecision.RESTARTED, placed, placement)
+        self._hold(placed, self.residency.kept(placed.job, placement))
+        permit = self._permits.permit(placed.job)
         own = {node for nodes in self.machines(placement) for node in nodes}
-        if standing is not None and not (standing.holding and own.issuperset(standing.nodes)):
-            self._remove(stay.job)
-        stay.at, stay.changed = None, True
-        self._touched.add(stay.job)
-        self._enter_if_room(stay, now)
+        if permit is not None and not (permit.holding and own.issuperset(permit.nodes)):
+            self._remove(placed.job)
+        placed.at, placed.changed = None, True
+        self._touched.add(placed.job)
+        self._enter_if_room(placed, now)
 
-    def _leave_old(self, stay: JobPlacement, now: float) -> None:
-        stay.at = None
-        self._hold(stay, ())
-        self._touched.add(stay.job)
-        self.unsaved.add(stay.job)
+    def _leave_old(self, placed: JobPlacement, now: float) -> None:
+        placed.at = None
+        self._hold(placed, ())
+        self._touched.add(placed.job)
+        self.unsaved.add(placed.job)
         self.layout_changed = True
-        self._apply(self.planner.observe(JobMoved(job=stay.job), now=now), now)
+        self._apply(self.planner.observe(JobMoved(job=placed.job), now=now), now)
         self._let_in(now)
 
-    def _hold(self, stay: JobPlacement, nodes: tuple[NodeId, ...]) -> None:
-        self.residency.hold(stay.job, nodes, stay.submission.host_bytes)
+    def _hold(self, placed: JobPlacement, nodes: tuple[NodeId, ...]) -> None:
+        self.residency.hold(placed.job, nodes, placed.submission.host_bytes)
 
-    def _enter_if_room(self, stay: JobPlacement, now: float) -> None:
-        assert stay.to is not None
-        if not self.residency.has_room(stay.to, stay.submission.host_bytes):
+    def _enter_if_room(self, placed: JobPlacement, now: float) -> None:
+        assert placed.to is not None
+        if not self.residency.has_room(placed.to, placed.submission.host_bytes):
             return
-        stay.moves += stay.started
-        stay.arrived_s = now if stay.started else None
-        self._hold(stay, nodes_of(stay.to))
-        stay.arrive()
-        self._arrived.add(stay.job)
-        self._touched.add(stay.job)
-        self.unsaved.add(stay.job)
+        placed.moves += placed.started
+        placed.arrived_s = now if placed.started else None
+        self._hold(placed, nodes_of(placed.to))
+        placed.arrive()
+        self._arrived.add(placed.job)
+        self._touched.add(placed.job)
+        self.unsaved.add(placed.job)
 
     def _let_in(self, now: float) -> None:
         """Binds machines first, then memory for jobs between two places, then places for the
         queue."""
         for name in self.fleet.bind_awaited():
             self.layout_changed = True
-            self._touched |= {job for job, stay in self.stays.items() if _is_on(stay, name)}
-        for stay in self.stays.values():
-            if stay.stage is PlacementStage.BETWEEN and all(self.machines(stay.to)):
-                self._enter_if_room(stay, now)
+            self._touched |= {
+                job for job, placed in self.placements.items() if _is_on(placed, name)
+            }
+        for placed in self.placements.values():
+            if placed.stage is PlacementStage.BETWEEN and all(self.machines(placed.to)):
+                self._enter_if_room(placed, now)
         self._admit(now)
 
     def _admit(self, now: float) -> None:
         """First come, first served; a later job may pass if it takes no free node."""
         book = self.planner.book
         book.supply = self._supply()
-        waiting = [one for one in self.stays.values() if one.stage is PlacementStage.QUEUED]
-        for stay in waiting[:_QUEUE_TRIES]:
+        waiting = [one for one in self.placements.values() if one.stage is PlacementStage.QUEUED]
+        for placed in waiting[:_QUEUE_TRIES]:
             try:
-                effects = self.planner.observe(stay.arrival, now=now)
+                effects = self.planner.observe(placed.arrival, now=now)
             except Exhausted as error:
                 book.supply = dict.fromkeys(Pool, 0)
-                if stay.reason != str(error):
-                    stay.reason = str(error)
-                    self.unsaved.add(stay.job)
-                    self._effects.append(QueueJob(job=stay.job, reason=stay.reason))
+                if placed.reason != str(error):
+                    placed.reason = str(error)
+                    self.unsaved.add(placed.job)
+                    self._effects.append(QueueJob(job=placed.job, reason=placed.reason))
                 continue
             self._apply(effects, now)
 
@@ -404,23 +408,23 @@ class ClusterPolicy:
         return {pool: up[pool] + self.fleet.spare(pool) for pool in self.config.pools}
 
     def _remove(self, job: JobId, *, for_good: bool = False) -> None:
-        standing = self._permits.standing(job)
-        known = standing is not None and (for_good or standing.stage is not PermitStage.APART)
+        permit = self._permits.permit(job)
+        known = permit is not None and (for_good or permit.stage is not PermitStage.APART)
         if known and job not in self._removed:
             self._removed.add(job)
             self._effects.append(JobLeft(job=job, for_good=for_good))
 
-    def _is_apart(self, stay: JobPlacement) -> bool:
-        standing = self._permits.standing(stay.job)
-        return standing is None or standing.stage is PermitStage.APART or standing.epoch == NO_EPOCH
+    def _is_apart(self, placed: JobPlacement) -> bool:
+        permit = self._permits.permit(placed.job)
+        return permit is None or permit.stage is PermitStage.APART or permit.epoch == NO_EPOCH
 
     def _rank(self, effect: ClusterEffect) -> int:
         """New terms before a holder leaves: a job that waits for a freed node must not be on a lost
         one, nor about to leave itself."""
         match effect:
             case JobLeft(job=job):
-                standing = self._permits.standing(job)
-                return int(standing is not None and standing.holding)
+                permit = self._permits.permit(job)
+                return int(permit is not None and permit.holding)
             case JobPlaced(terms=terms) if terms.job in self._removed:
                 return 2
         return 0
@@ -428,26 +432,26 @@ class ClusterPolicy:
     def _settle(self) -> None:
         """Terms as they shall be now, where they may have changed."""
         for job in sorted(self._touched):
-            stay, standing = self.stays.get(job), self._permits.standing(job)
-            if stay is None:
+            placed, permit = self.placements.get(job), self._permits.permit(job)
+            if placed is None:
                 continue
-            wanted = self.wanted_terms(stay)
-            there = None if standing is None or job in self._removed else standing.terms
+            wanted = self.wanted_terms(placed)
+            there = None if permit is None or job in self._removed else permit.terms
             if wanted is None:
                 self._remove(job)
             elif wanted != there or job in self._arrived:
-                self._effects += [JobPlaced(terms=wanted), self._settled(stay)]
+                self._effects += [JobPlaced(terms=wanted), self._settled(placed)]
         self._touched = set()
 
-    def _settled(self, stay: JobPlacement) -> SettleJob:
-        rollout, training = self.machines(stay.at)
+    def _settled(self, placed: JobPlacement) -> SettleJob:
+        rollout, training = self.machines(placed.at)
         return SettleJob(
-            job=stay.job,
-            group=stay.group or GroupId(""),
+            job=placed.job,
+            group=placed.group or GroupId(""),
             rollout_nodes=rollout,
             training_nodes=training,
         )
 
 
-def _is_on(stay: JobPlacement, name: NodeId) -> bool:
-    return stay.at is not None and name in nodes_of(stay.at)
+def _is_on(placed: JobPlacement, name: NodeId) -> bool:
+    return placed.at is not None and name in nodes_of(placed.at)

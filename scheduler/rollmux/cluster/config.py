@@ -7,7 +7,7 @@ from scheduler.model import Pool
 from scheduler.rollmux.beliefs.slo import ChanceConstraint
 from scheduler.rollmux.forecast.judge import OUR_RULES, Distributional
 from scheduler.rollmux.forecast.stages import Rules
-from scheduler.rollmux.planner.book import NodeType
+from scheduler.rollmux.planner.group_table import NodeType
 from scheduler.rollmux.planner.planner import PlannerConfig
 from scheduler.rollmux.planner.relocation import MovePrices
 

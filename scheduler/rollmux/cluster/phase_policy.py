@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from harvester.contracts.ids import JobId
-from scheduler.rollmux.cluster.events import JobSubmitted, NodeBack, NodeLost, PlanEffect
+from scheduler.rollmux.cluster.plan_events import JobSubmitted, NodeBack, NodeLost, PlanEffect
 from scheduler.rollmux.permits.events import PermitEffect, PermitEvent
-from scheduler.rollmux.permits.standing import JobPermit
+from scheduler.rollmux.permits.job_permit import JobPermit
 
 RuntimeEvent = PermitEvent | JobSubmitted | NodeLost | NodeBack
 RuntimeEffect = PermitEffect | PlanEffect
@@ -32,7 +32,7 @@ class PhasePolicy(Protocol):
 
     def knows(self, job: JobId) -> bool: ...
 
-    def standing(self, job: JobId) -> JobPermit | None: ...
+    def permit(self, job: JobId) -> JobPermit | None: ...
 
     def ahead(self, job: JobId, *, now: float) -> int: ...
 

@@ -13,8 +13,11 @@ from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.beliefs.tail import Completion
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
+from scheduler.rollmux.cluster.cluster_record import ClusterRecord, restore, snapshot
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.cluster.events import (
+from scheduler.rollmux.cluster.job_placement import JobPlacement, PlacementStage
+from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
+from scheduler.rollmux.cluster.plan_events import (
     ClusterEvent,
     ClusterResumed,
     JobGone,
@@ -27,9 +30,6 @@ from scheduler.rollmux.cluster.events import (
     PhaseLost,
     PlanReviewed,
 )
-from scheduler.rollmux.cluster.memory import ClusterRecord, restore, snapshot
-from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
-from scheduler.rollmux.cluster.stays import JobPlacement, PlacementStage
 from scheduler.rollmux.permits.completion import SEEN_MIN
 from scheduler.rollmux.permits.events import (
     ControlResumed,
@@ -47,8 +47,8 @@ from scheduler.rollmux.permits.events import (
     Refuse,
     TimePassed,
 )
+from scheduler.rollmux.permits.job_permit import JobPermit
 from scheduler.rollmux.permits.permits import PermitPolicy
-from scheduler.rollmux.permits.standing import JobPermit
 from scheduler.rollmux.permits.terms import PermitsConfig
 from scheduler.rollmux.planner.planner import GroupPlanner
 
@@ -102,14 +102,14 @@ class PhaseRuntime:
     @property
     def jobs(self) -> tuple[JobId, ...]:
         """All submitted jobs."""
-        return tuple(self.cluster.stays)
+        return tuple(self.cluster.placements)
 
     def knows(self, job: JobId) -> bool:
-        return job in self.cluster.stays
+        return job in self.cluster.placements
 
-    def standing(self, job: JobId) -> JobPermit | None:
+    def permit(self, job: JobId) -> JobPermit | None:
         """The job's standing; read-only for callers."""
-        return self.permits.standing(job)
+        return self.permits.permit(job)
 
     def ahead(self, job: JobId, *, now: float) -> int:
         """Jobs that come before this one on its nodes."""
@@ -129,7 +129,7 @@ class PhaseRuntime:
         match event:
             case JobSubmitted() | NodeLost() | NodeBack():
                 self._plan(event, now)
-            case JobLeft(job=job) if job in self.cluster.stays:
+            case JobLeft(job=job) if job in self.cluster.placements:
                 self._plan(JobGone(job=job), now)
             case JobPlaced(terms=terms):
                 self._refuse(terms.job, "this control plans: submit the job, and it is placed")
@@ -146,30 +146,30 @@ class PhaseRuntime:
 
     def held_up(self, job: JobId, kind: PhaseKind) -> str:
         """Why a job that is known has no line to stand in for that phase now; empty if it has."""
-        stay = self.cluster.stays.get(job)
-        if stay is None:
+        placed = self.cluster.placements.get(job)
+        if placed is None:
             return ""
-        terms = self.cluster.wanted_terms(stay)
-        standing = self.permits.standing(job)
-        if standing is not None and standing.holding:
+        terms = self.cluster.wanted_terms(placed)
+        permit = self.permits.permit(job)
+        if permit is not None and permit.holding:
             return ""
-        if terms is not None and terms.phase(kind) is not None and not stay.changed:
+        if terms is not None and terms.phase(kind) is not None and not placed.changed:
             return ""
-        if stay.changed:
-            return f"its nodes have changed: {stay.reason}"
-        if stay.stage is PlacementStage.QUEUED:
-            return f"it waits for a place: {stay.reason}"
-        if stay.at is not None:
-            return f"{stay.reason}, and none is free yet"
+        if placed.changed:
+            return f"its nodes have changed: {placed.reason}"
+        if placed.stage is PlacementStage.QUEUED:
+            return f"it waits for a place: {placed.reason}"
+        if placed.at is not None:
+            return f"{placed.reason}, and none is free yet"
         return "it waits for room on its new nodes"
 
     def _request(self, event: PhaseRequested, now: float) -> None:
-        stay = self.cluster.stays.get(event.job)
-        if stay is not None and (stay.told or stay.arrived_s is not None):
+        placed = self.cluster.placements.get(event.job)
+        if placed is not None and (placed.told or placed.arrived_s is not None):
             self._plan(PhaseAsked(job=event.job, kind=event.kind), now)
         reason = self.held_up(event.job, event.kind)
         if reason:
-            changed = stay is not None and stay.changed
+            changed = placed is not None and placed.changed
             self._effects.append(Refuse(job=event.job, reason=reason, unknown=changed))
         else:
             self._permit(event, now)
@@ -188,8 +188,8 @@ class PhaseRuntime:
         for effect in effects:
             match effect:
                 case GrantPermit(job=job):
-                    stay = self.cluster.stays.get(job)
-                    if stay is not None and not stay.started:
+                    placed = self.cluster.placements.get(job)
+                    if placed is not None and not placed.started:
                         self._plan(PhaseBegan(job=job), now)
                 case EndPermit(ended=PermitEndReason.DONE):
                     curve = self._curve(effect)
@@ -221,8 +221,8 @@ class PhaseRuntime:
 
     def _curve(self, end: EndPermit) -> tuple[Completion, ...]:
         """Completion curve of the job's rollouts, once enough of them were seen."""
-        standing = self.permits.standing(end.job)
-        curve = None if standing is None else standing.curves.get(end.kind)
+        permit = self.permits.permit(end.job)
+        curve = None if permit is None else permit.curves.get(end.kind)
         return curve.points if curve is not None and curve.seen >= SEEN_MIN else ()
 
     def _refuse(self, job: JobId, reason: str) -> None:
@@ -234,19 +234,19 @@ class PhaseRuntime:
                 self._heard_s[given.job] = now
             case (
                 PhaseRequested() | PhaseWithdrawn() | HolderHeard() | PhaseNarrowed() | PhaseEnded()
-            ) if event.job in self.cluster.stays:
+            ) if event.job in self.cluster.placements:
                 self._heard_s[event.job] = now
             case ControlResumed():
-                self._heard_s = dict.fromkeys(self.cluster.stays, now)
+                self._heard_s = dict.fromkeys(self.cluster.placements, now)
             case _:
                 pass
 
     def _silent(self, now: float) -> list[JobId]:
         """Placed jobs that have been silent longer than `gone_s`; waiting jobs may be silent."""
-        placed = [job for job, stay in self.cluster.stays.items() if _is_placed(stay)]
-        self._heard_s = {job: self._heard_s.get(job, now) for job in placed}
-        return [job for job in placed if now - self._heard_s[job] > self.config.cluster.gone_s]
+        on_nodes = [job for job, placed in self.cluster.placements.items() if _is_placed(placed)]
+        self._heard_s = {job: self._heard_s.get(job, now) for job in on_nodes}
+        return [job for job in on_nodes if now - self._heard_s[job] > self.config.cluster.gone_s]
 
 
-def _is_placed(stay: JobPlacement) -> bool:
-    return stay.stage is not PlacementStage.QUEUED
+def _is_placed(placed: JobPlacement) -> bool:
+    return placed.stage is not PlacementStage.QUEUED

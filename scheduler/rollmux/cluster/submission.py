@@ -10,7 +10,7 @@ from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Placement
 from scheduler.rollmux.beliefs.durations import Measured
 from scheduler.rollmux.beliefs.tail import Completion, best_tail, tail_accelerators
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms, leased_tail
-from scheduler.rollmux.planner.events import JobArrived
+from scheduler.rollmux.planner.group_events import JobArrived
 
 NODES_MAX: Final = 8
 """Nodes of one pool per job; the limit of `rosemux plan` too."""

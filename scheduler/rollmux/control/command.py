@@ -48,7 +48,7 @@ def serve(
     import msgspec
 
     from harvester.contracts.errors import ConfigError
-    from scheduler.rollmux.control.service import serve as served
+    from scheduler.rollmux.control.socket_server import serve as served
     from scheduler.rollmux.permits.terms import PermitsConfig
 
     settings: dict[str, Any] = {

@@ -49,8 +49,8 @@ from scheduler.rollmux.control.wire import (
     Waiting,
     Withdraw,
 )
+from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.leased_tail import Tail
-from scheduler.rollmux.permits.standing import PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, leased_tail
 
 Resume = Callable[[bool], None]
@@ -214,19 +214,19 @@ class PhaseControl:
         ended_s = self._clock.now()
         # A tail has its nodes in part, and leaves that part to the job that has the rest.
         whole = permit.stage in (PermitStage.RUNNING, PermitStage.NARROWING) and not failed
-        stays = resident is not None and resident.stays_loaded and whole
+        placements = resident is not None and resident.stays_loaded and whole
         try:
-            if resident is not None and not stays:
+            if resident is not None and not placements:
                 resident.on_release()
         except BaseException as error:
             self._leave(permit, failed=failed or f"could not be released: {error!r}")
             raise
         self._loading_s += self._clock.now() - ended_s
-        if resident is not None and stays:
+        if resident is not None and placements:
             self._loaded.leave(
                 permit.kind, permit.nodes, resident.on_release, lease_s=permit.lease_s
             )
-        self._leave(permit, failed=failed, stays_loaded=stays)
+        self._leave(permit, failed=failed, stays_loaded=placements)
         if not failed:
             permit.check()
 

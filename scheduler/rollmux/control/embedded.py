@@ -6,8 +6,8 @@ from types import TracebackType
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.control.desk import TICK_S
-from scheduler.rollmux.control.opening import compile_for, make_service
+from scheduler.rollmux.control.make_service import compile_for, make_service
+from scheduler.rollmux.control.phase_service import TICK_S
 from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.control.wire import (
     WAIT_MAX_S,
@@ -37,37 +37,37 @@ class EmbeddedControl:
         """Starts the control; with a `cluster` it plans."""
         self._clock = clock or MonotonicClock()
         compile_for(cluster)
-        self._desk = make_service(
+        self._service = make_service(
             config or PermitsConfig(), self._clock, state=state, journal=journal, cluster=cluster
         )
         self._changed = threading.Condition()
-        self._desk.on_change = self._changed.notify_all
+        self._service.on_change = self._changed.notify_all
         self._closed = False
         self._ticking = threading.Thread(target=self._tick, name="phase-control", daemon=True)
         self._ticking.start()
 
     def call(self, name: str, message: Call) -> Reply:  # noqa: ARG002 - the message says it all
         with self._changed:
-            reply = self._desk.call(checked(message))
+            reply = self._service.call(checked(message))
             if not isinstance(message, Enter):
                 return reply
             until_s = self._clock.now() + min(message.wait_s, WAIT_MAX_S)
             while isinstance(reply, Waiting) and (left_s := until_s - self._clock.now()) > 0:
                 self._changed.wait(left_s)
-                reply = self._desk.look(message)
+                reply = self._service.look(message)
             return reply
 
     def jobs(self) -> tuple[JobStatus, ...]:
         """Status of every job."""
         with self._changed:
-            return statuses(self._desk)
+            return statuses(self._service)
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._ticking.join()
-        self._desk.close()
+        self._service.close()
 
     def __enter__(self) -> "EmbeddedControl":
         return self
@@ -83,5 +83,5 @@ class EmbeddedControl:
     def _tick(self) -> None:
         with self._changed:
             while not self._closed:
-                self._desk.tick()
+                self._service.tick()
                 self._changed.wait(TICK_S)

@@ -11,7 +11,8 @@ from typing import Any, Final
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.rollmux.cluster.events import (
+from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
+from scheduler.rollmux.cluster.plan_events import (
     CloseJob,
     JobSubmitted,
     NodeLost,
@@ -21,7 +22,6 @@ from scheduler.rollmux.cluster.events import (
     SettleJob,
     TellMove,
 )
-from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
 from scheduler.rollmux.cluster.submission import Submission
 from scheduler.rollmux.control.journal_lines import Began, Dated, Moment
 from scheduler.rollmux.control.permit_story import PermitStory
@@ -76,7 +76,7 @@ class JobStory:
 
     def _is_in(self, snapshot: dict[str, Any]) -> bool:
         planned = snapshot.get("plan", {}).get("jobs", ())
-        if any(one["stay"]["submission"]["job"] == self._job for one in planned):
+        if any(one["placed"]["submission"]["job"] == self._job for one in planned):
             return True
         permits = snapshot.get("permits", snapshot).get("jobs", ())
         return any(one["terms"]["job"] == self._job for one in permits)

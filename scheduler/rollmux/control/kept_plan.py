@@ -9,7 +9,7 @@ import msgspec
 
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
-from scheduler.rollmux.cluster.memory import (
+from scheduler.rollmux.cluster.cluster_record import (
     ClusterRecord,
     JobRecord,
     Layout,

@@ -1,7 +1,7 @@
 """Prometheus metrics of the phase control: waiting jobs, holders and faults.
 
-Fed with every decision of the desk, and brought up to date at a scrape. Labelled by phase and by
-reason only: thousands of jobs and nodes may share one control; their names are in its status
+Fed with every decision of the phase service, and brought up to date at a scrape. Labels are phase
+and reason only: thousands of jobs and nodes may share one control; their names are in its status
 and in its journal.
 """
 
@@ -19,8 +19,8 @@ from prometheus_client import (
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.cluster.events import CloseJob, PlanJob
 from scheduler.rollmux.cluster.phase_policy import PhasePolicy, RuntimeEffect
+from scheduler.rollmux.cluster.plan_events import CloseJob, PlanJob
 from scheduler.rollmux.control.plan_metrics import PlanMetrics
 from scheduler.rollmux.permits.events import (
     EndPermit,
@@ -32,7 +32,7 @@ from scheduler.rollmux.permits.events import (
     WarnHolder,
     WidenPermit,
 )
-from scheduler.rollmux.permits.standing import JobPermit, PermitStage
+from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
 
 _BUCKETS_S = (0.01, 0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600)
 _UNKNOWN = "unknown"
@@ -83,18 +83,18 @@ class PhaseMetrics:
 
     def resume(self, policy: PhasePolicy) -> None:
         """After a restart: processes and nodes that were known before do not count as new."""
-        for standing in _standings(policy):
-            self._last_job |= dict.fromkeys(standing.nodes, standing.job)
-            if standing.holder:
-                kinds = {phase.kind for phase in standing.terms.phases}
-                self._processes[standing.job] = (standing.holder, kinds)
+        for permit in _standings(policy):
+            self._last_job |= dict.fromkeys(permit.nodes, permit.job)
+            if permit.holder:
+                kinds = {phase.kind for phase in permit.terms.phases}
+                self._processes[permit.job] = (permit.holder, kinds)
 
     def decided(self, effects: Iterable[RuntimeEffect], policy: PhasePolicy, *, now: float) -> None:
         """`policy` as it stands after `effects`."""
         for effect in effects:
             match effect:
                 case GrantPermit():
-                    self._granted(effect, policy.standing(effect.job), now)
+                    self._granted(effect, policy.permit(effect.job), now)
                 case WidenPermit():
                     self._on_nodes(effect.job, effect.nodes, _kind(policy, effect.job))
                 case FreeNodes():
@@ -104,7 +104,7 @@ class PhaseMetrics:
                 case RevokePermit():
                     self._revocations.labels(_kind(policy, effect.job)).inc()
                 case EndPermit():
-                    self._end(effect, policy.standing(effect.job), now)
+                    self._end(effect, policy.permit(effect.job), now)
                 case RemoveJob():
                     self._processes.pop(effect.job, None)
                 case PlanJob() | CloseJob():
@@ -128,15 +128,15 @@ class PhaseMetrics:
             self._nodes.labels(kind).set(sum(len(each.nodes) for each in held))
         return generate_latest(self.registry)
 
-    def _granted(self, grant: GrantPermit, standing: JobPermit | None, now: float) -> None:
+    def _granted(self, grant: GrantPermit, permit: JobPermit | None, now: float) -> None:
         holder, kinds = self._processes.get(grant.job, ("", set()))
         if holder != grant.holder:
             kinds = set()
         self._starts.labels(grant.kind, "warm" if grant.kind in kinds else "cold").inc()
         self._processes[grant.job] = (grant.holder, kinds | {grant.kind})
         self._on_nodes(grant.job, grant.nodes, grant.kind)
-        if standing is not None:
-            self._wait_s.labels(grant.kind).observe(max(0.0, now - standing.enqueued_s))
+        if permit is not None:
+            self._wait_s.labels(grant.kind).observe(max(0.0, now - permit.enqueued_s))
 
     def _on_nodes(self, job: JobId, nodes: tuple[NodeId, ...], kind: str) -> None:
         others = sum(self._last_job.get(node, job) != job for node in nodes)
@@ -145,10 +145,10 @@ class PhaseMetrics:
             self._last_job.clear()
         self._last_job |= dict.fromkeys(nodes, job)
 
-    def _end(self, end: EndPermit, standing: JobPermit | None, now: float) -> None:
+    def _end(self, end: EndPermit, permit: JobPermit | None, now: float) -> None:
         self._ended.labels(end.kind, end.ended).inc()
-        if standing is not None:
-            self._hold_s.labels(end.kind).observe(max(0.0, now - standing.started_s))
+        if permit is not None:
+            self._hold_s.labels(end.kind).observe(max(0.0, now - permit.started_s))
 
     def _begin(self, kind: PhaseKind) -> None:
         """Every series is there from the first scrape on: an increase needs a zero before it."""
@@ -174,16 +174,16 @@ class PhaseMetrics:
 
 
 def _standings(policy: PhasePolicy) -> Iterable[JobPermit]:
-    found = (policy.standing(job) for job in policy.jobs)
+    found = (policy.permit(job) for job in policy.jobs)
     return (each for each in found if each is not None)
 
 
-def _waits(standing: JobPermit, kind: PhaseKind) -> bool:
+def _waits(permit: JobPermit, kind: PhaseKind) -> bool:
     """Whether a worker waits; an unclaimed place keeps no worker waiting."""
-    claimed = standing.stage is PermitStage.WAITING and standing.heard_s is not None
-    return claimed and standing.kind is kind
+    claimed = permit.stage is PermitStage.WAITING and permit.heard_s is not None
+    return claimed and permit.kind is kind
 
 
 def _kind(policy: PhasePolicy, job: JobId) -> str:
-    standing = policy.standing(job)
-    return _UNKNOWN if standing is None or standing.kind is None else standing.kind
+    permit = policy.permit(job)
+    return _UNKNOWN if permit is None or permit.kind is None else permit.kind

@@ -23,10 +23,10 @@ class NodeHolders:
     def begin(self, standings: Iterable[Mapping[str, Any]]) -> None:
         """Anew, with the records of a snapshot."""
         self._on, self._keeps = {}, {}
-        for standing in standings:
-            job = JobId(standing["terms"]["job"])
-            self._add(job, standing.get("nodes", ()))
-            self._keeps[job] = tuple(standing.get("keep", ()))
+        for permit in standings:
+            job = JobId(permit["terms"]["job"])
+            self._add(job, permit.get("nodes", ()))
+            self._keeps[job] = tuple(permit.get("keep", ()))
 
     def heard(self, effect: RuntimeEffect) -> None:
         match effect:

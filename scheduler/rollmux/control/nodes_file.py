@@ -13,7 +13,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN, NodeId
 from harvester.platform.yaml_file import Where, explained, named, parse_fields, read_text
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
-from scheduler.rollmux.planner.book import NodeType
+from scheduler.rollmux.planner.group_table import NodeType
 
 GB: Final = 10**9
 NODES_MAX: Final = 10_000

@@ -1,4 +1,4 @@
-"""The phase control on Ray: a detached, named actor with the same desk, and its transport.
+"""The phase control on Ray: a detached, named actor with the same service, and its transport.
 
 Messages cross as JSON bytes of the wire's own records. Ray restarts the actor when its process or
 node dies; with a state file that the new node sees too, it knows its holders then.
@@ -16,9 +16,9 @@ import msgspec
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.control.front import AsyncPhaseApi
-from scheduler.rollmux.control.opening import compile_for, make_service
-from scheduler.rollmux.control.service import exposition
+from scheduler.rollmux.control.async_api import AsyncPhaseApi
+from scheduler.rollmux.control.make_service import compile_for, make_service
+from scheduler.rollmux.control.socket_server import exposition
 from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.control.wire import Absent, Call, Enter, JobStatus, Reply, decoded_reply
 from scheduler.rollmux.permits.terms import PermitsConfig
@@ -44,14 +44,14 @@ class ControlActor:
         clock = MonotonicClock()
         planned = None if cluster is None else msgspec.convert(cluster, ClusterConfig)
         compile_for(planned)
-        self._desk = make_service(
+        self._service = make_service(
             msgspec.convert(config, PermitsConfig),
             clock,
             state=None if state is None else Path(state),
             journal=None if journal is None else Path(journal),
             cluster=planned,
         )
-        self._front = AsyncPhaseApi(self._desk, clock)
+        self._api = AsyncPhaseApi(self._service, clock)
         self._ticking: asyncio.Task[None] | None = None
         self._metrics_port = metrics_port
 
@@ -60,29 +60,29 @@ class ControlActor:
         if self._ticking is None:
             self._ticking = asyncio.ensure_future(self._live())
         if self._ticking.done():
-            # An error of the desk. Its state is on disk: Ray starts a process that died anew.
+            # An error of the service; its state is on disk, and Ray restarts a process that died.
             os._exit(1)
         try:
-            return await self._front.call(name, body), ""
+            return await self._api.call(name, body), ""
         except PeerProtocolError as error:
             return b"", str(error)
 
     async def jobs(self) -> bytes:
         """Status of every job, as the wire's records."""
-        return msgspec.json.encode(statuses(self._desk))
+        return msgspec.json.encode(statuses(self._service))
 
     async def metrics(self) -> bytes:
         """Metrics in Prometheus's text format."""
-        return self._desk.metrics()
+        return self._service.metrics()
 
     async def _live(self) -> None:
         async with AsyncExitStack() as stack:
             try:
-                await stack.enter_async_context(exposition(self._desk, self._metrics_port))
+                await stack.enter_async_context(exposition(self._service, self._metrics_port))
             except ConfigError as error:
                 # Jobs need the control more than anybody needs its figures.
                 _LOG.warning("no metrics: %s", error)
-            await self._front.tick()
+            await self._api.tick()
 
 
 def started(

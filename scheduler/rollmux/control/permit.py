@@ -13,7 +13,7 @@ from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control.wire import Absent, Beat, Ended, Granted, Orders, Transport
 from scheduler.rollmux.permits.events import Recall
-from scheduler.rollmux.permits.standing import PermitStage
+from scheduler.rollmux.permits.job_permit import PermitStage
 
 _BEATS_PER_LEASE = 3
 _BEAT_MAX_S = 1.0

@@ -25,7 +25,7 @@ from scheduler.rollmux.permits.events import (
     WarnHolder,
     WidenPermit,
 )
-from scheduler.rollmux.permits.standing import HOLDING, PermitStage
+from scheduler.rollmux.permits.job_permit import HOLDING, PermitStage
 
 _SHOWN = 3
 """Most jobs named in an answer."""

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from scheduler.model import Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
-from scheduler.rollmux.cluster.events import CloseJob, PlacementDecision, PlanJob
-from scheduler.rollmux.cluster.stays import PlacementStage
+from scheduler.rollmux.cluster.job_placement import PlacementStage
+from scheduler.rollmux.cluster.plan_events import CloseJob, PlacementDecision, PlanJob
 
 _STATES = ("used", "free", "failed", "missing")
 _KEPT, _OWED, _BROKEN = "kept", "owed", "broken"
@@ -70,7 +70,7 @@ class PlanMetrics:
             self._ended.labels(_KEPT if effect.kept else _BROKEN).inc()
 
     def show(self, cluster: ClusterPolicy, *, now: float) -> None:
-        stages = Tally(stay.stage for stay in cluster.stays.values())
+        stages = Tally(placed.stage for placed in cluster.placements.values())
         for stage in PlacementStage:
             self._jobs.labels(stage).set(stages[stage])
         for pool in (Pool.ROLLOUT, Pool.TRAINING):
@@ -89,5 +89,5 @@ class PlanMetrics:
         self._credit.set(min(credits_s, default=0.0))
         self._promises.labels(_KEPT).set(len(credits_s) - owed)
         self._promises.labels(_OWED).set(owed)
-        queued = [one for one in cluster.stays.values() if one.stage is PlacementStage.QUEUED]
+        queued = [one for one in cluster.placements.values() if one.stage is PlacementStage.QUEUED]
         self._longest.set(max((now - one.submitted_s for one in queued), default=0.0))

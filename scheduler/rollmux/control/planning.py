@@ -1,6 +1,6 @@
-"""The desk of a control that plans: jobs are submitted, and their permits follow the plan.
+"""The phase service of a control that plans: jobs are submitted, and their permits follow the plan.
 
-Decides nothing itself: the runtime does. The desk keeps permits and plan in one
+Decides nothing itself: the runtime does. The service keeps permits and plan in one
 transaction, so that a phase is learned from once, whenever the control ends.
 """
 
@@ -11,14 +11,13 @@ from harvester.contracts.clock import Clock, monotonic_origin
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
+from scheduler.rollmux.cluster.cluster_record import strangers
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.cluster.events import JobSubmitted, NodeBack, NodeLost, PlanEffect
-from scheduler.rollmux.cluster.memory import strangers
+from scheduler.rollmux.cluster.job_placement import PlacementStage
 from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
+from scheduler.rollmux.cluster.plan_events import JobSubmitted, NodeBack, NodeLost, PlanEffect
 from scheduler.rollmux.cluster.runtime import PhaseRuntime, RuntimeConfig
-from scheduler.rollmux.cluster.stays import PlacementStage
 from scheduler.rollmux.cluster.submission import Submission
-from scheduler.rollmux.control.desk import JOBS_MAX, JOURNAL_BYTES, PhaseService
 from scheduler.rollmux.control.kept_plan import (
     KeptClock,
     changed_records,
@@ -27,6 +26,7 @@ from scheduler.rollmux.control.kept_plan import (
     shift_s,
     shifted,
 )
+from scheduler.rollmux.control.phase_service import JOBS_MAX, JOURNAL_BYTES, PhaseService
 from scheduler.rollmux.control.plan_status import plan_status
 from scheduler.rollmux.control.wire import (
     Call,
@@ -101,28 +101,30 @@ class PlanningService(PhaseService):
 
         A job that was told to move repeats it when it has left its old nodes.
         """
-        known = self.cluster.stays.get(given.job)
+        known = self.cluster.placements.get(given.job)
         refusal = self.cluster.refusal(given)
         if refusal:
             return CallRefused(reason=refusal)
-        if known is None and len(self.cluster.stays) >= JOBS_MAX:
+        if known is None and len(self.cluster.placements) >= JOBS_MAX:
             return CallRefused(reason=f"{JOBS_MAX} jobs are known", retry_after_s=_RETRY_S)
         self._observe(JobSubmitted(submission=given))
-        stay = self.cluster.stays[given.job]
-        if stay.stage is PlacementStage.QUEUED:
+        placed = self.cluster.placements[given.job]
+        if placed.stage is PlacementStage.QUEUED:
             waiting = [
-                one for one in self.cluster.stays.values() if one.stage is PlacementStage.QUEUED
+                one
+                for one in self.cluster.placements.values()
+                if one.stage is PlacementStage.QUEUED
             ]
-            ahead = sum(one.number < stay.number for one in waiting)
-            return Queued(reason=stay.reason or "others wait longer", ahead=ahead)
-        if stay.at is None:
+            ahead = sum(one.number < placed.number for one in waiting)
+            return Queued(reason=placed.reason or "others wait longer", ahead=ahead)
+        if placed.at is None:
             return Queued(reason="it waits for room on its new nodes", ahead=0)
-        rollout, training = self.cluster.machines(stay.at)
+        rollout, training = self.cluster.machines(placed.at)
         return Placed(
-            group=stay.group or "",
+            group=placed.group or "",
             rollout_nodes=rollout,
             training_nodes=training,
-            reason=stay.reason,
+            reason=placed.reason,
             lease_s=self.config.lease_s,
             harvesting=given.harvesting and self._settings.cluster.harvesting,
         )
@@ -138,16 +140,18 @@ class PlanningService(PhaseService):
         held_up = self.runtime.held_up(entry.job, entry.kind)
         if not held_up:
             return super().look(entry)
-        changed = self.cluster.stays[entry.job].changed
+        changed = self.cluster.placements[entry.job].changed
         return CallRefused(reason=held_up, retry_after_s=_RETRY_S, unknown=changed)
 
     def leave(self, leave: Leave) -> LeaveReply:
         reply = super().leave(leave)
-        stay = self.cluster.stays.get(leave.job)
-        if isinstance(reply, Left) and stay is not None and stay.told and not leave.failed:
-            rollout, training = self.cluster.machines(stay.to)
+        placed = self.cluster.placements.get(leave.job)
+        if isinstance(reply, Left) and placed is not None and placed.told and not leave.failed:
+            rollout, training = self.cluster.machines(placed.to)
             return Left(
-                move=MoveOrder(rollout_nodes=rollout, training_nodes=training, reason=stay.reason),
+                move=MoveOrder(
+                    rollout_nodes=rollout, training_nodes=training, reason=placed.reason
+                ),
                 unload=reply.unload,
             )
         return reply
@@ -167,8 +171,8 @@ class PlanningService(PhaseService):
         return effects
 
     def _retry_s(self, entry: Enter) -> float | None:
-        stay = self.cluster.stays.get(entry.job)
-        kinds = () if stay is None else tuple(one.kind for one in stay.submission.phases)
+        placed = self.cluster.placements.get(entry.job)
+        kinds = () if placed is None else tuple(one.kind for one in placed.submission.phases)
         return _RETRY_S if entry.kind in kinds else None
 
     def _new_policy(self) -> PhaseRuntime:

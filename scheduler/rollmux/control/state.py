@@ -14,7 +14,7 @@ import msgspec
 
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import JobId
-from scheduler.rollmux.permits.standing import JobPermit
+from scheduler.rollmux.permits.job_permit import JobPermit
 
 _NOTHING: Final[dict[str, bytes | None]] = {}
 _SCHEMA_VERSION = 1
@@ -58,7 +58,7 @@ class PermitState:
         if counters is None:
             return None
         rows = self._db.execute("SELECT standing FROM jobs ORDER BY job")
-        jobs = [msgspec.json.decode(standing) for (standing,) in rows]
+        jobs = [msgspec.json.decode(permit) for (permit,) in rows]
         return {"epoch": counters[0], "ticket": counters[1], "jobs": jobs}
 
     def plan(self) -> dict[str, bytes]:
@@ -89,11 +89,11 @@ class PermitState:
         with self._db:
             self._db.execute("BEGIN")
             self._db.execute("INSERT OR REPLACE INTO counters VALUES (1, ?, ?)", counters)
-            for job, standing in standings.items():
-                if standing is None:
+            for job, permit in standings.items():
+                if permit is None:
                     self._db.execute("DELETE FROM jobs WHERE job = ?", (job,))
                     continue
-                body = msgspec.json.encode(standing)
+                body = msgspec.json.encode(permit)
                 self._db.execute("INSERT OR REPLACE INTO jobs VALUES (?, ?)", (job, body))
             for name, record in plan.items():
                 if record is None:

@@ -1,18 +1,18 @@
 """Status of jobs and nodes, for people and dashboards."""
 
 from harvester.contracts.ids import JobId
-from scheduler.rollmux.control.desk import PhaseService
+from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.wire import JobStatus
-from scheduler.rollmux.permits.standing import NO_EPOCH, PermitStage
+from scheduler.rollmux.permits.job_permit import NO_EPOCH, PermitStage
 
 
-def statuses(desk: PhaseService) -> tuple[JobStatus, ...]:
-    return tuple(_status(desk, job) for job in desk.jobs)
+def statuses(service: PhaseService) -> tuple[JobStatus, ...]:
+    return tuple(_status(service, job) for job in service.jobs)
 
 
-def _status(desk: PhaseService, job: JobId) -> JobStatus:
-    standing, plan = desk.policy.standing(job), desk.plan_of(job)
-    if standing is None:
+def _status(service: PhaseService, job: JobId) -> JobStatus:
+    permit, plan = service.policy.permit(job), service.plan_of(job)
+    if permit is None:
         # Submitted, and without a place or on its way to one.
         return JobStatus(
             job=job,
@@ -29,16 +29,16 @@ def _status(desk: PhaseService, job: JobId) -> JobStatus:
         )
     return JobStatus(
         job=job,
-        stage=standing.stage,
-        kind=standing.kind,
-        epoch=standing.epoch,
-        nodes=standing.nodes,
-        awaits=standing.awaits,
-        complete_ratio=standing.complete_ratio,
-        tokens=standing.tokens,
-        warned=standing.warned_s is not None,
-        failures=standing.failures,
-        loaded=standing.loaded,
-        unload=standing.unload,
+        stage=permit.stage,
+        kind=permit.kind,
+        epoch=permit.epoch,
+        nodes=permit.nodes,
+        awaits=permit.awaits,
+        complete_ratio=permit.complete_ratio,
+        tokens=permit.tokens,
+        warned=permit.warned_s is not None,
+        failures=permit.failures,
+        loaded=permit.loaded,
+        unload=permit.unload,
         plan=plan,
     )

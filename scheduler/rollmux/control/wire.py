@@ -22,10 +22,10 @@ import msgspec
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId, NodeId, checked_name
 from scheduler.model import PhaseKind
-from scheduler.rollmux.cluster.stays import PlacementStage
+from scheduler.rollmux.cluster.job_placement import PlacementStage
 from scheduler.rollmux.cluster.submission import Submission
 from scheduler.rollmux.permits.events import Recall
-from scheduler.rollmux.permits.standing import PermitStage
+from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.terms import JobTerms
 
 WAIT_MAX_S = 30.0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from harvester.contracts.ids import NodeId
 from scheduler.rollmux.permits.completion import tail_of
-from scheduler.rollmux.permits.standing import JobPermit, PermitStage
+from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import PhaseTerms
 
 Parts = dict[NodeId, tuple[int, ...]]
@@ -22,32 +22,32 @@ def spread(nodes: Sequence[NodeId], accelerators: int, *, per_node: int) -> dict
     return {node: min(count, per_node) for node, count in counts if count}
 
 
-def held(standing: JobPermit, phase: PhaseTerms) -> int:
+def held(permit: JobPermit, phase: PhaseTerms) -> int:
     """Accelerators that its permit covers."""
-    parts = standing.accelerators
+    parts = permit.accelerators
     if not parts:
-        return len(standing.nodes) * phase.accelerators
-    return sum(len(parts[node]) if node in parts else phase.accelerators for node in standing.nodes)
+        return len(permit.nodes) * phase.accelerators
+    return sum(len(parts[node]) if node in parts else phase.accelerators for node in permit.nodes)
 
 
-def work_until(standing: JobPermit, *, now: float) -> None:
+def work_until(permit: JobPermit, *, now: float) -> None:
     """Brings `worked_s` up to now; before anything changes that its speed depends on."""
-    passed_s = max(0.0, now - standing.worked_at_s)
-    standing.worked_s += passed_s * speed(standing)
-    standing.worked_at_s = now
+    passed_s = max(0.0, now - permit.worked_at_s)
+    permit.worked_s += passed_s * speed(permit)
+    permit.worked_at_s = now
 
 
-def in_tail(standing: JobPermit, phase: PhaseTerms) -> bool:
+def in_tail(permit: JobPermit, phase: PhaseTerms) -> bool:
     """Whether the completed share has reached the start of its tail."""
-    ratio, _ = tail_of(phase, standing.curves.get(phase.kind))
-    return ratio < 1.0 and standing.complete_ratio >= ratio
+    ratio, _ = tail_of(phase, permit.curves.get(phase.kind))
+    return ratio < 1.0 and permit.complete_ratio >= ratio
 
 
-def speed(standing: JobPermit) -> float:
+def speed(permit: JobPermit) -> float:
     """Seconds that the phase would have taken alone, in one second as its permit is now."""
-    if (not standing.accelerators and not standing.awaits) or standing.stage is PermitStage.TAILING:
+    if (not permit.accelerators and not permit.awaits) or permit.stage is PermitStage.TAILING:
         return 1.0
-    phase = None if standing.kind is None else standing.terms.phase(standing.kind)
+    phase = None if permit.kind is None else permit.terms.phase(permit.kind)
     if phase is None:
         return 1.0
-    return 1.0 if in_tail(standing, phase) else held(standing, phase) / phase.all_accelerators
+    return 1.0 if in_tail(permit, phase) else held(permit, phase) / phase.all_accelerators

@@ -5,7 +5,6 @@ from typing import Final
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.permits.accelerators import work_until
-from scheduler.rollmux.permits.book import PermitTable
 from scheduler.rollmux.permits.completion import CompletionCurve
 from scheduler.rollmux.permits.events import (
     EndPermit,
@@ -15,9 +14,10 @@ from scheduler.rollmux.permits.events import (
     PhaseEnded,
     Refuse,
 )
+from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage, PermitTrigger
 from scheduler.rollmux.permits.longest_run import LongestRun
+from scheduler.rollmux.permits.permit_table import PermitTable
 from scheduler.rollmux.permits.places import enqueue
-from scheduler.rollmux.permits.standing import JobPermit, PermitStage, PermitTrigger
 
 _LEAST_S: Final = 1e-3
 """Least duration of a phase, in s: estimates need a positive one."""
@@ -30,19 +30,19 @@ Ending = list[EndPermit | EnqueuePhase | FailJob | Refuse]
 def ended(book: PermitTable, event: PhaseEnded, *, now: float) -> Ending:
     """Ends the permit by its holder's report; the next phase gets its place before its worker
     asks."""
-    standing = book.holder(event.job, event.epoch)
-    if standing is None or standing.kind is None:
+    permit = book.holder(event.job, event.epoch)
+    if permit is None or permit.kind is None:
         return [stale(event.job, event.epoch)]
     if event.failed:
-        told = standing.stage is PermitStage.REVOKED
+        told = permit.stage is PermitStage.REVOKED
         reason = PermitEndReason.OVERRAN if told else PermitEndReason.FAILED
-        return fail(book, standing, reason, event.failed, now=now)
-    work_until(standing, now=now)
-    leased_s = min(max(0.0, event.leased_s), _LEASED_MAX_RATIO * standing.worked_s)
-    _learn(standing, standing.kind, loading_s=event.loading_s, leased_s=leased_s)
+        return fail(book, permit, reason, event.failed, now=now)
+    work_until(permit, now=now)
+    leased_s = min(max(0.0, event.leased_s), _LEASED_MAX_RATIO * permit.worked_s)
+    _learn(permit, permit.kind, loading_s=event.loading_s, leased_s=leased_s)
     done = end(
         book,
-        standing,
+        permit,
         PermitEndReason.DONE,
         "",
         now=now,
@@ -52,26 +52,26 @@ def ended(book: PermitTable, event: PhaseEnded, *, now: float) -> Ending:
     )
     effects: Ending = [done]
     # Terms may have changed while it ran, and no longer know this phase.
-    if standing.terms.phase(standing.kind) is None:
+    if permit.terms.phase(permit.kind) is None:
         return effects
-    return [*effects, enqueue(book, standing, standing.terms.after(standing.kind), now=now)]
+    return [*effects, enqueue(book, permit, permit.terms.after(permit.kind), now=now)]
 
 
-def _learn(standing: JobPermit, kind: PhaseKind, *, loading_s: float, leased_s: float) -> None:
+def _learn(permit: JobPermit, kind: PhaseKind, *, loading_s: float, leased_s: float) -> None:
     """Learns the phase's duration and its completion, for the threshold of its tail."""
-    longest = standing.longest_runs.get(kind, LongestRun())
-    standing.longest_runs[kind] = longest.completed(standing.worked_s)
-    lasted_s = _solo_s(standing, loading_s, leased_s)
-    phase = standing.terms.phase(kind)
-    learns = phase is not None and phase.learn_tail and not standing.was_away
-    if learns and standing.course is not None:
-        before = standing.curves.get(kind, CompletionCurve())
-        standing.curves[kind] = before.after(standing.course, lasted_s=lasted_s)
+    longest = permit.longest_runs.get(kind, LongestRun())
+    permit.longest_runs[kind] = longest.completed(permit.worked_s)
+    lasted_s = _solo_s(permit, loading_s, leased_s)
+    phase = permit.terms.phase(kind)
+    learns = phase is not None and phase.learn_tail and not permit.was_away
+    if learns and permit.course is not None:
+        before = permit.curves.get(kind, CompletionCurve())
+        permit.curves[kind] = before.after(permit.course, lasted_s=lasted_s)
 
 
 def end(
     book: PermitTable,
-    standing: JobPermit,
+    permit: JobPermit,
     reason: PermitEndReason,
     words: str,
     *,
@@ -80,43 +80,43 @@ def end(
     leased_s: float = 0.0,
     stays_loaded: bool = False,
 ) -> EndPermit:
-    assert standing.kind is not None
-    work_until(standing, now=now)
+    assert permit.kind is not None
+    work_until(permit, now=now)
     if stays_loaded:
-        book.leave_loaded(standing)
-    if reason is PermitEndReason.SILENT and standing.loaded_by == standing.holder:
-        book.unload(standing, standing.loaded)
-    book.free(standing, standing.nodes)
-    book.leave_lines(standing)
-    standing.move(PermitTrigger.ENDED)
-    standing.ended = reason
+        book.leave_loaded(permit)
+    if reason is PermitEndReason.SILENT and permit.loaded_by == permit.holder:
+        book.unload(permit, permit.loaded)
+    book.free(permit, permit.nodes)
+    book.leave_lines(permit)
+    permit.move(PermitTrigger.ENDED)
+    permit.ended = reason
     return EndPermit(
-        job=standing.job,
-        kind=standing.kind,
-        epoch=standing.epoch,
+        job=permit.job,
+        kind=permit.kind,
+        epoch=permit.epoch,
         ended=reason,
         reason=words,
-        solo_s=_solo_s(standing, loading_s, leased_s),
-        measured=not standing.was_away,
+        solo_s=_solo_s(permit, loading_s, leased_s),
+        measured=not permit.was_away,
         loading_s=loading_s,
     )
 
 
-def _solo_s(standing: JobPermit, loading_s: float, leased_s: float) -> float:
+def _solo_s(permit: JobPermit, loading_s: float, leased_s: float) -> float:
     """Duration of the phase's work so far, alone on its own nodes, in s."""
-    return max(_LEAST_S, standing.worked_s - max(0.0, loading_s) + leased_s)
+    return max(_LEAST_S, permit.worked_s - max(0.0, loading_s) + leased_s)
 
 
 def fail(
-    book: PermitTable, standing: JobPermit, reason: PermitEndReason, words: str, *, now: float
+    book: PermitTable, permit: JobPermit, reason: PermitEndReason, words: str, *, now: float
 ) -> Ending:
-    if reason is PermitEndReason.OVERRAN and standing.kind is not None:
-        longest = standing.longest_runs.get(standing.kind, LongestRun())
-        work_until(standing, now=now)
-        standing.longest_runs[standing.kind] = longest.cut(standing.worked_s)
-    ending = end(book, standing, reason, words, now=now)
-    standing.failures += 1
-    return [ending, FailJob(job=standing.job, reason=words)]
+    if reason is PermitEndReason.OVERRAN and permit.kind is not None:
+        longest = permit.longest_runs.get(permit.kind, LongestRun())
+        work_until(permit, now=now)
+        permit.longest_runs[permit.kind] = longest.cut(permit.worked_s)
+    ending = end(book, permit, reason, words, now=now)
+    permit.failures += 1
+    return [ending, FailJob(job=permit.job, reason=words)]
 
 
 def stale(job: JobId, epoch: Epoch) -> Refuse:

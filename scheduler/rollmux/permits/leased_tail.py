@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from scheduler.rollmux.permits.events import Recall
-from scheduler.rollmux.permits.standing import PermitStage
+from scheduler.rollmux.permits.job_permit import PermitStage
 
 GONE_S: Final = 3.0
 """A lease that is cut may be there again within this: production was busy for a moment."""

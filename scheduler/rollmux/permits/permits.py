@@ -15,7 +15,6 @@ import msgspec
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.rollmux.permits.accelerators import in_tail, work_until
 from scheduler.rollmux.permits.admission import place, remove, request, withdraw
-from scheduler.rollmux.permits.book import PermitTable
 from scheduler.rollmux.permits.endings import ended, stale
 from scheduler.rollmux.permits.events import (
     ControlResumed,
@@ -33,10 +32,11 @@ from scheduler.rollmux.permits.events import (
     TailRecalled,
     TimePassed,
 )
+from scheduler.rollmux.permits.job_permit import JobPermit, PermitTrigger
+from scheduler.rollmux.permits.permit_table import PermitTable
 from scheduler.rollmux.permits.recall import recall
 from scheduler.rollmux.permits.room import make_room
 from scheduler.rollmux.permits.serving import serve
-from scheduler.rollmux.permits.standing import JobPermit, PermitTrigger
 from scheduler.rollmux.permits.tending import resume, tend
 from scheduler.rollmux.permits.terms import PermitsConfig
 from scheduler.rollmux.permits.watchdog import deadlines_s
@@ -83,7 +83,7 @@ class PermitPolicy:
     def knows(self, job: JobId) -> bool:
         return job in self._book.jobs
 
-    def standing(self, job: JobId) -> JobPermit | None:
+    def permit(self, job: JobId) -> JobPermit | None:
         """The job's standing; read-only for callers."""
         return self._book.jobs.get(job)
 
@@ -92,8 +92,8 @@ class PermitPolicy:
 
     def ahead(self, job: JobId, *, now: float) -> int:
         """Jobs that come before this one on its nodes, with a permit or asking for one."""
-        standing = self._book.jobs.get(job)
-        return 0 if standing is None else len(self._book.ahead(standing, now))
+        permit = self._book.jobs.get(job)
+        return 0 if permit is None else len(self._book.ahead(permit, now))
 
     def due_s(self) -> float:
         """Time at which `TimePassed` will next change something; infinite if nothing is pending."""
@@ -145,28 +145,28 @@ class PermitPolicy:
                 return tend(book, now=now)
 
     def _beaten(self, event: HolderHeard, now: float) -> Effects:
-        standing = self._book.holder(event.job, event.epoch)
-        if standing is None:
+        permit = self._book.holder(event.job, event.epoch)
+        if permit is None:
             return [stale(event.job, event.epoch)]
-        standing.heard_s = now
-        work_until(standing, now=now)
-        standing.tokens = max(standing.tokens, event.tokens)
-        standing.complete_ratio = max(standing.complete_ratio, event.complete_ratio)
-        if standing.course is not None:
-            standing.course = standing.course.heard(event.complete_ratio, at_s=standing.worked_s)
-        phase = None if standing.kind is None else standing.terms.phase(standing.kind)
-        if phase is not None and in_tail(standing, phase):
+        permit.heard_s = now
+        work_until(permit, now=now)
+        permit.tokens = max(permit.tokens, event.tokens)
+        permit.complete_ratio = max(permit.complete_ratio, event.complete_ratio)
+        if permit.course is not None:
+            permit.course = permit.course.heard(event.complete_ratio, at_s=permit.worked_s)
+        phase = None if permit.kind is None else permit.terms.phase(permit.kind)
+        if phase is not None and in_tail(permit, phase):
             # Waiting jobs may start on what the tail leaves.
-            self._book.touch_lines(standing.nodes)
+            self._book.touch_lines(permit.nodes)
         return []
 
     def _narrowed(self, event: PhaseNarrowed, now: float) -> Effects:
-        standing = self._book.holder(event.job, event.epoch)
-        if standing is None:
+        permit = self._book.holder(event.job, event.epoch)
+        if permit is None:
             return [stale(event.job, event.epoch)]
-        standing.heard_s = now
-        work_until(standing, now=now)
-        if not standing.move(PermitTrigger.NARROWED):
+        permit.heard_s = now
+        work_until(permit, now=now)
+        if not permit.move(PermitTrigger.NARROWED):
             return []
-        freed = self._book.narrow(standing)
+        freed = self._book.narrow(permit)
         return [FreeNodes(job=event.job, epoch=event.epoch, nodes=freed)]

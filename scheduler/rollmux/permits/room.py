@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.rollmux.permits.accelerators import in_tail, spread, work_until
-from scheduler.rollmux.permits.book import PermitTable
 from scheduler.rollmux.permits.completion import tail_of
 from scheduler.rollmux.permits.events import NarrowPhase, RevokePermit, UnloadNodes
-from scheduler.rollmux.permits.standing import JobPermit, PermitStage, PermitTrigger
+from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage, PermitTrigger
+from scheduler.rollmux.permits.permit_table import PermitTable
 from scheduler.rollmux.permits.terms import PermitsConfig, PhaseTerms
 from scheduler.rollmux.permits.watchdog import WatchdogVerdict, verdict
 
@@ -41,29 +41,29 @@ def make_room(
     waiting = [each for each in book.in_line(touched) if book.waits(each, now)]
     if not waiting:
         return asked
-    for standing in book.holders(touched):
-        if standing.warned_s is None or not book.wanted(standing, now):
+    for permit in book.holders(touched):
+        if permit.warned_s is None or not book.wanted(permit, now):
             continue
-        if verdict(standing, config, wanted=True, now=now) is WatchdogVerdict.OBSTRUCTS:
-            asked.append(revoke(book, config, standing, now=now))
-    for standing in waiting:
-        tails, loaded = _obstacles(book, standing, now)
+        if verdict(permit, config, wanted=True, now=now) is WatchdogVerdict.OBSTRUCTS:
+            asked.append(revoke(book, config, permit, now=now))
+    for permit in waiting:
+        tails, loaded = _obstacles(book, permit, now)
         asked += [_narrow(book, tail, now) for tail in tails]
         asked += [_unload(book.jobs[job], nodes) for job, nodes in loaded.items()]
     return asked
 
 
 def revoke(
-    book: PermitTable, config: PermitsConfig, standing: JobPermit, *, now: float
+    book: PermitTable, config: PermitsConfig, permit: JobPermit, *, now: float
 ) -> RevokePermit:
-    standing.move(PermitTrigger.REVOKED)
-    standing.revoked_s = now
-    book.leave_lines(standing)
+    permit.move(PermitTrigger.REVOKED)
+    permit.revoked_s = now
+    book.leave_lines(permit)
     return RevokePermit(
-        job=standing.job,
-        epoch=standing.epoch,
+        job=permit.job,
+        epoch=permit.epoch,
         grace_s=config.grace_s,
-        reason=f"runs for {now - standing.started_s:.1f} s, and others wait",
+        reason=f"runs for {now - permit.started_s:.1f} s, and others wait",
     )
 
 

@@ -7,8 +7,8 @@ ending a phase that blocks no job would gain nothing. Pure; the policy acts on t
 from enum import StrEnum
 
 from scheduler.rollmux.permits.accelerators import speed
+from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
 from scheduler.rollmux.permits.longest_run import LongestRun
-from scheduler.rollmux.permits.standing import JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import PermitsConfig
 
 
@@ -24,49 +24,49 @@ class WatchdogVerdict(StrEnum):
 
 
 def verdict(
-    standing: JobPermit, config: PermitsConfig, *, wanted: bool, now: float
+    permit: JobPermit, config: PermitsConfig, *, wanted: bool, now: float
 ) -> WatchdogVerdict:
     """Verdict on a job with a permit; `wanted`: another job requests one of its nodes."""
-    if standing.heard_s is None or now >= standing.heard_s + config.lease_s:
+    if permit.heard_s is None or now >= permit.heard_s + config.lease_s:
         return WatchdogVerdict.SILENT
-    if standing.stage is PermitStage.REVOKED:
-        ends_s = (standing.revoked_s or 0.0) + config.grace_s
+    if permit.stage is PermitStage.REVOKED:
+        ends_s = (permit.revoked_s or 0.0) + config.grace_s
         return WatchdogVerdict.OUT_OF_GRACE if now >= ends_s else WatchdogVerdict.WELL
-    if standing.warned_s is None:
-        return WatchdogVerdict.LATE if now >= late_s(standing) else WatchdogVerdict.WELL
-    obstructs = wanted and now >= standing.warned_s + config.warn_s
+    if permit.warned_s is None:
+        return WatchdogVerdict.LATE if now >= late_s(permit) else WatchdogVerdict.WELL
+    obstructs = wanted and now >= permit.warned_s + config.warn_s
     return WatchdogVerdict.OBSTRUCTS if obstructs else WatchdogVerdict.WELL
 
 
-def late_s(standing: JobPermit) -> float:
+def late_s(permit: JobPermit) -> float:
     """Time at which the phase's work will reach its bound; infinite without a declared bound.
 
     Slow-down by other jobs' tails does not count as lateness.
     """
-    return standing.worked_at_s + (bound_s(standing) - standing.worked_s) / speed(standing)
+    return permit.worked_at_s + (bound_s(permit) - permit.worked_s) / speed(permit)
 
 
-def bound_s(standing: JobPermit) -> float:
+def bound_s(permit: JobPermit) -> float:
     """Longest expected duration of the phase alone: as declared, or as its runs have shown."""
-    phase = None if standing.kind is None else standing.terms.phase(standing.kind)
+    phase = None if permit.kind is None else permit.terms.phase(permit.kind)
     if phase is None or phase.max_s is None:
         return float("inf")
-    return standing.longest_runs.get(phase.kind, LongestRun()).bound_s(phase.max_s)
+    return permit.longest_runs.get(phase.kind, LongestRun()).bound_s(phase.max_s)
 
 
-def deadlines_s(standing: JobPermit, config: PermitsConfig) -> tuple[float, ...]:
+def deadlines_s(permit: JobPermit, config: PermitsConfig) -> tuple[float, ...]:
     """Times at which time alone may change something for this job, passed deadlines included."""
-    heard_s = standing.heard_s
-    lapses_s = standing.enqueued_s + config.patience_s
+    heard_s = permit.heard_s
+    lapses_s = permit.enqueued_s + config.patience_s
     if heard_s is not None:
         lapses_s = heard_s + config.lease_s
-    match standing.stage:
+    match permit.stage:
         case PermitStage.APART:
             return ()
         case PermitStage.WAITING:
             return (lapses_s,)
         case PermitStage.REVOKED:
-            return lapses_s, (standing.revoked_s or 0.0) + config.grace_s
-    if standing.warned_s is None:
-        return lapses_s, late_s(standing)
-    return lapses_s, standing.warned_s + config.warn_s
+            return lapses_s, (permit.revoked_s or 0.0) + config.grace_s
+    if permit.warned_s is None:
+        return lapses_s, late_s(permit)
+    return lapses_s, permit.warned_s + config.warn_s

@@ -7,7 +7,7 @@ from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.model import Pool
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.load import group_load
-from scheduler.rollmux.forecast.rehearsal import meta_iteration
+from scheduler.rollmux.forecast.timeline import meta_iteration
 from scheduler.rollmux.plan.document import (
     GroupLoadRow,
     PlanDocument,
@@ -20,7 +20,7 @@ from scheduler.rollmux.plan.document import (
 from scheduler.rollmux.plan.forecasts import alternatives, promises
 from scheduler.rollmux.plan.jobs_file import GB, PlanSettings
 from scheduler.rollmux.plan.known_jobs import KnownJobsPlanner
-from scheduler.rollmux.planner.book import GroupState
+from scheduler.rollmux.planner.group_table import GroupState
 
 
 def draft(settings: PlanSettings) -> PlanDocument:

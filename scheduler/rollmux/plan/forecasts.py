@@ -10,7 +10,7 @@ from scheduler.rollmux.forecast.forecast import Roster, slowdowns
 from scheduler.rollmux.forecast.judge import Distributional
 from scheduler.rollmux.forecast.scenarios import upper_bound
 from scheduler.rollmux.plan.document import Alternative, Promise
-from scheduler.rollmux.planner.book import GroupState
+from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.packing import Opening, OpeningKind
 from scheduler.rollmux.planner.planner import GroupPlanner
 
@@ -51,7 +51,7 @@ def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
     if home.pinned:
         found.append(_alone(planner.packer.isolated(job).delta_per_hour - spared))
     found += _closed(planner, job, spared)
-    book.stay(job, host_bytes)
+    book.placed(job, host_bytes)
     packer.refresh(home)
     found.sort(key=lambda one: (one.change_per_hour, one.kind, one.beside))
     return tuple(found[:_ALTERNATIVES_MAX])

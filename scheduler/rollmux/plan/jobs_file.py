@@ -16,7 +16,7 @@ from scheduler.model import PhaseKind, Pool
 from scheduler.rollmux.beliefs.tail import Completion
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
 from scheduler.rollmux.cluster.submission import CURVE_MAX, DeclaredPhase, Submission
-from scheduler.rollmux.planner.book import NodeType
+from scheduler.rollmux.planner.group_table import NodeType
 
 GB: Final = 10**9
 JOBS_MAX: Final = 200

@@ -10,7 +10,7 @@ from typing import Final
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import Placement, Pool
 from scheduler.rollmux.plan.jobs_file import PlannedJobSettings, PlanSettings
-from scheduler.rollmux.planner.events import JobMoved, PlaceJob
+from scheduler.rollmux.planner.group_events import JobMoved, PlaceJob
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.relocation import MovePrices
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.rollmux.planner.events import (
+from scheduler.rollmux.planner.group_events import (
     AddNode,
     GroupEffect,
     MoveJob,

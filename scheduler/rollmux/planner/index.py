@@ -12,7 +12,7 @@ import numpy as np
 from harvester.contracts.ids import GroupId, NodeId
 from scheduler.model import Pool
 from scheduler.rollmux.forecast.compiled import Records
-from scheduler.rollmux.planner.book import GroupState, GroupTable
+from scheduler.rollmux.planner.group_table import GroupState, GroupTable
 
 SHARE_MAX: Final = 1.03
 """Above 1: shares are of learned means, and the forecast decides."""

@@ -15,7 +15,7 @@ from scheduler.model import Placement, Pool
 from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.forecast.forecast import Occupant, Roster
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.planner.book import GroupState, GroupTable
+from scheduler.rollmux.planner.group_table import GroupState, GroupTable
 from scheduler.rollmux.planner.index import SHARE_MAX, GroupIndex, Wish
 
 

@@ -17,9 +17,8 @@ from scheduler.model import Pool
 from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.planner.book import GroupState, GroupTable, NodeType
 from scheduler.rollmux.planner.evacuation import Evacuation
-from scheduler.rollmux.planner.events import (
+from scheduler.rollmux.planner.group_events import (
     AddNode,
     GroupEffect,
     GroupEvent,
@@ -33,6 +32,7 @@ from scheduler.rollmux.planner.events import (
     ReleaseNode,
     ReviewDue,
 )
+from scheduler.rollmux.planner.group_table import GroupState, GroupTable, NodeType
 from scheduler.rollmux.planner.move_reasons import endangered, together
 from scheduler.rollmux.planner.packing import Opening, Packer, PackingLimits
 from scheduler.rollmux.planner.regroup import Regroup

@@ -13,7 +13,7 @@ from scheduler.model import Placement, Pool
 from scheduler.rollmux.forecast.forecast import Occupant, Roster
 from scheduler.rollmux.forecast.stages import NODES_MAX
 from scheduler.rollmux.planner.assignments import node_count
-from scheduler.rollmux.planner.book import GroupState
+from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.packing import OpeningKind, Packer, SloOf, stated_slo
 from scheduler.rollmux.planner.price_floor import PriceFloor
 from scheduler.rollmux.planner.regrouping import CheapestHosting, SearchedJob

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from scheduler.model import Pool
 from scheduler.rollmux.forecast.compiled import Records
 from scheduler.rollmux.planner.assignments import Masks, connected, table, wanted
-from scheduler.rollmux.planner.book import NodeType
+from scheduler.rollmux.planner.group_table import NodeType
 from scheduler.rollmux.planner.verdicts import Admits, Hosting, Verdicts
 
 

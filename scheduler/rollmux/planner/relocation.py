@@ -14,7 +14,7 @@ from scheduler.model import Node, Placement
 from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.beliefs.slo import SPEND_OVER_S
 from scheduler.rollmux.forecast.forecast import Roster
-from scheduler.rollmux.planner.book import GroupState, GroupTable
+from scheduler.rollmux.planner.group_table import GroupState, GroupTable
 from scheduler.rollmux.planner.packing import Opening, OpeningKind, Packer
 
 
@@ -144,7 +144,7 @@ class Relocation:
         for move in reversed(moves):
             self._book.unpin(move.job, self._bytes(move.job))
             self._packer.refresh(move.opening.cell)
-            self._book.stay(move.job, self._bytes(move.job))
+            self._book.placed(move.job, self._bytes(move.job))
             self._packer.refresh(self._book.cells[self._book.home[move.job]])
 
     def affords_move(self, job: JobId, *, now: float) -> bool:
@@ -209,7 +209,7 @@ class Relocation:
     def _return_home(self, homes: Sequence[tuple[JobId, GroupState]]) -> None:
         for job, home in homes:
             if job not in self._book.home:
-                self._book.stay(job, self._bytes(job))
+                self._book.placed(job, self._bytes(job))
                 self._packer.refresh(home)
 
 

@@ -131,7 +131,7 @@ def _shared(run: _Run, jobs: list[SimulatedJob], ours: float, edges_s: np.ndarra
         windows_kept=found.windows_kept,
         windows_above_goal=found.windows_above_goal,
         slowdowns_over_slo=tuple(sorted(ratios)),
-        dollars_per_hour=_rate(run.ledger.stays, edges_s),
+        dollars_per_hour=_rate(run.ledger.placements, edges_s),
     )
 
 
@@ -149,13 +149,13 @@ def _alone(jobs: list[SimulatedJob]) -> list[PricedInterval]:
     ]
 
 
-def _rate(stays: Sequence[PricedInterval], edges_s: np.ndarray) -> tuple[float, ...]:
+def _rate(placements: Sequence[PricedInterval], edges_s: np.ndarray) -> tuple[float, ...]:
     """Mean dollars an hour between each two edges."""
     left, right = edges_s[:-1], edges_s[1:]
     rate = np.zeros(len(left))
-    for stay in stays:
-        inside = np.minimum(right, stay.until_s) - np.maximum(left, stay.from_s)
-        rate += np.clip(inside, 0.0, None) / (right - left) * stay.price_per_hour
+    for placed in placements:
+        inside = np.minimum(right, placed.until_s) - np.maximum(left, placed.from_s)
+        rate += np.clip(inside, 0.0, None) / (right - left) * placed.price_per_hour
     return tuple(rate.tolist())
 
 

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind, Pool
-from scheduler.rollmux.cluster.events import (
+from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
+from scheduler.rollmux.cluster.plan_events import (
     JobSubmitted,
     NodeBack,
     NodeLost,
@@ -19,7 +20,6 @@ from scheduler.rollmux.cluster.events import (
     PlanJob,
     TellMove,
 )
-from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
 from scheduler.rollmux.permits.events import (
     AdmitJob,
@@ -198,13 +198,13 @@ class Driver:
         """Its state goes to the nodes that it has now."""
         if worker.stage is WorkerStage.WAITING:
             self._set_next(worker, self._now, self._ask)
-        stay = self._runtime.cluster.stays[worker.job]
-        if stay.at is None or worker.stage is not WorkerStage.BETWEEN:
+        placed = self._runtime.cluster.placements[worker.job]
+        if placed.at is None or worker.stage is not WorkerStage.BETWEEN:
             return
-        if stay.changed:
+        if placed.changed:
             self._tell(JobSubmitted(submission=submission_of(worker.one, self._world)))
         cold = worker.is_new
-        nodes = {node for side in self._runtime.cluster.machines(stay.at) for node in side}
+        nodes = {node for side in self._runtime.cluster.machines(placed.at) for node in side}
         self.ledger.write(self._now, "loading", job=worker.job, nodes=sorted(nodes))
         worker.load(nodes)
         loading_s = self._world.cold_start_s if cold else self._world.move_s
@@ -252,11 +252,11 @@ class Driver:
             self._set_next(worker, worker.next_s(), self._work)
 
     def _share_changed(self, worker: Worker, effect: WidenPermit | FreeNodes) -> None:
-        standing = self._runtime.standing(worker.job)
-        if standing is None or standing.epoch != worker.epoch or not standing.nodes:
+        permit = self._runtime.permit(worker.job)
+        if permit is None or permit.epoch != worker.epoch or not permit.nodes:
             return  # The same decision has ended its permit, or its tail has left all nodes.
         worker.work_until(self._now)
-        worker.share = worker.share_of(standing.nodes, standing.accelerators)
+        worker.share = worker.share_of(permit.nodes, permit.accelerators)
         if isinstance(effect, FreeNodes):
             worker.tail_moved()
             self._phase("tail_moved", worker, worker.nodes)
@@ -361,8 +361,8 @@ class Driver:
         accelerators."""
         if not self.ledger.record:
             return
-        standing = self._runtime.standing(worker.job)
-        parts = {} if standing is None else standing.accelerators
+        permit = self._runtime.permit(worker.job)
+        parts = {} if permit is None else permit.accelerators
         if not nodes:
             self.ledger.write(self._now, kind, job=worker.job, phase=worker.kind, **fields)
         for node in nodes:

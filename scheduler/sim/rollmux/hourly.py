@@ -10,7 +10,7 @@ from dataclasses import replace
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.planner.events import GroupEffect
+from scheduler.rollmux.planner.group_events import GroupEffect
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.relocation import MovePrices
 from scheduler.sim.rollmux.workload import PHASE_CV, SimulatedJob

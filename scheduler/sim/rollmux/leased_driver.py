@@ -20,6 +20,7 @@ from scheduler.rollmux.permits.events import (
     TailRecalled,
     WidenPermit,
 )
+from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
 from scheduler.rollmux.permits.leased_tail import (
     GONE_S,
     RECALL_S,
@@ -28,7 +29,6 @@ from scheduler.rollmux.permits.leased_tail import (
     TailPlace,
     TailSample,
 )
-from scheduler.rollmux.permits.standing import JobPermit, PermitStage
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.driver import Driver
 from scheduler.sim.rollmux.lease_supply import LeaseSupply
@@ -103,14 +103,14 @@ class LeasedDriver(Driver):
         super()._settle_nodes()
         members: dict[GroupId, list[LeasedWorker]] = defaultdict(list)
         nodes: dict[GroupId, set[NodeId]] = defaultdict(set)
-        for stay in self._runtime.cluster.stays.values():
-            if stay.group is not None and stay.at is not None:
-                worker = self._leased[stay.job]
-                members[stay.group].append(worker)
-                nodes[stay.group].update(stay.at.rollout_nodes)
-                if self._home.get(stay.job) != stay.group:
-                    self._home[stay.job] = stay.group
-                    worker.offset_s = self._supply.offset_s(stay.group)
+        for placed in self._runtime.cluster.placements.values():
+            if placed.group is not None and placed.at is not None:
+                worker = self._leased[placed.job]
+                members[placed.group].append(worker)
+                nodes[placed.group].update(placed.at.rollout_nodes)
+                if self._home.get(placed.job) != placed.group:
+                    self._home[placed.job] = placed.group
+                    worker.offset_s = self._supply.offset_s(placed.group)
         self._members = dict(members)
         self._slots = {group: self._supply.slots(len(nodes[group])) for group in members}
         self._dirty.update(members)
@@ -187,8 +187,8 @@ class LeasedDriver(Driver):
         if leased.slots + leased.slots_coming:
             leased.end_bulk()
         self._changed(leased)
-        standing = self._runtime.standing(worker.job)
-        if standing is not None and standing.keep:
+        permit = self._runtime.permit(worker.job)
+        if permit is not None and permit.keep:
             super()._narrow(worker)
         else:
             leased.is_asked_away = True
@@ -204,9 +204,9 @@ class LeasedDriver(Driver):
         enough = self._slots.get(group, 0) - taken >= worker.tail_slots > 0
         return self._in_force and enough and self._now >= worker.synced_s
 
-    def _may_leave(self, worker: LeasedWorker, standing: JobPermit) -> bool:
+    def _may_leave(self, worker: LeasedWorker, permit: JobPermit) -> bool:
         """A tail that is over before it would be away stays where it is."""
-        asked = standing.stage is PermitStage.NARROWING and not standing.keep
+        asked = permit.stage is PermitStage.NARROWING and not permit.keep
         return asked and worker.left_s > self._supply.terms.activation_s
 
     def _look_soon(self, worker: LeasedWorker, in_s: float) -> None:
@@ -216,15 +216,15 @@ class LeasedDriver(Driver):
     def _look(self, worker: LeasedWorker) -> None:
         """Runs the job's tail policy, which its process polls ten times a second."""
         worker.is_looking = False
-        standing = self._runtime.standing(worker.job)
+        permit = self._runtime.permit(worker.job)
         rolls_out = worker.stage is WorkerStage.RUNNING and worker.kind is PhaseKind.ROLLOUT
-        if standing is None or not rolls_out:
+        if permit is None or not rolls_out:
             return
         leaving = worker.tail.place is TailPlace.LEAVING
         effects = worker.tail.observe(
             TailSample(
-                stage=standing.stage,
-                may_leave=self._may_leave(worker, standing),
+                stage=permit.stage,
+                may_leave=self._may_leave(worker, permit),
                 guest_serves=self._serves(worker),
                 engines_off=leaving,
             ),
@@ -245,8 +245,8 @@ class LeasedDriver(Driver):
                     self._tell(TailRecalled(job=worker.job, epoch=worker.epoch, recall=how))
 
     def _share_changed(self, worker: Worker, effect: WidenPermit | FreeNodes) -> None:
-        leased, standing = self._leased[worker.job], self._runtime.standing(worker.job)
-        if worker.stage is not WorkerStage.RUNNING or standing is None:
+        leased, permit = self._leased[worker.job], self._runtime.permit(worker.job)
+        if worker.stage is not WorkerStage.RUNNING or permit is None:
             return
         leased.is_narrowing = False
         if not leased.is_away:
@@ -257,23 +257,23 @@ class LeasedDriver(Driver):
             self._away[worker.job] = leased
             self._phase("tail_leased", worker, worker.nodes)
             self._set_next(worker, worker.next_s(), self._work)
-        elif standing.stage is PermitStage.RUNNING:
-            self._come_home(leased, standing, effect)
+        elif permit.stage is PermitStage.RUNNING:
+            self._come_home(leased, permit, effect)
         self._changed(leased)
 
-    def _come_home(self, worker: LeasedWorker, standing: JobPermit, effect: WidenPermit) -> None:
+    def _come_home(self, worker: LeasedWorker, permit: JobPermit, effect: WidenPermit) -> None:
         worker.work_until(self._now)
-        worker.tail.observe(TailSample(stage=standing.stage), now=self._now)
-        worker.nodes = standing.nodes
+        worker.tail.observe(TailSample(stage=permit.stage), now=self._now)
+        worker.nodes = permit.nodes
         worker.come_home(loading_s=self._load(worker, worker.nodes))
         del self._away[worker.job]
         self._phase("tail_returned", worker, worker.nodes)
         super()._share_changed(worker, effect)
 
     def _is_home_free(self, worker: LeasedWorker) -> bool:
-        standing = self._runtime.standing(worker.job)
-        phase = None if standing is None else standing.terms.phase(PhaseKind.ROLLOUT)
-        if standing is None or phase is None or standing.awaits:
+        permit = self._runtime.permit(worker.job)
+        phase = None if permit is None else permit.terms.phase(PhaseKind.ROLLOUT)
+        if permit is None or phase is None or permit.awaits:
             return False
         return all(self._runtime.permits.on(node) is None for node in phase.nodes)
 

@@ -6,7 +6,7 @@ from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import Placement, Pool
 from scheduler.rollmux.forecast.judge import Distributional
 from scheduler.rollmux.planner.assignments import Masks
-from scheduler.rollmux.planner.book import GroupState
+from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.packing import Opening, OpeningKind
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from scheduler.rollmux.planner.verdicts import Hosting

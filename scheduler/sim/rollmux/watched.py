@@ -21,12 +21,12 @@ class PriceLedger(Ledger):
 
     def __init__(self, *, record: bool) -> None:
         super().__init__(record=record)
-        self.stays: list[PricedInterval] = []
+        self.placements: list[PricedInterval] = []
 
     def node_down(self, node: NodeId, *, t_s: float) -> None:
         if node in self._up:
             since_s, _, price_per_hour = self._up[node]
-            self.stays.append(PricedInterval(since_s, t_s, price_per_hour))
+            self.placements.append(PricedInterval(since_s, t_s, price_per_hour))
         super().node_down(node, t_s=t_s)
 
 

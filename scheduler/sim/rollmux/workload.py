@@ -15,7 +15,7 @@ import numpy.typing as npt
 from harvester.contracts.ids import JobId, TenantId
 from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Pool
 from scheduler.rollmux.beliefs.tail import Completion
-from scheduler.rollmux.planner.book import NodeType
+from scheduler.rollmux.planner.group_table import NodeType
 from scheduler.sim.rollmux.world import World
 
 Lengths = npt.NDArray[np.float64]

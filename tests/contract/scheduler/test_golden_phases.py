@@ -35,7 +35,7 @@ from scheduler.rollmux.control.wire import (
     decoded_reply,
 )
 from scheduler.rollmux.permits.events import Recall
-from scheduler.rollmux.permits.standing import PermitStage
+from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 
 JOB, NODES = JobId("j"), (NodeId("n"),)

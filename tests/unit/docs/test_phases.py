@@ -12,8 +12,8 @@ from scheduler.rollmux.control.nodes_file import ClusterSettings
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import CALLS
 from scheduler.rollmux.permits import leased_tail
+from scheduler.rollmux.permits.job_permit import TRANSITIONS
 from scheduler.rollmux.permits.leased_tail import TailPlace
-from scheduler.rollmux.permits.standing import TRANSITIONS
 from scheduler.rollmux.permits.terms import PermitsConfig
 
 PAGE = "docs/phases.md"

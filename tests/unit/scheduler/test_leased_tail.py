@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.rollmux.permits.events import Recall
+from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.leased_tail import (
     GONE_S,
     RECALL_S,
@@ -19,7 +20,6 @@ from scheduler.rollmux.permits.leased_tail import (
     TailPlace,
     TailSample,
 )
-from scheduler.rollmux.permits.standing import PermitStage
 
 BOTH = Switches(dedicated=True, harvesting=True)
 LEASES_ALONE = Switches(dedicated=False, harvesting=True)

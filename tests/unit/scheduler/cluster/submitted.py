@@ -1,4 +1,4 @@
-"""Nodes, submissions and a planning desk for tests; durations of jobs are in seconds."""
+"""Nodes, submissions and a planning service for tests; durations of jobs are in seconds."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,14 +13,14 @@ from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
 from scheduler.rollmux.control.planning import PlanningService
 from scheduler.rollmux.control.wire import Enter, EnterReply, Granted, Leave, LeaveReply
 from scheduler.rollmux.permits.terms import PermitsConfig
-from scheduler.rollmux.planner.book import NodeType
-from scheduler.rollmux.planner.events import (
+from scheduler.rollmux.planner.group_events import (
     AddNode,
     GroupEffect,
     GroupEvent,
     MoveJob,
     ReviewDue,
 )
+from scheduler.rollmux.planner.group_table import NodeType
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.relocation import Move
 
@@ -73,7 +73,7 @@ def names(words: str) -> tuple[NodeId, ...]:
 
 
 class Control:
-    """A planning desk in virtual time, spoken to as jobs do."""
+    """A planning service in virtual time, spoken to as jobs do."""
 
     def __init__(
         self,
@@ -91,17 +91,17 @@ class Control:
             "journal": journal,
             "journal_bytes": journal_bytes,
         }
-        self.desk = PlanningService(PERMITS, self.config, self.clock, **self.kept)
+        self.service = PlanningService(PERMITS, self.config, self.clock, **self.kept)
 
     def restarted(self, config: ClusterConfig | None = None) -> "Control":
-        self.desk.close()
+        self.service.close()
         return Control(config or self.config, clock=self.clock, **self.kept)
 
     def submit(self, *given: Submission) -> list[Any]:
-        return [self.desk.call(each) for each in given]
+        return [self.service.call(each) for each in given]
 
     def enter(self, job: str, kind: PhaseKind = ROLLOUT) -> EnterReply:
-        reply = self.desk.call(Enter(job=JobId(job), kind=kind, holder=f"{job}.1"))
+        reply = self.service.call(Enter(job=JobId(job), kind=kind, holder=f"{job}.1"))
         assert not isinstance(reply, str)
         return reply  # type: ignore[return-value]
 
@@ -112,10 +112,10 @@ class Control:
         return reply.nodes
 
     def leave(self, job: str, *, failed: str = "", loading_s: float = 0.0) -> LeaveReply:
-        standing = self.desk.policy.standing(JobId(job))
-        assert standing is not None
-        leave = Leave(job=JobId(job), epoch=standing.epoch, failed=failed, loading_s=loading_s)
-        return self.desk.call(leave)  # type: ignore[return-value]
+        permit = self.service.policy.permit(JobId(job))
+        assert permit is not None
+        leave = Leave(job=JobId(job), epoch=permit.epoch, failed=failed, loading_s=loading_s)
+        return self.service.call(leave)  # type: ignore[return-value]
 
     def phase(self, job: str, kind: PhaseKind, seconds: float) -> LeaveReply:
         """One phase from its beginning to its end."""
@@ -134,14 +134,14 @@ class Control:
         while self.clock.now_s < until_s:
             self.clock.now_s = min(until_s, self.clock.now_s + 4.0)
             for job in beats:
-                standing = self.desk.policy.standing(JobId(job))
-                if standing is not None and standing.holding:
-                    self.desk.call(Beat(job=JobId(job), epoch=standing.epoch))
-            self.desk.tick()
+                permit = self.service.policy.permit(JobId(job))
+                if permit is not None and permit.holding:
+                    self.service.call(Beat(job=JobId(job), epoch=permit.epoch))
+            self.service.tick()
 
     def at(self, job: str) -> tuple[tuple[NodeId, ...], ...]:
         """Rollout and training nodes."""
-        return self.desk.cluster.machines(self.desk.cluster.stays[JobId(job)].at)
+        return self.service.cluster.machines(self.service.cluster.placements[JobId(job)].at)
 
 
 def ask_to_move(policy: ClusterPolicy, job: str) -> None:
@@ -185,9 +185,9 @@ def _reviewed_as(policy: ClusterPolicy, wanted: Callable[[], list[Move]]) -> Non
 def resident_bytes(policy: ClusterPolicy) -> dict[NodeId, int]:
     """Bytes in host memory, by the planner's names of nodes."""
     found: dict[NodeId, int] = {}
-    for stay in policy.stays.values():
-        for node in policy.residency.nodes_of(stay.job):
-            found[node] = found.get(node, 0) + stay.submission.host_bytes
+    for placed in policy.placements.values():
+        for node in policy.residency.nodes_of(placed.job):
+            found[node] = found.get(node, 0) + placed.submission.host_bytes
     return found
 
 

@@ -34,30 +34,30 @@ class JournalledWorld(World):
 
     def step(self) -> None:
         super().step()
-        desk = self.control.desk
+        service = self.control.service
         match self.chance.choice("psmc..."):
             case "p":
                 self.progresses(self.chance.choice(JOBS))
             case "s":
-                statuses(desk)
+                statuses(service)
             case "m":
-                desk.metrics()
+                service.metrics()
             case "c":
                 self.control.clock.now_s += self.chance.choice((70.0, 1900.0))
-                desk.tick()
+                service.tick()
             case _:
                 pass
 
     def progresses(self, name: str) -> None:
         """Advances a rollout that others may wait for, and its narrowed tail."""
-        standing = self.control.desk.policy.standing(JobId(name))
-        if standing is None or standing.kind is not ROLLOUT or not standing.holding:
+        permit = self.control.service.policy.permit(JobId(name))
+        if permit is None or permit.kind is not ROLLOUT or not permit.holding:
             return
         for ratio in (0.3, 0.6, 0.9, 0.95):
             self.control.clock.now_s += 1.0
-            beat = Beat(job=JobId(name), epoch=standing.epoch, complete_ratio=ratio)
-            self.control.desk.call(beat)
-        self.control.desk.call(Beat(job=JobId(name), epoch=standing.epoch, narrowed=True))
+            beat = Beat(job=JobId(name), epoch=permit.epoch, complete_ratio=ratio)
+            self.control.service.call(beat)
+        self.control.service.call(Beat(job=JobId(name), epoch=permit.epoch, narrowed=True))
 
 
 def _tells_every_story(directory: Path) -> None:
@@ -116,7 +116,7 @@ def test_whatever_jobs_nodes_time_and_restarts_do_every_file_replays(
             world.check()
             archive.look()
         world.drained()
-        world.control.desk.close()
+        world.control.service.close()
         archive.end()
         # How much a step decides is chance; that it is looked at at all is not.
         assert archive.decisions > 0
@@ -129,7 +129,7 @@ def test_who_reads_metrics_after_a_restart_changes_no_belief(tmp_path: Path) -> 
     for _ in range(5):
         control.iteration("a", 40.0)
     control = control.restarted()
-    control.desk.metrics()
+    control.service.metrics()
     control.phase("a", ROLLOUT, 40.4)
     _believes_what_is_replayed(control, tmp_path)
 
@@ -144,19 +144,19 @@ def test_who_reads_metrics_after_an_overrun_changes_no_belief(tmp_path: Path) ->
     for _ in range(40):
         control.enter("b")
         control.pass_time(4.0, beats="a")
-    standing = control.desk.policy.standing(JobId("a"))
-    assert standing is not None
-    assert standing.ended is PermitEndReason.OVERRAN
-    control.desk.metrics()
+    permit = control.service.policy.permit(JobId("a"))
+    assert permit is not None
+    assert permit.ended is PermitEndReason.OVERRAN
+    control.service.metrics()
     control.leave("b")
     control.pass_time(1.0)
-    control.phase("a", ROLLOUT, control.desk.cluster.planner.facts[JobId("a")].rollout.mean_s)
+    control.phase("a", ROLLOUT, control.service.cluster.planner.facts[JobId("a")].rollout.mean_s)
     _believes_what_is_replayed(control, tmp_path)
 
 
 def _believes_what_is_replayed(control: Control, directory: Path) -> None:
-    beliefs = {job: facts.belief() for job, facts in control.desk.cluster.planner.facts.items()}
-    control.desk.close()
+    beliefs = {job: facts.belief() for job, facts in control.service.cluster.planner.facts.items()}
+    control.service.close()
     archive = Archive(directory)
     archive.end()
     assert archive.decisions > 20
@@ -168,22 +168,22 @@ def test_the_belief_in_force_outlives_a_restart(tmp_path: Path) -> None:
     control.submit(submission("a"))
     for at in range(9):
         control.iteration("a", 40.0 + 0.01 * at)
-    before = control.desk.cluster.planner.facts[JobId("a")].belief()
+    before = control.service.cluster.planner.facts[JobId("a")].belief()
     control = control.restarted()
-    assert control.desk.cluster.planner.facts[JobId("a")].belief() == before
-    control.desk.close()
+    assert control.service.cluster.planner.facts[JobId("a")].belief() == before
+    control.service.close()
 
 
 def test_metrics_go_on_counting_when_the_journal_begins_a_new_file(tmp_path: Path) -> None:
     control = Control(journal=tmp_path, journal_bytes=20_000)
     control.submit(*(submission(name, slo=3.0) for name in "abc"))
-    assert b'plan_decisions_total{decision="placed"} 3.0' in control.desk.metrics()
+    assert b'plan_decisions_total{decision="placed"} 3.0' in control.service.metrics()
     for _ in range(4):
         control.iteration("a")
     assert (tmp_path / f"{NAME}.1").exists()
     control.submit(submission("d", slo=3.0))
-    assert b'plan_decisions_total{decision="placed"} 4.0' in control.desk.metrics()
-    control.desk.close()
+    assert b'plan_decisions_total{decision="placed"} 4.0' in control.service.metrics()
+    control.service.close()
 
 
 def test_what_was_last_heard_and_reviewed_is_known_in_the_journal_s_next_file(
@@ -194,10 +194,10 @@ def test_what_was_last_heard_and_reviewed_is_known_in_the_journal_s_next_file(
     control.submit(submission("a"), submission("b"))
     control.iteration("a")
     for _ in range(10):
-        control.desk.call(Enter(job=JobId("a"), kind=ROLLOUT, holder="a.1"))
+        control.service.call(Enter(job=JobId("a"), kind=ROLLOUT, holder="a.1"))
         control.pass_time(4.0, beats="a")
-    assert set(control.desk.cluster.stays) == {"a"}
-    control.desk.close()
+    assert set(control.service.cluster.placements) == {"a"}
+    control.service.close()
 
 
 def _replayed_beliefs(path: Path) -> dict[JobId, Belief]:
@@ -230,7 +230,7 @@ def test_decisions_that_a_full_disk_refused_are_counted_and_the_rest_replays(
         control.pass_time(20.0, beats="a")
     control.leave("a")
     control.iteration("a")
-    control.desk.close()
+    control.service.close()
     found = [line for line in read_journal(tmp_path / NAME) if isinstance(line, Opened)]
     assert [line.missing > 0 for line in found] == [False, True]
     archive = Archive(tmp_path)
@@ -250,10 +250,10 @@ def test_a_full_disk_when_the_journal_is_full_too_changes_no_decision(
         patched.setattr(PermitState, "keep", full)
         with pytest.raises(Exhausted):
             control.enter("a")
-    control.desk.tick()
+    control.service.tick()
     control = control.restarted()
     control.iteration("a")
-    control.desk.close()
+    control.service.close()
     archive = Archive(tmp_path)
     archive.look()
     archive.end()

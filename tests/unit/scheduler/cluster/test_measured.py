@@ -44,10 +44,10 @@ def test_moves_and_starts_are_measured_by_the_control() -> None:
         control.runs("a", TRAINING)
         control.pass_time(18.0, beats="a")
         control.leave("a", loading_s=3.0)
-    policy = control.desk.cluster
+    policy = control.service.cluster
     assert policy.warm_start_s.in_force_s == pytest.approx(3.0, rel=0.3)
     assert policy.planner.packer.judge.rules.warm_s == policy.warm_start_s.in_force_s
-    given = policy.stays["a"].submission
+    given = policy.placements["a"].submission
     for _ in range(7):
         ask_to_move(policy, "a")
         control.pass_time(61.0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
-from scheduler.rollmux.cluster.stays import PlacementStage
+from scheduler.rollmux.cluster.job_placement import PlacementStage
 from scheduler.rollmux.cluster.submission import nodes_of
 from scheduler.rollmux.control.wire import (
     Beat,
@@ -22,7 +22,7 @@ from scheduler.rollmux.control.wire import (
     Placed,
     Queued,
 )
-from scheduler.rollmux.permits.standing import PermitStage
+from scheduler.rollmux.permits.job_permit import PermitStage
 from tests.unit.scheduler.cluster.submitted import (
     HOST_BYTES,
     POOLS,
@@ -64,36 +64,36 @@ class World:
 
     def step(self) -> None:
         chance, name = self.chance, self.chance.choice(JOBS)
-        job, desk = JobId(name), self.control.desk
-        standing = desk.policy.standing(job)
-        epoch = Epoch(0) if standing is None else standing.epoch
+        job, service = JobId(name), self.control.service
+        permit = service.policy.permit(job)
+        epoch = Epoch(0) if permit is None else permit.epoch
         match chance.choice(self.steps):
             case "s":
-                assert isinstance(desk.call(self.given[name]), Placed | Queued | CallRefused)
+                assert isinstance(service.call(self.given[name]), Placed | Queued | CallRefused)
             case "e":
                 kind = chance.choice((ROLLOUT, TRAINING))
-                desk.call(Enter(job=job, kind=kind, holder=f"{name}.1"))
+                service.call(Enter(job=job, kind=kind, holder=f"{name}.1"))
             case "l":
                 failed = "broke" if chance.random() < 0.1 else ""
-                desk.call(Leave(job=job, epoch=epoch, failed=failed, loading_s=chance.random()))
+                service.call(Leave(job=job, epoch=epoch, failed=failed, loading_s=chance.random()))
             case "b":
-                desk.call(Beat(job=job, epoch=epoch))
+                service.call(Beat(job=job, epoch=epoch))
             case "f" if chance.random() < 0.3:
-                desk.call(Forget(job=job))
+                service.call(Forget(job=job))
             case "n" if chance.random() < 0.5:
                 node = NodeId(chance.choice(NODES))
-                desk.call(NodeReport(node=node, failed=chance.random() < 0.4))
-            case "m" if job in desk.cluster.stays:
-                ask_to_move(desk.cluster, name)
+                service.call(NodeReport(node=node, failed=chance.random() < 0.4))
+            case "m" if job in service.cluster.placements:
+                ask_to_move(service.cluster, name)
                 self.control.clock.now_s += 31.0
-                desk.tick()
+                service.tick()
             case "w":
                 self.iterates(name)
             case "R" if chance.random() < 0.5:
                 self.control = self.control.restarted()
             case _:
                 self.control.clock.now_s += chance.choice((0.5, 3.0, 11.0, 31.0))
-                desk.tick()
+                service.tick()
 
     def iterates(self, name: str) -> None:
         """Runs one undisturbed iteration; skips phases that are refused."""
@@ -105,7 +105,7 @@ class World:
                 self.control.leave(name)
 
     def check(self) -> None:
-        policy, permits = self.control.desk.cluster, self.control.desk.runtime.permits
+        policy, permits = self.control.service.cluster, self.control.service.runtime.permits
         machines = list(policy.fleet.machines.values())
         assert len(machines) == len(set(machines))
         assert not set(machines) & policy.fleet.failed
@@ -113,23 +113,23 @@ class World:
             assert held <= HOST_BYTES
         on: set[tuple[NodeId, int]] = set()
         for job in permits.jobs:
-            standing, stay = permits.standing(job), policy.stays.get(job)
-            assert standing is not None
-            assert stay is not None
-            wanted = policy.wanted_terms(stay)
-            assert standing.terms == wanted or wanted is None
+            permit, placed = permits.permit(job), policy.placements.get(job)
+            assert permit is not None
+            assert placed is not None
+            wanted = policy.wanted_terms(placed)
+            assert permit.terms == wanted or wanted is None
             if wanted is None:
-                assert standing.stage is PermitStage.APART
-            for node in standing.nodes:
+                assert permit.stage is PermitStage.APART
+            for node in permit.nodes:
                 assert node not in policy.fleet.failed
-                held = {(node, at) for at in standing.accelerators.get(node, range(8))}
+                held = {(node, at) for at in permit.accelerators.get(node, range(8))}
                 assert not held & on
                 on |= held
-            if standing.holding:
+            if permit.holding:
                 # It runs where its state is.
-                assert stay.at is not None
-                assert set(standing.nodes) <= {
-                    policy.fleet.machines.get(name) for name in nodes_of(stay.at)
+                assert placed.at is not None
+                assert set(permit.nodes) <= {
+                    policy.fleet.machines.get(name) for name in nodes_of(placed.at)
                 }
         for pool in POOLS:
             counts = policy.fleet.counts(pool)
@@ -141,13 +141,13 @@ class World:
 
     def drained(self) -> None:
         for name in JOBS:
-            self.control.desk.call(Forget(job=JobId(name)))
-        policy = self.control.desk.cluster
-        assert not policy.stays
+            self.control.service.call(Forget(job=JobId(name)))
+        policy = self.control.service.cluster
+        assert not policy.placements
         assert not policy.planner.book.cells
         assert not policy.fleet.machines
         assert not resident_bytes(policy)
-        assert not self.control.desk.runtime.permits.jobs
+        assert not self.control.service.runtime.permits.jobs
 
 
 @settings(max_examples=15, deadline=None)
@@ -161,7 +161,7 @@ def test_no_permit_is_held_twice_no_memory_is_exceeded_and_permits_follow_the_pl
             world.step()
             world.check()
         world.drained()
-        world.control.desk.close()
+        world.control.service.close()
 
 
 @settings(max_examples=10, deadline=None)
@@ -172,7 +172,7 @@ def test_everybody_is_served_when_all_nodes_are_back_and_others_leave(chance: Ra
         for _ in range(60):
             world.step()
         for node in NODES:
-            world.control.desk.call(NodeReport(node=NodeId(node), failed=False))
+            world.control.service.call(NodeReport(node=NodeId(node), failed=False))
         for name in JOBS:
             world.control.submit(world.given[name])
         served: set[str] = set()
@@ -180,21 +180,21 @@ def test_everybody_is_served_when_all_nodes_are_back_and_others_leave(chance: Ra
             for name in JOBS:
                 _one_phase(world.control, name, served)
             world.control.clock.now_s += 3.0
-            world.control.desk.tick()
+            world.control.service.tick()
             for name in served:
-                world.control.desk.call(Forget(job=JobId(name)))
-        stays = world.control.desk.cluster.stays
-        assert served == set(JOBS), {name: stays[JobId(name)].stage for name in stays}
-        assert all(stay.stage is not PlacementStage.BETWEEN for stay in stays.values())
-        world.control.desk.close()
+                world.control.service.call(Forget(job=JobId(name)))
+        placements = world.control.service.cluster.placements
+        assert served == set(JOBS), {name: placements[JobId(name)].stage for name in placements}
+        assert all(placed.stage is not PlacementStage.BETWEEN for placed in placements.values())
+        world.control.service.close()
 
 
 def _one_phase(control: Control, name: str, served: set[str]) -> None:
     job = JobId(name)
-    if name in served or job not in control.desk.cluster.stays:
+    if name in served or job not in control.service.cluster.placements:
         return
-    standing = control.desk.policy.standing(job)
-    if standing is not None and standing.holding:
+    permit = control.service.policy.permit(job)
+    if permit is not None and permit.holding:
         served.add(name)
         return
-    control.desk.call(Enter(job=job, kind=ROLLOUT, holder=f"{name}.1"))
+    control.service.call(Enter(job=job, kind=ROLLOUT, holder=f"{name}.1"))

@@ -6,8 +6,8 @@ import pytest
 from scheduler.model import PhaseKind
 from scheduler.rollmux.beliefs.tail import Completion
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
-from scheduler.rollmux.cluster.events import JobGone, JobSubmitted, PhaseBegan, PhaseDone
-from scheduler.rollmux.cluster.memory import ClusterRecord, restore, snapshot
+from scheduler.rollmux.cluster.cluster_record import ClusterRecord, restore, snapshot
+from scheduler.rollmux.cluster.plan_events import JobGone, JobSubmitted, PhaseBegan, PhaseDone
 from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission, submission_fault
 from tests.unit.scheduler.cluster.submitted import ROLLOUT, TRAINING, cluster, submission
 from tests.unit.scheduler.plan.test_plan_and_control import NoPermits
@@ -92,12 +92,12 @@ def _done(policy: ClusterPolicy, kind: PhaseKind, solo_s: float, *, now: float) 
 
 def test_an_iteration_ends_with_its_sync_and_all_of_it_was_time_alone() -> None:
     policy = _policy()
-    stay, facts = policy.stays[SYNCED.job], policy.planner.facts[SYNCED.job]
+    placed, facts = policy.placements[SYNCED.job], policy.planner.facts[SYNCED.job]
     _done(policy, ROLLOUT, 40.0, now=40.0)
     _done(policy, TRAINING, 15.0, now=55.0)
-    assert stay.iterations == 0
+    assert placed.iterations == 0
     _done(policy, SYNC, 3.0, now=58.0)
-    assert stay.iterations == 1
+    assert placed.iterations == 1
     assert facts.account.solo_s == 58.0
     assert facts.settled_slowdown(58.0) == 1.0
 
@@ -119,7 +119,7 @@ def test_a_record_that_kept_residency_with_the_job_s_stay_is_read_as_its_place()
     policy = _policy()
     record = snapshot(policy)
     for one in record["jobs"]:
-        one["stay"]["held"] = list(one.pop("held"))
+        one["placed"]["held"] = list(one.pop("held"))
     again = ClusterPolicy(policy.config, NoPermits())
     restore(again, msgspec.convert(record, ClusterRecord))
     assert again.residency.nodes_of(SYNCED.job) == policy.residency.nodes_of(SYNCED.job) != ()

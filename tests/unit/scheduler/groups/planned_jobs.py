@@ -2,7 +2,7 @@
 
 from harvester.contracts.ids import JobId, TenantId
 from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Pool
-from scheduler.rollmux.planner.book import NodeType
+from scheduler.rollmux.planner.group_table import NodeType
 
 TYPES = {
     Pool.ROLLOUT: NodeType(type="r", accelerators=8, price_per_hour=15.0, host_bytes=2000),

@@ -12,8 +12,8 @@ from scheduler.rollmux.beliefs.slo import NOBODY_BESIDE, RESERVE_ITERATIONS, Slo
 from scheduler.rollmux.beliefs.tail import UNDIVIDED, Completion
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import PAPER_TAIL, Distributional, WorstCase
-from scheduler.rollmux.planner.book import GroupState
-from scheduler.rollmux.planner.events import JobArrived, MoveJob, PhaseMeasured, ReviewDue
+from scheduler.rollmux.planner.group_events import JobArrived, MoveJob, PhaseMeasured, ReviewDue
+from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from tests.unit.scheduler.groups.planned_jobs import TYPES, planned_job
 

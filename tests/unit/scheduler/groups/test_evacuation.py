@@ -5,7 +5,7 @@ import pytest
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind, Placement
 from scheduler.rollmux.forecast.judge import Distributional
-from scheduler.rollmux.planner.events import (
+from scheduler.rollmux.planner.group_events import (
     AddNode,
     JobArrived,
     JobMoved,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import JobSpec, Node, Pool, group_faults
 from scheduler.rollmux.forecast.judge import Distributional, WorstCase
-from scheduler.rollmux.planner.events import (
+from scheduler.rollmux.planner.group_events import (
     AddNode,
     GroupEffect,
     GroupEvent,

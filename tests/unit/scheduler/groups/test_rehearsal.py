@@ -4,8 +4,8 @@ from itertools import pairwise
 
 from scheduler.model import PhaseKind
 from scheduler.rollmux.forecast.forecast import Occupant, Roster
-from scheduler.rollmux.forecast.rehearsal import meta_iteration, rehearsed
 from scheduler.rollmux.forecast.stages import Rules
+from scheduler.rollmux.forecast.timeline import meta_iteration, rehearsed
 from tests.unit.scheduler.groups.stage_jobs import occupant
 
 PLAIN = Rules(migrate=False, warm_s=0.0, migrate_s=0.0)

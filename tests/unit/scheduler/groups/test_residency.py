@@ -4,7 +4,7 @@ import pytest
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import Placement, Pool
-from scheduler.rollmux.planner.book import GroupTable
+from scheduler.rollmux.planner.group_table import GroupTable
 from scheduler.rollmux.planner.residency import Residency
 from tests.unit.scheduler.groups.planned_jobs import TYPES
 

@@ -7,7 +7,7 @@ from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind, Pool
 from scheduler.rollmux.beliefs.durations import Measured
 from scheduler.rollmux.forecast.judge import Distributional
-from scheduler.rollmux.planner.events import (
+from scheduler.rollmux.planner.group_events import (
     AddNode,
     JobArrived,
     JobMoved,

@@ -13,7 +13,7 @@ from scheduler.rollmux.beliefs.tail import (
     shape_at,
 )
 from scheduler.rollmux.forecast.judge import Distributional
-from scheduler.rollmux.planner.events import JobArrived
+from scheduler.rollmux.planner.group_events import JobArrived
 from scheduler.rollmux.planner.planner import GroupPlanner
 from tests.unit.scheduler.groups.planned_jobs import TYPES, planned_job
 

@@ -65,12 +65,12 @@ class CyclingJobs:
         return effects
 
     def _end(self, job: str) -> None:
-        standing = self.policy.standing(JobId(job))
-        assert standing is not None
-        if not standing.holding:
+        permit = self.policy.permit(JobId(job))
+        assert permit is not None
+        if not permit.holding:
             return
-        self.hear(PhaseEnded(job=JobId(job), epoch=standing.epoch))
-        standing = self.policy.standing(JobId(job))
-        assert standing is not None
-        assert standing.kind is not None
-        self.hear(PhaseRequested(job=JobId(job), kind=standing.kind, holder=job))
+        self.hear(PhaseEnded(job=JobId(job), epoch=permit.epoch))
+        permit = self.policy.permit(JobId(job))
+        assert permit is not None
+        assert permit.kind is not None
+        self.hear(PhaseRequested(job=JobId(job), kind=permit.kind, holder=job))

@@ -77,9 +77,9 @@ class Group:
         return self._observe(TimePassed())
 
     def epoch(self, job: str) -> Epoch:
-        standing = self.policy.standing(JobId(job))
-        assert standing is not None
-        return standing.epoch
+        permit = self.policy.permit(JobId(job))
+        assert permit is not None
+        return permit.epoch
 
     def on(self, node: str) -> str | None:
         return self.policy.on(NodeId(node))

@@ -97,7 +97,7 @@ def test_what_was_learned_survives_a_restart() -> None:
     again = PermitPolicy(CONFIG)
     again.restore(kept)
     (job,) = group.policy.jobs
-    before, after = group.policy.standing(job), again.standing(job)
+    before, after = group.policy.permit(job), again.permit(job)
     assert before is not None
     assert after is not None
     assert after.curves == before.curves
@@ -113,9 +113,9 @@ def test_a_phase_of_which_the_control_missed_a_part_teaches_nothing() -> None:
     group.beat("a", 0.9)
     group.end("a")
     (job,) = group.policy.jobs
-    standing = group.policy.standing(job)
-    assert standing is not None
-    assert not standing.curves
+    permit = group.policy.permit(job)
+    assert permit is not None
+    assert not permit.curves
 
 
 def test_a_job_that_declares_its_threshold_keeps_it() -> None:
@@ -123,9 +123,9 @@ def test_a_job_that_declares_its_threshold_keeps_it() -> None:
     for _ in range(SEEN_MIN):
         _iterate(group)
     (job,) = group.policy.jobs
-    standing = group.policy.standing(job)
-    assert standing is not None
-    assert not standing.curves
+    permit = group.policy.permit(job)
+    assert permit is not None
+    assert not permit.curves
 
 
 def test_a_tail_that_leaves_all_nodes_is_not_learned() -> None:

@@ -14,9 +14,9 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.control.command import explain
-from scheduler.rollmux.control.desk import PhaseService
 from scheduler.rollmux.control.explanation import EVER, Explanation, explanation, moment
 from scheduler.rollmux.control.journal_lines import journal_lines
+from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.story_entry import Told
 from scheduler.rollmux.control.wire import Beat, Enter, Forget, NodeReport
 from tests.unit.scheduler.cluster.submitted import (
@@ -46,7 +46,7 @@ def opens(tmp_path: Path) -> Iterator[Opens]:
 
     yield make
     for one in controls:
-        one.desk.close()
+        one.service.close()
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def _told(found: Explanation, told: Told) -> list[str]:
 
 def _owe(control: Control, job: str, *, credit_s: float) -> None:
     """The job's account, as if it had lived for a day."""
-    account = control.desk.cluster.planner.facts[JobId(job)].account
+    account = control.service.cluster.planner.facts[JobId(job)].account
     account.solo_s = 24 * HOUR_S
     account.began_s = control.clock.now_s + credit_s - account.slo * account.solo_s
 
@@ -87,7 +87,7 @@ def _in_danger(control: Control) -> None:
 def test_why_was_my_job_moved_names_the_job_whose_promise_was_in_danger(control: Control) -> None:
     _in_danger(control)
     control.iteration("easy")
-    control.submit(control.desk.cluster.stays[JobId("easy")].submission)
+    control.submit(control.service.cluster.placements[JobId("easy")].submission)
     assert control.runs("easy")
     found = _explained(control, "easy")
     (asked,) = _told(found, Told.MOVE_ASKED)
@@ -120,7 +120,7 @@ def test_a_job_without_a_place_hears_what_is_missing_once(opens: Opens) -> None:
     control = opens(cluster("r0", "t0"))
     control.submit(submission("a", slo=1.0), submission("b", slo=1.0))
     control.submit(submission("b", slo=1.0))
-    control.desk.call(Forget(job=JobId("a")))
+    control.service.call(Forget(job=JobId("a")))
     found = _explained(control, "b")
     assert [entry.told for entry in found.entries] == [Told.SUBMITTED, Told.QUEUED, Told.PLACED]
     assert "1 h20 of which 0 are free" in found.entries[1].text
@@ -130,7 +130,7 @@ def test_a_failed_node_is_named_with_the_phase_that_it_ended(control: Control) -
     control.submit(submission("a"))
     control.runs("a")
     control.pass_time(8.0, beats="a")
-    control.desk.call(NodeReport(node=NodeId("r0"), failed=True))
+    control.service.call(NodeReport(node=NodeId("r0"), failed=True))
     found = _explained(control, "a")
     assert _told(found, Told.RESTARTED) == [
         "gets other nodes, in group-3 on r1 | t0 alone: node r0 failed; it is replaced"
@@ -142,8 +142,8 @@ def test_a_failed_node_is_named_with_the_phase_that_it_ended(control: Control) -
 def test_who_has_no_node_left_hears_when_it_has_one_again(opens: Opens) -> None:
     control = opens(cluster("r0", "t0"))
     control.submit(submission("a"))
-    control.desk.call(NodeReport(node=NodeId("t0"), failed=True))
-    control.desk.call(NodeReport(node=NodeId("t0"), failed=False))
+    control.service.call(NodeReport(node=NodeId("t0"), failed=True))
+    control.service.call(NodeReport(node=NodeId("t0"), failed=False))
     found = _explained(control, "a")
     (restarted,), (arrived,) = _told(found, Told.RESTARTED), _told(found, Told.ARRIVED)
     assert "on r0 | (no node is free) alone: node t0 failed" in restarted
@@ -186,12 +186,12 @@ def test_a_tail_that_is_narrowed_says_to_which_accelerators_and_why(opens: Opens
     control.submit(submission("a", slo=3.0), submission("b", slo=3.0))
     control.runs("a")
     control.enter("b")
-    standing = control.desk.policy.standing(JobId("a"))
-    assert standing is not None
-    epoch = standing.epoch
-    control.desk.call(Beat(job=JobId("a"), epoch=epoch, complete_ratio=0.9))
+    permit = control.service.policy.permit(JobId("a"))
+    assert permit is not None
+    epoch = permit.epoch
+    control.service.call(Beat(job=JobId("a"), epoch=epoch, complete_ratio=0.9))
     control.enter("b")
-    control.desk.call(Beat(job=JobId("a"), epoch=epoch, complete_ratio=0.9, narrowed=True))
+    control.service.call(Beat(job=JobId("a"), epoch=epoch, complete_ratio=0.9, narrowed=True))
     found = _explained(control, "a", permits=True)
     (narrowed,) = _told(found, Told.NARROWED)
     assert re.fullmatch(
@@ -205,7 +205,7 @@ def test_a_tail_that_is_narrowed_says_to_which_accelerators_and_why(opens: Opens
 def test_who_is_closed_hears_its_slow_down_against_its_slo(control: Control) -> None:
     control.submit(submission("a"))
     control.iteration("a")
-    control.desk.call(Forget(job=JobId("a")))
+    control.service.call(Forget(job=JobId("a")))
     (closed,) = _told(_explained(control, "a"), Told.CLOSED)
     assert re.fullmatch(
         r"closed: it was forgotten; after 1 iterations and 0 moves its slow-down was "
@@ -237,7 +237,7 @@ def test_a_restart_is_told_and_the_wait_behind_a_holder_is_known_from_the_snapsh
     control.enter("b", TRAINING)
     control.leave("a")
     found = _explained(control, "b", permits=True)
-    control.desk.close()
+    control.service.close()
     assert _told(found, Told.CONTROL) == ["the control is back: holders have a whole lease again"]
     assert _told(found, Told.GRANTED)[-1].endswith("behind a (4.0 s)")
 
@@ -262,7 +262,7 @@ def test_a_story_goes_over_rotated_files_and_says_where_the_journal_begins(
 
 def test_a_torn_last_line_is_left_out(control: Control, tmp_path: Path) -> None:
     control.submit(submission("a"))
-    control.desk.close()
+    control.service.close()
     path = tmp_path / "scheduler.policy.cluster.jsonl"
     with path.open("ab") as file:
         file.write(b'{"type":"decided","t_s":1.0,"sam')
@@ -288,7 +288,7 @@ def test_lines_of_other_versions_are_dated_and_what_is_not_known_is_left_out(
     control = opens()
     control.clock.now_s = 5000.0
     control.submit(submission("a"))
-    control.desk.close()
+    control.service.close()
     expected = _explained(control, "a").entries
     path = tmp_path / "scheduler.policy.cluster.jsonl"
     lines = [json.loads(line) for line in path.read_bytes().splitlines()]
@@ -313,17 +313,17 @@ def test_after_a_reboot_no_wait_is_measured_over_two_clocks(opens: Opens, tmp_pa
     again.enter("b")
     again.leave("a")
     found = _explained(again, "b", permits=True)
-    again.desk.close()
+    again.service.close()
     waits_s = [wait_s for one in found.permits for wait_s in one.waits_s]
     assert waits_s
     assert all(0.0 <= wait_s <= 4.0 for wait_s in waits_s)
 
 
 def test_a_control_that_does_not_plan_tells_of_permits(tmp_path: Path) -> None:
-    desk = PhaseService(PERMITS, VirtualClock(), journal=tmp_path)
-    desk.call(terms("a", rollout="r0", training="t0"))
-    desk.call(Enter(job=JobId("a"), kind=ROLLOUT, holder="a.1"))
-    desk.close()
+    service = PhaseService(PERMITS, VirtualClock(), journal=tmp_path)
+    service.call(terms("a", rollout="r0", training="t0"))
+    service.call(Enter(job=JobId("a"), kind=ROLLOUT, holder="a.1"))
+    service.close()
     found = explanation(tmp_path, "a", since=EVER, permits=True)
     assert [entry.told for entry in found.entries] == [Told.PLACED, Told.GRANTED]
 

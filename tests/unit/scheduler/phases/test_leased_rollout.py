@@ -15,8 +15,8 @@ from scheduler.rollmux.control.embedded import EmbeddedControl
 from scheduler.rollmux.control.harvesting import GatewayView, Harvesting
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import Call, Leave, Reply
+from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.leased_tail import GONE_S, Switches, TailEnd
-from scheduler.rollmux.permits.standing import PermitStage
 from scheduler.rollmux.permits.terms import LEASED_TAIL_RATIO, PermitsConfig
 from tests.unit.scheduler.phases.said import ROLLOUT, nodes, terms
 

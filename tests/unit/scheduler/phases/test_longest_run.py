@@ -76,9 +76,9 @@ def test_a_silent_holder_teaches_nothing() -> None:
     group = _contended(max_s=5.0)
     group.ask("a")
     assert of(EndPermit, group.pass_time(1000.0))[0].ended is PermitEndReason.SILENT
-    standing = group.policy.standing(group.policy.jobs[0])
-    assert standing is not None
-    assert standing.longest_runs == {}
+    permit = group.policy.permit(group.policy.jobs[0])
+    assert permit is not None
+    assert permit.longest_runs == {}
 
 
 def test_the_bound_outlives_a_restart_of_the_control() -> None:

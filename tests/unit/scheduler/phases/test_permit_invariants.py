@@ -28,8 +28,8 @@ from scheduler.rollmux.permits.events import (
     TimePassed,
     WidenPermit,
 )
+from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.permits import PermitPolicy
-from scheduler.rollmux.permits.standing import PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 from tests.unit.scheduler.phases.said import CONFIG, ROLLOUT, TRAINING
 
@@ -162,11 +162,11 @@ def test_from_any_state_everybody_who_asks_is_served_when_holders_end(
         for job in policy.jobs:
             _asked(policy, job, now)
         for job in policy.jobs:
-            standing = policy.standing(job)
-            assert standing is not None
-            if standing.holding:
+            permit = policy.permit(job)
+            assert permit is not None
+            if permit.holding:
                 served.add(job)
-                policy.observe(PhaseEnded(job=job, epoch=standing.epoch), now=now)
+                policy.observe(PhaseEnded(job=job, epoch=permit.epoch), now=now)
     assert served == present
 
 
@@ -197,31 +197,31 @@ def test_nobody_is_passed_more_than_once_by_each_other_job(
 
 
 def _asks(policy: PermitPolicy, job: JobId) -> bool:
-    standing = policy.standing(job)
-    assert standing is not None
-    return standing.stage is PermitStage.WAITING and standing.heard_s is not None
+    permit = policy.permit(job)
+    assert permit is not None
+    return permit.stage is PermitStage.WAITING and permit.heard_s is not None
 
 
 def _awaits(policy: PermitPolicy, job: JobId) -> tuple[NodeId, ...]:
-    standing = policy.standing(job)
-    return standing.awaits if standing is not None else ()
+    permit = policy.permit(job)
+    return permit.awaits if permit is not None else ()
 
 
 def _next(policy: PermitPolicy, job: JobId, stubborn: bool) -> PermitEvent:
-    standing = policy.standing(job)
-    assert standing is not None
-    if standing.holding:
+    permit = policy.permit(job)
+    assert permit is not None
+    if permit.holding:
         if stubborn:
-            return HolderHeard(job=job, epoch=standing.epoch)
-        return PhaseEnded(job=job, epoch=standing.epoch)
-    kind = standing.kind if standing.stage is PermitStage.WAITING and standing.kind else ROLLOUT
+            return HolderHeard(job=job, epoch=permit.epoch)
+        return PhaseEnded(job=job, epoch=permit.epoch)
+    kind = permit.kind if permit.stage is PermitStage.WAITING and permit.kind else ROLLOUT
     return PhaseRequested(job=job, kind=kind, holder="first")
 
 
 def _asked(policy: PermitPolicy, job: JobId, now: float) -> None:
-    standing = policy.standing(job)
-    assert standing is not None
-    kind = standing.kind if standing.stage is PermitStage.WAITING and standing.kind else ROLLOUT
-    if not standing.holding:
-        holder = standing.holder or "first"
+    permit = policy.permit(job)
+    assert permit is not None
+    kind = permit.kind if permit.stage is PermitStage.WAITING and permit.kind else ROLLOUT
+    if not permit.holding:
+        holder = permit.holder or "first"
         policy.observe(PhaseRequested(job=job, kind=kind, holder=holder), now=now)

@@ -20,8 +20,8 @@ from scheduler.rollmux.permits.events import (
     WarnHolder,
     WidenPermit,
 )
+from scheduler.rollmux.permits.job_permit import HOLDING, TRANSITIONS, PermitStage, PermitTrigger
 from scheduler.rollmux.permits.permits import PermitPolicy
-from scheduler.rollmux.permits.standing import HOLDING, TRANSITIONS, PermitStage, PermitTrigger
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 from tests.unit.scheduler.phases.said import (
     CONFIG,
@@ -341,7 +341,7 @@ def test_a_job_that_leaves_gives_its_nodes_to_the_next() -> None:
     group.ask("a")
     group.ask("b")
     assert granted(group.policy.observe(JobLeft(job=JobId("a")), now=0.0)) == ["b"]
-    assert group.policy.standing(JobId("a")) is None
+    assert group.policy.permit(JobId("a")) is None
 
 
 def test_a_job_that_is_moved_keeps_its_turn_on_its_new_nodes() -> None:

@@ -33,9 +33,9 @@ HARVESTS = msgspec.structs.replace(ALONE, harvesting=True)
 def _rollout_terms(control: Control, given: Submission) -> tuple[Placed, PhaseTerms]:
     (placed,) = control.submit(given)
     assert isinstance(placed, Placed)
-    standing = control.desk.policy.standing(given.job)
-    assert standing is not None
-    rollout = standing.terms.phase(ROLLOUT)
+    permit = control.service.policy.permit(given.job)
+    assert permit is not None
+    rollout = permit.terms.phase(ROLLOUT)
     assert rollout is not None
     return placed, rollout
 
@@ -67,10 +67,10 @@ def test_the_planner_learns_what_a_rollout_would_have_taken_without_leases() -> 
     control.submit(HARVESTS)
     control.runs("a")
     control.pass_time(30.0, beats="a")
-    standing = control.desk.policy.standing(JobId("a"))
-    assert standing is not None
-    control.desk.call(Leave(job=JobId("a"), epoch=standing.epoch, loading_s=2.0, leased_s=10.0))
-    assert control.desk.cluster.planner.facts[JobId("a")].rollout.seen_s == pytest.approx(38.0)
+    permit = control.service.policy.permit(JobId("a"))
+    assert permit is not None
+    control.service.call(Leave(job=JobId("a"), epoch=permit.epoch, loading_s=2.0, leased_s=10.0))
+    assert control.service.cluster.planner.facts[JobId("a")].rollout.seen_s == pytest.approx(38.0)
 
 
 def test_a_jobs_file_opts_in(tmp_path: Path) -> None:

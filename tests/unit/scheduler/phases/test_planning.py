@@ -8,8 +8,8 @@ import pytest
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.cluster.stays import PlacementStage
-from scheduler.rollmux.control.desk import PhaseService
+from scheduler.rollmux.cluster.job_placement import PlacementStage
+from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.state import PermitState
 from scheduler.rollmux.control.wire import (
     Beat,
@@ -91,7 +91,7 @@ def test_without_a_place_a_job_is_queued_and_placed_when_another_leaves() -> Non
     refused = control.enter("b")
     assert isinstance(refused, CallRefused)
     assert refused.retry_after_s is not None
-    control.desk.call(Forget(job=JobId("a")))
+    control.service.call(Forget(job=JobId("a")))
     assert isinstance(first, Placed)
     assert control.runs("b") == names("r0")
     assert isinstance(control.submit(submission("b", slo=1.0))[0], Placed)
@@ -110,8 +110,8 @@ def test_who_came_first_gets_the_free_node_first_and_others_may_share_meanwhile(
     assert isinstance(narrow, Queued)
     assert narrow.ahead == 1
     assert isinstance(third, Placed)
-    control.desk.call(Forget(job=JobId("a")))
-    control.desk.call(Forget(job=JobId("shares")))
+    control.service.call(Forget(job=JobId("a")))
+    control.service.call(Forget(job=JobId("shares")))
     assert control.runs("wide") == names("r0 r1")
 
 
@@ -137,14 +137,14 @@ def test_a_job_is_known_with_one_declaration_until_it_is_forgotten() -> None:
     control.submit(submission("a"))
     (refused,) = control.submit(submission("a", slo=1.9))
     assert "must be forgotten first" in refused.reason
-    control.desk.call(Forget(job=JobId("a")))
+    control.service.call(Forget(job=JobId("a")))
     assert isinstance(control.submit(submission("a", slo=1.9))[0], Placed)
 
 
 def test_nobody_is_placed_by_hand() -> None:
     control = Control()
     control.submit(submission("a"))
-    refused = control.desk.call(terms("x"))
+    refused = control.service.call(terms("x"))
     assert isinstance(refused, CallRefused)
     assert "plans" in refused.reason
 
@@ -155,12 +155,12 @@ def test_the_planner_learns_what_phases_took_without_their_loading() -> None:
     control.runs("a")
     control.pass_time(40.0, beats="a")
     control.leave("a", loading_s=8.0)
-    facts = control.desk.cluster.planner.facts[JobId("a")]
+    facts = control.service.cluster.planner.facts[JobId("a")]
     assert facts.rollout.seen_s == pytest.approx(32.0)
     assert facts.rollout.count == 1
     control.phase("a", TRAINING, 16.0)
     assert facts.training.seen_s == pytest.approx(16.0)
-    assert control.desk.cluster.stays[JobId("a")].iterations == 1
+    assert control.service.cluster.placements[JobId("a")].iterations == 1
 
 
 def test_a_leave_that_is_said_twice_is_learned_once() -> None:
@@ -169,14 +169,14 @@ def test_a_leave_that_is_said_twice_is_learned_once() -> None:
     control.runs("a")
     control.pass_time(40.0, beats="a")
     leave = Leave(job=JobId("a"), epoch=Epoch(1))
-    assert control.desk.call(leave) == control.desk.call(leave) == Left()
-    assert control.desk.cluster.planner.facts[JobId("a")].rollout.count == 1
+    assert control.service.call(leave) == control.service.call(leave) == Left()
+    assert control.service.cluster.planner.facts[JobId("a")].rollout.count == 1
 
 
 def test_a_failed_phase_teaches_nothing_and_loses_its_iteration_s_credit() -> None:
     control = Control()
     control.submit(submission("a"))
-    facts = control.desk.cluster.planner.facts[JobId("a")]
+    facts = control.service.cluster.planner.facts[JobId("a")]
     before_s = facts.account.solo_s
     control.phase("a", ROLLOUT, 40.0)
     control.runs("a", TRAINING)
@@ -193,9 +193,9 @@ def test_a_move_is_told_at_the_iteration_s_end_and_made_when_the_next_one_begins
     # No worker has claimed job a's place in line.
     control.pass_time(1.0)
     control.runs("b")
-    ask_to_move(control.desk.cluster, "b")
+    ask_to_move(control.service.cluster, "b")
     control.pass_time(60.0, beats="b")
-    assert control.desk.cluster.stays[JobId("b")].stage is PlacementStage.MOVING
+    assert control.service.cluster.placements[JobId("b")].stage is PlacementStage.MOVING
     # In the middle of an iteration no reply mentions the move and nothing changes.
     assert control.leave("b") == Left()
     assert control.at("b") == old
@@ -208,23 +208,23 @@ def test_a_move_is_told_at_the_iteration_s_end_and_made_when_the_next_one_begins
     assert control.at("b") == old
     assert control.runs("b") == left.move.rollout_nodes
     assert control.at("b") == told
-    assert control.desk.cluster.stays[JobId("b")].moves == 1
-    assert not control.desk.cluster.planner.book.is_leaving(JobId("b"))
+    assert control.service.cluster.placements[JobId("b")].moves == 1
+    assert not control.service.cluster.planner.book.is_leaving(JobId("b"))
 
 
 def test_a_lost_answer_tells_the_move_again_also_after_a_restart(tmp_path: Path) -> None:
     control = Control(state=tmp_path / "state.sqlite")
     control.submit(submission("a"), submission("b"))
     control.runs("b")
-    ask_to_move(control.desk.cluster, "b")
+    ask_to_move(control.service.cluster, "b")
     control.pass_time(60.0, beats="b")
     control.leave("b")
     left = control.phase("b", TRAINING, 15.0)
     assert isinstance(left, Left)
     assert left.move is not None
     control = control.restarted()
-    epoch = control.desk.policy.standing(JobId("b")).epoch  # type: ignore[union-attr]
-    assert control.desk.call(Leave(job=JobId("b"), epoch=epoch)) == left
+    epoch = control.service.policy.permit(JobId("b")).epoch  # type: ignore[union-attr]
+    assert control.service.call(Leave(job=JobId("b"), epoch=epoch)) == left
     assert control.runs("b") == left.move.rollout_nodes
 
 
@@ -232,7 +232,7 @@ def test_a_new_process_of_a_job_that_shall_move_begins_on_the_new_nodes() -> Non
     control = Control()
     control.submit(submission("a"), submission("b"))
     control.runs("b")
-    ask_to_move(control.desk.cluster, "b")
+    ask_to_move(control.service.cluster, "b")
     control.pass_time(60.0, beats="b")
     old = control.at("b")
     control.leave("b", failed="crashed")
@@ -244,12 +244,12 @@ def test_a_move_for_which_no_nodes_are_free_is_taken_back_and_changes_nothing() 
     control = Control(cluster("r0", "t0"))
     control.submit(submission("a", slo=3.0), submission("b", slo=3.0))
     control.runs("b")
-    price = control.desk.cluster.planner.book.committed_per_hour
-    ask_to_move(control.desk.cluster, "b")
+    price = control.service.cluster.planner.book.committed_per_hour
+    ask_to_move(control.service.cluster, "b")
     control.pass_time(60.0, beats="b")
-    assert control.desk.cluster.stays[JobId("b")].stage is PlacementStage.PLACED
-    assert control.desk.cluster.planner.book.committed_per_hour == price
-    assert not control.desk.cluster.planner.facts[JobId("b")].moving
+    assert control.service.cluster.placements[JobId("b")].stage is PlacementStage.PLACED
+    assert control.service.cluster.planner.book.committed_per_hour == price
+    assert not control.service.cluster.planner.facts[JobId("b")].moving
     control.leave("b")
     assert control.phase("b", TRAINING, 15.0) == Left()
 
@@ -257,7 +257,7 @@ def test_a_move_for_which_no_nodes_are_free_is_taken_back_and_changes_nothing() 
 def test_who_moves_gets_its_permit_when_its_new_nodes_have_room() -> None:
     control = Control(cluster("r0 r1", "t0 t1"))
     control.submit(submission("a", slo=1.0, host=1500), submission("b", slo=1.0, host=1500))
-    policy = control.desk.cluster
+    policy = control.service.cluster
     for job in "ab":
         control.runs(job)
     planner = policy.planner
@@ -291,7 +291,7 @@ def hears_where_it_is(control: Control, job: str, kind: PhaseKind) -> None:
     refused = control.enter(job, kind)
     assert isinstance(refused, CallRefused)
     assert refused.unknown
-    (placed,) = control.submit(control.desk.cluster.stays[JobId(job)].submission)
+    (placed,) = control.submit(control.service.cluster.placements[JobId(job)].submission)
     assert (placed.rollout_nodes, placed.training_nodes) == control.at(job)
 
 
@@ -304,14 +304,14 @@ def test_a_failed_node_is_replaced_and_only_phases_on_it_end() -> None:
     control.phase("b", ROLLOUT, 40.0)
     control.runs("b", TRAINING)
     control.runs("a", ROLLOUT)
-    assert control.desk.call(_failed("t0")) == Kept()
+    assert control.service.call(_failed("t0")) == Kept()
     for job in "ab":
         assert control.at(job)[1] == names("t1")
     beat = Beat(job=JobId("b"), epoch=Epoch(4))
-    assert isinstance(control.desk.call(beat), Ended)
-    a = control.desk.policy.standing(JobId("a"))
+    assert isinstance(control.service.call(beat), Ended)
+    a = control.service.policy.permit(JobId("a"))
     assert a is not None
-    assert isinstance(control.desk.call(Beat(job=JobId("a"), epoch=a.epoch)), Orders)
+    assert isinstance(control.service.call(Beat(job=JobId("a"), epoch=a.epoch)), Orders)
     control.leave("a")
     hears_where_it_is(control, "a", TRAINING)
     assert control.runs("a", TRAINING) == names("t1")
@@ -321,21 +321,21 @@ def test_without_a_spare_node_the_phase_waits_until_one_is_back() -> None:
     control = Control(cluster("r0", "t0"))
     control.submit(submission("a"))
     control.runs("a", ROLLOUT)
-    control.desk.call(_failed("t0"))
+    control.service.call(_failed("t0"))
     control.leave("a")
     refused = control.enter("a", TRAINING)
     assert isinstance(refused, CallRefused)
     assert refused.retry_after_s is not None
     assert "t0 failed" in refused.reason
-    control.desk.call(_failed("t0", failed=False))
+    control.service.call(_failed("t0", failed=False))
     hears_where_it_is(control, "a", TRAINING)
     assert control.runs("a", TRAINING) == names("t0")
 
 
 def test_a_free_node_that_failed_is_given_to_nobody() -> None:
     control = Control(cluster("r0 r1", "t0 t1"))
-    control.desk.call(_failed("r0"))
-    assert isinstance(control.desk.call(_failed("elsewhere")), CallRefused)
+    control.service.call(_failed("r0"))
+    assert isinstance(control.service.call(_failed("elsewhere")), CallRefused)
     control.submit(submission("a"))
     assert control.runs("a") == names("r1")
 
@@ -347,7 +347,7 @@ def test_a_placed_job_of_which_nothing_is_heard_gives_its_nodes_back() -> None:
     control.pass_time(240.0, beats="a")
     assert control.at("a")
     control.pass_time(420.0)
-    assert JobId("a") not in control.desk.cluster.stays
+    assert JobId("a") not in control.service.cluster.placements
     assert control.at("b") == (names("r0"), names("t0"))
 
 
@@ -358,12 +358,12 @@ def test_a_restart_in_the_middle_of_a_phase_loses_and_repeats_nothing(tmp_path: 
     control.runs("a")
     control.pass_time(20.0, beats="a")
     where = {job: control.at(job) for job in "ab"}
-    before = control.desk.cluster.planner.facts[JobId("a")]
+    before = control.service.cluster.planner.facts[JobId("a")]
     control = control.restarted()
     assert {job: control.at(job) for job in "ab"} == where
     control.pass_time(20.0, beats="a")
     assert control.leave("a") == Left()
-    after = control.desk.cluster.planner.facts[JobId("a")]
+    after = control.service.cluster.planner.facts[JobId("a")]
     assert after.rollout.count == before.rollout.count + 1
     assert after.rollout.seen_s == pytest.approx(40.0, rel=0.01)
     assert after.account.solo_s == pytest.approx(before.account.solo_s + 40.0)
@@ -376,10 +376,10 @@ def test_a_restart_on_a_machine_that_was_booted_anew_goes_on_where_time_stood_st
     control.clock.now_s = 5000.0
     control.submit(submission("a"))
     control.iteration("a")
-    credit_s = control.desk.cluster.planner.facts[JobId("a")].account.credit_s(5055.0)
+    credit_s = control.service.cluster.planner.facts[JobId("a")].account.credit_s(5055.0)
     control.clock.now_s = 7.0
     control = control.restarted()
-    facts = control.desk.cluster.planner.facts[JobId("a")]
+    facts = control.service.cluster.planner.facts[JobId("a")]
     assert facts.account.credit_s(7.0) == pytest.approx(credit_s)
     assert isinstance(control.enter("a"), Granted)
 
@@ -398,13 +398,13 @@ def test_nodes_that_the_file_does_not_have_any_more_are_replaced_at_the_start(
 def test_a_state_file_is_of_a_control_that_plans_or_of_one_that_does_not(tmp_path: Path) -> None:
     control = Control(state=tmp_path / "plans.sqlite")
     control.submit(submission("a"))
-    control.desk.close()
+    control.service.close()
     with pytest.raises(ConfigError, match="plan"):
         PhaseService(PERMITS, control.clock, state=tmp_path / "plans.sqlite")
-    desk = PhaseService(PERMITS, control.clock, state=tmp_path / "by-hand.sqlite")
-    desk.place(terms("a"))
-    assert isinstance(desk.call(submission("b")), CallRefused)
-    desk.close()
+    service = PhaseService(PERMITS, control.clock, state=tmp_path / "by-hand.sqlite")
+    service.place(terms("a"))
+    assert isinstance(service.call(submission("b")), CallRefused)
+    service.close()
     with pytest.raises(ConfigError, match="by hand"):
         Control(state=tmp_path / "by-hand.sqlite")
 
@@ -424,10 +424,10 @@ def test_what_the_disk_did_not_take_is_answered_by_nobody(tmp_path: Path, monkey
         for _ in range(2):
             with pytest.raises(Exhausted):
                 control.leave("a")
-            control.desk.tick()
+            control.service.tick()
     assert control.leave("a") == Left()
     control = control.restarted()
-    assert control.desk.cluster.planner.facts[JobId("a")].rollout.count == 1
+    assert control.service.cluster.planner.facts[JobId("a")].rollout.count == 1
 
 
 def test_the_status_says_group_nodes_slow_down_and_credit() -> None:
@@ -436,7 +436,7 @@ def test_the_status_says_group_nodes_slow_down_and_credit() -> None:
     control = Control(cluster("r0", "t0"))
     control.submit(submission("a", slo=1.0), submission("b", slo=1.0))
     control.iteration("a")
-    first, second = (status.plan for status in statuses(control.desk))
+    first, second = (status.plan for status in statuses(control.service))
     assert first is not None
     assert second is not None
     assert (first.stage, first.iterations) == (PlacementStage.PLACED, 1)
@@ -449,7 +449,7 @@ def test_the_status_says_group_nodes_slow_down_and_credit() -> None:
 def test_its_metrics_say_how_many_wait_for_a_place_and_which_nodes_are_free() -> None:
     control = Control(cluster("r0", "t0 t1"))
     control.submit(submission("a", slo=1.0), submission("b", slo=1.0))
-    said = control.desk.metrics().decode()
+    said = control.service.metrics().decode()
     assert 'scheduler_phase_plan_jobs{stage="queued"} 1.0' in said
     assert 'scheduler_phase_plan_nodes{pool="training",state="free"} 1.0' in said
     assert 'scheduler_phase_plan_decisions_total{decision="placed"} 1.0' in said
@@ -461,8 +461,8 @@ def test_its_metrics_say_whose_promise_is_kept_and_count_those_that_have_ended()
     control.submit(submission("a"))
 
     def value(name: str, **labels: str) -> float | None:
-        control.desk.metrics()
-        registry = control.desk._metrics.registry
+        control.service.metrics()
+        registry = control.service._metrics.registry
         return registry.get_sample_value(f"scheduler_phase_plan_{name}", labels)
 
     control.runs("a", ROLLOUT)
@@ -483,7 +483,7 @@ def test_its_metrics_say_whose_promise_is_kept_and_count_those_that_have_ended()
     assert slowdown > 1.0
     assert credit_s is not None
     assert credit_s < 0.0
-    control.desk.call(Forget(job=JobId("a")))
+    control.service.call(Forget(job=JobId("a")))
     assert value("promises", state="owed") == 0.0
     assert value("promises_ended_total", promise="kept") == 1.0, "by its last phase"
     assert value("promises_ended_total", promise="broken") == 0.0
@@ -498,8 +498,8 @@ def test_a_promise_that_was_broken_when_the_last_phase_ended_stays_broken() -> N
     control.iteration("a")
     control.pass_time(600.0)
     control.iteration("a")
-    control.desk.call(Forget(job=JobId("a")))
-    said = control.desk.metrics().decode()
+    control.service.call(Forget(job=JobId("a")))
+    said = control.service.metrics().decode()
     assert 'scheduler_phase_plan_promises_ended_total{promise="broken"} 1.0' in said
 
 
@@ -507,18 +507,20 @@ def test_its_metrics_say_how_long_somebody_has_waited_for_a_place() -> None:
     control = Control(cluster("r0", "t0"))
     control.submit(submission("a", slo=1.0), submission("b", slo=1.0))
     control.pass_time(60.0)
-    assert "scheduler_phase_plan_longest_wait_seconds 60.0" in control.desk.metrics().decode()
+    assert "scheduler_phase_plan_longest_wait_seconds 60.0" in control.service.metrics().decode()
 
 
 def test_a_phase_that_was_ended_for_its_length_makes_the_plan_believe_it_longer() -> None:
     control = Control(cluster("r0", "t0"))
     control.submit(submission("a", slo=3.0), submission("b", slo=3.0))
     assert control.runs("a") == names("r0")
-    believed_s = control.desk.cluster.planner.facts[JobId("a")].belief().rollout_s
+    believed_s = control.service.cluster.planner.facts[JobId("a")].belief().rollout_s
     control.enter("b")
-    while control.desk.runtime.permits.on(NodeId("r0")) == "a":
+    while control.service.runtime.permits.on(NodeId("r0")) == "a":
         control.pass_time(8.0, beats="a")
         control.enter("b")
-    facts = control.desk.cluster.planner.facts[JobId("a")]
+    facts = control.service.cluster.planner.facts[JobId("a")]
     assert facts.belief().rollout_s > believed_s
-    assert facts.account.solo_s == pytest.approx(control.desk.cluster.planner.config.cold_start_s)
+    assert facts.account.solo_s == pytest.approx(
+        control.service.cluster.planner.config.cold_start_s
+    )

@@ -11,9 +11,9 @@ from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
-from scheduler.rollmux.cluster.events import JobSubmitted, PlanReviewed
+from scheduler.rollmux.cluster.plan_events import JobSubmitted, PlanReviewed
 from scheduler.rollmux.control.jobs import read_submissions
-from scheduler.rollmux.permits.standing import JobPermit
+from scheduler.rollmux.permits.job_permit import JobPermit
 from scheduler.rollmux.plan.drafting import draft
 from scheduler.rollmux.plan.jobs_file import PlanSettings, read_jobs
 from scheduler.rollmux.plan.known_jobs import FREE_MOVES
@@ -27,7 +27,7 @@ Grouped = tuple[set[tuple[frozenset[str], int]], set[str]]
 
 
 class NoPermits:
-    def standing(self, job: JobId) -> JobPermit | None:
+    def permit(self, job: JobId) -> JobPermit | None:
         return None
 
 
@@ -84,7 +84,7 @@ def _controlled(path: Path, settings: PlanSettings) -> Grouped:
         for cell in cells
         if cell.pinned
     }
-    return placed, {str(job) for job in policy.stays if job not in policy.planner.facts}
+    return placed, {str(job) for job in policy.placements if job not in policy.planner.facts}
 
 
 TIGHT = "a tight SLO earns nothing by what was measured"

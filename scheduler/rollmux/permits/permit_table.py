@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
+from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
 from scheduler.rollmux.permits.lines import NodeLines, Tail
-from scheduler.rollmux.permits.standing import JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 
 
@@ -28,21 +28,21 @@ class PermitTable:
         """Per node, the job whose state was left on its accelerators without a permit."""
 
     def snapshot(self) -> list[dict[str, Any]]:
-        return [msgspec.to_builtins(standing) for standing in self.jobs.values()]
+        return [msgspec.to_builtins(permit) for permit in self.jobs.values()]
 
     def restore(self, snapshot: list[dict[str, Any]]) -> None:
         """Raises ValueError where two jobs hold the same accelerators."""
         jobs = msgspec.convert(snapshot, list[JobPermit])
-        self.jobs = {standing.job: standing for standing in jobs}
+        self.jobs = {permit.job: permit for permit in jobs}
         self._lines = NodeLines()
-        for standing in jobs:
-            tails = {node: each for node, each in standing.accelerators.items() if 0 in each}
-            whole = tuple(node for node in standing.nodes if node not in tails)
-            self._lines.occupy(standing.job, whole)
+        for permit in jobs:
+            tails = {node: each for node, each in permit.accelerators.items() if 0 in each}
+            whole = tuple(node for node in permit.nodes if node not in tails)
+            self._lines.occupy(permit.job, whole)
             for node, kept in tails.items():
-                self._lines.keep_tail(standing.job, node, len(kept))
-            self._lines.join(standing.ticket, standing.job, standing.awaits)
-            self._loaded |= dict.fromkeys(standing.loaded, standing.job)
+                self._lines.keep_tail(permit.job, node, len(kept))
+            self._lines.join(permit.ticket, permit.job, permit.awaits)
+            self._loaded |= dict.fromkeys(permit.loaded, permit.job)
 
     def next_epoch(self) -> Epoch:
         epoch, ticket = self.counters
@@ -56,42 +56,42 @@ class PermitTable:
 
     def holder(self, job: JobId, epoch: Epoch) -> JobPermit | None:
         """The job, if it holds a permit of that epoch."""
-        standing = self.jobs.get(job)
-        current = standing is not None and standing.holding and standing.epoch == epoch
-        return standing if current else None
+        permit = self.jobs.get(job)
+        current = permit is not None and permit.holding and permit.epoch == epoch
+        return permit if current else None
 
     def admit(self, terms: JobTerms) -> JobPermit:
-        standing = self.jobs.setdefault(terms.job, JobPermit(terms=terms))
-        standing.terms = terms
-        return standing
+        permit = self.jobs.setdefault(terms.job, JobPermit(terms=terms))
+        permit.terms = terms
+        return permit
 
     def remove(self, job: JobId) -> None:
         del self.jobs[job]
 
-    def leave_loaded(self, standing: JobPermit) -> None:
+    def leave_loaded(self, permit: JobPermit) -> None:
         """Its state stays on its nodes' accelerators, but for the part that its tail had of one."""
-        parts = standing.accelerators
-        nodes = tuple(node for node in standing.nodes if 0 not in parts.get(node, ()))
-        standing.loaded += nodes
-        standing.loaded_by = standing.holder
-        self._loaded |= dict.fromkeys(nodes, standing.job)
+        parts = permit.accelerators
+        nodes = tuple(node for node in permit.nodes if 0 not in parts.get(node, ()))
+        permit.loaded += nodes
+        permit.loaded_by = permit.holder
+        self._loaded |= dict.fromkeys(nodes, permit.job)
 
-    def unload(self, standing: JobPermit, nodes: tuple[NodeId, ...]) -> None:
+    def unload(self, permit: JobPermit, nodes: tuple[NodeId, ...]) -> None:
         """Removes the job's left-over state from these nodes; nodes under its permit stay."""
-        gone = tuple(node for node in nodes if node in standing.loaded)
+        gone = tuple(node for node in nodes if node in permit.loaded)
         for node in gone:
             del self._loaded[node]
-        self._forget_loaded(standing, gone)
+        self._forget_loaded(permit, gone)
         self.touch(gone)
 
-    def _forget_loaded(self, standing: JobPermit, nodes: tuple[NodeId, ...]) -> None:
-        standing.loaded = tuple(node for node in standing.loaded if node not in nodes)
-        standing.unload = tuple(node for node in standing.unload if node not in nodes)
+    def _forget_loaded(self, permit: JobPermit, nodes: tuple[NodeId, ...]) -> None:
+        permit.loaded = tuple(node for node in permit.loaded if node not in nodes)
+        permit.unload = tuple(node for node in permit.unload if node not in nodes)
 
-    def loaded_by_other(self, standing: JobPermit, node: NodeId) -> JobPermit | None:
+    def loaded_by_other(self, permit: JobPermit, node: NodeId) -> JobPermit | None:
         """The job whose state has to leave the node before this one starts there."""
         job = self._loaded.get(node)
-        return None if job is None or job == standing.job else self.jobs[job]
+        return None if job is None or job == permit.job else self.jobs[job]
 
     def touch(self, nodes: Iterable[NodeId]) -> None:
         """Marks changed nodes: jobs that wait for them may start now."""
@@ -108,57 +108,57 @@ class PermitTable:
         touched, self._touched = tuple(sorted(self._touched)), set()
         return touched
 
-    def join(self, standing: JobPermit, ticket: int, nodes: tuple[NodeId, ...]) -> None:
-        standing.ticket, standing.awaits = ticket, nodes
-        self._lines.join(ticket, standing.job, nodes)
+    def join(self, permit: JobPermit, ticket: int, nodes: tuple[NodeId, ...]) -> None:
+        permit.ticket, permit.awaits = ticket, nodes
+        self._lines.join(ticket, permit.job, nodes)
         self.touch(nodes)
 
-    def leave_lines(self, standing: JobPermit) -> None:
-        self._lines.leave(standing.ticket, standing.job, standing.awaits)
-        self.touch(standing.awaits)
-        standing.awaits = ()
+    def leave_lines(self, permit: JobPermit) -> None:
+        self._lines.leave(permit.ticket, permit.job, permit.awaits)
+        self.touch(permit.awaits)
+        permit.awaits = ()
 
-    def take(self, standing: JobPermit, nodes: tuple[NodeId, ...], *, per_node: int) -> None:
+    def take(self, permit: JobPermit, nodes: tuple[NodeId, ...], *, per_node: int) -> None:
         """Moves the job from the lines onto the nodes; a tail may keep the first accelerators of
         some."""
-        self._lines.occupy(standing.job, nodes)
-        self._lines.leave(standing.ticket, standing.job, nodes)
-        standing.nodes += nodes
-        if standing.loaded:
-            self._forget_loaded(standing, nodes)
+        self._lines.occupy(permit.job, nodes)
+        self._lines.leave(permit.ticket, permit.job, nodes)
+        permit.nodes += nodes
+        if permit.loaded:
+            self._forget_loaded(permit, nodes)
             for node in nodes:
                 self._loaded.pop(node, None)
-        standing.awaits = tuple(node for node in standing.awaits if node not in nodes)
+        permit.awaits = tuple(node for node in permit.awaits if node not in nodes)
         parts = {node: tuple(range(tail[1], per_node)) for node, tail in self._tails(nodes)}
         if parts:
-            standing.accelerators = standing.accelerators | parts
+            permit.accelerators = permit.accelerators | parts
 
-    def free(self, standing: JobPermit, nodes: tuple[NodeId, ...]) -> None:
-        self._lines.free(standing.job, nodes)
-        standing.nodes = tuple(node for node in standing.nodes if node not in nodes)
-        if standing.accelerators:
-            parts = standing.accelerators
-            standing.accelerators = {node: parts[node] for node in parts if node not in nodes}
+    def free(self, permit: JobPermit, nodes: tuple[NodeId, ...]) -> None:
+        self._lines.free(permit.job, nodes)
+        permit.nodes = tuple(node for node in permit.nodes if node not in nodes)
+        if permit.accelerators:
+            parts = permit.accelerators
+            permit.accelerators = {node: parts[node] for node in parts if node not in nodes}
         self.touch(nodes)
 
-    def narrow(self, standing: JobPermit) -> tuple[NodeId, ...]:
+    def narrow(self, permit: JobPermit) -> tuple[NodeId, ...]:
         """Reduces the job to the kept nodes; returns the nodes that it freed, fully or in part."""
-        parts = standing.keep_accelerators
-        freed = tuple(node for node in standing.nodes if node not in standing.keep)
-        self.free(standing, freed)
+        parts = permit.keep_accelerators
+        freed = tuple(node for node in permit.nodes if node not in permit.keep)
+        self.free(permit, freed)
         for node, kept in parts.items():
-            self._lines.keep_tail(standing.job, node, len(kept))
-        standing.accelerators = dict(parts)
-        standing.was_away |= not standing.nodes
+            self._lines.keep_tail(permit.job, node, len(kept))
+        permit.accelerators = dict(parts)
+        permit.was_away |= not permit.nodes
         self.touch(parts)
         return (*freed, *parts)
 
-    def widen(self, standing: JobPermit) -> tuple[NodeId, ...]:
+    def widen(self, permit: JobPermit) -> tuple[NodeId, ...]:
         """Gives the job what other jobs' tails have freed of its nodes; returns those now whole."""
-        parts = standing.accelerators
+        parts = permit.accelerators
         whole = tuple(node for node in parts if self._lines.tail_on(node) is None)
         if whole:
-            standing.accelerators = {node: parts[node] for node in parts if node not in whole}
+            permit.accelerators = {node: parts[node] for node in parts if node not in whole}
         return whole
 
     def on(self, node: NodeId) -> JobId | None:
@@ -187,54 +187,54 @@ class PermitTable:
         found = ((node, self._lines.tail_on(node)) for node in nodes)
         return ((node, tail) for node, tail in found if tail is not None)
 
-    def asks(self, standing: JobPermit, now: float) -> bool:
+    def asks(self, permit: JobPermit, now: float) -> bool:
         """Whether its place in a line blocks the jobs behind it."""
-        if standing.holding:
+        if permit.holding:
             return True
-        if standing.heard_s is None:
-            return now < standing.enqueued_s + self.config.patience_s
-        return now < standing.heard_s + self.config.lease_s
+        if permit.heard_s is None:
+            return now < permit.enqueued_s + self.config.patience_s
+        return now < permit.heard_s + self.config.lease_s
 
-    def waits(self, standing: JobPermit, now: float) -> bool:
+    def waits(self, permit: JobPermit, now: float) -> bool:
         """Whether a worker or a tail of the job waits in line and would start at once."""
-        if standing.stage is PermitStage.TAILING:
-            return bool(standing.awaits)
-        claimed = standing.stage is PermitStage.WAITING and standing.heard_s is not None
-        return claimed and self.asks(standing, now)
+        if permit.stage is PermitStage.TAILING:
+            return bool(permit.awaits)
+        claimed = permit.stage is PermitStage.WAITING and permit.heard_s is not None
+        return claimed and self.asks(permit, now)
 
     def waiting_at(self, node: NodeId, now: float) -> tuple[JobId, ...]:
         line = (job for _, job in self._lines.line(node))
         return tuple(job for job in line if self.waits(self.jobs[job], now))
 
-    def wanted(self, standing: JobPermit, now: float) -> bool:
-        return any(self.waiting_at(node, now) for node in standing.nodes)
+    def wanted(self, permit: JobPermit, now: float) -> bool:
+        return any(self.waiting_at(node, now) for node in permit.nodes)
 
-    def ahead(self, standing: JobPermit, now: float) -> frozenset[JobId]:
+    def ahead(self, permit: JobPermit, now: float) -> frozenset[JobId]:
         """Jobs that hold its nodes or precede it in their lines."""
         before = {
             other
-            for node in standing.awaits
-            for other in self._lines.ahead(standing.ticket, node)
+            for node in permit.awaits
+            for other in self._lines.ahead(permit.ticket, node)
             if self.asks(self.jobs[other], now)
         }
-        on = (self._lines.on(node) for node in standing.awaits)
+        on = (self._lines.on(node) for node in permit.awaits)
         return frozenset(before | {job for job in on if job is not None})
 
-    def is_first(self, standing: JobPermit, node: NodeId, now: float) -> bool:
+    def is_first(self, permit: JobPermit, node: NodeId, now: float) -> bool:
         """Whether no job before it blocks the node."""
-        ahead = self._lines.ahead(standing.ticket, node)
+        ahead = self._lines.ahead(permit.ticket, node)
         return not any(self.asks(self.jobs[job], now) for job in ahead)
 
-    def open_to(self, standing: JobPermit, now: float) -> tuple[NodeId, ...]:
+    def open_to(self, permit: JobPermit, now: float) -> tuple[NodeId, ...]:
         """Nodes that it awaits and may take now: unused, open, and with no blocking job before
         it."""
         return tuple(
             node
-            for node in standing.awaits
+            for node in permit.awaits
             if self._lines.on(node) is None
             and node not in self.closed
-            and self.loaded_by_other(standing, node) is None
-            and self.is_first(standing, node, now)
+            and self.loaded_by_other(permit, node) is None
+            and self.is_first(permit, node, now)
         )
 
     def under_tail(self, node: NodeId) -> bool:

@@ -18,9 +18,9 @@ from aiohttp import web
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.control.desk import JOURNAL_BYTES, PhaseService
-from scheduler.rollmux.control.front import AsyncPhaseApi
-from scheduler.rollmux.control.opening import compile_for, make_service
+from scheduler.rollmux.control.async_api import AsyncPhaseApi
+from scheduler.rollmux.control.make_service import compile_for, make_service
+from scheduler.rollmux.control.phase_service import JOURNAL_BYTES, PhaseService
 from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.permits.terms import PermitsConfig
 
@@ -44,12 +44,12 @@ def application(front: AsyncPhaseApi) -> web.Application:
         return web.Response(body=body, content_type="application/json")
 
     async def status(_request: web.Request) -> web.Response:
-        body = msgspec.json.encode(statuses(front.desk))
+        body = msgspec.json.encode(statuses(front.service))
         return web.Response(body=body, content_type="application/json")
 
     async def journal(_request: web.Request) -> web.Response:
         # The client reads the journal's files itself: the control has no time for them.
-        where = front.desk.journal
+        where = front.service.journal
         return web.json_response({"directory": None if where is None else str(where.resolve())})
 
     app.add_routes(
@@ -57,21 +57,21 @@ def application(front: AsyncPhaseApi) -> web.Application:
             web.post("/v1/phases/{call}", call),
             web.get("/v1/journal", journal),
             web.get("/v1/phases", status),
-            web.get("/metrics", metrics_of(front.desk)),
+            web.get("/metrics", metrics_of(front.service)),
         ]
     )
     return app
 
 
-def metrics_of(desk: PhaseService) -> Callable[[web.Request], Awaitable[web.Response]]:
+def metrics_of(service: PhaseService) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def metrics(_request: web.Request) -> web.Response:
-        return web.Response(body=desk.metrics(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=service.metrics(), headers={"Content-Type": CONTENT_TYPE})
 
     return metrics
 
 
 @asynccontextmanager
-async def exposition(desk: PhaseService, port: int | None) -> AsyncGenerator[None, None]:
+async def exposition(service: PhaseService, port: int | None) -> AsyncGenerator[None, None]:
     """Prometheus connects to no Unix socket: metrics, and nothing else, on a loopback port.
 
     Raises ConfigError where the port is taken. Without a port it does nothing.
@@ -80,7 +80,7 @@ async def exposition(desk: PhaseService, port: int | None) -> AsyncGenerator[Non
         yield
         return
     app = web.Application()
-    app.add_routes([web.get("/metrics", metrics_of(desk))])
+    app.add_routes([web.get("/metrics", metrics_of(service))])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     try:
@@ -144,10 +144,10 @@ async def serve(
     clock = clock or MonotonicClock()
     compile_for(cluster)
     listening = listening_socket(path)
-    desk = make_service(
+    service = make_service(
         config, clock, state=state, journal=journal, cluster=cluster, journal_bytes=journal_bytes
     )
-    front = AsyncPhaseApi(desk, clock)
+    front = AsyncPhaseApi(service, clock)
     runner = web.AppRunner(
         application(front),
         access_log=None,
@@ -161,11 +161,11 @@ async def serve(
     try:
         await runner.setup()
         await web.SockSite(runner, listening).start()
-        async with exposition(desk, metrics_port):
+        async with exposition(service, metrics_port):
             await _until_stopped(front, stopped)
     finally:
         await runner.cleanup()
-        desk.close()
+        service.close()
         path.unlink(missing_ok=True)
 
 
@@ -174,7 +174,7 @@ async def _until_stopped(front: AsyncPhaseApi, stopped: asyncio.Event) -> None:
     stopping = asyncio.ensure_future(stopped.wait())
     await asyncio.wait({ticking, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
-    # An error of the desk ends the process: its state is on disk, its holders go on.
+    # An error of the phase service ends the process: its state is on disk, its holders go on.
     if ticking.done():
         ticking.result()
     ticking.cancel()

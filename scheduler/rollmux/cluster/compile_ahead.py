@@ -3,7 +3,7 @@
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.submission import KINDS, DeclaredPhase, Submission
-from scheduler.rollmux.planner.events import ReviewDue
+from scheduler.rollmux.planner.group_events import ReviewDue
 from scheduler.rollmux.planner.planner import GroupPlanner
 
 

@@ -2,7 +2,7 @@
 
 Never blocks and is used by one thread at a time; a waiting caller looks again when `on_change`
 signals a change. The embedded control, the socket and the Ray actor are fronts of
-this one desk.
+this one service.
 """
 
 import logging
@@ -60,8 +60,8 @@ from scheduler.rollmux.permits.events import (
     TailRecalled,
     TimePassed,
 )
+from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
 from scheduler.rollmux.permits.permits import PermitPolicy
-from scheduler.rollmux.permits.standing import JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 
 JOBS_MAX = 4096
@@ -140,7 +140,7 @@ class PhaseService:
                 )
 
     def place(self, terms: JobTerms) -> PlaceReply:
-        known = self._policy.standing(terms.job)
+        known = self._policy.permit(terms.job)
         if known is None and len(self._policy.jobs) >= JOBS_MAX:
             return CallRefused(reason=f"{JOBS_MAX} jobs are placed", retry_after_s=_RETRY_S)
         if known is None or known.terms != terms:
@@ -150,8 +150,8 @@ class PhaseService:
         return Admitted(lease_s=self.config.lease_s)
 
     def enter(self, entry: Enter) -> EnterReply:
-        standing = self._policy.standing(entry.job)
-        if standing is None and not self._policy.knows(entry.job):
+        permit = self._policy.permit(entry.job)
+        if permit is None and not self._policy.knows(entry.job):
             return CallRefused(reason=f"job {entry.job} is not placed", unknown=True)
         event = PhaseRequested(job=entry.job, kind=entry.kind, holder=entry.holder)
         effects = self._observe(event)
@@ -165,16 +165,16 @@ class PhaseService:
         """The reply to an entry; changes nothing. Raises Exhausted as `call` does."""
         if self._unsaved:
             raise Exhausted("a decision is not on disk yet")
-        standing = self._policy.standing(entry.job)
-        if standing is None:
+        permit = self._policy.permit(entry.job)
+        if permit is None:
             return CallRefused(reason=f"job {entry.job} is not placed", unknown=True)
-        if (standing.holder, standing.kind) != (entry.holder, entry.kind):
+        if (permit.holder, permit.kind) != (entry.holder, entry.kind):
             return CallRefused(reason="another process of the job came", retry_after_s=_RETRY_S)
-        if standing.holding:
+        if permit.holding:
             return Granted(
-                epoch=standing.epoch,
-                nodes=standing.nodes,
-                accelerators=standing.accelerators,
+                epoch=permit.epoch,
+                nodes=permit.nodes,
+                accelerators=permit.accelerators,
                 lease_s=self.config.lease_s,
             )
         return Waiting(ahead=self._policy.ahead(entry.job, now=self._clock.now()))
@@ -193,10 +193,10 @@ class PhaseService:
         if beat.recall is not None and not refusal:
             event = TailRecalled(job=beat.job, epoch=beat.epoch, recall=beat.recall)
             refusal = _refusal(self._observe(event))
-        standing = self._policy.standing(beat.job)
-        if refusal or standing is None:
+        permit = self._policy.permit(beat.job)
+        if refusal or permit is None:
             return Ended(reason=refusal or "the job has left")
-        return self._orders(standing)
+        return self._orders(permit)
 
     def leave(self, leave: Leave) -> LeaveReply:
         self._loaded_heard_s[leave.job] = self._clock.now()
@@ -209,36 +209,36 @@ class PhaseService:
             stays_loaded=leave.stays_loaded,
         )
         refusal = _refusal(self._observe(event))
-        standing = self._policy.standing(leave.job)
-        if not refusal or standing is None:
-            unload = () if standing is None else standing.unload
+        permit = self._policy.permit(leave.job)
+        if not refusal or permit is None:
+            unload = () if permit is None else permit.unload
             return Ended(reason=refusal) if refusal else Left(unload=unload)
         # A leave whose reply was lost is repeated.
-        was_done = standing.epoch == leave.epoch and standing.ended is PermitEndReason.DONE
-        return Left(unload=standing.unload) if was_done else Ended(reason=refusal)
+        was_done = permit.epoch == leave.epoch and permit.ended is PermitEndReason.DONE
+        return Left(unload=permit.unload) if was_done else Ended(reason=refusal)
 
     def unloaded(self, said: Unloaded) -> LeaveReply:
-        standing = self._policy.standing(said.job)
-        if standing is None:
+        permit = self._policy.permit(said.job)
+        if permit is None:
             return Ended(reason=f"job {said.job} is not placed")
-        if standing.loaded_by != said.holder:
+        if permit.loaded_by != said.holder:
             return Left()
         self._loaded_heard_s[said.job] = self._clock.now()
         if said.nodes:
             self._observe(NodesUnloaded(job=said.job, nodes=said.nodes))
-        return Left(unload=standing.unload)
+        return Left(unload=permit.unload)
 
     def _unload_silent(self, now: float) -> None:
         """A process that was asked and is not heard for a lease is gone, and its state with it."""
         for job in self._asked_to_unload():
             heard_s = self._loaded_heard_s.setdefault(job, now)
-            standing = self._policy.standing(job)
-            if standing is not None and now - heard_s > self.config.lease_s:
-                self._observe(NodesUnloaded(job=job, nodes=standing.unload))
+            permit = self._policy.permit(job)
+            if permit is not None and now - heard_s > self.config.lease_s:
+                self._observe(NodesUnloaded(job=job, nodes=permit.unload))
 
     def _asked_to_unload(self) -> list[JobId]:
-        found = ((job, self._policy.standing(job)) for job in self._policy.jobs)
-        return [job for job, standing in found if standing is not None and standing.unload]
+        found = ((job, self._policy.permit(job)) for job in self._policy.jobs)
+        return [job for job, permit in found if permit is not None and permit.unload]
 
     def tick(self) -> None:
         """Call every `TICK_S`; after a gap, silence of holders during it is forgiven."""
@@ -256,11 +256,11 @@ class PhaseService:
 
     def _retry_s(self, entry: Enter) -> float | None:
         """Delay before the next request, in s; None for a phase that the job does not have."""
-        standing = self._policy.standing(entry.job)
-        known = standing is None or standing.terms.phase(entry.kind) is not None
+        permit = self._policy.permit(entry.job)
+        known = permit is None or permit.terms.phase(entry.kind) is not None
         return _RETRY_S if known else None
 
-    def plan_of(self, job: JobId) -> PlanStatus | None:  # noqa: ARG002 - a planning desk's to say
+    def plan_of(self, job: JobId) -> PlanStatus | None:  # noqa: ARG002 - a planning service's to say
         """Plan status of a job; None without a plan."""
         return None
 
@@ -277,18 +277,18 @@ class PhaseService:
         self._log.close()
         self._state.close()
 
-    def _orders(self, standing: JobPermit) -> Orders:
+    def _orders(self, permit: JobPermit) -> Orders:
         ends_in_s: float | None = None
-        if standing.stage is PermitStage.REVOKED and standing.revoked_s is not None:
-            ends_s = standing.revoked_s + self.config.grace_s
+        if permit.stage is PermitStage.REVOKED and permit.revoked_s is not None:
+            ends_s = permit.revoked_s + self.config.grace_s
             ends_in_s = max(0.0, ends_s - self._clock.now())
         return Orders(
-            stage=standing.stage,
-            nodes=standing.nodes,
-            accelerators=standing.accelerators,
-            keep=standing.keep,
-            keep_accelerators=standing.keep_accelerators,
-            warned=standing.warned_s is not None,
+            stage=permit.stage,
+            nodes=permit.nodes,
+            accelerators=permit.accelerators,
+            keep=permit.keep,
+            keep_accelerators=permit.keep_accelerators,
+            warned=permit.warned_s is not None,
             ends_in_s=ends_in_s,
         )
 
@@ -324,7 +324,7 @@ class PhaseService:
         """Raises Exhausted: nothing that was decided may be answered then."""
         plan = self._plan_records()
         if self._unsaved or plan:
-            standings = {job: self._policy.standing(job) for job in sorted(self._unsaved)}
+            standings = {job: self._policy.permit(job) for job in sorted(self._unsaved)}
             self._state.keep(self._policy.counters, standings, plan)
             self._unsaved.clear()
             self._plan_kept()

@@ -1,10 +1,10 @@
-"""Chooses a control's desk: one that is told every job's nodes, or one that plans them."""
+"""Chooses a control's service: one that is told every job's nodes, or one that plans them."""
 
 from pathlib import Path
 
 from harvester.contracts.clock import Clock
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.control.desk import JOURNAL_BYTES, PhaseService
+from scheduler.rollmux.control.phase_service import JOURNAL_BYTES, PhaseService
 from scheduler.rollmux.permits.terms import PermitsConfig
 
 
@@ -17,7 +17,7 @@ def make_service(
     cluster: ClusterConfig | None,
     journal_bytes: int = JOURNAL_BYTES,
 ) -> PhaseService:
-    """Opens the desk. Raises ConfigError if the state file belongs to another kind of control."""
+    """Raises ConfigError if the state file belongs to another kind of control."""
     if cluster is None:
         return PhaseService(
             config, clock, state=state, journal=journal, journal_bytes=journal_bytes
@@ -37,6 +37,6 @@ def compile_for(cluster: ClusterConfig | None) -> None:
     control goes on.
     """
     if cluster is not None:
-        from scheduler.rollmux.cluster.rehearsal import rehearse
+        from scheduler.rollmux.cluster.compile_ahead import rehearse
 
         rehearse(cluster)

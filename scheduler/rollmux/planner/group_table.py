@@ -130,7 +130,7 @@ class GroupTable:
         self._count_memory(job, host_bytes)
         return () if stays_resident else self._release(placement, cell)
 
-    def stay(self, job: JobId, host_bytes: int) -> None:
+    def placed(self, job: JobId, host_bytes: int) -> None:
         """Takes back the last `unpin` of a job that was to stay resident."""
         placement = self._leaving[job].pop()
         if not self._leaving[job]:

@@ -16,10 +16,10 @@ from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.beliefs.slo import SloAccount
 from scheduler.rollmux.beliefs.tail import TailShape
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
+from scheduler.rollmux.cluster.job_placement import JobPlacement
 from scheduler.rollmux.cluster.measured import MeasuredSeconds
-from scheduler.rollmux.cluster.stays import JobPlacement
 from scheduler.rollmux.cluster.submission import nodes_of
-from scheduler.rollmux.planner.book import GroupState
+from scheduler.rollmux.planner.group_table import GroupState
 
 _NAMES_AT_ONCE = 1000
 
@@ -45,7 +45,7 @@ class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    stay: JobPlacement
+    placed: JobPlacement
     facts: PlannedFacts | None = None
     """None while it waits for a place."""
     held: tuple[NodeId, ...] | None = None
@@ -54,10 +54,10 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def shifted(self, by_s: float) -> "JobRecord":
         """The record with all times shifted by `by_s` to another clock; changes this one too."""
-        stay, facts = self.stay, self.facts
-        stay.submitted_s += by_s
-        stay.placed_s = None if stay.placed_s is None else stay.placed_s + by_s
-        stay.arrived_s = None if stay.arrived_s is None else stay.arrived_s + by_s
+        placed, facts = self.placed, self.facts
+        placed.submitted_s += by_s
+        placed.placed_s = None if placed.placed_s is None else placed.placed_s + by_s
+        placed.arrived_s = None if placed.arrived_s is None else placed.arrived_s + by_s
         if facts is None:
             return self
         facts.account.began_s += by_s
@@ -94,15 +94,15 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
     """The record of a job; None if the job is gone."""
-    stay = policy.stays.get(job)
+    placed = policy.placements.get(job)
     facts = policy.planner.facts.get(job)
-    if stay is None:
+    if placed is None:
         return None
     if facts is None:
-        return JobRecord(stay=stay)
+        return JobRecord(placed=placed)
     moved_s = None if facts.moved_s == float("-inf") else facts.moved_s
     return JobRecord(
-        stay=stay,
+        placed=placed,
         held=policy.residency.nodes_of(job),
         facts=PlannedFacts(
             rollout=facts.rollout,
@@ -142,7 +142,7 @@ def layout(policy: ClusterPolicy) -> Layout:
 
 def snapshot(policy: ClusterPolicy) -> dict[str, Any]:
     """Snapshot of the policy as plain values."""
-    records = (job_record(policy, job) for job in policy.stays)
+    records = (job_record(policy, job) for job in policy.placements)
     jobs = tuple(record for record in records if record is not None)
     found: dict[str, Any] = msgspec.to_builtins(ClusterRecord(layout=layout(policy), jobs=jobs))
     return found
@@ -153,10 +153,10 @@ def restore(policy: ClusterPolicy, memory: ClusterRecord) -> None:
 
     Raises ValueError where the records contradict each other or the nodes that there are.
     """
-    records = sorted(memory.jobs, key=lambda record: record.stay.number)
+    records = sorted(memory.jobs, key=lambda record: record.placed.number)
     for record in records:
         _restore_job(policy, record)
-    last = records[-1].stay.number if records else 0
+    last = records[-1].placed.number if records else 0
     policy.arrivals = max(memory.layout.arrivals, last)
     where = memory.layout
     policy.move_s = where.move_s or policy.move_s
@@ -168,14 +168,14 @@ def restore(policy: ClusterPolicy, memory: ClusterRecord) -> None:
 
 
 def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
-    stay, kept = record.stay, record.facts
-    there = () if stay.at is None else nodes_of(stay.at)
+    placed, kept = record.placed, record.facts
+    there = () if placed.at is None else nodes_of(placed.at)
     held = there if record.held is None else record.held
-    policy.residency.hold(stay.job, held, stay.submission.host_bytes)
-    policy.stays[stay.job] = stay
+    policy.residency.hold(placed.job, held, placed.submission.host_bytes)
+    policy.placements[placed.job] = placed
     if kept is None:
         return
-    job = stay.submission.as_job
+    job = placed.submission.as_job
     facts = JobFacts.of(job, cold_start_s=policy.config.cold_start_s, now=0.0)
     facts.tail = kept.tail
     facts.rollout, facts.training, facts.account = kept.rollout, kept.training, kept.account
@@ -190,7 +190,7 @@ def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
         facts.belief()
     else:
         facts.believe(kept.belief)
-    policy.planner.facts[stay.job] = facts
+    policy.planner.facts[placed.job] = facts
 
 
 def _restore_book(
@@ -200,19 +200,19 @@ def _restore_book(
     cells = {one.group: GroupState(one.group, [*one.rollout], [*one.training]) for one in records}
     book.cells.update(cells)
     for record in jobs:
-        stay = record.stay
+        placed = record.placed
         if record.facts is not None and record.facts.leaving:
-            if stay.at is None or stay.group not in cells:
-                raise ValueError(f"job {stay.job} leaves nodes that no group has")
-            size = stay.submission.host_bytes
-            book.pin(stay.at, cells[stay.group], size)
-            book.unpin(stay.job, size, stays_resident=True)
+            if placed.at is None or placed.group not in cells:
+                raise ValueError(f"job {placed.job} leaves nodes that no group has")
+            size = placed.submission.host_bytes
+            book.pin(placed.at, cells[placed.group], size)
+            book.unpin(placed.job, size, stays_resident=True)
     for one in records:
         for placement in one.pinned:
             book.pin(
                 placement,
                 cells[one.group],
-                policy.stays[placement.job].submission.host_bytes,
+                policy.placements[placement.job].submission.host_bytes,
             )
     for cell in cells.values():
         packer.refresh(cell)

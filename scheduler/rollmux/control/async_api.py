@@ -1,4 +1,4 @@
-"""The desk in an event loop: calls as bytes, entries held open until their permit is there.
+"""The phase service in an event loop: calls as bytes, entries held open until their permit exists.
 
 What the socket and the Ray actor have in common.
 """
@@ -8,29 +8,29 @@ import asyncio
 import msgspec
 
 from harvester.contracts.clock import Clock
-from scheduler.rollmux.control.desk import TICK_S, PhaseService
+from scheduler.rollmux.control.phase_service import TICK_S, PhaseService
 from scheduler.rollmux.control.wire import WAIT_MAX_S, Enter, Reply, Waiting, decoded_call
 
 
 class AsyncPhaseApi:
-    def __init__(self, desk: PhaseService, clock: Clock) -> None:
-        self.desk = desk
+    def __init__(self, service: PhaseService, clock: Clock) -> None:
+        self.service = service
         self._clock = clock
         self._changed = asyncio.Event()
-        desk.on_change = self._wake
+        service.on_change = self._wake
 
     async def call(self, name: str, body: bytes) -> bytes:
         """Answers one call with a JSON reply. Raises PeerProtocolError for an invalid call."""
         message = decoded_call(name, body)
-        reply = self.desk.call(message)
+        reply = self.service.call(message)
         if isinstance(message, Enter):
             reply = await self._awaited(message, reply)
         return msgspec.json.encode(reply)
 
     async def tick(self) -> None:
-        """Ticks the desk for as long as the control lives."""
+        """Ticks the phase service for as long as the control lives."""
         while True:
-            self.desk.tick()
+            self.service.tick()
             await asyncio.sleep(TICK_S)
 
     async def _awaited(self, entry: Enter, reply: Reply) -> Reply:
@@ -42,7 +42,7 @@ class AsyncPhaseApi:
                     await changed.wait()
             except TimeoutError:
                 pass
-            reply = self.desk.look(entry)
+            reply = self.service.look(entry)
         return reply
 
     def _wake(self) -> None:

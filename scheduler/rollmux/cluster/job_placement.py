@@ -7,7 +7,7 @@ import msgspec
 from harvester.contracts.ids import GroupId, JobId
 from scheduler.model import Placement
 from scheduler.rollmux.cluster.submission import Submission
-from scheduler.rollmux.planner.events import JobArrived
+from scheduler.rollmux.planner.group_events import JobArrived
 
 
 class PlacementStage(StrEnum):
