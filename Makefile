@@ -24,6 +24,7 @@ check: setup ## format, lint, types, arrows between packages, names that must no
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	.ci/names
+	.ci/budgets
 
 bench: setup ## one benchmark: make bench NAME=step_gate
 	@test -n "$(NAME)" || { echo "make bench NAME=one of: $$(ls -d benchmarks/*/ | xargs -n1 basename | xargs)"; exit 2; }

@@ -45,7 +45,7 @@ from scheduler.rollmux.permits.events import (
     PhaseRequested,
     PhaseWithdrawn,
     Refuse,
-    TimePassed,
+    TimeElapsed,
 )
 from scheduler.rollmux.permits.job_permit import JobPermit
 from scheduler.rollmux.permits.permits import PermitPolicy
@@ -116,7 +116,7 @@ class PhaseRuntime:
         return self.permits.ahead(job, now=now)
 
     def due_s(self) -> float:
-        """Time at which `TimePassed` will next change something."""
+        """Time at which `TimeElapsed` will next change something."""
         if self._reviewed_s is None:
             return self.permits.due_s()
         return min(self.permits.due_s(), self._reviewed_s + self.config.cluster.review_s)
@@ -135,7 +135,7 @@ class PhaseRuntime:
                 self._refuse(terms.job, "this control plans: submit the job, and it is placed")
             case PhaseRequested():
                 self._request(event, now)
-            case TimePassed():
+            case TimeElapsed():
                 self._pass_time(event, now)
             case ControlResumed():
                 self._permit(event, now)
@@ -174,7 +174,7 @@ class PhaseRuntime:
         else:
             self._permit(event, now)
 
-    def _pass_time(self, event: TimePassed, now: float) -> None:
+    def _pass_time(self, event: TimeElapsed, now: float) -> None:
         self._permit(event, now)
         if now - (self._reviewed_s or 0.0) >= self.config.cluster.review_s:
             self._reviewed_s = now

@@ -58,7 +58,7 @@ from scheduler.rollmux.permits.events import (
     PhaseWithdrawn,
     Refuse,
     TailRecalled,
-    TimePassed,
+    TimeElapsed,
 )
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
 from scheduler.rollmux.permits.permits import PermitPolicy
@@ -250,7 +250,7 @@ class PhaseService:
         if self._unsaved or self._plan_records() or now >= self._policy.due_s():
             # Records that a full disk refuses are tried again at every tick, and reported by none.
             with suppress(Exhausted):
-                self._observe(TimePassed())
+                self._observe(TimeElapsed())
         with suppress(Exhausted):
             self._unload_silent(now)
 

@@ -97,7 +97,7 @@ class ControlResumed(msgspec.Struct, frozen=True, kw_only=True, tag="control_res
     """No worker could be heard until now: a restart, or a pause of the control itself."""
 
 
-class TimePassed(msgspec.Struct, frozen=True, kw_only=True, tag="time_passed"):
+class TimeElapsed(msgspec.Struct, frozen=True, kw_only=True, tag="time_passed"):
     pass
 
 
@@ -112,7 +112,7 @@ PermitEvent = (
     | PhaseEnded
     | NodesUnloaded
     | ControlResumed
-    | TimePassed
+    | TimeElapsed
 )
 
 

@@ -30,7 +30,7 @@ from scheduler.rollmux.permits.events import (
     PhaseRequested,
     PhaseWithdrawn,
     TailRecalled,
-    TimePassed,
+    TimeElapsed,
 )
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitTrigger
 from scheduler.rollmux.permits.permit_table import PermitTable
@@ -96,7 +96,7 @@ class PermitPolicy:
         return 0 if permit is None else len(self._book.ahead(permit, now))
 
     def due_s(self) -> float:
-        """Time at which `TimePassed` will next change something; infinite if nothing is pending."""
+        """Time at which `TimeElapsed` will next change something; infinite if nothing is pending."""
         jobs = self._book.jobs.values()
         due = (at for each in jobs for at in deadlines_s(each, self.config) if at > self._tended_s)
         return min(due, default=float("inf"))
@@ -140,7 +140,7 @@ class PermitPolicy:
             case ControlResumed():
                 resume(book, now=now)
                 return []
-            case TimePassed():
+            case TimeElapsed():
                 self._tended_s = now
                 return tend(book, now=now)
 

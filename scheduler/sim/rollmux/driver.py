@@ -37,7 +37,7 @@ from scheduler.rollmux.permits.events import (
     PhaseRequested,
     Refuse,
     RevokePermit,
-    TimePassed,
+    TimeElapsed,
     UnloadNodes,
     WarnHolder,
     WidenPermit,
@@ -178,7 +178,7 @@ class Driver:
                 pass
 
     def _tick(self, periodic: bool) -> None:
-        self._tell(TimePassed())
+        self._tell(TimeElapsed())
         if periodic:
             self._set(self._now + TICK_S, self._tick, True)
 

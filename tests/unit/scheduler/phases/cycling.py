@@ -13,7 +13,7 @@ from scheduler.rollmux.permits.events import (
     PermitEvent,
     PhaseEnded,
     PhaseRequested,
-    TimePassed,
+    TimeElapsed,
 )
 from scheduler.rollmux.permits.permits import PermitPolicy
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
@@ -50,7 +50,7 @@ class CyclingJobs:
                 self._end(job)
             elif due_s <= until_s:
                 self.now = due_s
-                self.hear(TimePassed())
+                self.hear(TimeElapsed())
             else:
                 self.now = until_s
                 return

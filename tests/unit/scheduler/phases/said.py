@@ -15,7 +15,7 @@ from scheduler.rollmux.permits.events import (
     PhaseWithdrawn,
     Recall,
     TailRecalled,
-    TimePassed,
+    TimeElapsed,
 )
 from scheduler.rollmux.permits.permits import PermitPolicy
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig, PhaseTerms
@@ -74,7 +74,7 @@ class Group:
 
     def pass_time(self, seconds: float) -> Any:
         self.now += seconds
-        return self._observe(TimePassed())
+        return self._observe(TimeElapsed())
 
     def epoch(self, job: str) -> Epoch:
         permit = self.policy.permit(JobId(job))

@@ -25,7 +25,7 @@ from scheduler.rollmux.permits.events import (
     PhaseWithdrawn,
     Recall,
     TailRecalled,
-    TimePassed,
+    TimeElapsed,
     WidenPermit,
 )
 from scheduler.rollmux.permits.job_permit import PermitStage
@@ -78,7 +78,7 @@ _event: st.SearchStrategy[PermitEvent] = st.one_of(
     st.builds(PhaseNarrowed, job=_job, epoch=_epoch),
     st.builds(TailRecalled, job=_job, epoch=_epoch, recall=st.sampled_from(Recall)),
     st.builds(PhaseEnded, job=_job, epoch=_epoch, failed=st.sampled_from(("", "", "broke"))),
-    st.just(TimePassed()),
+    st.just(TimeElapsed()),
     st.just(ControlResumed()),
 )
 _steps = st.lists(st.tuples(st.sampled_from((0.0, 0.1, 1.0, 6.0)), _event), max_size=60)
@@ -158,7 +158,7 @@ def test_from_any_state_everybody_who_asks_is_served_when_holders_end(
     present = set(policy.jobs)
     for _ in range(4 * len(JOBS)):
         now += CONFIG.patience_s
-        policy.observe(TimePassed(), now=now)
+        policy.observe(TimeElapsed(), now=now)
         for job in policy.jobs:
             _asked(policy, job, now)
         for job in policy.jobs:
@@ -182,7 +182,7 @@ def test_nobody_is_passed_more_than_once_by_each_other_job(
     passed: dict[tuple[JobId, JobId], int] = {}
     for _ in range(12):
         now += 0.3
-        policy.observe(TimePassed(), now=now)
+        policy.observe(TimeElapsed(), now=now)
         for job in order:
             awaits = {each: _awaits(policy, each) for each in order if _asks(policy, each)}
             for effect in policy.observe(_next(policy, job, job in stubborn), now=now):
