@@ -45,12 +45,12 @@ class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    placed: JobPlacement
+    placed: JobPlacement = msgspec.field(name="stay")
     facts: PlannedFacts | None = None
     """None while it waits for a place."""
     held: tuple[NodeId, ...] | None = None
     """Nodes whose host memory has its state; None: written by a version that kept it with the
-    stay."""
+    placement."""
 
     def shifted(self, by_s: float) -> "JobRecord":
         """The record with all times shifted by `by_s` to another clock; changes this one too."""

@@ -7,7 +7,7 @@ from scheduler.rollmux.planner.group_events import ReviewDue
 from scheduler.rollmux.planner.planner import GroupPlanner
 
 
-def rehearse(config: ClusterConfig) -> None:
+def compile_forecasts(config: ClusterConfig) -> None:
     planner = GroupPlanner(config.judge, config.types, config.planner)
     for name in ("first", "second"):
         phases = tuple(DeclaredPhase(kind=kind, max_s=100.0, mean_s=80.0) for kind in KINDS)

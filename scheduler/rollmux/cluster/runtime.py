@@ -108,7 +108,7 @@ class PhaseRuntime:
         return job in self.cluster.placements
 
     def permit(self, job: JobId) -> JobPermit | None:
-        """The job's standing; read-only for callers."""
+        """The job's record; read-only for callers."""
         return self.permits.permit(job)
 
     def ahead(self, job: JobId, *, now: float) -> int:

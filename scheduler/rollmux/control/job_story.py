@@ -59,8 +59,8 @@ class JobStory:
 
     def _began(self, line: Began) -> Iterator[Entry]:
         snapshot = line.snapshot or {}
-        standings = snapshot.get("permits", snapshot).get("jobs", [])
-        self.permits.begin(standings, line.moment)
+        job_permits = snapshot.get("permits", snapshot).get("jobs", [])
+        self.permits.begin(job_permits, line.moment)
         self._new_process = True
         was_known, self.is_known = self.is_known, self._is_in(snapshot)
         if line.missing and was_known:
@@ -70,13 +70,13 @@ class JobStory:
             words = "the control began anew and does not know the job any more"
             yield Entry(at=line.moment.at, told=Told.CONTROL, text=words)
         elif self.is_known and self._first:
-            words = f"the journal begins; the job is there already{_where(standings, self._job)}"
+            words = f"the journal begins; the job is there already{_where(job_permits, self._job)}"
             yield Entry(at=line.moment.at, told=Told.JOURNAL, text=words)
         self._first = False
 
     def _is_in(self, snapshot: dict[str, Any]) -> bool:
         planned = snapshot.get("plan", {}).get("jobs", ())
-        if any(one["placed"]["submission"]["job"] == self._job for one in planned):
+        if any(one["stay"]["submission"]["job"] == self._job for one in planned):
             return True
         permits = snapshot.get("permits", snapshot).get("jobs", ())
         return any(one["terms"]["job"] == self._job for one in permits)
@@ -169,8 +169,8 @@ def _converted(raw: dict[str, Any], kind: Any) -> Any:
         return None
 
 
-def _where(standings: list[dict[str, Any]], job: JobId) -> str:
-    own = next((one for one in standings if one["terms"]["job"] == job), None)
+def _where(job_permits: list[dict[str, Any]], job: JobId) -> str:
+    own = next((one for one in job_permits if one["terms"]["job"] == job), None)
     if own is None:
         return ", without a place on nodes"
     nodes = dict.fromkeys(node for phase in own["terms"]["phases"] for node in phase["nodes"])

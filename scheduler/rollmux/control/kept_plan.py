@@ -28,7 +28,7 @@ _TIMES: Final = (
     "warned_s",
     "revoked_s",
 )
-"""Time fields of a job's standing."""
+"""Time fields of a job's permit record."""
 
 
 class KeptClock(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,6 +37,6 @@ def compile_for(cluster: ClusterConfig | None) -> None:
     control goes on.
     """
     if cluster is not None:
-        from scheduler.rollmux.cluster.compile_ahead import rehearse
+        from scheduler.rollmux.cluster.compile_ahead import compile_forecasts
 
-        rehearse(cluster)
+        compile_forecasts(cluster)

@@ -114,13 +114,13 @@ class PhaseMetrics:
 
     def render(self, policy: PhasePolicy, *, now: float) -> bytes:
         """Bring the gauges up to date and render everything."""
-        standings = tuple(_standings(policy))
-        stages = Tally(each.stage for each in standings)
+        job_permits = tuple(_standings(policy))
+        stages = Tally(each.stage for each in job_permits)
         for stage in PermitStage:
             self._jobs.labels(stage).set(stages[stage])
         for kind in PhaseKind:
-            waiting = [each for each in standings if _waits(each, kind)]
-            held = [each for each in standings if each.holding and each.kind is kind]
+            waiting = [each for each in job_permits if _waits(each, kind)]
+            held = [each for each in job_permits if each.holding and each.kind is kind]
             longest_s = max((now - each.enqueued_s for each in waiting), default=0.0)
             self._waiting.labels(kind).set(len(waiting))
             self._longest.labels(kind).set(max(0.0, longest_s))

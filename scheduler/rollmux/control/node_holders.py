@@ -20,10 +20,10 @@ class NodeHolders:
         self._keeps: dict[JobId, tuple[NodeId, ...]] = {}
         """Nodes that a tail was asked to keep."""
 
-    def begin(self, standings: Iterable[Mapping[str, Any]]) -> None:
+    def begin(self, job_permits: Iterable[Mapping[str, Any]]) -> None:
         """Anew, with the records of a snapshot."""
         self._on, self._keeps = {}, {}
-        for permit in standings:
+        for permit in job_permits:
             job = JobId(permit["terms"]["job"])
             self._add(job, permit.get("nodes", ()))
             self._keeps[job] = tuple(permit.get("keep", ()))

@@ -76,13 +76,13 @@ class PermitStory:
         self._counts = True
         """Whether the current line lies in the requested time."""
 
-    def begin(self, standings: list[dict[str, Any]], now: Moment) -> None:
+    def begin(self, job_permits: list[dict[str, Any]], now: Moment) -> None:
         """A process or a file begins with these records of the permits."""
-        self._holders.begin(standings)
+        self._holders.begin(job_permits)
         if now.t_s < self._last_s:
             # Another clock, after a reboot: nothing that went on can be measured.
             self._asked_s = None
-        own = next((one for one in standings if one["terms"]["job"] == self._job), None)
+        own = next((one for one in job_permits if one["terms"]["job"] == self._job), None)
         if own is None or not own.get("kind"):
             self._kind = self._asked_s = self._granted_s = None
             return

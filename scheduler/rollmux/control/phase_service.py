@@ -324,8 +324,8 @@ class PhaseService:
         """Raises Exhausted: nothing that was decided may be answered then."""
         plan = self._plan_records()
         if self._unsaved or plan:
-            standings = {job: self._policy.permit(job) for job in sorted(self._unsaved)}
-            self._state.keep(self._policy.counters, standings, plan)
+            job_permits = {job: self._policy.permit(job) for job in sorted(self._unsaved)}
+            self._state.keep(self._policy.counters, job_permits, plan)
             self._unsaved.clear()
             self._plan_kept()
             self.on_change()

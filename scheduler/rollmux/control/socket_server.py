@@ -31,12 +31,12 @@ _SHUTDOWN_S = 1.0
 _BACKLOG = 128
 
 
-def application(front: AsyncPhaseApi) -> web.Application:
+def application(api: AsyncPhaseApi) -> web.Application:
     app = web.Application(client_max_size=MAX_BODY_BYTES)
 
     async def call(request: web.Request) -> web.Response:
         try:
-            body = await front.call(request.match_info["call"], await request.read())
+            body = await api.call(request.match_info["call"], await request.read())
         except PeerProtocolError as error:
             return web.json_response({"error": str(error)}, status=400)
         except Exhausted as error:
@@ -44,12 +44,12 @@ def application(front: AsyncPhaseApi) -> web.Application:
         return web.Response(body=body, content_type="application/json")
 
     async def status(_request: web.Request) -> web.Response:
-        body = msgspec.json.encode(statuses(front.service))
+        body = msgspec.json.encode(statuses(api.service))
         return web.Response(body=body, content_type="application/json")
 
     async def journal(_request: web.Request) -> web.Response:
         # The client reads the journal's files itself: the control has no time for them.
-        where = front.service.journal
+        where = api.service.journal
         return web.json_response({"directory": None if where is None else str(where.resolve())})
 
     app.add_routes(
@@ -57,7 +57,7 @@ def application(front: AsyncPhaseApi) -> web.Application:
             web.post("/v1/phases/{call}", call),
             web.get("/v1/journal", journal),
             web.get("/v1/phases", status),
-            web.get("/metrics", metrics_of(front.service)),
+            web.get("/metrics", metrics_of(api.service)),
         ]
     )
     return app
@@ -147,9 +147,9 @@ async def serve(
     service = make_service(
         config, clock, state=state, journal=journal, cluster=cluster, journal_bytes=journal_bytes
     )
-    front = AsyncPhaseApi(service, clock)
+    api = AsyncPhaseApi(service, clock)
     runner = web.AppRunner(
-        application(front),
+        application(api),
         access_log=None,
         handler_cancellation=True,
         shutdown_timeout=_SHUTDOWN_S,
@@ -162,15 +162,15 @@ async def serve(
         await runner.setup()
         await web.SockSite(runner, listening).start()
         async with exposition(service, metrics_port):
-            await _until_stopped(front, stopped)
+            await _until_stopped(api, stopped)
     finally:
         await runner.cleanup()
         service.close()
         path.unlink(missing_ok=True)
 
 
-async def _until_stopped(front: AsyncPhaseApi, stopped: asyncio.Event) -> None:
-    ticking = asyncio.ensure_future(front.tick())
+async def _until_stopped(api: AsyncPhaseApi, stopped: asyncio.Event) -> None:
+    ticking = asyncio.ensure_future(api.tick())
     stopping = asyncio.ensure_future(stopped.wait())
     await asyncio.wait({ticking, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

@@ -68,12 +68,12 @@ class PermitState:
     def keep(
         self,
         counters: tuple[int, int],
-        standings: Mapping[JobId, JobPermit | None],
+        job_permits: Mapping[JobId, JobPermit | None],
         plan: Mapping[str, bytes | None] = _NOTHING,
     ) -> None:
         """All or nothing. None removes. Raises Exhausted where the disk takes nothing."""
         try:
-            self._write(counters, standings, plan)
+            self._write(counters, job_permits, plan)
         except sqlite3.Error as error:
             raise Exhausted(f"the state file cannot be written: {error}") from error
 
@@ -83,13 +83,13 @@ class PermitState:
     def _write(
         self,
         counters: tuple[int, int],
-        standings: Mapping[JobId, JobPermit | None],
+        job_permits: Mapping[JobId, JobPermit | None],
         plan: Mapping[str, bytes | None],
     ) -> None:
         with self._db:
             self._db.execute("BEGIN")
             self._db.execute("INSERT OR REPLACE INTO counters VALUES (1, ?, ?)", counters)
-            for job, permit in standings.items():
+            for job, permit in job_permits.items():
                 if permit is None:
                     self._db.execute("DELETE FROM jobs WHERE job = ?", (job,))
                     continue

@@ -54,7 +54,7 @@ class MetaIteration(NamedTuple):
     stretches: tuple[Stretch, ...]
 
 
-def rehearsed(roster: Roster, *, rules: Rules, cycles: float = CYCLES) -> tuple[Stretch, ...]:
+def timeline_of(roster: Roster, *, rules: Rules, cycles: float = CYCLES) -> tuple[Stretch, ...]:
     """Settled stretches over `cycles` of the longest job, in the order of their starts."""
     jobs = roster.jobs.copy()
     count = jobs.size
@@ -73,7 +73,7 @@ def meta_iteration(roster: Roster, *, rules: Rules) -> MetaIteration:
     longest = int(_iterations_s(roster).argmax())
     cycles, starts_s = CYCLES, list[float]()
     while len(starts_s) < 2:
-        stretches = rehearsed(roster, rules=rules, cycles=cycles)
+        stretches = timeline_of(roster, rules=rules, cycles=cycles)
         starts_s = [
             one.start_s
             for one in stretches

@@ -84,7 +84,7 @@ class PermitPolicy:
         return job in self._book.jobs
 
     def permit(self, job: JobId) -> JobPermit | None:
-        """The job's standing; read-only for callers."""
+        """The job's record; read-only for callers."""
         return self._book.jobs.get(job)
 
     def on(self, node: NodeId) -> JobId | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PAGE, CLAIMS, DAY = "docs/gpu.md", "## Every claim about GPUs", "## The day a GPU is there"
-PACKAGES = ("harvester", "coserve", "weightsync", "scheduler", "benchmarks", "deploy")
+PACKAGES = ("harvester", "coserve", "weightsync", "scheduler", "benchmarks", "deploy", "examples")
 _SPEAKS_OF_GPUS = re.compile(r"cuda|nvidia|nvml", re.IGNORECASE)
 _STATE = re.compile(r"(measured|prepared) \((.+)\)|(never run)( \(.+\))?")
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")

@@ -10,7 +10,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.platform.yaml_file import parse_fields, parse_value
 
 REPOSITORY = Path(__file__).parents[3]
-PACKAGES = ("harvester", "coserve", "weightsync", "scheduler")
+PACKAGES = ("harvester", "coserve", "weightsync", "scheduler", "examples")
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_a_record_that_kept_residency_with_the_job_s_stay_is_read_as_its_place()
     policy = _policy()
     record = snapshot(policy)
     for one in record["jobs"]:
-        one["placed"]["held"] = list(one.pop("held"))
+        one["stay"]["held"] = list(one.pop("held"))
     again = ClusterPolicy(policy.config, NoPermits())
     restore(again, msgspec.convert(record, ClusterRecord))
     assert again.residency.nodes_of(SYNCED.job) == policy.residency.nodes_of(SYNCED.job) != ()

@@ -5,7 +5,7 @@ from itertools import pairwise
 from scheduler.model import PhaseKind
 from scheduler.rollmux.forecast.forecast import Occupant, Roster
 from scheduler.rollmux.forecast.stages import Rules
-from scheduler.rollmux.forecast.timeline import meta_iteration, rehearsed
+from scheduler.rollmux.forecast.timeline import meta_iteration, timeline_of
 from tests.unit.scheduler.groups.stage_jobs import occupant
 
 PLAIN = Rules(migrate=False, warm_s=0.0, migrate_s=0.0)
@@ -22,7 +22,7 @@ def _apart(*jobs: tuple[float, float], slo: float = 1.5) -> list[Occupant]:
 
 def test_a_rehearsal_gives_every_node_to_one_job_at_a_time() -> None:
     members = [occupant(300.0, 100.0, bulk=0.5), occupant(200.0, 250.0, bulk=0.6)]
-    stretches = rehearsed(Roster.of(members), rules=TAILS)
+    stretches = timeline_of(Roster.of(members), rules=TAILS)
     for node in (1, 2):
         whole = [(s.start_s, s.end_s) for s in stretches if s.nodes & node and not s.tail]
         assert len(whole) > 5
