@@ -96,7 +96,7 @@ class PermitPolicy:
         return 0 if permit is None else len(self._book.ahead(permit, now))
 
     def due_s(self) -> float:
-        """Time at which `TimeElapsed` will next change something; infinite if nothing is pending."""
+        """Time at which `TimeElapsed` will next change something; infinite if nothing is due."""
         jobs = self._book.jobs.values()
         due = (at for each in jobs for at in deadlines_s(each, self.config) if at > self._tended_s)
         return min(due, default=float("inf"))
