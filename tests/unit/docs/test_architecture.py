@@ -1,5 +1,6 @@
 """docs/architecture.md draws the transitions that the policies really have."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,25 @@ def test_a_version_switch_moves_as_the_policy_does(table_after: TableAfter) -> N
         (state.value, trigger.value): to.value
         for (state, trigger), to in versions.TRANSITIONS.items()
     }
+
+
+def test_every_file_of_a_walk_exists(repository: Path, table_after: TableAfter) -> None:
+    """A name without folders is beside the file before it, or in a folder beside it."""
+    for _, files in table_after(PAGE, "| walk | files |"):
+        folder, package = Path(), Path()
+        for name in re.findall(r"`([^`]+\.py)`", files):
+            found = next(
+                (
+                    at / name
+                    for at in (Path(), folder, package)
+                    if (repository / at / name).is_file()
+                ),
+                None,
+            )
+            assert found is not None, f"{name} after {folder}"
+            folder = found.parent
+            if len(Path(name).parts) > 2 or not package.parts:
+                package = folder
 
 
 @pytest.mark.parametrize("folder", ["harvester", "coserve", "weightsync", "scheduler"])
