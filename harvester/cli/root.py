@@ -65,8 +65,8 @@ def _find_in_checkout(name: str, module_name: str) -> None:
             f"rosemux {name} is no part of the installed package: run it from a checkout of the "
             "repository (make demo)"
         )
-    if str(checkout) not in sys.path:
-        sys.path.append(str(checkout))
+    # First: other distributions leave a package `examples` beside the installed ones.
+    sys.path.insert(0, str(checkout))
 
 
 def _print_version(wanted: bool) -> None:

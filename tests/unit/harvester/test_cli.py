@@ -7,9 +7,11 @@ import msgspec
 import pytest
 
 from harvester.cli import main
-from harvester.cli.commands import COMMANDS
+from harvester.cli.commands import COMMANDS, LazyCommand
+from harvester.cli.root import load
 from harvester.cli.status import _says
 from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.errors import Unsupported
 from harvester.contracts.page import (
     Calibration,
     Grant,
@@ -58,6 +60,20 @@ def test_prints_its_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["dmeo"]) == 2
     assert "dmeo" in capsys.readouterr().err
+
+
+def test_the_demo_is_the_checkouts_whatever_else_is_called_examples(tmp_path: Path) -> None:
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/__init__.py").touch()
+    load_demo = "from harvester.cli.root import *; load('demo', COMMANDS['demo'])"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {load_demo}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, timeout=60)
+
+
+def test_a_command_of_the_checkout_says_where_it_runs_when_there_is_none() -> None:
+    gone = LazyCommand(target="examples.gone.command:gone", summary="", in_checkout=True)
+    with pytest.raises(Unsupported, match="from a checkout of the repository"):
+        load("gone", gone)
 
 
 def test_a_users_error_is_one_clear_line(
