@@ -14,10 +14,11 @@ import sys
 import threading
 from typing import Any, Protocol
 
+from tests.gpu.fake_client import FakeClient
+
 from harvester.contracts.clock import MonotonicClock
 from tests.gpu.answered_lines import answer_lines
 from tests.gpu.fake_worker import FakeWorker
-from tests.gpu.played_client import PlayedClient
 
 _SIDE = 1024
 
@@ -58,7 +59,7 @@ class TorchDevice:
 class Commands:
     def __init__(self, name: str) -> None:
         self._name = name
-        self._device: Device = PlayedClient() if name == "played" else TorchDevice(name)
+        self._device: Device = FakeClient() if name == "fake" else TorchDevice(name)
         self._worker: FakeWorker | None = None
         self.leave = self._device.leave
 

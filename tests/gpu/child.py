@@ -18,7 +18,7 @@ _MODULE = "tests.gpu.accelerator_child"
 
 
 class Child:
-    """`device` is "cpu", "cuda" or "played", a client of the played MPS daemon."""
+    """`device` is "cpu", "cuda" or "fake", a client of the fake MPS daemon."""
 
     def __init__(
         self, device: str, environment: Mapping[str, str] | None = None, *, module: str = _MODULE

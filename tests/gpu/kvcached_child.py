@@ -1,4 +1,4 @@
-"""An engine's KV over kvcached, without the engine: on a GPU, or over the played page allocator.
+"""An engine's KV over kvcached, without the engine: on a GPU, or over the fake page allocator.
 
     start N      N blocks of KV, of which none is mapped but the null block's page
     take N       blocks for a request, written and read back on the device
@@ -16,26 +16,27 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from tests.contract.coserve.fake_kvcached import (
+    BLOCKS_PER_PAGE,
+    PAGE_BYTES,
+    FakeManager,
+    FakePool,
+)
+
 from coserve.vllm.kv_shared import KvShared
 from coserve.vllm.launch import SEGMENT_VARIABLE
 from harvester.platform.kv_segment import KvSegment
-from tests.contract.coserve.played_kvcached import (
-    BLOCKS_PER_PAGE,
-    PAGE_BYTES,
-    PlayedManager,
-    PlayedPool,
-)
 from tests.gpu.answered_lines import answer_lines
 
 LAYERS, BUFFERS, PER_BLOCK, HEADS, WIDTH = 8, 2, 16, 8, 64
 _PLAYED_DEVICE_BYTES = 1 << 32
 
 
-class PlayedDevice:
+class FakeDevice:
     """Pages are numbers; the segment says of them what kvcached's tracker would."""
 
     def pool(self, blocks: int, segment: KvSegment) -> Any:
-        manager = PlayedManager(blocks, PAGE_BYTES // BLOCKS_PER_PAGE, LAYERS, BUFFERS)
+        manager = FakeManager(blocks, PAGE_BYTES // BLOCKS_PER_PAGE, LAYERS, BUFFERS)
         self._pages = manager.page_allocator
         bundle = PAGE_BYTES * LAYERS * BUFFERS
 
@@ -45,7 +46,7 @@ class PlayedDevice:
 
         self._pages.told = told
         told(self._pages.in_use, 0)
-        return PlayedPool(manager, blocks)
+        return FakePool(manager, blocks)
 
     def write_and_read(self, blocks: list[int]) -> None: ...
 
@@ -94,7 +95,7 @@ class CudaDevice:
 
 class Commands:
     def __init__(self, name: str) -> None:
-        self._device = PlayedDevice() if name == "played" else CudaDevice()
+        self._device = FakeDevice() if name == "fake" else CudaDevice()
         self._segment = KvSegment(os.environ[SEGMENT_VARIABLE])
         self._held: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""A test's own MPS daemon: NVIDIA's on a GPU, or a played one with played clients."""
+"""A test's own MPS daemon: NVIDIA's on a GPU, or a fake one with fake clients."""
 
 import os
 import shutil
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.gpu.fake_client import MULTIPROCESSORS
 
 from harvester.contracts.errors import RoseMuxError
 from harvester.platform.mps import DEFAULT_CONTROL, PIPE_VARIABLE, MpsControl
 from tests.gpu.child import Child
-from tests.gpu.played_client import MULTIPROCESSORS
 from tests.mps_daemon import MpsDaemon
 
 LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
@@ -28,7 +28,7 @@ class MpsLab:
     multiprocessors: int
     """Multiprocessors of the whole GPU."""
     device: str
-    """Device of its clients: "cuda" or "played"."""
+    """Device of its clients: "cuda" or "fake"."""
 
     def process(self, environment: Mapping[str, str] | None = None) -> Child:
         """A process that inherits this daemon's pipe directory, as a node's default would be."""
@@ -37,8 +37,8 @@ class MpsLab:
 
 
 @contextmanager
-def played_lab(folder: Path) -> Iterator[MpsLab]:
-    yield MpsLab(MpsDaemon(folder).control, MULTIPROCESSORS, "played")
+def fake_lab(folder: Path) -> Iterator[MpsLab]:
+    yield MpsLab(MpsDaemon(folder).control, MULTIPROCESSORS, "fake")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ MODES = "--query-gpu=uuid,compute_mode --format=csv,noheader"
 MEMORY = "--query-gpu=uuid,memory.total,memory.free --format=csv,noheader,nounits"
 
 
-def played(folder: Path, *modes: str) -> str:
+def fake(folder: Path, *modes: str) -> str:
     """A program that knows one GPU for each compute mode, and two questions."""
     there = list(zip(UUIDS, modes, strict=False))
     answers = {

@@ -8,7 +8,7 @@ import pytest
 from coserve.guest.gpus import ComputeMode, Gpu, gpu_memory, gpus
 from coserve.guest.isolation import TIME_SLICING, choose
 from tests.gpu.conftest import ON_A_GPU, need_cuda
-from tests.gpu.nvidia_smi import TOTAL_MIB, UUIDS, played
+from tests.gpu.nvidia_smi import TOTAL_MIB, UUIDS, fake
 
 MIB = 1 << 20
 
@@ -22,11 +22,11 @@ class Driver:
     """Memory of each GPU."""
 
 
-@pytest.fixture(params=["played", pytest.param("real", marks=ON_A_GPU)])
+@pytest.fixture(params=["fake", pytest.param("real", marks=ON_A_GPU)])
 def driver(request: pytest.FixtureRequest, tmp_path: Path) -> Driver:
-    if request.param == "played":
+    if request.param == "fake":
         there = tuple(Gpu(uuid, ComputeMode.DEFAULT) for uuid in UUIDS)
-        return Driver(played(tmp_path, "Default", "Default"), there, TOTAL_MIB * MIB)
+        return Driver(fake(tmp_path, "Default", "Default"), there, TOTAL_MIB * MIB)
     need_cuda()
     return _known_to_nvml()
 

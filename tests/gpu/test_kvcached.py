@@ -17,7 +17,7 @@ from tests.gpu.conftest import ON_A_GPU, need_cuda
 from tests.gpu.kvcached_child import PER_BLOCK
 
 MODULE = "tests.gpu.kvcached_child"
-BLOCKS = {"played": 256, "cuda": 4096}
+BLOCKS = {"fake": 256, "cuda": 4096}
 """32 pages of each layer's keys and values in either."""
 TAKEN_PAGES, CACHED_PAGES = 6, 8
 _SOON_S, _STEADY_S = 10.0, 0.2
@@ -65,7 +65,7 @@ class Engine:
         return self.use(), int(self.child.ask("say")["free_bytes"])
 
 
-@pytest.fixture(params=["played", pytest.param("cuda", marks=ON_A_GPU)])
+@pytest.fixture(params=["fake", pytest.param("cuda", marks=ON_A_GPU)])
 def engines(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
     """Production and guest."""
     if request.param == "cuda":

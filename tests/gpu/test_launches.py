@@ -11,7 +11,7 @@ from coserve.guest.launch_lock import LaunchLock
 from harvester.contracts.errors import Exhausted
 from tests.gpu.child import ROOT
 from tests.gpu.conftest import ON_A_GPU, need_cuda
-from tests.gpu.nvidia_smi import played
+from tests.gpu.nvidia_smi import fake
 
 BRIEF_S, LONG_S = 0.05, 60.0
 _STARTS = (
@@ -21,12 +21,12 @@ _STARTS = (
 )
 
 
-@pytest.fixture(params=["played", pytest.param("real", marks=ON_A_GPU)])
+@pytest.fixture(params=["fake", pytest.param("real", marks=ON_A_GPU)])
 def uuids(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     if request.param == "real":
         need_cuda()
         return [gpu.uuid for gpu in gpus()]
-    return [gpu.uuid for gpu in gpus(played(tmp_path, "Default"))]
+    return [gpu.uuid for gpu in gpus(fake(tmp_path, "Default"))]
 
 
 def starting(folder: Path, uuids: list[str]) -> "subprocess.Popen[str]":

@@ -15,7 +15,7 @@ from harvester.contracts.process import ProcessId
 from harvester.platform.mps import ServerStatus
 from tests.gpu.child import Child
 from tests.gpu.conftest import ON_A_GPU, need_cuda
-from tests.gpu.mps_lab import MpsLab, played_lab, real_lab
+from tests.gpu.mps_lab import MpsLab, fake_lab, real_lab
 
 SHARE_PERCENT = 25.0
 GRANULARITY = 8
@@ -23,13 +23,13 @@ GRANULARITY = 8
 _SOON_S = 20.0
 
 
-@pytest.fixture(scope="module", params=["played", pytest.param("real", marks=ON_A_GPU)])
+@pytest.fixture(scope="module", params=["fake", pytest.param("real", marks=ON_A_GPU)])
 def lab(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MpsLab]:
-    if request.param == "played":
-        with played_lab(tmp_path_factory.mktemp("pipes")) as played:
-            yield played
+    if request.param == "fake":
+        with fake_lab(tmp_path_factory.mktemp("pipes")) as fake:
+            yield fake
         return
     need_cuda()
     with real_lab() as real:

@@ -13,7 +13,7 @@ if find_spec("vllm") is None:
 
 from tests.gpu.conftest import ENGINE_START_S, ON_A_GPU, need_cuda
 from tests.integration import test_agent_process, test_guest_stopped
-from tests.integration.engine_slot import EngineSlot, PlayedAgent, answers, until
+from tests.integration.engine_slot import EngineSlot, FakeAgent, answers, until
 from tests.integration.test_agent_process import wait_for
 from tests.integration.test_guest_engine import LONG, steps_stand_still
 from tests.integration.test_guest_stopped import (
@@ -57,7 +57,7 @@ def engines(slot: Slot) -> EngineSlot:
     """The guest alone: production only writes its pages."""
     found = re.search(r"engine_url: (\S+)", (slot.root / "guest.yaml").read_text())
     assert found is not None
-    nobody: PlayedAgent = None  # type: ignore[assignment]
+    nobody: FakeAgent = None  # type: ignore[assignment]
     return EngineSlot("", found[1], slot.pages, slot.root / "weights", nobody, None)  # type: ignore[arg-type]
 
 

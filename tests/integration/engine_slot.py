@@ -1,4 +1,4 @@
-"""Two real engines on one slot, production and guest, with the node agent played by the tests.
+"""Two real engines on one slot, production and guest, with the node agent acted by the tests.
 
 One slot serves the whole session, because two engines take half a minute to start. What the agent
 says is beaten by a thread: a test sets a grant and goes on. Waits are long and end early, so that a
@@ -42,7 +42,7 @@ from scheduler.gateway.stream import EventStream
 
 PRODUCTION = "production"
 PRODUCTION_PULSE = pulse_page(PRODUCTION, 0)
-PLAYED_PULSE = pulse_page("played", 0)
+FAKE_PULSE = pulse_page("fake", 0)
 CONTEXT_TOKENS = 4096
 SHAPE = PolicyShape(
     hidden=128, intermediate=256, layers=2, heads=2, kv_heads=2, context_tokens=CONTEXT_TOKENS
@@ -57,13 +57,13 @@ _BEAT_S = 0.05
 _TTL_S = 2.0
 
 
-class PlayedAgent:
+class FakeAgent:
     """Writes the grant, and the pulse of an absent engine, until told to fall silent."""
 
     def __init__(self, pages: PageDirectory) -> None:
         self._pages = pages
         self._grants: PageWriter[Grant] | None = pages.grant_writer()
-        self._pulses = pages.pulse_writer("played", 0)
+        self._pulses = pages.pulse_writer("fake", 0)
         self._lock = threading.Lock()
         self._grant: Grant | None = None
         self._ttl_ns = 0
@@ -108,7 +108,7 @@ class PlayedAgent:
         """The writer dies in the middle of a record: an odd sequence number stays."""
         with self._lock:
             self._pulse = False
-            with (self._pages.path / PLAYED_PULSE).open("r+b") as page:
+            with (self._pages.path / FAKE_PULSE).open("r+b") as page:
                 page.seek(SEQUENCE_OFFSET)
                 lowest = page.read(1)[0] | 1
                 page.seek(SEQUENCE_OFFSET)
@@ -117,12 +117,12 @@ class PlayedAgent:
     def remove_pulse(self) -> None:
         with self._lock:
             self._pulse = False
-            (self._pages.path / PLAYED_PULSE).unlink()
+            (self._pages.path / FAKE_PULSE).unlink()
 
     def restart_pulse(self) -> None:
         with self._lock:
             self._pulses.close()
-            self._pulses = self._pages.pulse_writer("played", 0)
+            self._pulses = self._pages.pulse_writer("fake", 0)
             self._pulse = True
 
     def stop(self) -> None:
@@ -194,7 +194,7 @@ class EngineSlot:
     guest_url: str
     pages: PageDirectory
     weights: Path
-    agent: PlayedAgent
+    agent: FakeAgent
     guest_child: Child
 
     def begin(
@@ -320,7 +320,7 @@ def started_slot(
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     children: dict[str, Child] = {}
     with Processes(root / "logs") as processes:
-        agent = PlayedAgent(pages)
+        agent = FakeAgent(pages)
         if gpu is not None:
             # A start's passes wait long for slack without grants.
             agent.say(GrantMode.UNGATED)

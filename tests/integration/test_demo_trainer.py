@@ -69,7 +69,7 @@ class PlayingGateway:
             await asyncio.Event().wait()
         version = body["weight_version"]["exact"]
         self.pinned.add(version)
-        ids = _played(body["token_ids"], Random(body["sampling_params"]["seed"]))
+        ids = _fake(body["token_ids"], Random(body["sampling_params"]["seed"]))
         span = {"start": 0, "end": len(ids), "version": version, "engine": "e0", "numerics": "x"}
         choice = {
             "index": 0,
@@ -81,7 +81,7 @@ class PlayingGateway:
         return web.json_response({"request_id": body["request_id"], "choices": [choice]})
 
 
-def _played(context: list[int], random: Random) -> list[int]:
+def _fake(context: list[int], random: Random) -> list[int]:
     digits = [digit_of(token_id) or 0 for token_id in context]
     hops, turn = digits[2], context.count(STOP_ID) // 2
     line = Line(

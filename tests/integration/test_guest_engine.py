@@ -11,7 +11,7 @@ import pytest
 
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import GrantMode
-from tests.integration.engine_slot import PLAYED_PULSE, EngineSlot, Turn, until
+from tests.integration.engine_slot import FAKE_PULSE, EngineSlot, Turn, until
 
 pytestmark = pytest.mark.engine
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 EXPIRY_S = 0.3
 LONG = 1500
 # With these, a fresh and idle pulse leaves ten seconds of slack, which admits any step.
-SLACK = {"ttft_slo_s": 10.0, "itl_slo_s": 10.0, "epsilon": math.inf, "pulses": (PLAYED_PULSE,)}
+SLACK = {"ttft_slo_s": 10.0, "itl_slo_s": 10.0, "epsilon": math.inf, "pulses": (FAKE_PULSE,)}
 
 
 @pytest.fixture

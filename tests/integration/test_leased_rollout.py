@@ -1,4 +1,4 @@
-"""A job that harvests in a process of its own: real control, real gateway, played engines."""
+"""A job that harvests in a process of its own: real control, real gateway, fake engines."""
 
 import asyncio
 import signal

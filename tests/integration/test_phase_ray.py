@@ -20,8 +20,8 @@ from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import Absent
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig, PhaseTerms
-from tests.unit.scheduler.cluster.submitted import cluster as planned_nodes
-from tests.unit.scheduler.cluster.submitted import submission
+from tests.unit.scheduler.rollmux.cluster.submissions import cluster as planned_nodes
+from tests.unit.scheduler.rollmux.cluster.submissions import submission
 
 pytestmark = [
     pytest.mark.ray,

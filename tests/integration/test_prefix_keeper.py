@@ -6,9 +6,9 @@ import pytest
 
 from coserve.vllm.kv_reserve import KvReserve
 from coserve.vllm.prefix_keeper import PrefixKeeper
-from tests.unit.coserve.vllm.played_pool import (
+from tests.unit.coserve.vllm.fake_pool import (
     BLOCK_TOKENS,
-    PlayedEngine,
+    FakeEngine,
     agents_in_a_flood,
 )
 
@@ -23,7 +23,7 @@ def pool_of(blocks: int) -> Any:
     return BlockPool(blocks + 1, enable_caching=True, hash_block_size=BLOCK_TOKENS)
 
 
-def engine_of(pool: Any, *, most_blocks: int) -> PlayedEngine:
+def engine_of(pool: Any, *, most_blocks: int) -> FakeEngine:
     def cache(request: Any, blocks: list[Any], cached: int) -> None:
         pool.cache_full_blocks(request, blocks, cached, len(blocks), BLOCK_TOKENS, 0)
 
@@ -31,10 +31,10 @@ def engine_of(pool: Any, *, most_blocks: int) -> PlayedEngine:
         return name.encode()
 
     keeper = PrefixKeeper(pool, tokens_per_block=BLOCK_TOKENS)
-    return PlayedEngine(pool, keeper, most_blocks, cache, hashed)
+    return FakeEngine(pool, keeper, most_blocks, cache, hashed)
 
 
-def test_retention_saves_prefills_in_vllm_s_own_pool_as_in_the_played_one() -> None:
+def test_retention_saves_prefills_in_vllm_s_own_pool_as_in_the_fake_one() -> None:
     by_age = agents_in_a_flood(engine_of(pool_of(POOL_BLOCKS), most_blocks=0))
     kept = agents_in_a_flood(engine_of(pool_of(POOL_BLOCKS), most_blocks=POOL_BLOCKS // 2))
     assert (kept, by_age) == (4 * 27, 4 * 63)

@@ -9,7 +9,7 @@ import pytest
 from harvester.agent.scrape import narrowed, read_levels
 from harvester.contracts.page import GrantMode, PageReader, Pulse
 from tests.integration.engine_slot import (
-    PLAYED_PULSE,
+    FAKE_PULSE,
     PRODUCTION,
     PRODUCTION_PULSE,
     EngineSlot,
@@ -121,7 +121,7 @@ async def test_of_two_engines_on_a_slot_each_stops_the_guest_though_the_other_is
 ) -> None:
     """The second engine is a page that beats, idle."""
     slot = engine_slot
-    leave_no_slack_while_decoding(slot, PLAYED_PULSE, PRODUCTION_PULSE)
+    leave_no_slack_while_decoding(slot, FAKE_PULSE, PRODUCTION_PULSE)
     assert len((await slot.begin(4).ended()).tokens) == 4
     busy = asyncio.create_task(complete(slot, 3000))
     await until(lambda: slot.pulse().decoding == 1, "one engine decodes", seen=slot.pulse)

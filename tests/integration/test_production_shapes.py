@@ -1,6 +1,6 @@
 """One production engine of two API servers and two data-parallel ranks: a pulse for each server.
 
-The guest is played down to its engine: its side of the slot reads the real pulses. Each server
+The guest is fake down to its engine: its side of the slot reads the real pulses. Each server
 knows its own requests only, and hears of a rank now and then.
 """
 

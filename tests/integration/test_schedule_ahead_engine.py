@@ -1,4 +1,4 @@
-"""vLLM's own engine loop with a batch queue two deep, the gated scheduler in it, a played executor.
+"""vLLM's own engine loop with a batch queue two deep, the gated scheduler in it, a fake executor.
 
 On a CPU vLLM never schedules ahead. Here the core, its loop, its scheduler and queue are vLLM's,
 and a step ends when the test says so: the executor hands out futures, as one on a GPU does.
@@ -31,7 +31,7 @@ SCHEDULER = "coserve.vllm.scheduler.CoserveScheduler"
 PULSE = "pulse.prod.0"
 
 
-class PlayedWorkers:
+class FakeWorkers:
     """Steps in the order of their launch; each ends when it is released."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class PlayedWorkers:
         return self._unfinished.qsize()
 
 
-def executor_class(workers: PlayedWorkers) -> Any:
+def executor_class(workers: FakeWorkers) -> Any:
     import torch
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -67,7 +67,7 @@ def executor_class(workers: PlayedWorkers) -> Any:
         "determine_available_memory": 8 << 20,
     }
 
-    class PlayedExecutor(Executor):
+    class FakeExecutor(Executor):
         def _init_executor(self) -> None:
             self._scheduled: Any = None
 
@@ -94,7 +94,7 @@ def executor_class(workers: PlayedWorkers) -> Any:
         def check_health(self) -> None:
             pass
 
-    return PlayedExecutor
+    return FakeExecutor
 
 
 class Scene:
@@ -102,7 +102,7 @@ class Scene:
 
     def __init__(self, root: Path, pages: PageDirectory) -> None:
         self.pages = pages
-        self.workers = PlayedWorkers()
+        self.workers = FakeWorkers()
         self._calls = 0
         self._grants, self._pulses = pages.grant_writer(), pages.pulse_writer("prod", 0)
         self._granting, self._over = threading.Lock(), threading.Event()
@@ -238,7 +238,7 @@ class Scene:
 
             stopped = False
 
-            def __init__(self, config: Any, workers: PlayedWorkers) -> None:
+            def __init__(self, config: Any, workers: FakeWorkers) -> None:
                 self.input_queue: Any = queue.Queue()
                 self.output_queue: Any = queue.Queue()
                 self.engines_running = self.publish_dp_lb_stats = self.has_coordinator = False

@@ -45,14 +45,14 @@ def _as_rank(config: Any, rank: int, groups: tuple[str, ...]) -> Iterator[None]:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    played = {}
+    fake = {}
     for name in groups:
         group = copy.copy(getattr(parallel_state, name))
         group.rank, group.rank_in_group = rank, rank
         group.ranks, group.world_size = list(range(RANKS)), RANKS
         group.device_group = SimpleNamespace(size=lambda: RANKS)
-        played[name] = group
-    with mock.patch.multiple(parallel_state, **played), set_current_vllm_config(config):
+        fake[name] = group
+    with mock.patch.multiple(parallel_state, **fake), set_current_vllm_config(config):
         yield
 
 

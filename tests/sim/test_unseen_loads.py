@@ -6,7 +6,7 @@ The device is shared without any isolation, so that a guest step delays producti
 from harvester.contracts.page import GrantMode
 from harvester.policy.effects import KillGuest
 from harvester.policy.states import Condition
-from tests.sim.played_slot import GUEST_KV_TOKENS, PlayedSlot, Request, chat
+from tests.sim.fake_slot import GUEST_KV_TOKENS, FakeSlot, Request, chat
 
 LEARNED_S = 130.0
 """Thirty seconds of traffic teach production's step times."""
@@ -17,9 +17,9 @@ def learning() -> list[Request]:
     return chat(100.0, LEARNED_S, every_s=0.4)
 
 
-def both(until_s: float, arrivals: list[Request]) -> tuple[PlayedSlot, PlayedSlot]:
+def both(until_s: float, arrivals: list[Request]) -> tuple[FakeSlot, FakeSlot]:
     """The same requests with a guest and alone."""
-    slots = PlayedSlot(guest=True), PlayedSlot(guest=False)
+    slots = FakeSlot(guest=True), FakeSlot(guest=False)
     for slot in slots:
         slot.run(
             until_s, [Request(one.at_s, one.prompt_tokens, one.output_tokens) for one in arrivals]
@@ -27,7 +27,7 @@ def both(until_s: float, arrivals: list[Request]) -> tuple[PlayedSlot, PlayedSlo
     return slots
 
 
-def later_by_s(slots: tuple[PlayedSlot, PlayedSlot], *, since_s: float) -> list[float]:
+def later_by_s(slots: tuple[FakeSlot, FakeSlot], *, since_s: float) -> list[float]:
     """Delay of each request's first token over that of the same request alone, in s."""
     with_guest, alone = ({one.at_s: one.ttft_s for one in slot.production.served} for slot in slots)
     assert with_guest.keys() == alone.keys()
@@ -66,7 +66,7 @@ def test_ten_times_the_load_within_a_second_meets_a_gate_that_closes() -> None:
 
 
 def test_a_restart_of_production_is_learnt_anew_before_the_guest_steps_again() -> None:
-    slot = PlayedSlot(guest=True)
+    slot = FakeSlot(guest=True)
     slot.run(LEARNED_S + 5.0, learning())
     assert slot.guest_steps
     slot.restart_production(down_s=20.0)
@@ -94,7 +94,7 @@ def unseen(since_s: float, until_s: float, *, every_s: float) -> list[Request]:
 
 def test_the_guest_takes_no_step_beside_requests_that_no_middleware_saw() -> None:
     """The profile is known and the flag is lost: only the statistics logger speaks."""
-    slot = PlayedSlot(guest=True)
+    slot = FakeSlot(guest=True)
     slot.run(LEARNED_S + 5.0, learning())
     assert slot.policy.condition is Condition.CLEAR
     slot.run(LEARNED_S + 20.0, unseen(LEARNED_S + 5.0, LEARNED_S + 20.0, every_s=0.02))
@@ -110,7 +110,7 @@ def test_the_guest_takes_no_step_beside_requests_that_no_middleware_saw() -> Non
 
 
 def test_requests_that_were_not_seen_keep_their_share_and_then_the_slot_is_closed() -> None:
-    slot = PlayedSlot(guest=True)
+    slot = FakeSlot(guest=True)
     slot.run(LEARNED_S + 5.0, learning())
     requests = unseen(LEARNED_S + 5.0, LEARNED_S + 30.0, every_s=3.0)
     slot.run(LEARNED_S + 32.0, requests)
@@ -127,7 +127,7 @@ def test_no_load_that_the_middleware_sees_is_taken_for_unseen_requests() -> None
     for count, one in enumerate(arrivals):
         if count % 3 == 0:
             one.leaves_after = 1 + count % 17
-    slot = PlayedSlot(guest=True)
+    slot = FakeSlot(guest=True)
     slot.run(160.0, arrivals)
     assert not [one for one in slot.beats if "nothing is in flight" in one.grant.reason]
     assert slot.production.book.pulse(now_ns=int(160e9)).unseen_steps_total == 0
@@ -136,7 +136,7 @@ def test_no_load_that_the_middleware_sees_is_taken_for_unseen_requests() -> None
 
 def test_kv_filled_to_the_brim_takes_the_guest_s_memory_and_its_steps() -> None:
     # Twelve requests of 8k fill the KV; the thirteenth waits for room.
-    slot = PlayedSlot(guest=True, kv_tokens=12 * 8_300)
+    slot = FakeSlot(guest=True, kv_tokens=12 * 8_300)
     slot.run(LEARNED_S, learning())
     crowd = [Request(LEARNED_S + 0.01 * n, 8_000, 300) for n in range(14)]
     slot.run(LEARNED_S + 20.0, crowd)

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.contract.coserve.fake_kvcached import (
+    BLOCKS_PER_PAGE,
+    MOST_AHEAD,
+    PAGE_BYTES,
+    FakeAllocator,
+    FakeManager,
+    FakePage,
+    FakePool,
+)
 
 from coserve.vllm.capabilities import capabilities
 from coserve.vllm.kv_shared import KvShared, check, is_shared
 from harvester.contracts.errors import Unsupported
 from harvester.platform.kv_segment import SEGMENTS, KvSegment
-from tests.contract.coserve.played_kvcached import (
-    BLOCKS_PER_PAGE,
-    MOST_AHEAD,
-    PAGE_BYTES,
-    PlayedAllocator,
-    PlayedManager,
-    PlayedPage,
-    PlayedPool,
-)
 
 PER_BLOCK, BLOCKS, LAYERS, BUFFERS = 16, 64, 2, 2
 BLOCK_BYTES = PAGE_BYTES // BLOCKS_PER_PAGE
@@ -38,8 +38,8 @@ class Scene:
     segment: KvSegment
 
     @property
-    def pages(self) -> PlayedAllocator:
-        allocator: PlayedAllocator = self.pool.kv_cache_manager.page_allocator
+    def pages(self) -> FakeAllocator:
+        allocator: FakeAllocator = self.pool.kv_cache_manager.page_allocator
         return allocator
 
     @property
@@ -61,9 +61,9 @@ class Scene:
         return use.limit_bytes
 
 
-def played(segment: KvSegment) -> Any:
+def fake(segment: KvSegment) -> Any:
     segment.path.write_bytes(bytes(24))
-    return PlayedPool(PlayedManager(BLOCKS, BLOCK_BYTES, LAYERS, BUFFERS), BLOCKS)
+    return FakePool(FakeManager(BLOCKS, BLOCK_BYTES, LAYERS, BUFFERS), BLOCKS)
 
 
 def real(segment: KvSegment, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -71,7 +71,7 @@ def real(segment: KvSegment, monkeypatch: pytest.MonkeyPatch) -> Any:
     pytest.importorskip("kvcached.cli.utils")
     block_pool = pytest.importorskip("vllm.v1.core.block_pool")
     compiled: Any = types.ModuleType("kvcached.vmm_ops")
-    compiled.PageAllocator, compiled.InternalPage = PlayedAllocator, PlayedPage
+    compiled.PageAllocator, compiled.InternalPage = FakeAllocator, FakePage
     for name in (
         "kv_tensors_created", "init_kvcached", "shutdown_kvcached", "create_kv_tensors",
         "map_to_kv_tensors", "unmap_from_kv_tensors", "map_to_kv_tensors_with_result",
@@ -100,14 +100,14 @@ def real(segment: KvSegment, monkeypatch: pytest.MonkeyPatch) -> Any:
     return pool
 
 
-@pytest.fixture(params=["played", "kvcached"])
+@pytest.fixture(params=["fake", "kvcached"])
 def scene(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Scene]:
     name = f"rosemux_test_{os.getpid()}"
-    if request.param == "played":
+    if request.param == "fake":
         segment = KvSegment(name, directory=tmp_path)
-        pool = played(segment)
+        pool = fake(segment)
     else:
         segment = KvSegment(name, directory=SEGMENTS)
         pool = real(segment, monkeypatch)

@@ -29,7 +29,7 @@ from scheduler.sim.rollmux.ledger import Ledger
 from scheduler.sim.rollmux.pinned import PinnedPlanner
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob, phases
 from scheduler.sim.rollmux.world import World
-from tests.unit.scheduler.groups.stage_jobs import occupant
+from tests.unit.scheduler.rollmux.forecast.stage_jobs import occupant
 
 ITERATIONS = 12
 WORLD = World(cold_start_s=0.0, warm_start_s=5.0, migrate_s=0.0)

@@ -215,7 +215,7 @@ def test_the_core_share_is_of_every_thread_also_of_one_that_began_meanwhile(
 
 
 @dataclass
-class PlayedPages:
+class FakePages:
     """Contents of both pages at each look: the stamp of an open grant, and the guest's steps of 4
     ms, which end 10 ms after one another."""
 
@@ -251,7 +251,7 @@ class PlayedPages:
 async def test_an_opening_lasts_from_the_grant_s_stamp_to_the_first_step(
     looks: list[tuple[int | None, int]], found_ms: list[float]
 ) -> None:
-    pages = PlayedPages(looks)
+    pages = FakePages(looks)
     found = await watch_openings(
         cast(PageReader[Grant], pages), pages.guest, seconds=len(looks), clock=cast(Clock, pages)
     )

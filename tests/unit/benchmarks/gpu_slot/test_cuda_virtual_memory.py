@@ -1,4 +1,4 @@
-"""A GPU's virtual memory over a played driver: the calls, their order and their failures."""
+"""A GPU's virtual memory over a fake driver: the calls, their order and their failures."""
 
 import enum
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ class CUresult(enum.IntEnum):
     CUDA_ERROR_NOT_PERMITTED = 800
 
 
-class PlayedDriver:
+class FakeDriver:
     """The part of cuda.bindings.driver that is called, over pages of the host."""
 
     CUresult = CUresult
@@ -120,51 +120,51 @@ class PlayedDriver:
 
 
 def test_a_piece_sleeps_and_wakes_by_the_calls_of_vllm_s_allocator() -> None:
-    played = PlayedDriver()
-    memory = CudaVirtualMemory(played, STREAM)
+    fake = FakeDriver()
+    memory = CudaVirtualMemory(fake, STREAM)
     assert memory.granularity_bytes == PAGE
     assert memory.rdma
     host = torch.zeros(3 * PAGE, dtype=torch.uint8)
     pieces = SleepingPieces(memory, torch.device("cpu"), [PAGE, 2 * PAGE], host)
-    played.asked.clear()
+    fake.asked.clear()
     asleep = pieces.fall_asleep()
-    assert played.asked == ["copy", "wait", "unmap", "release"] * 2
-    assert not played.created, "asleep, nothing is behind the addresses"
-    played.asked.clear()
+    assert fake.asked == ["copy", "wait", "unmap", "release"] * 2
+    assert not fake.created, "asleep, nothing is behind the addresses"
+    fake.asked.clear()
     awake = pieces.wake()
-    assert played.asked == ["create", "map", "access", "copy", "wait"] * 2
+    assert fake.asked == ["create", "map", "access", "copy", "wait"] * 2
     assert pieces.damaged() == []
     assert asleep.calls.keys() == {"copy", "cuMemUnmap", "cuMemRelease"}
     assert awake.calls.keys() == {"copy", "cuMemCreate", "cuMemMap", "cuMemSetAccess"}
     memory.close()
-    assert not played.created
-    assert played.rdma == 1
-    assert sorted(size for _, size in played.freed) == [PAGE, 2 * PAGE]
+    assert not fake.created
+    assert fake.rdma == 1
+    assert sorted(size for _, size in fake.freed) == [PAGE, 2 * PAGE]
 
 
 def test_a_call_that_fails_is_named_with_its_result() -> None:
-    played = PlayedDriver()
-    played.room_bytes = PAGE
-    memory = CudaVirtualMemory(played, STREAM)
+    fake = FakeDriver()
+    fake.room_bytes = PAGE
+    memory = CudaVirtualMemory(fake, STREAM)
     with pytest.raises(RuntimeError, match=r"cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
         memory.map(memory.reserve(2 * PAGE))
-    assert checked(played, "cuStreamSynchronize", STREAM) is None
+    assert checked(fake, "cuStreamSynchronize", STREAM) is None
 
 
 def test_memory_for_rdma_is_asked_for_only_where_it_is_given() -> None:
-    played = PlayedDriver()
-    played.gives_rdma = False
-    memory = CudaVirtualMemory(played, STREAM)
+    fake = FakeDriver()
+    fake.gives_rdma = False
+    memory = CudaVirtualMemory(fake, STREAM)
     assert not memory.rdma
     memory.map(memory.reserve(PAGE))
-    assert played.rdma == 0
+    assert fake.rdma == 0
 
 
 def test_a_machine_without_virtual_memory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = PlayedDriver()
-    played.virtual = 0
+    fake = FakeDriver()
+    fake.virtual = 0
     with pytest.raises(Unsupported, match="no virtual memory management"):
-        CudaVirtualMemory(played, STREAM)
+        CudaVirtualMemory(fake, STREAM)
 
     def absent(name: str) -> Any:
         raise ModuleNotFoundError(name)

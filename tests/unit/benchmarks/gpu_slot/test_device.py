@@ -27,7 +27,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
 
     own = SimpleNamespace(name="stream", synchronize=lambda: calls.append("synchronize"))
-    played = {
+    fake = {
         "set_device": lambda device: calls.append(f"set {device}"),
         "Stream": lambda device: own,
         "stream": stream,
@@ -35,7 +35,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "graph_pool_handle": lambda: "pool",
         "CUDAGraph": lambda: SimpleNamespace(replay=lambda: calls.append("replay")),
     }
-    for name, value in played.items():
+    for name, value in fake.items():
         monkeypatch.setattr(torch.cuda, name, value)
     return calls
 

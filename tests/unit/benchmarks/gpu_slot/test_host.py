@@ -1,4 +1,4 @@
-"""Facts of a machine, read from programs and libraries that are played."""
+"""Facts of a machine, read from programs and libraries that are faked."""
 
 import importlib
 import json
@@ -68,7 +68,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
             raise NvmlError("Not Found")
         return "first"
 
-    played = SimpleNamespace(
+    fake = SimpleNamespace(
         __name__="pynvml",
         NVMLError=NvmlError,
         NVML_CLOCK_SM=1,
@@ -87,9 +87,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
         nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=7)],
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=5),
     )
-    monkeypatch.setattr(host_driver, "nvml", lambda: played)
-    monkeypatch.setattr(host_memory, "nvml", lambda: played)
-    return played
+    monkeypatch.setattr(host_driver, "nvml", lambda: fake)
+    monkeypatch.setattr(host_memory, "nvml", lambda: fake)
+    return fake
 
 
 def test_gpus_are_read_and_timed_and_their_texts_kept(command: str) -> None:

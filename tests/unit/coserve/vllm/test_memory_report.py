@@ -1,4 +1,4 @@
-"""Memory of a worker, from its tensors and from a played driver; needs no GPU."""
+"""Memory of a worker, from its tensors and from a fake driver; needs no GPU."""
 
 import os
 import sys
@@ -148,16 +148,16 @@ class Nvml:
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
-    played = Nvml()
-    monkeypatch.setattr(memory_report, "nvml", lambda: played)
-    return played
+    fake = Nvml()
+    monkeypatch.setattr(memory_report, "nvml", lambda: fake)
+    return fake
 
 
 def held(size: int | None, *, pid: int = 0) -> Any:
     return SimpleNamespace(pid=pid or os.getpid(), usedGpuMemory=size)
 
 
-def test_nvidia_s_bindings_have_the_names_that_are_played() -> None:
+def test_nvidia_s_bindings_have_the_names_that_the_fake_has() -> None:
     for name in vars(Nvml):
         if name.startswith("nvml"):
             assert callable(getattr(pynvml, name))

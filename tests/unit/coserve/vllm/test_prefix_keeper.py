@@ -1,4 +1,4 @@
-"""Kept prefixes on a played block pool: they survive others' turns, and yield to what matters."""
+"""Kept prefixes on a fake block pool: they survive others' turns, and yield to what matters."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,29 +7,29 @@ import pytest
 
 from coserve.vllm.kv_reserve import KvReserve
 from coserve.vllm.prefix_keeper import PrefixKeeper, trajectory_of
-from tests.unit.coserve.vllm.played_pool import (
+from tests.unit.coserve.vllm.fake_pool import (
     BLOCK_TOKENS,
-    PlayedEngine,
-    PlayedPool,
+    FakeEngine,
+    FakePool,
     agents_in_a_flood,
-    played_request,
+    fake_request,
 )
 
 POOL_BLOCKS = 160
 
 
-def engine_of(pool: PlayedPool, *, most_blocks: int) -> PlayedEngine:
+def engine_of(pool: FakePool, *, most_blocks: int) -> FakeEngine:
     keeper = PrefixKeeper(pool, tokens_per_block=BLOCK_TOKENS)
-    return PlayedEngine(pool, keeper, most_blocks, pool.cache)
+    return FakeEngine(pool, keeper, most_blocks, pool.cache)
 
 
 @pytest.fixture
-def pool() -> PlayedPool:
-    return PlayedPool(POOL_BLOCKS)
+def pool() -> FakePool:
+    return FakePool(POOL_BLOCKS)
 
 
 @pytest.fixture
-def engine(pool: PlayedPool) -> PlayedEngine:
+def engine(pool: FakePool) -> FakeEngine:
     return engine_of(pool, most_blocks=POOL_BLOCKS // 2)
 
 
@@ -38,15 +38,15 @@ def hashes(name: str, count: int) -> list[Any]:
 
 
 def test_prefixes_of_open_trajectories_survive_a_flood_of_single_turns() -> None:
-    by_age = agents_in_a_flood(engine_of(PlayedPool(POOL_BLOCKS), most_blocks=0))
-    kept = agents_in_a_flood(engine_of(PlayedPool(POOL_BLOCKS), most_blocks=POOL_BLOCKS // 2))
+    by_age = agents_in_a_flood(engine_of(FakePool(POOL_BLOCKS), most_blocks=0))
+    kept = agents_in_a_flood(engine_of(FakePool(POOL_BLOCKS), most_blocks=POOL_BLOCKS // 2))
     # By age the flood pushes all out: four trajectories compute 3, then 6, then 9 ... blocks. Two
     # floods teach that single turns do not come back; from then on only what is new is computed.
     assert by_age == 4 * (3 + 6 + 9 + 12 + 15 + 18)
     assert kept == 4 * (3 + 6 + 9 + 3 + 3 + 3)
 
 
-def test_what_is_kept_stays_within_its_bound(pool: PlayedPool) -> None:
+def test_what_is_kept_stays_within_its_bound(pool: FakePool) -> None:
     engine = engine_of(pool, most_blocks=10)
     for number in range(6):
         engine.turn(f"t{number}", hashes(f"t{number}", 4), now=float(number))
@@ -55,11 +55,9 @@ def test_what_is_kept_stays_within_its_bound(pool: PlayedPool) -> None:
     assert engine.keeper.tokens_dropped_total == 16 * BLOCK_TOKENS
 
 
-def test_a_prefix_is_the_next_turn_s_own_once_it_steps(
-    pool: PlayedPool, engine: PlayedEngine
-) -> None:
+def test_a_prefix_is_the_next_turn_s_own_once_it_steps(pool: FakePool, engine: FakeEngine) -> None:
     engine.turn("t", hashes("t", 4), now=0.0)
-    following = played_request("r", "t", hashes("t", 6))
+    following = fake_request("r", "t", hashes("t", 6))
     engine.keeper.arrive(following, now=1.0)
     engine.keeper.stepped([], open_requests=["r"], now=1.0)
     assert engine.keeper.tokens == 4 * BLOCK_TOKENS, "it waits for its first step"
@@ -68,9 +66,9 @@ def test_a_prefix_is_the_next_turn_s_own_once_it_steps(
     assert pool.get_num_free_blocks() == POOL_BLOCKS
 
 
-def test_a_turn_that_goes_without_a_step_leaves_the_prefix_kept(engine: PlayedEngine) -> None:
+def test_a_turn_that_goes_without_a_step_leaves_the_prefix_kept(engine: FakeEngine) -> None:
     engine.turn("t", hashes("t", 4), now=0.0)
-    engine.keeper.arrive(played_request("r", "t", hashes("t", 6)), now=1.0)
+    engine.keeper.arrive(fake_request("r", "t", hashes("t", 6)), now=1.0)
     engine.keeper.stepped(["another"], open_requests=["another"], now=1.0)
     assert engine.keeper.tokens == 4 * BLOCK_TOKENS
     engine.turn("t", hashes("t", 6), now=2.0)
@@ -78,7 +76,7 @@ def test_a_turn_that_goes_without_a_step_leaves_the_prefix_kept(engine: PlayedEn
 
 
 def test_running_requests_find_room_before_anything_is_kept(
-    pool: PlayedPool, engine: PlayedEngine
+    pool: FakePool, engine: FakeEngine
 ) -> None:
     for number in range(3):
         engine.turn(f"t{number}", hashes(f"t{number}", 20), now=float(number))
@@ -89,7 +87,7 @@ def test_running_requests_find_room_before_anything_is_kept(
 
 
 def test_production_s_claim_takes_what_is_cached_then_what_is_kept_of_least_worth(
-    pool: PlayedPool, engine: PlayedEngine
+    pool: FakePool, engine: FakeEngine
 ) -> None:
     reserve = KvReserve(pool, tokens_per_block=BLOCK_TOKENS)
     for number in range(3):
@@ -107,13 +105,13 @@ def test_production_s_claim_takes_what_is_cached_then_what_is_kept_of_least_wort
     assert pool.get_cached_block("t2.19", [0])
 
 
-def test_a_new_version_finds_nothing_in_use(pool: PlayedPool, engine: PlayedEngine) -> None:
+def test_a_new_version_finds_nothing_in_use(pool: FakePool, engine: FakeEngine) -> None:
     engine.turn("t", hashes("t", 4), now=0.0)
     engine.keeper.drop_all()
     assert (engine.keeper.tokens, pool.get_num_free_blocks()) == (0, POOL_BLOCKS)
 
 
-def test_another_salt_is_another_prefix(engine: PlayedEngine) -> None:
+def test_another_salt_is_another_prefix(engine: FakeEngine) -> None:
     engine.turn("t", hashes("version 1", 4), now=0.0)
     engine.turn("t", hashes("version 2", 4), now=1.0)
     assert engine.prefilled["t"] == 8
@@ -122,7 +120,7 @@ def test_another_salt_is_another_prefix(engine: PlayedEngine) -> None:
     assert counted == (0, 4 * BLOCK_TOKENS)
 
 
-def test_a_context_that_leaves_the_prefix_half_way_uses_half(engine: PlayedEngine) -> None:
+def test_a_context_that_leaves_the_prefix_half_way_uses_half(engine: FakeEngine) -> None:
     engine.turn("t", hashes("t", 4), now=0.0)
     engine.turn("t", [*hashes("t", 2), *hashes("other", 4)], now=1.0)
     assert engine.prefilled["t"] == 4 + 4
@@ -131,10 +129,10 @@ def test_a_context_that_leaves_the_prefix_half_way_uses_half(engine: PlayedEngin
 
 
 def test_requests_of_nobody_s_trajectory_are_left_to_the_engine(
-    pool: PlayedPool, engine: PlayedEngine
+    pool: FakePool, engine: FakeEngine
 ) -> None:
     for extra in (None, {}, {"rosemux_trajectory": 7}):
-        request = played_request("r", "t", [])
+        request = fake_request("r", "t", [])
         request.sampling_params.extra_args = extra
         assert trajectory_of(request) is None
     assert trajectory_of(SimpleNamespace(sampling_params=None)) is None

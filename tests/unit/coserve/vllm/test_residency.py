@@ -29,7 +29,7 @@ class WeightEngine:
         self.away = away
 
 
-class PlayedGate:
+class FakeGate:
     """Notes for what work slack was asked."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Worker:
         self.weight_transfer_engine = WeightEngine()
         self.device = "cpu"
         self.fails = False
-        self.gate = PlayedGate()
+        self.gate = FakeGate()
 
     def sleep(self, level: int = 1) -> None:
         assert level == 1
@@ -79,7 +79,7 @@ class Worker:
         follow_updates(self, self.gate)  # type: ignore[arg-type]
 
 
-class PlayedExecutor(Executor):  # type: ignore[misc]
+class FakeExecutor(Executor):  # type: ignore[misc]
     """vLLM's bookkeeping of sleeping parts, over one worker."""
 
     def __init__(self, worker: Worker) -> None:
@@ -96,12 +96,12 @@ class PlayedExecutor(Executor):  # type: ignore[misc]
 
 
 @pytest.fixture
-def executor() -> PlayedExecutor:
-    return PlayedExecutor(Worker())
+def executor() -> FakeExecutor:
+    return FakeExecutor(Worker())
 
 
 @pytest.fixture
-def asleep(executor: PlayedExecutor) -> GuestResidency:
+def asleep(executor: FakeExecutor) -> GuestResidency:
     found = residency(config(sleeps=True), executor, NEW, shared_kv=False)
     assert found is not None
     found.fall_asleep()
@@ -118,12 +118,12 @@ def update(worker: Worker, version: int) -> None:
     worker.finish_weight_update()
 
 
-def test_without_sleep_mode_weights_stay_where_they_are(executor: PlayedExecutor) -> None:
+def test_without_sleep_mode_weights_stay_where_they_are(executor: FakeExecutor) -> None:
     assert residency(config(sleeps=False), executor, OLD, shared_kv=True) is None
 
 
 def test_what_could_not_follow_versions_or_share_pages_is_refused(
-    executor: PlayedExecutor,
+    executor: FakeExecutor,
 ) -> None:
     with pytest.raises(Unsupported, match=r"vLLM 0\.30\.0 was not checked .* 0\.31"):
         residency(config(sleeps=True), executor, OLD, shared_kv=False)
@@ -133,7 +133,7 @@ def test_what_could_not_follow_versions_or_share_pages_is_refused(
 
 
 def test_asleep_it_holds_nothing_and_awake_everything(
-    executor: PlayedExecutor, asleep: GuestResidency
+    executor: FakeExecutor, asleep: GuestResidency
 ) -> None:
     assert asleep.asleep
     assert executor.worker.mapped == set()
@@ -145,7 +145,7 @@ def test_asleep_it_holds_nothing_and_awake_everything(
 
 
 def test_a_version_comes_through_with_the_weights_alone_awake(
-    executor: PlayedExecutor, asleep: GuestResidency
+    executor: FakeExecutor, asleep: GuestResidency
 ) -> None:
     worker = executor.worker
     worker.start_weight_update()
@@ -165,7 +165,7 @@ def test_a_version_comes_through_with_the_weights_alone_awake(
 
 @pytest.mark.parametrize("before", ["start", "update", "finish"])
 def test_a_guest_that_falls_asleep_within_an_update_writes_no_unmapped_memory(
-    executor: PlayedExecutor, before: str
+    executor: FakeExecutor, before: str
 ) -> None:
     """The engine loop obeys a grant that says asleep between two calls of a trainer."""
     found = residency(config(sleeps=True), executor, NEW, shared_kv=False)
@@ -189,7 +189,7 @@ def test_a_guest_that_falls_asleep_within_an_update_writes_no_unmapped_memory(
 
 
 def test_a_guest_that_sleeps_and_wakes_again_and_again_within_an_update_takes_it(
-    executor: PlayedExecutor, asleep: GuestResidency
+    executor: FakeExecutor, asleep: GuestResidency
 ) -> None:
     worker = executor.worker
     worker.start_weight_update()
@@ -205,7 +205,7 @@ def test_a_guest_that_sleeps_and_wakes_again_and_again_within_an_update_takes_it
 
 
 def test_kv_that_was_woken_before_the_weights_is_not_taken_by_an_update(
-    executor: PlayedExecutor, asleep: GuestResidency
+    executor: FakeExecutor, asleep: GuestResidency
 ) -> None:
     """vLLM wakes what a caller names, in any order."""
     worker = executor.worker
@@ -221,7 +221,7 @@ def test_kv_that_was_woken_before_the_weights_is_not_taken_by_an_update(
 
 
 def test_an_update_of_a_draft_model_finds_the_weights_awake(
-    executor: PlayedExecutor, asleep: GuestResidency
+    executor: FakeExecutor, asleep: GuestResidency
 ) -> None:
     worker = executor.worker
     worker.start_draft_weight_update()
@@ -232,7 +232,7 @@ def test_an_update_of_a_draft_model_finds_the_weights_awake(
 
 
 def test_a_guest_that_is_woken_within_an_update_stays_awake(
-    executor: PlayedExecutor, asleep: GuestResidency
+    executor: FakeExecutor, asleep: GuestResidency
 ) -> None:
     executor.worker.start_weight_update()
     asleep.wake()
@@ -242,7 +242,7 @@ def test_a_guest_that_is_woken_within_an_update_stays_awake(
 
 
 def test_after_a_failed_update_the_weights_wait_awake_for_the_next(
-    executor: PlayedExecutor, asleep: GuestResidency
+    executor: FakeExecutor, asleep: GuestResidency
 ) -> None:
     worker = executor.worker
     worker.fails = True
@@ -257,7 +257,7 @@ def test_after_a_failed_update_the_weights_wait_awake_for_the_next(
 
 
 def test_asleep_only_the_context_is_reported(
-    executor: PlayedExecutor, asleep: GuestResidency, monkeypatch: pytest.MonkeyPatch
+    executor: FakeExecutor, asleep: GuestResidency, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: Callable[[Any], int | None] = lambda _device: 900  # noqa: E731
     monkeypatch.setattr("coserve.vllm.memory_report._held_bytes", held)
@@ -267,7 +267,7 @@ def test_asleep_only_the_context_is_reported(
 
 
 def test_an_engine_that_stays_asleep_is_not_stepped(
-    executor: PlayedExecutor, asleep: GuestResidency, monkeypatch: pytest.MonkeyPatch
+    executor: FakeExecutor, asleep: GuestResidency, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor, "wake_up", lambda _tags: None)
     with pytest.raises(Unsupported, match="asleep"):

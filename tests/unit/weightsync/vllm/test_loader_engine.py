@@ -1,6 +1,6 @@
 """vLLM 0.24's worker, whose own calls would take the model apart, updates through our engine.
 
-That version's classes are played: its torch is not the installed one. That it has them in this
+That version's classes are faked: its torch is not the installed one. That it has them in this
 shape is what `make compat` reads in its wheel.
 """
 
@@ -24,7 +24,7 @@ U = TypeVar("U")
 OURS = ("update_info", "worker_weights", "loader_engine")
 
 
-class PlayedEngine(Generic[I, U]):
+class FakeEngine(Generic[I, U]):
     """A stand-in for the base class of 0.24, which is told of the ranks only."""
 
     def __init__(self, config: Any, parallel_config: Any, model: Any) -> None:
@@ -34,11 +34,11 @@ class PlayedEngine(Generic[I, U]):
         return self.update_info_cls(**update_dict)  # type: ignore[attr-defined]
 
 
-class PlayedInfo:
+class FakeInfo:
     """Base class of an engine's update arguments."""
 
 
-def played_worker() -> Any:
+def fake_worker() -> Any:
     """A stand-in for the worker of 0.24: it takes models apart, and waits for an accelerator."""
 
     class Worker:
@@ -71,7 +71,7 @@ def played_worker() -> Any:
 
 
 def modules(**named: Any) -> ModuleType:
-    module = ModuleType("played")
+    module = ModuleType("fake")
     vars(module).update(named)
     return module
 
@@ -85,12 +85,12 @@ def loader_engine(
         monkeypatch.setitem(sys.modules, name, modules(__path__=[]))
     monkeypatch.setitem(sys.modules, "vllm.v1.worker", modules(__path__=[]))
     base = modules(
-        WeightTransferEngine=PlayedEngine,
-        WeightTransferInitInfo=PlayedInfo,
-        WeightTransferUpdateInfo=PlayedInfo,
+        WeightTransferEngine=FakeEngine,
+        WeightTransferInitInfo=FakeInfo,
+        WeightTransferUpdateInfo=FakeInfo,
     )
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", base)
-    worker = modules(Worker=played_worker())
+    worker = modules(Worker=fake_worker())
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", worker)
     for name in OURS:
         monkeypatch.delitem(sys.modules, f"weightsync.vllm.{name}", raising=False)

@@ -1,0 +1,349 @@
+"""The guest's side of a slot over real pages, its agent and production acted by the test."""
+
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from coserve.guest.guest_slot import GuestSlot
+from coserve.law.gate import Closed
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.page import Grant, GrantMode, PageFault, PageHeld, Pulse
+from tests.unit.coserve.conftest import HOUR_NS, Slot
+
+
+def test_opens_on_a_fresh_grant_and_idle_production(guest: GuestSlot) -> None:
+    assert guest.decide().tokens == 512
+
+
+def test_each_page_that_changes_changes_the_decision(slot: Slot, guest: GuestSlot) -> None:
+    assert guest.decide().open
+    slot.production_arrives()
+    assert guest.decide().reason is Closed.NO_SLACK
+    slot.pulse()
+    assert guest.decide().open
+    slot.grant(mode=GrantMode.CLOSED)
+    assert guest.decide().reason is Closed.GRANT_CLOSED
+    slot.grant(ttl_ns=0)
+    decision = guest.decide()
+    assert (decision.reason, decision.fault) == (Closed.GRANT_FAULT, PageFault.EXPIRED)
+    slot.grant()
+    slot.pulse(ttl_ns=0)
+    decision = guest.decide()
+    assert (decision.reason, decision.fault) == (Closed.PULSE_FAULT, PageFault.EXPIRED)
+
+
+def test_waits_for_the_pulses_that_the_grant_names(slot: Slot, guest: GuestSlot) -> None:
+    slot.grant(pulses=("pulse.prod.0", "pulse.prod.1"))
+    assert guest.decide().fault is PageFault.MISSING
+    second = slot.directory.pulse_writer("prod", 1)
+    second.write(Pulse(), now_ns=monotonic_ns(), ttl_ns=3_600_000_000_000)
+    assert guest.decide().open
+
+
+@pytest.mark.parametrize("name", ["../grant", "", "a/b", "guest\n"])
+def test_a_grant_that_names_no_pulse_page_closes_the_gate_and_ends_no_engine(
+    slot: Slot, guest: GuestSlot, name: str
+) -> None:
+    slot.grant(pulses=(name,))
+    assert guest.decide().reason is Closed.NO_PULSE
+    slot.grant()
+    assert guest.decide().open
+
+
+def test_launched_steps_are_taken_off_until_they_finish(guest: GuestSlot) -> None:
+    guest.step_time.base_s = 0.3
+    full = guest.decide()
+    guest.launched(decodes=1, prefill_tokens=0)
+    one = guest.decide()
+    assert one.tokens < full.tokens
+    guest.launched(decodes=1, prefill_tokens=0)
+    assert not guest.decide().open
+    guest.finished()
+    guest.finished()
+    guest.finished()
+    assert guest.decide().open
+
+
+def test_the_guest_page_tells_what_the_guest_does(slot: Slot, guest: GuestSlot) -> None:
+    slot.grant(epoch=9)
+    guest.load.running, guest.load.waiting, guest.load.weight_version = 2, 1, "17"
+    guest.decide()
+    guest.publish()
+    assert slot.guest().decide_s_mean == 0.0, "no step came of it"
+    guest.decide(for_step=True)
+    guest.launched(decodes=2, prefill_tokens=6)
+    guest.publish()
+    page = slot.guest()
+    assert (page.epoch, page.gate, page.reason) == (9, "open", "")
+    assert (page.running, page.waiting, page.weight_version) == (2, 1, "17")
+    assert (page.steps_launched, page.steps_finished) == (1, 0)
+    guest.finished()
+    guest.aborted(3)
+    slot.production_arrives()
+    guest.decide()
+    guest.publish()
+    page = slot.guest()
+    assert (page.gate, page.reason, page.closings_total) == ("closed", "no_slack", 1)
+    assert (page.steps_finished, page.tokens_total, page.last_step_tokens) == (1, 8, 8)
+    assert page.aborted_total == 3
+    assert page.decide_s_mean > 0.0
+
+
+def test_learns_from_steps_beside_idle_production_only(slot: Slot, guest: GuestSlot) -> None:
+    def step() -> None:
+        guest.decide()
+        guest.launched(decodes=1, prefill_tokens=0)
+
+    step()
+    guest.finished()
+    assert guest.step_time.samples == 1
+    step()
+    slot.pulse(in_flight=1, decoding=1, requests_total=1)
+    guest.finished()
+    assert guest.step_time.samples == 1, "production had arrived"
+    step()
+    slot.pulse(requests_total=2)
+    guest.finished()
+    assert guest.step_time.samples == 1, "production had come and gone"
+    step()
+    slot.pulse(ttl_ns=0)
+    guest.finished()
+    assert guest.step_time.samples == 1, "nobody knows"
+    slot.pulse(requests_total=2)
+    step()
+    guest.finished()
+    assert guest.step_time.samples == 2
+
+
+def test_grace_ends_only_while_the_grant_is_gone(slot: Slot, guest: GuestSlot) -> None:
+    slot.grant(abort_grace_s=0.0)
+    guest.decide()
+    assert not guest.grace_over()
+    slot.grant(abort_grace_s=0.0, ttl_ns=0)
+    guest.decide()
+    assert guest.grace_over()
+    slot.grant(abort_grace_s=0.0)
+    guest.decide()
+    assert not guest.grace_over()
+
+
+def test_a_lost_grant_is_waited_for(slot: Slot, guest: GuestSlot) -> None:
+    guest.decide()
+    slot.grant(ttl_ns=0)
+    assert not guest.decide().open
+    assert not guest.grace_over()
+
+
+def test_a_budget_is_owed_until_the_loop_has_obeyed_it(slot: Slot, guest: GuestSlot) -> None:
+    guest.decide()
+    assert (guest.kv_budget_tokens(), guest.owes_memory()) == (None, False)
+    slot.grant(kv_budget_tokens=600)
+    guest.decide()
+    assert (guest.kv_budget_tokens(), guest.owes_memory()) == (600, True)
+    guest.load.kv_budget_tokens, guest.load.kv_tokens_short = 600, 8
+    assert guest.owes_memory(), "requests still hold some"
+    guest.load.kv_tokens_short = 0
+    assert not guest.owes_memory()
+
+
+def test_a_late_grant_takes_no_memory_and_one_that_stays_away_takes_all(
+    slot: Slot, guest: GuestSlot
+) -> None:
+    slot.grant(kv_budget_tokens=600, abort_grace_s=1e6)
+    guest.decide()
+    slot.grant(ttl_ns=0)
+    guest.decide()
+    assert guest.kv_budget_tokens() == 600
+    slot.grant(kv_budget_tokens=600, abort_grace_s=0.0)
+    guest.decide()
+    slot.grant(ttl_ns=0)
+    guest.decide()
+    assert guest.kv_budget_tokens() == 0
+
+
+def test_asleep_it_keeps_nothing(slot: Slot, guest: GuestSlot) -> None:
+    slot.grant(mode=GrantMode.CLOSED, asleep=True, kv_budget_tokens=600)
+    assert not guest.decide().open
+    assert guest.kv_budget_tokens() == 0
+
+
+def test_a_prediction_that_admits_nothing_is_probed_and_corrected(
+    slot: Slot, guest: GuestSlot
+) -> None:
+    guest.step_time.base_s = 50.0
+    steps = 0
+    while not (decision := guest.decide()).open or decision.probe:
+        assert decision.probe, "the first step of a guest waits for nothing"
+        guest.launched(decodes=1, prefill_tokens=0)
+        guest.finished()
+        steps += 1
+        assert steps < 20
+    assert steps > 0
+
+
+def test_probes_take_a_hundredth_of_idle_time(guest: GuestSlot) -> None:
+    guest.launched(decodes=1, prefill_tokens=0)
+    threading.Event().wait(0.002)
+    guest.finished()
+    guest.step_time.base_s = 50.0
+    assert guest.decide().reason is Closed.NO_SLACK
+
+
+def test_sequences_change_with_every_page(slot: Slot, guest: GuestSlot) -> None:
+    guest.decide()
+    before = guest.written()
+    assert guest.written() == before
+    slot.pulse()
+    after_pulse = guest.written()
+    slot.grant()
+    assert len({before, after_pulse, guest.written()}) == 3
+
+
+def test_closing_removes_the_guest_page_and_quiets_later_calls(
+    slot: Slot, guest: GuestSlot
+) -> None:
+    guest.publish()
+    guest.close()
+    guest.close()
+    guest.publish()
+    assert slot.guest_fault() is PageFault.MISSING
+
+
+def test_a_second_guest_is_refused_while_the_first_lives(slot: Slot, guest: GuestSlot) -> None:
+    guest.publish()
+    with pytest.raises(PageHeld):
+        GuestSlot(slot.directory.path, token_limit=512)
+    guest.close()
+    successor = GuestSlot(slot.directory.path, token_limit=512)
+    successor.load.running = 5
+    successor.publish()
+    guest.close()
+    assert slot.guest().running == 5
+    successor.close()
+
+
+def test_a_guest_page_that_was_lost_is_made_again(slot: Slot, guest: GuestSlot) -> None:
+    guest.publish()
+    (slot.directory.path / "guest").unlink()
+    assert slot.guest_fault() is PageFault.MISSING
+    until_ns = monotonic_ns() + 10**10
+    while slot.guest_fault() is not None and monotonic_ns() < until_ns:
+        guest.publish()
+    assert slot.guest_fault() is None
+
+
+@pytest.fixture
+def eager_threads() -> Iterator[None]:
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before_s)
+
+
+@pytest.mark.usefixtures("eager_threads")
+def test_two_threads_may_decide_while_pages_come_and_go(slot: Slot, guest: GuestSlot) -> None:
+    errors: list[BaseException] = []
+    rounds = 1000
+
+    def watch() -> None:
+        try:
+            for _ in range(rounds):
+                guest.written()
+                guest.decide()
+                guest.publish()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    for turn in range(rounds):
+        slot.grant(pulses=("pulse.prod.0",) if turn % 2 else ("pulse.prod.0", "pulse.gone.0"))
+        guest.decide()
+        guest.launched(decodes=1, prefill_tokens=0)
+        guest.publish()
+        guest.finished()
+    thread.join()
+    assert errors == []
+    slot.grant()
+    assert guest.decide().open
+    assert slot.guest_fault() is None
+
+
+def test_the_page_says_how_steps_held_alone_and_beside_production(
+    slot: Slot, guest: GuestSlot
+) -> None:
+    guest.decide()
+    guest.launched(decodes=1, prefill_tokens=0)
+    guest.finished()
+    guest.launched(decodes=1, prefill_tokens=0)
+    slot.pulse(in_flight=1, decoding=1, requests_total=1)
+    guest.finished()
+    guest.publish()
+    page = slot.guest()
+    assert (page.step_calibration.steps, page.beside_calibration.steps) == (1, 1)
+
+
+def test_the_context_of_running_requests_counts(guest: GuestSlot) -> None:
+    guest.step_time.context_s = 1.0
+    guest.steps.probe_ns = monotonic_ns() + HOUR_NS
+    assert guest.decide().open
+    guest.load.kv_tokens = 16 * 1024
+    assert not guest.decide().open
+
+
+def test_a_grant_is_believed_for_seconds_however_long_it_says_that_it_holds(
+    slot: Slot, guest: GuestSlot
+) -> None:
+    """A mistaken or foreign agent wrote an expiry of a day, and is gone."""
+    slot.grant(ttl_ns=24 * HOUR_NS, age_ns=Grant.AGE_MAX_NS - 2_000_000_000)
+    assert guest.decide().open
+    slot.grant(ttl_ns=24 * HOUR_NS, age_ns=Grant.AGE_MAX_NS + 1)
+    decision = guest.decide()
+    assert (decision.reason, decision.fault) == (Closed.GRANT_FAULT, PageFault.EXPIRED)
+
+
+def test_a_grant_that_was_believed_ages_without_being_written_again(
+    slot: Slot, guest: GuestSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot.pulse(ttl_ns=24 * HOUR_NS)
+    slot.grant(ttl_ns=24 * HOUR_NS, mode=GrantMode.UNGATED, abort_grace_s=86_400.0)
+    assert guest.decide().open
+    late_ns = monotonic_ns() + Grant.AGE_MAX_NS
+    monkeypatch.setattr("coserve.guest.guest_slot.monotonic_ns", lambda: late_ns)
+    assert not guest.decide().open
+    assert not guest.grace_over()
+    late_ns += 601_000_000_000
+    assert guest.grace_over(), "nor does a grace last for a day"
+    assert guest.kv_budget_tokens() == 0
+
+
+def missed_after(guest: GuestSlot, monkeypatch: pytest.MonkeyPatch, seconds: float) -> bool:
+    guest.decide()
+    guest.memory_missed()
+    later_ns = monotonic_ns() + int(seconds * 1e9)
+    with monkeypatch.context() as patch:
+        patch.setattr("coserve.guest.guest_slot.monotonic_ns", lambda: later_ns)
+        return guest.memory_missed()
+
+
+def test_memory_above_the_budget_is_missed_after_the_deadline_that_the_grant_says(
+    slot: Slot, guest: GuestSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guest.load.kv_tokens_total = 1000
+    assert not missed_after(guest, monkeypatch, 3600.0), "no budget"
+    slot.grant(kv_budget_tokens=400, kv_deadline_s=4.0)
+    assert not missed_after(guest, monkeypatch, 4.5)
+    assert missed_after(guest, monkeypatch, 5.1)
+    guest.load.kv_tokens_withheld = 600
+    assert not missed_after(guest, monkeypatch, 3600.0)
+
+
+def test_a_guest_that_falls_asleep_has_all_the_time_it_needs(
+    slot: Slot, guest: GuestSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guest.load.kv_tokens_total = 1000
+    slot.grant(mode=GrantMode.CLOSED, asleep=True)
+    # Less than the grace of a grant, after which its agent is gone.
+    assert not missed_after(guest, monkeypatch, 9.0)

@@ -1,8 +1,0 @@
-from pathlib import Path
-
-import pytest
-
-
-@pytest.fixture
-def repository_examples() -> Path:
-    return Path(__file__).parents[4] / "examples"

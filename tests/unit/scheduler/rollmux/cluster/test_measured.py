@@ -1,0 +1,59 @@
+"""Settings of moves and starts follow their measurements."""
+
+import pytest
+
+from scheduler.rollmux.cluster.measured import MeasuredSeconds
+from tests.unit.scheduler.rollmux.cluster.submissions import (
+    ROLLOUT,
+    TRAINING,
+    Control,
+    ask_to_move,
+    cluster,
+    submission,
+)
+
+
+def test_what_is_seen_as_it_was_set_changes_nothing() -> None:
+    measured = MeasuredSeconds.begin(300.0)
+    assert not any(measured.observe(seconds) for seconds in (280.0, 300.0, 330.0) * 20)
+    assert measured.in_force_s == 300.0
+
+
+def test_a_setting_that_is_wrong_is_followed_in_few_steps() -> None:
+    measured = MeasuredSeconds.begin(5.0)
+    changes = sum(measured.observe(20.0) for _ in range(60))
+    assert measured.in_force_s == pytest.approx(20.0, rel=0.25)
+    assert changes <= 4
+
+
+def test_one_job_that_was_away_for_hours_says_little() -> None:
+    measured = MeasuredSeconds.begin(300.0)
+    for _ in range(12):
+        measured.observe(300.0)
+    measured.observe(36_000.0)
+    assert measured.mean_s < 500.0
+
+
+def test_moves_and_starts_are_measured_by_the_control() -> None:
+    control = Control(cluster(move_s=300.0, warm_start_s=0.5))
+    control.submit(submission("a"), submission("b"))
+    for _ in range(12):
+        control.runs("a", ROLLOUT)
+        control.pass_time(40.0, beats="a")
+        control.leave("a")
+        control.runs("a", TRAINING)
+        control.pass_time(18.0, beats="a")
+        control.leave("a", loading_s=3.0)
+    policy = control.service.cluster
+    assert policy.warm_start_s.in_force_s == pytest.approx(3.0, rel=0.3)
+    assert policy.planner.packer.judge.rules.warm_s == policy.warm_start_s.in_force_s
+    given = policy.placements["a"].submission
+    for _ in range(7):
+        ask_to_move(policy, "a")
+        control.pass_time(61.0)
+        moved = control.iteration("a")
+        assert moved.move is not None
+        control.submit(given)
+        control.pass_time(39.0)
+    assert policy.planner.relocation.move_s == policy.move_s.in_force_s
+    assert policy.move_s.in_force_s == pytest.approx(180.0, rel=0.25)

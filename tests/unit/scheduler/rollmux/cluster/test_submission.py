@@ -1,0 +1,140 @@
+"""A job's declarations: weight syncs, curves of completion, rollouts that are not divisible."""
+
+import msgspec
+import pytest
+
+from scheduler.model import PhaseKind
+from scheduler.rollmux.beliefs.tail import Completion
+from scheduler.rollmux.cluster.cluster import ClusterPolicy
+from scheduler.rollmux.cluster.cluster_record import ClusterRecord, restore, snapshot
+from scheduler.rollmux.cluster.plan_events import JobGone, JobSubmitted, PhaseBegan, PhaseDone
+from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission, submission_fault
+from tests.unit.scheduler.rollmux.cluster.submissions import ROLLOUT, TRAINING, cluster, submission
+from tests.unit.scheduler.rollmux.plan.test_plan_and_control import NoPermits
+
+SYNC = PhaseKind.SYNC
+
+
+def _declared(*kinds: PhaseKind, nodes: int = 0, mean_s: float | None = None) -> Submission:
+    sides = {one.kind: one for one in submission("a").phases}
+    sides[SYNC] = DeclaredPhase(kind=SYNC, max_s=4.0, nodes=nodes, mean_s=mean_s)
+    return msgspec.structs.replace(submission("a"), phases=tuple(sides[kind] for kind in kinds))
+
+
+SYNCED = _declared(ROLLOUT, TRAINING, SYNC)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (SYNCED, ""),
+        (_declared(ROLLOUT, TRAINING), ""),
+        (_declared(ROLLOUT, SYNC, TRAINING), "then a sync or none"),
+        (_declared(ROLLOUT, TRAINING, SYNC, SYNC), "then a sync or none"),
+        (_declared(ROLLOUT, TRAINING, SYNC, nodes=1), "sync: holds no node"),
+        (_declared(ROLLOUT, TRAINING, SYNC, mean_s=5.0), "sync: mean_s is above 0"),
+    ],
+)
+def test_a_sync_follows_the_training_and_holds_no_node(given: Submission, said: str) -> None:
+    assert said in submission_fault(given)
+    assert bool(said) == bool(submission_fault(given))
+
+
+def test_a_sync_s_permit_names_no_node() -> None:
+    terms = SYNCED.terms(("r0",), ("t0",), accelerators=8)  # type: ignore[arg-type]
+    assert terms is not None
+    assert [(one.kind, one.nodes) for one in terms.phases][2] == (SYNC, ())
+
+
+def _with_curve(*points: tuple[float, float], divisible: bool = True) -> Submission:
+    rollout, training = submission("a").phases
+    curve = tuple(Completion(*point) for point in points)
+    rollout = msgspec.structs.replace(rollout, curve=curve, divisible=divisible)
+    return msgspec.structs.replace(submission("a"), phases=(rollout, training))
+
+
+@pytest.mark.parametrize(
+    "points", [((0.5, 0.8), (0.4, 0.9)), ((0.5, 1.1),), ((0.5, float("nan")),)]
+)
+def test_a_curve_rises_between_nothing_and_all(points: tuple[tuple[float, float], ...]) -> None:
+    assert submission_fault(_with_curve((0.5, 0.8))) == ""
+    assert "curve" in submission_fault(_with_curve(*points))
+
+
+@pytest.mark.parametrize(
+    ("given", "leaves_at", "keeps", "least", "learns"),
+    [
+        (submission("a"), 1.0, 1, 1, True),
+        (_with_curve((0.5, 0.8)), 0.8, 2, 1, True),
+        (_with_curve((0.5, 0.8), divisible=False), 1.0, 1, 0, False),
+    ],
+)
+def test_a_tail_leaves_where_the_declared_completion_says_until_its_own_is_seen(
+    given: Submission, leaves_at: float, keeps: int, least: int, learns: bool
+) -> None:
+    terms = given.terms(("r0",), ("t0",), accelerators=8)  # type: ignore[arg-type]
+    assert terms is not None
+    rollout = terms.phases[0]
+    assert (rollout.tail_ratio, rollout.tail_accelerators) == (leaves_at, keeps)
+    assert (rollout.least_accelerators, rollout.learn_tail) == (least, learns)
+
+
+def _policy() -> ClusterPolicy:
+    policy = ClusterPolicy(cluster(cold_start_s=0.0), NoPermits())
+    policy.observe(JobSubmitted(submission=SYNCED), now=0.0)
+    policy.observe(PhaseBegan(job=SYNCED.job), now=0.0)
+    return policy
+
+
+def _done(policy: ClusterPolicy, kind: PhaseKind, solo_s: float, *, now: float) -> None:
+    policy.observe(PhaseDone(job=SYNCED.job, kind=kind, solo_s=solo_s), now=now)
+
+
+def test_an_iteration_ends_with_its_sync_and_all_of_it_was_time_alone() -> None:
+    policy = _policy()
+    placed, facts = policy.placements[SYNCED.job], policy.planner.facts[SYNCED.job]
+    _done(policy, ROLLOUT, 40.0, now=40.0)
+    _done(policy, TRAINING, 15.0, now=55.0)
+    assert placed.iterations == 0
+    _done(policy, SYNC, 3.0, now=58.0)
+    assert placed.iterations == 1
+    assert facts.account.solo_s == 58.0
+    assert facts.settled_slowdown(58.0) == 1.0
+
+
+def test_a_restart_between_training_and_sync_goes_on_there() -> None:
+    policy = _policy()
+    for kind, solo_s, now in ((ROLLOUT, 40.0, 40.0), (TRAINING, 15.0, 55.0)):
+        _done(policy, kind, solo_s, now=now)
+    again = ClusterPolicy(policy.config, NoPermits())
+    restore(again, msgspec.convert(snapshot(policy), ClusterRecord))
+    before, after = (one.planner.facts[SYNCED.job] for one in (policy, again))
+    assert (after.next_phase, after.open_s) == (SYNC, 55.0)
+    assert after.belief() == before.belief()
+    after.lose_iteration()
+    assert after.account.solo_s == 0.0
+
+
+def test_a_record_that_kept_residency_with_the_job_s_stay_is_read_as_its_place() -> None:
+    policy = _policy()
+    record = snapshot(policy)
+    for one in record["jobs"]:
+        one["stay"]["held"] = list(one.pop("held"))
+    again = ClusterPolicy(policy.config, NoPermits())
+    restore(again, msgspec.convert(record, ClusterRecord))
+    assert again.residency.nodes_of(SYNCED.job) == policy.residency.nodes_of(SYNCED.job) != ()
+
+
+@pytest.mark.parametrize(("counts", "credit_s"), [(False, 60.0), (True, -140.0)])
+def test_whether_an_slo_counts_the_wait_for_a_place_is_a_setting(
+    counts: bool, credit_s: float
+) -> None:
+    config = cluster("r0", "t0", cold_start_s=40.0, slo_counts_queueing=counts)
+    policy = ClusterPolicy(config, NoPermits())
+    first, late = submission("first", slo=1.0), submission("late", slo=1.5)
+    policy.observe(JobSubmitted(submission=first), now=0.0)
+    policy.observe(JobSubmitted(submission=late), now=100.0)
+    assert late.job not in policy.planner.facts
+    policy.observe(JobGone(job=first.job), now=300.0)
+    assert policy.planner.facts[late.job].account.credit_s(300.0) == credit_s
+    assert policy.planner.facts[late.job].seen_s == 340.0

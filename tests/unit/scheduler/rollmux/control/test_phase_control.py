@@ -1,0 +1,345 @@
+"""The embedded control as a job's code sees it: jobs are threads."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from harvester.contracts.clock import VirtualClock
+from harvester.contracts.errors import ConfigError, Exhausted, Stale
+from harvester.contracts.ids import Epoch, JobId
+from scheduler.rollmux.control.control import PhaseControl, install, phase
+from scheduler.rollmux.control.embedded import EmbeddedControl
+from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.control.wire import (
+    Absent,
+    Admitted,
+    Beat,
+    Call,
+    Ended,
+    Granted,
+    Leave,
+    Reply,
+    Transport,
+)
+from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
+from tests.unit.scheduler.rollmux.permits.permit_scenario import ROLLOUT, TRAINING, nodes, terms
+
+QUICK = PermitsConfig(lease_s=0.3, patience_s=0.01)
+LONG_S = 20.0
+
+
+@pytest.fixture
+def embedded() -> Iterator[EmbeddedControl]:
+    with EmbeddedControl() as control:
+        yield control
+
+
+def test_a_phase_is_a_context_manager_and_a_decorator(embedded: EmbeddedControl) -> None:
+    phases = PhaseControl(embedded, terms("a"))
+
+    @phases.phase("training")
+    def train(batch: list[int]) -> int:
+        return sum(batch)
+
+    for _ in range(2):
+        with phases.phase("rollout") as permit:
+            assert permit.nodes == nodes("r0")
+        assert train([1, 2]) == 3
+    assert [start.kind for start in phases.starts] == [ROLLOUT, TRAINING] * 2
+
+
+def test_the_installed_control_is_found_when_a_phase_is_entered(
+    embedded: EmbeddedControl,
+) -> None:
+    @phase("rollout")
+    def roll_out() -> str:
+        return "done"
+
+    with pytest.raises(ConfigError, match="install"):
+        roll_out()
+    install(PhaseControl(embedded, terms("a")))
+    assert roll_out() == "done"
+
+
+def test_two_jobs_are_never_on_one_node_and_their_phases_overlap_across_pools(
+    embedded: EmbeddedControl,
+) -> None:
+    inside = {ROLLOUT: 0, TRAINING: 0}
+    seen: list[tuple[int, int]] = []
+    lock = threading.Lock()
+    met = threading.Barrier(2, timeout=LONG_S)
+    order = {"a": (ROLLOUT, TRAINING), "b": (TRAINING, ROLLOUT)}
+
+    def alternate(job: str) -> None:
+        phases = PhaseControl(embedded, terms(job), timeout_s=LONG_S)
+        for _ in range(5):
+            for kind in order[job]:
+                with phases.phase(kind):
+                    with lock:
+                        inside[kind] += 1
+                        seen.append((inside[ROLLOUT], inside[TRAINING]))
+                    # No job comes past here unless one trains while the other rolls out.
+                    met.wait()
+                    with lock:
+                        inside[kind] -= 1
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(alternate, job) for job in order]:
+            done.result(timeout=LONG_S)
+    assert max(rollouts for rollouts, _ in seen) == 1
+    assert max(trainings for _, trainings in seen) == 1
+    assert (1, 1) in seen
+    assert len(seen) == 20
+
+
+def test_state_is_loaded_after_the_permit_and_offloaded_before_the_nodes_are_given_back(
+    embedded: EmbeddedControl,
+) -> None:
+    said: list[str] = []
+    phases = PhaseControl(embedded, terms("a"))
+    other = PhaseControl(embedded, terms("b"), timeout_s=0.0)
+
+    def on_release() -> None:
+        said.append("offloaded")
+        with pytest.raises(Exhausted):
+            other.begin(ROLLOUT)
+
+    phases.resident(
+        ROLLOUT,
+        on_resume=lambda cold: said.append("cold" if cold else "warm"),
+        on_release=on_release,
+        stays_loaded=False,
+    )
+    for _ in range(2):
+        with phases.phase(ROLLOUT):
+            said.append("runs")
+        with phases.phase(TRAINING):
+            said.append("trains")
+    assert said == ["cold", "runs", "offloaded", "trains", "warm", "runs", "offloaded", "trains"]
+    assert [start.cold for start in phases.starts] == [True, True, False, False]
+
+
+def test_a_state_stays_loaded_until_another_job_is_to_start_there(
+    embedded: EmbeddedControl,
+) -> None:
+    said: list[str] = []
+    phases = PhaseControl(embedded, terms("a"))
+    phases.resident(
+        ROLLOUT,
+        on_resume=lambda _cold: said.append("loaded"),
+        on_release=lambda: said.append("offloaded"),
+    )
+    for _ in range(2):
+        with phases.phase(ROLLOUT):
+            said.append("runs")
+    assert said == ["loaded", "runs", "runs"]
+    other = PhaseControl(embedded, terms("b"), timeout_s=LONG_S)
+    with phases.phase(TRAINING), other.phase(ROLLOUT):
+        said.append("other runs")
+    with phases.phase(ROLLOUT):
+        said.append("runs")
+    assert said[3:] == ["offloaded", "other runs", "loaded", "runs"]
+
+
+def test_a_job_between_two_phases_takes_its_state_off_for_another(
+    embedded: EmbeddedControl,
+) -> None:
+    said: list[str] = []
+    phases = PhaseControl(embedded, terms("a"))
+
+    def on_release() -> None:
+        said.append("leaves")
+        time.sleep(0.3)
+        said.append("left")
+
+    phases.resident(ROLLOUT, on_release=on_release)
+    with phases.phase(ROLLOUT):
+        pass
+    with PhaseControl(embedded, terms("b"), timeout_s=LONG_S).phase(ROLLOUT):
+        said.append("other runs")
+    assert said == ["leaves", "left", "other runs"]
+
+
+def test_a_job_that_waits_itself_takes_its_state_off_for_another(embedded: EmbeddedControl) -> None:
+    said: list[str] = []
+    phases = PhaseControl(embedded, terms("a"), timeout_s=LONG_S)
+    phases.resident(ROLLOUT, on_release=lambda: said.append("offloaded"))
+    with phases.phase(ROLLOUT):
+        pass
+    trains = PhaseControl(embedded, terms("b", rollout="r1"))
+    with trains.phase(ROLLOUT):
+        pass
+    other = PhaseControl(embedded, terms("c", training="t1"), timeout_s=LONG_S)
+    with trains.phase(TRAINING):
+        waiting = threading.Thread(target=lambda: phases.end(phases.begin(TRAINING)))
+        waiting.start()
+        with other.phase(ROLLOUT):
+            said.append("other runs")
+    waiting.join(LONG_S)
+    assert said == ["offloaded", "other runs"]
+
+
+def test_phases_of_one_job_on_one_node_take_each_other_s_state_off(
+    embedded: EmbeddedControl,
+) -> None:
+    said: list[str] = []
+    phases = PhaseControl(embedded, terms("a", rollout="n0", training="n0"))
+    for kind in (ROLLOUT, TRAINING):
+        phases.resident(
+            kind,
+            on_resume=lambda _cold, kind=kind: said.append(f"{kind} on"),
+            on_release=lambda kind=kind: said.append(f"{kind} off"),
+        )
+    for kind in (ROLLOUT, TRAINING, ROLLOUT):
+        with phases.phase(kind):
+            pass
+    on, off = "rollout on", "rollout off"
+    assert said == [on, off, "training on", "training off", on]
+
+
+@pytest.mark.parametrize("hook", ["on_resume", "on_release"])
+def test_a_hook_that_fails_gives_the_nodes_back(embedded: EmbeddedControl, hook: str) -> None:
+    phases = PhaseControl(embedded, terms("a"))
+    broken: Callable[..., None] = _breaks
+    phases.resident(ROLLOUT, stays_loaded=False, **{hook: broken})
+    with pytest.raises(OSError, match="host memory"), phases.phase(ROLLOUT):
+        pass
+    other = PhaseControl(embedded, terms("b"), timeout_s=LONG_S)
+    with other.phase(ROLLOUT) as permit:
+        assert permit.nodes == nodes("r0")
+
+
+def _breaks(*_: Any) -> None:
+    raise OSError("no host memory")
+
+
+def test_an_error_in_a_phase_fails_the_job_and_frees_its_nodes(
+    embedded: EmbeddedControl,
+) -> None:
+    phases = PhaseControl(embedded, terms("a"))
+    with pytest.raises(ZeroDivisionError), phases.phase(ROLLOUT):
+        raise ZeroDivisionError
+    with PhaseControl(embedded, terms("b"), timeout_s=LONG_S).phase(ROLLOUT):
+        pass
+    with phases.phase(ROLLOUT):
+        pass
+
+
+def test_phases_of_one_job_do_not_nest(embedded: EmbeddedControl) -> None:
+    phases = PhaseControl(embedded, terms("a"))
+    with phases.phase(ROLLOUT), pytest.raises(ConfigError, match="must end"):
+        phases.begin(TRAINING)
+
+
+def test_a_phase_that_the_terms_do_not_name_is_an_error_and_no_wait(
+    embedded: EmbeddedControl,
+) -> None:
+    only = JobTerms(job=JobId("a"), phases=terms("a").phases[:1])
+    with pytest.raises(ConfigError, match="no training phase"):
+        PhaseControl(embedded, only).begin(TRAINING)
+    with pytest.raises(ConfigError, match="tail_ratio"):
+        PhaseControl(embedded, terms("b", tail_ratio=2.0))
+
+
+def test_a_holder_is_kept_by_its_beats_for_many_leases() -> None:
+    with EmbeddedControl(QUICK) as embedded:
+        phases = PhaseControl(embedded, terms("a"))
+        other = PhaseControl(embedded, terms("b"), timeout_s=4 * QUICK.lease_s)
+        with phases.phase(ROLLOUT), pytest.raises(Exhausted, match="1 jobs"):
+            other.begin(ROLLOUT)
+
+
+def test_a_tail_is_told_to_make_room_and_the_other_starts_beside_it(
+    embedded: EmbeddedControl,
+) -> None:
+    phases = PhaseControl(embedded, terms("a", rollout="r0 r1", tail_ratio=0.8))
+    other = PhaseControl(embedded, terms("b", rollout="r1"), timeout_s=LONG_S)
+    with ThreadPoolExecutor(1) as pool, phases.phase(ROLLOUT) as permit:
+        started = pool.submit(other.begin, ROLLOUT)
+        permit.progress(0.9)
+        while permit.keep is None:
+            threading.Event().wait(0.01)
+        assert permit.keep == nodes("r0")
+        permit.narrowed()
+        beside = started.result(timeout=LONG_S)
+        assert beside.nodes == nodes("r1")
+        other.end(beside)
+
+
+class Scripted(Transport):
+    """A control with scripted answers to beats; everything else is granted."""
+
+    def __init__(self, *beats: Reply | Exception) -> None:
+        self.beats = list(beats)
+        self.beaten = threading.Event()
+        self.left: list[Leave] = []
+
+    def call(self, name: str, message: Call) -> Reply:
+        if isinstance(message, Beat) and self.beats:
+            said = self.beats.pop(0)
+            if not self.beats:
+                self.beaten.set()
+            if isinstance(said, Exception):
+                raise said
+            return said
+        if isinstance(message, Leave):
+            self.left.append(message)
+            return Ended(reason="gone")
+        if isinstance(message, JobTerms):
+            return Admitted(lease_s=QUICK.lease_s)
+        return Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=QUICK.lease_s)
+
+
+def _permit(transport: Transport, clock: VirtualClock) -> Permit:
+    granted = Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=0.03)
+    return Permit(transport, clock, job=JobId("a"), kind=ROLLOUT, granted=granted)
+
+
+def test_a_permit_that_was_taken_away_is_seen_while_the_phase_runs() -> None:
+    transport = Scripted(Ended(reason="epoch 1 is not in force"))
+    permit = _permit(transport, VirtualClock())
+    assert transport.beaten.wait(LONG_S)
+    permit.end()
+    assert permit.lost == "epoch 1 is not in force"
+    with pytest.raises(Stale, match="not in force"):
+        permit.check()
+
+
+def test_a_holder_goes_on_while_there_is_no_control() -> None:
+    clock = VirtualClock()
+    transport = Scripted(Absent("killed"), Absent("killed"))
+    permit = _permit(transport, clock)
+    clock.now_s = 1000.0
+    assert transport.beaten.wait(LONG_S)
+    permit.end()
+    permit.check()
+
+
+def test_a_holder_that_cannot_be_heard_stops_before_its_lease_ends() -> None:
+    clock = VirtualClock()
+    transport = Scripted(Exhausted("cut off"))
+    permit = _permit(transport, clock)
+    clock.now_s = 0.028
+    assert transport.beaten.wait(LONG_S)
+    permit.end()
+    with pytest.raises(Stale, match="silent"):
+        permit.check()
+
+
+class Gone(Scripted):
+    """A control that dies once it has granted."""
+
+    def call(self, name: str, message: Call) -> Reply:
+        if isinstance(message, Beat | Leave):
+            raise Absent("killed")
+        return super().call(name, message)
+
+
+def test_an_error_leaves_the_phase_also_while_there_is_no_control() -> None:
+    phases = PhaseControl(Gone(), terms("a"), timeout_s=LONG_S)
+    with pytest.raises(ZeroDivisionError), phases.phase(ROLLOUT):
+        raise ZeroDivisionError

@@ -1,0 +1,251 @@
+"""The phase service: restarts, pauses of its own, and a journal that replays."""
+
+from pathlib import Path
+
+import pytest
+
+from harvester.contracts.clock import VirtualClock
+from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.ids import Epoch, JobId
+from scheduler.model import PhaseKind
+from scheduler.rollmux.control import phase_service as service_module
+from scheduler.rollmux.control.phase_service import PhaseService
+from scheduler.rollmux.control.state import PermitState
+from scheduler.rollmux.control.wire import (
+    Beat,
+    CallRefused,
+    Ended,
+    Enter,
+    Forget,
+    Granted,
+    Leave,
+    Left,
+    Orders,
+    Unloaded,
+    Waiting,
+)
+from scheduler.rollmux.permits.job_permit import PermitStage
+from scheduler.sim.replay import replay_journal
+from tests.unit.scheduler.rollmux.permits.permit_scenario import (
+    CONFIG,
+    ROLLOUT,
+    TRAINING,
+    nodes,
+    terms,
+)
+
+
+def _enter(service: PhaseService, job: str, kind: PhaseKind = ROLLOUT) -> object:
+    return service.enter(Enter(job=JobId(job), kind=kind, holder=f"{job}.1"))
+
+
+def _service(clock: VirtualClock, path: Path | None = None, **more: Path) -> PhaseService:
+    return PhaseService(CONFIG, clock, state=path, **more)
+
+
+def _pass_time(service: PhaseService, clock: VirtualClock, seconds: float) -> None:
+    until_s = clock.now_s + seconds
+    while clock.now_s < until_s:
+        clock.now_s = min(until_s, clock.now_s + 1.0)
+        service.tick()
+
+
+def test_an_entry_is_granted_or_says_how_many_come_before() -> None:
+    service = _service(VirtualClock())
+    for job in ("a", "b"):
+        service.place(terms(job))
+    assert _enter(service, "a") == Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=10.0)
+    assert _enter(service, "b") == Waiting(ahead=1)
+    assert service.leave(Leave(job=JobId("a"), epoch=Epoch(1))) == Left()
+    assert isinstance(_enter(service, "b"), Granted)
+
+
+def _leave_loaded(service: PhaseService) -> None:
+    """Job a has left its state on r0, and b waits for it."""
+    for job in ("a", "b"):
+        service.place(terms(job))
+    _enter(service, "a")
+    assert service.leave(Leave(job=JobId("a"), epoch=Epoch(1), stays_loaded=True)) == Left()
+    assert isinstance(_enter(service, "b"), Waiting)
+
+
+def test_a_state_that_is_not_released_yet_is_waited_for_while_its_process_lives() -> None:
+    clock = VirtualClock()
+    service = _service(clock)
+    _leave_loaded(service)
+    for _ in range(40):
+        reply = service.call(Unloaded(job=JobId("a"), holder="a.1"))
+        assert reply == Left(unload=nodes("r0"))
+        assert isinstance(_enter(service, "b"), Waiting)
+        _pass_time(service, clock, 3.0)
+    service.call(Unloaded(job=JobId("a"), holder="a.1", nodes=nodes("r0")))
+    assert isinstance(_enter(service, "b"), Granted)
+
+
+def test_a_process_that_is_not_heard_for_a_lease_keeps_no_node_by_its_state() -> None:
+    clock = VirtualClock()
+    service = _service(clock)
+    _leave_loaded(service)
+    for _ in range(3):
+        _pass_time(service, clock, 3.0)
+        service.call(Unloaded(job=JobId("a"), holder="another process", nodes=nodes("r0")))
+        assert isinstance(_enter(service, "b"), Waiting)
+    _pass_time(service, clock, 3.0)
+    assert isinstance(_enter(service, "b"), Granted)
+
+
+def test_a_state_left_loaded_outlives_a_restart_of_the_control(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    service = _service(clock, tmp_path / "state.sqlite")
+    _leave_loaded(service)
+    service.close()
+    service = _service(clock, tmp_path / "state.sqlite")
+    assert isinstance(_enter(service, "b"), Waiting)
+    service.call(Unloaded(job=JobId("a"), holder="a.1", nodes=nodes("r0")))
+    assert isinstance(_enter(service, "b"), Granted)
+
+
+def test_repeating_a_call_changes_nothing() -> None:
+    service = _service(VirtualClock())
+    service.place(terms("a"))
+    assert _enter(service, "a") == _enter(service, "a")
+    service.place(terms("a"))
+    leave = Leave(job=JobId("a"), epoch=Epoch(1))
+    assert service.leave(leave) == Left()
+    assert service.leave(leave) == Left()
+    assert isinstance(_enter(service, "a", TRAINING), Granted)
+
+
+def test_orders_hold_all_that_the_holder_must_know() -> None:
+    service = _service(VirtualClock())
+    service.place(terms("a", rollout="r0 r1", tail_ratio=0.5))
+    service.place(terms("b", rollout="r1"))
+    _enter(service, "a")
+    _enter(service, "b")
+    beat = Beat(job=JobId("a"), epoch=Epoch(1), complete_ratio=0.5)
+    asked = service.beat(beat)
+    assert isinstance(asked, Orders)
+    assert (asked.stage, asked.keep) == (PermitStage.NARROWING, nodes("r0"))
+    done = service.beat(Beat(job=JobId("a"), epoch=Epoch(1), complete_ratio=0.6, narrowed=True))
+    assert isinstance(done, Orders)
+    assert done.nodes == nodes("r0")
+    assert isinstance(_enter(service, "b"), Granted)
+
+
+def test_a_restarted_desk_knows_its_holders_and_gives_no_epoch_again(tmp_path: Path) -> None:
+    clock, path = VirtualClock(), tmp_path / "state.sqlite"
+    first = _service(clock, path)
+    for job in ("a", "b"):
+        first.place(terms(job))
+        _enter(first, job)
+    first.close()
+    clock.advance_to(100.0)
+    second = _service(clock, path)
+    assert isinstance(second.beat(Beat(job=JobId("a"), epoch=Epoch(1))), Orders)
+    assert _enter(second, "b") == Waiting(ahead=1)
+    second.leave(Leave(job=JobId("a"), epoch=Epoch(1)))
+    granted = _enter(second, "b")
+    assert isinstance(granted, Granted)
+    assert granted.epoch == 2
+
+
+def test_a_holder_that_does_not_come_back_after_a_restart_loses_its_permit(
+    tmp_path: Path,
+) -> None:
+    clock, path = VirtualClock(), tmp_path / "state.sqlite"
+    first = _service(clock, path)
+    first.place(terms("a"))
+    _enter(first, "a")
+    first.close()
+    second = _service(clock, path)
+    _pass_time(second, clock, 11.0)
+    assert isinstance(second.beat(Beat(job=JobId("a"), epoch=Epoch(1))), Ended)
+
+
+def test_a_desk_that_was_stopped_itself_takes_no_permit_for_it() -> None:
+    clock = VirtualClock()
+    service = _service(clock)
+    service.place(terms("a"))
+    _enter(service, "a")
+    service.tick()
+    clock.advance_to(60.0)
+    service.tick()
+    assert isinstance(service.beat(Beat(job=JobId("a"), epoch=Epoch(1))), Orders)
+    _pass_time(service, clock, 11.0)
+    assert isinstance(service.beat(Beat(job=JobId("a"), epoch=Epoch(1))), Ended)
+
+
+def test_a_job_that_is_forgotten_must_be_placed_again(tmp_path: Path) -> None:
+    service = _service(VirtualClock(), tmp_path / "state.sqlite")
+    service.place(terms("a"))
+    service.call(Forget(job=JobId("a")))
+    refused = _enter(service, "a")
+    assert isinstance(refused, CallRefused)
+    assert refused.unknown
+    service.close()
+    assert _service(VirtualClock(), tmp_path / "state.sqlite").policy.jobs == ()
+
+
+def test_a_state_has_one_control_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "state.sqlite"
+    first = PermitState(path)
+    with pytest.raises(ConfigError, match="locked"):
+        PermitState(path, lock_s=0.0)
+    first.close()
+    PermitState(path, lock_s=0.0).close()
+
+
+def test_what_a_full_disk_did_not_take_is_answered_by_nobody_until_it_did(
+    tmp_path: Path, monkeypatch
+) -> None:
+    clock, path = VirtualClock(), tmp_path / "state.sqlite"
+    service = _service(clock, path)
+    service.place(terms("a"))
+    keep, full = PermitState.keep, Exhausted("disk full")
+
+    def refuse(*_: object) -> None:
+        raise full
+
+    monkeypatch.setattr(PermitState, "keep", refuse)
+    for _ in range(2):
+        with pytest.raises(Exhausted):
+            _enter(service, "a")
+        service.tick()
+    monkeypatch.setattr(PermitState, "keep", keep)
+    assert isinstance(_enter(service, "a"), Granted)
+    service.close()
+    assert isinstance(_service(clock, path).beat(Beat(job=JobId("a"), epoch=Epoch(1))), Orders)
+
+
+def test_there_is_a_most_of_jobs(monkeypatch) -> None:
+    monkeypatch.setattr(service_module, "JOBS_MAX", 1)
+    service = _service(VirtualClock())
+    service.place(terms("a"))
+    refused = service.place(terms("b"))
+    assert isinstance(refused, CallRefused)
+    assert refused.retry_after_s is not None
+
+
+def test_its_journal_replays_also_after_a_restart(tmp_path: Path) -> None:
+    clock, state, journal = VirtualClock(), tmp_path / "state.sqlite", tmp_path / "journal"
+    for _ in range(2):
+        service = _service(clock, state, journal=journal)
+        for job in ("a", "b"):
+            service.place(terms(job))
+            _enter(service, job)
+        _pass_time(service, clock, 12.0)
+        for job in ("a", "b"):
+            _enter(service, job)
+        service.close()
+    replayed = replay_journal(journal / "scheduler.policy.phases.jsonl")
+    assert replayed.difference is None
+    assert replayed.effects > 10
+
+
+def test_a_leave_after_the_permit_was_lost_says_so(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    service = _service(clock)
+    service.place(terms("a"))
+    _enter(service, "a")
+    _pass_time(service, clock, 11.0)
+    assert isinstance(service.leave(Leave(job=JobId("a"), epoch=Epoch(1))), Ended)
