@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from coserve.vllm import gloo_device, start_pace, start_turn
+from coserve.vllm import continuation, gloo_device, start_pace, start_turn
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment, work_gate
 from harvester.contracts.clock import monotonic_ns
@@ -36,6 +36,7 @@ def register() -> None:
     Raises Unsupported, naming the supported range, in a guest of an unknown vLLM.
     """
     guarded(_register)
+    continuation.register()
 
 
 def _register() -> None:

@@ -299,11 +299,87 @@ PLUGINS: tuple[Symbol, ...] = (
 )
 """Entry points and flags that load RoseMux into an engine."""
 
+CONTINUATION: tuple[Symbol, ...] = (
+    *asks(
+        "vllm.v1.engine.input_processor",
+        {"InputProcessor.process_inputs": ("model_config", "EngineCoreRequest")},
+    ),
+    Symbol(
+        Use.CALL,
+        "vllm.v1.engine.output_processor",
+        "RequestState.from_new_request",
+        (
+            "tokenizer",
+            "request",
+            "prompt",
+            "parent_req",
+            "request_index",
+            "queue",
+            "log_stats",
+            "stream_interval",
+        ),
+    ),
+    *asks(
+        "vllm.v1.engine.output_processor",
+        {
+            "RequestState.from_new_request": ("from_new_request", "sampling_params"),
+            "RequestState.make_request_output": ("sent_tokens_offset", "detokenizer"),
+        },
+    ),
+    Symbol(
+        Use.CALL,
+        "vllm.v1.engine.detokenizer",
+        "IncrementalDetokenizer.update",
+        ("new_token_ids", "stop_terminated"),
+    ),
+    Symbol(
+        Use.CALL,
+        "vllm.v1.engine.detokenizer",
+        "IncrementalDetokenizer.get_next_output_text",
+        ("finished", "delta"),
+    ),
+    Symbol(Use.CALL, _REQUEST, "Request.append_output_token_ids", ("token_ids",)),
+    *reads(_REQUEST, "Request.num_preemptions", "Request.structured_output_request"),
+    *reads(_REQUEST, "Request.prompt_token_ids", "Request.all_token_ids"),
+    *overrides("vllm.v1.worker.gpu_input_batch", "CachedRequestState", {"__post_init__": ()}),
+    *asks(
+        "vllm.v1.worker.gpu_input_batch",
+        {"InputBatch.add_request": ("output_token_ids", "num_tokens_no_spec")},
+    ),
+    *overrides(
+        "vllm.v1.structured_output",
+        "StructuredOutputManager",
+        {"_create_grammar": ("request",), "_get_reasoner": ("request",)},
+    ),
+    *reads("vllm.v1.structured_output", "StructuredOutputManager.enable_in_reasoning"),
+    Symbol(
+        Use.CALL,
+        "vllm.v1.structured_output.backend_types",
+        "StructuredOutputGrammar.accept_tokens",
+        ("request_id", "tokens"),
+    ),
+    *reads("vllm.v1.structured_output.request", "StructuredOutputRequest.reasoning_ended"),
+    Symbol(
+        Use.CALL,
+        "vllm.reasoning.abs_reasoning_parsers",
+        "ReasoningParser.is_reasoning_end",
+        ("input_ids",),
+    ),
+    Symbol(
+        Use.CALL,
+        "vllm.reasoning.abs_reasoning_parsers",
+        "ReasoningParser.extract_content_ids",
+        ("input_ids",),
+    ),
+)
+"""Hooks by which a request brings output of another engine."""
+
 TABLE: tuple[Symbol, ...] = (
     *SCHEDULER,
     *ENGINE_LOOP,
     *STATISTICS,
     *PLUGINS,
+    *CONTINUATION,
     *WEIGHTS,
     *ADAPTERS,
     *ROUTES,

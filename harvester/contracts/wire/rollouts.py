@@ -19,6 +19,10 @@ TRAJECTORY_ARGUMENT = "rosemux_trajectory"
 return."""
 
 
+EMITTED_ARGUMENT = "rosemux_emitted_tokens"
+"""Key in vLLM's `extra_args`: output of the turn so far, which an engine goes on from as its own."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     temperature: float = 1.0
