@@ -15,7 +15,9 @@ from typing import Any
 
 import msgspec
 
+from coserve.vllm import continuation
 from harvester.contracts.wire.engines import (
+    CONTINUATION_FEATURE,
     ENGINE_HEADER,
     ENGINE_ROUTE,
     WEIGHTS_FEATURE,
@@ -139,6 +141,7 @@ def _description(scope: Scope) -> EngineDescription:
         logprobs_mode=str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
         features=(
             *((WEIGHTS_FEATURE,) if weights else ()),
+            *((CONTINUATION_FEATURE,) if continuation.registered() else ()),
             *(("lora",) if config.lora_config is not None else ()),
         ),
     )

@@ -302,7 +302,7 @@ PLUGINS: tuple[Symbol, ...] = (
 CONTINUATION: tuple[Symbol, ...] = (
     *asks(
         "vllm.v1.engine.input_processor",
-        {"InputProcessor.process_inputs": ("model_config", "EngineCoreRequest")},
+        {"InputProcessor.process_inputs": ("model_config",)},
     ),
     Symbol(
         Use.CALL,

@@ -95,6 +95,8 @@ class Timeouts(_Settings):
     """A publish waits this long for the dedicated engines."""
     health_s: Seconds = 1.0
     """Period of health checks of one engine."""
+    render_s: Seconds = 60.0
+    """Time limit of one call of a renderer."""
     agent_s: Seconds = 2.0
     """Time limit of one call of an agent."""
 
@@ -114,6 +116,9 @@ class GatewaySettings(_Settings):
     """YAML map of tenant to bearer token; needed off loopback."""
     engines: tuple[EngineSettings, ...] = ()
     agents: tuple[AgentSettings, ...] = ()
+    renderers: tuple[Url, ...] = ()
+    """Processes that render text for OpenAI's routes (`vllm launch render`), in the order in which
+    they are asked; without any, the dedicated engines render."""
     jobs: tuple[GatewayJobSettings, ...] = Field(min_length=1)
     state_file: Path | None = None
     """SQLite file of durable facts; none keeps them in memory."""

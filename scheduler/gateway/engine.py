@@ -15,7 +15,7 @@ from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxErro
 from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.wire.engines import ENGINE_HEADER, WEIGHTS_FEATURE, EngineDescription
 from harvester.contracts.wire.leases import EPOCH_HEADER
-from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
+from harvester.contracts.wire.rollouts import EMITTED_ARGUMENT, TRAJECTORY_ARGUMENT
 from harvester.platform.reply import body_of
 from scheduler.gateway.identity import Change, HeldWeights, IdentityQuestions, change_between
 from scheduler.gateway.policy.trajectories import Attempt
@@ -320,21 +320,20 @@ def generate_body(
     """
     sampling = attempt.sampling_params
     named = {} if model is None else {"model": model}
+    own: dict[str, Any] = {TRAJECTORY_ARGUMENT: f"{attempt.job}/{attempt.trajectory}"}
+    if attempt.emitted:
+        own[EMITTED_ARGUMENT] = attempt.emitted
     return named | {
         "request_id": f"{request_id}.{attempt.number}",
         "token_ids": attempt.token_ids,
         "cache_salt": _salt(attempt, model),
         "stream": True,
         "priority": priority,
-        "sampling_params": {
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "seed": sampling.seed,
-            "stop_token_ids": sampling.stop_token_ids,
-            "logprobs": 1,
-            "detokenize": False,
-            "extra_args": {TRAJECTORY_ARGUMENT: f"{attempt.job}/{attempt.trajectory}"},
+        "sampling_params": msgspec.to_builtins(sampling)
+        | {
+            "logprobs": max(1, sampling.logprobs or 0),
+            "detokenize": bool(sampling.stop),
+            "extra_args": (sampling.extra_args or {}) | own,
         },
     }
 

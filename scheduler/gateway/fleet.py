@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
-from harvester.contracts.wire.engines import EngineDescription
+from harvester.contracts.wire.engines import CONTINUATION_FEATURE, EngineDescription
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine import EngineChanged, EngineClient, EngineLost
@@ -104,6 +104,11 @@ class Member:
     def vocabulary_tokens(self) -> int | None:
         """Exclusive upper bound of its token ids; None if unknown."""
         return (self.description.vocabulary if self.description else 0) or None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it goes on from another engine's output as from its own."""
+        return self.description is not None and CONTINUATION_FEATURE in self.description.features
 
     @property
     def model(self) -> str:

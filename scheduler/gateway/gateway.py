@@ -6,10 +6,10 @@ POST /v1/jobs/{job}/activate            the engines serve this job from now on
 POST /v1/jobs/{job}/harvesting          {"enabled": bool, "for_s": float?}
 POST /v1/jobs/{job}/dedicated           {"enabled": bool, "for_s": float?}
 /v1/jobs/{job}/vllm/...                 the job's engines as one vLLM server (weight_sync.py)
+/v1/chat/completions, ...               OpenAI's routes (text_routes.py)
 GET  /v1/status   GET /metrics   GET /healthz
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Annotated, TypeVar
 
@@ -17,9 +17,9 @@ import msgspec
 from aiohttp import web
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxError, Stale
+from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
-from harvester.contracts.wire.leases import JOB_HEADER, SESSION_HEADER
+from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.contracts.wire.rollouts import (
     GenerateReply,
     GenerateRequest,
@@ -31,13 +31,20 @@ from scheduler.gateway.engine import RequestRefused
 from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.policy.routing_events import (
     Refusal,
-    RefuseTurn,
 )
-from scheduler.gateway.policy.trajectories import Turn
-from scheduler.gateway.requests import checked_trajectory, decode_generate
+from scheduler.gateway.renderer import RenderRefused
+from scheduler.gateway.requests import decode_generate
+from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.status import render_metrics, status
 from scheduler.gateway.tenants import Tenants
+from scheduler.gateway.text_routes import (
+    OPENAI_ROUTES,
+    TextRoutes,
+    event_stream,
+    trajectory_of,
+    wants_usage,
+)
 from scheduler.gateway.weight_sync import WeightSyncRoutes
 
 _ENCODER = msgspec.json.Encoder()
@@ -68,12 +75,6 @@ class _Enabled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self
 
 
-class TurnRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
-    def __init__(self, refused: RefuseTurn) -> None:
-        super().__init__(refused.reason)
-        self.refusal = refused.refusal
-
-
 def _error(status_code: int, message: str) -> web.Response:
     headers = {"Retry-After": _RETRY_AFTER_S} if status_code in (409, 503) else None
     return web.Response(
@@ -88,12 +89,32 @@ def _reply(body: object) -> web.Response:
     return web.Response(body=_ENCODER.encode(body), content_type="application/json")
 
 
+def _as_openai(response: web.StreamResponse) -> web.StreamResponse:
+    """The error as OpenAI's clients read it."""
+    if not isinstance(response, web.Response) or response.status < 400:
+        return response
+    told = msgspec.json.decode(response.body)["error"]
+    if isinstance(told, str):
+        kind = "invalid_request_error" if response.status < 500 else "server_error"
+        error = {"message": told, "type": kind, "param": None, "code": response.status}
+        response.body = _ENCODER.encode({"error": error})
+    return response
+
+
+@web.middleware
+async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    response = await handler(request)
+    return _as_openai(response) if request.path in OPENAI_ROUTES else response
+
+
 @web.middleware
 async def errors_as_replies(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except (PeerProtocolError, RequestRefused) as error:
         return _error(400, str(error))
+    except RenderRefused as error:
+        return web.Response(status=error.status, body=error.body, content_type="application/json")
     except TurnRefused as error:
         return _error(_REFUSED_STATUS[error.refusal], str(error))
     except (Stale, IdInUse) as error:
@@ -113,7 +134,7 @@ class Gateway:
         self._clock = clock
         self._closing = False
         self.app = web.Application(
-            middlewares=[errors_as_replies], client_max_size=settings.max_body_bytes
+            middlewares=[openai_errors, errors_as_replies], client_max_size=settings.max_body_bytes
         )
         self.app.add_routes(
             [
@@ -123,6 +144,7 @@ class Gateway:
                 web.post("/v1/jobs/{job}/harvesting", self._harvesting),
                 web.post("/v1/jobs/{job}/dedicated", self._dedicated),
                 *WeightSyncRoutes(scheduler, self._job_of_path).routes(),
+                *TextRoutes(scheduler, self._job_of_header, self._admitted).routes(),
                 web.get("/v1/status", self._status),
                 web.get("/metrics", self._metrics),
                 web.get("/healthz", self._healthz),
@@ -133,22 +155,31 @@ class Gateway:
         self._closing = True
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        job = self._job(request, request.headers.get(JOB_HEADER))
+        job = self._job_of_header(request)
+        asked = self._admitted(job, await request.read())
+        trajectory = trajectory_of(request, asked.request_id)
+        async with follow(self._scheduler, job, trajectory, samples_of(asked)) as samples:
+            if asked.stream:
+                return await _streamed(request, asked, samples)
+            turns = await samples.results()
+            choices = tuple(
+                msgspec.structs.replace(turn.choice(), index=index)
+                for index, turn in enumerate(turns)
+            )
+            return _reply(
+                GenerateReply(
+                    request_id=asked.request_id,
+                    choices=choices,
+                    model=asked.model or job,
+                    usage=samples.usage(),
+                    prompt_token_ids=asked.token_ids if asked.return_token_ids else None,
+                )
+            )
+
+    def _admitted(self, job: JobId, body: bytes) -> GenerateRequest:
+        """Raises Exhausted at the end of the gateway, PeerProtocolError."""
         if self._closing:
             raise Exhausted("the gateway is shutting down")
-        asked = self._checked(job, await request.read())
-        session = request.headers.get(SESSION_HEADER)
-        trajectory = checked_trajectory(session, request_id=asked.request_id)
-        if asked.stream:
-            stream = _TurnStream(request, asked)
-            work = self._scheduler.generate(job, trajectory, asked, on_turn=stream.follow)
-            return await stream.serve(work)
-        turn, refused = await self._scheduler.generate(job, trajectory, asked)
-        if refused is not None:
-            raise TurnRefused(refused)
-        return _reply(GenerateReply(request_id=asked.request_id, choices=(turn.choice(),)))
-
-    def _checked(self, job: JobId, body: bytes) -> GenerateRequest:
         vocabulary_tokens = self._scheduler.fleet.vocabulary_tokens()
         asked = decode_generate(body, vocabulary_tokens=vocabulary_tokens)
         names = self._scheduler.model_names(job)
@@ -203,6 +234,9 @@ class Gateway:
     async def _healthz(self, _request: web.Request) -> web.Response:
         return _error(503, "shutting down") if self._closing else _reply({"status": "ok"})
 
+    def _job_of_header(self, request: web.Request) -> JobId:
+        return self._job(request, request.headers.get(JOB_HEADER))
+
     def _job_of_path(self, request: web.Request) -> JobId:
         return self._job(request, request.match_info["job"])
 
@@ -229,55 +263,17 @@ class Gateway:
         return tenant
 
 
-class _TurnStream:
-    """A turn as server-sent events, as fast as the client reads."""
-
-    def __init__(self, request: web.Request, asked: GenerateRequest) -> None:
-        self._request = request
-        self._asked = asked
-        self._turn: Turn | None = None
-        self._more = asyncio.Event()
-        self._sent_tokens = 0
-        self._sent_end = False
-
-    def follow(self, turn: Turn) -> Callable[[], None]:
-        self._turn = turn
-        return self._more.set
-
-    async def serve(self, work: Awaitable[tuple[Turn, RefuseTurn | None]]) -> web.StreamResponse:
-        task = asyncio.ensure_future(work)
-        task.add_done_callback(lambda _task: self._more.set())
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        try:
-            await self._more.wait()
-            if task.done() and (refused := task.result()[1]) is not None:
-                raise TurnRefused(refused)
-            await response.prepare(self._request)
-            while not task.done():
-                self._more.clear()
-                await self._send(response)
-                await self._more.wait()
-            task.result()
-            await self._send(response)
-            await response.write(b"data: [DONE]\n\n")
-            await response.write_eof()
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        return response
-
-    async def _send(self, response: web.StreamResponse) -> None:
-        assert self._turn is not None
-        choice = self._turn.choice(start=self._sent_tokens)
-        ended = choice.finish_reason is not None
-        if self._sent_end or (not choice.token_ids and not ended):
-            return
-        self._sent_end = ended
-        self._sent_tokens += len(choice.token_ids)
-        if ended:
-            choice = msgspec.structs.replace(choice, spans=self._turn.choice().spans)
-        reply = GenerateReply(request_id=self._asked.request_id, choices=(choice,))
-        await response.write(b"data: " + _ENCODER.encode(reply) + b"\n\n")
+async def _streamed(
+    request: web.Request, asked: GenerateRequest, samples: Samples
+) -> web.StreamResponse:
+    """The choices' tokens as server-sent events, as fast as the client reads."""
+    reply = GenerateReply(request_id=asked.request_id, choices=())
+    async with event_stream(request) as send:
+        async for choice in samples.chunks():
+            await send(msgspec.structs.replace(reply, choices=(choice,)))
+        if wants_usage(asked.stream_options):
+            await send(msgspec.structs.replace(reply, usage=samples.usage()))
+    return send.response
 
 
 async def _decoded(request: web.Request, kind: type[T]) -> T:

@@ -8,21 +8,30 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import TrajectoryId
 from harvester.contracts.wire.rollouts import (
+    EMITTED_ARGUMENT,
     MAX_OUTPUT_TOKENS,
     MAX_PROMPT_TOKENS,
+    TRAJECTORY_ARGUMENT,
     GenerateRequest,
     SamplingParams,
 )
 
 UNKNOWN_VOCABULARY_TOKENS = 1 << 19
 """Bound while no engine has reported its vocabulary: twice the largest one published."""
+
+MAX_SAMPLES = 1024
+MAX_LOGPROBS = 20
+"""Candidates at each token; vLLM's own default bound."""
+_RESERVED_ARGUMENTS = frozenset(
+    (EMITTED_ARGUMENT, TRAJECTORY_ARGUMENT, "kv_transfer_params", "ec_transfer_params")
+)
 
 _MAX_ID_CHARS = 200
 _MAX_STOP_TOKENS = 256
@@ -38,61 +47,36 @@ class RefusedField:
 
 _MEDIA = "media is not routed; send a prompt of token ids alone"
 _ROUTED = "the gateway chooses the engine; leave it out"
-_NO_TEXT = "no text is made, so it changes nothing"
-_CONTINUED = "a turn that goes on elsewhere would count from there; leave it out"
+_NO_TEXT = "replies are token ids; it changes nothing"
 _ONLY_SAMPLED = "only the sampled tokens' log-probabilities are returned; leave it out"
 _INTERNAL = "vLLM sets it itself; leave it out"
 _NOT_OFFERED = "not offered; leave it out"
 
 REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "assistant_tokens_mask": RefusedField((None,), _NOT_OFFERED),
-    "cache_salt": RefusedField((None,), "the gateway salts by job, version and adapter itself"),
     "content_parts": RefusedField((None, []), _MEDIA),
     "ec_transfer_params": RefusedField((None,), _ROUTED),
     "features": RefusedField((None,), _MEDIA),
     "kv_transfer_params": RefusedField((None,), _ROUTED),
     "output_mode": RefusedField(("tokens",), "replies are token ids; detokenize in the job"),
-    "reasoning_ended": RefusedField((None,), _NOT_OFFERED),
-    "reasoning_parser_kwargs": RefusedField((None,), _NOT_OFFERED),
-    "return_token_ids": RefusedField((None, False), "the prompt is not sent back; leave it out"),
-    "stream_options": RefusedField((None,), "usage is not reported; count token_ids"),
     "token_offsets": RefusedField((None,), _NOT_OFFERED),
 }
 """Fields of vLLM's request (0.24 to 0.32) that are not honoured."""
 
 REFUSED_SAMPLING_FIELDS: Mapping[str, RefusedField] = {
-    "allowed_token_ids": RefusedField((None, []), _NOT_OFFERED),
-    "bad_words": RefusedField((None, []), _NOT_OFFERED),
-    "detokenize": RefusedField((False,), "replies are token ids; detokenize in the job"),
-    "extra_args": RefusedField((None, {}), _NOT_OFFERED),
+    "detokenize": RefusedField((True, False), _NO_TEXT),
     "flat_logprobs": RefusedField((False,), _ONLY_SAMPLED),
-    "frequency_penalty": RefusedField((0,), _CONTINUED),
-    "ignore_eos": RefusedField((False,), "EOS ends a turn; leave it out"),
-    "include_stop_str_in_output": RefusedField((False, True), _NO_TEXT),
-    "logit_bias": RefusedField((None, {}), _NOT_OFFERED),
     "logprob_token_ids": RefusedField((None, []), _ONLY_SAMPLED),
-    "logprobs": RefusedField((0, 1), _ONLY_SAMPLED),
-    "min_p": RefusedField((0,), "not offered; use top_p"),
-    "min_tokens": RefusedField((0,), _CONTINUED),
-    "n": RefusedField((1,), "send one request for each sample"),
     "output_kind": RefusedField((0, 1, 2), "set by 'stream', so it changes nothing"),
     "output_text_buffer_length": RefusedField((0,), _INTERNAL),
-    "presence_penalty": RefusedField((0,), _CONTINUED),
     "prompt_logprob_start": RefusedField((None,), _ONLY_SAMPLED),
     "prompt_logprob_token_ids": RefusedField((None,), _ONLY_SAMPLED),
     "prompt_logprobs": RefusedField((None,), _ONLY_SAMPLED),
-    "repetition_detection": RefusedField((None,), _NOT_OFFERED),
-    "repetition_penalty": RefusedField((1,), _CONTINUED),
     "routed_experts_prompt_start": RefusedField((0,), _NOT_OFFERED),
     "skip_clone": RefusedField((False,), _INTERNAL),
     "skip_reading_prefix_cache": RefusedField((None, False), _ROUTED),
-    "skip_special_tokens": RefusedField((True, False), _NO_TEXT),
     "spaces_between_special_tokens": RefusedField((True, False), _NO_TEXT),
-    "stop": RefusedField((None, []), "no text is made; use stop_token_ids"),
     "stream_interval": RefusedField((None, 1), "every token is passed on as it comes"),
-    "structured_outputs": RefusedField((None,), _NOT_OFFERED),
-    "thinking_token_budget": RefusedField((None,), _CONTINUED),
-    "top_k": RefusedField((0, -1), "not offered; use top_p"),
     "trace_decode_token_ids": RefusedField((None,), _NOT_OFFERED),
     "watermarking": RefusedField((None, False), _NOT_OFFERED),
 }
@@ -100,11 +84,7 @@ REFUSED_SAMPLING_FIELDS: Mapping[str, RefusedField] = {
 
 
 class _Sampling(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters with one fixed value may be sent with that value."""
-
-    n: Literal[1] = 1
-    logprobs: Literal[0, 1] = 1
-    detokenize: Literal[False] = False
+    pass
 
 
 class _Request(GenerateRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -205,6 +185,36 @@ def _check(request: GenerateRequest, vocabulary_tokens: int | None) -> None:
             "temperature: between 0 and 100",
         ),
         (0 < sampling.top_p <= 1, "top_p: above 0 and at most 1"),
+        (-1 <= sampling.top_k < 1 << 31, "top_k: 0 or -1 for all, or a number of tokens"),
+        (0 <= sampling.min_p <= 1, "min_p: between 0 and 1"),
+        *(
+            (-2 <= value <= 2, f"{name}: between -2 and 2")
+            for name, value in (
+                ("presence_penalty", sampling.presence_penalty),
+                ("frequency_penalty", sampling.frequency_penalty),
+            )
+        ),
+        (
+            math.isfinite(sampling.repetition_penalty) and sampling.repetition_penalty > 0,
+            "repetition_penalty: above 0",
+        ),
+        (1 <= sampling.n <= MAX_SAMPLES, f"n: between 1 and {MAX_SAMPLES}"),
+        (
+            0 <= sampling.min_tokens <= sampling.max_tokens,
+            "min_tokens: between 0 and max_tokens",
+        ),
+        (
+            sampling.logprobs is None or 0 <= sampling.logprobs <= MAX_LOGPROBS,
+            f"logprobs: between 0 and {MAX_LOGPROBS}",
+        ),
+        (
+            len(stop_strings(sampling)) <= _MAX_STOP_TOKENS and all(stop_strings(sampling)),
+            f"stop: at most {_MAX_STOP_TOKENS} strings, none of them empty",
+        ),
+        (
+            not _RESERVED_ARGUMENTS.intersection(sampling.extra_args or {}),
+            f"extra_args: {', '.join(sorted(_RESERVED_ARGUMENTS))} are the gateway's own",
+        ),
         (
             sampling.seed is None or 0 <= sampling.seed < 1 << 63,
             "seed: null, or between 0 and 2^63 - 1",
@@ -224,6 +234,10 @@ def _check(request: GenerateRequest, vocabulary_tokens: int | None) -> None:
     for holds, message in rules:
         if not holds:
             raise PeerProtocolError(message)
+
+
+def stop_strings(sampling: SamplingParams) -> tuple[str, ...]:
+    return (sampling.stop,) if isinstance(sampling.stop, str) else sampling.stop or ()
 
 
 def _all_below(bound: int, token_ids: tuple[int, ...]) -> bool:

@@ -40,6 +40,7 @@ from scheduler.gateway.policy.versions_events import (
     VersionPublished,
     VersionsConfig,
 )
+from scheduler.gateway.renderer import Renderer
 from scheduler.gateway.state import SchedulerState
 from scheduler.gateway.switch_deadlines import Switch, SwitchDeadlines
 from scheduler.gateway.turns import TurnRunner
@@ -66,6 +67,7 @@ class Scheduler:
         self.state = state
         self._clock = clock
         self._session = session
+        self.renderer = Renderer(session, self._renderer_urls, timeout_s=settings.timeouts.render_s)
         self._tasks: list[asyncio.Task[None]] = []
         self.jobs: dict[JobId, GatewayJobSettings] = {JobId(job.id): job for job in settings.jobs}
         self.ledgers = {job: TurnLedger(job) for job in self.jobs}
@@ -137,6 +139,14 @@ class Scheduler:
             demands=self.demands,
             tenant_of=lambda job: TenantId(self.jobs[job].tenant),
         )
+
+    def _renderer_urls(self) -> list[str]:
+        """The configured renderers; without any, the dedicated engines that are up."""
+        return [str(url).rstrip("/") for url in self.settings.renderers] or [
+            member.engine.url.rstrip("/")
+            for member in self.fleet.members.values()
+            if member.up and member.engine.kind is EngineKind.DEDICATED
+        ]
 
     def _log(self, policy: Any, config: msgspec.Struct) -> DecisionLog:
         return DecisionLog(

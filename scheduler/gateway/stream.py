@@ -21,6 +21,7 @@ class EngineChoice(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
 
 class _Error(msgspec.Struct):
@@ -58,12 +59,13 @@ class _NamelessChoice(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: _NamelessLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
     def named(self) -> EngineChoice:
         """Each log-probability is that of the token in the same place."""
         content = self.logprobs.content if self.logprobs else None
         if content is None:
-            return EngineChoice(self.token_ids, None, self.finish_reason)
+            return EngineChoice(self.token_ids, None, self.finish_reason, self.stop_reason)
         token_ids = self.token_ids or []
         if len(token_ids) != len(content):
             raise PeerProtocolError(f"{len(content)} log-probabilities, {len(token_ids)} tokens")
@@ -71,7 +73,7 @@ class _NamelessChoice(msgspec.Struct):
             TokenLogprob(token_id, each.logprob)
             for token_id, each in zip(token_ids, content, strict=True)
         ]
-        return EngineChoice(token_ids, _Logprobs(named), self.finish_reason)
+        return EngineChoice(token_ids, _Logprobs(named), self.finish_reason, self.stop_reason)
 
 
 class _NamelessChunk(msgspec.Struct):

@@ -153,6 +153,10 @@ class TurnRunner:
         if reason := self._quarantined(turn, now):
             turn.fail(reason)
             return RefuseTurn(turn=turn.key, refusal=Refusal.REQUEST, reason=reason)
+        if turn.token_ids and turn.counts_output and self._nowhere(turn):
+            turn.fault = "its sampling counts output, and no engine that is left goes on from it"
+            turn.end(FinishReason.ABORT)
+            return RefuseTurn(turn=turn.key, refusal=Refusal.FULL, reason=turn.fault)
         stuck_s = self._timeouts.stuck_s
         reason = course.given_up(max_deaths=self._max_attempts, stuck_s=stuck_s, now=now)
         if not reason:
@@ -171,6 +175,7 @@ class TurnRunner:
             await asyncio.sleep(min(wait_s, _WATCH_S))
             return None
         avoid = self._shunned(suspect) | course.avoids(now=self._clock.now())
+        avoid |= dict.fromkeys(self._unfit(turn), math.inf)
         placed = await self._dispatcher.place(
             turn,
             resumed=course.resumed,
@@ -191,6 +196,23 @@ class TurnRunner:
         shunned = self.blame.shunned(suspect, now=self._clock.now())
         up = {engine for engine, member in self._fleet.members.items() if member.up}
         return shunned if up - shunned.keys() else {}
+
+    def _nowhere(self, turn: Turn) -> bool:
+        return self._unfit(turn) == self._fleet.members.keys()
+
+    def _unfit(self, turn: Turn) -> set[EngineId]:
+        """Engines that a turn whose sampling counts output must not be on.
+
+        It is begun where it can be moved from, and without such an engine on dedicated ones, which
+        are not taken back; from its first token on it goes on only where output stays output.
+        """
+        if not turn.counts_output:
+            return set()
+        members = self._fleet.members
+        resuming = {engine for engine, member in members.items() if member.resumes}
+        if turn.token_ids or any(members[engine].up for engine in resuming):
+            return members.keys() - resuming
+        return {e for e, member in members.items() if member.engine.kind is EngineKind.GUEST}
 
     def _suspected(self, turn: Turn) -> str:
         if self.blame.idle:
@@ -277,7 +299,12 @@ class TurnRunner:
             self._dispatcher.cleared(turn.key)
         try:
             _check_vocabulary(turn, member)
-            attempt = turn.begin(engine=engine, version=placed.version, numerics=member.numerics)
+            attempt = turn.begin(
+                engine=engine,
+                version=placed.version,
+                numerics=member.numerics,
+                resumes=member.resumes,
+            )
             running.task = asyncio.ensure_future(self._stream(attempt, running, member, on_tokens))
             await self._outcome(turn, attempt, running, member, course)
         finally:
@@ -401,7 +428,7 @@ class TurnRunner:
                     self._fleet.context_ended(member, said)
                     return
                 if choice.finish_reason not in (None, "abort", "error"):
-                    turn.finish(attempt, choice.finish_reason)
+                    turn.finish(attempt, choice.finish_reason, choice.stop_reason)
                     await _drain(choices)
                     return
 

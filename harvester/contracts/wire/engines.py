@@ -11,6 +11,8 @@ import msgspec
 
 ENGINE_HEADER = "X-RoseMux-Engine"
 ENGINE_ROUTE = "/rosemux/engine"
+CONTINUATION_FEATURE = "rosemux-continuation"
+"""The engine takes a request with the output that another engine has made for it."""
 WEIGHTS_FEATURE = "rosemux-weights"
 """The engine follows versions, and tells by `/collective_rpc` what its workers hold."""
 

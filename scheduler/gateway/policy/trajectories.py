@@ -64,6 +64,26 @@ class Attempt:
     version: WeightVersion
     token_ids: tuple[int, ...]
     sampling_params: SamplingParams
+    emitted: tuple[int, ...] = ()
+    """The turn's output so far, for an engine that goes on from it as from its own; [] where
+    `token_ids` ends with it."""
+
+
+def counts_output(sampling: SamplingParams) -> bool:
+    """Whether the next token depends on which tokens before it are output, or on their text.
+
+    Such a turn can move only between engines that take the output as output.
+    """
+    return bool(
+        sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.bad_words
+        or sampling.stop
+        or sampling.structured_outputs
+        or sampling.thinking_token_budget is not None
+        or sampling.repetition_detection
+        or sampling.extra_args
+    )
 
 
 def continued_seed(seed: int | None, offset: int) -> int | None:
@@ -88,6 +108,7 @@ class Turn:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
     fault: str = ""
     """Why it ended early, where that was not the job's wish."""
     attempts: int = 0
@@ -120,6 +141,10 @@ class Turn:
         return self.request.sampling_params.max_tokens - len(self.token_ids)
 
     @property
+    def counts_output(self) -> bool:
+        return counts_output(self.request.sampling_params)
+
+    @property
     def outcome(self) -> str:
         """`finish_reason`, or the more specific `lost`, `failed` or `refused`."""
         return self._outcome or (self.finish_reason.value if self.finish_reason else "open")
@@ -128,8 +153,13 @@ class Turn:
     def ended(self) -> bool:
         return self.finish_reason is not None
 
-    def begin(self, *, engine: EngineId, version: WeightVersion, numerics: str) -> Attempt:
-        """Open the next attempt; the one before, if any, is closed."""
+    def begin(
+        self, *, engine: EngineId, version: WeightVersion, numerics: str, resumes: bool = False
+    ) -> Attempt:
+        """Open the next attempt; the one before, if any, is closed.
+
+        `resumes`: the engine goes on from output as from its own; others get it as prompt.
+        """
         if self.ended:
             raise ValueError(f"turn {self.request.request_id} has ended")
         self._close_span()
@@ -138,21 +168,23 @@ class Turn:
             self.counters.retried += 1
             self.counters.migrated += offset > 0
         self.attempts += 1
-        wanted = self.request.sampling_params
+        wanted, output = self.request.sampling_params, tuple(self.token_ids)
+        sampling = msgspec.structs.replace(wanted, n=1, seed=continued_seed(wanted.seed, offset))
+        if not resumes:
+            sampling = msgspec.structs.replace(
+                sampling,
+                max_tokens=wanted.max_tokens - offset,
+                min_tokens=max(0, wanted.min_tokens - offset),
+            )
         self._open = Attempt(
             number=self.attempts,
             job=self.job,
             trajectory=self.trajectory,
             engine=engine,
             version=version,
-            token_ids=self.request.token_ids + tuple(self.token_ids),
-            sampling_params=SamplingParams(
-                max_tokens=wanted.max_tokens - offset,
-                temperature=wanted.temperature,
-                top_p=wanted.top_p,
-                seed=continued_seed(wanted.seed, offset),
-                stop_token_ids=wanted.stop_token_ids,
-            ),
+            token_ids=self.request.token_ids + (() if resumes else output),
+            sampling_params=sampling,
+            emitted=output if resumes else (),
         )
         self._open_from = offset
         self._numerics = numerics
@@ -172,12 +204,14 @@ class Turn:
         self.logprobs += logprobs
         return True
 
-    def finish(self, attempt: Attempt, said: str) -> None:
+    def finish(self, attempt: Attempt, said: str, stop_reason: int | str | None = None) -> None:
         """Ends the attempt by the engine's word: final, whatever happens to its stream."""
         if attempt is not self._open:
             return
-        if said == "stop" and self.token_ids and not self._at_stop_token():
-            # Strings never stop a turn, so its last token is an EOS of the model.
+        self.stop_reason = stop_reason
+        by_string = isinstance(stop_reason, str)
+        if said == "stop" and self.token_ids and not by_string and not self._at_stop_token():
+            # Neither a string nor a stop token of the request: an EOS of the model.
             self.eos_token_ids.add(self.token_ids[-1])
         self.end(_FINISHED.get(said, FinishReason.STOP))
 
@@ -190,10 +224,17 @@ class Turn:
             return
         grew = self._open_from < len(self.token_ids)
         self._close_span()
-        if grew and (self._at_stop_token() or self.token_ids[-1] in self.eos_token_ids):
+        if grew and self._at_end():
             self.end(FinishReason.STOP)
         elif self.remaining_tokens <= 0:
             self.end(FinishReason.LENGTH)
+
+    def _at_end(self) -> bool:
+        wanted = self.request.sampling_params
+        if len(self.token_ids) < wanted.min_tokens:
+            return False
+        eos = not wanted.ignore_eos and self.token_ids[-1] in self.eos_token_ids
+        return eos or self._at_stop_token()
 
     def _at_stop_token(self) -> bool:
         return self.token_ids[-1] in self.request.sampling_params.stop_token_ids
@@ -239,6 +280,7 @@ class Turn:
             token_ids=tuple(self.token_ids[start:]),
             logprobs=Logprobs(content=tuple(self.logprobs[start:])),
             finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
             spans=tuple(span for span in self._spans_now() if span.end > start),
             fault=self.fault,
         )
