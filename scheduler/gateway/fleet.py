@@ -84,6 +84,8 @@ class Member:
     engine: Engine
     client: EngineClient
     up: bool = False
+    losses: int = 0
+    """How often it was up and is not any more."""
     lease: Lease | None = None
     numerics: str = ""
     description: EngineDescription | None = None
@@ -180,6 +182,7 @@ class EngineFleet:
         if cut is Cut.ENGINE:
             self.on_lost(member, fault)
         member.up, member.fault, member.quiesced_at_s = False, fault, None
+        member.losses += 1
         member.is_described, member.seen_context_tokens = False, 0
         member.streak.succeed()
         self._dispatcher.observe(EngineWithdrawn(engine=member.engine.engine))
@@ -224,12 +227,16 @@ class EngineFleet:
 
         It is down as well if its weights are others now.
         """
+        losses = member.losses
         gone = member.streak.fail(began_s=began_s, now=self._clock.now())
         change = error.change if isinstance(error, EngineChanged) else Change.NONE
         if change is Change.NONE and member.up:
             if member.probing is None or member.probing.done():
                 member.probing = self._spawn(_what_became(member.client))
             change = await asyncio.shield(member.probing)
+            if member.losses != losses:
+                # Another attempt has told of this death; the engine may be back by now.
+                return True
         if change is Change.WEIGHTS:
             self.meddled(member)
             return False

@@ -7,6 +7,7 @@ POST /v1/jobs/{job}/harvesting          {"enabled": bool, "for_s": float?}
 POST /v1/jobs/{job}/dedicated           {"enabled": bool, "for_s": float?}
 /v1/jobs/{job}/vllm/...                 the job's engines as one vLLM server (weight_sync.py)
 /v1/chat/completions, ...               OpenAI's routes (text_routes.py)
+/generate, ...                          SGLang's (sglang_routes.py)
 GET  /v1/status   GET /metrics   GET /healthz
 """
 
@@ -36,6 +37,7 @@ from scheduler.gateway.renderer import RenderRefused
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
+from scheduler.gateway.sglang_routes import SglangRoutes
 from scheduler.gateway.status import render_metrics, status
 from scheduler.gateway.tenants import Tenants
 from scheduler.gateway.text_routes import (
@@ -91,13 +93,17 @@ def _reply(body: object) -> web.Response:
 
 def _as_openai(response: web.StreamResponse) -> web.StreamResponse:
     """The error as OpenAI's clients read it."""
-    if not isinstance(response, web.Response) or response.status < 400:
+    if response.status < 400 or not isinstance(response, web.Response):
         return response
-    told = msgspec.json.decode(response.body)["error"]
-    if isinstance(told, str):
-        kind = "invalid_request_error" if response.status < 500 else "server_error"
-        error = {"message": told, "type": kind, "param": None, "code": response.status}
-        response.body = _ENCODER.encode({"error": error})
+    body = response.body
+    if not isinstance(body, bytes | bytearray):
+        return response
+    told = msgspec.json.decode(body)["error"]
+    if not isinstance(told, str):
+        return response
+    kind = "invalid_request_error" if response.status < 500 else "server_error"
+    error = {"message": told, "type": kind, "param": None, "code": response.status}
+    response.body = _ENCODER.encode({"error": error})
     return response
 
 
@@ -145,6 +151,7 @@ class Gateway:
                 web.post("/v1/jobs/{job}/dedicated", self._dedicated),
                 *WeightSyncRoutes(scheduler, self._job_of_path).routes(),
                 *TextRoutes(scheduler, self._job_of_header, self._admitted).routes(),
+                *SglangRoutes(scheduler, self._job_of_header, self._admitted).routes(),
                 web.get("/v1/status", self._status),
                 web.get("/metrics", self._metrics),
                 web.get("/healthz", self._healthz),

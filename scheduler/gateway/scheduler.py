@@ -255,6 +255,11 @@ class Scheduler:
         told = {member.model for member in self.fleet.members.values()}
         return {job, self.jobs[job].adapter or job, *filter(None, told)}
 
+    def version_of(self, job: JobId) -> WeightVersion:
+        """The job's newest published version; 0 before the first."""
+        facts = self.state.jobs().get(job)
+        return WeightVersion(facts.version if facts else 0)
+
     async def publish(
         self, job: JobId, *, store: str, version: WeightVersion, cut_exact: bool
     ) -> dict[EngineId, SwitchState]:

@@ -66,13 +66,13 @@ class TextRoutes:
     async def _models(self, request: web.Request) -> web.Response:
         names = sorted(self._scheduler.model_names(self._job_of(request)))
         models = [{"id": name, "object": "model", "owned_by": "rosemux"} for name in names]
-        return _reply({"object": "list", "data": models})
+        return json_reply({"object": "list", "data": models})
 
     async def _passed_on(self, request: web.Request) -> web.Response:
         self._job_of(request)
-        body = await _object(request)
+        body = await json_object(request)
         body.pop("model", None)
-        return _reply(await self._renderer.post(request.path, body))
+        return json_reply(await self._renderer.post(request.path, body))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, CHAT)
@@ -82,7 +82,7 @@ class TextRoutes:
 
     async def _serve(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         job = self._job_of(request)
-        text = _TextRequest(dialect, job, await _object(request))
+        text = _TextRequest(dialect, job, await json_object(request))
         rendered = await self._renderer.render(dialect, text.to_render)
         prompts = [self._admit(job, text.generate(each, i)) for i, each in enumerate(rendered)]
         turns = [turn for prompt in prompts for turn in samples_of(prompt)]
@@ -91,7 +91,7 @@ class TextRoutes:
             if text.stream:
                 return await self._stream(request, text, samples, turns)
             await samples.results()
-            return _reply(await self._whole(text, prompts, turns, samples))
+            return json_reply(await self._whole(text, prompts, turns, samples))
 
     async def _whole(
         self,
@@ -319,12 +319,12 @@ async def event_stream(request: web.Request) -> AsyncIterator[EventStream]:
     await send.response.write_eof()
 
 
-async def _object(request: web.Request) -> Body:
+async def json_object(request: web.Request) -> Body:
     try:
         return msgspec.json.decode(await request.read(), type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise PeerProtocolError(f"body: {error}") from error
 
 
-def _reply(body: object) -> web.Response:
+def json_reply(body: object) -> web.Response:
     return web.Response(body=_ENCODER.encode(body), content_type="application/json")

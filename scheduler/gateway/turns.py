@@ -14,7 +14,7 @@ from typing import Protocol
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError, Stale
 from harvester.contracts.ids import EngineId, Epoch
-from harvester.contracts.wire.rollouts import FinishReason
+from harvester.contracts.wire.rollouts import FinishReason, TokenLogprob
 from scheduler.gateway.config import Timeouts
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine import (
@@ -435,6 +435,9 @@ class TurnRunner:
     def _accept(self, attempt: Attempt, running: RunningAttempt, choice: EngineChoice) -> None:
         token_ids = choice.token_ids or ()
         logprobs = choice.logprobs.content if choice.logprobs else None
+        if logprobs and (running.turn.request.sampling_params.logprobs or 0) <= 1:
+            # vLLM lists the sampled token among its own candidates.
+            logprobs = [TokenLogprob(each.token_id, each.logprob) for each in logprobs]
         try:
             if running.turn.accept(attempt, token_ids, logprobs or ()):
                 running.tokens += len(token_ids)

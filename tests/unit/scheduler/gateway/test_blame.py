@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from harvester.contracts.clock import MonotonicClock
@@ -306,6 +306,7 @@ class Cluster:
             await self.fleet.close()
 
 
+@example(engines=1, others=4, at=24, places=3, arrives=0)
 @settings(max_examples=30, deadline=None)
 @given(
     engines=st.integers(1, 5),

@@ -1,0 +1,241 @@
+"""SGLang's `/generate` over the gateway's turns, for RL frameworks that speak to SGLang's router.
+
+POST /generate          token ids or text in; one prompt or a list of them; JSON or SSE
+GET  /health  /health_generate  /get_model_info  /server_info
+
+Sampling parameters are translated to vLLM's names; one that vLLM does not have is refused by name.
+Log-probabilities of prompts are not returned, and a request that asks for them is refused.
+"""
+
+import secrets
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.ids import JobId
+from harvester.contracts.wire.rollouts import Choice, GenerateRequest
+from scheduler.gateway.renderer import Body
+from scheduler.gateway.samples import Samples, follow, samples_of
+from scheduler.gateway.scheduler import Scheduler
+from scheduler.gateway.text_routes import (
+    Admit,
+    JobOf,
+    event_stream,
+    json_object,
+    json_reply,
+    trajectory_of,
+)
+
+MAX_PROMPTS = 4096
+_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+}
+"""SGLang's names of parameters that vLLM calls otherwise."""
+_SAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "logit_bias",
+    "n",
+)
+_GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
+"""SGLang's names of grammars, and vLLM's within `structured_outputs`."""
+_FIELDS = frozenset(
+    (
+        *("text", "input_ids", "sampling_params", "rid", "return_logprob", "top_logprobs_num"),
+        *("logprob_start_len", "stream", "session_id", "weight_version", "return_text_in_logprobs"),
+        *("model", "priority"),
+    )
+)
+_NEUTRAL: tuple[Any, ...] = (None, False, [], {}, -1, 0, "")
+_DEFAULT_MAX_TOKENS = 128
+"""SGLang's."""
+
+
+class SglangRoutes:
+    def __init__(self, scheduler: Scheduler, job_of: JobOf, admit: Admit) -> None:
+        self._scheduler = scheduler
+        self._job_of = job_of
+        self._admit = admit
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/generate", self._generate),
+            web.get("/health", self._health),
+            web.get("/health_generate", self._health),
+            web.get("/get_model_info", self._info),
+            web.get("/server_info", self._info),
+        ]
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _info(self, request: web.Request) -> web.Response:
+        job = self._job_of(request)
+        names = self._scheduler.model_names(job)
+        version = self._scheduler.version_of(job)
+        return json_reply(
+            {
+                "model_path": sorted(names)[0],
+                "served_model_name": job,
+                "is_generation": True,
+                "weight_version": str(version),
+                "engines": len(self._scheduler.fleet.members),
+            }
+        )
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        job = self._job_of(request)
+        asked = _Asked(await json_object(request))
+        prompts = asked.input_ids or [await self._tokens(text) for text in asked.texts]
+        turns = [turn for i, ids in enumerate(prompts) for turn in self._turns(job, asked, ids, i)]
+        trajectory = trajectory_of(request, asked.name, asked.session)
+        async with follow(self._scheduler, job, trajectory, turns) as samples:
+            if asked.stream:
+                return await self._stream(request, asked, turns, samples)
+            await samples.results()
+            choices = [turn.choice() for turn in samples.turns if turn is not None]
+            replies = [
+                await self._told(asked, choice, turn)
+                for choice, turn in zip(choices, turns, strict=True)
+            ]
+            return json_reply(replies if asked.many or len(replies) > 1 else replies[0])
+
+    async def _stream(
+        self, request: web.Request, asked: "_Asked", turns: list[GenerateRequest], samples: Samples
+    ) -> web.StreamResponse:
+        """Each event holds the choice so far, as SGLang's do."""
+        async with event_stream(request) as send:
+            async for chunk in samples.chunks():
+                turn = samples.turns[chunk.index]
+                assert turn is not None
+                told = await self._told(asked, turn.choice(), turns[chunk.index])
+                await send(told | {"index": chunk.index})
+        return send.response
+
+    def _turns(
+        self, job: JobId, asked: "_Asked", ids: list[int], index: int
+    ) -> list[GenerateRequest]:
+        return samples_of(self._admit(job, asked.generate(ids, index)))
+
+    async def _tokens(self, text: str) -> list[int]:
+        told = await self._scheduler.renderer.post("/tokenize", {"prompt": text})
+        ids: list[int] = told["tokens"]
+        return ids
+
+    async def _told(self, asked: "_Asked", choice: Choice, turn: GenerateRequest) -> Body:
+        reason: Body | None = None
+        if choice.finish_reason is not None:
+            reason = {"type": str(choice.finish_reason)}
+            if choice.finish_reason == "length":
+                reason["length"] = turn.sampling_params.max_tokens
+            elif choice.finish_reason == "abort":
+                reason["message"] = choice.fault or "aborted"
+            elif choice.stop_reason is not None or choice.token_ids:
+                stop = choice.stop_reason
+                reason["matched"] = choice.token_ids[-1] if stop is None else stop
+        meta: Body = {
+            "id": turn.request_id,
+            "finish_reason": reason,
+            "prompt_tokens": len(turn.token_ids),
+            "completion_tokens": len(choice.token_ids),
+            "cached_tokens": 0,
+            "spans": msgspec.to_builtins(choice.spans),
+        }
+        if choice.spans:
+            meta["weight_version"] = str(choice.spans[-1].version)
+        if asked.logprobs:
+            content = choice.logprobs.content
+            meta["output_token_logprobs"] = [[t.logprob, t.token_id, None] for t in content]
+            if asked.candidates:
+                meta["output_top_logprobs"] = [
+                    [[each.logprob, each.token_id, None] for each in token.top_logprobs]
+                    for token in content
+                ]
+        text = ""
+        if asked.texts and choice.token_ids:
+            told = await self._scheduler.renderer.post(
+                "/detokenize", {"tokens": list(choice.token_ids)}
+            )
+            text = told["prompt"]
+        return {"text": text, "output_ids": choice.token_ids, "meta_info": meta}
+
+
+class _Asked:
+    """A request of SGLang's, checked. Raises PeerProtocolError, naming the field."""
+
+    def __init__(self, body: Body) -> None:
+        for name, value in body.items():
+            if name not in _FIELDS and value not in _NEUTRAL:
+                raise PeerProtocolError(f"{name}: not offered; leave it out")
+        start = body.get("logprob_start_len")
+        if body.get("return_logprob") and start not in (None, -1):
+            raise PeerProtocolError(
+                "logprob_start_len: log-probabilities of prompts are not returned; leave it out"
+            )
+        text, ids = body.get("text"), body.get("input_ids")
+        if (text is None) == (ids is None):
+            raise PeerProtocolError("send either text or input_ids")
+        self.many = _many(ids) if text is None else isinstance(text, list)
+        self.texts: list[str] = [] if text is None else text if self.many else [text]
+        self.input_ids: list[list[int]] = [] if ids is None else ids if self.many else [ids]
+        count = len(self.texts) + len(self.input_ids)
+        if not 0 < count <= MAX_PROMPTS or not all(isinstance(each, str) for each in self.texts):
+            raise PeerProtocolError(f"text, input_ids: send 1 to {MAX_PROMPTS} prompts")
+        sampling = body.get("sampling_params") or {}
+        if isinstance(sampling, list) or not isinstance(sampling, dict):
+            raise PeerProtocolError("sampling_params: send one object for all prompts")
+        self._sampling = _translated(sampling)
+        self.name = str(body.get("rid") or secrets.token_hex(16))
+        self.session = body.get("session_id")
+        self.stream = bool(body.get("stream"))
+        self.logprobs = bool(body.get("return_logprob"))
+        self.candidates = int(body.get("top_logprobs_num") or 0)
+        self._more = {
+            name: body[name]
+            for name in ("weight_version", "priority", "model")
+            if body.get(name) is not None
+        }
+
+    def generate(self, token_ids: list[int], index: int) -> bytes:
+        """The body of a generate request for a prompt."""
+        name = f"{self.name}-{index}" if self.many else self.name
+        sampling = self._sampling | {"logprobs": max(1, self.candidates)}
+        return msgspec.json.encode(
+            {"request_id": name, "token_ids": token_ids, "sampling_params": sampling} | self._more
+        )
+
+
+def _many(ids: Any) -> bool:
+    return isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+
+
+def _translated(sampling: Body) -> Body:
+    told: Body = {"max_tokens": _DEFAULT_MAX_TOKENS}
+    for name, value in sampling.items():
+        if value is None:
+            continue
+        if name in _NAMES:
+            told[_NAMES[name]] = value
+        elif name in _SAME:
+            told[name] = value
+        elif name in _GRAMMARS:
+            told["structured_outputs"] = {_GRAMMARS[name]: value}
+        elif name == "no_stop_trim":
+            told["include_stop_str_in_output"] = value
+        elif value not in _NEUTRAL:
+            raise PeerProtocolError(f"sampling_params.{name}: not offered; leave it out")
+    return told
