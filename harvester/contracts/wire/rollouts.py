@@ -58,12 +58,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """vLLM's `vllm_xargs`, for its plugins."""
 
 
-class VersionPin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VersionPin(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     exact: WeightVersion | None = None
     minimum: WeightVersion | None = None
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     request_id: str
     token_ids: tuple[int, ...]
     sampling_params: SamplingParams

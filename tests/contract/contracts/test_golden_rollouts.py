@@ -30,9 +30,8 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
             weight_version=VersionPin(exact=WeightVersion(4)),
         ),
         (
-            b'{"request_id":"r","token_ids":[1,2],"sampling_params":{"max_tokens":8,"temperature":1.0,'
-            b'"top_p":1.0,"seed":3,"stop_token_ids":[0]},"stream":true,"weight_version":{"exact":4,'
-            b'"minimum":null},"priority":0,"model":null}'
+            b'{"request_id":"r","token_ids":[1,2],"sampling_params":{"max_tokens":8,"seed":3,'
+            b'"stop_token_ids":[0]},"stream":true,"weight_version":{"exact":4}}'
         ),
     ),
     (
@@ -57,7 +56,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         ),
         (
             b'{"request_id":"r","choices":[{"index":0,"token_ids":[5],"logprobs":{"content":'
-            b'[{"token_id":5,"logprob":-0.5}]},"finish_reason":"stop","spans":[{"start":0,"end":1,'
+            b'[{"token_id":5,"logprob":-0.5}]},"finish_reason":"stop","stop_reason":null,"spans":[{"start":0,"end":1,'
             b'"version":4,"engine":"e","numerics":"n"}],"fault":""}]}'
         ),
     ),

@@ -1,0 +1,140 @@
+"""Two real engines and a gateway in this process, so that a turn can be moved at a chosen token."""
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from coserve.vllm.capabilities import capabilities, installed_vllm_version
+from coserve.vllm.launch import EngineSpec, dedicated
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
+from scheduler.gateway.config import GatewaySettings
+from scheduler.gateway.fleet import Cut
+from scheduler.gateway.policy.trajectories import Turn, TurnCounters
+from scheduler.gateway.requests import decode_generate
+from scheduler.gateway.scheduler import Scheduler
+from scheduler.gateway.state import SchedulerState
+from scheduler.gateway.turns import RunningAttempt
+
+JOB = JobId("job")
+_UP_S = 300.0
+
+
+@contextmanager
+def engines(model: Path, *, ports: list[int], context_tokens: int, logs: Path) -> Iterator[None]:
+    """Dedicated rollout engines in float32, as the launcher starts them, one a core."""
+    processes = []
+    try:
+        for index, port in enumerate(ports):
+            spec = EngineSpec(
+                name=f"e{index}",
+                model=model,
+                port=port,
+                core=index % (os.cpu_count() or 1),
+                max_model_len=context_tokens,
+                max_num_seqs=8,
+                vllm=capabilities(installed_vllm_version()),
+                extra_arguments=("--dtype", "float32"),
+            )
+            command = dedicated(spec, weights=logs)
+            with (logs / f"e{index}.log").open("w") as log:
+                processes.append(
+                    subprocess.Popen(
+                        command.arguments,
+                        env=os.environ | command.environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        yield
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class Cluster:
+    def __init__(
+        self, scheduler: Scheduler, session: aiohttp.ClientSession, urls: list[str]
+    ) -> None:
+        self.scheduler = scheduler
+        self._session = session
+        self._urls = urls
+
+    async def ready(self) -> None:
+        """Raises TimeoutError unless all engines serve and go on from each other's output."""
+        async with asyncio.timeout(_UP_S):
+            members = self.scheduler.fleet.members
+            while not all(m.up and m.is_described and m.resumes for m in members.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+
+    async def turn(
+        self, name: str, prompt: list[int], sampling: dict[str, Any], *, moves: list[int]
+    ) -> Turn:
+        """Serves a turn, which leaves its engine at each number of tokens of `moves`."""
+        body = {"request_id": name, "token_ids": prompt, "sampling_params": sampling}
+        request = decode_generate(json.dumps(body).encode())
+        left = sorted(moves)
+
+        def on_turn(turn: Turn) -> Any:
+            def moved() -> None:
+                if left and len(turn.token_ids) >= left[0] and not turn.ended:
+                    left.pop(0)
+                    self._move(turn)
+
+            return moved
+
+        turn, refused = await self.scheduler.generate(
+            JOB, TrajectoryId(name), request, on_turn=on_turn
+        )
+        if refused is not None:
+            raise RuntimeError(f"{name}: {refused.reason}")
+        return turn
+
+    async def publish(self, store: str) -> None:
+        await self.scheduler.publish(JOB, store=store, version=WeightVersion(1), cut_exact=False)
+
+    @property
+    def counters(self) -> TurnCounters:
+        return self.scheduler.ledgers[JOB].counters
+
+    async def text(self, token_ids: list[int]) -> str:
+        body = {"tokens": token_ids}
+        async with self._session.post(f"{self._urls[0]}/detokenize", json=body) as reply:
+            return str((await reply.json())["prompt"])
+
+    def _move(self, turn: Turn) -> None:
+        for member in self.scheduler.fleet.members.values():
+            for running in member.running:
+                if isinstance(running, RunningAttempt) and running.turn is turn:
+                    running.cut(Cut.STALL)
+
+
+@asynccontextmanager
+async def cluster(ports: list[int]) -> AsyncIterator[Cluster]:
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    settings = GatewaySettings.model_validate(
+        {
+            "engines": [{"id": f"e{i}", "url": url} for i, url in enumerate(urls)],
+            "jobs": [{"id": JOB}],
+        }
+    )
+    async with aiohttp.ClientSession() as session:
+        scheduler = Scheduler(settings, MonotonicClock(), SchedulerState(None), session)
+        await scheduler.start()
+        try:
+            yield Cluster(scheduler, session, urls)
+        finally:
+            await scheduler.close()

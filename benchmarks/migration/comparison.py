@@ -1,0 +1,92 @@
+"""Moved turns beside unmoved ones: equal or not, and by how little the first token differs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler.gateway.policy.trajectories import Turn
+
+TIE_NATS = 1e-3
+"""Two best candidates this close are decided by rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    setting: str
+    tokens: int
+    moves: int
+    """Attempts that went on elsewhere."""
+    identical: bool
+    """Ids, finish reason and stop reason."""
+    first_difference: int | None
+    gap_nats: float | None
+    """Between the two best candidates of the unmoved turn at the first difference."""
+    ends: tuple[str, str]
+
+    @classmethod
+    def of(cls, setting: str, still: Turn, moved: Turn) -> "Pair":
+        pairs = zip(still.token_ids, moved.token_ids, strict=False)
+        first = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+        if first is None and len(still.token_ids) != len(moved.token_ids):
+            first = min(len(still.token_ids), len(moved.token_ids))
+        ends = (_end(still), _end(moved))
+        return cls(
+            setting=setting,
+            tokens=len(still.token_ids),
+            moves=max(0, moved.attempts - 1),
+            identical=first is None and ends[0] == ends[1],
+            first_difference=first,
+            gap_nats=None if first is None else _gap(still, first),
+            ends=ends,
+        )
+
+    @property
+    def tie(self) -> bool:
+        return self.gap_nats is not None and self.gap_nats < TIE_NATS
+
+
+def _end(turn: Turn) -> str:
+    return f"{turn.finish_reason} {turn.stop_reason!r} {turn.fault}".strip()
+
+
+def _gap(turn: Turn, at: int) -> float | None:
+    if at >= len(turn.logprobs):
+        return None
+    best = sorted((each.logprob for each in turn.logprobs[at].top_logprobs), reverse=True)
+    return best[0] - best[1] if len(best) > 1 else None
+
+
+def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """`identical_share` counts turns that moved at all; the others are counted as `unmoved`."""
+    moved = [pair for pair in pairs if pair.moves]
+    settings = sorted({pair.setting for pair in pairs})
+    return {
+        "turns": len(moved),
+        "unmoved": len(pairs) - len(moved),
+        "moves": sum(pair.moves for pair in moved),
+        "identical_share": _share(moved),
+        "differing": [
+            {
+                "setting": pair.setting,
+                "at": pair.first_difference,
+                "of": pair.tokens,
+                "gap_nats": pair.gap_nats,
+                "tie": pair.tie,
+                "ends": pair.ends,
+            }
+            for pair in moved
+            if not pair.identical
+        ],
+        "settings": {
+            name: {
+                "turns": len(own := [pair for pair in moved if pair.setting == name]),
+                "identical_share": _share(own),
+                "tokens": sum(pair.tokens for pair in own),
+            }
+            for name in settings
+        },
+    }
+
+
+def _share(pairs: Sequence[Pair]) -> float | None:
+    return sum(pair.identical for pair in pairs) / len(pairs) if pairs else None

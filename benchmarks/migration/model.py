@@ -1,0 +1,72 @@
+"""A small model whose greedy choices are clear, with a tokenizer that has text and a chat template.
+
+Random weights of the usual size give almost equal logits, so that a rounding error moves a greedy
+choice; these are larger. Computes nothing but files.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from weightsync.publisher import Publisher
+
+VOCABULARY = 512
+BOS_ID, EOS_ID, PAD_ID = 1, 2, 0
+_TEMPLATE = (
+    "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+)
+
+
+def write_model(directory: Path, *, texts: Iterable[str], context_tokens: int, seed: int) -> None:
+    """Configuration, weights (float32) and tokenizer of a Llama of 2 million parameters."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context_tokens,
+        initializer_range=0.3,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    _write_tokenizer(directory, texts)
+
+
+def publish_model(directory: Path, store: Path) -> None:
+    """The model's weights as version 1 of a store, as a trainer publishes them."""
+    from safetensors.torch import load_file
+
+    with Publisher(store) as publisher:
+        publisher.publish(load_file(directory / "model.safetensors"))
+
+
+def _write_tokenizer(directory: Path, texts: Iterable[str]) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<pad>", "<bos>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "chat_template": _TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))

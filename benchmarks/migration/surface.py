@@ -1,0 +1,72 @@
+"""The sampling surface: settings under which a moved turn must equal the unmoved one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+MAX_TOKENS = 48
+
+Sampling = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    name: str
+    sampling: Callable[[list[str], list[int], Random], Sampling]
+    """From the text pieces and ids of the plain greedy turn, so that stops and bad words occur."""
+
+
+def _fixed(**sampling: Any) -> Callable[[list[str], list[int], Random], Sampling]:
+    return lambda _pieces, _ids, _random: sampling
+
+
+def _stop_string(pieces: list[str], _ids: list[int], random: Random) -> Sampling:
+    """A string over several tokens of the greedy text, so that a move may fall within it."""
+    at = random.randrange(MAX_TOKENS // 3, MAX_TOKENS - 6)
+    return {"stop": ["".join(pieces[at : at + 4])[1:-1] or pieces[at]]}
+
+
+def _stop_token(_pieces: list[str], ids: list[int], random: Random) -> Sampling:
+    return {"stop_token_ids": [random.choice(ids[MAX_TOKENS // 2 :])], "min_tokens": 8}
+
+
+def _bad_words(pieces: list[str], _ids: list[int], random: Random) -> Sampling:
+    at = random.randrange(4, MAX_TOKENS - 8)
+    return {"bad_words": ["".join(pieces[at : at + 2]).strip() or "the"]}
+
+
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "steps": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["name", "steps"],
+}
+
+SURFACE = (
+    Setting("greedy", _fixed()),
+    Setting("presence_penalty", _fixed(presence_penalty=1.5)),
+    Setting("frequency_penalty", _fixed(frequency_penalty=1.2)),
+    Setting("repetition_penalty", _fixed(repetition_penalty=1.3)),
+    Setting(
+        "all penalties", _fixed(presence_penalty=0.7, frequency_penalty=0.6, repetition_penalty=1.1)
+    ),
+    Setting("min_tokens", _fixed(min_tokens=30, logit_bias={"2": 100.0}, ignore_eos=False)),
+    Setting("logit_bias", _fixed(logit_bias={"70": 4.0, "71": -4.0})),
+    Setting("allowed_token_ids", _fixed(allowed_token_ids=list(range(60, 400)))),
+    Setting("EOS", _fixed(ignore_eos=False)),
+    Setting("stop string", _stop_string),
+    Setting("stop token", _stop_token),
+    Setting("bad words", _bad_words),
+    Setting("json", _fixed(structured_outputs={"json": _SCHEMA})),
+    Setting("regex", _fixed(structured_outputs={"regex": r"([a-z]{2,6}-){3,12}[0-9]+"})),
+    Setting(
+        "choice",
+        _fixed(
+            structured_outputs={"choice": ["alpha beta gamma delta", "alpha beta gamma epsilon"]}
+        ),
+    ),
+    Setting("json, penalised", _fixed(structured_outputs={"json": _SCHEMA}, frequency_penalty=0.8)),
+)
