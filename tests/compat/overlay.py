@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from coserve.vllm.capabilities import Capabilities
-from coserve.vllm.source_tree import WheelTree
+from tests.compat.source_tree import WheelTree
 
 _NO_TESTS_COLLECTED = 5
 

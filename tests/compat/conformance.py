@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from coserve.vllm.capabilities import Capabilities
-from coserve.vllm.source_tree import SourceTree
-from coserve.vllm.symbol import Symbol, Use
-from coserve.vllm.upstream import TABLE
+from tests.compat.source_tree import SourceTree
+from tests.compat.symbol import Symbol, Use
+from tests.compat.upstream import TABLE
 
 
 class TableVerdict(StrEnum):

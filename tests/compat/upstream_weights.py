@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from coserve.vllm.capabilities import WeightEngineApi
-from coserve.vllm.symbol import Symbol, Use, overrides, reads
+from tests.compat.symbol import Symbol, Use, overrides, reads
 
 _WORKER = "vllm.v1.worker.gpu_worker"
 _TRANSFER = "vllm.distributed.weight_transfer"

@@ -1,4 +1,4 @@
-"""`python -m coserve.vllm.compat`: do the adapters fit every supported vLLM?
+"""`python -m tests.compat`: do the adapters fit every supported vLLM?
 
 Reads the wheels of all supported versions without importing them, compares each row of the upstream
 table, then runs the engine tests on those versions whose torch is installed. Ends with 1 when a
@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from coserve.vllm.capabilities import DISTRIBUTIONS, SUPPORTED, capabilities
-from coserve.vllm.conformance import Finding, TableVerdict, compare
-from coserve.vllm.overlay import EngineRun, OverlayResult, run_engine_tests
-from coserve.vllm.source_tree import WheelTree, wheel_version
-from coserve.vllm.symbol import Symbol, Use
 from harvester.contracts.errors import RoseMuxError
+from tests.compat.conformance import Finding, TableVerdict, compare
+from tests.compat.overlay import EngineRun, OverlayResult, run_engine_tests
+from tests.compat.source_tree import WheelTree, wheel_version
+from tests.compat.symbol import Symbol, Use
 
 _MARKS = {
     TableVerdict.PRESENT: "[green]yes[/]",

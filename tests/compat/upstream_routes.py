@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from coserve.vllm.capabilities import Capabilities
-from coserve.vllm.symbol import Symbol, Use, always
+from tests.compat.symbol import Symbol, Use, always
 
 _RL_ROUTES = (
     "vllm.entrypoints.serve.dev.rlhf.api_router",

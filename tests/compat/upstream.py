@@ -7,9 +7,9 @@ upstream_weights.py, those for HTTP in upstream_routes.py. Decides nothing at ru
 neither vllm nor torch.
 """
 
-from coserve.vllm.symbol import Symbol, Use, asks, overrides, reads
-from coserve.vllm.upstream_routes import ROUTES
-from coserve.vllm.upstream_weights import ADAPTERS, WEIGHTS
+from tests.compat.symbol import Symbol, Use, asks, overrides, reads
+from tests.compat.upstream_routes import ROUTES
+from tests.compat.upstream_weights import ADAPTERS, WEIGHTS
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler"
