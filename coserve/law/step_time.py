@@ -7,14 +7,17 @@
 so that other hardware and another model are followed without a reset. Only steps that production
 left alone are learned from: what a step takes beside production is told (`beside`), and no part of
 the law, which counts how much of the accelerator a step takes and not how long that lasts. The fit
-runs once per step and must cost microseconds. Touches no clock; observations come with their
+runs once per step and must cost microseconds. Reads no clock; observations come with their
 duration.
 """
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from coserve.law.calibration import CalibrationWindow
-from coserve.law.least_squares import LeastSquares
+import numpy as np
+
+from harvester.contracts.page import Calibration
 
 CONTEXT_UNIT_TOKENS = 1024
 # One step can be slow for reasons that are no step's (a first call, a page fault); what it says
@@ -22,7 +25,74 @@ CONTEXT_UNIT_TOKENS = 1024
 _OUTLIER_RATIO = 4.0
 _SHORTEST_STEP_S = 1e-4
 _LEAST_S = 1e-9
-_CALIBRATION_GAIN = 0.01
+_OVER_GAIN = 0.01
+_CALIBRATION_WINDOW = 512
+# An observation 200 ago weighs 1/e.
+_FORGETTING = 1.0 - 1.0 / 200.0
+_LEAST_INFORMATION = 1e-3
+"""Information added with every observation, in every direction."""
+
+
+class CalibrationWindow:
+    """Calibration of predicted step times: observed over predicted.
+
+    Each step is compared with the model in force when it ran, never with one that has learned from
+    it. For a model of the P90, a tenth of the steps take longer than predicted and the P90 of the
+    ratio is 1; above 1 production is slower than the slack law believes, below it harvesting leaves
+    time unused.
+    """
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=_CALIBRATION_WINDOW)
+
+    def observe(self, *, predicted_s: float, step_s: float) -> None:
+        """Record a step. Ignores predictions of 0 s."""
+        if predicted_s > 0.0:
+            self._ratios.append(step_s / predicted_s)
+
+    def summary(self) -> Calibration:
+        if not self._ratios:
+            return Calibration()
+        ratios = np.asarray(self._ratios)
+        p50, p90, p99 = np.quantile(ratios, (0.5, 0.9, 0.99))
+        return Calibration(
+            steps=len(ratios),
+            over_ratio=float((ratios > 1.0).mean()),
+            p50_ratio=float(p50),
+            p90_ratio=float(p90),
+            p99_ratio=float(p99),
+        )
+
+
+class LeastSquares:
+    """Coefficients of a linear law, from one observation at a time.
+
+    Recursive least squares with forgetting and a floor under the information (Kreisselmeier, 1990):
+    changes are followed without a reset, and a direction without observations for hours keeps some
+    information, without which the fit would diverge there. No coefficient falls below its minimum.
+    """
+
+    def __init__(self, coefficients: Sequence[float], *, least: Sequence[float]) -> None:
+        self.coefficients = list(coefficients)
+        self._least = tuple(least)
+        self._floor = _LEAST_INFORMATION * np.eye(len(self._least))
+        self._information = np.zeros_like(self._floor)
+
+    def predict(self, x: Sequence[float]) -> float:
+        return sum([each * value for each, value in zip(self.coefficients, x, strict=True)])
+
+    def observe(self, x: Sequence[float], residual: float) -> None:
+        """Update the fit. `residual` is the observed value less the prediction for `x`."""
+        self._information = _FORGETTING * self._information + np.outer(x, x) + self._floor
+        inverse = np.linalg.inv(self._information)
+        found = np.asarray(self.coefficients) + residual * (inverse @ x)
+        for place, least in enumerate(self._least):
+            if found[place] < least:
+                # Raised along the inverse, so that the other coefficients compensate: raising one
+                # alone would bias the fit for every observation.
+                found += (least - found[place]) / inverse[place, place] * inverse[place]
+        # Compensation may have pushed another coefficient below its minimum.
+        self.coefficients = np.maximum(found, self._least).tolist()
 
 
 @dataclass(slots=True)
@@ -81,7 +151,7 @@ class StepTimeModel:
         fit.coefficients[:] = self._coefficients
         x = (1.0, float(decodes), float(prefill_tokens), context_tokens / CONTEXT_UNIT_TOKENS)
         mean = fit.predict(x)
-        self.over_ratio += _CALIBRATION_GAIN * ((step_s > self.factor * mean) - self.over_ratio)
+        self.over_ratio += _OVER_GAIN * ((step_s > self.factor * mean) - self.over_ratio)
         step_s = min(step_s, _OUTLIER_RATIO * self.factor * max(mean, _SHORTEST_STEP_S))
         fit.observe(x, step_s - mean)
         self.base_s, self.decode_s, self.prefill_s, self.context_s = fit.coefficients

@@ -20,9 +20,8 @@ from math import ceil
 
 import msgspec
 
-from coserve.law.engine_step import NO_SIBLINGS, EngineStep, Siblings
 from coserve.law.production_time import ProductionTime
-from coserve.pulse.engine_cores import EngineCores
+from coserve.pulse.engine_cores import NO_SIBLINGS, EngineCores, EngineStep, Siblings
 from harvester.contracts.page import Calibration, Pulse
 from harvester.contracts.process import ProcessId
 

@@ -11,8 +11,7 @@ from enum import StrEnum
 
 from coserve.guest import isolation as backends
 from coserve.guest.gpus import Gpu
-from coserve.guest.isolation import Isolation, IsolationBackend
-from coserve.guest.mps import MpsShare
+from coserve.guest.isolation import Isolation, IsolationBackend, MpsShare
 from coserve.vllm import kv_shared, residency
 from coserve.vllm.capabilities import Capabilities
 from coserve.vllm.launch import GpuShare

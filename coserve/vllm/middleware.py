@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from harvester.contracts.stock_fallback import guarded
 
 if TYPE_CHECKING:
-    from coserve.vllm.pulse import PulseReporter
+    from coserve.vllm.pulse_reporter import PulseReporter
     from harvester.contracts.page import Grant, PageReader
 
 Scope = MutableMapping[str, Any]
@@ -78,7 +78,7 @@ class PulseMiddleware:
 
 
 def _attached_reporter() -> "PulseReporter | None":
-    from coserve.vllm.pulse import process_reporter
+    from coserve.vllm.pulse_reporter import process_reporter
 
     reporter = process_reporter()
     if reporter is not None:

@@ -4,9 +4,8 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from coserve.law.engine_step import EngineStep
-from coserve.vllm.engine_shape import engine_shape
-from coserve.vllm.pulse import EngineShape, process_reporter
+from coserve.pulse.engine_cores import EngineStep
+from coserve.vllm.pulse_reporter import process_reporter, shape_of
 from harvester.contracts.stock_fallback import guarded
 
 
@@ -15,7 +14,7 @@ class PulseStatLogger(StatLoggerBase):
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self._rank = engine_index
-        self._reporter = guarded(lambda: process_reporter(lambda: _shape(vllm_config)))
+        self._reporter = guarded(lambda: process_reporter(lambda: shape_of(vllm_config)))
 
     def record(
         self,
@@ -30,20 +29,6 @@ class PulseStatLogger(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         pass
-
-
-def _shape(vllm_config: Any) -> EngineShape:
-    parallel = vllm_config.parallel_config
-    count, index = parallel._api_process_count, max(0, parallel._api_process_rank)
-    alone = parallel.data_parallel_external_lb
-    return EngineShape(
-        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        # Behind a balancer of the operator's each rank is a server of its own, and how many of
-        # them share this directory is not for one of them to know.
-        processes=0 if alone else count,
-        process=parallel.data_parallel_rank * count + index if alone else index,
-        shape=engine_shape(vllm_config),
-    )
 
 
 def _engine_step(scheduler_stats: Any, iteration_stats: Any, rank: int) -> EngineStep:

@@ -15,8 +15,7 @@ from rich.table import Table
 
 from coserve.guest import isolation
 from coserve.guest.gpus import Gpu, gpus
-from coserve.guest.isolation import IsolationBackend
-from coserve.guest.mps import MpsShare
+from coserve.guest.isolation import IsolationBackend, MpsShare
 from coserve.vllm import launch
 from coserve.vllm.guest_plan import Answer, GuestPlan, GuestWishes, answers, plan
 from harvester.agent.guest_engine import GuestEngine

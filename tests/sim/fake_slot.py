@@ -9,9 +9,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import ceil
 
-from coserve.law.engine_step import EngineStep
 from coserve.law.gate import StepDecision, decide
 from coserve.law.step_time import StepTimeModel
+from coserve.pulse.engine_cores import EngineStep
 from coserve.pulse.pulse_book import PulseBook
 from harvester.contracts.ids import Epoch, LeaseId
 from harvester.contracts.page import Grant, GrantMode, Guest, PageFault, Pulse, Reading

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from coserve.law.least_squares import LeastSquares
+from coserve.law.step_time import LeastSquares
 
 LEAST = (0.0, 1e-9, 1e-9, 0.0)
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.law.engine_step import EngineStep, Siblings
 from coserve.law.engine_terms import idle, terms_of
 from coserve.law.gate import Closed, StepDecision, decide
 from coserve.law.step_time import StepTimeModel
+from coserve.pulse.engine_cores import EngineStep, Siblings
 from coserve.pulse.pulse_book import PulseBook
 from harvester.contracts.page import EngineCore, Grant, Law, ProductionModel, PulseHead, Reading
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from coserve.law.engine_step import NO_SIBLINGS, EngineStep, Siblings
+from coserve.pulse.engine_cores import NO_SIBLINGS, EngineStep, Siblings
 from coserve.pulse.pulse_book import PulseBook
 from harvester.contracts.page import Pulse
 

@@ -7,8 +7,7 @@ import pytest
 
 from coserve.guest import isolation
 from coserve.guest.gpus import ComputeMode, Gpu
-from coserve.guest.isolation import IsolationBackend
-from coserve.guest.mps import MpsShare
+from coserve.guest.isolation import IsolationBackend, MpsShare
 from coserve.vllm import kv_shared
 from coserve.vllm.capabilities import capabilities
 from coserve.vllm.guest_plan import Answer, GuestWishes, MemoryPlacement, answers, plan

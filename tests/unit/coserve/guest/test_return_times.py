@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.law.return_times import ReturnTimes
+from coserve.guest.prefix_retention import ReturnTimes
 
 
 def test_knows_nothing_at_first() -> None:

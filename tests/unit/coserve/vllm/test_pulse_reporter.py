@@ -10,10 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from coserve.guest.guest_slot import GuestSlot
-from coserve.law.engine_step import EngineStep
-from coserve.vllm import pulse
+from coserve.pulse.engine_cores import EngineStep
+from coserve.vllm import pulse_reporter
 from coserve.vllm.environment import Role, SlotEnvironment
-from coserve.vllm.pulse import EngineShape, PulseReporter, process_reporter
+from coserve.vllm.pulse_reporter import EngineShape, PulseReporter, process_reporter
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (
     Grant,
@@ -50,7 +50,7 @@ def within_beats(holds: Callable[[], bool]) -> bool:
     import threading
 
     pause = threading.Event()
-    return any(holds() or pause.wait(pulse.BEAT_S / 5) for _ in range(BEATS))
+    return any(holds() or pause.wait(pulse_reporter.BEAT_S / 5) for _ in range(BEATS))
 
 
 def test_publishes_each_event_at_once(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_step_that_cannot_be_read_silences_the_pulse_and_nothing_else(
 def test_there_is_one_reporter_in_a_production_process(
     tmp_path: Path, set_role: SetRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulse, "_reporter", None)
+    monkeypatch.setattr(pulse_reporter, "_reporter", None)
     set_role("production", tmp_path)
     reporter = process_reporter()
     assert reporter is not None
@@ -166,7 +166,7 @@ def test_there_is_one_reporter_in_a_production_process(
 def test_there_is_no_reporter_elsewhere(
     tmp_path: Path, set_role: SetRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulse, "_reporter", None)
+    monkeypatch.setattr(pulse_reporter, "_reporter", None)
     set_role("guest", tmp_path)
     assert process_reporter() is None
     monkeypatch.delenv("ROSEMUX_ROLE")

@@ -16,13 +16,17 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from coserve.law.engine_step import NO_SIBLINGS, EngineStep, Siblings
+from coserve.pulse.engine_cores import NO_SIBLINGS, EngineStep, Siblings
 from coserve.pulse.pulse_book import PulseBook
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (
+    MOST_SHAPE_CHARACTERS,
     KeptPage,
     PageDirectory,
     PageFault,
@@ -36,6 +40,7 @@ from harvester.contracts.process import ProcessId, process_ids
 BEAT_S = 0.1
 PULSE_TTL_NS = 500_000_000
 _REFIT_BEATS = 10
+_CPU_INFO = Path("/proc/cpuinfo")
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +56,63 @@ class EngineShape:
     process: int | None = None
     """Index of this API server; None takes the index from the process's name."""
     shape: str = ""
-    """Model, parallelism and accelerator; "" if unknown."""
+    """Model, parallelism and accelerator, to which the step times belong: at most 120 characters;
+    "" if unknown."""
+
+
+def shape_of(vllm_config: Any) -> EngineShape:
+    """The shape that an engine's own configuration states."""
+    parallel = vllm_config.parallel_config
+    count, index = parallel._api_process_count, max(0, parallel._api_process_rank)
+    alone = parallel.data_parallel_external_lb
+    return EngineShape(
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        # Behind a balancer of the operator's each rank is a server of its own, and how many of
+        # them share this directory is not for one of them to know.
+        processes=0 if alone else count,
+        process=parallel.data_parallel_rank * count + index if alone else index,
+        shape=shape_line(vllm_config),
+    )
+
+
+def shape_line(vllm_config: Any) -> str:
+    """For example `Qwen2ForCausalLM 48x5120 bfloat16 tp4 pp1 on NVIDIA H100 80GB HBM3`.
+
+    Read in production's front end, which must not touch a GPU and where no error may surface:
+    unreadable parts are left out.
+    """
+    words: list[str] = []
+    # This runs in production: if upstream renames these fields, the pulse must go on.
+    with suppress(Exception):
+        words.append(_model(vllm_config.model_config))
+    with suppress(Exception):
+        parallel = vllm_config.parallel_config
+        words.append(f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size}")
+    with suppress(Exception):
+        words.append(f"on {_accelerator()}")
+    return " ".join(words)[:MOST_SHAPE_CHARACTERS]
+
+
+def _model(model: Any) -> str:
+    text = model.hf_text_config
+    size = f"{text.num_hidden_layers}x{text.hidden_size}"
+    dtype = model.quantization or str(model.dtype).removeprefix("torch.")
+    return f"{model.architecture} {size} {dtype}"
+
+
+def _accelerator() -> str:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        from vllm.platforms.cuda import NvmlCudaPlatform
+
+        # The other CUDA platform class asks torch, which would create a context on the GPU.
+        if isinstance(current_platform, NvmlCudaPlatform):
+            return str(current_platform.get_device_name())
+    if not current_platform.is_cpu():
+        return str(current_platform.device_name)
+    named = [line for line in _CPU_INFO.read_text().splitlines() if line.startswith("model name")]
+    return " ".join(named[0].partition(":")[2].split())
 
 
 class PulseReporter:
