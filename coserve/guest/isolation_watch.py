@@ -8,6 +8,7 @@ nothing reports it. An unverifiable isolation does not hold: the guest's steps c
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 
 from coserve.guest.isolation import PREEMPTED, IsolationBackend, check_beside
@@ -89,21 +90,15 @@ class IsolationWatch(threading.Thread):
 
     def _roots(self) -> list[ProcessId]:
         """First process of every engine that the grant names."""
-        grants = self._directory.grant_reader()
-        try:
+        with closing(self._directory.grant_reader()) as grants:
             grant = grants.read().record
-        finally:
-            grants.close()
         if grant is None or not grant.pulses:
             raise Unsupported("no grant says who production is")
         return [self._root(name) for name in grant.pulses]
 
     def _root(self, name: str) -> ProcessId:
-        pulses = self._directory.pulse_reader(name)
-        try:
+        with closing(self._directory.pulse_reader(name)) as pulses:
             reading = pulses.read()
-        finally:
-            pulses.close()
         if reading.record is None:
             raise Unsupported(f"{name}: {reading.fault}")
         root = reading.record.root

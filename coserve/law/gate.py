@@ -76,29 +76,22 @@ class GuestLoad(msgspec.Struct, frozen=True):
     context_tokens: int
     """KV tokens of the running requests."""
     launched_s: float
-    """Predicted time of launched, unfinished steps."""
+    """Predicted time of steps that are launched and not finished."""
     cap: int
-    """Token limit of a step, by engine and grant."""
+    """Token limit of a step, by the engine; a law is asked with the grant's as well."""
 
 
 def decide(
     grant: Reading[Grant],
     pulses: Sequence[Reading[PulseHead]],
+    guest: GuestLoad,
     *,
-    step_time: StepTimeModel,
-    decodes: int,
-    context_tokens: int,
-    launched_s: float,
-    token_limit: int,
     may_probe: bool,
     now_ns: int,
     chance: Callable[[], float] = random,
 ) -> StepDecision:
     """The grant's law over all pulses of a slot.
 
-    `launched_s` is the predicted time of guest steps that are launched and not finished,
-    `token_limit` the engine's own maximum per step, `decodes` its running decode requests and
-    `context_tokens` the KV that these hold.
     `may_probe` says that the last step is long enough ago: a prediction that is too long admits no
     step and so is never corrected, wherefore idle production is then asked for one token.
     """
@@ -108,11 +101,10 @@ def decide(
         return StepDecision(0, Closed.NO_GRANT if missing else Closed.GRANT_FAULT, 0.0, grant.fault)
     if record.mode is GrantMode.CLOSED:
         return StepDecision(0, Closed.GRANT_CLOSED, 0.0)
-    cap = token_limit
-    if 0 < record.step_tokens_cap < cap:
-        cap = record.step_tokens_cap
+    if 0 < record.step_tokens_cap < guest.cap:
+        guest = msgspec.structs.replace(guest, cap=record.step_tokens_cap)
     if record.mode is GrantMode.UNGATED:
-        return StepDecision(cap, None, math.inf)
+        return StepDecision(guest.cap, None, math.inf)
     if not pulses or len(pulses) != len(record.pulses):
         return StepDecision(0, Closed.NO_PULSE, 0.0)
     present: list[PulseHead] = []
@@ -124,7 +116,6 @@ def decide(
     for pulse, of_engine in zip(present, terms, strict=True):
         if pulse.in_flight and hung(pulse, of_engine, now_ns=now_ns):
             return StepDecision(0, Closed.HUNG, 0.0)
-    guest = GuestLoad(step_time, decodes, context_tokens, launched_s, cap)
     match record.law:
         case Law.SLACK:
             found = slack_law(present, record, guest, terms=terms, now_ns=now_ns)
@@ -134,7 +125,7 @@ def decide(
             found = saturation_law(present, guest, chance=chance())
     if found.open or not may_probe:
         return found
-    could = found.slack_s > 0.0 and launched_s == 0.0 and cap > 0
+    could = found.slack_s > 0.0 and guest.launched_s == 0.0 and guest.cap > 0
     if could and idle(present, terms, now_ns=now_ns):
         return StepDecision(1, None, found.slack_s, probe=True)
     return found

@@ -72,27 +72,27 @@ class LeastSquares:
     information, without which the fit would diverge there. No coefficient falls below its minimum.
     """
 
-    def __init__(self, coefficients: Sequence[float], *, least: Sequence[float]) -> None:
-        self.coefficients = list(coefficients)
+    def __init__(self, *, least: Sequence[float]) -> None:
         self._least = tuple(least)
         self._floor = _LEAST_INFORMATION * np.eye(len(self._least))
         self._information = np.zeros_like(self._floor)
 
-    def predict(self, x: Sequence[float]) -> float:
-        return sum([each * value for each, value in zip(self.coefficients, x, strict=True)])
-
-    def observe(self, x: Sequence[float], residual: float) -> None:
-        """Update the fit. `residual` is the observed value less the prediction for `x`."""
+    def updated(
+        self, coefficients: Sequence[float], x: Sequence[float], residual: float
+    ) -> list[float]:
+        """The coefficients after one observation. `residual` is the observed value less the one
+        that the given coefficients predict for `x`."""
         self._information = _FORGETTING * self._information + np.outer(x, x) + self._floor
         inverse = np.linalg.inv(self._information)
-        found = np.asarray(self.coefficients) + residual * (inverse @ x)
+        found = np.asarray(coefficients) + residual * (inverse @ x)
         for place, least in enumerate(self._least):
             if found[place] < least:
                 # Raised along the inverse, so that the other coefficients compensate: raising one
                 # alone would bias the fit for every observation.
                 found += (least - found[place]) / inverse[place, place] * inverse[place]
         # Compensation may have pushed another coefficient below its minimum.
-        self.coefficients = np.maximum(found, self._least).tolist()
+        raised: list[float] = np.maximum(found, self._least).tolist()
+        return raised
 
 
 @dataclass(slots=True)
@@ -113,10 +113,9 @@ class StepTimeModel:
     alone: CalibrationWindow = field(default_factory=CalibrationWindow)
     beside: CalibrationWindow = field(default_factory=CalibrationWindow)
     """Calibration of steps that production overlapped, over their predicted time alone."""
-    _fit: LeastSquares = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._fit = LeastSquares(self._coefficients, least=(0.0, _LEAST_S, _LEAST_S, 0.0))
+    _fit: LeastSquares = field(
+        default_factory=lambda: LeastSquares(least=(0.0, _LEAST_S, _LEAST_S, 0.0)), repr=False
+    )
 
     def predict_s(self, *, decodes: int, prefill_tokens: int, context_tokens: int) -> float:
         mean = self.base_s + self.decode_s * decodes + self.prefill_s * prefill_tokens
@@ -146,21 +145,15 @@ class StepTimeModel:
         self, *, decodes: int, prefill_tokens: int, context_tokens: int, step_s: float
     ) -> None:
         """Fold in one step that production did not disturb."""
-        fit = self._fit
-        # Coefficients set from outside take effect.
-        fit.coefficients[:] = self._coefficients
         x = (1.0, float(decodes), float(prefill_tokens), context_tokens / CONTEXT_UNIT_TOKENS)
-        mean = fit.predict(x)
+        before = self.base_s, self.decode_s, self.prefill_s, self.context_s
+        mean = sum([each * value for each, value in zip(before, x, strict=True)])
         self.over_ratio += _OVER_GAIN * ((step_s > self.factor * mean) - self.over_ratio)
         step_s = min(step_s, _OUTLIER_RATIO * self.factor * max(mean, _SHORTEST_STEP_S))
-        fit.observe(x, step_s - mean)
-        self.base_s, self.decode_s, self.prefill_s, self.context_s = fit.coefficients
+        after = self._fit.updated(before, x, step_s - mean)
+        self.base_s, self.decode_s, self.prefill_s, self.context_s = after
         self._follow_quantile(mean, step_s)
         self.samples += 1
-
-    @property
-    def _coefficients(self) -> tuple[float, float, float, float]:
-        return self.base_s, self.decode_s, self.prefill_s, self.context_s
 
     def _follow_quantile(self, mean_s: float, step_s: float) -> None:
         # Stochastic quantile descent: up by q when the step took longer, down by 1 - q otherwise.

@@ -9,15 +9,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import thread_time
 
 from coserve.law.engine_terms import terms_of
+from coserve.law.granted_pulses import GrantedPulses
 from coserve.law.slack import hung, slack_s, step_budget_s
 from harvester.contracts.clock import Clock, MonotonicClock, monotonic_ns
-from harvester.contracts.errors import PeerProtocolError
-from harvester.contracts.page import Grant, GrantMode, PageDirectory, PageReader, PulseHead, Reading
+from harvester.contracts.page import Grant, GrantMode, PageDirectory, PulseHead, Reading
 
 SHARE = 0.05
 """Share of time for pieces without slack: the default epsilon by which production's times may grow.
@@ -87,11 +87,9 @@ class WorkGate:
     ) -> None:
         """With `on_host` a piece costs the CPU time of its threads, else its wall time, since the
         accelerator is occupied meanwhile."""
-        self._pages = pages
         self._grant_page = pages.grant_reader()
         self._guest_page = pages.guest_reader()
-        self._pulse_names: tuple[str, ...] = ()
-        self._pulse_pages: list[PageReader[PulseHead]] = []
+        self._pulses = GrantedPulses(pages)
         self._clock = clock or MonotonicClock()
         self._cost_s: Callable[[], float] = thread_time if on_host else self._clock.now
         self._paces: dict[str, WorkPace] = {}
@@ -141,7 +139,8 @@ class WorkGate:
             return -math.inf
         if self._owes(grant.record, now_ns):
             return math.inf
-        return work_budget_s(grant, self._read_pulses(grant.record, now_ns), now_ns=now_ns)
+        pulses = self._pulses.read(grant.record, now_ns=now_ns)
+        return work_budget_s(grant, pulses, now_ns=now_ns)
 
     def _pace(self, kind: str) -> WorkPace:
         return self._paces.setdefault(kind, WorkPace())
@@ -151,13 +150,3 @@ class WorkGate:
         if guest is None or not grant.kv_budget_tokens:
             return False
         return guest.kv_tokens_total - guest.kv_tokens_withheld > grant.kv_budget_tokens
-
-    def _read_pulses(self, grant: Grant, now_ns: int) -> list[Reading[PulseHead]]:
-        if self._pulse_names != grant.pulses:
-            for page in self._pulse_pages:
-                page.close()
-            self._pulse_names, self._pulse_pages = grant.pulses, []
-            # Without them nothing is known, and the gate of the steps says so in the log.
-            with suppress(PeerProtocolError):
-                self._pulse_pages = [self._pages.pulse_head_reader(name) for name in grant.pulses]
-        return [page.read(now_ns=now_ns) for page in self._pulse_pages]

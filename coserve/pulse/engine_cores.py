@@ -22,11 +22,11 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
     running: int | None
     """None if this process got no scheduler statistics for the step."""
     kv_usage_ratio: float | None
-    first_tokens: int
-    prompt_tokens: int
-    generation_tokens: int
-    inter_token_s: tuple[float, ...]
-    finished_prompt_tokens: tuple[int, ...]
+    first_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    inter_token_s: tuple[float, ...] = ()
+    finished_prompt_tokens: tuple[int, ...] = ()
     rank: int = 0
     """Data-parallel rank of the engine core."""
     ours: bool = True

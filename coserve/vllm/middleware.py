@@ -260,7 +260,11 @@ def _epoch(scope: Scope, header: bytes) -> int | None:
 
 
 async def _refuse(send: Send, status: int, why: str) -> None:
-    body = json.dumps({"error": why}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await reply_json(send, status, json.dumps({"error": why}).encode())
+
+
+async def reply_json(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+    """A whole reply; `headers` come behind those of its content."""
+    content = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
+    await send({"type": "http.response.start", "status": status, "headers": [*content, *headers]})
     await send({"type": "http.response.body", "body": body})

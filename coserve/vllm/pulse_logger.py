@@ -32,25 +32,23 @@ class PulseStatLogger(StatLoggerBase):
 
 
 def _engine_step(scheduler_stats: Any, iteration_stats: Any, rank: int) -> EngineStep:
+    told: dict[str, Any] = {"running": None, "kv_usage_ratio": None}
+    if scheduler_stats is not None:
+        told = {
+            "running": scheduler_stats.num_running_reqs,
+            "kv_usage_ratio": scheduler_stats.kv_cache_usage,
+            "waiting": scheduler_stats.num_waiting_reqs,
+        }
     if iteration_stats is None:
-        first_tokens, prompt_tokens, generation_tokens = 0, 0, 0
-        inter_token_s: tuple[float, ...] = ()
-        finished: tuple[int, ...] = ()
-    else:
-        first_tokens = len(iteration_stats.time_to_first_tokens_iter)
-        prompt_tokens = iteration_stats.num_prompt_tokens
-        generation_tokens = iteration_stats.num_generation_tokens
-        inter_token_s = tuple(iteration_stats.inter_token_latencies_iter)
-        finished = tuple(r.num_prompt_tokens for r in iteration_stats.finished_requests)
+        return EngineStep(rank=rank, ours=False, **told)
     return EngineStep(
-        running=None if scheduler_stats is None else scheduler_stats.num_running_reqs,
-        kv_usage_ratio=None if scheduler_stats is None else scheduler_stats.kv_cache_usage,
-        first_tokens=first_tokens,
-        prompt_tokens=prompt_tokens,
-        generation_tokens=generation_tokens,
-        inter_token_s=inter_token_s,
-        finished_prompt_tokens=finished,
         rank=rank,
-        ours=iteration_stats is not None,
-        waiting=None if scheduler_stats is None else scheduler_stats.num_waiting_reqs,
+        first_tokens=len(iteration_stats.time_to_first_tokens_iter),
+        prompt_tokens=iteration_stats.num_prompt_tokens,
+        generation_tokens=iteration_stats.num_generation_tokens,
+        inter_token_s=tuple(iteration_stats.inter_token_latencies_iter),
+        finished_prompt_tokens=tuple(
+            r.num_prompt_tokens for r in iteration_stats.finished_requests
+        ),
+        **told,
     )

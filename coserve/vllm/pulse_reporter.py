@@ -137,9 +137,9 @@ class PulseReporter:
         self._beats = 0
         self._page: KeptPage[Pulse] | None = None
         self.report(lambda _: self._take(shape()))
-        self._page = self._directory.own_pulse(self._engine, self._process)
-        self._find_page()
-        threading.Thread(target=self._run, name="rosemux-pulse", daemon=True).start()
+        self._page = page = self._directory.own_pulse(self._engine, self._process)
+        page.keep()
+        threading.Thread(target=self._run, args=(page,), name="rosemux-pulse", daemon=True).start()
 
     def attach_middleware(self) -> None:
         """Record that the middleware is installed, so that arrivals are reported from now on."""
@@ -158,7 +158,11 @@ class PulseReporter:
     def arrive(self, *, body_bytes: int) -> int:
         """Record a request whose body is complete; returns the key for `finish`."""
         key = next(self._keys)
-        self.report(lambda now_ns: self._arrive(key, body_bytes, now_ns))
+        self.report(
+            lambda now_ns: self._book.arrive(
+                key, body_bytes=body_bytes, now_ns=now_ns, beside=self._beside(now_ns)
+            )
+        )
         return key
 
     def finish(self, key: int, *, outlived: bool = False) -> None:
@@ -186,11 +190,12 @@ class PulseReporter:
         self._silent = True
         _log.exception("RoseMux reports no pulse any more; production is not affected")
 
-    def _run(self) -> None:
+    def _run(self, page: KeptPage[Pulse]) -> None:
         timer = threading.Event()
         while not (timer.wait(BEAT_S) or self._silent):
             try:
-                self._find_page()
+                # Again if it was lost, its directory appeared later or another engine held it.
+                page.keep()
             except Exception:
                 with self._lock:
                     self._fall_silent()
@@ -200,10 +205,6 @@ class PulseReporter:
         if self._grant.sequence() != self._grant_seen:
             self._look_at_grant(now_ns)
         self._book.step(step, now_ns=now_ns, beside=self._beside(now_ns))
-
-    def _arrive(self, key: int, body_bytes: int, now_ns: int) -> None:
-        beside = self._beside(now_ns)
-        self._book.arrive(key, body_bytes=body_bytes, now_ns=now_ns, beside=beside)
 
     def _take(self, shape: EngineShape) -> None:
         self._book.step_tokens, self._book.processes = shape.step_tokens, shape.processes
@@ -260,12 +261,6 @@ class PulseReporter:
         self._beats += 1
         if self._beats % _REFIT_BEATS == 0:
             self._book.refit()
-
-    def _find_page(self) -> None:
-        """Create the page, again if it was lost, its directory appeared later or another engine
-        held it."""
-        assert self._page is not None
-        self._page.keep()
 
 
 def _root() -> ProcessId | None:

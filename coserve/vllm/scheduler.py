@@ -279,7 +279,7 @@ class CoserveScheduler(AsyncScheduler):
     def _weights_are_there(self) -> bool:
         """Wake the weights before the first block is allocated again, unless the slot sleeps. False
         without slack for waking: the loop then sleeps on and returns here after a beat."""
-        if self._residency is None or not self._residency.asleep or self._slot.asleep:
+        if self._residency is None or not self._residency.asleep or self._slot.granted.asleep:
             return True
         if not self._work.admits(WAKE):
             return False
@@ -290,7 +290,7 @@ class CoserveScheduler(AsyncScheduler):
 
     def _lay_weights_down(self) -> None:
         """Offload the weights once no request, no launched step and no cached prefix is left."""
-        if self._residency is None or self._residency.asleep or not self._slot.asleep:
+        if self._residency is None or self._residency.asleep or not self._slot.granted.asleep:
             return
         if self.requests or self._core.batch_queue or self._kv.blocks_usable:
             return
@@ -304,7 +304,7 @@ class CoserveScheduler(AsyncScheduler):
     def _most_retained(self) -> int:
         if not self._retains:
             return 0
-        return int(self._slot.kv_retained_ratio * self._kv.blocks_usable)
+        return int(self._slot.granted.kv_retained_ratio * self._kv.blocks_usable)
 
     def _blocks_of_step(self) -> int:
         """Blocks that the next step may take, so that no running request is preempted for a kept

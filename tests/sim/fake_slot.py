@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import ceil
 
-from coserve.law.gate import StepDecision, decide
+from coserve.law.gate import GuestLoad, StepDecision, decide
 from coserve.law.step_time import StepTimeModel
 from coserve.pulse.engine_cores import EngineStep
 from coserve.pulse.pulse_book import PulseBook
@@ -217,11 +217,13 @@ class FakeSlot:
         return decide(
             Reading(self.grant, None),
             [self.pulse()],
-            step_time=self._guest_time,
-            decodes=_GUEST_DECODES,
-            context_tokens=0,
-            launched_s=0.0,
-            token_limit=self.settings.step_tokens_max,
+            GuestLoad(
+                step_time=self._guest_time,
+                decodes=_GUEST_DECODES,
+                context_tokens=0,
+                launched_s=0.0,
+                cap=self.settings.step_tokens_max,
+            ),
             may_probe=False,
             now_ns=_ns(self.now),
         )

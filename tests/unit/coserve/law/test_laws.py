@@ -106,11 +106,7 @@ def test_the_gate_obeys_the_law_of_the_grant(make_grant: MakeGrant, law: Law, op
     decision = decide(
         Reading(grant, None),
         [Reading(decoding(0.001), None)],
-        step_time=STEP_TIME,
-        decodes=0,
-        context_tokens=0,
-        launched_s=0.0,
-        token_limit=256,
+        guest(cap=256),
         may_probe=False,
         now_ns=NOW_NS,
         chance=lambda: 0.5,

@@ -247,7 +247,7 @@ def test_an_error_of_the_timer_silences_the_pulse_and_nothing_else(
     def broken(*_: object) -> None:
         raise fault
 
-    monkeypatch.setattr(reporter, "_find_page", broken)
+    monkeypatch.setattr(reporter._page, "keep", broken)
     assert within_beats(lambda: "reports no pulse any more" in caplog.text)
     stamp_ns = reading(tmp_path).stamp_ns
     reporter.finish(reporter.arrive(body_bytes=500))
