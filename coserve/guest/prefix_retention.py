@@ -6,10 +6,8 @@ eviction.
 All blocks hold equally many tokens, so this is the prefill saved per byte. First turns and later
 turns are learned separately: a job of single turns keeps nothing, while a trajectory that returned
 once usually returns again. The prefix of least worth is evicted first, the oldest among equals, and
-prefixes whose next turn is already in the engine last.
-
-Blocks are numbers here. Prefixes with a common beginning share blocks, which count once. Imports
-nothing of vLLM and reads no clock; the caller decides the room.
+prefixes whose next turn is already in the engine last. Blocks are numbers here; those that prefixes
+share count once. The caller decides the room.
 """
 
 import math

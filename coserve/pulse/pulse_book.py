@@ -2,15 +2,10 @@
 
 Fed by two read-only hooks of stock vLLM: the ASGI middleware reports when a request arrives and
 ends, the statistics logger reports each engine step. Their requests share no ids, so first tokens
-are matched to arrivals in order. Touches no clock and no page.
-
-Other API servers of the engine have requests of their own in its steps, and with data parallelism
-several engine cores step side by side. Steps that cannot be attributed teach no step time; the
-published counts are this process's own in any case.
-
-The middleware may miss requests: its flag is lost, they come by another entry point than HTTP, or
-they outlive their reply. Steps that serve requests while none is in flight are published as unseen
-steps.
+are matched to arrivals in order. Steps that cannot be attributed to this process's requests alone
+(other API servers, several engine cores) teach no step time. Steps that serve requests while none
+is in flight are published as unseen steps: the middleware misses requests whose flag is lost, that
+come by another entry point than HTTP, or that outlive their reply. Touches no clock and no page.
 """
 
 from collections import deque

@@ -2,12 +2,10 @@
 
 The middleware and the statistics logger of one process feed one book. The page is written on every
 event and by a timer, because an idle engine emits no events and silence must not look like
-idleness. The slot's grant is watched too: production's step times are learned while it is closed.
-While there is something to learn, so are the pulses of the engine's other API servers, whose
-requests share its steps. Read-only for production: no request is touched, and no error here reaches
-one. After an error the pulse stops for good, which closes every gate. A page that cannot be written
-(no space, another user's, a living engine of the same name) is retried on every beat; production
-serves on without it.
+idleness. Step times are learned while the slot's grant is closed, beside the pulses of the engine's
+other API servers, whose requests share its steps. No request is touched, and no error here reaches
+one: after an error the pulse stops for good, which closes every gate. A page that cannot be written
+(no space, another user's, a living engine of the same name) is retried on every beat.
 """
 
 import itertools

@@ -3,14 +3,10 @@
     asleep   no KV anywhere, weights in pinned host memory; the driver's context stays
     awake    weights are copied back and KV is mapped anew before the first step
 
-On a CPU, or with sleep mode off, a sleeping guest releases its KV and keeps its weights: there is
-no other memory for them. Calls vLLM's executor from the engine loop's thread, as vLLM's own
-`/sleep` and `/wake_up` do; it decides nothing.
-
-A new version arrives while the guest sleeps: the weights alone are woken, written, verified, and
-put back to sleep. vLLM does not guard its own update, which would write to unmapped addresses and
-lose the context; so each call of an update first wakes the weights, whatever slept or woke since
-the previous call.
+On a CPU, or with sleep mode off, a sleeping guest keeps its weights: there is no other memory for
+them. For a version that arrives meanwhile the weights alone are woken, written, verified, and put
+back to sleep. vLLM does not guard its own update, which would write to unmapped addresses and lose
+the context; so each call of an update first wakes the weights, whatever slept since the last one.
 """
 
 import logging

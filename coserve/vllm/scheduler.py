@@ -64,6 +64,7 @@ class CoserveScheduler(AsyncScheduler):
         )
         self._slot.load.isolation = environment.isolation or ""
         self._isolation = self._slot.isolation_watch()
+        self._vllm = capabilities(installed_vllm_version())
         self._core: Any = None
         self._waker: Waker | None = None
         self.kv_cache_manager: Any
@@ -79,7 +80,7 @@ class CoserveScheduler(AsyncScheduler):
         """The memory mechanism that fits the engine's pool."""
         pool = self.kv_cache_manager.block_pool
         if is_shared(pool):
-            check(capabilities(installed_vllm_version()))
+            check(self._vllm)
             name = os.environ.get(SEGMENT_VARIABLE)
             segment = None if name is None else KvSegment(name)
             return KvShared(pool, tokens_per_block=self.block_size, segment=segment)
@@ -93,11 +94,9 @@ class CoserveScheduler(AsyncScheduler):
         if self._core is not None:
             return
         self._core = core
+        shared_kv = isinstance(self._kv, KvShared)
         self._residency = residency(
-            self.vllm_config,
-            core.model_executor,
-            capabilities(installed_vllm_version()),
-            shared_kv=isinstance(self._kv, KvShared),
+            self.vllm_config, core.model_executor, self._vllm, shared_kv=shared_kv
         )
         self._slot.load.sleeps = self._residency is not None
         self._kv.give_back_unused()
@@ -109,7 +108,7 @@ class CoserveScheduler(AsyncScheduler):
         self._measure_load()
         if self._isolation is not None:
             self._isolation.start()
-        GatedLoop(core, self, capabilities(installed_vllm_version()))
+        GatedLoop(core, self, self._vllm)
         # Killing an MPS client in the middle of a kernel takes production with it: the agent ends
         # it in order.
         by_itself = self._slot.load.isolation != IsolationBackend.MPS

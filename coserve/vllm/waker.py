@@ -1,14 +1,10 @@
-"""Wakes a guest whose gate is closed, and returns its memory when no grant comes any more.
+"""Wakes a guest whose gate is closed, and ends it where its memory is not back in time.
 
-While the gate is closed the engine loop sleeps in its input queue, so that a waiting guest costs
-nothing. This thread sleeps too, until a page that can open the gate is written: the grant page if
-the grant has closed the gate, else any page of the slot. It then evaluates the gate and puts a
-wake-up into that queue. Slack only shrinks as time passes, so without a changed page only a probe
-can open a closed gate, and a probe may wait.
-
-It decides nothing that the engine loop would not decide again: the loop is woken when the gate
-opens, when it must return memory or may take it again, and once when the grace after a lost grant
-is over. A stuck loop returns nothing: at the deadline this thread ends the guest.
+While the gate is closed the engine loop sleeps in its input queue. This thread sleeps too, until a
+page that can open the gate is written: the grant page if the grant has closed it, else any page of
+the slot. Slack only shrinks as time passes, so without a changed page only a probe can open a
+closed gate, and a probe may wait. The loop is woken when the gate opens, when it must return memory
+or may take it again, and once when the grace after a lost grant is over; it decides again itself.
 """
 
 import logging
