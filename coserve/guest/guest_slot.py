@@ -63,7 +63,6 @@ class GuestQueue:
     """Whether the weights are offloaded when the slot falls asleep."""
     weights_away: bool = False
     isolation: str = ""
-    standing: ObservedIsolation = field(default_factory=ObservedIsolation)
     memory: GuestMemory = field(default_factory=GuestMemory)
 
 
@@ -87,6 +86,7 @@ class GuestSlot:
         self.granted = Grant(epoch=0, mode=GrantMode.CLOSED, kv_retained_ratio=0.0)
         """The last one that could be read; without a grant nothing falls asleep or wakes up."""
         self._memory_deadline = MemoryDeadline()
+        self._watch: IsolationWatch | None = None
         self._granted_ns = monotonic_ns()
         self._closings = self._aborted = 0
         self._decide_s = 0.0
@@ -133,18 +133,10 @@ class GuestSlot:
     def isolation_watch(self) -> IsolationWatch | None:
         """A watch that is not started yet; None for an isolation that cannot cease to hold."""
         load = self.load
-        if load.isolation not in PREEMPTED:
-            return None
-
-        def tell(standing: ObservedIsolation) -> None:
-            load.standing = standing
-
-        return IsolationWatch(
-            IsolationBackend(load.isolation),
-            self._directory,
-            guest=lambda: load.processes,
-            tell=tell,
-        )
+        if load.isolation in PREEMPTED:
+            backend = IsolationBackend(load.isolation)
+            self._watch = IsolationWatch(backend, self._directory, guest=lambda: load.processes)
+        return self._watch
 
     @property
     def abort_grace_s(self) -> float:
@@ -222,7 +214,8 @@ class GuestSlot:
                 self._guest_page.close(unlink=True)
 
     def _record(self, now_ns: int) -> Guest:
-        decision, steps, standing = self.last, self.steps, self.load.standing
+        decision, steps = self.last, self.steps
+        observed = ObservedIsolation() if self._watch is None else self._watch.observed
         alone, beside = steps.calibrations(now_ns=now_ns)
         return Guest(
             epoch=self.granted.epoch,
@@ -244,8 +237,8 @@ class GuestSlot:
             prefix_tokens_dropped_total=self.load.prefix_tokens_dropped_total,
             processes=self.load.processes,
             isolation=self.load.isolation,
-            blocking_ratio=standing.blocking_ratio,
-            isolation_fault=standing.fault[:_FAULT_CHARACTERS],
+            blocking_ratio=observed.blocking_ratio,
+            isolation_fault=observed.fault[:_FAULT_CHARACTERS],
             memory=self.load.memory,
             weights_away=self.load.weights_away,
             step_over_ratio=steps.model.over_ratio,

@@ -6,7 +6,7 @@ Chosen by capability, reported in the grant as `blocking_ratio` and undone on ex
     idle-group    Linux: the guest in a control group that is idle as a whole, preempted at once;
                   production's threads are ranked as if it were not there
     idle          Linux: the guest's processes in the idle scheduling class, preempted at once
-    time-slicing  CUDA's default: contexts take turns on the GPU; a fault stays with who caused it
+    time-slicing  CUDA's default: contexts take turns on the GPU; a fault ends only its own process
     mps           CUDA, by consent only: both run at once, the guest on a share of the GPU and at
                   lower priority; without fault isolation, see MpsShare
                   under both the guest's threads on the host rank below production's as well
@@ -14,8 +14,8 @@ Chosen by capability, reported in the grant as `blocking_ratio` and undone on ex
 
 The idle class ranks a process among those of its own scheduling group only, and groups share a core
 out by their own weights first: a guest in the idle class in another group than production gets half
-of the core. In the same group it is preempted, and what production's own threads are owed is off by
-up to a tick: they wait a millisecond for each other where they would not (decision 96).
+of the core. In the same group it is preempted, and the shares of production's own threads are off
+by up to a tick: they wait a millisecond for each other where they would not (decision 96).
 """
 
 import os
@@ -55,7 +55,7 @@ class MpsShare:
 
         shared fate   a fault of one client ends the server and every client of it
         one user      clients of another user than the server's wait until it is gone
-        no lifting    share and priority are read when a client starts; nobody can change them later
+        no lifting    share and priority are read when a client starts; they cannot change later
         no signals    a client that is killed in the middle of a kernel may leave the server
                       undefined
 

@@ -92,8 +92,8 @@ def decide(
 ) -> StepDecision:
     """The grant's law over all pulses of a slot.
 
-    `may_probe` says that the last step is long enough ago: a prediction that is too long admits no
-    step and so is never corrected, wherefore idle production is then asked for one token.
+    With `may_probe` (the last step is long enough ago) idle production admits one token against the
+    prediction: one that is too long would admit no step, and so never be corrected.
     """
     record = grant.record
     if record is None:

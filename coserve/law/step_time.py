@@ -5,10 +5,10 @@
 
 `context_tokens` is the KV that running requests hold: what a step's attention reads. Fitted online,
 so that other hardware and another model are followed without a reset. Only steps that production
-left alone are learned from: what a step takes beside production is told (`beside`), and no part of
-the law, which counts how much of the accelerator a step takes and not how long that lasts. The fit
-runs once per step and must cost microseconds. Reads no clock; observations come with their
-duration.
+left alone are learned from: the time of a step beside production is reported (`beside`), and is no
+part of the law, which counts how much of the accelerator a step takes and not how long it lasts.
+The fit runs once per step and must cost microseconds. Touches no clock; observations come with
+their duration.
 """
 
 from collections import deque
@@ -20,8 +20,8 @@ import numpy as np
 from harvester.contracts.page import Calibration
 
 CONTEXT_UNIT_TOKENS = 1024
-# One step can be slow for reasons that are no step's (a first call, a page fault); what it says
-# beyond this many predictions is left out, and steps that stay slow still say it again.
+# A single step can be slow for other reasons (a first call, a page fault): it counts at most this
+# many times its prediction. Steps that stay slow still raise the fit.
 _OUTLIER_RATIO = 4.0
 _SHORTEST_STEP_S = 1e-4
 _LEAST_S = 1e-9
@@ -128,7 +128,7 @@ class StepTimeModel:
         """Largest token count of a step that fits into `budget_s`, 0 to `cap`.
 
         A scheduler runs its decodes first (one token each) and fills up with prefill. Fewer decodes
-        than there are read less context, which is not counted on: whose they are is not known.
+        than there are read less context, which is not counted on: which ones run is not known.
         """
         left_s = budget_s / self.factor - self.base_s
         left_s -= self.context_s * (context_tokens / CONTEXT_UNIT_TOKENS)
