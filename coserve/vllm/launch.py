@@ -53,8 +53,6 @@ class GpuShare:
     def __post_init__(self) -> None:
         if self.kv_cache_bytes <= 0:
             raise ConfigError("a guest's KV on a GPU must be above 0 bytes")
-        if self.sleeps and self.shared_kv:
-            raise ConfigError("sleep mode and kvcached do not go together: choose one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +179,7 @@ def _memory(spec: EngineSpec) -> tuple[str, ...]:
     if isinstance(gpu, GpuOwner):
         return ("--gpu-memory-utilization", f"{gpu.memory_ratio:g}")
     if gpu.sleeps:
-        residency.check(spec.vllm)
+        residency.check(spec.vllm, shared_kv=bool(gpu.shared_kv))
     eager = ("--enforce-eager",) if gpu.eager else ()
     size = ("--kv-cache-memory-bytes", str(gpu.kv_cache_bytes))
     sleeps = ("--enable-sleep-mode",) if gpu.sleeps else ()

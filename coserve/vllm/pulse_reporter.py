@@ -1,6 +1,6 @@
 """Publishes the pulse of a production engine from inside its API-server process.
 
-The middleware and the statistics logger of one process feed one book. The page is written on every
+The middleware and the statistics logger of one process feed one state. The page is written on every
 event and by a timer, because an idle engine emits no events and silence must not look like
 idleness. Step times are learned while the slot's grant is closed, beside the pulses of the engine's
 other API servers, whose requests share its steps. No request is touched, and no error here reaches
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from coserve.pulse.engine_cores import NO_SIBLINGS, EngineStep, Siblings
-from coserve.pulse.pulse_book import PulseBook
+from coserve.pulse.pulse_state import PulseState
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (
@@ -125,7 +125,7 @@ class PulseReporter:
         self._directory = PageDirectory(environment.directory, environment.owners)
         self._engine, self._process = environment.engine, environment.process
         self._siblings: tuple[PageReader[Pulse], ...] = ()
-        self._book = PulseBook(root=_root(), middleware=False)
+        self._state = PulseState(root=_root(), middleware=False)
         self._grant = self._directory.grant_reader()
         self._grant_seen: bytes | None = None
         self._told_stranger = False
@@ -141,37 +141,37 @@ class PulseReporter:
 
     def attach_middleware(self) -> None:
         """Record that the middleware is installed, so that arrivals are reported from now on."""
-        self.report(lambda _: setattr(self._book, "middleware", True))
+        self.report(lambda _: setattr(self._state, "middleware", True))
 
     def connect(self) -> int:
         """Record an opened WebSocket; returns the key for `finish`."""
         key = next(self._keys)
-        self.report(lambda _: self._book.connect(key))
+        self.report(lambda _: self._state.connect(key))
         return key
 
     def speak(self) -> None:
         """Record a message over a WebSocket; it is published with the next step."""
-        self._book.spoken_ns = monotonic_ns()
+        self._state.spoken_ns = monotonic_ns()
 
     def arrive(self, *, body_bytes: int) -> int:
         """Record a request whose body is complete; returns the key for `finish`."""
         key = next(self._keys)
         self.report(
-            lambda now_ns: self._book.arrive(
+            lambda now_ns: self._state.arrive(
                 key, body_bytes=body_bytes, now_ns=now_ns, beside=self._beside(now_ns)
             )
         )
         return key
 
     def finish(self, key: int, *, outlived: bool = False) -> None:
-        self.report(lambda now_ns: self._book.finish(key, now_ns=now_ns, outlived=outlived))
+        self.report(lambda now_ns: self._state.finish(key, now_ns=now_ns, outlived=outlived))
 
     def step(self, read: Callable[[], EngineStep]) -> None:
         """Record a step. `read` makes it from upstream's objects; its errors are caught here."""
         self.report(lambda now_ns: self._step(read(), now_ns))
 
     def report(self, change: Callable[[int], None]) -> None:
-        """Apply one change to the book and publish it."""
+        """Apply one change to the state and publish it."""
         with self._lock:
             if self._silent:
                 return
@@ -179,7 +179,7 @@ class PulseReporter:
                 now_ns = monotonic_ns()
                 change(now_ns)
                 if self._page is not None:
-                    pulse = self._book.pulse(now_ns=now_ns)
+                    pulse = self._state.pulse(now_ns=now_ns)
                     self._page.write(pulse, now_ns=now_ns, ttl_ns=PULSE_TTL_NS)
             except Exception:
                 self._fall_silent()
@@ -202,11 +202,11 @@ class PulseReporter:
     def _step(self, step: EngineStep, now_ns: int) -> None:
         if self._grant.sequence() != self._grant_seen:
             self._look_at_grant(now_ns)
-        self._book.step(step, now_ns=now_ns, beside=self._beside(now_ns))
+        self._state.step(step, now_ns=now_ns, beside=self._beside(now_ns))
 
     def _take(self, shape: EngineShape) -> None:
-        self._book.step_tokens, self._book.processes = shape.step_tokens, shape.processes
-        self._book.shape = shape.shape
+        self._state.step_tokens, self._state.processes = shape.step_tokens, shape.processes
+        self._state.shape = shape.shape
         if shape.process is not None:
             self._process = shape.process
         others = [place for place in range(shape.processes) if place != self._process]
@@ -218,7 +218,7 @@ class PulseReporter:
         """State of the other API servers; None if one is silent, or if nothing can be learned."""
         if not self._siblings:
             return NO_SIBLINGS
-        if self._book.alone_since_ns is None:
+        if self._state.alone_since_ns is None:
             return None
         pulses = [page.read(now_ns=now_ns).record for page in self._siblings]
         present = [pulse for pulse in pulses if pulse is not None]
@@ -250,15 +250,15 @@ class PulseReporter:
         else:
             closed = not grant.record.mode.admits
         if not closed:
-            self._book.alone_since_ns = None
-        elif self._book.alone_since_ns is None:
-            self._book.alone_since_ns = now_ns
+            self._state.alone_since_ns = None
+        elif self._state.alone_since_ns is None:
+            self._state.alone_since_ns = now_ns
 
     def _beat(self, now_ns: int) -> None:
         self._look_at_grant(now_ns)
         self._beats += 1
         if self._beats % _REFIT_BEATS == 0:
-            self._book.refit()
+            self._state.refit()
 
 
 def _root() -> ProcessId | None:

@@ -33,12 +33,16 @@ LEVEL = 1
 _log = logging.getLogger(__name__)
 
 
-def check(vllm: Capabilities) -> None:
-    """Raises Unsupported if weights cannot be woken and put back to sleep alone.
+def check(vllm: Capabilities, *, shared_kv: bool) -> None:
+    """Raises ConfigError beside kvcached, Unsupported if weights cannot be woken and put back to
+    sleep alone.
 
     vLLM's allocator must skip memory that already sleeps. Version 0.24 would unmap it again; the
     code was read for 0.31 and later, whose table says that KV is released alone.
     """
+    if shared_kv:
+        # Both would map and unmap the same engine's memory, unaware of each other.
+        raise ConfigError("sleep mode and kvcached do not go together: choose one")
     if not vllm.kv_memory_release:
         raise Unsupported(
             f"vLLM {vllm.version} was not checked to put weights back to sleep while its KV "
@@ -76,10 +80,7 @@ def residency(
     """None if a sleeping guest keeps its weights. Raises ConfigError, Unsupported."""
     if not vllm_config.model_config.enable_sleep_mode:
         return None
-    check(vllm)
-    if shared_kv:
-        # Both would map and unmap the same engine's memory, unaware of each other.
-        raise ConfigError("sleep mode and kvcached do not go together: leave one of them out")
+    check(vllm, shared_kv=shared_kv)
     executor.collective_rpc("rosemux_follow_updates")
     return GuestResidency(executor)
 

@@ -17,7 +17,7 @@ from coserve.guest import isolation
 from coserve.guest.gpus import Gpu, gpus
 from coserve.guest.isolation import IsolationBackend, MpsShare
 from coserve.vllm import launch
-from coserve.vllm.guest_plan import Answer, GuestPlan, GuestWishes, answers, plan
+from coserve.vllm.guest_plan import Answer, GuestPlan, GuestSettings, answers, plan
 from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.guest_place import GuestPlace
 from harvester.agent.mps import MpsWatch
@@ -52,9 +52,9 @@ def guest(
         mark = "good" if check.good else "WRONG"
         console.print(f"{check.what}: {mark}: {check.says}", soft_wrap=True, highlight=False)
     vllm = supported_vllm()
-    wishes = _wishes(chosen, wanted)
-    console.print(_table(answers(wishes, vllm), title=f"Slot {chosen.name}, vLLM {vllm.version}"))
-    planned = plan(wishes, vllm)
+    settings = _settings(chosen, wanted)
+    console.print(_table(answers(settings, vllm), title=f"Slot {chosen.name}, vLLM {vllm.version}"))
+    planned = plan(settings, vllm)
     spec = launch.EngineSpec(
         name=_NAME,
         model=wanted.model,
@@ -64,7 +64,7 @@ def guest(
         vllm=vllm,
         kv_cache_gib=planned.kv_cache_gib,
         gpu=planned.gpu,
-        extra_arguments=(*_ranks(wishes.gpus), *wanted.arguments),
+        extra_arguments=(*_ranks(settings.gpus), *wanted.arguments),
     )
     command = launch.guest(spec, pages=pages, weights=wanted.weights, isolation=planned.isolation)
     command = replace(command, environment=command.environment | owners.variable())
@@ -76,8 +76,8 @@ def guest(
     if dry_run:
         return
     segment = None
-    if wishes.shared_kv:
-        segment = KvSegment(wishes.shared_kv, owners=frozenset((os.getuid(),)))
+    if settings.shared_kv:
+        segment = KvSegment(settings.shared_kv, owners=frozenset((os.getuid(),)))
     place = GuestPlace(PageDirectory(pages, owners))
     place.take()
     if segment is not None:
@@ -85,7 +85,7 @@ def guest(
     engine = GuestEngine(
         command.arguments,
         command.environment,
-        mps=_watch(wishes.mps, planned),
+        mps=_watch(settings.mps, planned),
         segment=segment,
         inherits=(place.descriptor,),
         pages=PageDirectory(pages),
@@ -116,7 +116,7 @@ def _guest(slot: SlotConfig) -> GuestConfig:
     return slot.guest
 
 
-def _wishes(slot: SlotConfig, wanted: GuestConfig) -> GuestWishes:
+def _settings(slot: SlotConfig, wanted: GuestConfig) -> GuestSettings:
     share, configured = None, slot.policy.blocking_ratio
     if slot.mps is not None:
         share = MpsShare(
@@ -124,7 +124,7 @@ def _wishes(slot: SlotConfig, wanted: GuestConfig) -> GuestWishes:
             active_thread_percentage=wanted.active_thread_percentage,
             blocking_ratio=1.0 if configured == AUTO else configured,
         )
-    return GuestWishes(
+    return GuestSettings(
         kv_cache_bytes=wanted.kv_cache_bytes,
         gpus=_gpus(wanted.gpus),
         isolation=None if wanted.isolation is None else IsolationBackend(wanted.isolation),

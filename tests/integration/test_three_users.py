@@ -59,12 +59,12 @@ PRODUCTION_PROCESS = """
 import json, sys, time
 from pathlib import Path
 import msgspec
-from coserve.pulse.pulse_book import PulseBook
+from coserve.pulse.pulse_state import PulseState
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import PageDirectory, ProductionModel, owners_told
 become({production}, {group})
 pages = PageDirectory(Path(sys.argv[1]), owners_told())
-page, grants, book = pages.own_pulse("prod", 0), pages.grant_reader(), PulseBook()
+page, grants, book = pages.own_pulse("prod", 0), pages.grant_reader(), PulseState()
 model = ProductionModel(prefill_base_s=0.1, decode_base_s=0.05)
 samples = dict(model=model, model_samples=1000,
                ttft_s_recent=(0.03,) * 32, itl_s_recent=(0.008,) * 32)

@@ -12,7 +12,7 @@ from math import ceil
 from coserve.law.gate import GuestLoad, StepDecision, decide
 from coserve.law.step_time import StepTimeModel
 from coserve.pulse.engine_cores import EngineStep
-from coserve.pulse.pulse_book import PulseBook
+from coserve.pulse.pulse_state import PulseState
 from harvester.contracts.ids import Epoch, LeaseId
 from harvester.contracts.page import Grant, GrantMode, Guest, PageFault, Pulse, Reading
 from harvester.policy.effects import Effect, WriteGrant
@@ -53,7 +53,7 @@ class FakeProduction:
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     served: list[Request] = field(default_factory=list)
-    book: PulseBook = field(default_factory=lambda: PulseBook(step_tokens=STEP_TOKENS))
+    book: PulseState = field(default_factory=lambda: PulseState(step_tokens=STEP_TOKENS))
 
     def arrive(self, request: Request) -> None:
         self.waiting.append(request)

@@ -15,7 +15,7 @@ from coserve.law.engine_terms import idle, terms_of
 from coserve.law.gate import Closed, GuestLoad, StepDecision, decide
 from coserve.law.step_time import StepTimeModel
 from coserve.pulse.engine_cores import EngineStep, Siblings
-from coserve.pulse.pulse_book import PulseBook
+from coserve.pulse.pulse_state import PulseState
 from harvester.contracts.page import EngineCore, Grant, Law, ProductionModel, PulseHead, Reading
 
 MakeGrant = Callable[..., Grant]
@@ -32,7 +32,7 @@ class Engine:
     """Production as its logger sees it; the middleware sees what a test lets arrive."""
 
     def __init__(self) -> None:
-        self.book, self.now_ns = PulseBook(), START_NS
+        self.book, self.now_ns = PulseState(), START_NS
 
     def after(self, seconds: float) -> "Engine":
         self.now_ns += round(seconds * 1e9)

@@ -73,7 +73,7 @@ class _PrefillRun:
 
 
 @dataclass(slots=True)
-class PulseBook:
+class PulseState:
     step_tokens: int = 0
     """The engine's token limit per step; 0 if unknown."""
     times: ProductionTime = field(default_factory=ProductionTime)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from coserve.pulse.engine_cores import NO_SIBLINGS, EngineStep, Siblings
-from coserve.pulse.pulse_book import PulseBook
+from coserve.pulse.pulse_state import PulseState
 from harvester.contracts.page import Pulse
 
 START_NS = 1_000_000_000_000
@@ -15,7 +15,7 @@ class Production:
     """An engine whose clock advances by the duration of each event."""
 
     def __init__(self) -> None:
-        self.book = PulseBook()
+        self.book = PulseState()
         self.now_ns = START_NS
 
     def after(self, seconds: float) -> "Production":
