@@ -114,11 +114,11 @@ def test_learns_nothing_while_a_guest_is_let_in(
     def learns() -> bool:
         """Whether a request teaches anything that comes one step after the newest grant."""
         reporter.step(lambda: replace(STEP, first_tokens=0, prompt_tokens=0))
-        before = len(reporter._book.times.prefills)
+        before = len(reporter._state.times.prefills)
         key = reporter.arrive(body_bytes=500)
         reporter.step(lambda: STEP)
         reporter.finish(key)
-        return len(reporter._book.times.prefills) > before
+        return len(reporter._state.times.prefills) > before
 
     assert learns(), "no agent, no guest"
     grant(GrantMode.OPEN)
@@ -193,11 +193,11 @@ def test_learns_nothing_while_another_api_server_prefills_or_is_silent(tmp_path:
     reporter = shaped(tmp_path, 0)
 
     def learns() -> bool:
-        before = len(reporter._book.times.prefills)
+        before = len(reporter._state.times.prefills)
         key = reporter.arrive(body_bytes=500)
         reporter.step(lambda: STEP)
         reporter.finish(key)
-        return len(reporter._book.times.prefills) > before
+        return len(reporter._state.times.prefills) > before
 
     assert not learns(), "the other has not begun"
     other = shaped(tmp_path, 1)
