@@ -8,13 +8,12 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from coserve.guest import isolation
-from coserve.guest.gpus import ComputeMode, Gpu, gpus, nvidia_smi
+from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory, gpu_memory, gpus
 from coserve.guest.isolation import TIME_SLICING, Isolation
 from coserve.vllm.launch import GpuOwner, GpuShare
 from examples.demo import memory_split
 from examples.demo.hardware import CpuHardware, Hardware, Kind, RolloutLoad
 from examples.demo.job.model import PolicyShape
-from examples.demo.memory_split import MIB, GpuMemory
 from examples.demo.prerequisites import check_gpu_machine, check_machine, is_cuda_build
 from examples.demo.production_model import (
     EIGHT_BILLION,
@@ -153,17 +152,6 @@ class RehearsedGpu(GpuHardware):
 _REHEARSED = RehearsedGpu(
     Gpu("GPU-none", ComputeMode.DEFAULT), GpuMemory(total_bytes=0, free_bytes=0)
 )
-
-
-def gpu_memory(uuid: str, command: str = "nvidia-smi") -> GpuMemory:
-    """Memory of one GPU, now. Raises Unsupported if the driver does not report it."""
-    query = "--query-gpu=uuid,memory.total,memory.free"
-    for line in nvidia_smi(command, query, "--format=csv,noheader,nounits"):
-        name, *sizes = (word.strip() for word in line.split(","))
-        if name == uuid and len(sizes) == 2 and "".join(sizes).isdigit():
-            total, free = (int(size) * MIB for size in sizes)
-            return GpuMemory(total_bytes=total, free_bytes=free)
-    raise Unsupported(f"{command} does not say what memory GPU {uuid} has")
 
 
 def find_hardware(wanted: Kind | None = None, *, command: str = "nvidia-smi") -> Hardware:

@@ -6,10 +6,11 @@ guest's KV is a fixed size, out of what production leaves. Pure.
 
 from dataclasses import dataclass
 
+from coserve.guest.gpus import GpuMemory
 from examples.demo.production_model import ModelShape
 from harvester.contracts.errors import Unsupported
 
-MIB, GIB = 1 << 20, 1 << 30
+GIB = 1 << 30
 PRODUCTION_RATIO = 0.5
 SIDE_BY_SIDE_RATIO = 0.9
 """Share of the GPU for all stock engines together: the rest is for graphs, which vLLM does not
@@ -19,12 +20,6 @@ WORKSPACE_BYTES = 4 * GIB
 KV_BYTES_MIN = 4 * GIB
 GUEST_KV_BYTES_MAX = 24 * GIB
 """A batch of rollouts uses less; the rest of a large GPU stays free."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuMemory:
-    total_bytes: int
-    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,11 @@
 import pytest
 
 from benchmarks.coserve.load import REQUESTS_MIN, Aim, Load
-from coserve.guest.gpus import ComputeMode, Gpu
+from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory
 from examples.demo.bursts import Bursts, generated_trace
 from examples.demo.calibration import mean_busy_share
 from examples.demo.gpu_hardware import GpuHardware
 from examples.demo.hardware import CpuHardware, Hardware
-from examples.demo.memory_split import GpuMemory
 from harvester.contracts.page import ProductionModel
 
 GPU = GpuHardware(

@@ -11,12 +11,11 @@ import pytest
 
 from benchmarks.pulse import __main__ as pulse
 from benchmarks.pulse.figures import ARMS, Arm, Figures
-from coserve.guest.gpus import ComputeMode, Gpu
+from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory
 from coserve.vllm.launch import EngineCommand
 from examples.demo.bursts import Bursts, generated_trace
 from examples.demo.gpu_hardware import GpuHardware
 from examples.demo.hardware import CpuHardware, Hardware
-from examples.demo.memory_split import GpuMemory
 from examples.demo.parts import Parts
 from examples.demo.records import ProductionRequest
 

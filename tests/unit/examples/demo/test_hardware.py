@@ -13,7 +13,7 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from coserve.guest.gpus import ComputeMode, Gpu
+from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory
 from coserve.guest.isolation import NO_ISOLATION, TIME_SLICING
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineCommand
@@ -21,7 +21,6 @@ from examples.demo import prerequisites
 from examples.demo.gpu_hardware import GpuHardware, find_hardware
 from examples.demo.hardware import CpuHardware, Hardware, Kind
 from examples.demo.job.model import PolicyShape
-from examples.demo.memory_split import GpuMemory
 from examples.demo.parts import Parts
 from examples.demo.slot import GUEST, PRODUCTION, ServingSlot, SlotPorts
 from harvester.contracts.errors import ConfigError, Unsupported

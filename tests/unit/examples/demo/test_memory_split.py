@@ -1,16 +1,13 @@
 """Two 8B engines on cards on sale; the sizes are nvidia-smi's."""
 
-from pathlib import Path
-
 import pytest
 
-from examples.demo.gpu_hardware import gpu_memory
+from coserve.guest.gpus import GpuMemory
 from examples.demo.memory_split import (
     GIB,
     GUEST_KV_BYTES_MAX,
     KV_BYTES_MIN,
     WORKSPACE_BYTES,
-    GpuMemory,
     beside,
     side_by_side,
 )
@@ -67,20 +64,3 @@ def test_three_engines_side_by_side_share_nine_tenths() -> None:
     assert side_by_side(card(H200_MIB), EIGHT_BILLION, engines=3) == pytest.approx(0.3)
     with pytest.raises(Unsupported, match="3 engines of 32 layers"):
         side_by_side(card(L40S_MIB), EIGHT_BILLION, engines=3)
-
-
-def smi(folder: Path, script: str) -> str:
-    command = folder / "nvidia-smi"
-    command.write_text(f"#!/bin/sh\n{script}\n")
-    command.chmod(0o755)
-    return str(command)
-
-
-def test_the_driver_says_what_memory_a_gpu_has_and_what_is_free(tmp_path: Path) -> None:
-    says = smi(tmp_path, "printf 'GPU-1, 81559, 81000\\nGPU-2, 143771, 12\\n'")
-    assert gpu_memory("GPU-2", says) == GpuMemory(total_bytes=143_771 << 20, free_bytes=12 << 20)
-    for unknown in ("GPU-3", "GPU-"):
-        with pytest.raises(Unsupported, match="does not say what memory"):
-            gpu_memory(unknown, says)
-    with pytest.raises(Unsupported, match="does not say what memory"):
-        gpu_memory("GPU-1", smi(tmp_path, "echo GPU-1, [N/A], [N/A]"))
