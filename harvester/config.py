@@ -33,9 +33,8 @@ from harvester.platform.yaml_file import (
     parse_value,
     read_text,
 )
-from harvester.policy.bounds import Range, beyond
+from harvester.policy.bounds import Range, beyond, slo_warnings
 from harvester.policy.settings import Mode, SlotSettings, more_careful
-from harvester.policy.slo_edges import slo_warnings
 
 ENVIRONMENT_PREFIX = "ROSEMUX_AGENT_"
 _NAME = Field(pattern=NAME_PATTERN)
@@ -264,6 +263,19 @@ class AgentConfig(_Model):
 
     def pages_of(self, slot: SlotConfig) -> Path:
         return slot.pages or self.page_root / slot.name
+
+    def file_of(self, slot: SlotConfig, kind: str) -> Path:
+        """A slot's file in `state_dir`: `journal`, `state`, `lease`, `lifted` or `release`."""
+        return self.state_dir / f"{slot.name}.{kind}"
+
+    def slot_named(self, name: str | None) -> SlotConfig:
+        """The slot of a command's `--slot`; None is the only one. Raises ConfigError."""
+        names = [slot.name for slot in self.slots]
+        if name is None and len(names) > 1:
+            raise ConfigError(f"--slot: choose one of {', '.join(names)}")
+        if name is not None and name not in names:
+            raise ConfigError(f"--slot {name}: the file has {', '.join(names)}")
+        return next(slot for slot in self.slots if name in {None, slot.name})
 
     def owners_of(self, slot: SlotConfig) -> PageOwners:
         """Uids that may write each kind of page. Raises ConfigError if a user is unknown here, or

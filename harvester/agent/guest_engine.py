@@ -22,7 +22,7 @@ from functools import partial
 import msgspec
 import psutil
 
-from harvester.agent.mps import MpsWatch
+from harvester.agent.mps_watch import MpsWatch
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
 from harvester.contracts.page import Guest, PageDirectory, PageWriter

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from harvester.agent.mps import MpsWatch
+from harvester.agent.mps_watch import MpsWatch
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import UNDECODABLE, Unsupported
 from harvester.contracts.process import ProcessId, lineage, start_ticks

@@ -6,17 +6,16 @@ import secrets
 
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.metrics import AgentMetrics
+from harvester.agent.operator_files import KillSwitchFile
 from harvester.agent.reload import Reload, reload
-from harvester.agent.sense import KillSwitchFile
-from harvester.agent.slot import Slot
+from harvester.agent.slot_loop import Slot
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import LeaseId, NodeId, SlotId
-from harvester.contracts.page.directory import LAUNCH_DIRECTORY
-from harvester.contracts.page.trusted_directory import make_directory
+from harvester.contracts.page.directory import LAUNCH_DIRECTORY, make_directory
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRequest, SlotState
-from harvester.policy.leases import LeaseBook
+from harvester.policy.lease_book import LeaseBook
 from harvester.policy.sample import KillSwitch
 from harvester.policy.states import Condition
 
@@ -75,7 +74,7 @@ class NodeAgent:
         if switch is not self._switched:
             _log.warning("kill switch: %s", switch)
             self._switched = switch
-        self.metrics.kill_switch.labels("node").set(switch is not KillSwitch.NONE)
+        self.metrics.gauge("kill_switch_engaged", "node").set(switch is not KillSwitch.NONE)
         for slot in self.slots:
             lease = self.book.live(slot.name)
             if lease is not None:
@@ -131,9 +130,9 @@ class NodeAgent:
         return done
 
     def _tell_configured(self) -> None:
-        self.metrics.unsafe_experiments.set(self._config.unsafe_experiments)
-        self.metrics.restart_needed.set(len(self.restart_needed))
-        self.metrics.reload_successful.set(not self.restart_needed)
+        self.metrics.gauge("unsafe_experiments").set(self._config.unsafe_experiments)
+        self.metrics.gauge("config_restart_needed").set(len(self.restart_needed))
+        self.metrics.gauge("config_last_reload_successful").set(not self.restart_needed)
 
     def close(self) -> None:
         for slot in self.slots:

@@ -71,7 +71,7 @@ class SlotRecord:
             policy.resume(left)
         elif self._path.exists():
             _log.warning("slot %s: a journal and no state: its budget counts as spent", self._slot)
-            policy.presume_spent("history not known: a journal and no state", now=now)
+            policy.budget.stop("history not known: a journal and no state", now=now)
 
     def begin(self) -> None:
         """The journal's first line. Raises OSError for what no waiting mends."""

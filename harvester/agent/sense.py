@@ -1,13 +1,12 @@
-"""Reads a slot's pages and the kill switch into one sample. It judges nothing."""
+"""Reads a slot's pages into one sample. It judges nothing."""
 
 import logging
 import os
 from contextlib import suppress
 from pathlib import Path
 
-from harvester.agent.kv_sharing import SharedKv
-from harvester.agent.memory import SharedMemory
-from harvester.agent.mps import MpsWatch
+from harvester.agent.mps_watch import MpsWatch
+from harvester.agent.shared_memory import SharedKv, SharedMemory
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (
     Guest,
@@ -21,35 +20,20 @@ from harvester.contracts.page import (
 from harvester.contracts.page.owners import user_name
 from harvester.contracts.process import ProcessId, start_ticks
 from harvester.platform.scheduling_group import is_under_idle, scheduling_group
-from harvester.policy.expected_pulses import FOREIGN_PULSE, MAX_PULSES, expected
-from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
+from harvester.policy.sample import (
+    FOREIGN_PULSE,
+    MAX_PULSES,
+    GuestReading,
+    KillSwitch,
+    LeaseView,
+    PulseReading,
+    SlotSample,
+    expected,
+)
 
 _log = logging.getLogger(__name__)
 
-_SWITCH_BYTES = 64
 _RELIST_BEATS = 5
-
-
-class KillSwitchFile:
-    """An operator's file, which works while everything else is down. An empty file drains."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read(self) -> KillSwitch:
-        try:
-            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return KillSwitch.NONE
-        except OSError:
-            return KillSwitch.DRAIN
-        try:
-            text = os.read(file, _SWITCH_BYTES).strip()
-        except OSError:
-            return KillSwitch.DRAIN
-        finally:
-            os.close(file)
-        return KillSwitch.HOLD if text == b"hold" else KillSwitch.DRAIN
 
 
 def _lives_below(process: ProcessId) -> bool:

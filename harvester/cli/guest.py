@@ -21,9 +21,9 @@ from coserve.vllm import launch
 from coserve.vllm.guest_plan import Answer, GuestPlan, GuestWishes, answers, plan
 from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.guest_place import GuestPlace
-from harvester.agent.mps import MpsWatch
+from harvester.agent.mps_watch import MpsWatch
 from harvester.cli.guest_checks import checks, refuse_bad, supported_vllm
-from harvester.config import AgentConfig, GuestConfig, MpsConfig, SlotConfig, load_agent_config
+from harvester.config import GuestConfig, MpsConfig, SlotConfig, load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory, PageOwners
 from harvester.platform.idle_groups import IdleGroups
@@ -44,7 +44,7 @@ def guest(
 ) -> None:
     """Start a slot's guest as this machine, this vLLM and your consent allow; say why."""
     agent = load_agent_config(config)
-    chosen = _slot(agent, slot)
+    chosen = agent.slot_named(slot)
     wanted, pages = _guest(chosen), agent.pages_of(chosen)
     console = Console()
     owners = agent.owners_of(chosen)
@@ -97,15 +97,6 @@ def guest(
     finally:
         isolation.lift_from_process()
         isolation.clear()
-
-
-def _slot(agent: AgentConfig, name: str | None) -> SlotConfig:
-    names = [slot.name for slot in agent.slots]
-    if name is None and len(names) > 1:
-        raise ConfigError(f"--slot: choose one of {', '.join(names)}")
-    if name is not None and name not in names:
-        raise ConfigError(f"--slot {name}: the file has {', '.join(names)}")
-    return next(slot for slot in agent.slots if name in {None, slot.name})
 
 
 def _guest(slot: SlotConfig) -> GuestConfig:

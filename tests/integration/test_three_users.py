@@ -48,7 +48,7 @@ def become(user, *groups):
 
 AGENT_PROCESS = """
 import encodings.ascii, encodings.idna, sys
-import harvester.agent.process
+import harvester.agent.agent_process
 from harvester.cli import main
 sys.argv = ["rosemux", "agent", "--config", sys.argv[1]]
 become({agent}, {group})

@@ -1,6 +1,5 @@
 """The page directory: what agent, production engines and guest of one slot tell each other."""
 
-from harvester.contracts.page.cores import latest_cores
 from harvester.contracts.page.directory import PageDirectory, PageName, engine_of, pulse_page
 from harvester.contracts.page.kept import KeptPage
 from harvester.contracts.page.owners import OWN_USER, OWNERS_VARIABLE, PageOwners, owners_told
@@ -18,6 +17,7 @@ from harvester.contracts.page.records import (
     Pulse,
     PulseHead,
     Record,
+    latest_cores,
 )
 from harvester.contracts.page.seal import LAYOUT_VERSION, PAGE_BYTES, PageFault
 from harvester.contracts.page.writer import PageWriter

@@ -3,6 +3,7 @@
 Times are CLOCK_MONOTONIC nanoseconds (`_ns`) or durations in seconds (`_s`); 0 is "none".
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar
 
@@ -11,6 +12,9 @@ import msgspec
 from harvester.contracts.process import ProcessId
 
 MOST_SHAPE_CHARACTERS = 120
+_LATE_NS = 250_000_000
+"""Reports closer in time than this cannot be ordered: a busy API server may read its statistics
+later by as much."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,6 +157,26 @@ class Pulse(PulseHead, frozen=True, kw_only=True):
     middleware: bool | None = None
     """Whether the middleware is part of this process's server: without it `in_flight` stays 0. None
     if unknown."""
+
+
+def latest_cores(pulses: Sequence[PulseHead]) -> Sequence[EngineCore]:
+    """The latest report of each core, from the pulses of one engine.
+
+    Reports that are nearly as new as the newest cannot be ordered: the one with the fewest requests
+    counts, since a running engine repeats its report and an idle one reports once.
+    """
+    if len(pulses) == 1:
+        return pulses[0].cores
+    words: dict[int, list[EngineCore]] = {}
+    for pulse in pulses:
+        for core in pulse.cores:
+            words.setdefault(core.rank, []).append(core)
+    found: list[EngineCore] = []
+    for of_core in words.values():
+        newest_ns = max([core.told_ns for core in of_core])
+        near = [core for core in of_core if newest_ns - core.told_ns <= _LATE_NS]
+        found.append(min(near, key=lambda core: core.running + core.waiting))
+    return found
 
 
 class GrantMode(StrEnum):

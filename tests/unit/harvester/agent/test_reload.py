@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from harvester.agent.agent_process import AgentProcess, Notifier
 from harvester.agent.node import NodeAgent
-from harvester.agent.process import AgentProcess
 from harvester.agent.reload import reload
-from harvester.agent.systemd import Notifier
 from harvester.config import (
     AgentConfig,
     GuestConfig,

@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from harvester.cli import main
-from harvester.cli.commands import COMMANDS, LazyCommand
-from harvester.cli.root import load
+from harvester.cli.root import COMMANDS, LazyCommand, load
 from harvester.cli.status import _says
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import Unsupported

@@ -15,7 +15,7 @@ import pytest
 
 from coserve.guest.isolation import IsolationBackend
 from coserve.vllm.capabilities import installed_vllm_version
-from harvester.agent.sharing_exposition import BACKENDS
+from harvester.agent.exposition import BACKENDS
 from harvester.cli import main
 from harvester.config import GuestConfig
 from harvester.contracts.clock import monotonic_ns

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from harvester.agent.guest_processes import GuestProcesses
-from harvester.agent.mps import MpsWatch
+from harvester.agent.mps_watch import MpsWatch
 from harvester.config import load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest

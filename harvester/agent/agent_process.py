@@ -1,9 +1,12 @@
 """The agent's process: the beat, the server, signals and systemd, from start to drain."""
 
 import asyncio
+import contextlib
 import errno
 import logging
+import os
 import signal
+import socket
 from collections.abc import Callable
 
 from aiohttp import web
@@ -11,9 +14,8 @@ from aiohttp import web
 from harvester.agent.http import application
 from harvester.agent.node import NodeAgent
 from harvester.agent.scrape import MetricsProbe
-from harvester.agent.systemd import Notifier
 from harvester.config import LoadedConfig
-from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.platform.bearer import read_token
 
@@ -22,6 +24,40 @@ _log = logging.getLogger(__name__)
 _SHUTDOWN_S = 2.0
 _WATCHDOG_SHARE = 4
 """Notifications to systemd per watchdog period."""
+
+
+class Notifier:
+    """sd_notify(3): tells systemd that the agent is ready, alive, reloading or stopping; nothing
+    where the environment has no NOTIFY_SOCKET."""
+
+    def __init__(self) -> None:
+        address = os.environ.get("NOTIFY_SOCKET", "")
+        # A leading @ names the abstract namespace, whose addresses begin with a zero byte.
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        watchdog_us = os.environ.get("WATCHDOG_USEC", "")
+        self.watchdog_s: float | None = int(watchdog_us) / 1e6 if watchdog_us.isdigit() else None
+
+    def ready(self) -> None:
+        self._send("READY=1")
+
+    def alive(self) -> None:
+        self._send("WATCHDOG=1")
+
+    def reloading(self) -> None:
+        self._send(f"RELOADING=1\nMONOTONIC_USEC={monotonic_ns() // 1000}")
+
+    def stopping(self) -> None:
+        self._send("STOPPING=1")
+
+    def _send(self, message: str) -> None:
+        if not self._address:
+            return
+        # systemd may be gone or slow; that never stops the agent.
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel,
+        ):
+            channel.sendto(message.encode(), self._address)
 
 
 class AgentProcess:
@@ -98,7 +134,7 @@ class AgentProcess:
     def _reconfigure(self, node: NodeAgent) -> None:
         self._notifier.reloading()
         # Set in any case; a configuration in force sets it again.
-        node.metrics.reload_successful.set(0)
+        node.metrics.gauge("config_last_reload_successful").set(0)
         try:
             loaded = self._reload()
             loaded.config.check_here()
@@ -133,7 +169,4 @@ def _listed(fields: tuple[str, ...]) -> str:
 
 
 def run_agent(loaded: LoadedConfig, *, reload: Callable[[], LoadedConfig], version: str) -> None:
-    async def run() -> None:
-        await AgentProcess(loaded, reload=reload, version=version).run()
-
-    asyncio.run(run())
+    asyncio.run(AgentProcess(loaded, reload=reload, version=version).run())

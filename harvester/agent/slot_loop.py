@@ -2,20 +2,18 @@
 
 import logging
 import os
-from pathlib import Path
 
 import msgspec
 
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.guest_description import GuestDescription
 from harvester.agent.guest_processes import GuestProcesses
-from harvester.agent.kv_sharing import SharedKv
 from harvester.agent.lease_file import LeaseFile
-from harvester.agent.memory import SharedMemory
-from harvester.agent.mps import MpsWatch
+from harvester.agent.mps_watch import MpsWatch
+from harvester.agent.operator_files import ReleaseFile
 from harvester.agent.record import SlotRecord
-from harvester.agent.release import ReleaseFile, release_path
 from harvester.agent.sense import SlotSensor
+from harvester.agent.shared_memory import SharedKv, SharedMemory
 from harvester.agent.state_file import StateFile
 from harvester.config import AgentConfig, MpsConfig, SlotConfig
 from harvester.contracts.clock import monotonic_ns
@@ -43,7 +41,7 @@ from harvester.policy.effects import (
     SettleGuest,
     WriteGrant,
 )
-from harvester.policy.leases import LeaseBook
+from harvester.policy.lease_book import LeaseBook
 from harvester.policy.sample import GuestAction, KillSwitch, SlotSample
 from harvester.policy.settings import SlotSettings
 from harvester.policy.slot import SlotPolicy
@@ -76,7 +74,7 @@ class Slot:
         )
         self._grant_page = directory.grant_page()
         _reserve(self._grant_page)
-        self.lease_file = LeaseFile(config.state_dir / f"{slot.name}.lease")
+        self.lease_file = LeaseFile(config.file_of(slot, "lease"))
         # The holder counts from an earlier moment, so the lease ends for the holder first.
         recorded = self.lease_file.read(ends_s=now + book.ttl_s)
         book.add_slot(self.name, epoch=epoch_left(directory), recorded=recorded)
@@ -91,18 +89,18 @@ class Slot:
         )
         self._guest = GuestProcesses(
             directory.path / PageName.GUEST,
-            memo=config.state_dir / f"{slot.name}.lifted",
+            memo=config.file_of(slot, "lifted"),
             mps=self._mps,
         )
         # Settle the processes that an earlier agent had lifted when it ended.
         self._guest.settle()
         self.policy = SlotPolicy(config.settings_of(slot))
-        self._release = ReleaseFile(release_path(config, slot))
+        self._release = ReleaseFile(config.file_of(slot, "release"))
         self._record = SlotRecord(
             slot.name,
-            journal_path(config, slot),
+            config.file_of(slot, "journal"),
             max_bytes=config.journal_max_bytes,
-            state=StateFile(state_path(config, slot), node=config.node, slot=slot.name),
+            state=StateFile(config.file_of(slot, "state"), node=config.node, slot=slot.name),
             first_line=self._first_line,
         )
         self._record.resume(self.policy, now=now)
@@ -178,8 +176,8 @@ class Slot:
             kv_tokens=self.config.kv_tokens,
             idle_ratio=self.policy.idle_ratio,
             reason=reason,
-            isolation=self.policy.guest_isolation,
-            floor_bytes=self.policy.guest_floor_bytes,
+            isolation=self.policy.guest.state.isolation,
+            floor_bytes=self.policy.guest.state.floor_bytes,
             tenant=lease.tenant if lease is not None else "",
             job=lease.job if lease is not None else "",
             engine=self.guest_description.latest,
@@ -267,14 +265,6 @@ def _watch(mps: MpsConfig | None) -> MpsWatch | None:
     watch.start()
     _log.warning("mps by consent: a fault of the guest ends production as well")
     return watch
-
-
-def journal_path(config: AgentConfig, slot: SlotConfig) -> Path:
-    return config.state_dir / f"{slot.name}.journal"
-
-
-def state_path(config: AgentConfig, slot: SlotConfig) -> Path:
-    return config.state_dir / f"{slot.name}.state"
 
 
 def _owners(config: AgentConfig, slot: SlotConfig) -> PageOwners:

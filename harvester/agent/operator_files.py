@@ -1,6 +1,6 @@
-"""An operator's word that a slot's quarantine may end: a file beside the slot's journal.
+"""Files by which an operator commands the agent: the node's kill switch, a slot's release.
 
-It works without the network and while the agent is down, and needs the right to write there.
+They work without the network and while the agent is down, and need the right to write there.
 """
 
 import logging
@@ -8,18 +8,39 @@ import os
 import stat
 from pathlib import Path
 
-from harvester.config import AgentConfig, SlotConfig
+from harvester.policy.sample import KillSwitch
 
 _log = logging.getLogger(__name__)
 
-MAX_BYTES = 400
+RELEASE_BYTES_MAX = 400
+_SWITCH_BYTES = 64
 
 
-def release_path(config: AgentConfig, slot: SlotConfig) -> Path:
-    return config.state_dir / f"{slot.name}.release"
+class KillSwitchFile:
+    """An operator's file, which works while everything else is down. An empty file drains."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> KillSwitch:
+        try:
+            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return KillSwitch.NONE
+        except OSError:
+            return KillSwitch.DRAIN
+        try:
+            text = os.read(file, _SWITCH_BYTES).strip()
+        except OSError:
+            return KillSwitch.DRAIN
+        finally:
+            os.close(file)
+        return KillSwitch.HOLD if text == b"hold" else KillSwitch.DRAIN
 
 
 class ReleaseFile:
+    """An operator's word that a slot's quarantine may end, beside the slot's journal."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read: tuple[int, int] | None = None
@@ -38,7 +59,7 @@ class ReleaseFile:
                 return ""
             if self._taken == (status.st_ino, status.st_mtime_ns):
                 return ""
-            text = os.read(file, MAX_BYTES).decode(errors="replace").strip()
+            text = os.read(file, RELEASE_BYTES_MAX).decode(errors="replace").strip()
             self._read = (status.st_ino, status.st_mtime_ns)
         except OSError:
             return ""

@@ -26,7 +26,7 @@ from harvester.contracts.wire.leases import (
     LeaseRequest,
     SlotState,
 )
-from harvester.policy.leases import LeaseBook, SlotLease
+from harvester.policy.lease_book import LeaseBook, SlotLease
 
 SLOT = SlotId("slot0")
 _secrets = count()
