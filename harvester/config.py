@@ -61,13 +61,9 @@ class HttpConfig(_Model):
     token_file: Path | None = None
     """File whose content callers send as `Authorization: Bearer ...`."""
 
-    @property
-    def loopback(self) -> bool:
-        return is_loopback(self.host)
-
     @model_validator(mode="after")
     def _token_off_loopback(self) -> "HttpConfig":
-        if not self.loopback and self.token_file is None:
+        if not is_loopback(self.host) and self.token_file is None:
             raise ValueError(
                 f"host {self.host} is not loopback: set token_file, or host to 127.0.0.1"
             )
@@ -104,9 +100,7 @@ class KvcachedConfig(_Model):
     guest: str
     """KVCACHED_IPC_NAME of the guest."""
     total_bytes: int = Field(gt=0, le=1 << 50)
-    """KV that all of them together may map on one GPU; production's other memory is not
-    included.
-    """
+    """KV that all may map together on one GPU; production's other memory is not included."""
 
     @model_validator(mode="after")
     def _segment_names(self) -> "KvcachedConfig":
@@ -182,16 +176,6 @@ class SlotConfig(_Model):
     guest: GuestConfig | None = None
     """Used by `rosemux guest` only; a guest may also be started by other means."""
     policy: SlotSettings = SlotSettings()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _owners_of_each_kind(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "trusted_uids" in values:
-            raise ValueError(
-                "trusted_uids has become `owners`, which names the users of production and guest "
-                "apart, and `page_group` beside it"
-            )
-        return values
 
     @model_validator(mode="after")
     def _one_kind_of_memory(self) -> "SlotConfig":
@@ -377,9 +361,7 @@ def read_agent_config(
 
 
 def _judge(config: AgentConfig, *, mistakes: list[str], unsafe: list[str]) -> list[str]:
-    """Notes on an experiment's settings. Raises ConfigError for mistakes, and for unsafe settings
-    outside an experiment.
-    """
+    """Notes on an experiment. Raises ConfigError for mistakes, and for its settings elsewhere."""
     if unsafe and not config.unsafe_experiments:
         mistakes = [*mistakes, *unsafe, "only experiments go beyond (unsafe_experiments)"]
     if mistakes:

@@ -51,8 +51,7 @@ class SlotExposition:
         self._begin()
 
     def name_tenants(self, tenants: tuple[str, ...]) -> None:
-        """Take the tenants of a reloaded configuration; the lease in force is relabelled at the
-        next beat."""
+        """Tenants of a reloaded configuration; the next beat relabels the lease in force."""
         self._tenants = tenants
         for tenant in tenants:
             if tenant != self._tenant:
@@ -92,8 +91,7 @@ class SlotExposition:
         self._last = sample
 
     def recorded(self, fault: str, missing_total: int) -> None:
-        """Export whether the journal can be written (`fault` is empty) and count missing
-        decisions."""
+        """`fault` is why the journal cannot be written; the count is of missing decisions."""
         self._set("unrecorded", fault != "")
         self._count("journal_missing_lines", missing_total - self._missing_lines)
         self._missing_lines = missing_total

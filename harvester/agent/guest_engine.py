@@ -121,9 +121,7 @@ class GuestEngine:
         return times_asked
 
     def _say_leaving(self) -> None:
-        """Publish the guest's last record with `leaving` set, on a page that the engine does not
-        write.
-        """
+        """Publish the guest's last record with `leaving` set, on another page than the engine's."""
         if self._pages is None or self._leaving is not None:
             return
         reader = self._pages.guest_reader()
@@ -140,17 +138,13 @@ class GuestEngine:
         self._leaving.write(record, now_ns=monotonic_ns(), ttl_ns=_LEAVING_TTL_NS)
 
     def _remove_page(self) -> None:
-        """Remove the page of an engine that was killed; an engine that ended by itself has removed
-        it.
-        """
+        """Remove the page of a killed engine; one that ended by itself has removed it."""
         assert self._pages is not None
         with contextlib.suppress(ConfigError, Exhausted):
             self._pages.guest_writer().close(unlink=True)
 
     def _stop(self, child: asyncio.subprocess.Process, *, insisted: bool) -> float | None:
-        """Ask the engine to stop. Returns the seconds to wait for it, None if no signal was
-        sent.
-        """
+        """Seconds to wait for the engine that was asked to stop; None if no signal was sent."""
         if insisted or self._may_signal(child.pid):
             with contextlib.suppress(ProcessLookupError):
                 child.terminate()

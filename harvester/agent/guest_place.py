@@ -38,9 +38,7 @@ class GuestPlace:
         return self._lock
 
     def take(self, *, timeout_s: float = PATIENCE_S) -> None:
-        """Wait for the lock. Raises Exhausted, naming the process that still holds it, after
-        `timeout_s`.
-        """
+        """Wait for the lock. Raises Exhausted after `timeout_s`, naming the holder."""
         until_s, told = self._clock.now() + timeout_s, False
         while (there := self._occupants()) is not None:
             if self._clock.now() >= until_s:
@@ -54,16 +52,12 @@ class GuestPlace:
         os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)
 
     def clear(self, segment: KvSegment) -> None:
-        """Remove the segment that a killed guest left; call after `take`. Raises Unsupported if the
-        segment belongs to a user who is not trusted.
-        """
+        """Remove a killed guest's segment, after `take`. Raises Unsupported for a stranger's."""
         if segment.remove():
             _log.warning("%s was left by a guest that was killed, and is removed", segment.path)
 
     def close(self) -> None:
-        """Close this process's descriptor; the lock holds while a process that inherited it
-        lives.
-        """
+        """Close this descriptor; the lock holds while a process that inherited it lives."""
         os.close(self._lock)
 
     def _occupants(self) -> str | None:

@@ -146,8 +146,7 @@ class GuestProcesses:
         self._note(GuestAction.LIFT, lifted, faults)
 
     def settle(self) -> None:
-        """Move lifted processes back, with the threads that they have made since. Failed moves are
-        retried at the next call."""
+        """Move lifted processes and their new threads back; failed moves wait for the next call."""
         faults, settled, left = [], [], set()
         for lifted in self._lifted:
             process = lifted.process
@@ -164,9 +163,7 @@ class GuestProcesses:
         self._note(GuestAction.SETTLE, settled, faults)
 
     def kill(self, processes: Iterable[ProcessId]) -> None:
-        """End processes with SIGKILL. Under MPS a thread first ends their GPU work, beside the
-        beat.
-        """
+        """Send SIGKILL; under MPS a thread first ends their GPU work, beside the beat."""
         found = self._find(processes)
         if self._mps is None:
             with self._killing:
@@ -216,9 +213,7 @@ class GuestProcesses:
             self._kill = kill
 
     def _has_ended(self, kill: _Kill) -> bool:
-        """Whether every signalled process has ended; moves those that have from `dying` to
-        `ended`.
-        """
+        """Whether every signalled process has ended; moves ended ones from `dying` to `ended`."""
         for descriptor in _ended(kill.dying):
             kill.ended.append(kill.dying.pop(descriptor))
             os.close(descriptor)

@@ -84,8 +84,7 @@ class NodeAgent:
         self._beat_at_s = now
 
     def _beat_slot(self, slot: Slot, switch: KillSwitch, now: float) -> None:
-        """Run one slot's beat. If it raises, its grant is not written and expires; other slots go
-        on."""
+        """If it raises, the slot's grant is not written and expires; other slots go on."""
         try:
             slot.beat(switch, now=now)
         except Exception as error:
@@ -99,9 +98,7 @@ class NodeAgent:
                 _log.warning("slot %s: the agent decides again", slot.name)
 
     def take(self, request: LeaseRequest) -> LeaseGranted | LeaseRefused:
-        """Grant or refuse a lease. A lease is granted only once it is on disk for a restarted
-        agent.
-        """
+        """A lease is granted only once it is on disk for a restarted agent."""
         secret = secrets.token_hex(_SECRET_BYTES)
         answer = self.book.take(request, secret=secret, now=self.clock.now())
         if not isinstance(answer, LeaseGranted):

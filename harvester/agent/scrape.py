@@ -25,9 +25,7 @@ from harvester.contracts.page import PageDirectory, Pulse
 from harvester.platform.reply import body_of
 
 ACCEPT = "text/plain;version=0.0.4"
-"""Plain text: asked for OpenMetrics, newer client libraries write `vllm_` where vLLM says
-`vllm:`.
-"""
+"""Plain text: newer client libraries write vLLM's `vllm:` as `vllm_` in OpenMetrics."""
 MAX_SCRAPE_BYTES = 8 << 20
 ENGINE = "metrics"
 
@@ -64,9 +62,7 @@ def narrowed(url: str) -> str:
 
 
 def read_levels(text: str) -> VllmLevels | None:
-    """Sums over engines and models, and the largest KV use; None unless every series is a
-    number.
-    """
+    """Sums over engines and models, and the largest KV use; None unless all are numbers."""
     found: dict[str, float] = {}
     try:
         for name, value in _samples(text):
@@ -111,9 +107,7 @@ class MetricsProbe:
                 await asyncio.sleep(_PERIOD_S)
 
     async def scrape(self, session: aiohttp.ClientSession) -> VllmLevels | None:
-        """Read the levels; None if any series is missing or bad. Changes of this state are logged
-        once.
-        """
+        """Read the levels; None if a series is missing or bad. Changes of that are logged."""
         try:
             levels = await self._read(session)
             problem = "a series is missing or not a number" if levels is None else ""

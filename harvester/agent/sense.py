@@ -57,9 +57,7 @@ class SlotSensor:
         memory: SharedMemory | SharedKv | None = None,
         mps: MpsWatch | None = None,
     ) -> None:
-        """`pulses` must be present, besides any other present pulses and those that they
-        announce.
-        """
+        """`pulses` must be present, besides those that are there or announced."""
         self._memory = memory
         self._mps = mps
         self._directory = directory

@@ -17,8 +17,7 @@ class SharedMemory:
         self._group = group
 
     def read(self) -> MemoryReading:
-        """Use and limit of the group, in bytes. No limit if the files are unreadable: unknown is
-        not free."""
+        """Use and limit in bytes; no limit if unreadable: unknown is not free."""
         for used_name, limit_name, cache_name in (
             ("memory.current", "memory.max", "inactive_file"),
             ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_inactive_file"),
@@ -48,9 +47,7 @@ class SharedKv:
         self._total_bytes = total_bytes
 
     def read(self) -> MemoryReading:
-        """Total KV mapped and its limit. No limit if a production segment is unreadable: unknown is
-        not free.
-        """
+        """KV mapped and its limit; no limit if a production segment is unreadable."""
         used_bytes = 0
         for segment in self._production:
             use = _use(segment)

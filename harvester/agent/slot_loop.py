@@ -241,9 +241,7 @@ class Slot:
 
 
 def _shared(slot: SlotConfig, owners: PageOwners) -> SharedMemory | SharedKv | None:
-    """The memory that production and guest share, by consent: a GPU's KV, a control group, or
-    None.
-    """
+    """The memory that production and guest share by consent: a GPU's KV, or a control group."""
     if slot.kvcached is not None:
         shared = slot.kvcached
         own = frozenset((os.geteuid(),))
@@ -268,9 +266,7 @@ def _watch(mps: MpsConfig | None) -> MpsWatch | None:
 
 
 def _owners(config: AgentConfig, slot: SlotConfig) -> PageOwners:
-    """Users whose pages are believed. Raises ConfigError if the agent runs as a user that engines
-    do not believe.
-    """
+    """Users whose pages are believed. Raises ConfigError if the agent's own user is none."""
     owners = config.owners_of(slot)
     if owners.agent and os.geteuid() not in owners.agent:
         raise ConfigError(

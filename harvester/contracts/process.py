@@ -16,9 +16,7 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None if it does not exist or is not
-    visible.
-    """
+    """Start time in clock ticks since boot; None if it does not exist or is not visible."""
     return _status(pid, _START_FIELD)
 
 

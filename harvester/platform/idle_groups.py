@@ -37,9 +37,7 @@ _LIFTED = {"cpu.weight": "1000", "cpu.shares": "10240"}
 
 
 class IdleGroups:
-    """Makes, enters and removes guests' groups. Holds only paths, so any process may use it. A
-    group is removed once it is empty.
-    """
+    """Guests' groups. Holds only paths, so any process may use it."""
 
     def __init__(self, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
         self._proc = proc
@@ -85,9 +83,7 @@ class IdleGroups:
         raise Unsupported(f"{group}: {failure}") from failure
 
     def leave(self, pid: int) -> None:
-        """Move a process from its guest group to the parent; no-op outside guest groups. Raises
-        OSError.
-        """
+        """Move a process from its guest group to the parent, if it is in one. Raises OSError."""
         group = self._of(pid)
         if group is not None:
             (group.parent / _MEMBERS).write_text(f"{pid}\n")
@@ -119,9 +115,7 @@ class IdleGroups:
                     group.rmdir()
 
     def commands(self) -> tuple[str, ...]:
-        """Shell commands that put a new guest into its group; empty if it is in an idle group
-        already.
-        """
+        """Shell commands that put a new guest into its group; none where it is idle already."""
         if self._is_given(os.getpid()):
             return ()
         group = self._writable_root() / f"{_PREFIX}$$"

@@ -41,9 +41,7 @@ class ServerStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MpsControl:
-    """One daemon. Every call runs the control command once; it raises Unsupported without a
-    daemon.
-    """
+    """One daemon. Every call runs the command once; Unsupported without a daemon."""
 
     pipe_directory: Path = DEFAULT_PIPE_DIRECTORY
     executable: str = DEFAULT_CONTROL

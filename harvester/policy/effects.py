@@ -56,9 +56,7 @@ class Quarantine(ForProduction, frozen=True, kw_only=True, tag="quarantine"):
 
 
 class LiftGuest(ForProduction, frozen=True, kw_only=True, tag="lift_guest"):
-    """Move the guest out of its isolation backend: work that production waits for must not wait
-    behind production.
-    """
+    """Move the guest out of its isolation: what production waits for must not wait behind it."""
 
     processes: tuple[ProcessId, ...]
     reason: str

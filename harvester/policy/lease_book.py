@@ -43,9 +43,7 @@ class SlotLease:
 
     @property
     def name(self) -> str:
-        """A public name for journals, logs and status: the id would let every reader end the
-        lease.
-        """
+        """Public name for journals, logs and status: with the id any reader could end the lease."""
         return f"{self.slot}.{self.epoch}"
 
 
@@ -141,7 +139,7 @@ class LeaseBook:
         if held.ending is not None:
             return LeaseEnded(lease=lease, reason=held.ending, deadline_s=held.ends_s - now)
         ends_s = max(held.ends_s, now + min(renewal.duration_s, self.ttl_s))
-        entry.lease = _with_end(held, ends_s=ends_s)
+        entry.lease = replace(held, ends_s=ends_s)
         return _granted(entry.lease, now)
 
     def release(self, lease: LeaseId, *, now: float) -> LeaseEnded:
@@ -160,7 +158,7 @@ class LeaseBook:
         if deadline_s <= 0:
             return self._free(entry, held, reason)
         ends_s = min(held.ends_s, now + deadline_s)
-        entry.lease = _with_end(held, ends_s=ends_s, ending=held.ending or reason)
+        entry.lease = replace(held, ends_s=ends_s, ending=held.ending or reason)
         return LeaseEnded(lease=lease, reason=reason, deadline_s=ends_s - now)
 
     def expire(self, *, now: float) -> None:
@@ -228,10 +226,6 @@ class LeaseBook:
 
     def _refused(self, request: LeaseRequest, reason: str) -> LeaseRefused:
         return LeaseRefused(slot=request.slot, reason=reason, retry_after_s=_RETRY_S)
-
-
-def _with_end(lease: SlotLease, *, ends_s: float, ending: EndReason | None = None) -> SlotLease:
-    return replace(lease, ends_s=ends_s, ending=ending)
 
 
 def _granted(lease: SlotLease, now: float) -> LeaseGranted:

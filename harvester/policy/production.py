@@ -60,6 +60,9 @@ class PulseMemory(msgspec.Struct, kw_only=True):
     unseen_steps_total: int = 0
 
 
+_COUNTERS = frozenset(PulseMemory.__struct_fields__) - {"unseen_steps_total"}
+
+
 class WatchState(msgspec.Struct, kw_only=True):
     pulses: dict[str, PulseMemory] = {}
     progress_at_s: dict[str, float] = {}
@@ -125,12 +128,7 @@ class ProductionWatch:
         """The learned model, or the configured profile until enough steps are learned."""
         given = self._settings.profile
         if self._has_profile(pulses) and _learned(pulses) < self._settings.model_samples_min:
-            return ProductionModel(
-                prefill_base_s=given.prefill_base_s,
-                prefill_s_per_token=given.prefill_s_per_token,
-                decode_base_s=given.decode_base_s,
-                decode_s_per_request=given.decode_s_per_request,
-            )
+            return msgspec.convert(given, ProductionModel, from_attributes=True)
         return _upper(pulses.values())
 
     def _has_profile(self, pulses: dict[str, Pulse]) -> bool:
@@ -204,10 +202,7 @@ class ProductionWatch:
         return verdict
 
     def _busy(self, members: dict[str, Pulse]) -> bool:
-        """Whether one engine has work, by its middleware, its cores or its steps.
-
-        An open WebSocket alone is no work.
-        """
+        """Whether middleware, cores or steps show work; an open WebSocket alone is none."""
         pulses = tuple(members.values())
         if any(pulse.in_flight > pulse.sockets for pulse in pulses):
             return True
@@ -243,14 +238,7 @@ class ProductionWatch:
 
     def _remember(self, pulses: dict[str, Pulse], now: float) -> None:
         for name, pulse in pulses.items():
-            self.state.pulses[name] = PulseMemory(
-                steps_total=pulse.steps_total,
-                requests_total=pulse.requests_total,
-                samples_total=pulse.samples_total,
-                itl_samples_total=pulse.itl_samples_total,
-                busy_s_total=pulse.busy_s_total,
-                unseen_steps_total=pulse.unseen_steps_total,
-            )
+            self.state.pulses[name] = msgspec.convert(pulse, PulseMemory, from_attributes=True)
         self.state.observed_at_s = now
 
 
@@ -269,13 +257,7 @@ def _silence(readings: tuple[PulseReading, ...]) -> str:
 
 
 def _went_backwards(before: PulseMemory, pulse: Pulse) -> bool:
-    return (
-        pulse.steps_total < before.steps_total
-        or pulse.requests_total < before.requests_total
-        or pulse.samples_total < before.samples_total
-        or pulse.itl_samples_total < before.itl_samples_total
-        or pulse.busy_s_total < before.busy_s_total
-    )
+    return any(getattr(pulse, name) < getattr(before, name) for name in _COUNTERS)
 
 
 def kv_usage_ratio(pulses: Mapping[str, Pulse]) -> float:

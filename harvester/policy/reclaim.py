@@ -89,9 +89,7 @@ class Reclaim:
         return (KillGuest(processes=state.processes, reason=reason),)
 
     def out_of_reach(self, reading: GuestReading, *, now: float) -> str:
-        """Why a guest that still reports and owes memory cannot be ended; "" if it can, or may
-        yet.
-        """
+        """Why a guest that reports and owes memory cannot be ended; "" if it can, or may yet."""
         since_s = self.state.since_s
         if reading.record is None or since_s is None:
             return ""

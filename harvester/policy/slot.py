@@ -72,7 +72,6 @@ _DURABLE = frozenset(DurableState.__struct_fields__) & frozenset(SlotMemory.__st
 class SlotPolicy:
     NAME = "harvester.policy.slot"
     SAMPLE = SlotSample
-    EFFECT = Effect
 
     def __init__(self, settings: SlotSettings) -> None:
         self.settings = settings
@@ -194,9 +193,7 @@ class SlotPolicy:
         self.reclaim.state.unreached = ""
 
     def _quarantine_unreached(self, reading: GuestReading, now: float) -> tuple[Effect, ...]:
-        """Quarantine a guest that cannot be ended: it is not lost, it still holds production's
-        memory.
-        """
+        """Quarantine a guest that cannot be ended: it still holds production's memory."""
         fault = self.reclaim.out_of_reach(reading, now=now)
         if not fault or self._memory.quarantine:
             return ()
@@ -224,9 +221,7 @@ class SlotPolicy:
         self._proof_itl = ProofSlices(settings.proof, memory.proof_itl)
 
     def _account(self, production: ProductionView, sample: SlotSample, now: float) -> bool:
-        """Fold the beat's latencies into levels and budget; returns whether the budget is
-        overspent.
-        """
+        """Fold the beat's latencies into levels and budget; True if the budget is overspent."""
         settings, beside = self.settings, self.guest.stepped_during
         guest = sample.guest.record
         if guest is not None:

@@ -40,10 +40,7 @@ class PageName(StrEnum):
 
 
 def pulse_page(engine: str, process: int) -> str:
-    """File name of a pulse.
-
-    Raises ConfigError when the engine's name contains a dot, the separator, or is too long.
-    """
+    """File name of a pulse. Raises ConfigError for a dot, the separator, or too long a name."""
     name = f"pulse.{engine}.{process}"
     if not _PULSE.fullmatch(name) or not is_name(name):
         raise ConfigError(
@@ -80,8 +77,7 @@ class PageDirectory:
         return self.owners.agent or frozenset((os.geteuid(),))
 
     def check(self) -> None:
-        """The directory is the agent's or root's, and no stranger can change it. Raises
-        ConfigError."""
+        """Raises ConfigError unless it is the agent's or root's, and no stranger can change it."""
         check_directory(self.path, owners=self.own)
 
     def grant_writer(self) -> PageWriter[Grant]:

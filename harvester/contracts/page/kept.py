@@ -35,8 +35,7 @@ class KeptPage(Generic[R]):
         self._writing = Lock()
 
     def reserve(self) -> None:
-        """Take the page's writer lock; its present content stays. Raises PageHeld, ConfigError,
-        Exhausted."""
+        """Take the writer lock; the content stays. Raises PageHeld, ConfigError, Exhausted."""
         self._lock.take()
 
     def make(self) -> None:
@@ -53,7 +52,9 @@ class KeptPage(Generic[R]):
             self._tell_contest(page)
             return
         if page is not None:
-            self._lose(page)
+            with self._writing:
+                self._page = None
+                page.close()
         try:
             made = PageWriter(self.path, self._kind, lock=self._lock)
         except (ConfigError, Exhausted, OSError) as error:
@@ -90,11 +91,6 @@ class KeptPage(Generic[R]):
             if page is not None:
                 page.close(unlink=unlink)
             self._lock.close()
-
-    def _lose(self, page: PageWriter[R]) -> None:
-        with self._writing:
-            self._page = None
-            page.close()
 
     def _absent(self, reason: str) -> None:
         if reason != self.absence:

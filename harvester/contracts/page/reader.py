@@ -105,8 +105,7 @@ class PageReader(Generic[R]):
         return _copied(self._fd, BODY_OFFSET - SEQUENCE_OFFSET, SEQUENCE_OFFSET)
 
     def peek(self) -> Word | None:
-        """The sequence number's lower half as a futex word: the writer wakes its sleepers. None
-        while there is no page."""
+        """The sequence number's lower half, a futex word that the writer rings; None without page."""
         if self._fd < 0:
             return None
         if self._bell is None:

@@ -76,9 +76,7 @@ class EngineCore(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int = 0
     told_ns: int = 0
-    """Time of the report: with several API servers each step's statistics go to only one of
-    them.
-    """
+    """With several API servers each step's statistics go to only one of them."""
     kv_usage_ratio: float = 0.0
     running: int = 0
     """Requests in its batch, from every API server and entry point."""
@@ -87,11 +85,7 @@ class EngineCore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulseHead(Record, frozen=True, kw_only=True):
-    """The part of a pulse that gates decide from: production's present state.
-
-    Guests decode only this before every step; decoding the whole pulse costs more than the
-    decision.
-    """
+    """Production's present state: all that gates decode, since a whole pulse costs more."""
 
     KIND: ClassVar[int] = 1
 
@@ -113,9 +107,7 @@ class PulseHead(Record, frozen=True, kw_only=True):
     cores: tuple[EngineCore, ...] = ()
     """The engine's cores, as far as known; at most 16, the fullest."""
     sockets: int = 0
-    """WebSockets among those in flight: open ones count as work only while the cores have
-    requests.
-    """
+    """WebSockets among those in flight: they count as work only while the cores have requests."""
     unseen_step_ns: int = 0
     """End of the last step that served requests of this process although only WebSockets, or a
     reply that its request may outlive before its first token, were in flight."""
@@ -307,18 +299,14 @@ class Guest(Record, frozen=True, kw_only=True):
     """Backend that the guest was started under, as `ROSEMUX_ISOLATION` says; "" if not reported."""
     memory: GuestMemory = GuestMemory()
     weights_away: bool = False
-    """Asleep with its weights in host memory: only the context and graphs stay on the
-    accelerator.
-    """
+    """Asleep with weights in host memory: the accelerator holds only context and graphs."""
     step_calibration: Calibration = Calibration()
     """Calibration of steps while production was idle."""
     beside_calibration: Calibration = Calibration()
     """Calibration of steps that production overlapped, over their predicted time alone: a P50 of 2
     means half of the accelerator."""
     blocking_ratio: float = 1.0
-    """Ratio promised by the isolation while the guest sees it hold; 1 if it does not hold or is
-    absent.
-    """
+    """Promised by the isolation while the guest sees it hold; else 1."""
     isolation_fault: str = ""
     """Why its isolation does not hold."""
     leaving: bool = False
