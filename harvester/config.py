@@ -24,7 +24,7 @@ from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import NAME_PATTERN, checked_name
 from harvester.contracts.page.owners import PageOwners, uids
 from harvester.platform.bearer import is_loopback, read_token
-from harvester.platform.mps import DEFAULT_CONTROL
+from harvester.platform.mps import DEFAULT_CONTROL, MpsControl
 from harvester.platform.yaml_file import (
     Where,
     explained,
@@ -83,6 +83,10 @@ class MpsConfig(_Model):
     """Seconds between two questions to the daemon for its clients."""
     timeout_s: float = Field(default=2.0, gt=0, le=60)
     """Seconds without a reply after which the daemon counts as absent."""
+
+    @property
+    def daemon(self) -> MpsControl:
+        return MpsControl(self.pipe_directory, self.control, self.timeout_s)
 
     @field_validator("pipe_directory")
     @classmethod
@@ -267,12 +271,7 @@ class AgentConfig(_Model):
         """
         named = slot.owners or self.owners
         agent, production, guest = (
-            uids(users, what=kind)
-            for kind, users in (
-                ("agent", named.agent),
-                ("production", named.production),
-                ("guest", named.guest),
-            )
+            uids(getattr(named, kind), what=kind) for kind in ("agent", "production", "guest")
         )
         own = agent or frozenset((os.geteuid(),))
         if slot.metrics_url is not None and production:

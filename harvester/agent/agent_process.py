@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from harvester.agent.engine_probes import MetricsProbe
 from harvester.agent.http import application
 from harvester.agent.node import NodeAgent
-from harvester.agent.scrape import MetricsProbe
 from harvester.config import LoadedConfig
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError

@@ -232,7 +232,7 @@ class SlotExposition:
         self._set("guest_isolation_holds", holds)
 
     def _set_sharing(self, sample: SlotSample | None, policy: SlotPolicy) -> None:
-        """What guest and production share: accelerator time and memory."""
+        """Accelerator time and memory that guest and production share."""
         configured = policy.settings.blocking_ratio
         ratios = {
             "configured": math.nan if configured == AUTO else configured,

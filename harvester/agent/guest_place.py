@@ -15,7 +15,6 @@ from pathlib import Path
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.page import PageDirectory
-from harvester.contracts.process import start_ticks
 from harvester.platform.kv_segment import KvSegment
 
 _log = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ class GuestPlace:
         finally:
             reader.close()
         for process in () if left is None else left.processes:
-            if start_ticks(process.pid) == process.start_ticks:
+            if process.lives():
                 return f"process {process.pid} of a guest"
         return None
 

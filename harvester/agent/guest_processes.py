@@ -60,7 +60,7 @@ class _Found:
     """Running processes that belong to the guest."""
     gone: tuple[ProcessId, ...]
     """Processes of the guest that have ended."""
-    fault: str
+    faults: tuple[str, ...]
     """Why the other processes cannot be acted on."""
 
 
@@ -106,7 +106,7 @@ class GuestProcesses:
         has ended, and is not merely in another pid namespace."""
         if named != self._named:
             self._named = named
-            here = {one for one in named if start_ticks(one.pid) == one.start_ticks}
+            here = {one for one in named if one.lives()}
             self._seen = frozenset(here | (self._seen & set(named)))
 
     def spare(self, production: Iterable[ProcessId]) -> None:
@@ -114,8 +114,7 @@ class GuestProcesses:
         action. They stay excluded while they live, also while no pulse names them."""
         new = frozenset(production) - self._production
         if new:
-            known = (one for one in self._production if _lives(one))
-            self._production = new.union(known)
+            self._production = new.union(one for one in self._production if one.lives())
 
     def outcomes(self) -> tuple[ActionOutcome, ...]:
         """Outcomes of actions that became known since the last call."""
@@ -125,23 +124,18 @@ class GuestProcesses:
                 self._conclude(kill)
         if self.memo_fault:
             self._remember()
-        known = []
-        while self._outcomes:
-            known.append(self._outcomes.popleft())
-        return tuple(known)
+        return tuple(self._outcomes.popleft() for _ in range(len(self._outcomes)))
 
     def lift(self, processes: Iterable[ProcessId]) -> None:
         """Move processes out of the idle group or the idle class."""
         found = self._find(processes)
-        faults, lifted = [found.fault] if found.fault else [], []
+        faults, lifted = list(found.faults), []
         for process in found.own:
             try:
                 self._lift(process)
                 lifted.append(process)
-            except OSError as error:
-                faults.append(f"process {process.pid}: {error.strerror}")
-            except Unsupported as error:
-                faults.append(f"process {process.pid}: {error}")
+            except (OSError, Unsupported) as error:
+                faults.append(f"process {process.pid}: {getattr(error, 'strerror', error)}")
         self._remember()
         self._note(GuestAction.LIFT, lifted, faults)
 
@@ -150,7 +144,7 @@ class GuestProcesses:
         faults, settled, left = [], [], set()
         for lifted in self._lifted:
             process = lifted.process
-            if start_ticks(process.pid) != process.start_ticks:
+            if not process.lives():
                 continue
             try:
                 self._put_back(lifted)
@@ -195,8 +189,7 @@ class GuestProcesses:
         if self._kill is not None:
             # A kill is under way; its processes need no second signal.
             return
-        faults = [found.fault] if found.fault else []
-        kill = _Kill(list(found.gone), faults, monotonic_ns() + _DYING_NS)
+        kill = _Kill(list(found.gone), list(found.faults), monotonic_ns() + _DYING_NS)
         for process in found.own:
             try:
                 descriptor = _signalled(process)
@@ -274,7 +267,7 @@ class GuestProcesses:
                 own.append(process)
         if not (own or gone or faults):
             faults.append("the guest names no process")
-        return _Found(own=tuple(own), gone=tuple(gone), fault="; ".join(faults))
+        return _Found(own=tuple(own), gone=tuple(gone), faults=tuple(faults))
 
     def _is_production(self, pid: int) -> bool:
         """Whether the process is a live production root, or an ancestor or descendant of one."""
@@ -282,7 +275,7 @@ class GuestProcesses:
         return any(
             root.pid in line or pid in lineage(root.pid)
             for root in self._production
-            if _lives(root)
+            if root.lives()
         )
 
     def _remember(self) -> None:
@@ -307,10 +300,6 @@ def _remembered(memo: Path) -> set[_Lifted]:
         return set()
 
 
-def _lives(process: ProcessId) -> bool:
-    return start_ticks(process.pid) == process.start_ticks
-
-
 def _owner_of(path: Path) -> int | None:
     try:
         return path.lstat().st_uid
@@ -326,7 +315,7 @@ def _signalled(process: ProcessId) -> int | None:
     except ProcessLookupError:
         return None
     try:
-        if start_ticks(process.pid) == process.start_ticks:
+        if process.lives():
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             return descriptor
     except ProcessLookupError:

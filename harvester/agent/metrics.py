@@ -41,15 +41,15 @@ _GAUGES = {
         "slot kind",
         "Share of a guest step that production waits for: configured, in force, observed P99.",
     ),
-    "guest_kv_tokens": ("slot state", "Of the guest's KV: held, retained, free, withheld."),
+    "guest_kv_tokens": ("slot state", "The guest's KV: held, retained, free and withheld."),
     "guest_memory_bytes": (
         "slot part",
-        "Of the accelerator, by the guest's report: weights, graphs, activations, context, KV.",
+        "Accelerator memory that the guest reports: weights, graphs, activations, context, KV.",
     ),
     "guest_weights_away": ("slot", "1 while its weights sleep in host memory."),
     "guest_asleep_bytes_max": (
         "slot",
-        "Of the accelerator that a guest may hold while its weights sleep.",
+        "Accelerator memory that a guest may hold while its weights sleep.",
     ),
     "guest_isolation": ("slot backend", "1 for what the guest says that bounds its steps."),
     "guest_isolation_holds": (
@@ -59,7 +59,7 @@ _GAUGES = {
     "mps_state": ("slot state", "1 for what the MPS daemon says; all 0 without consent."),
     "shared_memory_bytes": (
         "slot part",
-        "Of what guest and production share: used, limit, the guest's part and its limit.",
+        "Memory that guest and production share: used, limit, the guest's part and its limit.",
     ),
     "signal_age_seconds": ("slot source", "Age of the newest reading."),
     "kill_switch_engaged": ("level", "1 while it is set."),

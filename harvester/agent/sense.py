@@ -18,7 +18,7 @@ from harvester.contracts.page import (
     Reading,
 )
 from harvester.contracts.page.owners import user_name
-from harvester.contracts.process import ProcessId, start_ticks
+from harvester.contracts.process import ProcessId
 from harvester.platform.scheduling_group import is_under_idle, scheduling_group
 from harvester.policy.sample import (
     FOREIGN_PULSE,
@@ -38,7 +38,7 @@ _RELIST_BEATS = 5
 
 def _lives_below(process: ProcessId) -> bool:
     """Queried from the kernel: a supervisor may have isolated the guest from outside."""
-    if start_ticks(process.pid) != process.start_ticks:
+    if not process.lives():
         return False
     try:
         if os.sched_getscheduler(process.pid) == os.SCHED_IDLE:

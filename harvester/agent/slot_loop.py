@@ -5,8 +5,8 @@ import os
 
 import msgspec
 
+from harvester.agent.engine_probes import GuestDescription
 from harvester.agent.exposition import SlotExposition
-from harvester.agent.guest_description import GuestDescription
 from harvester.agent.guest_processes import GuestProcesses
 from harvester.agent.lease_file import LeaseFile
 from harvester.agent.mps_watch import MpsWatch
@@ -29,9 +29,9 @@ from harvester.contracts.page import (
     PageName,
     PageOwners,
 )
+from harvester.contracts.page.owners import believed
 from harvester.contracts.wire.leases import EndReason, SlotOffer, SlotState
 from harvester.platform.kv_segment import KvSegment
-from harvester.platform.mps import MpsControl
 from harvester.policy.effects import (
     Effect,
     EndLease,
@@ -244,11 +244,10 @@ def _shared(slot: SlotConfig, owners: PageOwners) -> SharedMemory | SharedKv | N
     """The memory that production and guest share by consent: a GPU's KV, or a control group."""
     if slot.kvcached is not None:
         shared = slot.kvcached
-        own = frozenset((os.geteuid(),))
-        production, guest = (users or own for users in (owners.production, owners.guest))
+        production, guest = believed(owners.production), believed(owners.guest)
         return SharedKv(
-            tuple(KvSegment(name, owners=production | {0}) for name in shared.production),
-            KvSegment(shared.guest, owners=guest | {0}),
+            tuple(KvSegment(name, owners=production) for name in shared.production),
+            KvSegment(shared.guest, owners=guest),
             total_bytes=shared.total_bytes,
         )
     return None if slot.memory_group is None else SharedMemory(slot.memory_group)
@@ -258,8 +257,7 @@ def _watch(mps: MpsConfig | None) -> MpsWatch | None:
     """Start watching the MPS daemon if the operator has consented to MPS, else None."""
     if mps is None:
         return None
-    control = MpsControl(mps.pipe_directory, mps.control, mps.timeout_s)
-    watch = MpsWatch(control, look_s=mps.look_s)
+    watch = MpsWatch(mps.daemon, look_s=mps.look_s)
     watch.start()
     _log.warning("mps by consent: a fault of the guest ends production as well")
     return watch

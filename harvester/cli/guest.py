@@ -23,12 +23,12 @@ from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.guest_place import GuestPlace
 from harvester.agent.mps_watch import MpsWatch
 from harvester.cli.guest_checks import checks, refuse_bad, supported_vllm
-from harvester.config import GuestConfig, MpsConfig, SlotConfig, load_agent_config
+from harvester.config import GuestConfig, SlotConfig, load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory, PageOwners
 from harvester.platform.idle_groups import IdleGroups
 from harvester.platform.kv_segment import KvSegment
-from harvester.platform.mps import PIPE_VARIABLE, MpsControl
+from harvester.platform.mps import PIPE_VARIABLE
 from harvester.policy.settings import AUTO
 
 _NAME = "guest"
@@ -112,7 +112,7 @@ def _wishes(slot: SlotConfig, wanted: GuestConfig) -> GuestWishes:
     share, configured = None, slot.policy.blocking_ratio
     if slot.mps is not None:
         share = MpsShare(
-            _daemon(slot.mps),
+            slot.mps.daemon,
             active_thread_percentage=wanted.active_thread_percentage,
             blocking_ratio=1.0 if configured == AUTO else configured,
         )
@@ -176,7 +176,8 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners
             "shared fate: a fault of the guest ends production. Never kill -9 the guest; stop it "
             "with SIGTERM to this process"
         )
-        if not _clients(slot.mps):
+        daemon = slot.mps.daemon
+        if not any(daemon.clients(server) for server in daemon.servers()):
             notes.append(
                 "nobody is a client of this daemon: was production started with its pipe directory?"
             )
@@ -194,15 +195,6 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners
         notes.append("an idle control group of its own is made and goes with the guest")
     notes.append("nothing else is set on the host: it ends with the guest's processes")
     return notes
-
-
-def _clients(mps: MpsConfig) -> int:
-    daemon = _daemon(mps)
-    return sum(len(daemon.clients(server)) for server in daemon.servers())
-
-
-def _daemon(mps: MpsConfig) -> MpsControl:
-    return MpsControl(mps.pipe_directory, mps.control, mps.timeout_s)
 
 
 def _watch(share: MpsShare | None, planned: GuestPlan) -> MpsWatch | None:

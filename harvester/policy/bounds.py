@@ -154,18 +154,14 @@ TTFT_PLAUSIBLE_S = 30.0
 ITL_PLAUSIBLE_S = 2.0
 
 
-def beyond(settings: SlotSettings) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each setting outside its range: its path, and the range with its reason."""
-    yield from _beyond(settings, ())
-
-
-def _beyond(settings: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+def beyond(settings: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each of the settings outside its range: its path, and the range with its reason."""
     bounds = BOUNDS[type(settings)]
     for field in fields(settings):
         value = getattr(settings, field.name)
         where = (*path, field.name)
         if is_dataclass(value):
-            yield from _beyond(value, where)
+            yield from beyond(value, where)
         elif (bound := bounds.get(field.name)) is not None and not (
             isinstance(bound, Range) and isinstance(value, str)
         ):

@@ -33,13 +33,15 @@ def _check(holds: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _check_numbers(settings: "_Settings") -> None:
+def _check_numbers(settings: "_Settings", *, above_0: tuple[str, ...] = ()) -> None:
     """No number may be infinite, NaN, negative, or too long for the journal."""
     for each in fields(settings):
         value = getattr(settings, each.name)
         if isinstance(value, int | float):
             holds = 0 <= value < 2**63 and math.isfinite(value)
             _check(holds, f"{each.name} must be a finite number, at least 0")
+    for name in above_0:
+        _check(getattr(settings, name) > 0, f"{name} must be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +60,10 @@ class LevelSettings:
     """Time without a breach before anything grows."""
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        _check_numbers(self, above_0=("grow_interval_s",))
         _check(0 < self.shrink_ratio < 1, "shrink_ratio must lie between 0 and 1")
         _check(0 < self.floor_ratio <= 1, "floor_ratio must be above 0 and at most 1")
         _check(0 < self.grow_ratio <= 1, "grow_ratio must be above 0 and at most 1")
-        _check(self.grow_interval_s > 0, "grow_interval_s must be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +76,7 @@ class MissSettings:
     minimum_misses: float = 3.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
-        _check(self.window_s > 0, "window_s must be above 0")
+        _check_numbers(self, above_0=("window_s",))
         _check(0 < self.limit_ratio < 1, "limit_ratio must lie between 0 and 1")
 
 
@@ -119,9 +119,8 @@ class ProofSettings:
     hold_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        _check_numbers(self, above_0=("slice_s",))
         _check(0 <= self.share_ratio < 1, "share_ratio must be at least 0 and below 1")
-        _check(self.slice_s > 0, "slice_s must be above 0")
         _check(0.5 <= self.confidence_ratio < 1, "confidence_ratio must be 0.5 to below 1")
         _check(
             2 <= self.minimum_slices <= self.window_slices,
@@ -225,25 +224,24 @@ class SlotSettings:
     proof: ProofSettings = field(default_factory=ProofSettings)
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
-        _check(self.beat_s > 0, "beat_s must be above 0")
+        _check_numbers(
+            self,
+            above_0=(
+                *("beat_s", "ttft_slo_s", "itl_slo_s"),
+                *("step_tokens_max", "kv_deadline_s", "quarantine_losses"),
+            ),
+        )
         _check(
             self.grant_ttl_s >= 2 * self.beat_s,
             "grant_ttl_s must be at least two beats (beat_s), else one late beat closes the gate",
         )
-        _check(
-            self.ttft_slo_s > 0 and self.itl_slo_s > 0, "ttft_slo_s and itl_slo_s must be above 0 s"
-        )
         _check(0 <= self.epsilon <= 1e6, "epsilon must lie between 0 and 1e6")
-        _check(self.step_tokens_max > 0, "step_tokens_max must be above 0")
         _check(
             self.blocking_ratio == AUTO or 0 < self.blocking_ratio <= 1,
             "blocking_ratio must be auto, or above 0 and at most 1",
         )
         _check(0 < self.memory_high_ratio <= 1, "memory_high_ratio must lie between 0 and 1")
-        _check(self.kv_deadline_s > 0, "kv_deadline_s must be above 0")
         _check(0 <= self.kv_retained_ratio <= 1, "kv_retained_ratio must lie between 0 and 1")
-        _check(self.quarantine_losses > 0, "quarantine_losses must be above 0")
 
 
 _Settings = (

@@ -55,6 +55,11 @@ def owners_told(environment: Mapping[str, str] | None = None) -> PageOwners:
     return PageOwners(**{kind: uids(users, what=kind) for kind, users in named.items()})
 
 
+def believed(users: frozenset[int]) -> frozenset[int]:
+    """The users and root; this process's own user where none is named."""
+    return (users or frozenset((os.geteuid(),))) | {0}
+
+
 def uids(users: Iterable[str | int], *, what: str) -> frozenset[int]:
     """Numbers of users that are given by name or number. Raises ConfigError."""
     return frozenset(_uid(user, what) for user in users)
