@@ -2,9 +2,8 @@
 
 A file is YAML. A variable is `ROSEMUX_AGENT_` and the field's path in capitals with `__` for a dot,
 such as `ROSEMUX_AGENT_HTTP__PORT`. Every mistake is a ConfigError that names the field and, if the
-value came from the file, its line. A value that is allowed but odd is a note, to be logged: a
-variable over the file, an experiment, an SLO that dashboards cannot count. This module decides
-nothing and opens no socket.
+value came from the file, its line. Valid but odd values (a variable over the file, an experiment,
+an SLO that dashboards cannot count) are notes, to be logged.
 """
 
 import grp
@@ -279,7 +278,7 @@ class AgentConfig(_Model):
         if (production | guest) - own - {0} and self.page_group is None:
             raise ConfigError(
                 "page_group: name a group of the users in owners, so that they can put their pages "
-                "into the slots' directories and nobody else can"
+                "into the slots' directories and no other user can"
             )
         return PageOwners(agent=agent, production=production, guest=guest)
 

@@ -26,38 +26,20 @@ _WATCHDOG_SHARE = 4
 """Notifications to systemd per watchdog period."""
 
 
-class Notifier:
-    """sd_notify(3): tells systemd that the agent is ready, alive, reloading or stopping; nothing
-    where the environment has no NOTIFY_SOCKET."""
-
-    def __init__(self) -> None:
-        address = os.environ.get("NOTIFY_SOCKET", "")
-        # A leading @ names the abstract namespace, whose addresses begin with a zero byte.
-        self._address = "\0" + address[1:] if address.startswith("@") else address
-        watchdog_us = os.environ.get("WATCHDOG_USEC", "")
-        self.watchdog_s: float | None = int(watchdog_us) / 1e6 if watchdog_us.isdigit() else None
-
-    def ready(self) -> None:
-        self._send("READY=1")
-
-    def alive(self) -> None:
-        self._send("WATCHDOG=1")
-
-    def reloading(self) -> None:
-        self._send(f"RELOADING=1\nMONOTONIC_USEC={monotonic_ns() // 1000}")
-
-    def stopping(self) -> None:
-        self._send("STOPPING=1")
-
-    def _send(self, message: str) -> None:
-        if not self._address:
-            return
-        # systemd may be gone or slow; that never stops the agent.
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel,
-        ):
-            channel.sendto(message.encode(), self._address)
+def notify(message: str) -> None:
+    """sd_notify(3); nothing where the environment has no NOTIFY_SOCKET."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    if address.startswith("@"):
+        # The abstract namespace, whose addresses begin with a zero byte.
+        address = "\0" + address[1:]
+    # systemd may be gone or slow; that never stops the agent.
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel,
+    ):
+        channel.sendto(message.encode(), address)
 
 
 class AgentProcess:
@@ -71,12 +53,11 @@ class AgentProcess:
         self._reload = reload
         self._version = version
         self._stop = asyncio.Event()
-        self._notifier = Notifier()
         self._clock = MonotonicClock()
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT. Raises ConfigError where the agent cannot start."""
-        _tell(self._loaded)
+        _log_notes(self._loaded)
         path = self._config.http.token_file
         token = None if path is None else read_token(path)
         node = NodeAgent(self._config, clock=self._clock, version=self._version)
@@ -86,9 +67,9 @@ class AgentProcess:
             self._handle_signals(node)
             probes = [asyncio.create_task(probe.run()) for probe in self._probes()]
             probes += [asyncio.create_task(slot.guest_description.run()) for slot in node.slots]
-            self._notifier.ready()
+            notify("READY=1")
             await self._beats(node)
-            self._notifier.stopping()
+            notify("STOPPING=1")
             for probe in probes:
                 probe.cancel()
         finally:
@@ -97,13 +78,14 @@ class AgentProcess:
 
     async def _beats(self, node: NodeAgent) -> None:
         due_s, told_s = self._clock.now(), 0.0
+        watchdog_us = os.environ.get("WATCHDOG_USEC", "")
+        watchdog_s = (int(watchdog_us) / 1e6 if watchdog_us.isdigit() else 0.0) or 4.0
         stopped = asyncio.create_task(self._stop.wait())
         while not self._stop.is_set():
             node.beat()
             now = self._clock.now()
-            period_s = (self._notifier.watchdog_s or 4.0) / _WATCHDOG_SHARE
-            if now - told_s >= period_s:
-                self._notifier.alive()
+            if now - told_s >= watchdog_s / _WATCHDOG_SHARE:
+                notify("WATCHDOG=1")
                 told_s = now
             # A beat that came late is not made up for.
             due_s = max(due_s + node.beat_s, now)
@@ -132,7 +114,7 @@ class AgentProcess:
         loop.add_signal_handler(signal.SIGHUP, self._reconfigure, node)
 
     def _reconfigure(self, node: NodeAgent) -> None:
-        self._notifier.reloading()
+        notify(f"RELOADING=1\nMONOTONIC_USEC={monotonic_ns() // 1000}")
         # Set in any case; a configuration in force sets it again.
         node.metrics.gauge("config_last_reload_successful").set(0)
         try:
@@ -141,15 +123,15 @@ class AgentProcess:
         except ConfigError as error:
             _log.error("configuration not reloaded, the old one stays: %s", error)
         else:
-            _tell(loaded)
+            _log_notes(loaded)
             done = node.reconfigure(loaded.config)
-            _log.info("configuration reloaded, in force: %s", _listed(done.in_force))
+            _log.info("configuration reloaded, in force: %s", _joined(done.in_force))
             if done.guest_start_needed:
-                _log.info("in force when the guest starts: %s", _listed(done.guest_start_needed))
+                _log.info("in force when the guest starts: %s", _joined(done.guest_start_needed))
             if done.restart_needed:
-                _log.error("needs a restart: %s", _listed(done.restart_needed))
+                _log.error("needs a restart: %s", _joined(done.restart_needed))
         finally:
-            self._notifier.ready()
+            notify("READY=1")
 
     def _probes(self) -> list[MetricsProbe]:
         return [
@@ -159,12 +141,12 @@ class AgentProcess:
         ]
 
 
-def _tell(loaded: LoadedConfig) -> None:
+def _log_notes(loaded: LoadedConfig) -> None:
     for note in loaded.notes:
         _log.warning("configuration: %s", note)
 
 
-def _listed(fields: tuple[str, ...]) -> str:
+def _joined(fields: tuple[str, ...]) -> str:
     return ", ".join(fields) or "nothing new"
 
 

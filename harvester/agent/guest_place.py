@@ -1,9 +1,8 @@
 """A slot's place for one guest; it is free once every process of the previous guest has ended.
 
-The place is a file lock, which the kernel releases when all its holders have ended: the command
-that started the guest and the engine's main process, which inherits the file. Workers that outlive
-both are named by the guest's page. Only the holder of a free place may remove what a killed guest
-left: a segment of shared KV that would go on counting as memory in use.
+The place is a file lock, held by the command that started the guest and by the engine's main
+process, which inherits it. Workers that outlive both are named by the guest's page. Only the holder
+of a free place may remove a killed guest's segment of shared KV.
 """
 
 import fcntl

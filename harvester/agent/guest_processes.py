@@ -1,16 +1,12 @@
 """Acts on the processes that a guest names on its page: lifts them out of isolation, or ends them.
 
-Under MPS a guest is ended in two steps: the daemon ends its work on the GPU, and only then is a
-signal sent. Lifting applies to the idle group and the idle class alone: a client of MPS keeps the
-share that it began with, and a control group that an operator made idle is not changed.
+Under MPS the daemon ends a guest's GPU work before any signal. Lifting applies to the idle group
+and the idle class: a client of MPS keeps its share, and an operator's idle control group stays.
 
-The guest writes its page, so a named process is believed only if it belongs to the page's owner and
-began when the page says: the same pid may be another process in another pid namespace, or a moment
-later. Where the agent sees no matching process (in another pod, say), it does nothing and says so:
-every action has an outcome, and a failed one gives its reason.
-
-Production and guest may run as one user. A process that a pulse names as production's is never
-acted on, nor are its ancestors or descendants, whatever a guest's page says.
+A named process is believed only if it belongs to the page's owner and began when the page says: the
+pid may be another process's in another pid namespace, or later. Processes that a pulse names as
+production's, their ancestors and descendants are never acted on. Every action has an outcome, and a
+failed one its reason.
 """
 
 import logging

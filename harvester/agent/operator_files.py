@@ -16,26 +16,16 @@ RELEASE_BYTES_MAX = 400
 _SWITCH_BYTES = 64
 
 
-class KillSwitchFile:
-    """An operator's file, which works while everything else is down. An empty file drains."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read(self) -> KillSwitch:
-        try:
-            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return KillSwitch.NONE
-        except OSError:
-            return KillSwitch.DRAIN
-        try:
-            text = os.read(file, _SWITCH_BYTES).strip()
-        except OSError:
-            return KillSwitch.DRAIN
-        finally:
-            os.close(file)
-        return KillSwitch.HOLD if text == b"hold" else KillSwitch.DRAIN
+def read_kill_switch(path: Path) -> KillSwitch:
+    """The node's kill switch; a file that is empty, unreadable or unknown drains."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_SWITCH_BYTES).strip()
+    except FileNotFoundError:
+        return KillSwitch.NONE
+    except OSError:
+        return KillSwitch.DRAIN
+    return KillSwitch.HOLD if text == b"hold" else KillSwitch.DRAIN
 
 
 class ReleaseFile:

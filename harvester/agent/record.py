@@ -45,7 +45,7 @@ class SlotRecord:
         self._state = state
         self._first_line = first_line
         self._journal: JournalWriter | None = None
-        self._journal_fault = self._state_fault = self._said = ""
+        self._journal_fault = self._state_fault = self._logged = ""
         self._retry_at_s = self._resave_at_s = 0.0
         self._saved: tuple[object, ...] | None = None
         self._saved_at_s = self._saved_misses = 0.0
@@ -80,8 +80,8 @@ class SlotRecord:
         except OSError as error:
             if error.errno not in _DISK:
                 raise
-            self._journal_fault = _said("journal", error)
-        self._tell()
+            self._journal_fault = _fault_of("journal", error)
+        self._log_fault()
 
     def look(self, *, now: float) -> str:
         """Before a beat: `fault`, after another try where it is due."""
@@ -96,8 +96,8 @@ class SlotRecord:
             self._begin()
             self._journal_fault = ""
         except OSError as error:
-            self._journal_fault = _said("journal", error)
-        self._tell()
+            self._journal_fault = _fault_of("journal", error)
+        self._log_fault()
 
     def decided(self, *, now: float, sample: SlotSample, effects: tuple[Effect, ...]) -> str:
         """Why these effects are not on record; "" where they are."""
@@ -106,8 +106,8 @@ class SlotRecord:
         try:
             self._journal.decided(now=now, sample=sample, effects=effects)
         except OSError as error:
-            self._journal_fault = _said("journal", error)
-            self._tell()
+            self._journal_fault = _fault_of("journal", error)
+            self._log_fault()
             return self._miss()
         if self._journal.full:
             self.reopen()
@@ -123,11 +123,11 @@ class SlotRecord:
         try:
             self._state.save(policy.durable(), now=now)
         except OSError as error:
-            self._state_fault, self._resave_at_s = _said("state", error), now + _RETRY_S
+            self._state_fault, self._resave_at_s = _fault_of("state", error), now + _RETRY_S
         else:
             self._state_fault, self._saved = "", standing
             self._saved_at_s, self._saved_misses = now, misses
-        self._tell()
+        self._log_fault()
 
     def close(self) -> None:
         if self._journal is not None:
@@ -148,9 +148,9 @@ class SlotRecord:
         self.missing_total += 1
         return self.fault
 
-    def _tell(self) -> None:
+    def _log_fault(self) -> None:
         """Once for each change."""
-        if self.fault == self._said:
+        if self.fault == self._logged:
             return
         if self.fault:
             _log.error("slot %s is withdrawn: %s", self._slot, self.fault)
@@ -160,8 +160,8 @@ class SlotRecord:
                 self._slot,
                 self.missing_total,
             )
-        self._said = self.fault
+        self._logged = self.fault
 
 
-def _said(what: str, error: OSError) -> str:
+def _fault_of(what: str, error: OSError) -> str:
     return f"{what}: {error.strerror or error}"

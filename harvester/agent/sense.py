@@ -74,7 +74,7 @@ class SlotSensor:
 
     def sample(self, *, lease: LeaseView, kill_switch: KillSwitch) -> SlotSample:
         now_ns = monotonic_ns()
-        guest = self._guest_said(now_ns)
+        guest = self._guest_page(now_ns)
         names = tuple(sorted(self._expected.union(self._names())))
         pulses = expected(self._pulses_of(names, now_ns), self._expected)
         return SlotSample(
@@ -87,7 +87,7 @@ class SlotSensor:
             guest_kv=self._memory.read_guest() if isinstance(self._memory, SharedKv) else None,
         )
 
-    def _tell_stranger(self, path: Path, fault: PageFault | None) -> None:
+    def _log_stranger(self, path: Path, fault: PageFault | None) -> None:
         """Once: nothing else names the user that owns a page and is not believed."""
         if fault is not PageFault.FOREIGN:
             self._strangers.discard(path)
@@ -103,7 +103,7 @@ class SlotSensor:
         self._guest.close()
         self._leaving.close()
 
-    def _guest_said(self, now_ns: int) -> Reading[Guest]:
+    def _guest_page(self, now_ns: int) -> Reading[Guest]:
         """Its own page, unless it is being stopped on purpose."""
         guest, leaving = self._guest.read(now_ns=now_ns), self._leaving.read(now_ns=now_ns)
         if leaving.record is None:
@@ -112,7 +112,7 @@ class SlotSensor:
         return guest if another else leaving
 
     def _guest_reading(self, found: Reading[Guest]) -> GuestReading:
-        self._tell_stranger(self._guest.path, found.fault)
+        self._log_stranger(self._guest.path, found.fault)
         if found.record is None:
             below = any(_lives_below(process) for process in self._guest_processes)
             return GuestReading(fault=found.fault, lives_below=below)
@@ -148,5 +148,5 @@ class SlotSensor:
         reading = reader.read(now_ns=now_ns)
         if reading.record is not None:
             self.seen_ns[name] = reading.stamp_ns
-        self._tell_stranger(reader.path, reading.fault)
+        self._log_stranger(reader.path, reading.fault)
         return PulseReading(name=name, record=reading.record, fault=reading.fault)

@@ -68,7 +68,7 @@ class Slot:
         self._restart_needed: tuple[str, ...] = ()
         self.guest_description = GuestDescription(lambda: self.config.engine_url)
         self._book = book
-        self._exposition = exposition
+        self.exposition = exposition
         directory = PageDirectory.create(
             config.pages_of(slot), owners=_owners(config, slot), group=config.page_gid
         )
@@ -124,8 +124,8 @@ class Slot:
             # The policy sees the fault only from the next beat on.
             state, reason = SlotState.OFF, unrecorded
         self._book.offer(self.name, state, reason)
-        self._exposition.observe(sample, effects, self.policy, self._book.live(self.name))
-        self._exposition.recorded(self.fault, self._record.missing_total)
+        self.exposition.observe(sample, effects, self.policy, self._book.live(self.name))
+        self.exposition.recorded(self.fault, self._record.missing_total)
 
     @property
     def fault(self) -> str:

@@ -179,7 +179,7 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners
         daemon = slot.mps.daemon
         if not any(daemon.clients(server) for server in daemon.servers()):
             notes.append(
-                "nobody is a client of this daemon: was production started with its pipe directory?"
+                "this MPS daemon has no client: was production started with its pipe directory?"
             )
     names = () if slot.kvcached is None else slot.kvcached.production
     for variables in [production | launch.shared_memory(name) for name in names] or [production]:

@@ -79,11 +79,11 @@ def _page_rows(directory: PageDirectory) -> list[tuple[str, str, str, str]]:
         kind = _RECORDS.get(name, Pulse)
         reading = PageReader(path, kind, owners=owners).read(now_ns=now_ns)
         age = f"{(now_ns - reading.stamp_ns) / 1e6:.0f} ms" if reading.record else ""
-        rows.append((str(name), ", ".join(map(user_name, owners)), age, _says(reading)))
+        rows.append((str(name), ", ".join(map(user_name, owners)), age, _summary(reading)))
     return rows
 
 
-def _says(reading: Reading[Grant | Guest | Pulse]) -> str:
+def _summary(reading: Reading[Grant | Guest | Pulse]) -> str:
     match reading.record:
         case Grant(epoch=epoch, mode=mode, reason=reason, step_tokens_cap=cap):
             return f"{mode} ({reason}), epoch {epoch}, at most {cap} tokens per step"

@@ -1,14 +1,12 @@
 """Control groups for guests: idle as a whole, so below everything else on the machine.
 
-A thread of the idle class among production's own threads is preempted at once and still costs
-production: the kernel owes each group of threads a fair share and gives the idle thread its three
-thousandths in ticks of milliseconds, after which production's own threads are out of turn among
-themselves for a second. With the guest in a separate group, they are ranked as if it were not
-there.
+A thread of the idle class in production's own group still costs production: the kernel gives it
+its three thousandths in ticks of milliseconds, after which production's threads are out of turn
+among themselves for a second. With the guest in another group, they are ranked as if it were away.
 
 A guest enters only from the root group: in a service or a container the control group is its
 operator's, who may make it or a parent idle (systemd: `CPUWeight=idle` of a slice). Each guest has
-a group of its own: lifting it for a reclaim is one write and lifts no other guest.
+a group of its own, so that lifting one lifts no other.
 """
 
 import errno

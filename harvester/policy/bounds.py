@@ -1,8 +1,7 @@
 """The range of each setting in which production stays protected, with the reason for its ends.
 
-Settings beyond are experiments: they mean something, and harm or blind what guards production. An
-operator asks for them by one name, `unsafe_experiments`. What means nothing at all (negative, not
-finite, contradictory) is refused by the settings themselves. Reads and logs nothing.
+Settings beyond it are experiments, which an operator asks for by `unsafe_experiments`. Meaningless
+values (negative, not finite, contradictory) are refused by the settings themselves.
 """
 
 from collections.abc import Iterator
@@ -68,7 +67,7 @@ BOUNDS: dict[type, dict[str, Range | Only]] = {
         "kv_budget_tokens": Range(0, 10**12, "tokens", "no engine has more"),
         "phantom_prompt_tokens": Range(0, 10**8, "tokens", "no model reads more"),
         "blocking_ratio": Range(
-            0.01, 1.0, "of a step", "no backend promises that a guest's step delays nobody"
+            0.01, 1.0, "of a step", "no backend promises steps that delay nothing"
         ),
         "preemption_s": Range(1e-5, 0.1, "s", "no switch between processes costs production less"),
         "model_samples_min": Range(

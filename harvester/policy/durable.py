@@ -1,11 +1,8 @@
-"""State of a slot's policy that must outlive its process, and how it moves to another clock.
+"""State of a slot's policy that must outlive its process, and its move to another clock.
 
-Everything here keeps harvesting back. What is measured anew within a beat, such as pulses, the
-guest's page and leases, is left out, as are counters for people.
-
-Times are monotonic seconds. Those of another boot do not compare, and a wall clock can be set: time
-in which no agent could count is therefore no time at all. No stop runs down and no miss grows old
-while a machine is off, whatever its clock says afterwards.
+All of it restrains harvesting. Pulses, the guest's page and leases are measured anew within a beat.
+Times are monotonic seconds, which do not compare between boots, and a wall clock can be set: while
+no agent runs no time passes, so that no stop runs down and no miss grows old.
 """
 
 from typing import TypeVar

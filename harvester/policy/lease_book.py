@@ -1,11 +1,9 @@
-"""The lease table of one node: who may use which slot until when, and under which epoch.
+"""The lease table of one node: holder, end and epoch of each slot's lease.
 
-A slot's epoch rises when a lease is taken and again when it ends, so the page's epoch always tells
-the guest whose requests are alive. Repeating any call is harmless: the same request id gives the
-same lease, and a lease that has ended says so again with the same reason. Refusals are values.
-
-A lease's id is a secret of its holder: it alone renews and ends the lease. A successor of the agent
-goes on with exactly the leases that were recorded, each on its slot and under its epoch.
+A slot's epoch rises when a lease is taken and when it ends, so it tells the guest whose requests
+are alive. Every call may be repeated: a request id gives the same lease, an ended lease the same
+reason. Refusals are values. A lease's id is its holder's secret and alone renews and ends it. A
+restarted agent goes on with exactly the recorded leases.
 """
 
 from collections import OrderedDict
@@ -63,7 +61,7 @@ class LeaseBook:
         self._slots: dict[SlotId, SlotEntry] = {}
         self._ended: OrderedDict[LeaseId, LeaseEnded] = OrderedDict()
         self._answered: OrderedDict[str, LeaseId] = OrderedDict()
-        self._news: list[LeaseEnded] = []
+        self._news: list[tuple[SlotId, EndReason]] = []
 
     def add_slot(self, slot: SlotId, *, epoch: Epoch, recorded: SlotLease | None = None) -> None:
         """`epoch` is the one on the page, 0 when there was none. `recorded` is the lease that an
@@ -166,8 +164,8 @@ class LeaseBook:
             if entry.lease is not None and entry.lease.ends_s <= now:
                 self._free(entry, entry.lease, entry.lease.ending or EndReason.EXPIRED)
 
-    def news(self) -> tuple[LeaseEnded, ...]:
-        """Leases that ended since the last call, for counters and logs."""
+    def news(self) -> tuple[tuple[SlotId, EndReason], ...]:
+        """Slots whose lease ended since the last call, with the reason, for counters."""
         news, self._news = tuple(self._news), []
         return news
 
@@ -212,7 +210,7 @@ class LeaseBook:
         self._raise_epoch(entry)
         self._ended[lease.lease] = ended
         _forget(self._ended)
-        self._news = [*self._news[-MAX_REMEMBERED:], ended]
+        self._news = [*self._news[-MAX_REMEMBERED:], (lease.slot, reason)]
         return ended
 
     def _raise_epoch(self, entry: SlotEntry) -> None:

@@ -1,8 +1,7 @@
-"""The pulses of one slot, combined into one view, and whether production may be believed at all.
+"""The pulses of one slot as one view, and whether production may be believed at all.
 
 Missing data is danger, never idleness: an absent pulse, counters that went backwards, requests
-without steps, and steps without requests are separate conditions. This module does not decide what
-the guest may do.
+without steps, and steps without requests are separate conditions.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,7 @@ from harvester.contracts.page import EngineCore, ProductionModel, Pulse, engine_
 from harvester.policy.sample import PulseReading
 from harvester.policy.settings import SlotSettings
 from harvester.policy.states import Condition
-from harvester.policy.unseen import UnseenSteps, UnseenWatch
+from harvester.policy.unseen import UnseenSteps, unseen_requests
 
 _IDLE_WINDOW_S = 10.0
 
@@ -79,13 +78,13 @@ class ProductionWatch:
     def __init__(self, settings: SlotSettings, state: WatchState | None = None) -> None:
         self._settings = settings
         self.state = state or WatchState()
-        self._unseen = UnseenWatch(self.state.unseen)
 
     def observe(self, readings: tuple[PulseReading, ...], *, now: float) -> ProductionView:
         silent = _silence(readings)
         pulses = {r.name: r.record for r in readings if r.record is not None}
         restarted = self._restarted(pulses, now)
-        ttft, itl = self._latencies(pulses)
+        ttft = self._latencies(pulses, "ttft_s_recent", "samples_total")
+        itl = self._latencies(pulses, "itl_s_recent", "itl_samples_total")
         self._note_idleness(pulses, now)
         engines = _by_engine(pulses)
         unseen = self._unseen_requests(engines, now)
@@ -154,24 +153,18 @@ class ProductionWatch:
             return "production restarted"
         return ""
 
-    def _latencies(self, pulses: dict[str, Pulse]) -> tuple[Latencies, Latencies]:
-        ttft: list[float] = []
-        itl: list[float] = []
-        ttft_total = itl_total = 0
+    def _latencies(self, pulses: dict[str, Pulse], recent: str, total: str) -> Latencies:
+        """New samples of the field `recent`, of which `total` counts all."""
+        seen_s: list[float] = []
+        new_total = 0
         for name, pulse in sorted(pulses.items()):
             before = self.state.pulses.get(name)
             if before is None or _went_backwards(before, pulse):
                 continue
-            new = pulse.samples_total - before.samples_total
-            new_itl = pulse.itl_samples_total - before.itl_samples_total
-            ttft += pulse.ttft_s_recent[-new:] if new else ()
-            itl += pulse.itl_s_recent[-new_itl:] if new_itl else ()
-            ttft_total += new
-            itl_total += new_itl
-        return (
-            Latencies(seen_s=tuple(ttft), total=ttft_total),
-            Latencies(seen_s=tuple(itl), total=itl_total),
-        )
+            new = getattr(pulse, total) - getattr(before, total)
+            seen_s += getattr(pulse, recent)[-new:] if new else ()
+            new_total += new
+        return Latencies(seen_s=tuple(seen_s), total=new_total)
 
     def _note_idleness(self, pulses: dict[str, Pulse], now: float) -> None:
         state = self.state
@@ -192,14 +185,17 @@ class ProductionWatch:
         state.idle_ratio = last + gain * (idle - last)
 
     def _unseen_requests(self, engines: dict[str, dict[str, Pulse]], now: float) -> str:
-        verdict = ""
-        for engine, members in engines.items():
-            pulses = tuple(members.values())
-            found = self._unseen.observe(
-                engine, pulses, patience_s=self._patience_s(members), now=now
+        verdicts = [
+            unseen_requests(
+                self.state.unseen,
+                engine,
+                tuple(members.values()),
+                patience_s=self._patience_s(members),
+                now=now,
             )
-            verdict = verdict or found
-        return verdict
+            for engine, members in engines.items()
+        ]
+        return next(filter(None, verdicts), "")
 
     def _busy(self, members: dict[str, Pulse]) -> bool:
         """Whether middleware, cores or steps show work; an open WebSocket alone is none."""

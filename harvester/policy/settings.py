@@ -1,9 +1,7 @@
-"""The settings of the node policies: what an operator may choose, with the reason for each default.
+"""The settings of the node policies, with the reason for each default.
 
-They are plain frozen dataclasses, so that a configuration file, a journal's first line and a test
-all make the same object. Meaningless values are refused here; values that harm production are
-refused by the ranges of `harvester.policy.bounds`. This module reads no file or environment
-variable.
+Plain frozen dataclasses: a configuration file, a journal's first line and a test make the same
+object. Meaningless values are refused here, values that harm production by `policy.bounds`.
 """
 
 import math

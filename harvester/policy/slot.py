@@ -289,7 +289,7 @@ class SlotPolicy:
                     return Condition.STARVED, "guest alive and without a core"
                 idle, reason = Condition.GUESTLESS, f"guest {sample.guest.fault or 'missing'}"
             elif lacks_consent(sample.mps, sample.guest.record):
-                idle, reason = Condition.GUESTLESS, "guest under MPS, to which no one has agreed"
+                idle, reason = Condition.GUESTLESS, "guest under MPS without the slot's consent"
             elif sample.lease.lease is None:
                 idle, reason = Condition.UNLEASED, "no lease"
         if idle is Condition.CLEAR and self._proof_ttft.withheld(now=now):

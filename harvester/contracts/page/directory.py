@@ -2,7 +2,7 @@
 
 grant                       the agent
 guest                       the guest
-leaving                     whoever stops the guest on purpose: its last record
+leaving                     the command that stops the guest: the guest's last record
 pulse.<engine>.<process>    each API-server process of each production engine
 .<page>.lock                a page's writer, which holds a lock on it for as long as it lives
 """

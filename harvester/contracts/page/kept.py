@@ -1,7 +1,7 @@
-"""A page of a process that lives longer than its page: made again wherever it was lost.
+"""A page of a process that lives longer than its page: made again after each loss.
 
-What happens to files is never an error here. A page that cannot be written is an absence: logged
-once with its reason, seen by every reader as a fault, and tried again on the process's beat.
+A page that cannot be written is no error but an absence: logged once with its reason, a fault to
+every reader, and tried again on the process's beat.
 """
 
 import logging
@@ -49,7 +49,7 @@ class KeptPage(Generic[R]):
         """Look after the page, once per beat."""
         page = self._page
         if page is not None and page.look():
-            self._tell_contest(page)
+            self._log_contest(page)
             return
         if page is not None:
             with self._writing:
@@ -67,7 +67,7 @@ class KeptPage(Generic[R]):
         elif self.absence != _NEW:
             _log.warning("page %s is written now", self.path)
         self.absence = ""
-        self._tell_contest(made)
+        self._log_contest(made)
 
     def write(self, record: R, *, now_ns: int, ttl_ns: int) -> None:
         """Raises ValueError for a record that does not fit into a page."""
@@ -97,7 +97,7 @@ class KeptPage(Generic[R]):
             self.absence = reason
             _log.warning("no page until this is mended: %s", reason)
 
-    def _tell_contest(self, page: PageWriter[R]) -> None:
+    def _log_contest(self, page: PageWriter[R]) -> None:
         if page.contested != self._contested:
             self._contested = page.contested
             _log.error(

@@ -13,8 +13,7 @@ from harvester.contracts.process import ProcessId
 
 MOST_SHAPE_CHARACTERS = 120
 _LATE_NS = 250_000_000
-"""Reports closer in time than this cannot be ordered: a busy API server may read its statistics
-later by as much."""
+"""Reports closer in time than this have no order: a busy API server reads its statistics late."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

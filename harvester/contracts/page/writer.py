@@ -1,7 +1,7 @@
 """One page as its one writer sees it.
 
-Nothing here touches mapped memory: a file system that is full and a page that somebody cuts short
-are errors of a call (`Exhausted`), never a signal that ends the process.
+Nothing here touches mapped memory: a full file system and a page that is cut short are errors of a
+call (`Exhausted`), never a signal that ends the process.
 """
 
 import os

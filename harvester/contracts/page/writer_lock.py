@@ -1,9 +1,8 @@
 """One living writer a page: a file beside the page that the kernel locks for it.
 
-The lock ends with its process however that ends, so that a restart takes the page over at once. The
-file has mode 0600: a lock on the page itself, or on its directory, is anybody's who may open it.
-Locks are on open files (`F_OFD_SETLK`), and a child made by fork gives its copy up: a worker that
-outlives its engine holds nothing.
+The kernel ends the lock with its process, so that a restart takes the page over at once. The file
+has mode 0600, since every process that may open a file may lock it. Locks are on open files
+(`F_OFD_SETLK`), and a forked child gives its copy up: a worker that outlives its engine holds none.
 
     byte 0    exclusive: the writer
     byte 1    shared: processes that were refused, for as long as they want the page
