@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from harvester.contracts.errors import ConfigError, PeerProtocolError
-from harvester.contracts.ids import NAME_PATTERN, checked_name
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import NAME_PATTERN
 from harvester.contracts.page.owners import PageOwners, uids
 from harvester.platform.bearer import is_loopback, read_token
 from harvester.platform.mps import DEFAULT_CONTROL, MpsControl
@@ -36,7 +36,7 @@ from harvester.policy.bounds import Range, beyond, slo_warnings
 from harvester.policy.settings import Mode, SlotSettings, more_careful
 
 ENVIRONMENT_PREFIX = "ROSEMUX_AGENT_"
-_NAME = Field(pattern=NAME_PATTERN)
+_Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 _Account = (
     Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
     | Annotated[str, Field(min_length=1, max_length=64)]
@@ -155,10 +155,10 @@ class OwnersConfig(_Model):
 class SlotConfig(_Model):
     """One production engine replica and the guest beside it."""
 
-    name: str = _NAME
+    name: _Name
     pages: Path | None = None
     """Page directory; by default the slot's name under `page_root`."""
-    pulses: tuple[str, ...] = Field(default=(), max_length=32)
+    pulses: tuple[_Name, ...] = Field(default=(), max_length=32)
     """Pulse files that must be fresh, besides those present, at least one, and one for each API
     server that an engine announces."""
     owners: OwnersConfig | None = None
@@ -198,19 +198,14 @@ class SlotConfig(_Model):
 
     @field_validator("pulses")
     @classmethod
-    def _pulse_names(cls, pulses: tuple[str, ...]) -> tuple[str, ...]:
-        for name in pulses:
-            try:
-                checked_name(name, what="pulse page")
-            except PeerProtocolError as error:
-                raise ValueError(str(error)) from error
+    def _in_order(cls, pulses: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(sorted(pulses))
 
 
 class AgentConfig(_Model):
     """One node."""
 
-    node: str = Field(default="node-0", pattern=NAME_PATTERN)
+    node: _Name = "node-0"
     mode: Mode = Mode.OBSERVE
     """off, observe (decide and journal, grant nothing) or harvest."""
     page_root: Path = Path("/dev/shm/rosemux")
@@ -352,21 +347,14 @@ def read_agent_config(
     def say(found: Iterator[tuple[Where, str]]) -> list[str]:
         return [named(where, said, text, path) for where, said in found]
 
-    notes += _judge(
-        config, mistakes=say(_booleans(values, config, ())), unsafe=say(_unsafe(config))
-    )
-    return LoadedConfig(config=config, notes=(*notes, *say(_odd_slos(config))))
-
-
-def _judge(config: AgentConfig, *, mistakes: list[str], unsafe: list[str]) -> list[str]:
-    """Notes on an experiment. Raises ConfigError for mistakes, and for its settings elsewhere."""
+    mistakes, unsafe = say(_booleans(values, config, ())), say(_unsafe(config))
     if unsafe and not config.unsafe_experiments:
-        mistakes = [*mistakes, *unsafe, "only experiments go beyond (unsafe_experiments)"]
+        mistakes += [*unsafe, "only experiments go beyond (unsafe_experiments)"]
     if mistakes:
         raise ConfigError("; ".join(mistakes))
-    if not config.unsafe_experiments:
-        return []
-    return [f"unsafe_experiments: {said}" for said in unsafe or ["nothing needs it"]]
+    if config.unsafe_experiments:
+        notes += [f"unsafe_experiments: {said}" for said in unsafe or ["nothing needs it"]]
+    return LoadedConfig(config=config, notes=(*notes, *say(_odd_slos(config))))
 
 
 def _unsafe(config: AgentConfig) -> Iterator[tuple[Where, str]]:

@@ -9,7 +9,6 @@ import fcntl
 import logging
 import os
 import time
-from pathlib import Path
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
@@ -28,7 +27,11 @@ class GuestPlace:
     def __init__(self, pages: PageDirectory, *, clock: Clock | None = None) -> None:
         self._pages = pages
         self._clock = clock or MonotonicClock()
-        self._lock = _opened(pages.path / _LOCK)
+        file = pages.path / _LOCK
+        try:
+            self._lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(f"cannot take the guest's place {file}: {error.strerror}") from error
 
     @property
     def descriptor(self) -> int:
@@ -73,10 +76,3 @@ class GuestPlace:
             if process.lives():
                 return f"process {process.pid} of a guest"
         return None
-
-
-def _opened(file: Path) -> int:
-    try:
-        return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise ConfigError(f"cannot take the guest's place {file}: {error.strerror}") from error
