@@ -148,7 +148,3 @@ def _log_notes(loaded: LoadedConfig) -> None:
 
 def _joined(fields: tuple[str, ...]) -> str:
     return ", ".join(fields) or "nothing new"
-
-
-def run_agent(loaded: LoadedConfig, *, reload: Callable[[], LoadedConfig], version: str) -> None:
-    asyncio.run(AgentProcess(loaded, reload=reload, version=version).run())
