@@ -4,7 +4,7 @@ Missing data is danger, never idleness: an absent pulse, counters that went back
 without steps, and steps without requests are separate conditions.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -82,10 +82,13 @@ class ProductionWatch:
     def observe(self, readings: tuple[PulseReading, ...], *, now: float) -> ProductionView:
         silent = _silence(readings)
         pulses = {r.name: r.record for r in readings if r.record is not None}
-        restarted = self._restarted(pulses, now)
-        ttft = self._latencies(pulses, "ttft_s_recent", "samples_total")
-        itl = self._latencies(pulses, "itl_s_recent", "itl_samples_total")
-        self._note_idleness(pulses, now)
+        remembered = self.state.pulses
+        known = {name: (remembered[name], pulses[name]) for name in pulses if name in remembered}
+        went_on = {name: pair for name, pair in known.items() if not _went_backwards(*pair)}
+        restarted = self._restarted(known.keys() - went_on.keys(), now)
+        ttft = _latencies(went_on, "ttft_s_recent", "samples_total")
+        itl = _latencies(went_on, "itl_s_recent", "itl_samples_total")
+        self._note_idleness(went_on.values(), now, seen=bool(pulses))
         engines = _by_engine(pulses)
         unseen = self._unseen_requests(engines, now)
         if not silent and not any(self._busy(members) for members in engines.values()):
@@ -140,45 +143,29 @@ class ProductionWatch:
         engines = {engine_of(name) for name in pulses}
         return len(engines) > 1 and _learned(pulses) >= self._settings.model_samples_min
 
-    def _restarted(self, pulses: dict[str, Pulse], now: float) -> str:
+    def _restarted(self, backwards: Set[str], now: float) -> str:
         state = self.state
-        for name, pulse in sorted(pulses.items()):
-            if name in state.pulses and _went_backwards(state.pulses[name], pulse):
-                state.restarted_at_s = now
-                state.idle_ratio = None
-                state.progress_at_s.pop(engine_of(name), None)
-                return f"{name}: counters went backwards"
+        if backwards:
+            name = min(backwards)
+            state.restarted_at_s = now
+            state.idle_ratio = None
+            state.progress_at_s.pop(engine_of(name), None)
+            return f"{name}: counters went backwards"
         since = state.restarted_at_s
         if since is not None and now - since < self._settings.cooldown_s:
             return "production restarted"
         return ""
 
-    def _latencies(self, pulses: dict[str, Pulse], recent: str, total: str) -> Latencies:
-        """New samples of the field `recent`, of which `total` counts all."""
-        seen_s: list[float] = []
-        new_total = 0
-        for name, pulse in sorted(pulses.items()):
-            before = self.state.pulses.get(name)
-            if before is None or _went_backwards(before, pulse):
-                continue
-            new = getattr(pulse, total) - getattr(before, total)
-            seen_s += getattr(pulse, recent)[-new:] if new else ()
-            new_total += new
-        return Latencies(seen_s=tuple(seen_s), total=new_total)
-
-    def _note_idleness(self, pulses: dict[str, Pulse], now: float) -> None:
+    def _note_idleness(
+        self, went_on: Collection[tuple[PulseMemory, Pulse]], now: float, *, seen: bool
+    ) -> None:
         state = self.state
         elapsed_s = 0.0 if state.observed_at_s is None else now - state.observed_at_s
-        if not pulses:
+        if not seen:
             state.idle_ratio = None
-        known = [
-            (pulse, state.pulses[name])
-            for name, pulse in pulses.items()
-            if name in state.pulses and not _went_backwards(state.pulses[name], pulse)
-        ]
-        if elapsed_s <= 0 or not known:
+        if elapsed_s <= 0 or not went_on:
             return
-        busy_s = sum(max(0.0, pulse.busy_s_total - before.busy_s_total) for pulse, before in known)
+        busy_s = sum(pulse.busy_s_total - before.busy_s_total for before, pulse in went_on)
         idle = 1.0 - min(1.0, busy_s / elapsed_s)
         gain = min(1.0, elapsed_s / _IDLE_WINDOW_S)
         last = idle if state.idle_ratio is None else state.idle_ratio
@@ -236,6 +223,19 @@ class ProductionWatch:
         for name, pulse in pulses.items():
             self.state.pulses[name] = msgspec.convert(pulse, PulseMemory, from_attributes=True)
         self.state.observed_at_s = now
+
+
+def _latencies(
+    went_on: Mapping[str, tuple[PulseMemory, Pulse]], recent: str, total: str
+) -> Latencies:
+    """New samples of the field `recent`, of which `total` counts all."""
+    seen_s: list[float] = []
+    new_total = 0
+    for _, (before, pulse) in sorted(went_on.items()):
+        new = getattr(pulse, total) - getattr(before, total)
+        seen_s += getattr(pulse, recent)[-new:] if new else ()
+        new_total += new
+    return Latencies(seen_s=tuple(seen_s), total=new_total)
 
 
 def _by_engine(pulses: dict[str, Pulse]) -> dict[str, dict[str, Pulse]]:

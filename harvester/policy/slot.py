@@ -148,12 +148,10 @@ class SlotPolicy:
         memory = self._memory
         if memory.quarantine:
             return SlotState.QUARANTINED
-        if self.settings.mode is not Mode.HARVEST or memory.state is State.OFF:
+        if self.settings.mode is not Mode.HARVEST or memory.state in {State.OFF, State.COOLDOWN}:
             return SlotState.OFF
         if memory.state is State.LEARNING:
             return SlotState.LEARNING
-        if memory.state is State.COOLDOWN:
-            return SlotState.OFF
         if memory.condition in {Condition.STOPPED, Condition.GUESTLESS}:
             return SlotState.OFF
         return SlotState.OFFERED
