@@ -23,7 +23,10 @@ _PREEMPTING = ("idle-group", "idle")
 """Backends under which production preempts a guest step, and which the guest checks itself."""
 _OTHER_TENANT = "other"
 _RECLAIM_OUTCOMES = ("in_time", "missed")
-_PREFIX_OUTCOMES = ("used", "dropped")
+_PREFIX_OUTCOMES = {
+    "used": "prefix_tokens_used_total",
+    "dropped": "prefix_tokens_dropped_total",
+}
 _ACTIONS = {
     LiftGuest: GuestAction.LIFT,
     SettleGuest: GuestAction.SETTLE,
@@ -45,7 +48,7 @@ class SlotExposition:
         self._was_open = False
         self._closing_at_ns: int | None = None
         self._counted = (0.0, 0.0)
-        self._reclaims = (0, 0)
+        self._reclaims = dict.fromkeys(_RECLAIM_OUTCOMES, 0)
         self._blocking_ratio = math.nan
         self._tenant = ""
         self._begin()
@@ -78,10 +81,10 @@ class SlotExposition:
         self._count("requests", requests - self._counted[0])
         self._count("slo_misses", misses - self._counted[1])
         self._counted = (requests, misses)
-        reclaims = (policy.reclaim.state.in_time, policy.reclaim.state.missed)
-        for outcome, count, before in zip(_RECLAIM_OUTCOMES, reclaims, self._reclaims, strict=True):
-            self._count("kv_reclaims", max(0, count - before), outcome)
-        self._reclaims = reclaims
+        for outcome in _RECLAIM_OUTCOMES:
+            count = getattr(policy.reclaim.state, outcome)
+            self._count("kv_reclaims", max(0, count - self._reclaims[outcome]), outcome)
+            self._reclaims[outcome] = count
         tenant = "" if lease is None else self._tenant_label(lease.tenant)
         if tenant != self._tenant:
             for name, active in ((self._tenant, 0), (tenant, 1)):
@@ -180,10 +183,9 @@ class SlotExposition:
             self._count("guest_tokens", max(0, guest.tokens_total - before.tokens_total))
             aborted = max(0, guest.aborted_total - before.aborted_total)
             self._count("evictions", aborted, policy.condition.value)
-            for outcome, now, then in zip(
-                _PREFIX_OUTCOMES, _prefix_tokens(guest), _prefix_tokens(before), strict=True
-            ):
-                self._count("guest_prefix_tokens", max(0, now - then), outcome)
+            for outcome, field in _PREFIX_OUTCOMES.items():
+                tokens = getattr(guest, field) - getattr(before, field)
+                self._count("guest_prefix_tokens", max(0, tokens), outcome)
         self._guest = guest
         if self._closing_at_ns is not None and guest.steps_launched <= guest.steps_finished:
             late_ns = max(0, guest.last_step_end_ns - self._closing_at_ns)
@@ -282,10 +284,6 @@ def _percentiles(found: Calibration) -> dict[str, float]:
 
 def _p90(values: list[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(0.9 * len(values)))] if values else math.nan
-
-
-def _prefix_tokens(guest: Guest) -> tuple[int, int]:
-    return guest.prefix_tokens_used_total, guest.prefix_tokens_dropped_total
 
 
 def _mps_state(mps: MpsReading | None, guest: Guest | None) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from harvester.contracts.errors import Unsupported
-from harvester.platform.kv_segment import KvSegment, KvUse
+from harvester.platform.kv_segment import KvSegment
 from harvester.policy.sample import KvReading, MemoryReading
 
 _UNLIMITED = 1 << 60
@@ -48,15 +48,14 @@ class SharedKv:
 
     def read(self) -> MemoryReading:
         """KV mapped and its limit; no limit if a production segment is unreadable."""
-        used_bytes = 0
-        for segment in self._production:
-            use = _use(segment)
-            if use is None:
-                return MemoryReading()
-            used_bytes += use.mapped_bytes
-        guest = _use(self._guest)
-        if guest is not None:
-            used_bytes += guest.mapped_bytes
+        try:
+            uses = [segment.read() for segment in self._production]
+        except Unsupported:
+            return MemoryReading()
+        mapped = [use.mapped_bytes for use in uses if use is not None]
+        if len(mapped) < len(uses):
+            return MemoryReading()
+        used_bytes = sum(mapped) + self.read_guest().mapped_bytes
         return MemoryReading(used_bytes=used_bytes, limit_bytes=self._total_bytes)
 
     def read_guest(self) -> KvReading:
@@ -68,10 +67,3 @@ class SharedKv:
         if use is None:
             return KvReading(fault="no segment")
         return KvReading(mapped_bytes=use.mapped_bytes, limit_bytes=use.limit_bytes)
-
-
-def _use(segment: KvSegment) -> KvUse | None:
-    try:
-        return segment.read()
-    except Unsupported:
-        return None
