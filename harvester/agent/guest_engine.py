@@ -121,9 +121,7 @@ class GuestEngine:
         """Publish the guest's last record with `leaving` set, on another page than the engine's."""
         if self._pages is None or self._leaving is not None:
             return
-        reader = self._pages.guest_reader()
-        left = reader.read_left().record
-        reader.close()
+        left = self._pages.guest_reader().read_left().record
         if left is None:
             return
         try:

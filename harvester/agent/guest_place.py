@@ -67,11 +67,7 @@ class GuestPlace:
         except BlockingIOError:
             holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
             return f"a guest (started by process {holder or '?'})"
-        reader = self._pages.guest_reader()
-        try:
-            left = reader.read_left().record
-        finally:
-            reader.close()
+        left = self._pages.guest_reader().read_left().record
         for process in () if left is None else left.processes:
             if process.lives():
                 return f"process {process.pid} of a guest"

@@ -291,9 +291,7 @@ def epoch_left(directory: PageDirectory) -> Epoch:
     """The highest epoch on the grant and guest pages, 0 if none. A guest's epoch counts only up to
     `_MOST_EPOCH`, which no agent reaches: a grant above the wire's integers could not be written.
     """
-    grants, guests = directory.grant_reader(), directory.guest_reader()
-    grant, guest = grants.read_left().record, guests.read_left().record
-    grants.close()
-    guests.close()
+    grant = directory.grant_reader().read_left().record
+    guest = directory.guest_reader().read_left().record
     said = guest.epoch if guest is not None and guest.epoch <= _MOST_EPOCH else 0
     return Epoch(max(0, grant.epoch if grant else 0, said))
