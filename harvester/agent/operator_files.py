@@ -58,7 +58,7 @@ class ReleaseFile:
         return text or "no reason given"
 
     def taken(self) -> None:
-        """It was obeyed."""
+        """Remove the request, which was obeyed."""
         self._taken = self._read
         _log.warning("%s is obeyed", self._path.name)
         try:

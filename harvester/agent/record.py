@@ -59,7 +59,7 @@ class SlotRecord:
         return self._journal_fault or self._state_fault
 
     def resume(self, policy: SlotPolicy, *, now: float) -> None:
-        """Restores an earlier agent's state. Where that is unknown, nothing is offered on trust."""
+        """Restore an earlier agent's state; an unknown one quarantines, or spends the budget."""
         try:
             left = self._state.load(now=now)
         except Corrupt as error:
@@ -74,7 +74,7 @@ class SlotRecord:
             policy.budget.stop("history not known: a journal and no state", now=now)
 
     def begin(self) -> None:
-        """The journal's first line. Raises OSError for what no waiting mends."""
+        """Write the first line. Raises OSError for faults that do not pass by themselves."""
         try:
             self._begin()
         except OSError as error:
@@ -91,7 +91,7 @@ class SlotRecord:
         return self.fault
 
     def reopen(self) -> None:
-        """Go on with a line that stands for all before it."""
+        """Go on with a first line, which holds the whole state."""
         try:
             self._begin()
             self._journal_fault = ""
@@ -100,7 +100,7 @@ class SlotRecord:
         self._log_fault()
 
     def decided(self, *, now: float, sample: SlotSample, effects: tuple[Effect, ...]) -> str:
-        """Why these effects are not on record; "" where they are."""
+        """Why these effects are not recorded; "" if they are."""
         if self._journal is None or self._journal_fault:
             return self._miss()
         try:
@@ -114,7 +114,7 @@ class SlotRecord:
         return ""
 
     def save(self, policy: SlotPolicy, *, now: float, last: bool = False) -> None:
-        """The durable state, where it is due: at once where a verdict changed."""
+        """Save the durable state when it is due: at once after a changed verdict."""
         standing, (_, misses) = policy.standing, policy.accounted
         patience_s = _SAVE_S if misses == self._saved_misses else _SAVE_SPENT_S
         due = last or standing != self._saved or now - self._saved_at_s >= patience_s
@@ -149,7 +149,7 @@ class SlotRecord:
         return self.fault
 
     def _log_fault(self) -> None:
-        """Once for each change."""
+        """Log each change of the fault once."""
         if self.fault == self._logged:
             return
         if self.fault:

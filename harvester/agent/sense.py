@@ -88,7 +88,7 @@ class SlotSensor:
         )
 
     def _log_stranger(self, path: Path, fault: PageFault | None) -> None:
-        """Once: nothing else names the user that owns a page and is not believed."""
+        """Log once which user owns a page that is not believed."""
         if fault is not PageFault.FOREIGN:
             self._strangers.discard(path)
         elif path not in self._strangers:
@@ -104,7 +104,7 @@ class SlotSensor:
         self._leaving.close()
 
     def _guest_page(self, now_ns: int) -> Reading[Guest]:
-        """Its own page, unless it is being stopped on purpose."""
+        """The guest's own page, or the one that announces its stop."""
         guest, leaving = self._guest.read(now_ns=now_ns), self._leaving.read(now_ns=now_ns)
         if leaving.record is None:
             return guest

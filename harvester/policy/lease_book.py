@@ -78,7 +78,7 @@ class LeaseBook:
             entry.epoch = Epoch(max(epoch, recorded.epoch + 1))
 
     def offer(self, slot: SlotId, state: SlotState, reason: str = "") -> None:
-        """Say whether the slot may be leased; a live lease is not touched by it."""
+        """Set whether the slot may be leased; a live lease stays."""
         entry = self._slots[slot]
         entry.state, entry.reason = state, reason
 

@@ -39,14 +39,14 @@ class KeptPage(Generic[R]):
         self._lock.take()
 
     def make(self) -> None:
-        """At a start that is to fail where there can be no page. Raises as `reserve` does."""
+        """Make the page now; raises as `reserve` does where there can be none."""
         self.reserve()
         page = PageWriter(self.path, self._kind, lock=self._lock)
         with self._writing:
             self._page, self.absence = page, ""
 
     def keep(self) -> None:
-        """Look after the page, once per beat."""
+        """Once per beat: make the page again if it was lost."""
         page = self._page
         if page is not None and page.look():
             self._log_contest(page)
