@@ -1,9 +1,8 @@
 """A slot's place for one guest; it is free once every process of the previous guest has ended.
 
-The place is a file lock, which the kernel releases when all its holders have ended: the command
-that started the guest and the engine's main process, which inherits the file. Workers that outlive
-both are named by the guest's page. Only the holder of a free place may remove what a killed guest
-left: a segment of shared KV that would go on counting as memory in use.
+The place is a file lock, held by the command that started the guest and by the engine's main
+process, which inherits it. Workers that outlive both are named by the guest's page. Only the holder
+of a free place may remove a killed guest's segment of shared KV.
 """
 
 import logging
@@ -12,7 +11,6 @@ import time
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.page import PageDirectory
-from harvester.contracts.process import start_ticks
 from harvester.platform.file_lock import FileLock
 from harvester.platform.kv_segment import KvSegment
 
@@ -28,11 +26,11 @@ class GuestPlace:
     def __init__(self, pages: PageDirectory, *, clock: Clock | None = None) -> None:
         self._pages = pages
         self._clock = clock or MonotonicClock()
-        path = pages.path / _LOCK
+        file = pages.path / _LOCK
         try:
-            self._lock = FileLock(path, mode=0o600)
+            self._lock = FileLock(file, mode=0o600)
         except OSError as error:
-            raise ConfigError(f"cannot take the guest's place {path}: {error.strerror}") from error
+            raise ConfigError(f"cannot take the guest's place {file}: {error.strerror}") from error
 
     @property
     def descriptor(self) -> int:
@@ -40,9 +38,7 @@ class GuestPlace:
         return self._lock.descriptor
 
     def take(self, *, timeout_s: float = PATIENCE_S) -> None:
-        """Wait for the lock. Raises Exhausted, naming the process that still holds it, after
-        `timeout_s`.
-        """
+        """Wait for the lock. Raises Exhausted after `timeout_s`, naming the holder."""
         until_s, told = self._clock.now() + timeout_s, False
         while (there := self._occupants()) is not None:
             if self._clock.now() >= until_s:
@@ -55,16 +51,12 @@ class GuestPlace:
         self._lock.sign()
 
     def clear(self, segment: KvSegment) -> None:
-        """Remove the segment that a killed guest left; call after `take`. Raises Unsupported if the
-        segment belongs to a user who is not trusted.
-        """
+        """Remove a killed guest's segment, after `take`. Raises Unsupported for a stranger's."""
         if segment.remove():
             _log.warning("%s was left by a guest that was killed, and is removed", segment.path)
 
     def close(self) -> None:
-        """Close this process's descriptor; the lock holds while a process that inherited it
-        lives.
-        """
+        """Close this descriptor; the lock holds while a process that inherited it lives."""
         self._lock.close()
 
     def _occupants(self) -> str | None:
@@ -76,6 +68,6 @@ class GuestPlace:
         finally:
             reader.close()
         for process in () if left is None else left.processes:
-            if start_ticks(process.pid) == process.start_ticks:
+            if process.lives():
                 return f"process {process.pid} of a guest"
         return None

@@ -20,14 +20,14 @@ from coserve.vllm import launch
 from coserve.vllm.guest_plan import Answer, GuestPlan, GuestSettings, answers, plan
 from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.guest_place import GuestPlace
-from harvester.agent.mps import MpsWatch
+from harvester.agent.mps_watch import MpsWatch
 from harvester.cli.guest_checks import checks, refuse_bad, supported_vllm
-from harvester.config import AgentConfig, GuestConfig, MpsConfig, SlotConfig, load_agent_config
+from harvester.config import GuestConfig, SlotConfig, load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory, PageOwners
 from harvester.platform.idle_groups import IdleGroups
 from harvester.platform.kv_segment import KvSegment
-from harvester.platform.mps import PIPE_VARIABLE, MpsControl
+from harvester.platform.mps import PIPE_VARIABLE
 from harvester.policy.settings import AUTO
 
 _NAME = "guest"
@@ -43,7 +43,7 @@ def guest(
 ) -> None:
     """Start a slot's guest as this machine, this vLLM and your consent allow; say why."""
     agent = load_agent_config(config)
-    chosen = _slot(agent, slot)
+    chosen = agent.slot_named(slot)
     wanted, pages = _guest(chosen), agent.pages_of(chosen)
     console = Console()
     owners = agent.owners_of(chosen)
@@ -98,15 +98,6 @@ def guest(
         isolation.clear()
 
 
-def _slot(agent: AgentConfig, name: str | None) -> SlotConfig:
-    names = [slot.name for slot in agent.slots]
-    if name is None and len(names) > 1:
-        raise ConfigError(f"--slot: choose one of {', '.join(names)}")
-    if name is not None and name not in names:
-        raise ConfigError(f"--slot {name}: the file has {', '.join(names)}")
-    return next(slot for slot in agent.slots if name in {None, slot.name})
-
-
 def _guest(slot: SlotConfig) -> GuestConfig:
     if slot.guest is None:
         raise ConfigError(
@@ -120,7 +111,7 @@ def _settings(slot: SlotConfig, wanted: GuestConfig) -> GuestSettings:
     share, configured = None, slot.policy.blocking_ratio
     if slot.mps is not None:
         share = MpsShare(
-            _daemon(slot.mps),
+            slot.mps.daemon,
             active_thread_percentage=wanted.active_thread_percentage,
             blocking_ratio=1.0 if configured == AUTO else configured,
         )
@@ -184,9 +175,10 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners
             "shared fate: a fault of the guest ends production. Never kill -9 the guest; stop it "
             "with SIGTERM to this process"
         )
-        if not _clients(slot.mps):
+        daemon = slot.mps.daemon
+        if not any(daemon.clients(server) for server in daemon.servers()):
             notes.append(
-                "nobody is a client of this daemon: was production started with its pipe directory?"
+                "this MPS daemon has no client: was production started with its pipe directory?"
             )
     names = () if slot.kvcached is None else slot.kvcached.production
     for variables in [production | launch.shared_memory(name) for name in names] or [production]:
@@ -202,15 +194,6 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners
         notes.append("an idle control group of its own is made and goes with the guest")
     notes.append("nothing else is set on the host: it ends with the guest's processes")
     return notes
-
-
-def _clients(mps: MpsConfig) -> int:
-    daemon = _daemon(mps)
-    return sum(len(daemon.clients(server)) for server in daemon.servers())
-
-
-def _daemon(mps: MpsConfig) -> MpsControl:
-    return MpsControl(mps.pipe_directory, mps.control, mps.timeout_s)
 
 
 def _watch(share: MpsShare | None, planned: GuestPlan) -> MpsWatch | None:

@@ -18,7 +18,7 @@ from harvester.contracts.wire.leases import (
     SlotOffers,
     SlotState,
 )
-from harvester.policy.leases import LeaseBook
+from harvester.policy.lease_book import LeaseBook
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.harvest import Harvest
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand

@@ -1,8 +1,7 @@
 """Which pulses must be there when no configuration lists them."""
 
 from harvester.contracts.page import PageFault, Pulse
-from harvester.policy.expected_pulses import FOREIGN_PULSE, expected
-from harvester.policy.sample import PulseReading
+from harvester.policy.sample import FOREIGN_PULSE, PulseReading, expected
 
 
 def fresh(name: str, *, processes: int) -> PulseReading:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harvester.agent.kv_sharing import SharedKv
+from harvester.agent.shared_memory import SharedKv
 from harvester.config import load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest

@@ -1,6 +1,6 @@
 import pytest
 
-from harvester.agent.scrape import read_levels
+from harvester.agent.engine_probes import read_levels
 
 PAGE = """\
 # TYPE vllm:num_requests_running gauge

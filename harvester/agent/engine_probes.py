@@ -1,37 +1,32 @@
-"""Consent level `metrics`: reads production's Prometheus page once a second.
-
-The agent writes the scrape as a pulse of its own. This pulse has no step-time model, so the slot
-stays in learning: it is watched and its idleness estimated, never opened. A series that is missing
-or not a number makes the scrape unknown: no pulse is written and the last one expires. Rendering
-the whole page takes vLLM as long as some of its steps, in the process that answers requests. The
-probe therefore asks for the few series that it needs, which vLLM's metrics server understands below
-`/metrics/`; where a proxy in between does not, it reads the whole page.
-"""
+"""HTTP questions of the agent to engines: production's metrics, and the guest's description."""
 
 import asyncio
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import aiohttp
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.errors import UNDECODABLE
 from harvester.contracts.page import PageDirectory, Pulse
+from harvester.contracts.wire.engines import ENGINE_ROUTE, EngineDescription, EngineReport
 from harvester.platform.http_kit import body_of
 
 ACCEPT = "text/plain;version=0.0.4"
-"""Plain text: asked for OpenMetrics, newer client libraries write `vllm_` where vLLM says
-`vllm:`.
-"""
+"""Plain text: newer client libraries write vLLM's `vllm:` as `vllm_` in OpenMetrics."""
 MAX_SCRAPE_BYTES = 8 << 20
 ENGINE = "metrics"
 
-_PERIOD_S = 1.0
+_SCRAPE_S = 1.0
+_DESCRIPTION_S = 2.0
+_DESCRIPTION_BYTES_MAX = 64 << 10
 _TTL_NS = 3_000_000_000
 _log = logging.getLogger(__name__)
 
@@ -64,9 +59,7 @@ def narrowed(url: str) -> str:
 
 
 def read_levels(text: str) -> VllmLevels | None:
-    """Sums over engines and models, and the largest KV use; None unless every series is a
-    number.
-    """
+    """Sums over engines and models, and the largest KV use; None unless all are numbers."""
     found: dict[str, float] = {}
     try:
         for name, value in _samples(text):
@@ -91,6 +84,16 @@ def _samples(text: str) -> Iterator[tuple[str, float]]:
 
 
 class MetricsProbe:
+    """Consent level `metrics`: writes what production's Prometheus page says as a pulse.
+
+    This pulse has no step-time model, so the slot stays in learning: it is watched and its idleness
+    estimated, never opened. A series that is missing or not a number makes the scrape unknown: no
+    pulse is written and the last one expires. Rendering the whole page takes vLLM as long as some
+    of its steps, in the process that answers requests. The probe therefore asks for the few series
+    that it needs, which vLLM's metrics server understands below `/metrics/`; where a proxy in
+    between does not, it reads the whole page.
+    """
+
     def __init__(self, url: str, *, pages: Path) -> None:
         """`url` is that of the whole metrics page."""
         self._url = url
@@ -101,19 +104,16 @@ class MetricsProbe:
         self._failing = False
 
     async def run(self) -> None:
-        """Scrape and write a pulse every second, until cancelled."""
-        timeout = aiohttp.ClientTimeout(total=_PERIOD_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            while True:
-                levels = await self.scrape(session)
-                if levels is not None:
-                    self._write(levels)
-                await asyncio.sleep(_PERIOD_S)
+        """Until cancelled."""
+        await _repeat(self._scrape_and_write, period_s=_SCRAPE_S)
+
+    async def _scrape_and_write(self, session: aiohttp.ClientSession) -> None:
+        levels = await self.scrape(session)
+        if levels is not None:
+            self._write(levels)
 
     async def scrape(self, session: aiohttp.ClientSession) -> VllmLevels | None:
-        """Read the levels; None if any series is missing or bad. Changes of this state are logged
-        once.
-        """
+        """Read the levels; None if a series is missing or bad. Changes of that are logged."""
         try:
             levels = await self._read(session)
             problem = "a series is missing or not a number" if levels is None else ""
@@ -139,7 +139,7 @@ class MetricsProbe:
 
     def _write(self, levels: VllmLevels) -> None:
         in_flight = int(levels.running + levels.waiting)
-        self._busy_s += _PERIOD_S if in_flight else 0.0
+        self._busy_s += _SCRAPE_S if in_flight else 0.0
         pulse = Pulse(
             in_flight=in_flight,
             waiting=int(levels.waiting),
@@ -160,3 +160,38 @@ async def _levels(session: aiohttp.ClientSession, url: str) -> VllmLevels | None
         reply.raise_for_status()
         body = await body_of(reply, most_bytes=MAX_SCRAPE_BYTES)
     return read_levels(body.decode(errors="replace"))
+
+
+class GuestDescription:
+    """The guest engine's own description, for the slot's offer. An engine that does not answer is
+    unknown again: the one that comes back may be another."""
+
+    def __init__(self, engine_url: Callable[[], str]) -> None:
+        """`engine_url`: as configured now, "" where offers name no engine."""
+        self._engine_url = engine_url
+        self.latest = EngineDescription()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await _repeat(self.ask, period_s=_DESCRIPTION_S)
+
+    async def ask(self, session: aiohttp.ClientSession) -> None:
+        url = self._engine_url().rstrip("/")
+        if not url:
+            self.latest = EngineDescription()
+            return
+        try:
+            async with session.get(url + ENGINE_ROUTE) as reply:
+                raw = await body_of(reply, most_bytes=_DESCRIPTION_BYTES_MAX)
+            self.latest = msgspec.json.decode(raw, type=EngineReport).description
+        except (aiohttp.ClientError, TimeoutError, *UNDECODABLE):
+            self.latest = EngineDescription()
+
+
+async def _repeat(
+    ask: Callable[[aiohttp.ClientSession], Awaitable[None]], *, period_s: float
+) -> None:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=period_s)) as session:
+        while True:
+            await ask(session)
+            await asyncio.sleep(period_s)

@@ -1,11 +1,9 @@
-"""The lease table of one node: who may use which slot until when, and under which epoch.
+"""The lease table of one node: holder, end and epoch of each slot's lease.
 
-A slot's epoch rises when a lease is taken and again when it ends, so the page's epoch always tells
-the guest whose requests are alive. Repeating any call is harmless: the same request id gives the
-same lease, and a lease that has ended says so again with the same reason. Refusals are values.
-
-A lease's id is a secret of its holder: it alone renews and ends the lease. A successor of the agent
-goes on with exactly the leases that were recorded, each on its slot and under its epoch.
+A slot's epoch rises when a lease is taken and when it ends, so it tells the guest whose requests
+are alive. Every call may be repeated: a request id gives the same lease, an ended lease the same
+reason. Refusals are values. A lease's id is its holder's secret and alone renews and ends it. A
+restarted agent goes on with exactly the recorded leases.
 """
 
 from collections import OrderedDict
@@ -43,9 +41,7 @@ class SlotLease:
 
     @property
     def name(self) -> str:
-        """A public name for journals, logs and status: the id would let every reader end the
-        lease.
-        """
+        """Public name for journals, logs and status: with the id any reader could end the lease."""
         return f"{self.slot}.{self.epoch}"
 
 
@@ -65,7 +61,7 @@ class LeaseBook:
         self._slots: dict[SlotId, SlotEntry] = {}
         self._ended: OrderedDict[LeaseId, LeaseEnded] = OrderedDict()
         self._answered: OrderedDict[str, LeaseId] = OrderedDict()
-        self._news: list[LeaseEnded] = []
+        self._news: list[tuple[SlotId, EndReason]] = []
 
     def add_slot(self, slot: SlotId, *, epoch: Epoch, recorded: SlotLease | None = None) -> None:
         """`epoch` is the one on the page, 0 when there was none. `recorded` is the lease that an
@@ -82,7 +78,7 @@ class LeaseBook:
             entry.epoch = Epoch(max(epoch, recorded.epoch + 1))
 
     def offer(self, slot: SlotId, state: SlotState, reason: str = "") -> None:
-        """Say whether the slot may be leased; a live lease is not touched by it."""
+        """Set whether the slot may be leased; a live lease stays."""
         entry = self._slots[slot]
         entry.state, entry.reason = state, reason
 
@@ -141,7 +137,7 @@ class LeaseBook:
         if held.ending is not None:
             return LeaseEnded(lease=lease, reason=held.ending, deadline_s=held.ends_s - now)
         ends_s = max(held.ends_s, now + min(renewal.duration_s, self.ttl_s))
-        entry.lease = _with_end(held, ends_s=ends_s)
+        entry.lease = replace(held, ends_s=ends_s)
         return _granted(entry.lease, now)
 
     def release(self, lease: LeaseId, *, now: float) -> LeaseEnded:
@@ -160,7 +156,7 @@ class LeaseBook:
         if deadline_s <= 0:
             return self._free(entry, held, reason)
         ends_s = min(held.ends_s, now + deadline_s)
-        entry.lease = _with_end(held, ends_s=ends_s, ending=held.ending or reason)
+        entry.lease = replace(held, ends_s=ends_s, ending=held.ending or reason)
         return LeaseEnded(lease=lease, reason=reason, deadline_s=ends_s - now)
 
     def expire(self, *, now: float) -> None:
@@ -168,8 +164,8 @@ class LeaseBook:
             if entry.lease is not None and entry.lease.ends_s <= now:
                 self._free(entry, entry.lease, entry.lease.ending or EndReason.EXPIRED)
 
-    def news(self) -> tuple[LeaseEnded, ...]:
-        """Leases that ended since the last call, for counters and logs."""
+    def news(self) -> tuple[tuple[SlotId, EndReason], ...]:
+        """Slots whose lease ended since the last call, with the reason, for counters."""
         news, self._news = tuple(self._news), []
         return news
 
@@ -214,7 +210,7 @@ class LeaseBook:
         self._raise_epoch(entry)
         self._ended[lease.lease] = ended
         _forget(self._ended)
-        self._news = [*self._news[-MAX_REMEMBERED:], ended]
+        self._news = [*self._news[-MAX_REMEMBERED:], (lease.slot, reason)]
         return ended
 
     def _raise_epoch(self, entry: SlotEntry) -> None:
@@ -228,10 +224,6 @@ class LeaseBook:
 
     def _refused(self, request: LeaseRequest, reason: str) -> LeaseRefused:
         return LeaseRefused(slot=request.slot, reason=reason, retry_after_s=_RETRY_S)
-
-
-def _with_end(lease: SlotLease, *, ends_s: float, ending: EndReason | None = None) -> SlotLease:
-    return replace(lease, ends_s=ends_s, ending=ending)
 
 
 def _granted(lease: SlotLease, now: float) -> LeaseGranted:

@@ -1,6 +1,6 @@
-"""An operator's word that a slot's quarantine may end: a file beside the slot's journal.
+"""Files by which an operator commands the agent: the node's kill switch, a slot's release.
 
-It works without the network and while the agent is down, and needs the right to write there.
+They work without the network and while the agent is down, and need the right to write there.
 """
 
 import logging
@@ -8,18 +8,29 @@ import os
 import stat
 from pathlib import Path
 
-from harvester.config import AgentConfig, SlotConfig
+from harvester.policy.sample import KillSwitch
 
 _log = logging.getLogger(__name__)
 
-MAX_BYTES = 400
+RELEASE_BYTES_MAX = 400
+_SWITCH_BYTES = 64
 
 
-def release_path(config: AgentConfig, slot: SlotConfig) -> Path:
-    return config.state_dir / f"{slot.name}.release"
+def read_kill_switch(path: Path) -> KillSwitch:
+    """The node's kill switch; a file that is empty, unreadable or unknown drains."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_SWITCH_BYTES).strip()
+    except FileNotFoundError:
+        return KillSwitch.NONE
+    except OSError:
+        return KillSwitch.DRAIN
+    return KillSwitch.HOLD if text == b"hold" else KillSwitch.DRAIN
 
 
 class ReleaseFile:
+    """An operator's word that a slot's quarantine may end, beside the slot's journal."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read: tuple[int, int] | None = None
@@ -38,7 +49,7 @@ class ReleaseFile:
                 return ""
             if self._taken == (status.st_ino, status.st_mtime_ns):
                 return ""
-            text = os.read(file, MAX_BYTES).decode(errors="replace").strip()
+            text = os.read(file, RELEASE_BYTES_MAX).decode(errors="replace").strip()
             self._read = (status.st_ino, status.st_mtime_ns)
         except OSError:
             return ""
@@ -47,7 +58,7 @@ class ReleaseFile:
         return text or "no reason given"
 
     def taken(self) -> None:
-        """It was obeyed."""
+        """Remove the request, which was obeyed."""
         self._taken = self._read
         _log.warning("%s is obeyed", self._path.name)
         try:

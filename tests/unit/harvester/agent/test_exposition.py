@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from harvester.agent.exposition import SlotExposition
 from harvester.agent.metrics import AgentMetrics
-from harvester.agent.sharing_exposition import SharingExposition
 from harvester.contracts.page import Guest, GuestMemory
 from harvester.contracts.process import ProcessId
 from harvester.policy.sample import KvReading, MemoryReading, MpsReading
@@ -24,12 +24,12 @@ def scene(make_scene: Any) -> Any:
 @pytest.fixture
 def value(scene: Any) -> Any:
     metrics = AgentMetrics(version="1")
-    exposition = SharingExposition("slot0", metrics)
+    exposition = SlotExposition("slot0", metrics, tenants=())
 
     def value(name: str, **labels: str) -> float:
         effects = scene.beat()
-        exposition.granted(effects[0].grant)
-        exposition.refresh(scene.sample(), scene.policy)
+        exposition.observe(scene.sample(), effects, scene.policy, None)
+        exposition.refresh(scene.policy, {})
         labels["slot"] = "slot0"
         found = metrics.registry.get_sample_value(f"harvester_{name}", labels)
         assert found is not None
@@ -110,7 +110,7 @@ def test_whether_an_isolation_holds_is_known_of_those_that_promise_anything(
 
 def test_what_the_guest_decides_is_no_number_of_the_configuration(make_scene: Any) -> None:
     scene, metrics = make_scene(), AgentMetrics(version="1")
-    SharingExposition("slot0", metrics).refresh(scene.sample(), scene.policy)
+    SlotExposition("slot0", metrics, tenants=()).refresh(scene.policy, {})
     found = metrics.registry.get_sample_value(
         "harvester_blocking_ratio", {"slot": "slot0", "kind": "configured"}
     )

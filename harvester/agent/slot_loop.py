@@ -2,20 +2,18 @@
 
 import logging
 import os
-from pathlib import Path
 
 import msgspec
 
+from harvester.agent.engine_probes import GuestDescription
 from harvester.agent.exposition import SlotExposition
-from harvester.agent.guest_description import GuestDescription
 from harvester.agent.guest_processes import GuestProcesses
-from harvester.agent.kv_sharing import SharedKv
 from harvester.agent.lease_file import LeaseFile
-from harvester.agent.memory import SharedMemory
-from harvester.agent.mps import MpsWatch
+from harvester.agent.mps_watch import MpsWatch
+from harvester.agent.operator_files import ReleaseFile
 from harvester.agent.record import SlotRecord
-from harvester.agent.release import ReleaseFile, release_path
 from harvester.agent.sense import SlotSensor
+from harvester.agent.shared_memory import SharedKv, SharedMemory
 from harvester.agent.state_file import StateFile
 from harvester.config import AgentConfig, MpsConfig, SlotConfig
 from harvester.contracts.clock import monotonic_ns
@@ -31,9 +29,9 @@ from harvester.contracts.page import (
     PageName,
     PageOwners,
 )
+from harvester.contracts.page.owners import believed
 from harvester.contracts.wire.leases import EndReason, SlotOffer, SlotState
 from harvester.platform.kv_segment import KvSegment
-from harvester.platform.mps import MpsControl
 from harvester.policy.effects import (
     Effect,
     EndLease,
@@ -43,7 +41,7 @@ from harvester.policy.effects import (
     SettleGuest,
     WriteGrant,
 )
-from harvester.policy.leases import LeaseBook
+from harvester.policy.lease_book import LeaseBook
 from harvester.policy.sample import GuestAction, KillSwitch, SlotSample
 from harvester.policy.settings import SlotSettings
 from harvester.policy.slot import SlotPolicy
@@ -70,13 +68,13 @@ class Slot:
         self._restart_needed: tuple[str, ...] = ()
         self.guest_description = GuestDescription(lambda: self.config.engine_url)
         self._book = book
-        self._exposition = exposition
+        self.exposition = exposition
         directory = PageDirectory.create(
             config.pages_of(slot), owners=_owners(config, slot), group=config.page_gid
         )
         self._grant_page = directory.grant_page()
         _reserve(self._grant_page)
-        self.lease_file = LeaseFile(config.state_dir / f"{slot.name}.lease")
+        self.lease_file = LeaseFile(config.file_of(slot, "lease"))
         # The holder counts from an earlier moment, so the lease ends for the holder first.
         recorded = self.lease_file.read(ends_s=now + book.ttl_s)
         book.add_slot(self.name, epoch=epoch_left(directory), recorded=recorded)
@@ -91,18 +89,18 @@ class Slot:
         )
         self._guest = GuestProcesses(
             directory.path / PageName.GUEST,
-            memo=config.state_dir / f"{slot.name}.lifted",
+            memo=config.file_of(slot, "lifted"),
             mps=self._mps,
         )
         # Settle the processes that an earlier agent had lifted when it ended.
         self._guest.settle()
         self.policy = SlotPolicy(config.settings_of(slot))
-        self._release = ReleaseFile(release_path(config, slot))
+        self._release = ReleaseFile(config.file_of(slot, "release"))
         self._record = SlotRecord(
             slot.name,
-            journal_path(config, slot),
+            config.file_of(slot, "journal"),
             max_bytes=config.journal_max_bytes,
-            state=StateFile(state_path(config, slot), node=config.node, slot=slot.name),
+            state=StateFile(config.file_of(slot, "state"), node=config.node, slot=slot.name),
             first_line=self._first_line,
         )
         self._record.resume(self.policy, now=now)
@@ -126,8 +124,8 @@ class Slot:
             # The policy sees the fault only from the next beat on.
             state, reason = SlotState.OFF, unrecorded
         self._book.offer(self.name, state, reason)
-        self._exposition.observe(sample, effects, self.policy, self._book.live(self.name))
-        self._exposition.recorded(self.fault, self._record.missing_total)
+        self.exposition.observe(sample, effects, self.policy, self._book.live(self.name))
+        self.exposition.recorded(self.fault, self._record.missing_total)
 
     @property
     def fault(self) -> str:
@@ -178,8 +176,8 @@ class Slot:
             kv_tokens=self.config.kv_tokens,
             idle_ratio=self.policy.idle_ratio,
             reason=reason,
-            isolation=self.policy.guest_isolation,
-            floor_bytes=self.policy.guest_floor_bytes,
+            isolation=self.policy.guest.state.isolation,
+            floor_bytes=self.policy.guest.state.floor_bytes,
             tenant=lease.tenant if lease is not None else "",
             job=lease.job if lease is not None else "",
             engine=self.guest_description.latest,
@@ -243,16 +241,13 @@ class Slot:
 
 
 def _shared(slot: SlotConfig, owners: PageOwners) -> SharedMemory | SharedKv | None:
-    """The memory that production and guest share, by consent: a GPU's KV, a control group, or
-    None.
-    """
+    """The memory that production and guest share by consent: a GPU's KV, or a control group."""
     if slot.kvcached is not None:
         shared = slot.kvcached
-        own = frozenset((os.geteuid(),))
-        production, guest = (users or own for users in (owners.production, owners.guest))
+        production, guest = believed(owners.production), believed(owners.guest)
         return SharedKv(
-            tuple(KvSegment(name, owners=production | {0}) for name in shared.production),
-            KvSegment(shared.guest, owners=guest | {0}),
+            tuple(KvSegment(name, owners=production) for name in shared.production),
+            KvSegment(shared.guest, owners=guest),
             total_bytes=shared.total_bytes,
         )
     return None if slot.memory_group is None else SharedMemory(slot.memory_group)
@@ -262,25 +257,14 @@ def _watch(mps: MpsConfig | None) -> MpsWatch | None:
     """Start watching the MPS daemon if the operator has consented to MPS, else None."""
     if mps is None:
         return None
-    control = MpsControl(mps.pipe_directory, mps.control, mps.timeout_s)
-    watch = MpsWatch(control, look_s=mps.look_s)
+    watch = MpsWatch(mps.daemon, look_s=mps.look_s)
     watch.start()
     _log.warning("mps by consent: a fault of the guest ends production as well")
     return watch
 
 
-def journal_path(config: AgentConfig, slot: SlotConfig) -> Path:
-    return config.state_dir / f"{slot.name}.journal"
-
-
-def state_path(config: AgentConfig, slot: SlotConfig) -> Path:
-    return config.state_dir / f"{slot.name}.state"
-
-
 def _owners(config: AgentConfig, slot: SlotConfig) -> PageOwners:
-    """Users whose pages are believed. Raises ConfigError if the agent runs as a user that engines
-    do not believe.
-    """
+    """Users whose pages are believed. Raises ConfigError if the agent's own user is none."""
     owners = config.owners_of(slot)
     if owners.agent and os.geteuid() not in owners.agent:
         raise ConfigError(
@@ -307,9 +291,7 @@ def epoch_left(directory: PageDirectory) -> Epoch:
     """The highest epoch on the grant and guest pages, 0 if none. A guest's epoch counts only up to
     `_MOST_EPOCH`, which no agent reaches: a grant above the wire's integers could not be written.
     """
-    grants, guests = directory.grant_reader(), directory.guest_reader()
-    grant, guest = grants.read_left().record, guests.read_left().record
-    grants.close()
-    guests.close()
+    grant = directory.grant_reader().read_left().record
+    guest = directory.guest_reader().read_left().record
     said = guest.epoch if guest is not None and guest.epoch <= _MOST_EPOCH else 0
     return Epoch(max(0, grant.epoch if grant else 0, said))

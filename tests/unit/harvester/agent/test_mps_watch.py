@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from harvester.agent.guest_processes import GuestProcesses
-from harvester.agent.mps import MpsWatch
+from harvester.agent.mps_watch import MpsWatch
 from harvester.config import load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest
@@ -118,7 +118,7 @@ def test_a_guest_under_mps_gets_nothing_without_consent(scene: Any, grant_in: An
     scene.mps = None
     grant = grant_in(scene.beat())
     assert not grant.mode.admits
-    assert "no one has agreed" in grant.reason
+    assert "without the slot's consent" in grant.reason
     assert scene.policy.slot_state() is SlotState.OFF
     scene.guest = msgspec.structs.replace(GUEST, isolation="time-slicing")
     scene.beats_for(0.5)

@@ -26,7 +26,7 @@ from harvester.contracts.wire.leases import (
     LeaseRequest,
     SlotState,
 )
-from harvester.policy.leases import LeaseBook, SlotLease
+from harvester.policy.lease_book import LeaseBook, SlotLease
 
 SLOT = SlotId("slot0")
 _secrets = count()
@@ -124,7 +124,7 @@ def test_a_revoked_lease_runs_to_its_deadline_and_is_not_renewed(book: LeaseBook
     assert answer == LeaseEnded(lease=lease.lease, reason=EndReason.DRAIN, deadline_s=2.0)
     assert book.view(SLOT).ending
     book.expire(now=4.0)
-    assert [e.reason for e in book.news()] == [EndReason.DRAIN]
+    assert [reason for _, reason in book.news()] == [EndReason.DRAIN]
 
 
 def recorded_by(book: LeaseBook, slot: SlotId = SLOT) -> SlotLease:
