@@ -26,8 +26,8 @@ from harvester.contracts.wire.rollouts import (
     PublishedVersion,
     VersionSwitched,
 )
-from scheduler.gateway.config import GatewaySettings
-from scheduler.gateway.engine import RequestRefused
+from scheduler.gateway.engine_client import RequestRefused
+from scheduler.gateway.gateway_status import render_metrics, status
 from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.policy.routing_events import (
     Refusal,
@@ -36,7 +36,7 @@ from scheduler.gateway.policy.routing_events import (
 from scheduler.gateway.policy.trajectories import Turn
 from scheduler.gateway.requests import checked_trajectory, decode_generate
 from scheduler.gateway.scheduler import Scheduler
-from scheduler.gateway.status import render_metrics, status
+from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.tenants import Tenants
 from scheduler.gateway.weight_sync import WeightSyncRoutes
 

@@ -15,13 +15,12 @@ from harvester.contracts.errors import ConfigError, Exhausted, Stale
 from harvester.contracts.ids import EngineId, JobId, SlotId, TenantId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SwitchState
 from scheduler.decision_log import DecisionLog
-from scheduler.gateway.config import AgentSettings, GatewayJobSettings, GatewaySettings
+from scheduler.gateway.agent_client import AgentClient
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine import EngineClient
-from scheduler.gateway.fleet import EngineFleet, Member, dedicated_places, watch_health
-from scheduler.gateway.harvest import Harvest
-from scheduler.gateway.leases import AgentClient
-from scheduler.gateway.metrics import GatewayMetrics
+from scheduler.gateway.engine_client import EngineClient
+from scheduler.gateway.engine_fleet import EngineFleet, Member, dedicated_places, watch_health
+from scheduler.gateway.gateway_metrics import GatewayMetrics
+from scheduler.gateway.harvested_slots import Harvest
 from scheduler.gateway.open_turns import Listen, OpenTurns
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
 from scheduler.gateway.policy.routing import (
@@ -40,6 +39,7 @@ from scheduler.gateway.policy.versions_events import (
     VersionPublished,
     VersionsConfig,
 )
+from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, GatewaySettings
 from scheduler.gateway.state import SchedulerState
 from scheduler.gateway.switch_deadlines import Switch, SwitchDeadlines
 from scheduler.gateway.turns import TurnRunner

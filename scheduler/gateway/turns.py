@@ -15,9 +15,8 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError, Stale
 from harvester.contracts.ids import EngineId, Epoch
 from harvester.contracts.wire.rollouts import FinishReason
-from scheduler.gateway.config import Timeouts
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine import (
+from scheduler.gateway.engine_client import (
     EngineBusy,
     EngineChanged,
     EngineLost,
@@ -25,7 +24,7 @@ from scheduler.gateway.engine import (
     RequestFailed,
     RequestRefused,
 )
-from scheduler.gateway.fleet import Cut, EngineFleet, Member
+from scheduler.gateway.engine_fleet import Cut, EngineFleet, Member
 from scheduler.gateway.policy.blame import CLEARED_TOKENS, BlamePolicy, Ran
 from scheduler.gateway.policy.course import TurnCourse
 from scheduler.gateway.policy.first_tokens import FirstTokens
@@ -36,6 +35,7 @@ from scheduler.gateway.policy.routing_events import (
     RefuseTurn,
 )
 from scheduler.gateway.policy.trajectories import Attempt, Turn
+from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.stream import EngineChoice
 from scheduler.model import EngineKind
 

@@ -12,7 +12,7 @@ import pytest
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
-from scheduler.gateway.engine import EngineClient, RequestRefused
+from scheduler.gateway.engine_client import EngineClient, RequestRefused
 from scheduler.gateway.policy.trajectories import Attempt, TurnLedger
 from scheduler.gateway.stream import EngineChoice
 

@@ -22,10 +22,14 @@ from harvester.contracts.wire.rollouts import (
     TokenLogprob,
 )
 from scheduler.decision_log import DecisionLog
-from scheduler.gateway.config import Timeouts
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine import EngineLost, EngineUnreachable, RequestFailed, RequestRefused
-from scheduler.gateway.fleet import EngineFleet, Member
+from scheduler.gateway.engine_client import (
+    EngineLost,
+    EngineUnreachable,
+    RequestFailed,
+    RequestRefused,
+)
+from scheduler.gateway.engine_fleet import EngineFleet, Member
 from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.blame import (
     CLEARED_TOKENS,
@@ -42,6 +46,7 @@ from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn, Routing
 from scheduler.gateway.policy.trajectories import Attempt, Turn, TurnLedger
 from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import JobActivated
+from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.stream import EngineChoice, _Logprobs
 from scheduler.gateway.turns import TurnRunner
 from scheduler.model import Engine, EngineKind

@@ -20,7 +20,7 @@ from harvester.contracts.wire.leases import (
 )
 from harvester.policy.leases import LeaseBook
 from scheduler.decision_log import DecisionLog
-from scheduler.gateway.harvest import Harvest
+from scheduler.gateway.harvested_slots import Harvest
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
 from scheduler.gateway.state import SchedulerState
 from scheduler.model import Engine, Lease

@@ -21,10 +21,9 @@ from harvester.contracts.wire.leases import (
     SlotState,
 )
 from scheduler.decision_log import DecisionLog
-from scheduler.gateway.config import EngineSettings
-from scheduler.gateway.engine import EngineClient
-from scheduler.gateway.fleet import Cut, EngineFleet, Member
-from scheduler.gateway.leases import AgentClient
+from scheduler.gateway.agent_client import AgentClient
+from scheduler.gateway.engine_client import EngineClient
+from scheduler.gateway.engine_fleet import Cut, EngineFleet, Member
 from scheduler.gateway.policy.capacity import (
     CapacityEffect,
     CapacityPolicy,
@@ -37,6 +36,7 @@ from scheduler.gateway.policy.capacity import (
     SlotRefusal,
     TakeLease,
 )
+from scheduler.gateway.settings import EngineSettings
 from scheduler.gateway.state import SchedulerState
 from scheduler.model import Engine, EngineKind, Lease
 

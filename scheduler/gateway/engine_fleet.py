@@ -16,7 +16,7 @@ from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.contracts.wire.engines import EngineDescription
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine import EngineChanged, EngineClient, EngineLost
+from scheduler.gateway.engine_client import EngineChanged, EngineClient, EngineLost
 from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.fault_streak import FaultStreak
 from scheduler.gateway.policy.meddling import Meddling

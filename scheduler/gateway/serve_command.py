@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from scheduler.gateway.config import GatewaySettings
+    from scheduler.gateway.settings import GatewaySettings
     from scheduler.gateway.tenants import Tenants
 
 
@@ -22,7 +22,7 @@ def gateway(
     """Run the rollout gateway with its scheduler."""
     import uvloop
 
-    from scheduler.gateway.config import load_settings
+    from scheduler.gateway.settings import load_settings
     from scheduler.gateway.tenants import Tenants
 
     settings = load_settings(config)
