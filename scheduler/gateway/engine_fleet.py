@@ -18,13 +18,11 @@ from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_client import EngineChanged, EngineClient, EngineLost
 from scheduler.gateway.identity import Change
-from scheduler.gateway.policy.fault_streak import FaultStreak
-from scheduler.gateway.policy.meddling import Meddling
+from scheduler.gateway.policy.engine_health import FaultStreak, Meddling
 from scheduler.gateway.policy.routing_events import (
     ContextLimited,
     EngineOffered,
     EngineWithdrawn,
-    Retargeted,
 )
 from scheduler.gateway.policy.trajectories import Turn
 from scheduler.gateway.policy.versions import (
@@ -164,9 +162,6 @@ class EngineFleet:
             member.up, member.fault = True, ""
             joined = EngineJoined(engine=member.engine.engine, kind=member.engine.kind)
             self.observe(joined)
-
-    def may_return(self, member: Member) -> bool:
-        return member.meddling.may_return(now=self._clock.now())
 
     def down(self, member: Member, fault: str, *, cut: Cut = Cut.ENGINE) -> None:
         """Lost: its turns go on elsewhere, and when it is back its weights are unknown."""
@@ -355,7 +350,7 @@ class EngineFleet:
     def _apply(self, effect: VersionsEffect) -> None:
         match effect:
             case Retarget():
-                self._dispatcher.observe(Retargeted(job=effect.job, version=effect.version))
+                self._dispatcher.observe(effect)
                 self._spawn(self._notify())
             case QuiesceEngine():
                 self._quiesce(self.members[effect.engine], effect)
@@ -494,10 +489,11 @@ async def _what_became(client: EngineClient) -> Change:
     return await client.changed() if await client.healthy() else Change.PROCESS
 
 
-async def watch_health(fleet: EngineFleet, *, period_s: float) -> None:
+async def watch_health(fleet: EngineFleet, clock: Clock, *, period_s: float) -> None:
     """Bring engines that answer into the fleet and give failed updates their next try."""
     while True:
-        waiting = [m for m in fleet.members.values() if not m.up and fleet.may_return(m)]
+        now = clock.now()
+        waiting = [m for m in fleet.members.values() if not m.up and now >= m.meddling.until_s]
         quiet = [m for m in fleet.members.values() if m.up and not m.running and not m.updating]
         changed = await asyncio.gather(*(member.client.changed(frugal=True) for member in quiet))
         for member, change in zip(quiet, changed, strict=True):

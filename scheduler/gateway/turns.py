@@ -26,15 +26,14 @@ from scheduler.gateway.engine_client import (
 )
 from scheduler.gateway.engine_fleet import Cut, EngineFleet, Member
 from scheduler.gateway.policy.blame import CLEARED_TOKENS, BlamePolicy, Ran
-from scheduler.gateway.policy.course import TurnCourse
-from scheduler.gateway.policy.first_tokens import FirstTokens
+from scheduler.gateway.policy.course import FirstTokens, TurnCourse
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
-    QueueReviewed,
     Refusal,
     RefuseTurn,
 )
 from scheduler.gateway.policy.trajectories import Attempt, Turn
+from scheduler.gateway.policy.versions_events import TimePassed
 from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.stream import EngineChoice
 from scheduler.model import EngineKind
@@ -231,7 +230,7 @@ class TurnRunner:
         period_s = min(_WATCH_S, self._timeouts.guest_tail_stall_s / 4)
         while True:
             await asyncio.sleep(period_s)
-            self._dispatcher.observe(QueueReviewed())
+            self._dispatcher.observe(TimePassed())
             moving = 0
             for member in tuple(self._fleet.members.values()):
                 for running in tuple(member.running):

@@ -113,7 +113,6 @@ class _Asked:
 class CapacityPolicy:
     NAME: ClassVar[str] = "scheduler.policy.capacity"
     SAMPLE: ClassVar[Any] = CapacitySample
-    EFFECT: ClassVar[Any] = CapacityEffect
 
     def __init__(self, config: CapacityConfig) -> None:
         self._config = config
@@ -129,20 +128,14 @@ class CapacityPolicy:
     def snapshot(self) -> dict[str, Any]:
         return {
             "requests": self._requests,
-            "asked": {
-                slot: {"request_id": asked.request_id, "job": asked.job, "at_s": asked.at_s}
-                for slot, asked in self._asked.items()
-            },
+            "asked": msgspec.to_builtins(self._asked),
             "not_before_s": dict(self._not_before_s),
             "busy_at_s": dict(self._busy_at_s),
         }
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         self._requests = snapshot["requests"]
-        self._asked = {
-            SlotId(slot): _Asked(asked["request_id"], JobId(asked["job"]), asked["at_s"])
-            for slot, asked in snapshot["asked"].items()
-        }
+        self._asked = msgspec.convert(snapshot["asked"], dict[SlotId, _Asked])
         self._not_before_s = dict(snapshot["not_before_s"])
         self._busy_at_s = dict(snapshot["busy_at_s"])
 

@@ -19,9 +19,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
-
-import msgspec
+from typing import TypeAlias
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from scheduler.gateway.policy.engine_load import EngineLoad
@@ -34,7 +32,6 @@ from scheduler.gateway.policy.routing_events import (
     QueueTurn,
     Refusal,
     RefuseTurn,
-    Retargeted,
     RoutingConfig,
     RoutingEffect,
     RoutingEvent,
@@ -43,6 +40,7 @@ from scheduler.gateway.policy.routing_events import (
     TurnLeft,
     TurnWithdrawn,
 )
+from scheduler.gateway.policy.versions_events import Retarget
 from scheduler.model import EngineKind
 
 _RESUMED, _BEGUN, _FRESH = 0, 1, 2
@@ -71,10 +69,6 @@ class _Queued:
 
 
 class RoutingPolicy:
-    NAME: ClassVar[str] = "scheduler.policy.routing"
-    SAMPLE: ClassVar[Any] = RoutingEvent
-    EFFECT: ClassVar[Any] = RoutingEffect
-
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
         self._engines: dict[EngineId, EngineLoad] = {}
@@ -84,34 +78,12 @@ class RoutingPolicy:
         self._trials: dict[EngineId, TurnArrived] = {}
         """Suspects that are not cleared yet, where they are."""
         self._queued: dict[str, _Queued] = {}
-        self._target: Retargeted | None = None
+        self._target: Retarget | None = None
         self._contexts: list[int] = []
         """Contexts of all engines offered so far, sorted; the same turns fit all lengths between
         two."""
         self._context_limit: int | None = None
         self._turn_tokens = config.default_turn_tokens
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "RoutingPolicy":
-        return cls(msgspec.convert(config, RoutingConfig))
-
-    def snapshot(self) -> dict[str, Any]:
-        """State that outlives open turns: the learned speeds."""
-        return {
-            "turn_tokens": self._turn_tokens,
-            "measured": {
-                engine: {"seconds": at.seconds, "tokens": at.tokens, "learned_s": at.learned_s}
-                for engine, at in sorted(self._engines.items())
-                if at.tokens
-            },
-        }
-
-    def restore(self, snapshot: dict[str, Any]) -> None:
-        self._turn_tokens = snapshot["turn_tokens"]
-        for engine, measured in snapshot["measured"].items():
-            at = self._engines.setdefault(EngineId(engine), EngineLoad(kind=EngineKind.GUEST))
-            at.seconds, at.tokens = measured["seconds"], measured["tokens"]
-            at.learned_s = measured["learned_s"]
 
     @property
     def queued_turns(self) -> int:
@@ -177,13 +149,12 @@ class RoutingPolicy:
             case EngineWithdrawn():
                 if event.engine in self._engines:
                     self._engines[event.engine].offered = False
-                return (*self._drain(now), *self._refuse_stale())
-            case Retargeted():
+            case Retarget():
                 self._target = event
-                return (*self._drain(now), *self._refuse_stale())
             case ContextLimited():
                 self._context_limit = event.tokens
-                return (*self._drain(now), *self._refuse_stale())
+        if isinstance(event, EngineWithdrawn | Retarget | ContextLimited):
+            return (*self._drain(now), *self._refuse_stale())
         return self._drain(now)
 
     def _offer(self, event: EngineOffered) -> None:

@@ -83,7 +83,6 @@ class _Engine:
 class VersionPolicy:
     NAME: ClassVar[str] = "scheduler.policy.versions"
     SAMPLE: ClassVar[Any] = VersionsEvent
-    EFFECT: ClassVar[Any] = VersionsEffect
 
     def __init__(self, config: VersionsConfig) -> None:
         self._config = config
@@ -102,16 +101,7 @@ class VersionPolicy:
             "published": [msgspec.to_builtins(job) for job in self._published.values()],
             "target": self._target.job if self._target else None,
             "settled": self._settled,
-            "engines": {
-                engine: {
-                    "kind": at.kind,
-                    "state": at.state,
-                    "job": at.job,
-                    "version": at.version,
-                    "failed_at_s": at.failed_at_s,
-                }
-                for engine, at in self._engines.items()
-            },
+            "engines": msgspec.to_builtins(self._engines),
         }
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -120,16 +110,7 @@ class VersionPolicy:
         target = snapshot["target"]
         self._target = None if target is None else self._published[JobId(target)]
         self._settled = snapshot["settled"]
-        self._engines = {
-            EngineId(engine): _Engine(
-                kind=EngineKind(at["kind"]),
-                state=EngineState(at["state"]),
-                job=JobId(at["job"]),
-                version=WeightVersion(at["version"]),
-                failed_at_s=at["failed_at_s"],
-            )
-            for engine, at in snapshot["engines"].items()
-        }
+        self._engines = msgspec.convert(snapshot["engines"], dict[EngineId, _Engine])
 
     @property
     def target(self) -> JobVersion | None:
