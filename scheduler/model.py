@@ -128,13 +128,10 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout engine. A guest serves under the epoch of a lease on its slot."""
+    """A rollout engine; a guest serves under a lease on its slot."""
 
     engine: EngineId
     kind: EngineKind
     url: str
     concurrency: int
-    slot: SlotId | None = None
-    epoch: Epoch = Epoch(0)
-    version: WeightVersion = BASE_VERSION
     numerics: str = ""

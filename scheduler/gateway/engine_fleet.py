@@ -8,8 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
@@ -24,7 +23,6 @@ from scheduler.gateway.policy.routing_events import (
     EngineOffered,
     EngineWithdrawn,
 )
-from scheduler.gateway.policy.trajectories import Turn
 from scheduler.gateway.policy.versions import (
     VersionPolicy,
 )
@@ -43,6 +41,7 @@ from scheduler.gateway.policy.versions_events import (
     VersionsEffect,
     VersionsEvent,
 )
+from scheduler.gateway.running_attempt import Cut, RunningAttempt
 from scheduler.model import Engine, EngineKind, Lease
 
 T = TypeVar("T")
@@ -50,31 +49,6 @@ _log = logging.getLogger(__name__)
 
 STAGE_S = 10.0
 """Longest wait for engines that prepare a version while they sample."""
-
-
-class Cut(StrEnum):
-    """Why a running attempt is ended from this side."""
-
-    SWITCH = "switch"
-    """The turn goes on at the new version."""
-    END = "end"
-    """The turn ends with its tokens so far."""
-    LEASE = "lease"
-    PERMIT = "permit"
-    """The node is another job's now; the turn goes on where its job may run."""
-    STALL = "stall"
-    ENGINE = "engine"
-    WEIGHTS = "weights"
-    """Another caller changed the engine's weights; it lives, and no turn is to blame."""
-
-
-class Running(Protocol):
-    """An attempt that runs on an engine."""
-
-    turn: Turn
-    tokens: int
-
-    def cut(self, why: Cut) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +64,7 @@ class Member:
     """Whether it has been described since it joined."""
     seen_context_tokens: int = 0
     """Length at which it ended an unfinished turn, in tokens; 0: never."""
-    running: set[Running] = field(default_factory=set)
+    running: set[RunningAttempt] = field(default_factory=set)
     fault: str = ""
     streak: FaultStreak = field(default_factory=FaultStreak)
     probing: "asyncio.Task[Change] | None" = None
@@ -292,7 +266,7 @@ class EngineFleet:
         if member.up and target is not None and self._serving(engine):
             self._offer(member, target.job, target.version)
 
-    def began(self, engine: EngineId, running: Running) -> Member | None:
+    def began(self, engine: EngineId, running: RunningAttempt) -> Member | None:
         """The member that the attempt runs on, unless it went away since the turn was placed."""
         member = self.members.get(engine)
         if member is None or not member.up:
@@ -300,7 +274,7 @@ class EngineFleet:
         member.running.add(running)
         return member
 
-    def ended(self, member: Member, running: Running) -> None:
+    def ended(self, member: Member, running: RunningAttempt) -> None:
         member.running.discard(running)
         if member.quiesced_at_s is not None and member.up and not member.running:
             self.observe(EngineEmptied(engine=member.engine.engine))

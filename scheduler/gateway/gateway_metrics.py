@@ -1,7 +1,5 @@
 """Prometheus metrics of the gateway. Touched a few times per turn, never per token."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -10,6 +8,8 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+
+from harvester.distribution import rosemux_version
 
 _SWITCH_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
@@ -20,7 +20,7 @@ class GatewayMetrics:
         ProcessCollector(registry=self.registry)
         job, engine = ["rl_job"], ["engine", "kind"]
         self._info = self._gauge("build_info", "Always 1; the version is a label.", ["version"])
-        self._info.labels(_version()).set(1)
+        self._info.labels(rosemux_version()).set(1)
         self.turns_queued = self._gauge("turns_queued", "Turns waiting for an engine.", job)
         self.turns_running = self._gauge(
             "turns_running", "Turns on an engine (dedicated, guest).", engine
@@ -57,10 +57,3 @@ class GatewayMetrics:
 
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
         return Counter(f"scheduler_{name}", text, labels, registry=self.registry)
-
-
-def _version() -> str:
-    try:
-        return version("rosemux")
-    except PackageNotFoundError:
-        return "unknown"

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 
 import aiohttp
+import msgspec
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError
@@ -23,7 +24,7 @@ from harvester.contracts.wire.leases import (
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.agent_client import AgentClient
 from scheduler.gateway.engine_client import EngineClient
-from scheduler.gateway.engine_fleet import Cut, EngineFleet, Member
+from scheduler.gateway.engine_fleet import EngineFleet, Member
 from scheduler.gateway.policy.capacity import (
     CapacityEffect,
     CapacityPolicy,
@@ -36,6 +37,7 @@ from scheduler.gateway.policy.capacity import (
     SlotRefusal,
     TakeLease,
 )
+from scheduler.gateway.running_attempt import Cut
 from scheduler.gateway.settings import EngineSettings
 from scheduler.gateway.state import SchedulerState
 from scheduler.model import Engine, EngineKind, Lease
@@ -250,15 +252,8 @@ class Harvest:
             case LeaseEnded():
                 self._end(lease, f"ended by its agent: {reply.reason}")
             case LeaseGranted():
-                renewed = Lease(
-                    lease=lease.lease,
-                    slot=lease.slot,
-                    agent=lease.agent,
-                    job=lease.job,
-                    epoch=lease.epoch,
-                    expires_s=asked_at_s + min(reply.duration_s, effect.duration_s),
-                )
-                self._hold(renewed)
+                expires_s = asked_at_s + min(reply.duration_s, effect.duration_s)
+                self._hold(msgspec.structs.replace(lease, expires_s=expires_s))
 
     def _hold(self, lease: Lease) -> None:
         known = self.leases.get(lease.lease)
@@ -292,7 +287,5 @@ class Harvest:
             kind=EngineKind.GUEST,
             url=offer.engine_url,
             concurrency=min(max(1, offer.concurrency), settings.concurrency if settings else 4096),
-            slot=lease.slot,
-            epoch=lease.epoch,
             numerics=settings.numerics if settings else "",
         )

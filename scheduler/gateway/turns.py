@@ -8,7 +8,6 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from harvester.contracts.clock import Clock
@@ -24,16 +23,19 @@ from scheduler.gateway.engine_client import (
     RequestFailed,
     RequestRefused,
 )
-from scheduler.gateway.engine_fleet import Cut, EngineFleet, Member
+from scheduler.gateway.engine_fleet import EngineFleet, Member
 from scheduler.gateway.policy.blame import CLEARED_TOKENS, BlamePolicy, Ran
 from scheduler.gateway.policy.course import FirstTokens, TurnCourse
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
     Refusal,
     RefuseTurn,
+    TurnCleared,
+    TurnLeft,
 )
 from scheduler.gateway.policy.trajectories import Attempt, Turn
 from scheduler.gateway.policy.versions_events import TimePassed
+from scheduler.gateway.running_attempt import Cut, RunningAttempt, suspected_as
 from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.stream import EngineChoice
 from scheduler.model import EngineKind
@@ -51,49 +53,6 @@ class TurnObserver(Protocol):
     def generated(self, turn: Turn, member: Member, tokens: int) -> None: ...
 
     def lease_refused(self, member: Member) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class RunningAttempt:
-    turn: Turn
-    began_s: float
-    heard_s: float
-    course: TurnCourse = field(default_factory=TurnCourse)
-    task: "asyncio.Task[None] | None" = None
-    why_cut: Cut | None = None
-    paused_s: float = 0.0
-    """Wait for a guest's closed gate, in s; it is no measure of its speed."""
-    trial: str = ""
-    """The suspect on trial; empty for a turn above suspicion."""
-    tokens: int = 0
-    broke_s: float | None = None
-    """Time at which it was seen to fail, possibly before its engine is known to have died."""
-    reached: bool = True
-    """Whether the engine may have received it."""
-    refused_s: float | None = None
-    """The engine did not take it and wants no more for this long."""
-
-    @property
-    def request(self) -> str:
-        """The suspect if the engine fails now: the prompt, or the turn with its tokens."""
-        return suspected_as(self.turn)
-
-    def hear(self, *, now: float, pause_s: float) -> None:
-        """A chunk came; a gap of more than `pause_s` before it was a pause."""
-        gap_s, self.heard_s = now - self.heard_s, now
-        if gap_s > pause_s:
-            self.paused_s += gap_s
-
-    def cut(self, why: Cut) -> None:
-        if self.why_cut is None and self.task is not None and not self.task.done():
-            self.why_cut = why
-            self.task.cancel()
-
-
-def suspected_as(turn: Turn) -> str:
-    """The turn's own key once its prompt made tokens, since that prompt cannot kill; else the
-    prompt."""
-    return turn.key if turn.token_ids else turn.content
 
 
 class TurnRunner:
@@ -181,7 +140,7 @@ class TurnRunner:
         accused = self._suspected(turn) or self._quarantined(turn, self._clock.now())
         early = self.blame.trial_in_s(suspect, now=self._clock.now()) > 0
         if isinstance(placed, DispatchTurn) and accused and (early or not suspect):
-            self._dispatcher.leave(turn.key)
+            self._dispatcher.observe(TurnLeft(turn=turn.key))
             return None
         return placed
 
@@ -204,11 +163,7 @@ class TurnRunner:
 
     def _engine_lost(self, member: Member, fault: str) -> None:
         engine, now = member.engine.engine, self._clock.now()
-        lost = [
-            running
-            for running in member.running
-            if isinstance(running, RunningAttempt) and running.reached and not running.turn.ended
-        ]
+        lost = [each for each in member.running if each.reached and not each.turn.ended]
         broke_s = min((one.broke_s for one in lost if one.broke_s is not None), default=now)
         for running in lost:
             if running.trial not in ("", running.request):
@@ -234,8 +189,7 @@ class TurnRunner:
             moving = 0
             for member in tuple(self._fleet.members.values()):
                 for running in tuple(member.running):
-                    if isinstance(running, RunningAttempt):
-                        moving += self._check_stall(member, running, moving)
+                    moving += self._check_stall(member, running, moving)
 
     def _check_stall(self, member: Member, running: RunningAttempt, moving: int) -> bool:
         """Cut a stalled turn; `moving` other turns leave already and have not taken their places
@@ -269,11 +223,11 @@ class TurnRunner:
         )
         member = self._fleet.began(engine, running)
         if member is None:
-            self._dispatcher.leave(turn.key)
+            self._dispatcher.observe(TurnLeft(turn=turn.key))
             return
         self.blame.placed(running.trial, engine)
         if course.suspect and not running.trial:
-            self._dispatcher.cleared(turn.key)
+            self._dispatcher.observe(TurnCleared(turn=turn.key))
         try:
             _check_vocabulary(turn, member)
             attempt = turn.begin(engine=engine, version=placed.version, numerics=member.numerics)
@@ -288,12 +242,14 @@ class TurnRunner:
                 gated = member.engine.kind is EngineKind.GUEST
                 course.stalled(engine, gated=gated, now=self._clock.now())
             self._observer.generated(turn, member, running.tokens)
-            self._dispatcher.leave(
-                turn.key,
-                tokens=running.tokens,
-                seconds=self._clock.now() - running.began_s - running.paused_s,
-                stalled=running.why_cut is Cut.STALL,
-                refused_s=None if running.tokens else running.refused_s,
+            self._dispatcher.observe(
+                TurnLeft(
+                    turn=turn.key,
+                    tokens=running.tokens,
+                    seconds=self._clock.now() - running.began_s - running.paused_s,
+                    stalled=running.why_cut is Cut.STALL,
+                    refused_s=None if running.tokens else running.refused_s,
+                )
             )
             self._fleet.ended(member, running)
 
@@ -415,7 +371,7 @@ class TurnRunner:
 
     def _clear(self, running: RunningAttempt, engine: EngineId) -> None:
         self.blame.served(running.trial, engine)
-        self._dispatcher.cleared(running.turn.key)
+        self._dispatcher.observe(TurnCleared(turn=running.turn.key))
         running.trial = ""
 
 
