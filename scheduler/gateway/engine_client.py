@@ -16,15 +16,19 @@ from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.wire.engines import ENGINE_HEADER, WEIGHTS_FEATURE, EngineDescription
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
-from harvester.platform.reply import body_of
-from scheduler.gateway.identity import Change, HeldWeights, IdentityQuestions, change_between
+from scheduler.gateway.identity import (
+    Change,
+    HeldWeights,
+    IdentityQuestions,
+    WorkerReplies,
+    change_between,
+)
 from scheduler.gateway.policy.trajectories import Attempt
 from scheduler.gateway.stream import EngineChoice, EventStream
 
 _ENCODER = msgspec.json.Encoder()
 _MESSAGE_CHARS = 500
 _STAGE_POLL_S = 0.02
-_REPLY_BYTES = 1 << 20
 _BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
 IDENTITY_FLAG = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
 _RETRY_AFTER_S = 1.0
@@ -68,10 +72,7 @@ class _StageState(msgspec.Struct, frozen=True):
     state: str
 
 
-class _StageReply(msgspec.Struct, frozen=True):
-    """Reply of `/collective_rpc`: one state per worker."""
-
-    results: tuple[_StageState, ...]
+_STAGE = msgspec.json.Decoder(WorkerReplies[_StageState])
 
 
 class EngineClient:
@@ -79,22 +80,15 @@ class EngineClient:
         self._session = session
         self._url = url.rstrip("/")
         self._stream_timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
-        self._connect_s = connect_s
         self._transfer_ready = False
         self._model: str | None = None
         """Model name of requests: the adapter of the served version; None without one."""
         self._questions = IdentityQuestions(session, self._url, timeout_s=connect_s)
-        self._identity = ""
+        self.identity = ""
         """Identity of the engine that the version in force was applied to; "" before that, or if
         none."""
         self._stamped = False
         """Whether every reply carries the identity."""
-
-    @property
-    def identity(self) -> str:
-        """Identity of the engine that the version in force was applied to; "" if it reports
-        none."""
-        return self._identity
 
     async def generate(
         self, attempt: Attempt, *, request_id: str, epoch: Epoch | None, priority: int = 0
@@ -110,7 +104,7 @@ class EngineClient:
         if epoch is not None:
             headers[EPOCH_HEADER] = str(epoch)
         if self._stamped:
-            headers[ENGINE_HEADER] = self._identity
+            headers[ENGINE_HEADER] = self.identity
         try:
             async with self._session.post(
                 f"{self._url}/inference/v1/generate",
@@ -152,14 +146,14 @@ class EngineClient:
 
         Silence is no change. `frugal` skips engines that reveal it only in their whole metrics.
         """
-        given = self._identity
+        given = self.identity
         if not given or (frugal and not self._stamped):
             return Change.NONE
         try:
             report, _ = await self._questions.report()
         except _BROKEN:
             return Change.NONE
-        return change_between(given, report.identity) if self._identity == given else Change.NONE
+        return change_between(given, report.identity) if self.identity == given else Change.NONE
 
     async def stage(self, *, store: str, version: WeightVersion, timeout_s: float) -> bool:
         """Have the engine prepare a version while it samples; whether it has.
@@ -169,10 +163,13 @@ class EngineClient:
         call = {"method": "rosemux_stage", "kwargs": {"store": store, "version": version}}
         try:
             async with asyncio.timeout(timeout_s):
-                while "running" in (states := await self._stage_states(call)):  # noqa: ASYNC110
+                while True:
+                    workers = await self._questions.of_workers(call, _STAGE)
+                    states = {worker.state for worker in workers}
+                    if "running" not in states:
+                        return states == {"ready"}
                     await asyncio.sleep(_STAGE_POLL_S)
-                return states == {"ready"}
-        except (aiohttp.ClientError, TimeoutError, ConnectionError, EngineLost):
+        except _BROKEN:
             return False
 
     async def switch(
@@ -236,13 +233,13 @@ class EngineClient:
         after, _ = await self._questions.report()
         if before.identity != after.identity:
             raise EngineChanged(f"{after.identity} answers, {before.identity} did before")
-        self._identity, self._stamped = after.identity, stamped
+        self.identity, self._stamped = after.identity, stamped
         return after.description
 
     async def _check_identity(self, reply: aiohttp.ClientResponse) -> None:
         """A stock engine's process is asked for once its reply has begun: if the one that has the
         port now had it when the version was applied, no other can have made the reply."""
-        given = self._identity
+        given = self.identity
         if not given:
             return
         if self._stamped:
@@ -252,18 +249,6 @@ class EngineClient:
         if told != given:
             change = change_between(given, told)
             raise EngineChanged(f"{told or 'an unknown engine'} answers, not {given}", change)
-
-    async def _stage_states(self, call: dict[str, Any]) -> set[str]:
-        """The states of all workers."""
-        async with self._session.post(self._url + "/collective_rpc", json=call) as response:
-            raw = await body_of(response, most_bytes=_REPLY_BYTES)
-            if response.status != 200:
-                raise EngineLost(f"/collective_rpc: {response.status}")
-        try:
-            told = msgspec.json.decode(raw, type=_StageReply)
-        except msgspec.MsgspecError as error:
-            raise EngineLost(f"/collective_rpc: {error}") from error
-        return {worker.state for worker in told.results}
 
     async def _begin_update(self) -> None:
         try:
@@ -278,23 +263,19 @@ class EngineClient:
     def forget(self) -> None:
         """The engine may be another process when it is back."""
         self._transfer_ready = False
-        self._identity, self._stamped = "", False
+        self.identity, self._stamped = "", False
 
     async def healthy(self) -> bool:
-        timeout = aiohttp.ClientTimeout(total=self._connect_s)
         try:
-            async with self._session.get(f"{self._url}/health", timeout=timeout) as response:
-                return response.status == 200
+            return (await self._questions.get("/health"))[0] == 200
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
             return False
 
     async def vllm_version(self) -> str:
         """The vLLM version that the engine reports; empty without one."""
-        timeout = aiohttp.ClientTimeout(total=self._connect_s)
         try:
-            async with self._session.get(f"{self._url}/version", timeout=timeout) as response:
-                said = msgspec.json.decode(await body_of(response, most_bytes=_REPLY_BYTES))
-                return str(said["version"])[:64]
+            _, raw = await self._questions.get("/version")
+            return str(msgspec.json.decode(raw)["version"])[:64]
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, KeyError, TypeError):
             return ""
 

@@ -23,9 +23,7 @@ from scheduler.gateway.policy.routing_events import (
     EngineOffered,
     EngineWithdrawn,
 )
-from scheduler.gateway.policy.versions import (
-    VersionPolicy,
-)
+from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import (
     EngineEmptied,
     EngineJoined,
@@ -242,13 +240,11 @@ class EngineFleet:
         waited = []
         for member in self.members.values():
             if member.up:
-                staging = self._spawn(self._stage(member, store, version))
+                work = member.client.stage(store=store, version=version, timeout_s=STAGE_S)
+                staging = self._spawn(work)
                 if member.engine.kind is EngineKind.DEDICATED:
                     waited.append(staging)
         await asyncio.gather(*waited)
-
-    async def _stage(self, member: Member, store: str, version: WeightVersion) -> None:
-        await member.client.stage(store=store, version=version, timeout_s=STAGE_S)
 
     def remove(self, engine: EngineId, reason: str) -> None:
         member = self.members.get(engine)

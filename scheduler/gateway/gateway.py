@@ -11,7 +11,7 @@ GET  /v1/status   GET /metrics   GET /healthz
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
@@ -29,12 +29,9 @@ from harvester.contracts.wire.rollouts import (
 from scheduler.gateway.engine_client import RequestRefused
 from scheduler.gateway.gateway_status import render_metrics, status
 from scheduler.gateway.open_turns import IdInUse
-from scheduler.gateway.policy.routing_events import (
-    Refusal,
-    RefuseTurn,
-)
+from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn
 from scheduler.gateway.policy.trajectories import Turn
-from scheduler.gateway.requests import checked_trajectory, decode_generate
+from scheduler.gateway.requests import checked_trajectory, decode_generate, small_body
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.tenants import Tenants
@@ -49,11 +46,9 @@ _REFUSED_STATUS = {
     Refusal.JOB: 503,
     Refusal.FULL: 503,
 }
-_SMALL_BODY_BYTES = 64 << 10
 FOR_MAX_S = 3600.0
 _MODEL_CHARS = 200
 
-T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -160,8 +155,8 @@ class Gateway:
         return asked
 
     async def _publish(self, request: web.Request) -> web.Response:
-        job = self._job(request, request.match_info["job"])
-        published = await _decoded(request, PublishedVersion)
+        job = self._job_of_path(request)
+        published = await small_body(request, PublishedVersion)
         if published.version < 1:
             raise PeerProtocolError("version: versions begin at 1")
         engines = await self._scheduler.publish(
@@ -173,19 +168,19 @@ class Gateway:
         return _reply(VersionSwitched(version=published.version, engines=engines))
 
     async def _activate(self, request: web.Request) -> web.Response:
-        job = self._job(request, request.match_info["job"])
+        job = self._job_of_path(request)
         version, engines = await self._scheduler.activate(job)
         return _reply(VersionSwitched(version=WeightVersion(version), engines=engines))
 
     async def _harvesting(self, request: web.Request) -> web.Response:
-        job = self._job(request, request.match_info["job"])
-        wanted = (await _decoded(request, _Enabled)).checked()
+        job = self._job_of_path(request)
+        wanted = (await small_body(request, _Enabled)).checked()
         self._scheduler.set_harvesting(job, enabled=wanted.enabled, for_s=wanted.for_s)
         return _reply({"job": job, "harvesting": wanted.enabled})
 
     async def _dedicated(self, request: web.Request) -> web.Response:
-        job = self._job(request, request.match_info["job"])
-        wanted = (await _decoded(request, _Enabled)).checked()
+        job = self._job_of_path(request)
+        wanted = (await small_body(request, _Enabled)).checked()
         self._scheduler.use_dedicated(job, enabled=wanted.enabled, for_s=wanted.for_s)
         return _reply({"job": job, "dedicated": wanted.enabled})
 
@@ -278,12 +273,3 @@ class _TurnStream:
             choice = msgspec.structs.replace(choice, spans=self._turn.choice().spans)
         reply = GenerateReply(request_id=self._asked.request_id, choices=(choice,))
         await response.write(b"data: " + _ENCODER.encode(reply) + b"\n\n")
-
-
-async def _decoded(request: web.Request, kind: type[T]) -> T:
-    if (request.content_length or 0) > _SMALL_BODY_BYTES:
-        raise PeerProtocolError(f"body of more than {_SMALL_BODY_BYTES} bytes")
-    try:
-        return msgspec.json.decode(await request.read(), type=kind)
-    except msgspec.MsgspecError as error:
-        raise PeerProtocolError(str(error)) from error

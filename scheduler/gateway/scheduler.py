@@ -24,22 +24,11 @@ from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.harvested_slots import Harvest
 from scheduler.gateway.open_turns import Listen, OpenTurns
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
-from scheduler.gateway.policy.routing import (
-    RoutingPolicy,
-)
-from scheduler.gateway.policy.routing_events import (
-    RefuseTurn,
-    RoutingConfig,
-)
+from scheduler.gateway.policy.routing import RoutingPolicy
+from scheduler.gateway.policy.routing_events import RefuseTurn, RoutingConfig
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger
-from scheduler.gateway.policy.versions import (
-    VersionPolicy,
-)
-from scheduler.gateway.policy.versions_events import (
-    JobActivated,
-    VersionPublished,
-    VersionsConfig,
-)
+from scheduler.gateway.policy.versions import VersionPolicy
+from scheduler.gateway.policy.versions_events import JobActivated, VersionPublished, VersionsConfig
 from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, GatewaySettings
 from scheduler.gateway.state import SchedulerState
 from scheduler.gateway.turns import TurnRunner
@@ -108,17 +97,13 @@ class Scheduler:
             member.engine.kind
         ).observe(seconds)
         self.runner = TurnRunner(
-            self.fleet,
-            self.dispatcher,
-            self,
-            clock,
-            timeouts=times,
-            max_attempts=settings.max_attempts,
+            self.fleet, self.dispatcher, clock, timeouts=times, max_attempts=settings.max_attempts
         )
+        self.runner.on_left = self._count_tokens
         self._open_turns = {
             job: OpenTurns(
                 ledger,
-                lambda turn, on_tokens: self.runner.run(turn, on_tokens=on_tokens),
+                self.runner.run,
                 on_end=self._count_end,
                 rejoin_s=times.rejoin_s,
             )
@@ -127,6 +112,7 @@ class Scheduler:
         self.harvest = self._make_harvest()
         self.fleet.leasable_contexts = self.harvest.leasable_contexts
         self.dispatcher.on_queued = self.harvest.wake
+        self.runner.on_lease_refused = self.harvest.refused
 
     def _make_harvest(self) -> Harvest:
         settings = self.settings
@@ -313,14 +299,11 @@ class Scheduler:
             for job in self.jobs
         )
 
-    def generated(self, turn: Turn, member: Member, tokens: int) -> None:
+    def _count_tokens(self, turn: Turn, member: Member, tokens: int) -> None:
         if tokens:
             engine = member.engine
             self.metrics.generated_tokens.labels(turn.job, engine.engine, engine.kind).inc(tokens)
             self.tokens[turn.job][engine.kind] += tokens
-
-    def lease_refused(self, member: Member) -> None:
-        self.harvest.refused(member)
 
     def _switched(self, job: JobId, switch: Switch, for_s: float | None) -> None:
         self._off_at_s.pop((job, switch), None)

@@ -8,7 +8,6 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from typing import Protocol
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError, Stale
@@ -47,20 +46,11 @@ _FAILED_PAUSE_S = 5.0
 _ABORTED_PAUSE_S = 0.25
 
 
-class TurnObserver(Protocol):
-    """Observer of attempts, called a few times per turn and never per token."""
-
-    def generated(self, turn: Turn, member: Member, tokens: int) -> None: ...
-
-    def lease_refused(self, member: Member) -> None: ...
-
-
 class TurnRunner:
     def __init__(
         self,
         fleet: EngineFleet,
         dispatcher: Dispatcher,
-        observer: TurnObserver,
         clock: Clock,
         *,
         timeouts: Timeouts,
@@ -68,7 +58,6 @@ class TurnRunner:
     ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
-        self._observer = observer
         self._clock = clock
         self._timeouts = timeouts
         self._max_attempts = max_attempts
@@ -76,9 +65,12 @@ class TurnRunner:
         self._first_tokens = FirstTokens()
         """First-token times of dedicated engines only: a guest's gate may be closed before one."""
         self.blame = BlamePolicy()
+        self.on_left: Callable[[Turn, Member, int], None] = lambda _turn, _member, _tokens: None
+        """Called with an attempt's tokens when it has ended."""
+        self.on_lease_refused: Callable[[Member], None] = lambda _member: None
         fleet.on_lost = self._engine_lost
 
-    async def run(self, turn: Turn, *, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:
+    async def run(self, turn: Turn, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:
         """Serve the turn to its end. Returns a refusal only before the first token.
 
         Raises RequestRefused if an engine rejects the request before any token.
@@ -241,7 +233,7 @@ class TurnRunner:
             if running.why_cut is Cut.STALL:
                 gated = member.engine.kind is EngineKind.GUEST
                 course.stalled(engine, gated=gated, now=self._clock.now())
-            self._observer.generated(turn, member, running.tokens)
+            self.on_left(turn, member, running.tokens)
             self._dispatcher.observe(
                 TurnLeft(
                     turn=turn.key,
@@ -279,7 +271,7 @@ class TurnRunner:
         except Stale:
             turn.lose(attempt)
             course.why = f"{engine}: another lease epoch"
-            self._observer.lease_refused(member)
+            self.on_lease_refused(member)
             return
         except EngineBusy as error:
             why, pause_s = str(error), error.retry_after_s

@@ -29,7 +29,7 @@ from scheduler.gateway.engine_client import (
     RequestFailed,
     RequestRefused,
 )
-from scheduler.gateway.engine_fleet import EngineFleet, Member
+from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.blame import (
     CLEARED_TOKENS,
@@ -243,12 +243,6 @@ class Client:
         pass
 
 
-class Nobody:
-    def generated(self, turn: Turn, member: Member, tokens: int) -> None: ...
-
-    def lease_refused(self, member: Member) -> None: ...
-
-
 class Cluster:
     def __init__(
         self,
@@ -263,9 +257,7 @@ class Cluster:
         dispatcher = Dispatcher(RoutingPolicy(RoutingConfig()), clock, queue_s=60)
         log = DecisionLog(None, versions, {}, max_bytes=1 << 16, now=0.0)
         self.fleet = EngineFleet(versions, dispatcher, log, clock, update_s=1)
-        self.runner = TurnRunner(
-            self.fleet, dispatcher, Nobody(), clock, timeouts=Timeouts(), max_attempts=8
-        )
+        self.runner = TurnRunner(self.fleet, dispatcher, clock, timeouts=Timeouts(), max_attempts=8)
         self.runner.blame = blame or BlamePolicy(quiet_s=0, held_s=0)
         self.ledger = TurnLedger(JOB)
         self.clients = [Client(poison) for _ in range(engines)]
