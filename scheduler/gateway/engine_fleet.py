@@ -110,7 +110,7 @@ class EngineFleet:
         self._events: deque[VersionsEvent] = deque()
         self._observing = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._settled = asyncio.Condition()
+        self._changed = asyncio.Event()
         self._parked: set[JobId] = set()
         self.last_refusal = ""
         self._context_limit: int | None = None
@@ -164,9 +164,7 @@ class EngineFleet:
     def context_ended(self, member: Member, tokens: int) -> None:
         """The engine cut a turn off at `tokens` tokens, below the turn's own limit."""
         member.seen_context_tokens = tokens
-        target = self.policy.target
-        if target is not None and self._serving(member.engine.engine):
-            self._offer(member, target.job, target.version)
+        self._offer(member)
         self.review_contexts()
 
     def meddled(self, member: Member) -> None:
@@ -216,9 +214,9 @@ class EngineFleet:
         for member in tuple(self.members.values()):
             if member.engine.kind is not EngineKind.DEDICATED or not member.up:
                 continue
-            if enabled and self._serving(member.engine.engine):
-                self._offer(member, job, target.version)
-            elif not enabled:
+            if enabled:
+                self._offer(member)
+            else:
                 self._dispatcher.observe(EngineWithdrawn(engine=member.engine.engine))
                 for running in tuple(member.running):
                     if running.turn.job == job:
@@ -255,12 +253,9 @@ class EngineFleet:
 
     def renewed(self, engine: EngineId, lease: Lease) -> None:
         member = self.members.get(engine)
-        if member is None:
-            return
-        member.lease = lease
-        target = self.policy.target
-        if member.up and target is not None and self._serving(engine):
-            self._offer(member, target.job, target.version)
+        if member is not None:
+            member.lease = lease
+            self._offer(member)
 
     def began(self, engine: EngineId, running: RunningAttempt) -> Member | None:
         """The member that the attempt runs on, unless it went away since the turn was placed."""
@@ -295,18 +290,17 @@ class EngineFleet:
     async def settled(self, job: JobId, version: WeightVersion, *, timeout_s: float) -> bool:
         """Wait until every dedicated engine serves it. False: it took too long or was overtaken."""
 
-        def done() -> bool:
+        def is_target() -> bool:
             target = self.policy.target
-            overtaken = target is None or (target.job, target.version) != (job, version)
-            return overtaken or self.policy.settled
+            return target is not None and (target.job, target.version) == (job, version)
 
         try:
-            async with asyncio.timeout(timeout_s), self._settled:
-                await self._settled.wait_for(done)
+            async with asyncio.timeout(timeout_s):
+                while is_target() and not self.policy.settled:
+                    await self._changed.wait()
         except TimeoutError:
             return False
-        target = self.policy.target
-        return target is not None and (target.job, target.version) == (job, version)
+        return is_target()
 
     async def close(self) -> None:
         tasks = [*self._tasks]
@@ -321,16 +315,16 @@ class EngineFleet:
         match effect:
             case Retarget():
                 self._dispatcher.observe(effect)
-                self._spawn(self._notify())
+                self._wake_publishers()
             case QuiesceEngine():
                 self._quiesce(self.members[effect.engine], effect)
             case UpdateEngine():
                 member = self.members[effect.engine]
                 member.updating = self._spawn(self._update(member, effect))
             case ServeEngine():
-                self._serve(self.members[effect.engine], effect)
+                self._serve(self.members[effect.engine])
             case SettlePublish():
-                self._spawn(self._notify())
+                self._wake_publishers()
             case RefusePublish():
                 self.last_refusal = effect.reason
 
@@ -421,31 +415,35 @@ class EngineFleet:
         known += [said.dtype, said.logprobs_mode] if said is not None else []
         return " ".join(filter(None, known))
 
-    def _serve(self, member: Member, effect: ServeEngine) -> None:
+    def _serve(self, member: Member) -> None:
         began_s, member.quiesced_at_s = member.quiesced_at_s, None
         if began_s is not None:
             self.on_served(member, self._clock.now() - began_s)
-        self._offer(member, effect.job, effect.version)
+        self._offer(member)
 
-    def _offer(self, member: Member, job: JobId, version: WeightVersion) -> None:
-        lease, engine = member.lease, member.engine
-        if engine.kind is EngineKind.DEDICATED and not self.may_use_dedicated(job):
+    def _offer(self, member: Member) -> None:
+        """Tells routing of an engine that serves the target and that its job may use."""
+        lease, engine, target = member.lease, member.engine, self.policy.target
+        if target is None or not self._serving(engine.engine):
+            return
+        if engine.kind is EngineKind.DEDICATED and not self.may_use_dedicated(target.job):
             return
         self._dispatcher.observe(
             EngineOffered(
                 engine=engine.engine,
                 kind=engine.kind,
                 concurrency=engine.concurrency,
-                job=job,
-                version=version,
+                job=target.job,
+                version=target.version,
                 usable_until_s=lease.expires_s if lease else None,
                 context_tokens=member.context_tokens,
             )
         )
 
-    async def _notify(self) -> None:
-        async with self._settled:
-            self._settled.notify_all()
+    def _wake_publishers(self) -> None:
+        """Each of those that wait in `settled` looks once."""
+        self._changed.set()
+        self._changed.clear()
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.create_task(work)

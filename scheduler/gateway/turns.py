@@ -281,7 +281,9 @@ class TurnRunner:
             running.broke_s = self._clock.now()
             if not await member.client.healthy():
                 turn.lose(attempt)
-                self._died(member, why, course)
+                course.deaths += 1
+                course.why = f"{engine}: {why}"
+                self._fleet.down(member, why)
                 return
             running.refused_s = pause_s
             self.blame.failed(engine, [running.request], reason=why, now=self._clock.now())
@@ -305,11 +307,6 @@ class TurnRunner:
         turn.lose(attempt)
         if not running.tokens or running.refused_s is not None:
             course.avoid(engine, pause_s, f"{engine}: {why}", now=self._clock.now())
-
-    def _died(self, member: Member, fault: str, course: TurnCourse) -> None:
-        course.deaths += 1
-        course.why = f"{member.engine.engine}: {fault}"
-        self._fleet.down(member, fault)
 
     async def _stream(
         self,
