@@ -177,45 +177,40 @@ class EngineClient:
     ) -> EngineDescription:
         """Bring the engine to a version; on return it samples with nothing older.
 
-        `adapter`: the store holds LoRA adapters; requests after this ask for the version by that
-        name. KV made with the old weights is dropped and that of kept requests is computed again.
+        Version 0 is the weights that it started with: nothing is loaded. `adapter`: the store holds
+        LoRA adapters; requests after this ask for the version by that name. KV made with the old
+        weights is dropped and that of kept requests is computed again.
         Raises EngineLost; the engine may then be paused, which the next switch ends.
         """
+        wanted, model = HeldWeights(), None
+        if version:
+            wanted, model = HeldWeights(store=store, version=version), adapter
+        try:
+            async with asyncio.timeout(timeout_s):
+                if version:
+                    await self._load(store, version, adapter)
+                description = await self._confirm(wanted, adapter=model)
+            self._model = model
+            return description
+        except (*_BROKEN, EngineLost) as error:
+            self.forget()
+            what = f"switch to {store} {version}" if version else "version 0"
+            raise EngineLost(f"{what}: {error!r}") from error
+
+    async def _load(self, store: str, version: WeightVersion, adapter: str | None) -> None:
         named = {} if adapter is None else {"adapter": adapter}
+        await self._post("/pause", params={"mode": "keep"})
+        if not self._transfer_ready:
+            await self._post("/init_weight_transfer_engine", {"init_info": {}})
+            self._transfer_ready = True
+        await self._begin_update()
         update = {"update_info": {"store": store, "version": version, **named}}
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._post("/pause", params={"mode": "keep"})
-                if not self._transfer_ready:
-                    await self._post("/init_weight_transfer_engine", {"init_info": {}})
-                    self._transfer_ready = True
-                await self._begin_update()
-                await self._post("/update_weights", update)
-                await self._post("/finish_weight_update", {"weight_version": str(version)})
-                await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
-                await self._post("/resume")
-                wanted = HeldWeights(store=store, version=version)
-                description = await self._confirm(wanted, adapter=adapter)
-            self._model = adapter
-            return description
-        except (*_BROKEN, EngineLost) as error:
-            self.forget()
-            raise EngineLost(f"switch to {store} {version}: {error!r}") from error
+        await self._post("/update_weights", update)
+        await self._post("/finish_weight_update", {"weight_version": str(version)})
+        await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        await self._post("/resume")
 
-    async def serve_base(self, *, timeout_s: float) -> EngineDescription:
-        """Take the weights that the engine started with for version 0. Raises EngineLost."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                description = await self._confirm(HeldWeights())
-            self._model = None
-            return description
-        except (*_BROKEN, EngineLost) as error:
-            self.forget()
-            raise EngineLost(f"version 0: {error!r}") from error
-
-    async def _confirm(
-        self, wanted: HeldWeights, *, adapter: str | None = None
-    ) -> EngineDescription:
+    async def _confirm(self, wanted: HeldWeights, *, adapter: str | None) -> EngineDescription:
         """Checks that every worker holds `wanted`; from here on the engine must stay the same
         one."""
         before, stamped = await self._questions.report()

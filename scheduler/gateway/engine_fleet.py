@@ -352,15 +352,12 @@ class EngineFleet:
                 member.is_described = True
             if fault := self._clash_of_member(member):
                 raise EngineLost(fault)
-            if effect.version:
-                member.description = await member.client.switch(
-                    store=effect.store,
-                    version=effect.version,
-                    timeout_s=self._update_s,
-                    adapter=self._adapter_of(effect.job),
-                )
-            else:
-                member.description = await member.client.serve_base(timeout_s=self._update_s)
+            member.description = await member.client.switch(
+                store=effect.store,
+                version=effect.version,
+                timeout_s=self._update_s,
+                adapter=self._adapter_of(effect.job),
+            )
             member.numerics = member.engine.numerics or await self._numerics(member)
             fault = self._clash_of_member(member)
         except EngineLost as error:

@@ -11,6 +11,7 @@ GET  /v1/status   GET /metrics   GET /healthz
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -32,7 +33,7 @@ from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn
 from scheduler.gateway.policy.trajectories import Turn
 from scheduler.gateway.requests import checked_trajectory, decode_generate, small_body
-from scheduler.gateway.scheduler import Scheduler
+from scheduler.gateway.scheduler import Scheduler, Switch
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.tenants import Tenants
 from scheduler.gateway.weight_sync import WeightSyncRoutes
@@ -115,8 +116,10 @@ class Gateway:
                 web.post("/inference/v1/generate", self._generate),
                 web.post("/v1/jobs/{job}/versions", self._publish),
                 web.post("/v1/jobs/{job}/activate", self._activate),
-                web.post("/v1/jobs/{job}/harvesting", self._harvesting),
-                web.post("/v1/jobs/{job}/dedicated", self._dedicated),
+                *(
+                    web.post(f"/v1/jobs/{{job}}/{switch}", partial(self._switch, switch))
+                    for switch in Switch
+                ),
                 *WeightSyncRoutes(scheduler, self._job_of_path).routes(),
                 web.get("/v1/status", self._status),
                 web.get("/metrics", self._metrics),
@@ -172,17 +175,11 @@ class Gateway:
         version, engines = await self._scheduler.activate(job)
         return _reply(VersionSwitched(version=WeightVersion(version), engines=engines))
 
-    async def _harvesting(self, request: web.Request) -> web.Response:
+    async def _switch(self, switch: Switch, request: web.Request) -> web.Response:
         job = self._job_of_path(request)
         wanted = (await small_body(request, _Enabled)).checked()
-        self._scheduler.set_harvesting(job, enabled=wanted.enabled, for_s=wanted.for_s)
-        return _reply({"job": job, "harvesting": wanted.enabled})
-
-    async def _dedicated(self, request: web.Request) -> web.Response:
-        job = self._job_of_path(request)
-        wanted = (await small_body(request, _Enabled)).checked()
-        self._scheduler.use_dedicated(job, enabled=wanted.enabled, for_s=wanted.for_s)
-        return _reply({"job": job, "dedicated": wanted.enabled})
+        self._scheduler.switch(job, switch, enabled=wanted.enabled, for_s=wanted.for_s)
+        return _reply({"job": job, switch.value: wanted.enabled})
 
     async def _status(self, request: web.Request) -> web.Response:
         self._tenant(request)

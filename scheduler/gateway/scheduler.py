@@ -264,22 +264,25 @@ class Scheduler:
         await self._settle(job, target.version)
         return target.version, self.fleet.policy.switch_states(job, target.version)
 
-    def set_harvesting(self, job: JobId, *, enabled: bool, for_s: float | None = None) -> None:
+    def switch(
+        self, job: JobId, switch: Switch, *, enabled: bool, for_s: float | None = None
+    ) -> None:
         """`for_s`: off again then, and after a restart, unless it was switched on again."""
-        self._switched(job, Switch.HARVESTING, for_s)
-        self._harvesting[job] = enabled
-        self.state.set_harvesting(job, enabled=enabled and for_s is None)
+        self._off_at_s.pop((job, switch), None)
+        if for_s is not None:
+            self._off_at_s[job, switch] = self._clock.now() + for_s
+        survives = enabled and for_s is None
+        match switch:
+            case Switch.HARVESTING:
+                self._harvesting[job] = enabled
+                self.state.set_harvesting(job, enabled=survives)
+            case Switch.DEDICATED:
+                self.state.use_dedicated(job, enabled=survives)
+                self.fleet.use_dedicated(job, enabled=enabled)
         self.harvest.wake()
 
     def harvesting(self, job: JobId) -> bool:
         return self._harvesting[job]
-
-    def use_dedicated(self, job: JobId, *, enabled: bool, for_s: float | None = None) -> None:
-        """`for_s` as of harvesting."""
-        self._switched(job, Switch.DEDICATED, for_s)
-        self.state.use_dedicated(job, enabled=enabled and for_s is None)
-        self.fleet.use_dedicated(job, enabled=enabled)
-        self.harvest.wake()
 
     def demands(self) -> tuple[Demand, ...]:
         target, routing = self.fleet.policy.target, self.dispatcher.policy
@@ -305,20 +308,13 @@ class Scheduler:
             self.metrics.generated_tokens.labels(turn.job, engine.engine, engine.kind).inc(tokens)
             self.tokens[turn.job][engine.kind] += tokens
 
-    def _switched(self, job: JobId, switch: Switch, for_s: float | None) -> None:
-        self._off_at_s.pop((job, switch), None)
-        if for_s is not None:
-            self._off_at_s[job, switch] = self._clock.now() + for_s
-
     async def _watch_switches(self) -> None:
         while True:
             await asyncio.sleep(_SWITCHES_S)
             now = self._clock.now()
             for job, switch in sorted(key for key, at_s in self._off_at_s.items() if at_s <= now):
                 _log.warning("job %s: %s goes off, it was not renewed", job, switch)
-                harvests = switch is Switch.HARVESTING
-                turn_off = self.set_harvesting if harvests else self.use_dedicated
-                turn_off(job, enabled=False)
+                self.switch(job, switch, enabled=False)
 
     def _observe(self, event: VersionPublished | JobActivated) -> None:
         self.fleet.last_refusal = ""

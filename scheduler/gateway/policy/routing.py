@@ -44,7 +44,8 @@ from scheduler.gateway.policy.versions_events import Retarget
 from scheduler.model import EngineKind
 
 _RESUMED, _BEGUN, _FRESH = 0, 1, 2
-_LineKey: TypeAlias = tuple[JobId, int, int, str, tuple[EngineId, ...], int]
+_Pin: TypeAlias = WeightVersion | None
+_LineKey: TypeAlias = tuple[JobId, _Pin, _Pin, str, tuple[EngineId, ...], int]
 """Job, exact and least version, suspect, engines to avoid, and which have the context."""
 
 
@@ -117,13 +118,7 @@ class RoutingPolicy:
 
     def may_serve(self, turn: TurnArrived) -> bool:
         """Whether an engine is offered that the turn could wait for."""
-        return any(
-            load.offered
-            and load.job == turn.job
-            and _allows(turn, load.version)
-            and load.fits(turn.context_tokens)
-            for load in self._engines.values()
-        )
+        return any(_may_serve(load, turn) for load in self._engines.values())
 
     def other_places(self, turn: TurnArrived, *, now: float) -> int:
         """Number of places on other engines where a stalled turn could go on at once."""
@@ -197,8 +192,7 @@ class RoutingPolicy:
 
     def _line_key(self, turn: TurnArrived) -> _LineKey:
         fits = bisect_left(self._contexts, turn.context_tokens)
-        pins = (_pin(turn.exact), _pin(turn.minimum))
-        return (turn.job, *pins, turn.suspect, turn.avoid, fits)
+        return (turn.job, turn.exact, turn.minimum, turn.suspect, turn.avoid, fits)
 
     def _split_lines(self) -> None:
         """Regroups the lines after an engine with a new context length joined."""
@@ -336,10 +330,7 @@ class RoutingPolicy:
         may = {
             engine: load
             for engine, load in self._engines.items()
-            if load.offered
-            and load.job == turn.job
-            and _allows(turn, load.version)
-            and load.fits(turn.context_tokens)
+            if _may_serve(load, turn)
             and (load.usable_until_s is None or until_s < load.usable_until_s)
             and self._may_try(turn, engine)
         }
@@ -414,11 +405,9 @@ class RoutingPolicy:
         return DispatchTurn(turn=turn.turn, engine=engine, version=load.version, reason=reason)
 
 
-def _pin(version: WeightVersion | None) -> int:
-    return -1 if version is None else version
-
-
-def _allows(turn: TurnArrived, version: WeightVersion) -> bool:
-    if turn.exact is not None and version != turn.exact:
+def _may_serve(load: EngineLoad, turn: TurnArrived) -> bool:
+    """Whether the engine serves the turn's job at a version its pin allows, and its context holds
+    the whole turn."""
+    if not load.offered or load.job != turn.job or not load.fits(turn.context_tokens):
         return False
-    return turn.minimum is None or version >= turn.minimum
+    return turn.exact in (None, load.version) and load.version >= (turn.minimum or 0)

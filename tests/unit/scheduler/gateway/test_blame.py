@@ -232,7 +232,7 @@ class Client:
     async def describe(self) -> EngineDescription:
         return EngineDescription(vocabulary=self.vocabulary)
 
-    async def serve_base(self, *, timeout_s: float) -> EngineDescription:
+    async def switch(self, **to: Any) -> EngineDescription:
         self.served_life = self.life
         return EngineDescription(vocabulary=self.vocabulary)
 
