@@ -19,7 +19,7 @@ from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
 from scheduler.gateway.identity import (
     Change,
     HeldWeights,
-    IdentityQuestions,
+    IdentityClient,
     WorkerReplies,
     change_between,
 )
@@ -83,7 +83,7 @@ class EngineClient:
         self._transfer_ready = False
         self._model: str | None = None
         """Model name of requests: the adapter of the served version; None without one."""
-        self._questions = IdentityQuestions(session, self._url, timeout_s=connect_s)
+        self._identity_client = IdentityClient(session, self._url, timeout_s=connect_s)
         self.identity = ""
         """Identity of the engine that the version in force was applied to; "" before that, or if
         none."""
@@ -136,7 +136,7 @@ class EngineClient:
     async def describe(self) -> EngineDescription:
         """Raises EngineLost."""
         try:
-            report, _ = await self._questions.report()
+            report, _ = await self._identity_client.report()
         except _BROKEN as error:
             raise EngineLost(f"what the engine is: {error!r}") from error
         return report.description
@@ -150,7 +150,7 @@ class EngineClient:
         if not given or (frugal and not self._stamped):
             return Change.NONE
         try:
-            report, _ = await self._questions.report()
+            report, _ = await self._identity_client.report()
         except _BROKEN:
             return Change.NONE
         return change_between(given, report.identity) if self.identity == given else Change.NONE
@@ -164,7 +164,7 @@ class EngineClient:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    workers = await self._questions.of_workers(call, _STAGE)
+                    workers = await self._identity_client.of_workers(call, _STAGE)
                     states = {worker.state for worker in workers}
                     if "running" not in states:
                         return states == {"ready"}
@@ -213,19 +213,19 @@ class EngineClient:
     async def _confirm(self, wanted: HeldWeights, *, adapter: str | None) -> EngineDescription:
         """Checks that every worker holds `wanted`; from here on the engine must stay the same
         one."""
-        before, stamped = await self._questions.report()
-        told = WEIGHTS_FEATURE in before.description.features
+        before, stamped = await self._identity_client.report()
         if wanted.version and not before.identity:
             raise EngineLost(f"it tells no identity: start it with {' '.join(IDENTITY_FLAG)}")
         # A stock engine that has been given no weights may have no such call.
-        held = await self._questions.held() if told or wanted.version else (HeldWeights(),)
+        answers = wanted.version or WEIGHTS_FEATURE in before.description.features
+        held = await self._identity_client.held() if answers else (HeldWeights(),)
         for worker in [each.of(adapter) for each in held]:
             if (worker.store, worker.version) != (wanted.store, wanted.version):
                 named = f"{worker.store} {worker.version}" if worker.store else "its first weights"
                 raise EngineLost(f"a worker holds {named}")
         if not held:
             raise EngineLost("no worker says what it holds")
-        after, _ = await self._questions.report()
+        after, _ = await self._identity_client.report()
         if before.identity != after.identity:
             raise EngineChanged(f"{after.identity} answers, {before.identity} did before")
         self.identity, self._stamped = after.identity, stamped
@@ -238,12 +238,12 @@ class EngineClient:
         if not given:
             return
         if self._stamped:
-            told = reply.headers.get(ENGINE_HEADER, "" if reply.status == 200 else given)
+            answering = reply.headers.get(ENGINE_HEADER, "" if reply.status == 200 else given)
         else:
-            told = await self._questions.start_time() if reply.status == 200 else given
-        if told != given:
-            change = change_between(given, told)
-            raise EngineChanged(f"{told or 'an unknown engine'} answers, not {given}", change)
+            answering = await self._identity_client.start_time() if reply.status == 200 else given
+        if answering != given:
+            change = change_between(given, answering)
+            raise EngineChanged(f"{answering or 'an unknown engine'} answers, not {given}", change)
 
     async def _begin_update(self) -> None:
         try:
@@ -262,14 +262,14 @@ class EngineClient:
 
     async def healthy(self) -> bool:
         try:
-            return (await self._questions.get("/health"))[0] == 200
+            return (await self._identity_client.get("/health"))[0] == 200
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
             return False
 
     async def vllm_version(self) -> str:
         """The vLLM version that the engine reports; empty without one."""
         try:
-            _, raw = await self._questions.get("/version")
+            _, raw = await self._identity_client.get("/version")
             return str(msgspec.json.decode(raw)["version"])[:64]
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, KeyError, TypeError):
             return ""
@@ -337,10 +337,10 @@ def _refusal(status: int, message: str, retry_after: str = "") -> RoseMuxError:
     return RequestFailed(f"HTTP {status}: {message}")
 
 
-def _retry_after_s(said: str) -> float:
+def _retry_after_s(value: str) -> float:
     """Seconds of a Retry-After value, bounded; dates and other text count as the default."""
     try:
-        asked_s = float(said)
+        retry_s = float(value)
     except ValueError:
         return _RETRY_AFTER_S
-    return min(max(asked_s, 0.1), _RETRY_AFTER_MAX_S) if asked_s >= 0 else _RETRY_AFTER_S
+    return min(max(retry_s, 0.1), _RETRY_AFTER_MAX_S) if retry_s >= 0 else _RETRY_AFTER_S

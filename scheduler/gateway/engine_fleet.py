@@ -84,8 +84,8 @@ class Member:
     def context_tokens(self) -> int:
         """Context in tokens; 0 if unknown. Observed behaviour counts for more than the
         description."""
-        told = self.description.context_tokens if self.description else 0
-        return min(filter(None, (told, self.seen_context_tokens)), default=0)
+        described = self.description.context_tokens if self.description else 0
+        return min(filter(None, (described, self.seen_context_tokens)), default=0)
 
 
 class EngineFleet:
@@ -406,10 +406,10 @@ class EngineFleet:
                 self.down(other, fault)
 
     async def _numerics(self, member: Member) -> str:
-        said = member.description
+        described = member.description
         version = await member.client.vllm_version()
         known = [f"vllm {version}" if version else ""]
-        known += [said.dtype, said.logprobs_mode] if said is not None else []
+        known += [described.dtype, described.logprobs_mode] if described is not None else []
         return " ".join(filter(None, known))
 
     def _serve(self, member: Member) -> None:

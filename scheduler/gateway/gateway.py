@@ -134,28 +134,28 @@ class Gateway:
         job = self._job(request, request.headers.get(JOB_HEADER))
         if self._closing:
             raise Exhausted("the gateway is shutting down")
-        asked = self._checked(job, await request.read())
+        turn_request = self._checked(job, await request.read())
         session = request.headers.get(SESSION_HEADER)
-        trajectory = checked_trajectory(session, request_id=asked.request_id)
-        if asked.stream:
-            stream = _TurnStream(request, asked)
-            work = self._scheduler.generate(job, trajectory, asked, on_turn=stream.follow)
+        trajectory = checked_trajectory(session, request_id=turn_request.request_id)
+        if turn_request.stream:
+            stream = _TurnStream(request, turn_request)
+            work = self._scheduler.generate(job, trajectory, turn_request, on_turn=stream.follow)
             return await stream.serve(work)
-        turn, refused = await self._scheduler.generate(job, trajectory, asked)
+        turn, refused = await self._scheduler.generate(job, trajectory, turn_request)
         if refused is not None:
             raise TurnRefused(refused)
-        return _reply(GenerateReply(request_id=asked.request_id, choices=(turn.choice(),)))
+        return _reply(GenerateReply(request_id=turn_request.request_id, choices=(turn.choice(),)))
 
     def _checked(self, job: JobId, body: bytes) -> GenerateRequest:
         vocabulary_tokens = self._scheduler.fleet.vocabulary_tokens()
-        asked = decode_generate(body, vocabulary_tokens=vocabulary_tokens)
+        turn_request = decode_generate(body, vocabulary_tokens=vocabulary_tokens)
         names = self._scheduler.model_names(job)
-        if asked.model is not None and asked.model not in names:
+        if turn_request.model is not None and turn_request.model not in names:
             raise PeerProtocolError(
-                f"model: {asked.model[:_MODEL_CHARS]!r} is not what job {job} trains; "
+                f"model: {turn_request.model[:_MODEL_CHARS]!r} is not what job {job} trains; "
                 f"leave it out or name {' or '.join(sorted(names))}"
             )
-        return asked
+        return turn_request
 
     async def _publish(self, request: web.Request) -> web.Response:
         job = self._job_of_path(request)
@@ -224,9 +224,9 @@ class Gateway:
 class _TurnStream:
     """A turn as server-sent events, as fast as the client reads."""
 
-    def __init__(self, request: web.Request, asked: GenerateRequest) -> None:
+    def __init__(self, request: web.Request, turn_request: GenerateRequest) -> None:
         self._request = request
-        self._asked = asked
+        self._turn_request = turn_request
         self._turn: Turn | None = None
         self._more = asyncio.Event()
         self._sent_tokens = 0
@@ -268,5 +268,5 @@ class _TurnStream:
         self._sent_tokens += len(choice.token_ids)
         if ended:
             choice = msgspec.structs.replace(choice, spans=self._turn.choice().spans)
-        reply = GenerateReply(request_id=self._asked.request_id, choices=(choice,))
+        reply = GenerateReply(request_id=self._turn_request.request_id, choices=(choice,))
         await response.write(b"data: " + _ENCODER.encode(reply) + b"\n\n")

@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import aiohttp
 import msgspec
 
 from harvester.contracts.clock import Clock
@@ -59,8 +58,7 @@ class Harvest:
         *,
         agents: dict[str, AgentClient],
         guests: dict[SlotId, EngineSettings],
-        session: aiohttp.ClientSession,
-        connect_s: float,
+        client_of: Callable[[str], EngineClient],
         demands: Callable[[], tuple[Demand, ...]],
         tenant_of: Callable[[JobId], TenantId],
     ) -> None:
@@ -71,8 +69,7 @@ class Harvest:
         self._clock = clock
         self._agents = agents
         self._guests = guests
-        self._session = session
-        self._connect_s = connect_s
+        self._client_of = client_of
         self._demands = demands
         self._tenant_of = tenant_of
         self._refusals: list[SlotRefusal] = []
@@ -112,7 +109,7 @@ class Harvest:
         for name in sorted(self._doubted & self.leases.keys()):
             await self._renew(self.leases[name], self._renewal(self.leases[name], "refused"))
         self._doubted.clear()
-        await asyncio.gather(*(self._ask(name) for name in sorted(self._agents)))
+        await asyncio.gather(*(self._refresh_offers(name) for name in sorted(self._agents)))
         sample = CapacitySample(
             demands=self._demands(),
             slots=tuple(
@@ -158,7 +155,7 @@ class Harvest:
             self._state.end(lease.lease)
             if lease.agent not in self._agents:
                 continue
-            await self._ask(lease.agent)
+            await self._refresh_offers(lease.agent)
             await self._renew(lease, self._renewal(lease, "restarted"))
 
     def _renewal(self, lease: Lease, reason: str) -> RenewLease:
@@ -170,7 +167,7 @@ class Harvest:
             reason=reason,
         )
 
-    async def _ask(self, name: str) -> None:
+    async def _refresh_offers(self, name: str) -> None:
         try:
             offers = await self._agents[name].offers()
         except (Exhausted, PeerProtocolError) as error:
@@ -207,7 +204,7 @@ class Harvest:
             self.silent_agents[effect.agent] = str(error)
 
     async def _take(self, effect: TakeLease) -> None:
-        asked_at_s = self._clock.now()
+        called_at_s = self._clock.now()
         request = LeaseRequest(
             request_id=effect.request_id,
             slot=effect.slot,
@@ -230,12 +227,12 @@ class Harvest:
                     job=effect.job,
                     epoch=granted.epoch,
                     # The grantor counts from its reply, later than the question.
-                    expires_s=asked_at_s + min(granted.duration_s, effect.duration_s),
+                    expires_s=called_at_s + min(granted.duration_s, effect.duration_s),
                 )
                 self._hold(lease)
 
     async def _renew(self, lease: Lease, effect: RenewLease) -> None:
-        asked_at_s = self._clock.now()
+        called_at_s = self._clock.now()
         try:
             reply = await self._agents[effect.agent].renew(
                 effect.lease, epoch=effect.epoch, duration_s=effect.duration_s
@@ -252,7 +249,7 @@ class Harvest:
             case LeaseEnded():
                 self._end(lease, f"ended by its agent: {reply.reason}")
             case LeaseGranted():
-                expires_s = asked_at_s + min(reply.duration_s, effect.duration_s)
+                expires_s = called_at_s + min(reply.duration_s, effect.duration_s)
                 self._hold(msgspec.structs.replace(lease, expires_s=expires_s))
 
     def _hold(self, lease: Lease) -> None:
@@ -267,8 +264,7 @@ class Harvest:
             return
         self._fleet.remove(self._guest_id(lease.slot), "leased anew")
         engine = self._guest(lease, offered[1])
-        client = EngineClient(self._session, engine.url, connect_s=self._connect_s)
-        self._fleet.add(engine, client, lease=lease)
+        self._fleet.add(engine, self._client_of(engine.url), lease=lease)
 
     def _end(self, lease: Lease, reason: str) -> None:
         self.leases.pop(lease.lease, None)

@@ -33,11 +33,11 @@ class Change(IntEnum):
     """The same process, with weights that another caller has set."""
 
 
-def change_between(given: str, told: str) -> Change:
-    if given == told:
+def change_between(given: str, reported: str) -> Change:
+    if given == reported:
         return Change.NONE
-    counted = _COUNTED.fullmatch(given) and _COUNTED.fullmatch(told)
-    same = counted and given.rpartition(".")[0] == told.rpartition(".")[0]
+    counted = _COUNTED.fullmatch(given) and _COUNTED.fullmatch(reported)
+    same = counted and given.rpartition(".")[0] == reported.rpartition(".")[0]
     return Change.WEIGHTS if same else Change.PROCESS
 
 
@@ -73,7 +73,7 @@ _MODELS = msgspec.json.Decoder(_StockModels)
 _HELD = msgspec.json.Decoder(WorkerReplies[HeldWeights])
 
 
-class IdentityQuestions:
+class IdentityClient:
     """Raises PeerProtocolError for an invalid answer, and aiohttp's errors."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, timeout_s: float) -> None:

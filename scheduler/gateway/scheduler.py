@@ -127,8 +127,7 @@ class Scheduler:
             self._clock,
             agents={agent.id: self._agent(agent) for agent in settings.agents},
             guests={SlotId(e.slot): e for e in settings.engines if e.slot is not None},
-            session=self._session,
-            connect_s=settings.timeouts.connect_s,
+            client_of=self._engine_client,
             demands=self.demands,
             tenant_of=lambda job: TenantId(self.jobs[job].tenant),
         )
@@ -142,6 +141,9 @@ class Scheduler:
             now=self._clock.now(),
         )
 
+    def _engine_client(self, url: str) -> EngineClient:
+        return EngineClient(self._session, url, connect_s=self.settings.timeouts.connect_s)
+
     def _agent(self, agent: AgentSettings) -> AgentClient:
         token = "" if agent.token_file is None else _read_token(agent.token_file)
         timeout_s = self.settings.timeouts.agent_s
@@ -153,7 +155,6 @@ class Scheduler:
         times = self.settings.timeouts
         for given in self.settings.engines:
             if given.kind is EngineKind.DEDICATED:
-                client = EngineClient(self._session, given.url, connect_s=times.connect_s)
                 self.fleet.add(
                     Engine(
                         engine=EngineId(given.id),
@@ -162,7 +163,7 @@ class Scheduler:
                         concurrency=given.concurrency,
                         numerics=given.numerics,
                     ),
-                    client,
+                    self._engine_client(given.url),
                 )
         loops: list[Coroutine[Any, Any, None]] = [
             watch_health(self.fleet, self._clock, period_s=times.health_s),
@@ -237,8 +238,8 @@ class Scheduler:
 
     def model_names(self, job: JobId) -> set[str]:
         """Model names that a request of the job may use."""
-        told = {member.model for member in self.fleet.members.values()}
-        return {job, self.jobs[job].adapter or job, *filter(None, told)}
+        models = {member.model for member in self.fleet.members.values()}
+        return {job, self.jobs[job].adapter or job, *filter(None, models)}
 
     async def publish(
         self, job: JobId, *, store: str, version: WeightVersion, cut_exact: bool

@@ -38,8 +38,8 @@ class _Chunk(msgspec.Struct, Generic[L]):
     @property
     def fault(self) -> str:
         """The error that the engine reports; empty without one."""
-        said = bytes(self.error)
-        return "" if said in (b"", b"null") else said[:500].decode(errors="replace")
+        raw = bytes(self.error)
+        return "" if raw in (b"", b"null") else raw[:500].decode(errors="replace")
 
     @property
     def fault_status(self) -> int:

@@ -341,8 +341,8 @@ class TurnRunner:
                 # token is left to send with it.
                 if choice.finish_reason == "length" and turn.remaining_tokens > 0:
                     # The engine's length, not the client's: its context is full.
-                    said = len(turn.request.token_ids) + len(turn.token_ids)
-                    self._fleet.context_ended(member, said)
+                    length = len(turn.request.token_ids) + len(turn.token_ids)
+                    self._fleet.context_ended(member, length)
                     return
                 if choice.finish_reason not in (None, "abort", "error"):
                     turn.finish(attempt, choice.finish_reason)
@@ -378,7 +378,7 @@ def _check_vocabulary(turn: Turn, member: Member) -> None:
     bound = member.vocabulary_tokens
     if bound is None:
         return
-    asked = (turn.request.token_ids, turn.request.sampling_params.stop_token_ids)
-    largest = max(max(token_ids, default=0) for token_ids in asked)
+    given = (turn.request.token_ids, turn.request.sampling_params.stop_token_ids)
+    largest = max(max(token_ids, default=0) for token_ids in given)
     if largest >= bound:
         raise RequestRefused(f"token id {largest}: {member.engine.engine} knows {bound} token ids")

@@ -90,12 +90,12 @@ class WeightSyncRoutes:
 
     async def _finish(self, request: web.Request) -> web.Response:
         job = self._job_of(request)
-        said = (await small_body(request, _Finish)).weight_version
+        named = (await small_body(request, _Finish)).weight_version
         updated = self._updated.pop(job, None)
         if updated is None:
             raise PeerProtocolError("finish_weight_update without an update_weights before it")
-        if said is not None and said != str(updated):
-            raise PeerProtocolError(f"weight_version {said!r}: the update was to {updated}")
+        if named is not None and named != str(updated):
+            raise PeerProtocolError(f"weight_version {named!r}: the update was to {updated}")
         return _message("Weight update finished")
 
     async def _world_size(self, request: web.Request) -> web.Response:

@@ -170,14 +170,14 @@ class Turn:
         self.logprobs += logprobs
         return True
 
-    def finish(self, attempt: Attempt, said: str) -> None:
+    def finish(self, attempt: Attempt, reported: str) -> None:
         """Ends the attempt by the engine's word: final, whatever happens to its stream."""
         if attempt is not self._open:
             return
-        if said == "stop" and self.token_ids and not self._at_stop_token():
+        if reported == "stop" and self.token_ids and not self._at_stop_token():
             # Strings never stop a turn, so its last token is an EOS of the model.
             self.eos_token_ids.add(self.token_ids[-1])
-        self.end(_FINISHED.get(said, FinishReason.STOP))
+        self.end(_FINISHED.get(reported, FinishReason.STOP))
 
     def lose(self, attempt: Attempt) -> None:
         """The attempt's engine is gone or has been told to stop.

@@ -144,8 +144,7 @@ class Stage:
             self.clock,
             agents=self.agents,  # type: ignore[arg-type]
             guests={},
-            session=None,  # type: ignore[arg-type]
-            connect_s=1.0,
+            client_of=lambda _url: None,  # type: ignore[arg-type, return-value]
             demands=lambda: (
                 Demand(
                     job=JOB, active=True, harvesting=True, queued=9, running=0, dedicated_places=0
@@ -244,7 +243,7 @@ async def test_a_lost_reply_is_asked_for_again_and_gives_the_same_lease() -> Non
 @pytest.mark.parametrize("first", ["a", "b"])
 async def test_a_slot_name_of_two_agents_sends_no_turn_to_the_wrong_one(first: str) -> None:
     stage = Stage("a", "b")
-    await stage.harvest._ask(first)
+    await stage.harvest._refresh_offers(first)
     for step in range(4):
         await stage.looks(after_s=3.0 if step else 0.0)
         assert set(stage.held) == set(SLOTS)
