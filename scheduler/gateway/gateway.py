@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxError, Stale
+from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER, SESSION_HEADER
 from harvester.contracts.wire.rollouts import (
@@ -27,19 +27,26 @@ from harvester.contracts.wire.rollouts import (
     PublishedVersion,
     VersionSwitched,
 )
+from harvester.platform.http_kit import (
+    RETRY_AFTER,
+    SMALL_BODY_BYTES,
+    decoded_body,
+    error_reply,
+    errors_as_replies,
+    json_reply,
+)
 from scheduler.gateway.engine_client import RequestRefused
 from scheduler.gateway.gateway_status import render_metrics, status
 from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn
 from scheduler.gateway.policy.trajectories import Turn
-from scheduler.gateway.requests import checked_trajectory, decode_generate, small_body
+from scheduler.gateway.requests import checked_trajectory, decode_generate
 from scheduler.gateway.scheduler import Scheduler, Switch
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.tenants import Tenants
 from scheduler.gateway.weight_sync import WeightSyncRoutes
 
 _ENCODER = msgspec.json.Encoder()
-_RETRY_AFTER_S = "1"
 _REFUSED_STATUS = {
     Refusal.VERSION: 409,
     Refusal.REQUEST: 422,
@@ -50,54 +57,20 @@ _REFUSED_STATUS = {
 FOR_MAX_S = 3600.0
 _MODEL_CHARS = 200
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 
 class _Enabled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enabled: bool
     for_s: Annotated[float, msgspec.Meta(gt=0.0, le=FOR_MAX_S)] | None = None
     """Switched off after this long unless renewed, in s; None: it stays."""
 
-    def checked(self) -> "_Enabled":
-        if self.for_s is not None and not self.enabled:
-            raise PeerProtocolError("for_s: goes with enabled: true")
-        return self
-
 
 class TurnRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
     def __init__(self, refused: RefuseTurn) -> None:
         super().__init__(refused.reason)
-        self.refusal = refused.refusal
+        self.status = _REFUSED_STATUS[refused.refusal]
 
 
-def _error(status_code: int, message: str) -> web.Response:
-    headers = {"Retry-After": _RETRY_AFTER_S} if status_code in (409, 503) else None
-    return web.Response(
-        status=status_code,
-        body=_ENCODER.encode({"error": message}),
-        content_type="application/json",
-        headers=headers,
-    )
-
-
-def _reply(body: object) -> web.Response:
-    return web.Response(body=_ENCODER.encode(body), content_type="application/json")
-
-
-@web.middleware
-async def errors_as_replies(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except (PeerProtocolError, RequestRefused) as error:
-        return _error(400, str(error))
-    except TurnRefused as error:
-        return _error(_REFUSED_STATUS[error.refusal], str(error))
-    except (Stale, IdInUse) as error:
-        return _error(409, str(error))
-    except Exhausted as error:
-        return _error(503, str(error))
-    except web.HTTPException as error:
-        return _error(error.status, error.reason)
+_STATUSES = {RequestRefused: 400, IdInUse: 409, TurnRefused: None, web.HTTPException: None}
 
 
 class Gateway:
@@ -109,7 +82,8 @@ class Gateway:
         self._clock = clock
         self._closing = False
         self.app = web.Application(
-            middlewares=[errors_as_replies], client_max_size=settings.max_body_bytes
+            middlewares=[errors_as_replies(_STATUSES, try_later=(409, 503))],
+            client_max_size=settings.max_body_bytes,
         )
         self.app.add_routes(
             [
@@ -144,7 +118,9 @@ class Gateway:
         turn, refused = await self._scheduler.generate(job, trajectory, turn_request)
         if refused is not None:
             raise TurnRefused(refused)
-        return _reply(GenerateReply(request_id=turn_request.request_id, choices=(turn.choice(),)))
+        return json_reply(
+            GenerateReply(request_id=turn_request.request_id, choices=(turn.choice(),))
+        )
 
     def _checked(self, job: JobId, body: bytes) -> GenerateRequest:
         vocabulary_tokens = self._scheduler.fleet.vocabulary_tokens()
@@ -159,7 +135,7 @@ class Gateway:
 
     async def _publish(self, request: web.Request) -> web.Response:
         job = self._job_of_path(request)
-        published = await small_body(request, PublishedVersion)
+        published = await decoded_body(request, PublishedVersion, most_bytes=SMALL_BODY_BYTES)
         if published.version < 1:
             raise PeerProtocolError("version: versions begin at 1")
         engines = await self._scheduler.publish(
@@ -168,22 +144,24 @@ class Gateway:
             version=published.version,
             cut_exact=published.cut_open_turns,
         )
-        return _reply(VersionSwitched(version=published.version, engines=engines))
+        return json_reply(VersionSwitched(version=published.version, engines=engines))
 
     async def _activate(self, request: web.Request) -> web.Response:
         job = self._job_of_path(request)
         version, engines = await self._scheduler.activate(job)
-        return _reply(VersionSwitched(version=WeightVersion(version), engines=engines))
+        return json_reply(VersionSwitched(version=WeightVersion(version), engines=engines))
 
     async def _switch(self, switch: Switch, request: web.Request) -> web.Response:
         job = self._job_of_path(request)
-        wanted = (await small_body(request, _Enabled)).checked()
+        wanted = await decoded_body(request, _Enabled, most_bytes=SMALL_BODY_BYTES)
+        if wanted.for_s is not None and not wanted.enabled:
+            raise PeerProtocolError("for_s: goes with enabled: true")
         self._scheduler.switch(job, switch, enabled=wanted.enabled, for_s=wanted.for_s)
-        return _reply({"job": job, switch.value: wanted.enabled})
+        return json_reply({"job": job, switch.value: wanted.enabled})
 
     async def _status(self, request: web.Request) -> web.Response:
         self._tenant(request)
-        return _reply(status(self._scheduler, now=self._clock.now()))
+        return json_reply(status(self._scheduler, now=self._clock.now()))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self._tenant(request)
@@ -193,7 +171,9 @@ class Gateway:
         )
 
     async def _healthz(self, _request: web.Request) -> web.Response:
-        return _error(503, "shutting down") if self._closing else _reply({"status": "ok"})
+        if self._closing:
+            return error_reply(503, "shutting down", headers=RETRY_AFTER)
+        return json_reply({"status": "ok"})
 
     def _job_of_path(self, request: web.Request) -> JobId:
         return self._job(request, request.match_info["job"])

@@ -8,10 +8,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
-from aiohttp import web
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import TrajectoryId
@@ -28,9 +27,6 @@ UNKNOWN_VOCABULARY_TOKENS = 1 << 19
 _MAX_ID_CHARS = 200
 _MAX_STOP_TOKENS = 256
 _NEUTRAL_BYTES = 64
-_SMALL_BODY_BYTES = 64 << 10
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +126,6 @@ def decode_generate(body: bytes, *, vocabulary_tokens: int | None = None) -> Gen
         request = _decode_without_neutral_fields(body)
     _check(request, vocabulary_tokens)
     return request
-
-
-async def small_body(request: web.Request, kind: type[T]) -> T:
-    """The decoded body of any other request; an empty one counts as {}."""
-    if (request.content_length or 0) > _SMALL_BODY_BYTES:
-        raise PeerProtocolError(f"body of more than {_SMALL_BODY_BYTES} bytes")
-    try:
-        return msgspec.json.decode(await request.read() or b"{}", type=kind)
-    except msgspec.MsgspecError as error:
-        raise PeerProtocolError(str(error)) from error
 
 
 def checked_trajectory(given: str | None, *, request_id: str) -> TrajectoryId:

@@ -14,17 +14,19 @@ engine that comes or goes must not end the group.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
-from scheduler.gateway.requests import small_body
+from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body
 from scheduler.gateway.scheduler import Scheduler
 
 _PREFIX = "/v1/jobs/{job}/vllm"
+
+T = TypeVar("T")
 
 
 class _Init(msgspec.Struct, frozen=True):
@@ -67,7 +69,7 @@ class WeightSyncRoutes:
 
     async def _init(self, request: web.Request) -> web.Response:
         self._job_of(request)
-        if (await small_body(request, _Init)).init_info:
+        if (await _decoded(request, _Init)).init_info:
             raise PeerProtocolError(
                 'init_info: send {}; a fleet takes versions from a store (backend "rosemux"), not '
                 "through a process group of its engines"
@@ -80,7 +82,7 @@ class WeightSyncRoutes:
 
     async def _update(self, request: web.Request) -> web.Response:
         job = self._job_of(request)
-        info = (await small_body(request, _Update)).update_info
+        info = (await _decoded(request, _Update)).update_info
         if info.version < 1:
             raise PeerProtocolError("version: versions begin at 1")
         store, version = checked_name(info.store, what="store"), WeightVersion(info.version)
@@ -90,7 +92,7 @@ class WeightSyncRoutes:
 
     async def _finish(self, request: web.Request) -> web.Response:
         job = self._job_of(request)
-        named = (await small_body(request, _Finish)).weight_version
+        named = (await _decoded(request, _Finish)).weight_version
         updated = self._updated.pop(job, None)
         if updated is None:
             raise PeerProtocolError("finish_weight_update without an update_weights before it")
@@ -109,3 +111,7 @@ class WeightSyncRoutes:
 
 def _message(text: str) -> web.Response:
     return web.json_response({"message": text})
+
+
+async def _decoded(request: web.Request, kind: type[T]) -> T:
+    return await decoded_body(request, kind, most_bytes=SMALL_BODY_BYTES, empty=b"{}")
