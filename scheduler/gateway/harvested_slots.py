@@ -107,7 +107,7 @@ class Harvest:
     async def look(self) -> None:
         """One sample, one decision, its effects."""
         for name in sorted(self._doubted & self.leases.keys()):
-            await self._renew(self.leases[name], self._renewal(self.leases[name], "refused"))
+            await self._renew(self.leases[name])
         self._doubted.clear()
         await asyncio.gather(*(self._refresh_offers(name) for name in sorted(self._agents)))
         sample = CapacitySample(
@@ -156,16 +156,7 @@ class Harvest:
             if lease.agent not in self._agents:
                 continue
             await self._refresh_offers(lease.agent)
-            await self._renew(lease, self._renewal(lease, "restarted"))
-
-    def _renewal(self, lease: Lease, reason: str) -> RenewLease:
-        return RenewLease(
-            lease=lease.lease,
-            agent=lease.agent,
-            epoch=lease.epoch,
-            duration_s=self._policy.duration_s,
-            reason=reason,
-        )
+            await self._renew(lease)
 
     async def _refresh_offers(self, name: str) -> None:
         try:
@@ -193,7 +184,7 @@ class Harvest:
                 case RenewLease():
                     lease = self.leases.get(effect.lease)
                     if lease is not None:
-                        await self._renew(lease, effect)
+                        await self._renew(lease)
                 case ReleaseLease():
                     # Stop using it before its slot is free for another.
                     self._end(self.leases[effect.lease], effect.reason)
@@ -231,25 +222,25 @@ class Harvest:
                 )
                 self._hold(lease)
 
-    async def _renew(self, lease: Lease, effect: RenewLease) -> None:
-        called_at_s = self._clock.now()
+    async def _renew(self, lease: Lease) -> None:
+        called_at_s, duration_s = self._clock.now(), self._policy.duration_s
         try:
-            reply = await self._agents[effect.agent].renew(
-                effect.lease, epoch=effect.epoch, duration_s=effect.duration_s
+            reply = await self._agents[lease.agent].renew(
+                lease.lease, epoch=lease.epoch, duration_s=duration_s
             )
         except (Exhausted, PeerProtocolError) as error:
-            self.silent_agents[effect.agent] = str(error)
+            self.silent_agents[lease.agent] = str(error)
             return
         mismatch = lease.mismatch(reply)
         if mismatch:
-            _log.warning("agent %s, slot %s: %s", effect.agent, lease.slot, mismatch)
+            _log.warning("agent %s, slot %s: %s", lease.agent, lease.slot, mismatch)
             self._end(lease, mismatch)
             return
         match reply:
             case LeaseEnded():
                 self._end(lease, f"ended by its agent: {reply.reason}")
             case LeaseGranted():
-                expires_s = called_at_s + min(reply.duration_s, effect.duration_s)
+                expires_s = called_at_s + min(reply.duration_s, duration_s)
                 self._hold(msgspec.structs.replace(lease, expires_s=expires_s))
 
     def _hold(self, lease: Lease) -> None:

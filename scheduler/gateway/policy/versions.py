@@ -73,6 +73,9 @@ class _Engine:
     version: WeightVersion = BASE_VERSION
     failed_at_s: float = 0.0
 
+    def serves(self, job: JobId, version: WeightVersion) -> bool:
+        return self.state is EngineState.SERVING and (self.job, self.version) == (job, version)
+
     def move(self, trigger: SwitchTrigger) -> bool:
         to = TRANSITIONS.get((self.state, trigger))
         if to is not None:
@@ -134,9 +137,7 @@ class VersionPolicy:
 
     def switch_states(self, job: JobId, version: WeightVersion) -> dict[EngineId, SwitchState]:
         return {
-            engine: SwitchState.SWITCHED
-            if at.state is EngineState.SERVING and (at.job, at.version) == (job, version)
-            else SwitchState.CATCHING_UP
+            engine: SwitchState.SWITCHED if at.serves(job, version) else SwitchState.CATCHING_UP
             for engine, at in sorted(self._engines.items())
         }
 
@@ -199,9 +200,8 @@ class VersionPolicy:
         self._target, self._settled = to, False
         effects: list[VersionsEffect] = [Retarget(job=to.job, version=to.version)]
         for engine, at in sorted(self._engines.items()):
-            if at.state is EngineState.SERVING and (at.job, at.version) == (to.job, to.version):
-                continue
-            effects += self._advance(engine, SwitchTrigger.RETARGET, cut_exact=cut_exact)
+            if not at.serves(to.job, to.version):
+                effects += self._advance(engine, SwitchTrigger.RETARGET, cut_exact=cut_exact)
         return effects
 
     def _updated(self, event: EngineUpdated, now: float) -> list[VersionsEffect]:
@@ -258,14 +258,9 @@ class VersionPolicy:
         target = self._target
         if target is None or self._settled:
             return []
-        serving = 0
-        for at in self._engines.values():
-            there = (at.job, at.version) == (target.job, target.version)
-            if at.kind is EngineKind.DEDICATED:
-                if at.state is not EngineState.SERVING or not there:
-                    return []
-                serving += 1
-        if serving < self._config.min_dedicated:
+        dedicated = [at for at in self._engines.values() if at.kind is EngineKind.DEDICATED]
+        serving = [at for at in dedicated if at.serves(target.job, target.version)]
+        if len(serving) < max(len(dedicated), self._config.min_dedicated):
             return []
         self._settled = True
         return [SettlePublish(job=target.job, version=target.version)]

@@ -190,7 +190,7 @@ async def test_a_lease_whose_reply_names_another_is_dropped_at_once(
     granted = LeaseGranted(lease=lease.lease, slot=lease.slot, epoch=lease.epoch, duration_s=10.0)
     fields = {name: getattr(granted, name) for name in granted.__struct_fields__}
     stage.agents["n"].reply = LeaseGranted(**{**fields, **changes})
-    await stage.harvest._renew(lease, stage.harvest._renewal(lease, "test"))
+    await stage.harvest._renew(lease)
     assert SLOTS[0] not in stage.held
     assert EngineId("guest.slot0") not in stage.fleet.guests
     assert says in caplog.text
@@ -201,7 +201,7 @@ async def test_an_end_of_another_lease_is_no_reply_to_ours_either() -> None:
     await stage.looks()
     lease = stage.held[SLOTS[0]]
     stage.agents["n"].reply = LeaseEnded(lease=LeaseId("other"), reason=EndReason.RELEASED)
-    await stage.harvest._renew(lease, stage.harvest._renewal(lease, "test"))
+    await stage.harvest._renew(lease)
     assert SLOTS[0] not in stage.held
 
 
